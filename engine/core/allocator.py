@@ -3,9 +3,9 @@
 Two facts decide a block's state: how many requests hold it, and whether the radix tree refers to it::
 
     free     no request, not in the tree      active   one request
-    shared   two requests or more             cached   only the tree: evictable
+    shared   two requests or more             cached   no request, in the tree: evictable
 
-Only the allocator keeps these facts. Block 0 is the null block: padding refers to it, no request holds it, and the
+Only the allocator stores these facts. Block 0 is the null block: padding refers to it, no request holds it, and the
 totals do not count it.
 """
 
@@ -17,19 +17,19 @@ NULL_BLOCK = 0
 
 
 class BlockAllocator:
-    """Reference counts of blocks 1 … num_blocks - 1.
+    """Counts the requests that hold each block, for the blocks 1 … num_blocks - 1.
 
-    `num_blocks` includes the null block, as the pool's tensors do. All changes are O(1) per block.
+    `num_blocks` includes the null block, as the pool's tensors do. Every change takes O(1) time per block.
     """
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
-            raise ValueError(f"a pool needs the null block and at least one more; it has {num_blocks}")
+            raise ValueError(f"a pool needs at least 2 blocks, the null block and one other; it has {num_blocks}")
         self.num_blocks = num_blocks
         self.total = num_blocks - 1
         self._holders = [0] * num_blocks
         self._in_tree = bytearray(num_blocks)
-        # A stack: the block freed last is taken first. At the start the order is 1, 2, 3 …
+        # A stack: the block freed last is taken first. A new pool hands out the blocks in the order 1, 2, 3 …
         self._free = list(range(num_blocks - 1, 0, -1))
         self.num_active = self.num_shared = self.num_cached = 0
 
@@ -109,7 +109,7 @@ class BlockAllocator:
                 states[2] += 1
         assert self._holders[NULL_BLOCK] == 0 and not self._in_tree[NULL_BLOCK], "the null block is owned"
         assert states == [self.num_active, self.num_shared, self.num_cached], (
-            f"counted {states}, kept {[self.num_active, self.num_shared, self.num_cached]}"
+            f"counted {states} blocks, but the counters are {[self.num_active, self.num_shared, self.num_cached]}"
         )
         assert len(set(self._free)) == len(self._free), "a block is in the free list twice"
         assert all(self._holders[b] == 0 and not self._in_tree[b] for b in self._free), "a free block is owned"

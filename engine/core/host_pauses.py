@@ -1,4 +1,4 @@
-"""Pauses that slow the host down from outside: garbage collections, other programs on the core, SIGSTOP."""
+"""Measures pauses that make the host slower: garbage collections, other programs on its core, SIGSTOP."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import time
 from typing import Any, NamedTuple
 
 TASKS = "/proc/self/task"
-SEARCH_EVERY = 64  # readings between two searches for new threads
+SEARCH_EVERY = 64  # readings of the delays between two searches for new threads
 
 
 class Pauses(NamedTuple):
     """The pauses in a period of time."""
 
     gc_s: float  # seconds of garbage collection, from `gc.callbacks`
-    delayed_s: float | None  # seconds in which a thread was ready to run but another program had the core; of several
-    #   threads that compute together, the longest. None where the system does not tell (it needs Linux's schedstat)
-    stops: int  # how often the process was stopped and continued (needs `watch_stops`)
+    delayed_s: float | None  # seconds in which a thread was ready to run but another program used its core; of several
+    #   threads that compute together, the longest delay. None: not read, or not available (needs Linux's schedstat)
+    stops: int  # how often the process was stopped and continued; counted after a call of `watch_stops`
 
 
 NO_PAUSES = Pauses(0.0, None, 0)
@@ -40,7 +40,10 @@ def _on_gc(phase: str, _info: dict[str, Any]) -> None:
 
 
 def watch_stops() -> None:
-    """Count the stops of this process; call it in the main thread. A handler that exists is still called."""
+    """Count how often this process is stopped and continued. Must be called in the main thread.
+
+    An existing handler of SIGCONT is still called.
+    """
     before = signal.getsignal(signal.SIGCONT)
 
     def continued(number: int, frame: Any) -> None:
@@ -52,20 +55,23 @@ def watch_stops() -> None:
 
 
 class HostPauses:
-    """Measures the pauses of the calling thread; with `computes`, also those of the threads that compute with it."""
+    """Measures the pauses of the calling thread; with `computes`, also the delays of threads that compute with it."""
 
     def __init__(self, computes: bool) -> None:
         self._computes = computes
-        self._files: dict[int, int] = {}  # thread -> descriptor of its schedstat
-        self._delays: dict[int, int] = {}  # thread -> nanoseconds of delay at the last call
-        self._calls = 0
+        self._files: dict[int, int] = {}  # thread id -> descriptor of the thread's schedstat file
+        self._delays: dict[int, int] = {}  # thread id -> total delay in nanoseconds at the last reading
+        self._readings = 0
         self._gc_s, self._stops = _Counts.gc_s, _Counts.stops
         if _on_gc not in gc.callbacks:
             gc.callbacks.append(_on_gc)
 
     def since_last(self, delays: bool = True) -> Pauses:
-        """Returns the pauses since the last call. With `delays`, reads the delays since the last call that read them,
-        which takes 3 to 8 microseconds; else `delayed_s` is None."""
+        """Returns the pauses since the last call.
+
+        `delays`: also read the delays, which takes 3 to 8 microseconds. `delayed_s` then covers the time since the last
+        call that read them. Without `delays`, `delayed_s` is None.
+        """
         if not delays and _Counts.gc_s == self._gc_s and _Counts.stops == self._stops:
             return NO_PAUSES
         delayed_s = self._read_delays() if delays else None
@@ -74,18 +80,18 @@ class HostPauses:
         return pauses
 
     def _search(self) -> None:
-        """Open the files of new threads. Threads of Python other than this one do not compute steps."""
+        """Open the schedstat files of new threads. Skip other Python threads, because they do not compute steps."""
         with contextlib.suppress(OSError):
-            here = threading.get_native_id()
-            others = {thread.native_id for thread in threading.enumerate()} - {here}
-            found = {int(name) for name in os.listdir(TASKS)} - others if self._computes else {here}
+            this_thread = threading.get_native_id()
+            others = {thread.native_id for thread in threading.enumerate()} - {this_thread}
+            found = {int(name) for name in os.listdir(TASKS)} - others if self._computes else {this_thread}
             for thread in found - self._files.keys():
                 self._files[thread] = os.open(f"{TASKS}/{thread}/schedstat", os.O_RDONLY)
 
     def _read_delays(self) -> float | None:
-        if self._calls % SEARCH_EVERY == 0:
+        if self._readings % SEARCH_EVERY == 0:
             self._search()
-        self._calls += 1
+        self._readings += 1
         longest = 0
         for thread, file in list(self._files.items()):
             try:

@@ -1,4 +1,4 @@
-"""Finds the directory of a model: a path, the local Hugging Face cache, or the hub (engine/hub/download.py).
+"""Finds a model's directory: at a path, in the local Hugging Face cache, or on the hub (engine/hub/download.py).
 
 Only a download needs huggingface_hub.
 """
@@ -16,7 +16,7 @@ from engine.progress import Progress
 # The beginning of a name without an organisation -> the organisation.
 ORGANISATIONS = {"qwen": "Qwen", "llama": "meta-llama", "meta-llama": "meta-llama", "mistral": "mistralai"}
 NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?")
-LONGEST_NAME = 96  # the limit of the hub
+LONGEST_NAME = 96  # characters; the limit of the hub
 
 
 def resolve_model(name: str, on_progress: Progress | None = None, weights: bool = True, tokenizer: bool = True) -> Path:
@@ -24,7 +24,7 @@ def resolve_model(name: str, on_progress: Progress | None = None, weights: bool 
 
     A path is tried first, then the local Hugging Face cache, then the hub. A model on the hub is downloaded to the
     cache, and an interrupted download is continued. An unsupported model is refused before its weights are downloaded.
-    Raises CheckpointError, which names the places that were tried.
+    Raises CheckpointError, with the reason, if no directory can be returned.
 
     `weights`: False if config.json and the tokenizer are enough. `tokenizer`: False if no tokenizer is needed.
     """
@@ -39,8 +39,8 @@ def resolve_model(name: str, on_progress: Progress | None = None, weights: bool 
     from engine.hub.download import Download
 
     repository = _repository(name, found)
-    begun = next((snapshot for snapshot in found if snapshot.repository == repository), None)
-    return Download(repository, begun, on_progress).run(weights, tokenizer)
+    partial = next((snapshot for snapshot in found if snapshot.repository == repository), None)
+    return Download(repository, partial, on_progress).run(weights, tokenizer)
 
 
 def _as_directory(name: str) -> Path | None:
@@ -49,7 +49,7 @@ def _as_directory(name: str) -> Path | None:
         if name and path.is_dir():
             return path
         is_file = path.is_file()
-    except (OSError, RuntimeError, ValueError) as error:  # too long, not permitted, or the home of an unknown user
+    except (OSError, RuntimeError, ValueError) as error:  # too long, not permitted, or an unknown user's home
         raise CheckpointError(
             f"{shown(name)} is not a directory ({shown(str(error))[1:-1]}): give the directory that holds config.json, "
             "or the name of a model, as in Qwen/Qwen3-0.6B"
@@ -64,24 +64,24 @@ def _check_name(name: str) -> None:
     if colon and "/" not in file and NAME.fullmatch(plain):
         plain = re.sub(r"[-_.]gguf$", "", plain, flags=re.IGNORECASE)
         raise CheckpointError(
-            f"{shown(name)} is not a directory, and a name with a colon means one file of a GGUF repository: GGUF and "
-            f"quantised files are not supported; name the repository with the plain weights, as in {plain}"
+            f"{shown(name)} is not a directory, and a name with a colon means one file of a GGUF repository. GGUF and "
+            f"quantised files are not supported: give the name of the repository with the plain weights, as in {plain}"
         )
     if not NAME.fullmatch(name) or len(name) > LONGEST_NAME or {".", ".."} & set(name.split("/")):
         raise CheckpointError(
-            f"{shown(name)} is not a directory, and cannot be the name of a model on the hub either: a name looks like "
+            f"{shown(name)} is neither a directory nor a valid name of a model on the hub: a name looks like "
             "Qwen/Qwen3-0.6B"
         )
 
 
-def _repository(name: str, begun: list[Snapshot]) -> str:
+def _repository(name: str, found: list[Snapshot]) -> str:
     if "/" in name:
         return name
     for prefix, organisation in ORGANISATIONS.items():
         if name.lower().startswith(prefix):
             return f"{organisation}/{name}"
-    if begun:
-        return begun[0].repository
+    if found:
+        return found[0].repository
     raise CheckpointError(
         f"{name!r} is neither a directory nor in the cache {cache_directory()}: give a directory, or the full name on "
         f"the hub, as in Qwen/{name}"

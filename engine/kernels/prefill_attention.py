@@ -1,17 +1,17 @@
-"""Causal attention of chunks of queries over a paged cache: prefill, also after a cached prefix.
+"""Causal attention of prefill chunks over a paged cache, with or without a cached prefix.
 
-Query heads that share a key/value head are packed into one tile: BLOCK_M rows are BLOCK_M / GROUP tokens, so each tile
-of keys is loaded once for all these rows. For short chunks after long contexts the keys are split over programs
+Query heads that share a key/value head are packed into one tile: BLOCK_M rows hold BLOCK_M / GROUP tokens, and each
+tile of keys is loaded once for all these rows. For short chunks after long contexts the keys are split over programs
 (SPLITS > 1); the program that finishes last combines the splits, as in decode_attention.
 
-The keys and values of the chunk itself are read from the output of the projection, in whole tiles, by the bulk tensor
-copy engine. Only the cached context is read through the block table. Steps without cached context use a
-variant of the kernel without the loops over the cache.
+The bulk tensor copy engine reads the chunk's own keys and values, in whole tiles, from the output of the projection.
+Only the cached context is read through the block table. Steps without cached context use a variant of the kernel
+without the loops over the cache.
 
-Shapes: q [T, heads, d] with sequences laid end to end, cu_seqlens int32 [n + 1]; caches [blocks, block_size, kv_heads,
+Shapes: q [T, heads, d] with one sequence after another, cu_seqlens int32 [n + 1]; caches [blocks, block_size, kv_heads,
 d]; block_table int32 [n, max_blocks]; seq_lens int32 [n]. Token i of a sequence sees keys 0 ... seq_len - q_len + i.
-The grid is (tiles, kv_heads, splits) with tiles = T // tokens per tile + n, enough for any division of T into n
-sequences. The device finds the sequence of each tile, so a captured graph serves every such batch.
+The grid is (kv_heads, tiles, splits) with tiles = T // (tokens per tile) + n, which is enough for any division of T
+into n sequences. The kernel finds the sequence of each tile, so one captured graph serves all these divisions.
 
 On an H200, 4 prompts of 4,096 tokens run at 502 TFLOP/s (MEASURED.md).
 """
@@ -32,7 +32,7 @@ MAX_SPLITS = 8
 @triton.jit
 def _softmax_step(q, k, v, seen, m, mass, acc, scale, MASKED: tl.constexpr):
     """Add one tile of keys [TILE, D] to the running softmax; `seen` [BLOCK_M, TILE]: which query sees which key."""
-    k = k.to(q.dtype)  # changes only 8-bit keys
+    k = k.to(q.dtype)  # changes k and v only if they have 8 bits
     v = v.to(q.dtype)
     scores = tl.dot(q, tl.trans(k))
     if MASKED:
@@ -51,7 +51,7 @@ def _softmax_step(q, k, v, seen, m, mass, acc, scale, MASKED: tl.constexpr):
 def _over_cache(q, m, mass, acc, k_cache, v_cache, table, position, low, high, end, scale, kvh,
                 TOKEN: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
                 MASKED: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Add keys [low, high) of the cache. MASKED: some keys are later than a query, or not before `end`."""
+    """Add keys [low, high) of the cache to the running softmax. MASKED: a query must not see some of these keys."""
     d = tl.arange(0, D)
     t = tl.arange(0, TILE)
     for n0 in tl.range(low, high, TILE, num_stages=STAGES):
@@ -64,7 +64,7 @@ def _over_cache(q, m, mass, acc, k_cache, v_cache, table, position, low, high, e
         k = tl.load(k_cache + offset[:, None] + d[None, :])
         v = tl.load(v_cache + offset[:, None] + d[None, :])
         if MASKED:
-            # A key past the end has weight 0, but 0 * NaN is NaN, and free blocks may hold NaN.
+            # A key at or after `end` has weight 0, but 0 * NaN is NaN, and free blocks may hold NaN.
             v = tl.where((token < end)[:, None], v, 0.0)
         seen = (token[None, :] <= position[:, None]) & (token < end)[None, :]
         m, mass, acc = _softmax_step(q, k, v, seen, m, mass, acc, scale, MASKED)
@@ -74,14 +74,14 @@ def _over_cache(q, m, mass, acc, k_cache, v_cache, table, position, low, high, e
 @triton.jit
 def _over_chunk(q, m, mass, acc, keys, values, first, query, low, high, count, scale, kvh, D: tl.constexpr,
                 TILE: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Add keys [low, high) of the chunk itself, whose rows begin at `first`; the copy engine reads whole tiles."""
+    """Add keys [low, high) of the chunk to the running softmax. The rows of the chunk's sequence begin at `first`."""
     t = tl.arange(0, TILE)
     for n0 in tl.range(low, high, TILE, num_stages=STAGES):
         k = keys.load([first + n0, kvh * D])
         v = values.load([first + n0, kvh * D])
         token = n0 + t
         if MASKED:
-            v = tl.where((token < count)[:, None], v, 0.0)  # rows of the next sequence, which may be NaN
+            v = tl.where((token < count)[:, None], v, 0.0)  # other rows are the next sequence's, and may hold NaN
         seen = (token[None, :] <= query[:, None]) & (token < count)[None, :]
         m, mass, acc = _softmax_step(q, k, v, seen, m, mass, acc, scale, MASKED)
     return m, mass, acc
@@ -127,7 +127,7 @@ def _prefill_kernel(
     TOKEN: tl.constexpr = KV_HEADS * D
     FP8: tl.constexpr = k_cache.dtype.element_ty == tl.float8e4nv
     kvh = tl.program_id(0)
-    index = tl.num_programs(1) - 1 - tl.program_id(1)  # longest first: later tiles of a sequence see more keys
+    index = tl.num_programs(1) - 1 - tl.program_id(1)  # long tiles first: later tiles of a sequence see more keys
     split = tl.program_id(2)
     s = tl.arange(0, SEQS)
     begins = tl.load(cu_seqlens + first + s, mask=s < n, other=0)
@@ -167,11 +167,11 @@ def _prefill_kernel(
     position = context + query
     q_cache = q_tile
     scale_cache = scale
-    if FP8:  # as in decode_attention: multiply the query by the scale of the keys, the sum by the scale of the values
+    if FP8:  # as in decode_attention: the query is multiplied by the keys' scale, the sum by the values' scale
         q_cache = (q_tile.to(tl.float32) * (scale * tl.load(kv_scales + kvh))).to(tl.float16)
         scale_cache = 1.0
     if DENSE:
-        # First the context from the cache, then the chunk itself from the output of the projection.
+        # Add the context from the cache, then the chunk itself from the output of the projection.
         if CONTEXT:
             cached = tl.minimum(high, context)
             whole = tl.maximum(low + (cached - low) // TILE * TILE, low)
@@ -218,7 +218,7 @@ def _prefill_kernel(
         tl.store(partial + (cell + split).to(tl.int64) * BLOCK_M * D + r[:, None] * D + d[None, :], acc)
         tl.store(stats + (cell + split) * 2 * BLOCK_M + r, m)
         tl.store(stats + (cell + split) * 2 * BLOCK_M + BLOCK_M + r, mass)
-        tl.debug_barrier()  # all threads have written their parts before the counter is raised
+        tl.debug_barrier()  # all threads must write their parts before the counter increases
         arrived = tl.atomic_add(counters + index * KV_HEADS + kvh, 1, sem="acq_rel")
         if arrived == active - 1:
             tl.debug_barrier()
@@ -237,7 +237,7 @@ def _prefill_kernel(
 
 
 class PrefillWorkspace:
-    """Scratch memory for the splits, allocated once. Counters start and end at 0."""
+    """Scratch memory for the splits, allocated once. The counters are 0 before and after each launch."""
 
     def __init__(self, kv_heads: int, head_dim: int, device: torch.device) -> None:
         self.max_parts = MAX_SPLIT_TILES * kv_heads * MAX_SPLITS
@@ -247,7 +247,7 @@ class PrefillWorkspace:
 
 
 def num_splits(tiles: int, kv_heads: int) -> int:
-    """Returns how many programs share the keys of a chunk, a power of two. 256 programs in total keep a GPU busy."""
+    """Returns the number of programs that share the keys of a tile: a power of two. 256 programs keep a GPU busy."""
     splits = 1
     while splits < MAX_SPLITS and tiles * kv_heads * splits < 256:
         splits *= 2
@@ -262,11 +262,11 @@ def prefill_attention(
 ) -> None:  # fmt: skip
     """Write attention of sequences `first` ... n - 1 to the rows of their tokens in `out` [T, heads * d].
 
-    The sequences before `first` have one token each. max_seq_len and the number of tiles decide whether keys are split.
-    dense: this step's rotated keys and values [T, kv_heads, d], views of the projection's output; None: they are read
-    from the cache too. kv_scales: fp32 [2, kv_heads] of an 8-bit cache (engine/attention/kv_fp8.py); `dense` must then
-    hold the rounded values, as the cache does. fresh: no chunk has keys of earlier steps; with `dense`, the cache is
-    not read.
+    The sequences before `first` have one token each. Without `splits`, max_seq_len and the number of tiles decide
+    whether keys are split. dense: this step's rotated keys and values [T, kv_heads, d], views of the projection's
+    output; None: the kernel reads them from the cache. kv_scales: fp32 [2, kv_heads] of an 8-bit cache
+    (engine/attention/kv_fp8.py); `dense` must then hold the rounded values, as the cache does. fresh: no chunk follows
+    a cached context; with `dense`, the cache is not read.
     """
     block_size, kv_heads, head_dim = k_cache.shape[1:]
     group = q.shape[1] // kv_heads
@@ -274,7 +274,7 @@ def prefill_attention(
     block_m = max(BLOCK_M, triton.next_power_of_2(group))
     tiles = tokens // (block_m // group) + n
     if tiles > MAX_SPLIT_TILES:
-        splits = 1  # enough programs without splits; their splits would not fit into the workspace
+        splits = 1  # so many tiles are enough programs, and their splits would not fit into the workspace
     elif splits is None:
         splits = num_splits(tiles, kv_heads) if max_seq_len >= 512 else 1
     tile = 64 if head_dim <= 128 else 32

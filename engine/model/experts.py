@@ -1,7 +1,8 @@
-"""Mixture of experts: many small MLPs, of which a router chooses a few for each token.
+"""Mixture of experts: for each token, a router chooses a few of many small MLPs.
 
-This readable form is the specification of engine/kernels/moe.py. Tokens are sorted by expert, so each expert in use is
-read once. The host waits for the number of tokens of each expert, so a CUDA graph cannot contain this form.
+This readable form is the specification of engine/kernels/moe.py. Tokens are sorted by expert, so the weights of
+each chosen expert are read once. The host waits for the number of tokens of each expert, so a CUDA graph cannot contain
+this form.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from engine.model.weights import Slot
 
 
 class Ops(Protocol):
-    """The decoder's small operations: engine/model/ops.py, which specifies them, or engine/worker/fused_ops.py."""
+    """The decoder's small operations. engine/model/ops.py specifies them; engine/worker/fused_ops.py fuses them."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, /) -> torch.Tensor: ...
 
@@ -38,9 +39,10 @@ class Ops(Protocol):
 
 
 class Experts:
-    """Replaces a DenseMLP: the weighted sum of down_e(silu(gate_e(x)) · up_e(x)) over the chosen experts e of a token.
+    """Computes the weighted sum of down_e(silu(gate_e(x)) · up_e(x)) over the chosen experts e of a token.
 
-    Shapes: T tokens of hidden size H; E experts of inner size I; K chosen experts for each token.
+    It takes the place of a DenseMLP. Shapes: T tokens of hidden size H; E experts of inner size I; K chosen experts for
+    each token.
     """
 
     def __init__(self, config: ExpertsConfig, hidden: int, dtype: torch.dtype, device: torch.device, ops: Ops) -> None:
@@ -53,11 +55,11 @@ class Experts:
         self.load = torch.zeros(config.count, dtype=torch.int64, device=device)
 
     def __call__(self, x: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, H] -> [T, H]. `live` int32 [1]: the number of tokens before the padding; other rows become zeros."""
+        """x [T, H] -> [T, H]. `live` int32 [1]: the number of tokens before the padding; the padding becomes zeros."""
         return self._ops.experts(x, self, live)
 
     def one_by_one(self, x: torch.Tensor) -> torch.Tensor:
-        """Computes x [T, H] -> [T, H], one expert after another."""
+        """x [T, H] -> [T, H], computed one expert after another."""
         weights, chosen = self.route(x)
         per_token = self.config.per_token
         counts = chosen.view(-1).bincount(minlength=self.config.count)

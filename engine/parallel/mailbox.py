@@ -1,8 +1,8 @@
-"""Memory of one rank that the other ranks can write, for the kernels of engine/kernels/mailbox.py.
+"""Memory of one rank that the other ranks can write to, for the kernels of engine/kernels/mailbox.py.
 
 It is torch's symmetric memory: every rank allocates the same number of bytes, and maps the memory of the other ranks
-into its own address space, over NVLink or PCIe. Multicast (sums in the NVLink switch) is not available everywhere and
-not used.
+into its own address space, over NVLink or PCIe. Multicast (sums in the NVLink switch) is not used,
+because it is not available everywhere.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-LANES = 256  # the most rows that are summed at once
-SMALLEST_WORDS = 512  # words of each rank in a lane; engine.kernels.mailbox.elect needs at least this number
+LANES = 256  # the largest number of rows that one call can sum
+SMALLEST_WORDS = 512  # the smallest number of words for each rank in a lane; engine.kernels.mailbox.elect needs it
 
 
 @dataclass(slots=True)
 class Mailbox:
-    """One rank's mailbox; engine.kernels.mailbox.Box describes the fields. `memory` is held so that it is not freed."""
+    """One rank's mailbox. engine.kernels.mailbox.Box describes the fields; `memory` owns the mailbox's memory."""
 
     rank: int
     size: int
@@ -43,10 +43,10 @@ def cells(lanes: int, size: int, words: int) -> int:
 
 
 def connect(store: Any, rank: int, size: int, hidden: int, device: torch.device, lanes: int = LANES) -> Mailbox:
-    """Returns this rank's mailbox. Every rank of the default group must call this, with a store that only they use.
+    """Returns this rank's mailbox. Every rank of the default group must call this, with one store for all of them.
 
     Raises ImportError, AttributeError, TypeError or RuntimeError if symmetric memory does not work here. No rank may
-    use its mailbox before all ranks have returned.
+    use its mailbox before this function has returned on all ranks.
     """
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     import torch.distributed as dist
@@ -65,7 +65,7 @@ def connect(store: Any, rank: int, size: int, hidden: int, device: torch.device,
     addresses = [handle.get_buffer(peer, (count,), torch.int64).data_ptr() for peer in range(size)]
     if addresses[rank] != memory.data_ptr():
         raise RuntimeError("torch reports a wrong address for the symmetric memory")
-    memory.zero_()  # each word carries the number of its call, from 1 on, so a zero word belongs to no call
+    memory.zero_()  # each word carries the number of its call, and calls count from 1, so zeros belong to no call
     torch.cuda.synchronize(device)
     return Mailbox(
         rank, size, lanes, words, torch.tensor(addresses, dtype=torch.int64, device=device),

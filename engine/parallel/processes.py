@@ -1,8 +1,8 @@
-"""Rank 0 starts the processes of the other ranks, sends them plans, and detects their end.
+"""Rank 0 starts the processes of the other ranks, sends them plans, and detects when one of them ends.
 
-Each rank gets its plans over a socket and not in a collective. An idle rank blocks on its socket, at no cost and
-without a timeout. When a process ends, its socket closes, and the other side notices at once. So a rank exits whenever
-rank 0 ends, and rank 0 detects a dead rank within moments.
+Each rank gets its plans over a socket, not through a collective. An idle rank blocks on its socket, at no cost and
+without a timeout. When a process ends, its socket closes, and the process at the other end detects this at once. So
+every rank exits when rank 0 ends, and rank 0 quickly detects a rank that has ended.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from engine.core.step import StepPlan
 from engine.errors import DeviceLost, EngineError
 from engine.model.config import ModelConfig
 
-CLOSE_S = 3.0  # a rank that takes longer to end is killed
-CAUSE_S = 2.0  # after a failed collective: how long to wait for the news that a rank has failed, which is the cause
-DEATH_S = 0.3  # after a rank's error: how long to wait for the news that another rank has ended, which is the cause
+CLOSE_S = 3.0  # seconds; a rank that takes longer to end is killed
+CAUSE_S = 2.0  # after a failed collective: seconds to wait for the report of the rank whose failure is the cause
+DEATH_S = 0.3  # after a rank's error: seconds to wait for the end of another rank, which would be the cause
 
 
 def device_of(device: torch.device, rank: int, size: int) -> torch.device:
@@ -57,14 +57,14 @@ class Workers:
 
         if not dist.is_available():
             raise EngineError(
-                f"tensor_parallel_size is {config.tensor_parallel_size}, but torch {torch.__version__} here was built "
-                "without torch.distributed: install a build of torch with it, or use one rank"
+                f"tensor_parallel_size is {config.tensor_parallel_size}, but torch {torch.__version__} was "
+                "built without torch.distributed: install a build that has it, or set tensor_parallel_size to 1"
             )
         self.size = config.tensor_parallel_size
         self._on_lost = on_lost
         self._store = dist.TCPStore("127.0.0.1", 0, self.size, is_master=True, wait_for_workers=False)
         self._news: queue.SimpleQueue[str] = queue.SimpleQueue()  # "loaded", "ready", or "" when a rank is lost
-        self.failure = ""  # the first failure, as a sentence
+        self.failure = ""  # the first failure, as a sentence; empty: none
         self._failed = threading.Event()
         self._lock = threading.Lock()
         self._closing = False
@@ -102,13 +102,13 @@ class Workers:
         """Wait until every rank can run plans."""
         self._await("ready")
 
-    def _await(self, what: str) -> None:
+    def _await(self, kind: str) -> None:
         missing = self.size - 1
         while missing:
             news = self._news.get()
             if self.failure:
                 raise EngineError(self.failure)
-            missing -= news == what
+            missing -= news == kind
 
     def send(self, plan: StepPlan) -> None:
         """Send a plan to every rank. Raises DeviceLost if a rank has ended."""
@@ -129,7 +129,7 @@ class Workers:
     def close(self) -> None:
         """End all processes; kill a process that does not end within CLOSE_S.
 
-        After a failure, all are killed at once, because they may be waiting for the failed rank.
+        After a failure, all processes are killed at once, because they may be waiting for the failed rank.
         """
         self._closing = True
         for connection in self._connections:
@@ -144,7 +144,7 @@ class Workers:
                 process.wait()
 
     def _listen(self, rank: int, connection: Connection, process: subprocess.Popen[bytes]) -> None:
-        """Read the messages of a rank until it ends; runs in a thread per rank."""
+        """Read the messages of a rank until it ends. Runs in a separate thread for each rank."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 kind, sentence = pickle.loads(connection.recv_bytes())

@@ -6,9 +6,8 @@
     await client.close()
 
 The client loads neither torch nor a model, so the process of a user interface stays small. Steps of the engine do not
-delay this process. If the engine process ends, every open stream and call raises EngineDead at once. Then `restart()`
-starts a new process.
-`condition` reports a hang or a long task (engine/process/heartbeat.py).
+delay the client's process. If the engine process ends, every open stream and call raises EngineDead at once. Then
+`restart()` starts a new process. `condition` reports a hang or a long task (engine/process/heartbeat.py).
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from engine.progress import Progress
 from engine.text.output import Delta
 from engine.trace.records import Packet, Record, packets
 
-MAX_RECORDS = 200_000  # the most records that wait for the reader
-CLOSE_S = 4.0  # a process that takes longer to end is killed
+MAX_RECORDS = 200_000  # if more records wait for the reader, the oldest are dropped
+CLOSE_S = 4.0  # seconds; a process that takes longer to end is killed
 
 
 class EngineStream(Stream):
@@ -57,7 +56,7 @@ class EngineStream(Stream):
 
 
 class EngineClient:
-    """One engine process. Use it from the event loop in which it was made."""
+    """The client of one engine process. Use it only on the event loop on which it was created."""
 
     def __init__(self, config: EngineConfig, log_file: Path | None = None, on_progress: Progress | None = None) -> None:
         """`log_file`: the log of the process; None: a file in the temporary directory. `launch` starts the process."""
@@ -87,7 +86,7 @@ class EngineClient:
     async def start(
         cls, config: EngineConfig, log_file: Path | None = None, on_progress: Progress | None = None
     ) -> EngineClient:
-        """Start an engine process and wait until its model is loaded. Raises EngineError if that fails."""
+        """Start an engine process and wait until its model is loaded. Raises EngineError if it cannot start."""
         client = cls(config, log_file, on_progress)
         await client.launch()
         return client
@@ -110,13 +109,16 @@ class EngineClient:
         self._on_death.append(callback)
 
     async def launch(self) -> None:
-        """Start the process and wait until its model is loaded; kill a running process first. Raises EngineError."""
+        """Kill the running process, if any, then start a new one and wait until its model is loaded.
+
+        Raises EngineError if the new process cannot start.
+        """
         self.kill()
         self._disconnect()
         self._fail_waiting(EngineDead("the engine was started again"))
         ours, theirs = socket.socketpair()
         environment = dict(os.environ)
-        # Waiting threads sleep instead of spinning: the user interface needs the cores.
+        # The engine's waiting threads sleep instead of spinning, because the user interface needs the cores.
         environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         environment.setdefault("KMP_BLOCKTIME", "0")
         environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
@@ -159,7 +161,7 @@ class EngineClient:
             watch.tick()
 
     def _read(self, connection: Connection, process: subprocess.Popen[bytes], watch: Watch, generation: int) -> None:
-        """The reader thread: reads the socket, keeps the records, and passes other messages to the event loop."""
+        """Run the reader thread: read the socket, keep the records, and pass other messages to the event loop."""
         reason = ""
         try:
             while True:
@@ -263,7 +265,7 @@ class EngineClient:
         """Raise `error` in `launch` and in every open stream and call."""
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(error)
-            self._ready.exception()  # mark it as seen: the waiting task may have been cancelled
+            self._ready.exception()  # mark it as retrieved, because the waiting task may have been cancelled
         self._end_streams(error)
         calls, self._calls = list(self._calls.values()), {}
         for future in calls:
@@ -276,7 +278,7 @@ class EngineClient:
             stream.put(error)
 
     def _send(self, kind: str, tag: int, *arguments: Any) -> None:
-        """Queue a command without waiting. Raises InvalidRequest if it cannot be packed or the queue is too long."""
+        """Queue a command without waiting. Raises InvalidRequest if it cannot pack the command or the queue is full."""
         if self._outbox is None:
             raise EngineDead(self.error or "the engine is not running")
         try:
@@ -293,7 +295,7 @@ class EngineClient:
     # ---- requests and control
 
     def submit(self, ids: list[int], params: SamplingParams, group: str = "", sample_index: int = 0) -> Stream:
-        """Queue a prompt without waiting. If the engine refuses it, the stream's iteration raises InvalidRequest."""
+        """Queue a prompt without waiting. If the engine refuses it, iterating over the stream raises InvalidRequest."""
         self._tag += 1
         stream = EngineStream(self, self._tag)
         self._send("submit", self._tag, list(ids), params, group, sample_index)
@@ -304,8 +306,8 @@ class EngineClient:
         """Let the engine perform `action` between two steps; return its answer.
 
         The actions: pause, resume, step n=, run_until predicate={"event", "ms"}, pace factor=, clear_cache, snapshot,
-        check, and records enabled=. While records are disabled, their sequence numbers are skipped. Take a
-        snapshot after such a gap.
+        check, and records enabled=. While records are disabled, the sequence numbers still increase. Take a
+        snapshot after this gap.
         """
         self._tag += 1
         self._send("call", self._tag, action, arguments)
@@ -313,7 +315,7 @@ class EngineClient:
         return await future
 
     async def snapshot(self) -> dict[str, Any]:
-        """Returns the engine's state; `seq` is its newest record. The next drain may also return older records."""
+        """Returns the engine's state; `seq`: the number of the last record. The next drain may return older records."""
         return await self.control("snapshot")
 
     def drain_records(self) -> list[Record]:
@@ -333,7 +335,7 @@ class EngineClient:
         await self.launch()
 
     async def reconfigure(self, config: EngineConfig) -> None:
-        """Replace the engine by one with another configuration, in the same process.
+        """Replace the engine with an engine of another configuration, in the same process.
 
         This is seconds faster than a new process, because torch is imported already. Open streams end with an error.
         Raises EngineError if the new engine cannot start.
@@ -370,5 +372,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a system call may delay its end
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a system call may delay the end of the process
             process.wait(timeout=CLOSE_S)

@@ -1,4 +1,4 @@
-"""Starts an engine process: sets up its log, and imports torch faster. This import takes most of the start."""
+"""Prepares an engine process: sets up its log, and makes the import of torch faster."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Constrains replies to a JSON schema, a regular expression or a list of choices, with the library llguidance.
 
-Each constraint becomes a grammar. It is compiled when the request is submitted, and an invalid grammar is refused then.
-Before each draw, the grammar computes a mask of the allowed tokens. At the commit it advances by the drawn token. The
-extra "structured" installs llguidance.
+Each constraint is compiled to a grammar when its request is submitted. A request with an invalid grammar is refused.
+Before each draw, the grammar computes a mask of the allowed tokens. When the step is committed, the grammar advances by
+the drawn token. The extra "structured" installs llguidance.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.errors import InvalidRequest, not_installed
 from engine.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 
-MAX_SYMBOLS = 20_000  # in one grammar: compiling so many takes about 0.3 s, and the engine runs no step meanwhile
+MAX_SYMBOLS = 20_000  # of one grammar: compiling this many takes about 0.3 s, in which the engine runs no step
 MAX_REASON = 300  # characters of an error message
 
 
@@ -24,16 +24,16 @@ class Grammar:
     """The grammar of one reply. `failed`: a sentence that says why the grammar cannot continue; empty if it can."""
 
     def __init__(self, matcher: Any, tokens: np.ndarray) -> None:
-        """`tokens`: a mask like that of `mask()`, in which all ids that the model can draw are allowed."""
+        """`tokens`: a mask in the format of `mask()` that allows every id that the model can draw."""
         self.failed = ""
         self._matcher = matcher
         self._tokens = tokens
 
     def mask(self) -> np.ndarray:
-        """Returns the mask of the next token, int32 [ceil(vocab_size / 32)].
+        """Returns the mask of the tokens allowed next, int32 [ceil(vocab_size / 32)].
 
-        Bit t % 32 of word t // 32 is 1 if token t is allowed. llguidance may find here that the grammar is too costly:
-        then `failed` is set, and the mask allows only the end of the reply.
+        Bit t % 32 of word t // 32 is 1 if token t is allowed. `failed` is set if the mask allows no token, or if
+        llguidance finds the grammar too costly. In the second case the mask allows only the end of the reply.
         """
         mask = np.zeros_like(self._tokens)
         found = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
@@ -52,16 +52,16 @@ class Grammar:
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer. The first use takes longer, because it reads the tokenizer."""
+    """Compiles grammars for one tokenizer. The first compilation takes longer, because it reads the tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """`vocab_size`: the model's, which may be larger than the tokenizer's."""
+        """`vocab_size`: the model's vocabulary size, which may be larger than the tokenizer's."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._vocabulary: Any = None
 
     def compile(self, params: SamplingParams) -> Grammar:
-        """Returns the compiled grammar of `params`. Raises InvalidRequest, which names the field, if that fails."""
+        """Returns the compiled grammar of `params`. Raises InvalidRequest, with the field, if it cannot be compiled."""
         field = "json_schema" if params.json_schema is not None else "regex" if params.regex is not None else "choice"
         try:
             import llguidance
@@ -77,10 +77,11 @@ class Grammars:
                 grammar.mask()  # sets `failed` if no reply can satisfy the grammar
         except (InvalidRequest, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # llguidance is in Rust: a panic there is not an Exception
+        except BaseException as error:  # llguidance is written in Rust, and a Rust panic is not an Exception
             raise InvalidRequest(f"{field} cannot be used as a grammar: {_short(str(error))}", field) from error
         if grammar.failed or matcher.is_error():
-            reason = _reason(matcher) if matcher.is_error() else "no token of this model can begin its reply"
+            no_token = "no token of this model can begin a reply that satisfies it"
+            reason = _reason(matcher) if matcher.is_error() else no_token
             raise InvalidRequest(f"{field} cannot be used as a grammar: {reason}", field)
         return grammar
 
@@ -91,7 +92,7 @@ class Grammars:
         return np.packbits(allowed, bitorder="little").view(np.int32)
 
     def _vocabulary_for(self, llguidance: Any, field: str) -> tuple[Any, int | None]:
-        """Returns the tokenizer in llguidance's form, and the id of the end token added to it, or None.
+        """Returns the tokenizer in llguidance's form, and the id of the end token that was added, or None.
 
         The result is cached. Raises InvalidRequest if llguidance cannot read this kind of tokenizer.
         """

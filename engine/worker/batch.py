@@ -14,7 +14,7 @@ from engine.worker.upload import Uploader
 class Batch:
     """The block table, the last drawn token and the sampling settings of every row.
 
-    On a CPU host and device use the same block table. On a GPU the device has a copy, which is updated in stream order.
+    On a CPU, host and device share one block table. On a GPU, the device has a copy, which is updated in stream order.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Batch:
             self.table[rows, columns] = blocks.to(torch.int32)
 
     def layout(self, plan: StepPlan) -> Layout:
-        """Returns the plan's Layout. Call this after the plan's changes to the host's block table."""
+        """Returns the plan's Layout. The plan's changes to the host's block table must be made first."""
         n, tokens = len(plan.rows), plan.num_tokens
         seq_lens = plan.starts + plan.q_lens
         if tokens == n:  # one token per entry

@@ -1,4 +1,4 @@
-"""Captures CUDA graphs, all into one memory pool."""
+"""Captures CUDA graphs. All graphs share one memory pool."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Work = tuple[str, dict[Any, torch.cuda.CUDAGraph], Any, Callable[[], None]]
 
 
 def capture_all(loaded: LoadedModel, work: list[Work], on_progress: Progress | None) -> None:
-    """Capture the graphs in the order of `work`, and note the time and memory used. Every rank needs the same order.
+    """Capture the graphs in the order of `work`, and note the time and memory used. Every rank must use the same order.
 
     Large graphs should come first: smaller graphs then reuse their memory.
     """

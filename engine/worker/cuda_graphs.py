@@ -1,16 +1,17 @@
-"""CUDA graphs for host-bound steps: launching one takes the host longer than computing it takes the GPU.
+"""CUDA graphs for host-bound steps: steps that take longer to launch than to compute.
 
-Each form of step is captured in several sizes. A step is padded to the next captured size and replayed:
+Each form of step is captured in several sizes. A step is padded to the next captured size, and the graph of that
+size is replayed. The forms:
 
     decode   one token per sequence; the size is the number of sequences
-    extend   chunks of few sequences, even of one token if the rest of a prompt is cached; the size is the number
-             of tokens
+    extend   chunks of few sequences; a chunk has only one token if the rest of its prompt is cached; the size is the
+             number of tokens
     verify   a few tokens per sequence, some of them drafts; only with speculation (engine/worker/verify_graphs.py)
     sample   from logits to tokens (engine/worker/sampling_graphs.py)
 
-Everything a graph reads has a fixed address. The host writes only to pinned staging buffers, and reuses a buffer only
+All inputs of a graph have fixed addresses. The host writes only to pinned staging buffers, and reuses a buffer only
 after the copy from it has finished. The device's state (block table, last token, settings) changes only in stream
-order. So the host may launch a step while the previous step runs. Steps that fit no graph run kernel by kernel
+order. So the host may launch a step while the previous step runs. Steps that fit no graph are launched kernel by kernel
 (engine/worker/eager.py).
 
 If several ranks share the model (engine/parallel/), their collectives are captured too. Every rank captures the same
@@ -43,11 +44,11 @@ from engine.worker.step_graphs import StepGraphs
 from engine.worker.upload import Staging
 from engine.worker.verify_graphs import VerifyGraphs, verify_sizes
 
-CHANGES = 1024  # block table changes in the input of a decode step; if there are more, all are sent before the step
+CHANGES = 1024  # block table changes that fit into the input of a decode step; more changes are sent before the step
 EXTEND_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048, 2304, 2560, 3072)
 WARM_UP_TOKENS = (1, 24, 100, 256, 700, 1024, 2047)
-# The host's time to launch one layer kernel by kernel. For Qwen3-30B-A3B, a chunk of 700 tokens after 1,024 cached ones
-# takes 14 ms as a graph and 20 ms kernel by kernel.
+# The host's time to launch one layer kernel by kernel. For Qwen3-30B-A3B, a chunk of 700 tokens after 1,024 cached
+# tokens takes 14 ms as a graph and 20 ms kernel by kernel.
 LAUNCH_SECONDS = 2e-4
 MATMUL_RATE = 5e14  # operations per second of a step that is GPU-bound
 EXTEND_SEQUENCES = 8
@@ -62,7 +63,7 @@ class CudaGraphs:
         self.parts: list[StepGraphs] = []
         self._sampling: SamplingGraphs | None = None
         self.num_graphs = 0
-        # No flash below this size: such steps are host-bound, and flash needs more of the host's time.
+        # Smaller steps do not use flash attention: they are host-bound, and flash needs more of the host's time.
         attention.flash_from = launch_bound(loaded)
         if not loaded.config.enforce_eager:
             self._capture(loaded, attention, on_progress)
@@ -91,7 +92,7 @@ class CudaGraphs:
         capture_all(loaded, work, on_progress)
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
-        """Replay a graph that is large enough; None if there is none."""
+        """Replay a graph that fits the step, and return the launched step; None if no graph fits."""
         for part in self.parts:
             launched = part.launch(plan, grammars)
             if launched is not None:
@@ -135,7 +136,7 @@ class DecodeGraphs(StepGraphs):
 
     def _send(self, plan: StepPlan) -> None:
         n, changes = len(plan.rows), len(plan.table_rows)
-        if changes <= CHANGES:  # they are part of the step's input
+        if changes <= CHANGES:  # the changes fit into the step's input
             self._batch.change_host_table(plan)
         else:
             self._batch.change_table(plan)
@@ -170,8 +171,8 @@ class ExtendGraphs(StepGraphs):
     def __init__(
         self, loaded: LoadedModel, attention: TritonAttention, layers: DecodeLayers, sampling: SamplingGraphs
     ) -> None:
-        worthwhile = max(64, launch_bound(loaded))
-        limit = loaded.group.least(min(loaded.max_num_batched_tokens, loaded.max_model_len, worthwhile))
+        most_useful = max(64, launch_bound(loaded))
+        limit = loaded.group.least(min(loaded.max_num_batched_tokens, loaded.max_model_len, most_useful))
         enough_rows = loaded.batch.max_rows >= EXTEND_SEQUENCES
         super().__init__(loaded, layers, sampling, [t for t in EXTEND_TOKENS if t <= limit] if enough_rows else [])
         self._attention = attention
@@ -242,7 +243,7 @@ class ExtendGraphs(StepGraphs):
 
 
 def launch_bound(loaded: LoadedModel) -> int:
-    """Returns the number of tokens below which the host needs longer to launch a step than the device to compute it."""
+    """Returns the number of tokens below which a step takes longer to launch than to compute."""
     layer = loaded.model.nbytes_per_token / loaded.dtype.itemsize / loaded.model_config.num_layers
     return int(LAUNCH_SECONDS * MATMUL_RATE / (2 * layer))
 
@@ -264,6 +265,6 @@ def warm_up_forms(loaded: LoadedModel, on_progress: Progress | None) -> None:
 
 
 def ladder(most: int) -> list[int]:
-    """Returns the batch sizes to capture, up to `most`, ascending. Small sizes lie closer: padding slows them most."""
+    """Returns the batch sizes to capture, ascending, up to `most`. Small sizes differ less: padding slows them most."""
     sizes = [1, 2, 4, 8, *range(16, 129, 16), *range(160, most + 32, 32)]
     return sorted({min(size, most) for size in sizes if size <= most} | {most})

@@ -1,7 +1,7 @@
-"""Sampling as CUDA graphs: for each number of draws, one greedy form, one with noise, one with noise and truncation.
+"""Sampling as CUDA graphs. Each number of draws has three forms: greedy, with noise, with noise and truncation.
 
 Every captured step writes its logits, and the rows and positions of its draws, to the buffers of SamplingGraphs. A
-sampling graph then draws from them.
+sampling graph then draws from these logits.
 
 If several ranks share the model, each rank draws from its own piece of the vocabulary, and the ranks choose the best of
 these draws. Truncation needs the whole vocabulary: the logits are then gathered, and all ranks draw the same token. In
@@ -38,7 +38,7 @@ class SamplingGraphs:
         self._batch = batch = loaded.batch
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         rows, device = batch.max_rows, loaded.device
-        # Written by the step and read by the sampling graph. The first index is the draw.
+        # The step writes these buffers, and the sampling graph reads them. Their first dimension is the draw.
         self.rows = torch.zeros(most_draws, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(most_draws, dtype=torch.int32, device=device)  # 0: draws nothing
         self.logits = torch.zeros(most_draws, loaded.shard.vocab_size, dtype=loaded.dtype, device=device)
@@ -94,7 +94,7 @@ class SamplingGraphs:
         self._settings_input.send(len(sent))
 
     def work(self, sizes: Iterable[int]) -> list[Work]:
-        """Returns the captures of all forms for these numbers of draws, largest first."""
+        """Returns the captures of all forms for these numbers of draws, the largest number first."""
         return [
             (f"sample {n}", self._graphs, (n, form), partial(self._run, n, form))
             for n in sorted(sizes, reverse=True)

@@ -221,5 +221,5 @@ def test_a_tokenizer_that_the_library_cannot_read_is_a_refusal_each_time(model: 
 
 def test_a_reply_that_no_token_of_the_model_can_begin_is_refused(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write(tmp_path, byte_level(), eos_token="<|im_end|>"))
-    with pytest.raises(InvalidRequest, match="no token of this model can begin its reply"):
+    with pytest.raises(InvalidRequest, match="no token of this model can begin a reply that satisfies it"):
         Grammars(tokenizer, 3).compile(SamplingParams(regex="zz"))
