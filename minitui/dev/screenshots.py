@@ -345,12 +345,13 @@ def mixture(folder: Path, experts: int) -> Path:
 
 async def serve(scene: Scene, folder: Path, servers: contextlib.ExitStack) -> ReplicaSource:
     """The servers of a scene, started one after the other, and an address without a server."""
-    choice, urls = choose_model(None), []
+    choice, urls, key = choose_model(None), [], "screenshots"
     for number in range(scene.replicas):
-        server = OwnServer(engine_config(choice.name, **scene.options), choice.label, folder / f"{number}.log")
+        config = engine_config(choice.name, **scene.options)
+        server = OwnServer(config, choice.label, folder / f"{number}.log", key)
         urls.append(await asyncio.to_thread(server.start))
         servers.callback(server.stop)
-    return ReplicaSource([*urls, "http://127.0.0.1:9"])
+    return ReplicaSource([*urls, "http://127.0.0.1:9"], key)
 
 
 async def record(name: str, trace: Path) -> None:

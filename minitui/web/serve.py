@@ -48,7 +48,10 @@ def run_web(settings: WebSettings, config: Any, label: str, log_file: Path) -> i
             "use it with --mirror, where others can only watch"
         )
     listening = listen(host, port)  # reports a port in use before the engine starts
-    engine = None if settings.connect else OwnServer(config, label, log_file)
+    engine = None
+    if not settings.connect:  # the started applications find the key in their environment
+        key = os.environ["MINITUI_KEY"] = secrets.token_urlsafe(24)
+        engine = OwnServer(config, label, log_file, key)
     print("starting; the address will be printed here", file=sys.stderr, flush=True)
     try:
         urls = settings.connect or ((engine.start(),) if engine else ())
@@ -70,12 +73,11 @@ def run_web(settings: WebSettings, config: Any, label: str, log_file: Path) -> i
 class OwnServer:
     """Runs `minitui serve` in a thread, on a free port of the loopback address.
 
-    The server requires a random key, so other users of this machine have no access. The started applications get the
-    key in MINITUI_KEY.
+    The server requires this key, so other users of this machine have no access.
     """
 
-    def __init__(self, config: Any, label: str, log_file: Path) -> None:
-        self._config, self._label, self._log_file = config, label, log_file
+    def __init__(self, config: Any, label: str, log_file: Path, key: str) -> None:
+        self._config, self._label, self._log_file, self._key = config, label, log_file, key
         self._host: Any = None
         self._error: EngineError | None = None
         self._up = threading.Event()
@@ -100,10 +102,8 @@ class OwnServer:
         from minitui.server.settings import Role, ServerSettings
 
         async def main() -> None:
-            key = os.environ["MINITUI_KEY"] = secrets.token_urlsafe(24)
-            settings = ServerSettings(
-                port=0, keys={key: Role.CONTROL}, served_name=self._label, drain_s=0.5
-            )  # fmt: skip
+            keys = {self._key: Role.CONTROL}
+            settings = ServerSettings(port=0, keys=keys, served_name=self._label, drain_s=0.5)
             self._host = Host(self._config, settings, self._log_file)
             await self._host.run(self._up.set)
 
