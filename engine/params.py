@@ -23,7 +23,7 @@ TYPES: dict[str, tuple[type | UnionType, str]] = {  # field -> (its type, the ty
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a reply is drawn and when it ends. Names, meanings and defaults are those of vLLM.
+    """How a reply is drawn and when it ends. Names, meanings and defaults are the same as in vLLM.
 
     Logits are processed in this order: grammar mask and `logit_bias`, `min_tokens`, penalties, `temperature`,
     `top_k`, `top_p`, `min_p`, then a draw by Gumbel-max. `temperature=0` is an exact argmax.
@@ -38,23 +38,23 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
-    min_tokens: int = 0  # before so many tokens, a stop token or stop string cannot end the reply
+    min_tokens: int = 0  # no stop token or stop string ends a reply that has fewer tokens
     max_tokens: int | None = 16  # None: as many as the context and the pool allow
-    seed: int | None = None  # None: random, drawn when the request is added
+    seed: int | None = None  # None: a random seed, chosen when the request is added
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    logprobs: int | None = None  # how many of the most likely tokens to report besides the sampled token
-    prompt_logprobs: int | None = None  # the same for each prompt token
-    # Constraints of the reply; at most one of these three may be set. They need the extra "structured".
+    logprobs: int | None = None  # how many of the most likely tokens to report besides each sampled token
+    prompt_logprobs: int | None = None  # how many to report besides each prompt token
+    # Constraints of the reply; at most one of these three may be set. They need minitui's extra "structured" (pip).
     json_schema: dict[str, Any] | str | None = None
     regex: str | None = None
     choice: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        # As in vLLM, lists and single strings are accepted. They are stored as tuples.
+        # Lists and single strings are accepted, as in vLLM, and are stored as tuples.
         for name in ("stop", "stop_token_ids", "choice"):
             value = getattr(self, name)
             if isinstance(value, str):
@@ -112,7 +112,7 @@ class SamplingParams:
             _integer("logit_bias", token, 0, vocab_size - 1)
             _number("logit_bias", bias, -100.0, 100.0)
         if any(not isinstance(choice, str) for choice in self.choice):
-            raise InvalidRequest("choice must be strings only", "choice")
+            raise InvalidRequest("choice must contain only strings", "choice")
         if (self.json_schema is not None) + (self.regex is not None) + bool(self.choice) > 1:
             raise InvalidRequest("only one of json_schema, regex and choice can constrain a reply", "json_schema")
         if self.prompt_logprobs is not None and self.n > 1:

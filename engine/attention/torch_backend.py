@@ -1,7 +1,7 @@
 """Attention in plain torch: the reference for the other backends, and the backend for CPUs.
 
 Keys and values are gathered by slot, so a sequence reads only slots that have been written. Padded positions are read
-from slot 0, in the null block. Its contents are finite, and the mask excludes these positions.
+from slot 0, in the null block. The contents of slot 0 are finite, and the mask excludes the padded positions.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from engine.attention import kv_fp8
 from engine.attention.base import AttentionShape, ForwardMeta
 
-SMALL_GATHER = 1 << 21  # elements of the keys; up to this size, numpy with one thread is faster than torch with several
+SMALL_GATHER = 1 << 21  # elements of the keys; up to this number, numpy copies faster on one thread than torch on more
 
 
 @dataclass(slots=True)
 class _Cache:
     """Views of the KV cache of one layer."""
 
-    k_cache: torch.Tensor
+    k_cache: torch.Tensor  # the tensor from which the views were made
     arrays: tuple[np.ndarray, np.ndarray]  # keys and values [all slots, Hkv, D]
     keys: torch.Tensor  # [1, Hkv, all slots, D]
     values: torch.Tensor
@@ -30,21 +30,21 @@ class _Cache:
 
 @dataclass(slots=True)
 class _Gather:
-    """How to copy the keys and values of n sequences, L positions each, from the cache into buffers."""
+    """How to copy the keys and values of n sequences, L positions of each, from the cache into buffers."""
 
     slots: np.ndarray  # int64 [n · L]
     buffers: torch.Tensor  # [2, n · L, Hkv, D]
-    arrays: np.ndarray | None  # the buffers as numpy arrays; None: torch copies
+    arrays: np.ndarray | None  # the buffers as numpy arrays; None: torch makes the copy
     keys: torch.Tensor  # [n, Hkv, L, D], a view of the first buffer
     values: torch.Tensor  # a view of the second buffer
 
 
 @dataclass(slots=True)
 class _InPlace:
-    """Where to read the keys and values of one sequence with consecutive slots, without a copy."""
+    """Where the keys and values of one sequence are. Its slots are consecutive, so no copy is needed."""
 
-    first: int  # slot
-    length: int
+    first: int  # the first slot
+    length: int  # number of slots
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class _Prefill:
 
     tokens: slice
     gather: _Gather | _InPlace
-    mask: torch.Tensor | None  # [q_len, L], 0 or −inf; None: the plain causal mask, with as many keys as queries
+    mask: torch.Tensor | None  # [q_len, L], 0 or −inf; None: a plain causal mask, for as many keys as queries
 
 
 class TorchAttention:
@@ -77,7 +77,7 @@ class TorchAttention:
         self._device = device
         self._by_numpy = device.type == "cpu" and dtype != torch.bfloat16  # numpy has no bfloat16
         self._num_decodes = 0
-        self._scales: torch.Tensor | None = None  # of the current layer
+        self._scales: torch.Tensor | None = None  # of the current layer's 8-bit cache; None: not 8-bit
         self._plans: dict[int, tuple[_Decodes | None, list[_Prefill]]] = {}
         # One buffer for all layers and steps: the page faults of new memory would cost more than the copy.
         self._buffer = torch.empty(0, dtype=dtype, device=device)
@@ -122,7 +122,7 @@ class TorchAttention:
     ) -> torch.Tensor:
         n, (kv_heads, dim) = len(q), self._heads
         keys, values = self._read(layer, decodes.gather, k_cache, v_cache)
-        # The query heads of a key head are passed as several queries of one head, so that no key is repeated.
+        # The query heads that share a key head are passed as several queries of one head, so no key is copied.
         grouped = q.reshape(n, kv_heads, -1, dim)
         return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=decodes.mask).reshape(n, -1)
 
@@ -177,14 +177,14 @@ class TorchAttention:
         return found[0], found[1]
 
     def _plan_decodes(self, table: np.ndarray, lengths: np.ndarray, window: int) -> _Decodes:
-        """Plan decodes over the last `window` (0: all) positions of each sequence, padded on the right."""
+        """Plan all decodes. Each sequence reads its last `window` positions (0: all), padded on the right."""
         longest = int(lengths.max())
         if window == 0:
-            table, positions = table[:, : -(-longest // self._block_size)], self._count(longest)[None]
+            table, positions = table[:, : -(-longest // self._block_size)], self._arange(longest)[None]
             slots = table[:, :, None] * np.int64(self._block_size) + self._offsets
             slots = slots.reshape(len(table), -1)[:, :longest]
         else:
-            positions = np.maximum(lengths - window, 0)[:, None] + self._count(min(longest, window))
+            positions = np.maximum(lengths - window, 0)[:, None] + self._arange(min(longest, window))
             slots = self._slots(table, np.minimum(positions, longest - 1))
         seen = positions < lengths[:, None]
         if seen.all():
@@ -194,17 +194,17 @@ class TorchAttention:
     def _plan_prefill(self, table: np.ndarray, tokens: slice, length: int, window: int) -> _Prefill:
         context = length - (tokens.stop - tokens.start)
         first = max(0, context + 1 - window) if window else 0
-        positions = self._count(length)[first:]
+        positions = self._arange(length)[first:]
         gather = self._gather(self._slots(table[None], positions[None]))
         if not context and not window:
             return _Prefill(tokens, gather, None)
-        queries = self._count(length)[context:, None]
+        queries = self._arange(length)[context:, None]
         seen = positions <= queries
         if window:
             seen &= positions > queries - window
         return _Prefill(tokens, gather, self._additive(seen))
 
-    def _count(self, length: int) -> np.ndarray:
+    def _arange(self, length: int) -> np.ndarray:
         """Return the array 0, 1, … length − 1."""
         if len(self._positions) < length:
             self._positions = np.arange(2 * length)
@@ -218,7 +218,7 @@ class TorchAttention:
         return np.take_along_axis(table, blocks, 1) * np.int64(self._block_size) + offsets
 
     def _gather(self, slots: np.ndarray) -> _Gather | _InPlace:
-        """Choose how to read slots [n, L]: in place if one sequence has consecutive slots, else by a copy."""
+        """Choose how to read slots [n, L]: in place for one sequence with consecutive slots, else by a copy."""
         if len(slots) == 1 and (slots[0, 1:] - slots[0, :-1] == 1).all():
             return _InPlace(int(slots[0, 0]), len(slots[0]))
         count, shape = slots.size, (*slots.shape, *self._heads)
@@ -231,6 +231,6 @@ class TorchAttention:
         return _Gather(slots.reshape(-1), buffers, buffers.numpy() if by_numpy else None, keys, values)
 
     def _additive(self, seen: np.ndarray) -> torch.Tensor:
-        """Return the mask that is added to the scores: 0 where `seen`, else −inf."""
+        """Return the mask that is added to the scores: 0 where `seen` is true, else −inf."""
         mask = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
         return mask.masked_fill_(torch.from_numpy(~seen).to(self._device), -torch.inf)

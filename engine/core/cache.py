@@ -1,6 +1,6 @@
 """The only module that changes the block tables of requests. A table has two regions::
 
-    table[0 : shared_blocks]   blocks on the tree's path to `request.node`: held by the request, never written again
+    table[0 : shared_blocks]   blocks on the tree's path to `request.node`: held by the request, not written again
     table[shared_blocks : ]    private blocks: this request writes and frees them
 
 `publish_*` moves full blocks from the second region to the first.
@@ -21,7 +21,7 @@ NO_CHANGES = (np.empty(0, np.int32),) * 3
 
 
 class KVCache:
-    """The allocator and the tree of one pool, and the changes that the scheduler asks for."""
+    """Owns the allocator and the radix tree of one pool. The scheduler calls its methods to change them."""
 
     def __init__(self, num_blocks: int, block_size: int, log: RecordLog, prefix_caching: bool = True) -> None:
         self.block_size = block_size
@@ -34,7 +34,7 @@ class KVCache:
 
     @property
     def available(self) -> int:
-        """Blocks that are free or evictable."""
+        """The number of blocks that are free or evictable."""
         return self.allocator.num_free + self.allocator.num_cached
 
     def blocks_for(self, tokens: int) -> int:
@@ -60,7 +60,10 @@ class KVCache:
         return self.prefix_caching and not needs_logits
 
     def take(self, request: Request, match: Match) -> int:
-        """Replace the request's private blocks by the blocks of `match`; return the number of tokens gained."""
+        """Replace the request's private blocks by the blocks of `match`.
+
+        Returns how many more tokens the request need not compute.
+        """
         if not match.blocks:
             return 0
         private = request.table[request.shared_blocks :]
@@ -69,7 +72,7 @@ class KVCache:
         return request.planned - before
 
     def _hold(self, request: Request, node: Node, blocks: list[int], dropped: list[int]) -> None:
-        """Let the request hold the path to `node`, with `blocks` instead of its first private blocks, `dropped`."""
+        """Let the request hold the path to `node`. `blocks` replace its first private blocks, `dropped`."""
         above = request.node or self.tree.root
         clock = self.log.append("hold", request.id, node.id, len(dropped))
         self.allocator.hold(blocks)
@@ -127,7 +130,8 @@ class KVCache:
     def publish_planned(self, request: Request, step: int) -> None:
         """Publish the full blocks that `step` will write, as pending: other requests may share them from now on.
 
-        If the tree already has the first of them, nothing is published: `publish_committed` replaces the copies later.
+        If the tree already has the first of these blocks, nothing is published. `publish_committed` later replaces the
+        request's blocks by the tree's.
         """
         end = min(request.planned, len(request.ids)) // self.block_size
         if not self.prefix_caching or end <= request.shared_blocks:
@@ -171,7 +175,7 @@ class KVCache:
         """
         if request.node is not None:
             self.tree.unlock(request.node, clock)
-        # Last block first: the free list is a stack, so a later request gets the blocks in their old order.
+        # Release the last block first: the free list is a stack, so a later request gets the blocks in their old order.
         self.allocator.release(reversed(request.table))
         request.table = []
         request.node = None
@@ -184,7 +188,7 @@ class KVCache:
                 self.tree.drop(node, "its request failed")
 
     def clear(self) -> int:
-        """Evict every block that no request holds, and forget these evictions; return the number of blocks."""
+        """Evict every block that no request holds; return how many. Later misses do not mention these evictions."""
         freed = self.tree.evict(self.allocator.num_cached, CLEARED)
         self.tree.forget_evicted()
         return freed

@@ -1,1 +1,1 @@
-"""Finds a model's files: in a directory, in the local Hugging Face cache, or on the hub, with a download."""
+"""Finds a model's files in a directory or in the local Hugging Face cache, or downloads them from the hub."""

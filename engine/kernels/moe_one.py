@@ -4,7 +4,7 @@
     gate_up   normalises x, then multiplies: each program computes silu(gate) · up for a few rows of one expert
     down      each program sums a few rows of the result over all K experts and adds the residual
 
-Shapes: x [1, H], gate_up [E, 2 I, H] (gates before ups), down [E, H, I].
+Shapes: x [1, H], gate_up [E, 2 I, H] (gate rows, then up rows), down [E, H, I].
 
 Reading the experts' weights takes most of the time. With the shape of Qwen3-30B-A3B, the router and the three kernels
 take 28 us; reading the weights alone takes 18.4 us (MEASURED.md).
@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.kernels.moe_route import topk_scores
 
-MOST_EXPERTS = 256  # one program compares all pairs of experts
+MOST_EXPERTS = 256  # limited because one program compares all pairs of experts
 ROWS, GATE_UP_COLUMNS, DOWN_COLUMNS = 2, 2048, 1024  # sizes of a tile of weights
 EXPERTS_AHEAD = 4  # experts whose down weights are loaded before `down` waits for gate_up
 
@@ -44,7 +44,7 @@ def _pick_kernel(
     logit = tl.load(logits + e, mask=e < E, other=float("-inf")).to(tl.float32)
     counted = tl.load(live) > 0
     old_load = tl.load(load + e, mask=e < E, other=0)
-    # The rank of an expert: the number of experts that are more probable, or equally probable with a lower index.
+    # An expert's rank is the number of experts that are more probable, or equally probable and of a lower index.
     score = topk_scores(logit, e, E)
     precedes = (score[None, :] > score[:, None]) | ((score[None, :] == score[:, None]) & (e[None, :] < e[:, None]))
     rank = tl.sum(precedes.to(tl.int32), 1)
@@ -133,7 +133,8 @@ def _down_kernel(
     CHUNKS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    # gate_up has waited for `chosen` before `down` starts, so `down` can load these weights while gate_up still runs.
+    # `down` starts only after gate_up has waited for `pick`, so `chosen` is complete here. Load these weights while
+    # gate_up still runs.
     early = ()
     for slot in tl.static_range(AHEAD):
         expert = tl.load(chosen + slot).to(tl.int64)
@@ -173,7 +174,7 @@ def one_token(
 
     `norm`: (weight, eps). `logits` [1, E]: the router's logits of norm(x). `per_token`: K.
     `normalised`: the weights of the chosen experts are scaled to sum to 1.
-    Adds 1 to load int64 [E] for each chosen expert, unless `live` int32 [1] is 0.
+    Adds 1 to `load` (int64 [E]) for each chosen expert, unless `live` (int32 [1]) is 0: then the token is padding.
     """
     hidden, (experts, _, inner_size) = x.shape[1], down.shape
     inner = torch.empty(per_token, inner_size, dtype=x.dtype, device=x.device)

@@ -31,7 +31,7 @@ class Group:
         return config
 
     def shard_slots(self, slots: Iterable[Slot], config: ModelConfig) -> Iterable[Slot]:
-        """Returns the slots of this rank, each with its slice of the tensor in the checkpoint.
+        """Returns the slots of this rank, each with this rank's slice of the checkpoint's tensor.
 
         `slots`: the slots of a decoder with the configuration shard(config).
         """
@@ -55,11 +55,11 @@ class Group:
         return ops.add_rms_norm(self.sum(x), residual, weight, eps)
 
     def direct(self, rows: int) -> bool:
-        """Returns True if add_norm over `rows` rows may get x as fp32 [parts, T, H]. Its `ops` must accept that too."""
+        """Returns True if add_norm accepts x as fp32 [parts, rows, H], provided that its `ops` accept such an x."""
         return True
 
     def embed(self, token_ids: torch.Tensor, table: Matrix) -> torch.Tensor:
-        """Returns the rows [T, H] of token_ids [T] in the whole embedding. `table`: this rank's rows."""
+        """Returns the embedding rows [T, H] of token_ids [T]. `table`: this rank's rows of the embedding."""
         return embed(token_ids, table)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ class Group:
 
     @property
     def piece(self) -> tuple[int, int]:
-        """(first id, end) of the part of the vocabulary from which this rank draws; (0, 0): the whole vocabulary."""
+        """The part of the vocabulary from which this rank draws, as (first id, end); (0, 0): the whole vocabulary."""
         return 0, 0
 
     def elect(
@@ -86,13 +86,13 @@ class Group:
         """Choose the best of the ranks' draws, the same on every rank: see engine.kernels.mailbox.elect."""
 
     def count_step(self, layers: int, rows: int) -> None:
-        """Add the time of the sums in a launched graph of `layers` layers; each sum has `rows` rows."""
+        """Count the time of the sums in a launched graph of `layers` layers; each sum has `rows` rows."""
 
     def count_draw(self, rows: int, gathered: bool) -> None:
-        """Add the time of the collectives in a launched sampling graph. `gathered`: it draws from gathered logits."""
+        """Count the time of the collectives in a sampling graph. `gathered`: the graph draws from gathered logits."""
 
     def take_time(self) -> CollectiveTime | None:
-        """Returns the time in collectives since the last call; None: this group has no collectives."""
+        """Returns the time spent in collectives since the last call; None: this group has no collectives."""
         return None
 
 
@@ -100,9 +100,9 @@ ALONE = Group()
 
 
 class CollectiveTime:
-    """The time that a step spends in collectives, measured by the host's clock or between events of a GPU.
+    """The time that a step spends in collectives, measured with the host's clock or between GPU events.
 
-    For collectives in graphs, it is the time that they took alone at the start (engine/parallel/timing.py).
+    A collective in a graph counts with the time that it took alone at the start (engine/parallel/timing.py).
     """
 
     def __init__(self, ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""The answer to one request: a queue of deltas with an async iterator over it."""
+"""The answer to one request: a queue of deltas, read through an async iterator."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Stream:
         return self.request_id
 
     def cancel(self) -> None:
-        """Ask to end this request. Its last delta has finish_reason "abort". Does nothing after the end."""
+        """Ask the engine to end this request, with finish_reason "abort". Does nothing if the request has ended."""
         raise NotImplementedError
 
     # ---- for the writer

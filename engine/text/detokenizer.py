@@ -1,13 +1,13 @@
-"""Stage 6: turns token ids into text as they are drawn, for every decoder that a tokenizer.json can name.
+"""Stage 6: turns token ids into text as the ids are drawn, for every decoder that a tokenizer.json can specify.
 
     byte-level BPE (GPT-2, Qwen, Llama 3)           the bytes of the tokens are joined and decoded as UTF-8
     all others (SentencePiece, Unigram, WordPiece)  the library decodes the last token without and with the new token;
                                                     the difference is the new text
 
-One-byte tokens (such as <0xE2>, SentencePiece's byte fallback) are first joined to characters. A byte that is not part
-of a character becomes one replacement character, as in SentencePiece. The library `tokenizers` cannot decode these
-tokens one by one: if one byte of a run is wrong, it replaces all bytes of the run, so no text could be shown before the
-end of the run.
+One-byte tokens (such as <0xE2>, SentencePiece's byte fallback) are first joined into characters. A byte that is not
+part of a character becomes one replacement character, as in SentencePiece. The library `tokenizers` cannot decode these
+tokens one by one: if one byte of a run is wrong, the library replaces all bytes of the run. So no text could be shown
+before the end of the run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ codecs.register_error(_EACH_BYTE, lambda error: ("\ufffd" * (error.end - error.s
 
 
 class Detokenizer(Protocol):
-    """Turns a reply's ids into text as they come. The texts of `push` and then `flush` together equal decode(ids).
+    """Turns a reply's ids into text as they arrive. The joined texts of `push` and `flush` equal decode(ids).
 
     An incomplete character is held back, so a replacement character appears only if the bytes are not UTF-8. The cost
     of a token does not depend on the number of tokens before it.
@@ -38,14 +38,14 @@ class Detokenizer(Protocol):
         """Add ids; return the text that they complete, which may be empty."""
 
     def flush(self) -> str:
-        """Returns the text that was held back; called at the end of a reply."""
+        """Returns the text that was held back. Call this at the end of a reply."""
 
 
 class Decoding:
     """The decoder of one tokenizer, shared by its detokenizers.
 
-    byte_level      the bytes of the tokens are the text
-    byte_fallback   a character may be a sequence of one-byte tokens
+    byte_level      True if the joined bytes of the tokens are the text
+    byte_fallback   True if a sequence of one-byte tokens can represent a character
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, special_ids: frozenset[int]) -> None:
@@ -72,11 +72,11 @@ class Decoding:
         return self.join([token for part in (*stream.parts(ids), *stream.rest()) for token in part])
 
     def token(self, token_id: int) -> str | None:
-        """Returns the token as the vocabulary spells it; None for an unknown id (models pad their vocabulary)."""
+        """Returns the token as the vocabulary spells it; None for an unknown id (vocabularies may be padded)."""
         return self._tokenizer.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes that a token adds to the text after another token; empty for an unknown id."""
+        """Returns the bytes that a token adds to the text if it is not the first token; empty for an unknown id."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._to_bytes(self.token(token_id) or "")
@@ -94,7 +94,7 @@ class Decoding:
 
 
 class _ByteDetokenizer:
-    """For byte-level BPE."""
+    """Decodes byte-level BPE."""
 
     def __init__(self, decoding: Decoding, skip: frozenset[int]) -> None:
         self._decoding = decoding
@@ -112,16 +112,16 @@ class _ByteDetokenizer:
 
 
 class _WindowDetokenizer:
-    """For every other decoder. A *part* is a token, or the byte tokens of one character."""
+    """Decodes everything else. A *part* is one token, or the one-byte tokens of one character."""
 
     def __init__(self, decoding: Decoding, skip: frozenset[int]) -> None:
         self._decoding = decoding
         self._skip = skip
         self._utf8 = codecs.getincrementaldecoder("utf-8")(_EACH_BYTE)
-        # The last token that is not a one-byte token. A space before the next token depends on it.
+        # The last token that is not a one-byte token. It decides whether a space comes before the next token.
         self._token: list[str] = []
-        self._before: list[str] = []  # `_token`, then the one-byte tokens of the latest character after it, if any
-        self._known = 0  # characters in the text of `_before`
+        self._before: list[str] = []  # `_token`, and then the last part if that consists of one-byte tokens
+        self._known = 0  # number of characters in the text of `_before`; the text after them is new
 
     def push(self, ids: list[int]) -> str:
         return "".join([self._emit(part) for part in self.parts(ids)])
@@ -143,7 +143,7 @@ class _WindowDetokenizer:
                 yield [token]
 
     def rest(self) -> Iterator[list[str]]:
-        """Yields the bytes held back, as replacement characters: no further byte completes their character."""
+        """Yields a replacement character for each byte held back: no later byte completes its character."""
         yield from map(_spelled, self._utf8.decode(b"", final=True))
 
     def _emit(self, part: list[str]) -> str:

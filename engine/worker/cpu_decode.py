@@ -1,9 +1,9 @@
-"""Decode steps of few sequences on a CPU in float32: the computation of Decoder in fewer and cheaper calls.
+"""Decode steps of few sequences on a CPU in float32: the same computation as in Decoder, in fewer and cheaper calls.
 
 Two things make small steps slow on a CPU. First, calling a small operation takes longer than its arithmetic, because
 reading the weights evicts the call's code and data from the caches. So the small operations use numpy, whose calls are
-cheaper than torch's, and reuse buffers. Second, MKL multiplies weight · columns up to twice as fast as rows · weightᵀ.
-So all activations here are columns, [features, n] for n sequences.
+cheaper than torch's, and write to reused buffers. Second, MKL multiplies weight · columns up to twice as fast as
+rows · weightᵀ. So all activations here are columns, [features, n] for n sequences.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class CPUDecode:
     def supports(decoder: Decoder, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
         return dtype == kv_dtype == torch.float32 and all(isinstance(layer.mlp, DenseMLP) for layer in decoder.layers)
 
-    @np.errstate(invalid="ignore")  # rounding NaN to int8 gives any number, but its scale is NaN, so the product is too
+    @np.errstate(invalid="ignore")  # NaN becomes an arbitrary int8 number, but its scale is NaN, so the product is NaN
     def logits(
         self, tokens: np.ndarray, positions: np.ndarray, slots: np.ndarray, attention: AttentionBackend
     ) -> torch.Tensor:
-        """Returns the logits [n, V] that Decoder.forward and Decoder.logits compute. tokens, positions, slots: [n].
+        """Returns the same logits [n, V] as Decoder.forward and Decoder.logits. tokens, positions, slots: [n].
 
-        Stores each token's keys and values. The caller has planned `attention` for these sequences.
+        Stores each token's keys and values. Before the call, `attention` must be planned for these sequences.
         """
         decoder, eps, n = self._decoder, self._decoder.config.rms_norm_eps, len(tokens)
         c = self._columns.get(n)
@@ -138,7 +138,7 @@ def _norm(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> Non
 def _rotate(c: Columns, weight: np.ndarray | None, eps: float, cos: np.ndarray, sin: np.ndarray) -> None:
     """Normalise queries and keys if there is a weight, and rotate them by their positions (RoPE).
 
-    weight [heads, D]; cos and sin [2, D / 2, n], the sine of the first half negated.
+    weight [heads, D]; cos and sin [2, D / 2, n]; the sines of the first half are negated.
     """
     if weight is not None:
         square = np.einsum("hd...,hd...->h...", c.qk, c.qk)
@@ -166,7 +166,7 @@ def _lookup(embedding: Matrix) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _int8_product(weight: Int8Weight, x: np.ndarray) -> np.ndarray:
-    """Int8Weight.product with cheaper numpy calls: weight [out, in] · x [in, n] -> [n, out], or · x [in] -> [out]."""
+    """Compute Int8Weight.product by cheaper calls: weight [out, in] · x [in, n] -> [n, out], or · x [in] -> [out]."""
     rows = x.T if x.ndim > 1 else x[None]
     scale = np.abs(rows).max(1, keepdims=True)
     scale /= INT8_MAX

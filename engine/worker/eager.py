@@ -1,4 +1,4 @@
-"""The executor that runs any step, kernel by kernel. It is the last executor of every runner."""
+"""The executor that can run any step, kernel by kernel. Every runner tries it last."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.worker.launch import LaunchedStep, PromptLogprobs
 from engine.worker.loaded import LoadedModel
 from engine.worker.sampler import Logprobs, pick_logprobs
 
-LOGPROB_ROWS = 256  # for prompt logprobs: positions whose logits are in memory at the same time
+LOGPROB_ROWS = 256  # for prompt logprobs: number of positions whose logits are in memory at the same time
 
 
 class Eager:
@@ -28,7 +28,7 @@ class Eager:
         self._batch = loaded.batch
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep:
-        """Enqueue a step. On a CPU the step is complete when this returns."""
+        """Enqueue a step. On a CPU the step is complete when this method returns."""
         loaded = self._loaded
         started, begin = time.perf_counter(), loaded.mark()
         self._batch.apply(plan)
@@ -38,7 +38,7 @@ class Eager:
         return loaded.launched(plan, inputs.draws, drawn, prompt_logprobs, started, begin)
 
     def build_inputs(self, plan: StepPlan) -> Inputs:
-        """Returns the inputs of a step. One copy uploads the values of all tokens and draws."""
+        """Returns the inputs of a step. The values of all tokens and draws are uploaded in one copy."""
         batch, n, tokens, rows = self._batch, len(plan.rows), plan.num_tokens, plan.rows
         ends, seq_lens, token_rows, positions, slots = batch.layout(plan)
         bounds = np.concatenate((batch.indices[:1], ends)).astype(np.int32) if tokens > n else None
@@ -77,7 +77,7 @@ class Eager:
     def forward(self, plan: StepPlan, inputs: Inputs) -> tuple[torch.Tensor, dict[int, PromptLogprobs]]:
         """Returns the logits [s, V] of the draws, and the prompt logprobs that requests asked for.
 
-        Afterwards the KV cache holds this step's tokens.
+        Also writes the keys and values of this step's tokens to the KV cache.
         """
         loaded = self._loaded
         loaded.attention.plan(inputs.meta)
@@ -88,7 +88,7 @@ class Eager:
         return loaded.model.logits(hidden), prompt_logprobs
 
     def _prompt_logprobs(self, plan: StepPlan, inputs: Inputs, hidden: torch.Tensor) -> dict[int, PromptLogprobs]:
-        """Returns, by entry, the logprobs of the prompt tokens that the entry's chunk predicts.
+        """Returns {entry: logprobs of the prompt tokens that the entry's chunk predicts}.
 
         Position 0 has no logprob. A prompt's last token predicts the reply's first token, so it scores no prompt token.
         """

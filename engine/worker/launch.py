@@ -15,11 +15,11 @@ from engine.worker.sampler import Logprobs
 
 
 class DrawnLogprobs(NamedTuple):
-    """Logprobs of the draws that asked for them."""
+    """Logprobs of the draws whose requests asked for logprobs."""
 
     draws: np.ndarray  # int64: indices of these draws
     values: Logprobs
-    counts: list[int]  # how many of the most likely tokens each of these draws asked for
+    counts: list[int]  # for each of these draws: how many of the most likely tokens to list
 
 
 class PromptLogprobs(NamedTuple):
@@ -27,18 +27,18 @@ class PromptLogprobs(NamedTuple):
 
     values: Logprobs
     token_ids: list[int]
-    top: int  # how many of the most likely tokens were asked for
+    top: int  # how many of the most likely tokens to list for each prompt token
 
 
 @dataclass(slots=True)
 class LaunchedStep:
     """A launched step, whose results are copied to the host. `wait` blocks until the copies are complete.
 
-    Arrays on the host may be views of pinned memory: they are valid after the second of `events`.
+    Arrays on the host may be views of pinned memory: they are valid only after the second of `events`.
     """
 
     num_entries: int  # entries of the plan
-    outcome: np.ndarray  # int64, on the host: the drawn ids; −1 − id if the logits were not finite
+    outcome: np.ndarray  # int64, on the host: the drawn ids; −1 − id for a bad draw (see Drawn.bad)
     draws: np.ndarray | None  # int64: the indices in `outcome` that are draws of the plan; None: all
     entries: np.ndarray  # int64: the entry of each such draw; an entry with drafts appears once for each token
     drafted: range = range(0)  # the entries with drafts
@@ -47,7 +47,7 @@ class LaunchedStep:
     logprobs: DrawnLogprobs | None = None
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)  # by entry
     spent: CollectiveTime | None = None  # time in collectives
-    # (indices of the layers, tokens of each of their experts as int64 [layers, E] on the host)
+    # (indices of the layers with experts, number of tokens of each expert as int64 [layers, E] on the host)
     expert_load: tuple[list[int], torch.Tensor] | None = None
     check: Callable[[], None] | None = None  # called at the end of `wait`; raises if the outcome is invalid
 
@@ -87,7 +87,7 @@ class LaunchedStep:
         return result
 
     def _enter_draws(self, result: StepResult, drawn: list[int]) -> None:
-        """Write the draws to their entries: one id per entry, or a list of ids for entries with drafts."""
+        """Write the drawn ids to the result: one id per entry, or a list of ids for an entry with drafts."""
         for entry, token in zip(self.entries.tolist(), drawn, strict=True):
             if entry in self.drafted:
                 result.checked.setdefault(entry, []).append(max(token, -1))

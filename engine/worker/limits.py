@@ -1,4 +1,4 @@
-"""Chooses a value for every "auto" of an EngineConfig, for one model on one device."""
+"""Chooses a value for every setting of an EngineConfig that is "auto" or None, for one model on one device."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from engine.errors import EngineError
 
 if TYPE_CHECKING:
-    import torch  # only for types: a client describes an engine without loading torch
+    import torch  # only for types: a client can describe an engine without loading torch
 from engine.config import EngineConfig
 from engine.model.config import ModelConfig
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The settings of an EngineConfig, with a value for every "auto"."""
+    """The values that `resolve` chose for the settings of an EngineConfig."""
 
     device: torch.device
     dtype: torch.dtype
@@ -27,7 +27,7 @@ class Limits:
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
-    """Choose a value for every "auto" of `config`.
+    """Choose a value for every setting of `config` that is "auto" or None.
 
     Raises EngineError if the device or the model does not support `config`.
     """
@@ -56,7 +56,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
             "lower max_model_len, or set a rope scaling in the model's config.json"
         )
     sequences = config.max_num_seqs or (64 if cpu else 256)
-    # On a CPU a smaller budget gives shorter steps and a later first token; on a GPU the budget hardly matters
+    # On a CPU a smaller token budget gives shorter steps and a later first token; on a GPU the budget hardly matters
     # (engine/kernels/MEASURED.md).
     budget = config.max_num_batched_tokens or max(512 if cpu else 8192, sequences)
     notes: tuple[str, ...] = ()

@@ -37,13 +37,13 @@ from engine.worker.quantised import KINDS
 from engine.worker.sampler import Drawn
 from engine.worker.upload import to_host
 
-CPU_KV_BYTES = 1 << 30  # default size of the pool on a CPU; smaller if CPU_KV_SEQUENCES full sequences need less
+CPU_KV_BYTES = 1 << 30  # default pool on a CPU; smaller if CPU_KV_SEQUENCES sequences of maximum length need less
 CPU_KV_SEQUENCES = 16
-EXPERT_LOAD_SECONDS = 0.25  # between two reports of the experts' load, which is only for display
+EXPERT_LOAD_SECONDS = 0.25  # time between two reports of the experts' load, which are only for display
 
 
 class DrawFailed(Exception):
-    """Sampling raised `error` on rank 0 of several ranks. All ranks have run the same collectives."""
+    """Sampling raised `error` on rank 0 of several ranks. Even so, all ranks have run the same collectives."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -52,7 +52,7 @@ class DrawFailed(Exception):
 
 @dataclass(slots=True)
 class MemoryReport:
-    """Bytes, measured when the runner started."""
+    """Sizes in bytes, measured when the runner started."""
 
     weights: int
     kv_cache: int
@@ -72,9 +72,9 @@ class LoadedModel:
         group: Group = ALONE,
         reserved_bytes: int = 0,
     ) -> None:
-        """Loads the weights (random ones if engine_config.dummy_weights) and sizes the pool; raises EngineError.
+        """Loads the weights (random weights if engine_config.dummy_weights) and sizes the pool. Raises EngineError.
 
-        `reserved_bytes`: device memory that the KV cache does not use.
+        `reserved_bytes`: device memory that the KV cache leaves to the executors.
         """
         limits = resolve(engine_config, model_config)
         self.model_config = model_config
@@ -91,7 +91,7 @@ class LoadedModel:
         self.block_size = engine_config.block_size
         self.vocab_size = model_config.vocab_size
         self.device_name = _device_name(self.device, group.size)
-        self.notes: tuple[str, ...] = ()  # sentences for the user about how the runner works
+        self.notes: tuple[str, ...] = ()  # sentences for the user about the runner
         with torch.inference_mode():
             self.model = self._load(ops, model_dir, on_progress)
             if note := group.join(model_config.hidden_size, self.dtype):
@@ -105,7 +105,7 @@ class LoadedModel:
             self.attention_name = self.attention.name
             self.memory = MemoryReport(weights=self.model.nbytes, kv_cache=0)
             self.batch = Batch(max_rows, self.max_model_len, self.block_size, self.vocab_size, self.device)
-            self.num_blocks = group.least(self._count_blocks()) + 1  # the null block
+            self.num_blocks = group.least(self._count_blocks()) + 1  # plus the null block
             self.pool = self._make_pool(self.num_blocks)
         self.memory.kv_cache = self.pool.nbytes
         self._expert_load_due = math.inf if model_config.experts is None else 0.0
@@ -116,9 +116,9 @@ class LoadedModel:
         return self.device.type == "cpu"
 
     def sample(self, draws: Draws, logits: torch.Tensor, grammars: Mapping[int, Grammar]) -> Drawn:
-        """Draw one token for each of `draws`, and write it to the row's last token. Logits [s, V] may be overwritten.
+        """Draw one token for each of `draws`, and store it as the row's last token. May overwrite logits [s, V].
 
-        With several ranks only rank 0 draws, and broadcasts the ids.
+        With several ranks only rank 0 draws; it broadcasts the ids to the other ranks.
         """
         group, batch = self.group, self.batch
         if group.rank:
@@ -154,7 +154,7 @@ class LoadedModel:
         self, plan: StepPlan, draws: Draws, drawn: Drawn, prompt_logprobs: dict[int, PromptLogprobs], started: float,
         begin: Any,
     ) -> LaunchedStep:  # fmt: skip
-        """Start the copy of `drawn` to the host; return the step. `begin`: the mark of its begin; None on a CPU."""
+        """Start the copy of `drawn` to the host; return the step. `begin`: the step's first `mark`; None on a CPU."""
         logprobs = None
         if drawn.logprobs is not None:
             counts = self.batch.sampler.logprob_counts(draws.rows[drawn.logprob_rows])
@@ -178,9 +178,9 @@ class LoadedModel:
         )  # fmt: skip
 
     def take_expert_load(self) -> tuple[list[int], torch.Tensor] | None:
-        """Returns (layers, tokens that each of their experts got), and starts the copy to the host.
+        """Returns (indices of the layers with experts, number of tokens of each expert); starts the copy to the host.
 
-        Returns None without experts, or if the last report was less than EXPERT_LOAD_SECONDS ago.
+        Returns None if the model has no experts, or if the last report is younger than EXPERT_LOAD_SECONDS.
         """
         now = time.perf_counter()
         if now < self._expert_load_due:
@@ -190,7 +190,7 @@ class LoadedModel:
         return layers, load if self.synchronous else to_host(load)
 
     def mark(self) -> Any:
-        """Record an event in the compute stream, whose time can be read later; None on a CPU."""
+        """Record an event in the compute stream and return it, for measuring times. Returns None on a CPU."""
         if self.device.type != "cuda":
             return None
         event = torch.cuda.Event(enable_timing=True)
@@ -215,7 +215,7 @@ class LoadedModel:
         return KVPool(self.shard, num_blocks, self.block_size, self.kv_dtype, self.device, self._kv_scales)
 
     def _count_blocks(self) -> int:
-        """Returns the number of blocks for requests: the configured number, else as many as memory allows."""
+        """Returns the number of blocks without the null block: as configured, else as many as memory allows."""
         if self.config.num_blocks is not None:
             return self.config.num_blocks
         if self.config.kv_tokens is not None:
@@ -227,12 +227,15 @@ class LoadedModel:
         return max(1, self._measure_blocks(per_block) - -(-self._reserved_bytes // per_block))
 
     def _measure_blocks(self, per_block: int) -> int:
-        """Returns how many blocks `gpu_memory_utilization` leaves beside weights, other processes and activations."""
+        """Returns how many blocks fit in the `gpu_memory_utilization` share of the GPU's memory beside all other use.
+
+        Other use: weights, activations and other processes.
+        """
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         logits = self.warm_up(self.max_num_batched_tokens)
-        logits.float().sort(descending=True).values.softmax(-1).cumsum(-1)  # top-p needs the most memory
+        logits.float().sort(descending=True).values.softmax(-1).cumsum(-1)  # no sampling needs more memory than top-p
         del logits
         torch.cuda.synchronize(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
@@ -250,9 +253,9 @@ class LoadedModel:
         return room // per_block
 
     def warm_up(self, tokens: int) -> torch.Tensor:
-        """Run a step of `tokens` prompt tokens on a separate null block.
+        """Run a step of at most `tokens` prompt tokens, with a separate pool that has only a null block.
 
-        Returns the logits of as many draws as a step can have.
+        Returns logits for the largest number of draws that a step can have.
         """
         pool, n = self._make_pool(1), min(self.batch.max_rows, tokens)
         lengths = np.full(n, tokens // n)
@@ -262,7 +265,7 @@ class LoadedModel:
         positions = np.concatenate([np.arange(length) for length in lengths])
         longest = int(lengths.max())
         drawn = ends - 1
-        if self.config.speculation != "off":  # each token of an entry with drafts draws
+        if self.config.speculation != "off":  # an entry with drafts draws once for each of its tokens
             drawn = np.arange(len(positions))[: self.batch.max_rows * (1 + self.config.speculative_tokens)]
         meta = ForwardMeta(
             positions=self.batch.upload(positions),

@@ -37,7 +37,7 @@ def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype:
     if kind == "int8":
         return
     major, minor = torch.cuda.get_device_capability(device)
-    if major < 9:  # 8.9 has fp8 arithmetic, but lacks the launch instructions of our kernels
+    if major < 9:  # 8.9 has fp8 arithmetic, but lacks launch instructions that our kernels use
         raise EngineError(
             f"fp8 weights need a GPU of compute capability 9.0, but {torch.cuda.get_device_name(device)} has "
             f"{major}.{minor}: use --quantization none"

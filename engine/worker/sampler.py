@@ -2,8 +2,8 @@
 
 The operations run in the order of SamplingParams: grammar mask and logit bias, min_tokens, penalties, temperature,
 top-k, top-p, min-p. Then Gumbel-max draws: the argmax of logits plus noise is exactly a draw from the softmax of the
-logits. An operation is skipped if no row of the step asks for it. The host knows the settings of all rows, so it never
-waits for the device.
+logits. An operation is skipped if no row of the step asks for it. The host keeps the settings of all rows, so for this
+decision it never waits for the device.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from engine.worker.upload import to_host
 
 Upload = Callable[[np.ndarray], torch.Tensor]
 
-MIN_TEMPERATURE = 1e-5  # below it, scaled logits would overflow; at it, a draw already equals an argmax
+MIN_TEMPERATURE = 1e-5  # a lower temperature would make scaled logits overflow; at 1e-5 a draw already equals an argmax
 SMALLEST = float(np.finfo(np.float32).tiny)  # lower limit of settings that must not be rounded to 0
-IN_PROMPT = 1 << 30  # flag in the token counts; the bits below count occurrences in the reply
+IN_PROMPT = 1 << 30  # flag in a token's count: the token is in the prompt; the lower bits count it in the reply
 INT_KEYS = 2  # int32 numbers in a row's noise key
-SMALL_VOCABULARY = 1 << 14  # on a CPU, a sort of at most this size is cheaper than topk
+SMALL_VOCABULARY = 1 << 14  # on a CPU, sorting a row of at most this many logits is faster than topk
 
 
 class Wants:
@@ -55,11 +55,11 @@ class Wants:
 
 @dataclass(slots=True)
 class Logprobs:
-    """Log-probabilities of some tokens under the model's own distribution, on the device."""
+    """Log-probabilities of l tokens, before grammar, bias, penalties or temperature change the logits."""
 
-    token: torch.Tensor  # [l]
-    rank: torch.Tensor  # int64 [l], 1 for the most likely
-    top: torch.Tensor  # [l, n]
+    token: torch.Tensor  # [l], of the tokens
+    rank: torch.Tensor  # int64 [l], of the tokens: 1 for the most likely token
+    top: torch.Tensor  # [l, n], of the n most likely tokens
     top_ids: torch.Tensor  # int64 [l, n]
 
     @staticmethod
@@ -72,7 +72,7 @@ class Logprobs:
         return Logprobs(*map(to_host, (self.token, self.rank, self.top, self.top_ids)))
 
     def listed(self, tokens: list[int], counts: list[int]) -> list[TokenLogprobs]:
-        """Returns a TokenLogprobs for each token, with the counts[i] most likely ones; reads host copies."""
+        """Returns a TokenLogprobs for each of `tokens`; entry i lists counts[i] most likely tokens. For host copies."""
         own, rank, top, ids = self.token.tolist(), self.rank.tolist(), self.top.tolist(), self.top_ids.tolist()
         return [
             TokenLogprobs(token, own[i], rank[i], list(zip(ids[i][:n], top[i][:n], strict=True)))
@@ -85,13 +85,13 @@ class Drawn:
     """The s draws of a step, on the device."""
 
     ids: torch.Tensor  # int64 [s], always valid token ids
-    bad: torch.Tensor  # bool [s]: the logits were not finite, or the masks allowed no token; the id is meaningless
+    bad: torch.Tensor  # bool [s]: the logits were not finite, or the masks allowed no token: the id is meaningless
     logprob_rows: np.ndarray  # indices of the draws that asked for logprobs
     logprobs: Logprobs | None
 
 
 class VocabularyRows:
-    """A tensor [k, vocab_size] with a line for each row of the batch that needs one. It doubles when it is full."""
+    """A tensor with a line [vocab_size] for each batch row that needs it. The tensor doubles when no line is free."""
 
     def __init__(self, max_rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.lines = torch.zeros((0, vocab_size), dtype=dtype, device=device)
@@ -126,7 +126,7 @@ class VocabularyRows:
 class Sampler:
     """Keeps the sampling settings of every row of the batch, and draws tokens.
 
-    Call `set_row` when a request takes a row, also after a preemption: this rebuilds the token counts for penalties.
+    Call `set_row` when a request takes a row, also after a preemption: `set_row` counts the tokens for penalties again.
     Call `sample` once per step. A row's lines are freed when the next request takes the row.
     """
 
@@ -169,7 +169,7 @@ class Sampler:
             wants |= Wants.BIAS
             ids = self._upload(np.fromiter(params.logit_bias.keys(), np.int64))
             self._bias.claim(row)[ids] = self._upload(np.fromiter(params.logit_bias.values(), np.float32))
-        # An id outside the vocabulary would address another request's row.
+        # An id outside the vocabulary would address another row of the logits.
         stop_ids = [token for token in sorted(new.stop_ids) if 0 <= token < self.vocab_size]
         if params.min_tokens > 0 and stop_ids:
             wants |= Wants.MIN_TOKENS
@@ -215,7 +215,7 @@ class Sampler:
         logits           [s, V], may be overwritten
         rows, positions  [s] on the host: rows of the batch, and the positions of the new tokens
         device_rows, device_positions   the same, int64 on the device
-        grammars         by draw (0 to s - 1), for the draws that have one
+        grammars         {draw (0 to s - 1): its grammar}; a draw without a grammar is absent
         """
         if logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()
@@ -314,7 +314,7 @@ class Sampler:
         logits.index_copy_(0, where, picked.to(logits.dtype))
 
     def _truncate(self, scores: torch.Tensor, settings: torch.Tensor, rows: np.ndarray, wants: np.ndarray) -> None:
-        """Set the scores that top-k, top-p and min-p exclude to −inf. Ties with the last kept token are kept."""
+        """Set the scores that top-k, top-p and min-p exclude to −inf. Scores equal to the last kept score are kept."""
         floor = torch.full_like(scores[:, 0], -torch.inf)
         entries = np.flatnonzero(wants & (Wants.TOP_K | Wants.TOP_P))
         if len(entries):
@@ -346,7 +346,7 @@ def descending(values: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def pick_logprobs(logprobs: torch.Tensor, tokens: torch.Tensor, top: int) -> Logprobs:
-    """Returns, from logprobs [l, V], those of `tokens` int64 [l], with their ranks and the `top` most likely tokens."""
+    """Returns the Logprobs of `tokens` (int64 [l]) from logprobs [l, V], with the `top` most likely tokens."""
     own = logprobs.gather(1, tokens[:, None])
     rank = (logprobs > own).sum(-1) + 1
     best = logprobs.topk(min(top, logprobs.shape[-1]), -1)

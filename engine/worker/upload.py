@@ -1,19 +1,22 @@
-"""Copies of small arrays to the device and back. The host does not wait, and no buffer changes while it is copied."""
+"""Copies of small arrays to the device and back. The host waits only if all buffers are in use.
+
+A buffer is not changed while a copy from it is running.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-RING = 32  # most copies in flight at the same time
+RING = 32  # pinned buffers, so at most this many copies run at the same time
 STAGING_RING = 4  # more than the largest number of steps in flight
 
 
 class Uploader:
-    """Copies arrays to the device: `upload(array)` returns a device tensor, copied in stream order.
+    """Copies arrays to the device: `upload(array)` returns a device tensor. The copy runs in stream order.
 
-    On a CPU the tensor shares the array's memory. On a GPU the copy uses a ring of pinned buffers. A
-    buffer is reused only after the copy from it has finished.
+    On a CPU the tensor shares the array's memory. On a GPU the copy uses a ring of pinned buffers. A buffer is reused
+    only after the copy from it has finished.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,7 +47,7 @@ class Uploader:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Start a copy to pinned host memory, and return it. It is valid after an event recorded after this call."""
+    """Start a copy to pinned host memory; return the copy, valid once an event recorded after this call completes."""
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return pinned.copy_(tensor, non_blocking=True)
 
