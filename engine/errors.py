@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class EngineError(Exception):
-    """The base of every error that the engine raises on purpose; `str(error)` can be shown to a user."""
+    """The base class of the errors that the engine raises on purpose; `str(error)` can be shown to a user."""
 
 
 class CheckpointError(EngineError):
@@ -28,7 +28,7 @@ class EngineDead(EngineError):
 
 
 def how_to_install(extra: str) -> str:
-    """Return the command that installs an extra, for an installation from minitui's folder."""
+    """Return a phrase with the command that installs an extra, and the folder in which the command must run."""
     return f"pip install '.[{extra}]' in the folder of minitui"
 
 

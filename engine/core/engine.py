@@ -1,16 +1,19 @@
-"""The engine: each step is planned, launched and committed. A token passes seven stages.
+"""The engine: each step is planned, launched and committed.
+
+A token passes seven stages. The second column says when: before the token's steps, during the plan, launch or commit of
+a step, or after the commit.
 
     1 tokenize     before: the prompt becomes ids (engine/text/tokenizer.py)
     2 schedule     plan:   choose the requests of the step, and how many tokens of each (engine/core/scheduler.py)
     3 allocate     plan:   take the blocks for the KV of these tokens (engine/core/cache.py)
     4 forward      launch: the model computes these tokens (engine/worker/runner.py)
     5 sample       launch: a token is drawn from the logits (engine/worker/sampler.py)
-    6 detokenize   after:  ids become text (engine/text/output.py), outside the step's critical path
+    6 detokenize   after:  ids become text (engine/text/output.py); with overlap, the next step runs meanwhile
     7 emit         commit: append ids, detect ends, publish and free blocks, write records
 
 The host plans and commits, and the device computes. With `overlap`, the engine commits step n-1 and plans step n+1
-while step n runs. Only the order of the calls differs. With speculation there is no overlap, because the lengths in a
-step depend on the ids of the step before.
+while step n runs. Overlap changes only the order of the calls. With speculation there is no overlap, because the
+lengths of the sequences in a step depend on the ids that the previous step drew.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ class StepRunner(Protocol):
         """True if a step has ended when `launch` returns, so that the time of the launch includes the device's time."""
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> Launched:
-        """Start a step. `grammars`: the grammar of each entry that has one."""
+        """Start a step. `grammars`: number of an entry -> its grammar, for the entries with a grammar."""
 
 
 class InFlight(NamedTuple):
@@ -81,7 +84,7 @@ class Engine:
         # Some checkpoints have end ids outside the model's vocabulary, which have no logit.
         self.eos_ids = frozenset(token for token in eos_ids if 0 <= token < runner.vocab_size)
         # The number of steps in flight when step() returns. It is 0 with speculation, because the lengths and drafts of
-        # a step depend on the ids of the step before.
+        # a step depend on the ids that the previous step drew.
         self.delay = 1 if overlap and not config.speculative_tokens else 0
         self._grammars = grammars  # None: replies cannot be constrained
         self._flight: deque[InFlight] = deque()
@@ -133,7 +136,7 @@ class Engine:
         if len(request.stop_ids) >= self.runner.vocab_size:
             raise InvalidRequest(
                 f"min_tokens is {request.params.min_tokens}, but each of the {self.runner.vocab_size:,} token ids ends "
-                "the reply: set it to 0 or name fewer stop_token_ids",
+                "the reply: set min_tokens to 0 or name fewer stop_token_ids",
                 "min_tokens",
             )
         reason = dead_end(request)
@@ -156,9 +159,9 @@ class Engine:
     # ---- the step
 
     def step(self) -> list[Emitted]:
-        """Plan and launch a step, then commit the step before it and return the output of the commit.
+        """Plan and launch a step, then commit the previous step and return the output of the commit.
 
-        Without overlap, the step that was launched is committed.
+        Without overlap, commit the launched step instead.
         """
         times = self.clock.begin()
         scheduled = self.scheduler.plan()
@@ -229,7 +232,10 @@ class Engine:
         assert {id(r) for r in live} == {id(r) for r in [*self.scheduler.running, *self.scheduler.waiting]}
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state at record `seq` as plain data. `State.snapshot` (engine/trace/state.py) returns the same."""
+        """Return the state after the last record as plain data; "seq" is that record's number.
+
+        `State.snapshot` (engine/trace/state.py) returns the same data, folded from the records.
+        """
         scheduler, tree = self.scheduler, self.cache.tree
         return {
             "seq": self.log.seq,
@@ -274,6 +280,7 @@ def _check_ids(ids: list[int], vocab_size: int) -> None:
 
 
 def _short(value: object) -> str:
-    """Return a number as text. For other values return the type: their text may be long, or `str` may raise."""
+    """Return a number below 1e18 as text. For other values, return the type: their text may be long, or `str` may
+    raise an exception."""
     number = isinstance(value, (int, float)) and abs(value) < 1e18
     return str(value) if number else f"of type {type(value).__name__}"

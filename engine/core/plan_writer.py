@@ -43,14 +43,15 @@ class PlanWriter:
         return request_id in self._decoding
 
     def leave(self, request_id: int) -> None:
-        """Remove a request from the decoding set. The record of its end or preemption reports the same."""
+        """Remove a request from the decoding set. The record of the request's end or preemption implies this."""
         self._decoding.pop(request_id, None)
 
     def write(
         self, step: int, entries: list[Entry], num_decoding: int, drafts: dict[int, list[int]], joins: list[Request],
         num_waiting: int,
     ) -> Scheduled:  # fmt: skip
-        """Write the plan of `entries`: first decodes, then decodes with `drafts` (by request id), then prefill chunks.
+        """Write the plan of `entries`. They are in this order: decodes without drafts, decodes with `drafts` (by
+        request id), prefill chunks.
 
         `num_decoding` counts the entries before the chunks.
         """
@@ -105,7 +106,8 @@ class PlanWriter:
         return Scheduled(plan, requests, batch.epochs, batch.grammars)
 
     def _changes(self, decodes: tuple[Request, ...]) -> tuple[list[int], list[int]]:
-        """Return the ids that join the decoding set in this step, and the ids that leave it but still run."""
+        """Return the ids of the requests that join the decoding set in this step, and of those that leave it but still
+        run."""
         if decodes == self._decodes:
             return [], []
         before = self._decoding

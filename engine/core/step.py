@@ -21,7 +21,7 @@ class RowSettings:
     row: int
     params: SamplingParams
     seed: int
-    sample_index: int  # which of the n samples of a prompt; the noise depends on it
+    sample_index: int  # number of this sample among the n samples of a prompt; the sampling noise depends on it
     stop_ids: frozenset[int]
     prompt_len: int
     constrained: bool  # a grammar masks the row's logits
@@ -50,21 +50,21 @@ class StepPlan:
     """The plan of one step, as plain data that can be sent to other ranks.
 
     The entries are in this order: `num_decodes` decodes of one token; `num_drafted` decodes of one token and its
-    drafts; prefill chunks. In a decode with drafts, a token is drawn after each of these tokens.
+    drafts; prefill chunks. In a decode with drafts, a token is drawn after the first token and after each draft.
     """
 
     step: int
     rows: np.ndarray  # int32 [n]  the request's row in the persistent batch state
     starts: np.ndarray  # int32 [n]  position of the first token computed; everything before it is in the KV cache
     q_lens: np.ndarray  # int32 [n]  tokens computed
-    samples: np.ndarray  # bool  [n]  True: draws from the logits of the last position; with drafts, of each position
+    samples: np.ndarray  # bool  [n]  True: a token is drawn at the last position; with drafts, at each position
     token_ids: np.ndarray  # int32 [sum q_lens]; -1: the row's last token, which only the device knows so far
     num_decodes: int
     # Changes to the persistent block table, applied before the step: table[row, column] = block.
     table_rows: np.ndarray  # int32 [m]
     table_columns: np.ndarray  # int32 [m]
     table_blocks: np.ndarray  # int32 [m]
-    joins: list[RowSettings]  # the rows that new requests take with this step
+    joins: list[RowSettings]  # the settings of the requests that take a row in this step
     prompt_targets: dict[int, PromptTargets]  # by entry, for the chunks of requests that want prompt logprobs
     num_drafted: int = 0
 
@@ -90,13 +90,13 @@ class Scheduled(NamedTuple):
 
     plan: StepPlan
     requests: tuple[Request, ...]  # by entry
-    epochs: list[int]  # the requests' epochs when the step was planned: work of an older epoch is void
+    epochs: list[int]  # by entry: its request's epoch when the step was planned; if it has changed, the result is void
     grammars: Mapping[int, Grammar]  # by entry, for the requests that have one
 
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: the token's own, and the most likely tokens as (id, logprob)."""
+    """The log-probability and rank of one token. `top`: the most likely tokens at its position, as (id, logprob)."""
 
     token_id: int
     logprob: float
@@ -112,13 +112,13 @@ class StepResult:
     bad: list[int] = field(default_factory=list)  # entries whose logits were NaN or infinite
     # For each entry with drafts: the draw after each of its tokens, even after a rejected draft; -1: bad logits.
     checked: dict[int, list[int]] = field(default_factory=dict)
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by entry, one for each draw
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by entry, this chunk's positions
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by entry: one item for each draw
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by entry, for its PromptTargets
     # (layer, tokens of each expert), counted since the last step that reported them. None: not reported.
     expert_load: list[tuple[int, list[int]]] | None = None
     sample_ms: float = 0.0  # the part of the step spent on sampling; 0 if unknown
     device_ms: float | None = None  # None if unknown
-    # (ranks, ms in collectives). The ms include waits for other ranks, except in CUDA graphs. None: one rank.
+    # (ranks, ms in collectives). The time includes waits for other ranks, except in CUDA graphs. None: one rank.
     comm: tuple[int, float] | None = None
 
 

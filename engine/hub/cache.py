@@ -19,15 +19,15 @@ class Snapshot:
     missing: tuple[str, ...]  # names of the weight files that are missing
 
     def complete(self, weights: bool = True) -> bool:
-        """Return True if no weights are missing; with `weights` False, True if there is a tokenizer."""
+        """Return True if no weight file is missing. With weights=False, return True if there is a tokenizer."""
         return not self.missing if weights else (self.path / "tokenizer.json").is_file()
 
 
 def cache_directory() -> Path:
     """Return the directory of the Hugging Face cache. Environment variables can change it."""
-    for variable, below in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
+    for variable, subfolder in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
         if os.environ.get(variable):
-            return Path(os.environ[variable]).expanduser() / below
+            return Path(os.environ[variable]).expanduser() / subfolder
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "huggingface" / "hub"
 
 
@@ -43,7 +43,8 @@ def cached_snapshots(pattern: str = "models--*") -> list[Snapshot]:
 
 
 def snapshots_of(name: str) -> list[Snapshot]:
-    """Return the cached snapshots of a model, the newest first. A name without an organisation matches every one."""
+    """Return the cached snapshots of a model, the newest first. A name without an organisation matches the models of
+    this name from all organisations."""
     return cached_snapshots("models--" + name.replace("/", "--") if "/" in name else f"models--*--{name}")
 
 
@@ -55,5 +56,5 @@ def missing_files(directory: Path) -> list[str]:
     """Return the names of the missing weight files, or the name of the index if it cannot be read."""
     try:
         return missing_weights(directory)
-    except CheckpointError:  # the index cannot be read
+    except CheckpointError:
         return [INDEX]

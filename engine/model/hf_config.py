@@ -52,7 +52,7 @@ class ConfigReader:
         return CheckpointError(f"{self._path} {fault}")
 
     def model_config(self) -> ModelConfig:
-        """Returns the configuration. Raises CheckpointError, which names the file and the field."""
+        """Returns the configuration. Raises CheckpointError; its message names the file and the field."""
         fields = self._fields
         name = self._architecture()
         arch = ARCHITECTURES[name]
@@ -140,13 +140,14 @@ class ConfigReader:
         kind = named[0] if named else "default"
         if kind not in ROPE_KINDS or any(other != kind for other in named):
             raise self._error(
-                f"asks for rope type {' and '.join(map(shown, named))}: supported are {', '.join(ROPE_KINDS)}"
+                f"asks for rope type {' and '.join(map(shown, named))}: supported are {', '.join(ROPE_KINDS)}; "
+                "name one of them"
             )
         for key in raw.keys() - ROPE_COMMON - ROPE_KEYS[kind]:
             if raw[key] is not None and not (key.endswith("factor") and raw[key] == 1):
                 raise self._error(
                     f"has {shown(key)[1:-1]} = {shown(raw[key])} in its rope parameters, which is not "
-                    f"supported with rope type {kind!r}: use another model, or remove it if it has no effect"
+                    f"supported with rope type {kind!r}: use another model, or remove the field if it has no effect"
                 )
         if raw.get("partial_rotary_factor", self._raw.get("partial_rotary_factor") or 1.0) not in (None, 1):
             raise self._error("has a partial_rotary_factor: only whole heads can be rotated")
@@ -182,7 +183,7 @@ class ConfigReader:
         )
 
     def _turns(self, rope: Fields, key: str, default: float | None = None) -> float:
-        """Returns the limit of a band, in turns of a dimension within the original context.
+        """Returns the limit of a band: how many turns a dimension makes within the original context.
 
         If there is a default, 0 means the default.
         """
@@ -269,13 +270,13 @@ class ConfigReader:
         if arch.window == "used" and window and FULL in kinds:
             raise self._error(
                 f"has {FULL} in layer_types and a sliding_window of {window} in use: this architecture "
-                "has the window in every layer or in none"
+                "has a window in every layer or in no layer"
             )
         return tuple(window if kind == SLIDING else 0 for kind in kinds) if SLIDING in kinds else ()
 
     def _refuse_foreign(self, arch: Architecture, config: ModelConfig) -> None:
         """Refuse settings of other families that this architecture does not support."""
-        # For architectures that always have biases, loading checks the tensors, not attention_bias.
+        # If an architecture always has biases, attention_bias is not checked: a missing bias fails when it is loaded.
         supported = {
             "layer_types": arch.window != "none",
             "use_sliding_window": arch.window in ("layers", "used"),

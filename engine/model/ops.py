@@ -4,7 +4,7 @@ The decoder calls `ops.<name>` for everything except matrix products and attenti
 functions can replace this one (Decoder's argument `ops`).
 
 Shapes: T tokens, hidden size H, Hq query heads, Hkv key/value heads, head dimension D, intermediate size I.
-Activations have the model's dtype: float64, float32, bfloat16 or float16. In a float64 model, "fp32" below is float64.
+Activations have the model's dtype: float64, float32, bfloat16 or float16. For a float64 model, read "fp32" as float64.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x is normalised in fp32, cast back to x.dtype, then multiplied by the weight. This order is the same as in
     transformers; in bfloat16 another order would change the result.
     """
-    if x.dtype in (torch.float32, torch.float64):  # no cast is needed, so one call of torch does it all
+    if x.dtype in (torch.float32, torch.float64):  # no cast is needed, so one call is enough
         return F.rms_norm(x, weight.shape, weight, eps)
     return weight * F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype)
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Add x [T, H] to residual [T, H] in place, rounded to its dtype; return rms_norm(residual) [T, H]."""
+    """Add x [T, H] to residual [T, H] in place, rounded to the residual's dtype; return rms_norm(residual) [T, H]."""
     residual.add_(x)
     return rms_norm(residual, weight, eps)
 
@@ -62,7 +62,7 @@ def qk_norm_rope_store(
     qk_weight      [Hq + Hkv, D] RMSNorm weight of each query and key head (before rotation); None: no norm
     rope           what rope_rows returned for this step's positions
     k_cache        [num_blocks, block_size, Hkv, D], contiguous, the model's dtype or FP8; v_cache the same
-    kv_scales      fp32 [2, Hkv], for an 8-bit cache (engine/attention/kv_fp8.py); None: it has the model's dtype
+    kv_scales      fp32 [2, Hkv], for an 8-bit cache (engine/attention/kv_fp8.py); None: the cache has the model's dtype
     slot_mapping   int64 [T]: token t is written to cache.view(-1, Hkv, D)[slot_mapping[t]]; padding has slot 0
 
     The rotation turns the pairs (x_i, x_(i + D/2)) ("half-split"). It is computed in fp32 and rounded once.
@@ -77,7 +77,7 @@ def qk_norm_rope_store(
     halves = qk.unflatten(-1, (2, dim // 2))
     rotated = torch.addcmul(halves * cos, halves.flip(2), sin).to(qkv.dtype).flatten(2)
     k = rotated[:, -kv_heads:]
-    if kv_scales is not None:  # as bytes: torch cannot copy 8-bit floating-point numbers by index
+    if kv_scales is not None:  # copied as bytes: torch cannot copy 8-bit floating-point numbers by index
         k, v = (kv_fp8.quantise(x, scale).view(torch.uint8) for x, scale in zip((k, v), kv_scales, strict=True))
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     k_cache.view(-1, kv_heads, dim).index_copy_(0, slot_mapping, k)
@@ -92,7 +92,10 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def experts(x: torch.Tensor, mixture: Experts, live: torch.Tensor | None) -> torch.Tensor:
-    """Computes the experts of `mixture`: x [T, H] -> [T, H]. Counts the tokens of each expert in mixture.load."""
+    """Computes the experts of `mixture`: x [T, H] -> [T, H]. Adds the number of tokens of each expert to mixture.load.
+
+    live           int32 [1]: the number of tokens before the padding; padding gets zeros. None: no padding
+    """
     if live is None:
         return mixture.one_by_one(x)
     tokens = min(len(x), int(live))

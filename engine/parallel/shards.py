@@ -26,12 +26,15 @@ def check(config: ModelConfig, size: int) -> None:
     fitting = [n for n in range(2, heads + 1) if _fits(heads, kv_heads, n)]
     if not _fits(heads, kv_heads, size):
         raise EngineError(
-            f"tensor_parallel_size is {size}, but {config.architecture} here has {heads} query heads and {kv_heads} "
+            f"tensor_parallel_size is {size}, but this {config.architecture} has {heads} query heads and {kv_heads} "
             f"key/value heads, which {size} ranks cannot share evenly: use 1{_alternatives(fitting)}"
         )
     for what, extent in _inner_sizes(config).items():
         if extent < size:
-            raise EngineError(f"tensor_parallel_size is {size}, more than the {what} of this model, {extent}: lower it")
+            raise EngineError(
+                f"tensor_parallel_size is {size}, but the {what} of this model is only {extent}: lower "
+                "tensor_parallel_size"
+            )
 
 
 def shard_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:
@@ -54,7 +57,8 @@ def shard_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:
 def shard_slots(slots: Iterable[Slot], config: ModelConfig, rank: int, size: int) -> Iterator[Slot]:
     """Returns the slots of one rank, each with its slice of the tensor in the checkpoint.
 
-    `slots`: the slots of a decoder with the configuration that `shard_config` returns. `config`: the whole model's.
+    `slots`: the slots of a decoder with the configuration that `shard_config` returns. `config`: the configuration of
+    the whole model.
     """
     kv_rank = rank * config.num_kv_heads // size if size > config.num_kv_heads else rank
     dim, pieces = config.head_dim, min(size, config.num_kv_heads)
@@ -93,7 +97,7 @@ def shard_slots(slots: Iterable[Slot], config: ModelConfig, rank: int, size: int
 
 
 def _nothing(slot: Slot) -> Slot:
-    """Returns a slot that reads nothing from the checkpoint; its parameter becomes zero."""
+    """Sets the slot's parameter to zero; returns a slot that reads nothing from the checkpoint."""
     slot.view.zero_()
     return replace(slot, view=slot.view[:0], cut=Cut(0, (0,), len(slot.view)))
 

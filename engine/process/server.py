@@ -5,8 +5,8 @@ would delay the interface. A socket connects this process to the client. When th
 ends.
 
     reader thread   blocks on the socket and queues commands; ends the process when the client has ended
-    main thread     owns the engine: runs commands and steps, and detokenizes. If a command raises, it is refused with
-                    a sentence. Only a lost device ends the engine
+    main thread     owns the engine: runs commands and steps, and detokenizes. If a command raises an exception, the
+                    client gets a refusal (a sentence) and the engine continues, unless the device is lost
     heartbeat       sends the main thread's task and its duration every second (engine/process/heartbeat.py)
     writer thread   packs and sends messages. If the client reads too slowly, records are dropped, which leaves a gap in
                     their sequence numbers. Text is never dropped, and steps are never delayed
@@ -39,11 +39,11 @@ from engine.trace.records import Record, packets
 logger = logging.getLogger("engine")
 
 FLUSH_S = 0.004  # the longest delay of text and records
-FEW = 12  # up to so many records are sent as they are; the client packs them
+FEW = 12  # up to this many records are pickled as they are; the client packs them
 MAX_UNSENT_RECORDS = 100_000
 MAX_WAITING = 4096  # requests in the queue; more requests are refused
-EXIT_GRACE_S = 2.0  # time for a step to end after the client has ended
-MAX_SENTENCE = 1000  # characters of a refusal
+EXIT_GRACE_S = 2.0  # time for the main thread or the writer to end before the process exits
+MAX_SENTENCE = 1000  # longest text of a refusal, in characters
 
 Message = tuple[Any, ...]  # a message to the client: its kind, then its contents
 
@@ -63,12 +63,13 @@ class Writer:
         self._queue.put(message)
 
     def send_beat(self, *beat: Any) -> None:
-        """Send a heartbeat if no message waits. Otherwise heartbeats would pile up while the client does not read."""
+        """Send a heartbeat, but only if no message waits: while the client does not read, heartbeats must not pile
+        up."""
         if self._queue.empty():
             self._queue.put(beat)
 
     def send_news(self, deltas: list[tuple[Any, ...]], records: list[Record]) -> None:
-        """Send packed deltas, and records unless too many are unsent."""
+        """Send packed deltas, and also records unless too many records are unsent."""
         with self._lock:
             if self._unsent_records + len(records) > MAX_UNSENT_RECORDS:
                 records = []
@@ -83,7 +84,7 @@ class Writer:
 
     def _run(self) -> None:
         while (message := self._queue.get()) is not None:
-            with contextlib.suppress(OSError):  # the client has ended: the reader ends this process
+            with contextlib.suppress(OSError):  # the client has ended: the reader thread ends this process
                 self._connection.send_bytes(_packed(message))
             if message[0] == "news":
                 with self._lock:
@@ -91,7 +92,7 @@ class Writer:
 
 
 def _packed(message: Message) -> bytes:
-    """Returns a message as bytes. If it cannot be packed: news without records, or the error as an answer."""
+    """Returns a message as bytes. If packing fails, returns the news without records, or a message with the error."""
     try:
         return on_the_wire(message)
     except Exception as error:
@@ -128,7 +129,8 @@ class EngineServer:
         self._successor: Command | None = None  # the command that asks for another engine
 
     def run(self) -> Command | None:
-        """Serve until the client closes; return its command if it asks for another engine."""
+        """Serve until the client closes the engine or asks for another engine; return the command that asks for
+        another engine, or None."""
         engine = self.engine
         while True:
             may_step = engine.has_work and engine.gate.allows()
@@ -149,7 +151,7 @@ class EngineServer:
                     self._flush()
 
     def _wait_for_slow_motion(self, seconds: float) -> bool:
-        """Wait for slow motion, and run commands meanwhile. A change of pace or gate ends the wait.
+        """Wait for `seconds`, the delay of slow motion; run commands meanwhile. A change of pace or gate ends the wait.
 
         Returns False if the engine must end.
         """
@@ -173,11 +175,11 @@ class EngineServer:
             return False
         except queue.Empty:
             if ran_any:
-                self._flush()  # the next step may take long
+                self._flush()  # before the next step, which may take long
             return True
 
     def _next_command(self, timeout: float | None) -> Command:
-        """Returns the next command. The wait is not counted as work. Raises queue.Empty after `timeout`."""
+        """Returns the next command. Raises queue.Empty after `timeout`. The log's clock of work excludes the wait."""
         began = time.perf_counter()
         self.heart.begin(IDLE)
         try:
@@ -187,7 +189,7 @@ class EngineServer:
                 self.engine.log.held += time.perf_counter() - began
 
     def _run_command(self, command: Command) -> bool:
-        """Run one command; refuse it if it raises. Returns False if the engine must end."""
+        """Run one command; refuse it if it raises an exception. Returns False if the engine must end."""
         kind, tag, arguments, problem = command
         if kind == "lost":
             raise DeviceLost(arguments[0])
@@ -266,7 +268,7 @@ class EngineServer:
         elif action == "resume":
             gate.resume()
         elif action == "step":
-            self._queue_text(engine.drain())  # a step in flight does not count
+            self._queue_text(engine.drain())  # a step in flight must not count as one of the n steps
             gate.step(arguments.get("n", 1))
         elif action == "run_until":
             predicate = arguments.get("predicate")
@@ -326,13 +328,14 @@ def _text(error: BaseException) -> str:
 
 
 def _read(connection: Connection, commands: queue.SimpleQueue[Command]) -> None:
-    """Queue commands in the reader thread. When the client has ended, ask the main thread to end, then exit."""
+    """Queue the client's commands; runs in the reader thread. When the client has ended, ask the main thread to end,
+    then end the process."""
     try:
         while True:
             commands.put(Command.read(connection.recv_bytes()))
     except (EOFError, OSError):
         logger.info("the client has ended")
-    except BaseException:  # the beginning of the next message is unknown
+    except BaseException:  # after a damaged message, the beginning of the next message is unknown
         logger.exception("the client's messages can no longer be read")
     commands.put(Command("close", 0))
     time.sleep(EXIT_GRACE_S)
@@ -391,7 +394,8 @@ def _serve(
 
 
 def _lost(sentence: str, commands: queue.SimpleQueue[Command], writer: Writer) -> None:
-    """End the engine, because a rank has ended. The main thread does this. If it hangs, this thread does it."""
+    """End the engine, because a rank has ended: ask the main thread to end it. If the main thread hangs, end the
+    process."""
     commands.put(Command("lost", 0, (sentence,)))
     time.sleep(EXIT_GRACE_S)
     writer.send("failed", sentence)
