@@ -10,7 +10,7 @@ MATCH_REASONS = {  # `stop` of a match record -> (text, explanation); {at} is th
     "ends": ("nothing is cached after token {at}", "only full blocks are cached"),
     "short": ("too short to share", "the prompt has at most one block"),
     "empty": ("the beginning is not cached", "no cached text has the same first token"),
-    "evicted": ("the rest was evicted at step {at}", "its block was needed for other tokens"),
+    "evicted": ("the rest was evicted at step {at}", "the memory was needed for other tokens"),
 }
 
 

@@ -6,7 +6,7 @@ for the disk, and the client can read both from the operating system. There are 
 
     heartbeats arrive; the same task runs for LONG_S      a long task: the client shows the task's name
     no heartbeats; the process uses processor or disk     a long call: the client shows the name of the call's task
-    no heartbeats, no processor, no disk for SILENCE_S   a hang: the client reports it; the engine can be restarted
+    no heartbeats, no processor, no disk for SILENCE_S    a hang: the client reports it; the engine can be restarted
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 Record = tuple[Any, ...]
-PACKET = 512  # most records of a packet: applying them takes a few milliseconds, in which no key press is handled
+PACKET = 512  # the most records in a packet: applying them delays the handling of keys by a few milliseconds
 
 CLEARED = "cleared"  # reason of an eviction that a user requested
 
@@ -30,33 +30,33 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "submit": ("request", "group", "prompt_tokens", "max_total"),  # joins the end of the waiting queue
     "refuse": ("group", "reason"),  # rejected before it became a request; the state does not change
     "wait": ("request", "reason"),  # the head of the queue is not admitted; written when the reason changes
-    "order": ("queue",),  # the head of the queue was sorted (policy longest-prefix): its requests in the new order
+    "order": ("queue",),  # the head of the queue was sorted (policy longest-prefix); its request ids in the new order
     "admit": ("request", "row", "reason"),  # leaves the queue and gets a row; reason: "new" or "resumed"
     "match": ("request", "tokens", "stop", "at", "detail"),  # prefix match at admission or before a chunk: the tokens
-    #   taken from the tree, and why the match stopped: "whole" (it has all that can be shared), "differs" (at token
-    #   `at`), "ends" (nothing is cached beyond token `at`), "short" (less than a block is left), "empty" (no cached
-    #   text has the same beginning), "evicted" (the rest was evicted; `at` is the step)
-    "preempt": ("request", "reason", "blocks"),  # its blocks are released, and it returns to the head of the queue
-    "requeue": ("request", "reason"),  # like preempt, after a failed step: its results in flight are discarded
+    #   taken from the tree, and why the match stopped: "whole" (all blocks that can be shared were taken), "differs"
+    #   (at token `at`), "ends" (nothing is cached beyond token `at`), "short" (less than a block is left), "empty" (no
+    #   cached text has the same beginning), "evicted" (the rest was evicted; `at` is the step)
+    "preempt": ("request", "reason", "blocks"),  # releases its blocks and returns to the head of the queue
+    "requeue": ("request", "reason"),  # like preempt, after a failed step: the request's results in flight are dropped
     "finish": ("request", "reason", "output_tokens"),  # stop | length | abort | error: ...; releases row and blocks
     # --- blocks and the tree
-    "alloc": ("request", "blocks"),  # private blocks, appended to its table
-    "hold": ("request", "node", "dropped"),  # its table becomes the blocks of the path to `node`, then its private
-    #   blocks. The first `dropped` private blocks are freed: they are copies of blocks that it now shares
+    "alloc": ("request", "blocks"),  # private blocks, appended to the request's table
+    "hold": ("request", "node", "dropped"),  # the request's table becomes the blocks on the path to `node`, and then
+    #   its private blocks. The first `dropped` private blocks are freed: the request now shares blocks of equal content
     "insert": ("node", "parent", "request", "ids", "blocks", "step"),  # a new leaf, made of the request's next private
     #   blocks. They are pending until `step` commits (-1: already written). The request now holds `node`
     "extend": ("node", "request", "ids", "blocks", "step"),  # like insert, for a leaf that only this request holds
     "split": ("node", "upper", "blocks"),  # the first `blocks` blocks of node become a new parent, `upper`
-    "evict": ("node", "blocks", "reason"),  # the last `blocks` blocks of a leaf leave the tree, and an empty leaf too
-    "settle": ("step",),  # the pending blocks of this step are written
+    "evict": ("node", "blocks", "reason"),  # the last `blocks` blocks of a leaf are evicted; an empty leaf is removed
+    "settle": ("step",),  # the pending blocks of this step are now written
     "withdraw": ("step", "nodes"),  # the step failed. nodes: [(node, blocks kept)], deepest first; 0 removes the node
     # --- steps
-    "step": ("step", "prefills", "joined", "left", "tokens", "waiting"),  # planned. prefills: [(request, start, n,
-    #   samples)]; `tokens`: the part of the budget used; `waiting`: requests left in the queue
-    "fail": ("step", "error"),  # its requests finish with an error
+    "step": ("step", "prefills", "joined", "left", "tokens", "waiting"),  # a step was planned. `prefills`: [(request,
+    #   start, n, samples)]; `tokens`: the part of the budget used; `waiting`: number of requests left in the queue
+    "fail": ("step", "error"),  # the step failed; its requests finish with an error
     # --- speculation; only for steps with drafts
     "draft": ("step", "drafts"),  # before the `step` record: [(request, draft tokens)]
-    "accept": ("step", "drafts"),  # at the commit: [(request, drafted, accepted)]; requests advance by `accepted` more
+    "accept": ("step", "drafts"),  # at the commit: [(request, drafted, accepted)]; adds `accepted` tokens to a request
     # --- control
     "gate": ("state", "reason"),  # "open" | "closed", and why
     "pace": ("factor",),  # slow motion: every step takes this many times as long (1: off)
@@ -64,15 +64,16 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "time": ("step", "plan_us", "launch_us", "commit_us", "wall_ms", "device_ms", "work"),  # work: decode | prefill |
     #   mixed; wall_ms: from plan to commit without the delay by slow motion; device_ms: None if unknown
     "parts": ("step", "commit_us", "emit_us", "gate_us", "plan_us", "launch_us", "wait_us", "gc_us", "delayed_us",
-              "stops"),  # before the step's `time`. The first six divide the host's time since the previous step
-    #   arrived, or since the engine had work. emit: output and commands between two steps; gate: pause and slow
-    #   motion; wait: blocked until the device finished. In that time: gc: garbage collection; delayed: ready to run
-    #   while another program had the core (None: not read); stops: how often the process was stopped by a signal
-    "comm": ("step", "ranks", "ms"),  # before the step's `time`, only with several ranks: rank 0's time in collectives,
-    #   with the waiting for other ranks; for a step replayed as CUDA graphs, without it
-    "experts": ("step", "load"),  # load: [(layer, [tokens of each expert])] since the last such record; a few times per
-    #   second, for models with experts
-    "first": ("request", "queue_ms", "prefill_ms", "sample_ms"),  # at its first token; the sum of the three is TTFT
+              "stops"),  # before the step's `time`. The first six add up to the host's time since the results of the
+    #   previous step arrived, or since the idle engine got work. emit: output and commands between two steps; gate:
+    #   pause and slow motion; wait: blocked until the device finished. The other three overlap with the six. gc:
+    #   garbage collection; delayed: the process was ready to run while another program had the core (None: not read);
+    #   stops: how often a signal stopped the process
+    "comm": ("step", "ranks", "ms"),  # before the step's `time`, only with several ranks: rank 0's time in collectives.
+    #   It includes the waiting for other ranks, except for a step replayed as CUDA graphs
+    "experts": ("step", "load"),  # load: [(layer, [tokens of each expert])] since the last `experts` record; a few
+    #   times per second, for models with experts
+    "first": ("request", "queue_ms", "prefill_ms", "sample_ms"),  # at the first token; the three add up to the TTFT
 }
 
 
@@ -109,14 +110,14 @@ def packets(records: list[Record]) -> list[Packet]:
 
 
 class RecordLog:
-    """Collects records until its one reader drains them.
+    """Collects records until they are drained. It has only one reader.
 
     A drain returns at most the last `limit` records. The reader sees dropped records as a gap in `seq`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, limit: int = 50_000) -> None:
-        self.seq = 0  # of the last record
-        self.t = 0.0  # of the last record
+        self.seq = 0  # sequence number of the last record
+        self.t = 0.0  # time of the last record
         self.held = 0.0  # seconds in which there was work, but the gate or slow motion delayed it
         self._clock = clock
         self._origin = clock()
@@ -130,7 +131,7 @@ class RecordLog:
         return self._clock() - self._origin
 
     def worked(self) -> float:
-        """Returns the seconds since the log began minus `held`: the clock for durations of work."""
+        """Returns the seconds since the log began minus `held`. Durations of work are measured with this clock."""
         return self.now() - self.held
 
     def append(self, kind: str, *fields: Any) -> int:

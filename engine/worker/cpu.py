@@ -1,4 +1,4 @@
-"""The executor for decode steps of few tokens on a CPU. engine/worker/cpu_decode.py has the computation."""
+"""The executor for decode steps of few tokens on a CPU. engine/worker/cpu_decode.py computes the logits."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from engine.worker.inputs import Draws
 from engine.worker.launch import LaunchedStep
 from engine.worker.loaded import LoadedModel
 
-MOST_TOKENS = 48  # in larger steps arithmetic dominates the overhead of calls, and the eager executor is as fast
+MOST_TOKENS = 48  # in larger steps arithmetic dominates call overhead, so the eager executor is as fast
 
 
 class CPUDecodeSteps:
-    """Runs decode steps of models with dense MLPs, all in float32. Draws the same tokens as Eager, in less time."""
+    """Runs decode steps of float32 models with dense MLPs. Draws the same tokens as Eager, but faster."""
 
     def __init__(self, loaded: LoadedModel, on_progress: Progress | None = None) -> None:
         self._loaded, self._batch = loaded, loaded.batch
@@ -43,7 +43,8 @@ class CPUDecodeSteps:
     def decode(self, plan: StepPlan) -> tuple[torch.Tensor, Draws]:
         """Returns the logits [T, V] and the draws of a plan that only decodes.
 
-        Draft tokens have columns of their own; only attention treats a token and its drafts as one sequence.
+        Each draft token is a separate column, like a sequence of its own. Only attention treats a token and its drafts
+        as one sequence.
         """
         assert self._decode is not None
         batch, table = self._batch, self._batch.host_table

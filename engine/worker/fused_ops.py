@@ -23,7 +23,7 @@ def rope_rows(table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tenso
 
 
 def experts(x: torch.Tensor, mixture: Experts, live: torch.Tensor | None) -> torch.Tensor:
-    """x [T, H] -> [T, H]. The host does not wait for the device."""
+    """Returns the output of the experts [T, H] for x [T, H]. The host does not wait for the device."""
     if not len(x):
         return torch.empty_like(x)
     config = mixture.config

@@ -16,7 +16,7 @@ class Layout(NamedTuple):
     """The row, position and cache slot of each token of a plan: the T tokens of its n entries, concatenated."""
 
     ends: np.ndarray  # int64 [n]  entry i has the tokens ends[i - 1] to ends[i] - 1
-    seq_lens: np.ndarray  # int32 [n]  number of keys of each entry, this step's included
+    seq_lens: np.ndarray  # int32 [n]  number of keys of each entry, including the keys of this step
     rows: np.ndarray  # int32 [T]
     positions: np.ndarray  # [T]
     slots: np.ndarray  # int64 [T]  in the KV cache
@@ -24,7 +24,7 @@ class Layout(NamedTuple):
 
 @dataclass(slots=True)
 class Draws:
-    """The s draws of a step, on the host and on the device: the input of the sampler besides the logits."""
+    """The s draws of a step, on the host and on the device. The sampler gets them together with the logits."""
 
     entries: np.ndarray  # int64 [s]  the entry of each draw; an entry with drafts draws once for each of its tokens
     rows: np.ndarray  # int64 [s]
@@ -58,11 +58,11 @@ def drawing_tokens(plan: StepPlan, ends: np.ndarray) -> tuple[np.ndarray, np.nda
 def logit_rows(
     plan: StepPlan, ends: np.ndarray, last: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray | None, dict[int, int]]:
-    """Returns three values; `last` has the indices of the tokens that draw.
+    """Returns three values. `last`: for each draw, the index of the token whose logits it uses.
 
-    1. The indices of all tokens that need logits.
-    2. For each token that draws: its place in value 1. None if only tokens that draw need logits.
-    3. {entry with prompt targets: the place of its first token in value 1}.
+    1. The indices of all tokens whose logits are needed.
+    2. The position of each draw's token in value 1; None if value 1 is `last`.
+    3. {entry with prompt targets: the position of its first token in value 1}.
     """
     firsts = {entry: int(ends[entry] - plan.q_lens[entry]) for entry in plan.prompt_targets}
     if not firsts:

@@ -1,12 +1,12 @@
 """Runners of the ranks that share a model: each runs its shard, and collectives combine the results.
 
 Every rank runs the same plans over the same rows and blocks, so the KV cache of each rank has the same tokens, for its
-own heads. The logits are gathered on all ranks, but only rank 0 draws: it has the grammars, and then the arithmetic of
-the ranks need not be exactly equal. The drawn ids are broadcast into every rank's last tokens. So a step can be
-launched before the host has the ids of the previous step.
+own heads. The logits are gathered on all ranks, but only rank 0 draws, for two reasons: only rank 0 has the grammars,
+and the results of the ranks may differ by rounding. The drawn ids are broadcast into every rank's last tokens. So a
+step can be launched before the host has the ids of the previous step.
 
-With CUDA graphs all ranks draw (engine/worker/sampling_graphs.py). They can, because the settings are in the plan, and
-the noise is a function of seed, position and token.
+With CUDA graphs all ranks draw (engine/worker/sampling_graphs.py). This is possible because the plan contains the
+sampling settings, and the noise is a function of seed, position and token.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from engine.worker.runner import Parts, Runner
 def make_group(model: ModelConfig, config: EngineConfig, rank: int, meet: Callable[[], Any]) -> Ranks:
     """Returns the group, for one of its ranks.
 
-    `meet`: called after this rank's weights are loaded. It waits for the other ranks, and returns the torch.distributed
-    store through which they connect.
+    `meet`: called after this rank's weights are loaded. It waits for the other ranks and returns the torch.distributed
+    store through which the ranks connect.
     """
     size = config.tensor_parallel_size
     device = device_of(resolve(config, model).device, rank, size)
@@ -48,7 +48,7 @@ def make_group(model: ModelConfig, config: EngineConfig, rank: int, meet: Callab
 
 
 class LeadRunner:
-    """Rank 0's Runner, which sends every plan to the other ranks before it runs it."""
+    """Rank 0's Runner. It sends every plan to the other ranks before rank 0 runs the plan."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class LeadRunner:
         return launched
 
     def _check(self) -> None:
-        """Raise DeviceLost if a rank was lost: the outcome of the step is then invalid."""
+        """Raise DeviceLost if a rank was lost, because the results of the step are then invalid."""
         if self._workers.failure:
             raise DeviceLost(self._workers.failure)
 

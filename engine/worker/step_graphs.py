@@ -1,4 +1,4 @@
-"""The base class of the captured forms of a step (in engine/worker/cuda_graphs.py and verify_graphs.py)."""
+"""The base class of the classes that capture steps as CUDA graphs (engine/worker/cuda_graphs.py, verify_graphs.py)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from engine.worker.sampling_graphs import SamplingGraphs
 
 
 class StepGraphs:
-    """The graphs of one form of step, by size."""
+    """The graphs of one kind of step, by size."""
 
-    form: str
+    form: str  # the name of the kind
 
     def __init__(
         self, loaded: LoadedModel, layers: DecodeLayers, sampling: SamplingGraphs, sizes: Sequence[int]
@@ -33,7 +33,7 @@ class StepGraphs:
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
-        """Replay a graph that is large enough; None if none fits the plan."""
+        """Replay a graph that is large enough for the plan. Returns None if there is no such graph."""
         raise NotImplementedError
 
     def work(self) -> list[Work]:

@@ -77,7 +77,10 @@ def report(found: dict[str, Any]) -> list[str]:
         f"{found['cpu_cores']} CPU cores, {found['memory_gib']:.0f} GiB of memory",
     ]
     for g in found["gpus"]:
-        lines.append(f"GPU {g['name']}: {g['free_gib']:.0f} of {g['memory_gib']:.0f} GiB free, compute {g['compute']}")
+        lines.append(
+            f"GPU {g['name']}: {g['free_gib']:.0f} of {g['memory_gib']:.0f} GiB free, "
+            f"compute capability {g['compute']}"
+        )
     if len(found["gpus"]) > 1 and "nccl" in found["ranks"]:
         lines.append(f"--tensor-parallel-size 2 to {len(found['gpus'])} splits a model over several GPUs (NCCL)")
     if not found["gpus"]:
@@ -150,7 +153,7 @@ def _terminal() -> dict[str, Any]:
 
 
 def _cached_models() -> tuple[list[str], dict[str, list[str]]]:
-    """Returns the complete models of the cache, and the missing weight files of each incomplete model."""
+    """Returns the complete models in the local cache, and the missing weight files of each incomplete model."""
     from engine.hub.cache import cached_snapshots
 
     snapshots = cached_snapshots()

@@ -1,10 +1,11 @@
-"""Measures the time from a key to its echo on the screen while eight chats are answered.
+"""Measures the time from a key press to its echo on the screen while the engine writes answers in eight chats.
 
     python -m minitui.dev.latency [--chats 8] [--tokens 1500] [--seconds 60] [--json] [-- OPTIONS OF MINITUI CHAT]
 
-It runs the real application in a pseudo-terminal with the bundled model, asks the same question in every chat with the
-end token ignored, and types characters that no answer contains, one at a time. When the answers end it asks again. It
-also measures the application's share of a core, and the bytes per second that it writes.
+It runs the real application in a pseudo-terminal with the bundled model, and asks the same question in every chat. The
+option ignore_eos makes every answer as long as --tokens. Then it types characters that no answer contains, one at a
+time. When the answers have ended, it asks again. It also measures the application's share of a core, and the bytes per
+second that the application writes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ GLYPHS = "àáâãäåæçèéêëìíîïðñòóôõöøùúûüýþÿāăąć
 
 @dataclass(frozen=True)
 class Measured:
-    """The figures, times in milliseconds. `core`: the application's share of one core, without the engine."""
+    """The result. p50 to worst: times until the echo, in milliseconds. `core`: the share of one core that the
+    application uses, without the engine."""
 
     keys: int
     p50: float
@@ -49,7 +51,7 @@ class Application:
         self.written = 0
 
     def read(self, seconds: float) -> bytes:
-        """The next output within `seconds`."""
+        """Returns the next output; empty if there is none within `seconds`."""
         try:
             data = read(self.terminal, seconds)
         except EOFError:
@@ -59,7 +61,7 @@ class Application:
         return data
 
     def wait_for(self, text: str, seconds: float = 60.0) -> None:
-        """Waits until it has written `text`. Raises TimeoutError."""
+        """Waits until the application has written `text`. Raises TimeoutError."""
         seen, end = b"", time.monotonic() + seconds
         while text.encode() not in seen:
             if time.monotonic() > end:
@@ -73,18 +75,18 @@ class Application:
             self.read(left)
 
     def type(self, text: str) -> None:
-        """Writes into its terminal."""
+        """Sends `text` to the application as key presses."""
         os.write(self.terminal.child_fd, text.encode())
 
     def command(self, text: str) -> None:
-        """Types a line and sends it."""
+        """Types a line and presses enter."""
         self.type(text)
         self.drain(0.3)
         self.type("\r")
         self.drain(0.3)
 
     def echo(self, glyph: str) -> float:
-        """Seconds from writing `glyph` to its echo."""
+        """Types `glyph`; returns the seconds until its echo. Raises TimeoutError."""
         wanted = glyph.encode()
         started = time.perf_counter()
         os.write(self.terminal.child_fd, wanted)
@@ -96,20 +98,20 @@ class Application:
         return time.perf_counter() - started
 
     def cpu_seconds(self) -> float:
-        """CPU time of the application's own process."""
+        """Returns the CPU time of the application's process; the engine has another process."""
         with open(f"/proc/{self.terminal.pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the application."""
         self.terminal.kill(signal.SIGTERM)
         self.drain(1.0)
         self.terminal.close(force=True)
 
 
 def measure(chats: int, tokens: int, seconds: float, columns: int, rows: int, arguments: list[str]) -> Measured:
-    """Types for `seconds` while `chats` answers of `tokens` tokens are written."""
+    """Types for `seconds` while `chats` chats get answers of `tokens` tokens; returns the figures."""
     app = Application(columns, rows, arguments)
     try:
         app.wait_for("blocks of")
@@ -136,7 +138,7 @@ def measure(chats: int, tokens: int, seconds: float, columns: int, rows: int, ar
             typed += 1
             if typed % 40 == 0:
                 app.type("\x15")  # empty the line
-            pause = 0.06 + random.random() * 0.08  # a fast typist; any phase of a frame
+            pause = 0.06 + random.random() * 0.08  # as a fast typist; random: any phase of a frame
             app.drain(pause)
             answering += time.monotonic() - now
         span = time.monotonic() - began
@@ -162,7 +164,7 @@ def main(
     rows: Annotated[int, typer.Option(help="Height of the terminal.")] = 36,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure the time from a key to its echo while several chats are answered."""
+    """Measure the time from a key press to its echo while the engine writes answers in several chats."""
     found = measure(chats, tokens, seconds, columns, rows, options or [])
     if json:
         print(json_text(asdict(found)))

@@ -1,7 +1,7 @@
-"""A small application around one panel and simulated records: `python -m minitui.dev.panel block-map`.
+"""A small application that shows one panel with simulated records: `python -m minitui.dev.panel block-map`.
 
-Keys: space pauses the simulated engine, n runs one step, t changes the theme, a the glyphs, q quits. All other keys
-go to the panel.
+Keys: space pauses the simulated engine, n runs one step, t changes the theme, a switches to ASCII and back, q quits.
+All other keys go to the panel.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from minitui.viewmodel.model import View
 
 
 def stress_view(load: Load = CLASSROOM, seconds: float = 0.0, frames: int = 1) -> tuple[Stress, View]:
-    """A simulated engine and its view, after `seconds` of simulated time folded in `frames` frames."""
+    """Returns a simulated engine and its view after `seconds` of simulated time, folded in `frames` frames."""
     stress = Stress(load)
     view = View()
     view.ids_to_text = stress.words.decode
@@ -64,7 +64,7 @@ class Alone(App[None]):
         self, panel: Callable[[], LinePanel], load: Load = CLASSROOM, warm_up: float = 8.0, fps: float = 20.0
     ) -> None:
         super().__init__()
-        self.fps = fps  # 0: time passes only with calls of `tick`
+        self.fps = fps  # 0: no timer, so frames are drawn only by calls of `tick` or `show`
         for theme in THEMES:
             self.register_theme(theme)
         self.theme = THEMES[0].name
@@ -81,7 +81,7 @@ class Alone(App[None]):
             self.set_interval(1 / self.fps, self.tick)
 
     def tick(self) -> None:
-        """Draws one frame: simulates, folds, paints."""
+        """Draws one frame: simulates the time since the last frame, folds the records, paints the panel."""
         now = time.monotonic()
         self.stress.run(min(0.2, now - self._last))
         self._last = now
@@ -126,7 +126,7 @@ PANELS: dict[str, type[LinePanel]] = {
 
 
 def main(name: str) -> None:
-    """The command line."""
+    """Runs the application with the panel `name`."""
     panel = PANELS.get(name)
     if panel is None:
         sys.exit(f"there is no panel {name!r}: the panels are {', '.join(PANELS)}")

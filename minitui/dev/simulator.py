@@ -1,10 +1,10 @@
-"""Records without a model: the real scheduler and cache, driven by simulated chats and a simulated clock.
+"""Makes records without a model: simulated chats and a simulated clock drive the real scheduler and cache.
 
 The panels show splits, evictions and preemptions as with a real engine, but without forward passes. One core
-makes a thousand steps a second with 256 requests and 44,000 blocks. The same seed gives the same records.
+simulates a thousand steps a second with 256 requests and 44,000 blocks. The same seed gives the same records.
 
-    python -m minitui.dev.simulator_app                         the Inspect screen over such a source
-    python -m minitui.dev.simulator_app --measure --load large  measures its cost in a pseudo-terminal
+    python -m minitui.dev.simulator_app                         shows the Inspect screen with simulated records
+    python -m minitui.dev.simulator_app --measure --load large  measures the screen's cost in a pseudo-terminal
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class Load:
     context: int = 2048
     reply: tuple[int, int] = (40, 240)  # tokens
     think: float = 1.5  # mean seconds between an answer and the next question
-    turns: int = 6  # then the chat starts again
+    turns: int = 6  # questions of a chat; then a new chat replaces it
     system_repeat: int = 2  # repetitions of the system prompt's sentences
     paste: float = 0.08  # share of the questions with a long pasted text
-    step_ms: float = 3.0  # a decode step of one row
-    probes: float = 0.0  # short single questions per second: each is a leaf of the tree
+    step_ms: float = 3.0  # duration of a decode step of one row
+    probes: float = 0.0  # single short questions per second, outside the chats; each adds a leaf to the tree
     seed: int = 0
 
 
@@ -92,7 +92,7 @@ LARGE = Load(
 )  # fmt: skip
 H200 = replace(LARGE, step_ms=4.0, probes=60.0)  # at the speed of a large model on a large GPU
 LOADS = {"h200": H200, "small": SMALL, "classroom": CLASSROOM, "steady": STEADY, "large": LARGE}
-PROBE = -1  # instead of a chat's index
+PROBE = -1  # the chat index of a probe, which belongs to no chat
 
 
 class Words:
@@ -117,7 +117,7 @@ class Words:
 
 
 def spell(words: list[str], ids: Sequence[int]) -> str:
-    """The text of token ids."""
+    """Returns the text of token ids."""
     out: list[str] = []
     for token in ids:
         if token >= len(SPECIALS) and out and out[-1] not in SPECIALS:
@@ -155,8 +155,8 @@ class Stress:
         self.group_names: dict[str, str] = {}
         self._random = random.Random(load.seed)
         self._chats: dict[int, _Chat] = {}
-        self._submitted: dict[int, tuple[float, float]] = {}  # id -> (submitted, admitted or 0)
-        self._speaking: list[tuple[float, int]] = []  # heap of (when, index of the chat)
+        self._submitted: dict[int, tuple[float, float]] = {}  # request id -> time of (submission, admission or 0)
+        self._speaking: list[tuple[float, int]] = []  # heap of (time of the next question, chat index)
         self._people: list[_Chat] = []
         self._next_id = 1
         for i in range(load.chats):
@@ -187,7 +187,7 @@ class Stress:
             self.step()
 
     def run_steps(self, n: int) -> None:
-        """Runs exactly `n` steps, even behind a closed gate; skips time without requests."""
+        """Runs exactly `n` steps, even while the gate is closed. Time without requests is skipped."""
         target = self.steps_run + n
         while self.steps_run < target:
             self._ask()
@@ -199,7 +199,7 @@ class Stress:
     # ---- one step
 
     def step(self) -> None:
-        """Plans, makes up tokens, commits."""
+        """Plans a step, invents its tokens, commits it."""
         begin = self.now
         scheduled = self.scheduler.plan()
         if scheduled is None:
@@ -302,7 +302,7 @@ class Stress:
         self.scheduler.add(request)
 
     def _answered(self, request: Request) -> None:
-        index = self._chats.pop(request.id).turn  # the index of the chat is stored there
+        index = self._chats.pop(request.id).turn  # `_submit` stores the index of the chat as `turn`
         del self._submitted[request.id]
         if index == PROBE:
             return

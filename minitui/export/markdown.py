@@ -14,7 +14,7 @@ from minitui.viewmodel.teller import Line, Teller
 from minitui.visible import visible, visible_line
 
 MOST_LINES = 4000  # longer texts are hard to read
-NARRATED = frozenset(  # kinds of events that the text of their step includes
+NARRATED = frozenset(  # kinds of events without a line of their own: the text of their step includes them
     {"admit", "hit", "miss", "evict", "preempt", "finish", "wait", "submit"}
 )
 

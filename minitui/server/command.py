@@ -58,7 +58,7 @@ class Host:
         return address(self.settings.host, self.port)
 
     def stop(self) -> None:
-        """Request the server to stop. Any thread may call this."""
+        """Ask the server to stop. Any thread may call this."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the server has already ended
                 self._loop.call_soon_threadsafe(self._stop.set)
@@ -114,14 +114,15 @@ def listen(host: str, port: int) -> socket.socket:
         bound.listen(BACKLOG)
     except OSError as error:
         bound.close()
-        remedy = "choose another with --port" if error.errno in (98, 48) else "choose another with --host or --port"
+        in_use = error.errno in (98, 48)
+        remedy = "choose another port with --port" if in_use else "choose another address with --host or --port"
         raise EngineError(f"cannot listen on {host}:{port}: {error.strerror or error}; {remedy}") from error
     return bound
 
 
 def _detect_dead_peers(listening: socket.socket) -> None:
-    """Drop dead peers after DEAD_PEER_S, so that their blocks and the gate are freed. The system's default is about 15
-    minutes. Accepted connections inherit these options."""
+    """Drop dead peers after DEAD_PEER_S. This frees their blocks and opens a gate that they had closed. The system's
+    default is about 15 minutes. Accepted connections inherit these options."""
     options = {"SO_KEEPALIVE": (socket.SOL_SOCKET, 1), "TCP_KEEPIDLE": (socket.IPPROTO_TCP, DEAD_PEER_S // 2),
                "TCP_KEEPINTVL": (socket.IPPROTO_TCP, DEAD_PEER_S // 4), "TCP_KEEPCNT": (socket.IPPROTO_TCP, 2),
                "TCP_USER_TIMEOUT": (socket.IPPROTO_TCP, DEAD_PEER_S * 1000)}  # fmt: skip
@@ -131,7 +132,10 @@ def _detect_dead_peers(listening: socket.socket) -> None:
 
 
 def gather_keys(api: list[str], chat: list[str], watch: list[str]) -> dict[str, Role]:
-    """Returns API key -> role, from the options or else from the environment, which process lists do not show."""
+    """Returns API key -> role. The keys of a role come from its option, or else from its environment variable.
+
+    Process lists show options, but not environment variables.
+    """
     keys: dict[str, Role] = {}
     given = ((watch, Role.WATCH, "WATCH"), (chat, Role.CHAT, "CHAT"), (api, Role.CONTROL, "API"))
     for options, role, name in given:

@@ -43,7 +43,7 @@ class Connection(H11Protocol):
         self._watch_head()
 
     def _make_room(self) -> None:
-        """At the limit of connections, close the oldest connections without a running request."""
+        """If the limit of connections is reached, close the oldest connections without a running request."""
         most = most_connections(MAX_CONNECTIONS)
         if len(self._service.connections) >= most:
             idle = (one for one in self._service.connections if one.cycle is None or one.cycle.response_complete)
@@ -52,7 +52,7 @@ class Connection(H11Protocol):
                 connection.transport.close()
 
     def _watch_head(self) -> None:
-        """Limit the time in which a request's head must arrive. Between two requests, uvicorn's own limit applies."""
+        """Limit the time until a request's head has arrived. Between two requests, uvicorn's own limit applies."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_waiting()
         elif self._waiting is None:

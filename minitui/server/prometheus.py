@@ -22,7 +22,7 @@ class Metric:
         self._values: dict[Labels, float] = {(): 0.0}
 
     def lines(self, common: Labels) -> list[str]:
-        """Returns the metric's lines of the page; every value also gets the `common` labels."""
+        """Returns the page's lines for this metric; every value also gets the `common` labels."""
         body = [f"{self.name}{_labels(common + labels)} {_number(v)}" for labels, v in self._values.items()]
         return self._head() + body
 
@@ -48,7 +48,7 @@ class Gauge(Metric):
 
 
 class Info(Metric):
-    """A gauge with the value 1 whose labels hold facts. Before `set` is called, the page does not have it."""
+    """A gauge with the value 1; its labels contain facts. It is on the page only after `set` was called."""
 
     def __init__(self, name: str, about: str) -> None:
         super().__init__(name, about)
@@ -75,7 +75,7 @@ class Counter(Metric):
 
 
 class Histogram(Metric):
-    """The number of observations up to each of `bounds`."""
+    """The number of observations up to each of `bounds`, and their sum."""
 
     kind = "histogram"
 
@@ -101,7 +101,7 @@ class Histogram(Metric):
 
 
 def page(metrics: Sequence[Metric], common: Labels) -> str:
-    """Returns the page with all of the metrics; every value also gets the `common` labels."""
+    """Returns the page with all `metrics`; every value also gets the `common` labels."""
     return "\n".join(line for metric in metrics for line in metric.lines(common)) + "\n"
 
 

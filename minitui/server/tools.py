@@ -21,7 +21,7 @@ You are provided with function signatures within <tools></tools> XML tags:
 For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""  # the wording of Qwen's templates; models of other families know it, too
+</tool_call>"""  # the text of Qwen's templates; models of other families know this format, too
 
 
 def with_parsed_arguments(messages: list[Message]) -> list[Message]:
@@ -76,7 +76,7 @@ ONE_LINE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ",
 
 
 def on_one_line(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema with llguidance's options for JSON on one line. Its own x-guidance options take precedence."""
+    """Returns the schema with llguidance's options for JSON on one line; x-guidance options in `schema` win."""
     return {**ONE_LINE, **schema}
 
 

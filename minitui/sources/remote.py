@@ -37,7 +37,7 @@ from minitui.sources.remote_checks import Refused
 from minitui.sources.remote_info import load_tokenizer, read_info
 from minitui.sources.remote_records import RemoteRecords
 
-GIVE_UP_S = 60.0  # a server that cannot be reached for longer counts as dead
+GIVE_UP_S = 60.0  # a server that cannot be reached for this long counts as dead
 LOADING_S = 600.0  # the time that a server gets to load its model
 DEFAULTS = SamplingParams()
 NOT_SENT = (  # /minitui/submit accepts all other fields of SamplingParams (minitui/server/telemetry.py)
@@ -69,7 +69,7 @@ class RemoteStream(Stream):
                     if "request" in event:
                         self.accept(*remote_checks.accepted(event))
                         if self._cancelled:
-                            self.cancel()  # the first cancellation may have arrived before the request
+                            self.cancel()  # again: the first cancellation may have arrived before the request
                         continue
                     event = remote_checks.delta(event)
                     limit.add(event["text"])
@@ -100,7 +100,7 @@ class RemoteStream(Stream):
 
 
 class RemoteSource(Source):
-    """One minitui server."""
+    """The source for one minitui server."""
 
     def __init__(
         self, url: str, key: str = "", cache: Path | None = None, give_up_s: float = GIVE_UP_S, watching: bool = True
@@ -146,7 +146,7 @@ class RemoteSource(Source):
                 await asyncio.sleep(0.5)
 
     async def close(self) -> None:
-        """Disconnect. The server then opens a gate that this client had closed."""
+        """Disconnect. If this client had closed the gate, the server opens it."""
         await self._stop()
         await close_client(self.http)
 
@@ -158,12 +158,12 @@ class RemoteSource(Source):
     async def watch(self) -> None:
         """Follow the server's records; returns when the stream begins.
 
-        Raises EngineDead if the stream does not begin in time. A task then keeps trying.
+        Raises EngineDead if the stream does not begin in time. A background task keeps trying even then.
         """
         await self.records.follow()
 
     async def unwatch(self) -> None:
-        """Stop following the records. The server then opens a gate that this client had closed."""
+        """Stop following the records. If this client had closed the gate, the server opens it."""
         await self.records.stop()
 
     @property

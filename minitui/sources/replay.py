@@ -1,8 +1,8 @@
 """A Source that plays a trace: the application shows it like an engine, and the viewer controls the clock.
 
-Records are returned as they were recorded, with new numbers and times. The viewer controls the gate and slow motion, so
-the recorded gate and pace records are left out, and new ones are added. A speed below 1 is slow motion, as with a live
-engine. A speed above 1 makes the engine's time run faster.
+The recorded records get new numbers and times. The viewer controls the gate and slow motion, so the recorded gate and
+pace records are left out, and the viewer's actions add new gate and pace records. A speed below 1 is slow motion, as
+with a live engine. A speed above 1 makes the engine's time run faster.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONTROL = ("gate", "pace")  # the kinds of records that the viewer's actions rep
 
 
 class ReplaySource(Source):
-    """Plays a trace. After `seek` the reader must take a new `snapshot`."""
+    """Plays a trace. After `seek`, the caller must take a new `snapshot`."""
 
     def __init__(self, path: str | Path, speed: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -40,19 +40,19 @@ class ReplaySource(Source):
         self._clock = clock
         self._part = 0  # index of the part of the trace that is played
         self._at = 0  # index of the next record in the part
-        self._state: State | None = None  # after the records handed out so far
-        self._seq = 0
-        self._played = 0.0  # the playhead, in seconds of play
+        self._state: State | None = None  # the state after the records handed out so far
+        self._seq = 0  # number of the last record handed out
+        self._played = 0.0  # the position of the playhead, in seconds of play
         self._ticked = 0.0  # the time of the clock when the playhead last moved
-        self._t = 0.0  # time of the last record handed out: the keyframe's time plus the seconds played since
+        self._t = 0.0  # time of the last record handed out: the keyframe's time plus the seconds played since then
         self._last_due = 0.0  # when the last record handed out was due, in seconds of play
         self._closed = False  # the viewer's gate
         self._allowed = 0  # steps that may still run through the closed gate
         self._in_step = False  # the last step handed out has not ended yet
         self._finishing = False  # the gate was closed within a step: the rest of that step is still handed out
-        self._until: tuple[str, float] | None = None  # (event, milliseconds for "slow") of a run_until
-        self._cause = ""  # the event that ended a run_until; shown when its step ends
-        self._seek_to: tuple[int, int] | None = None  # (part, record) of a seek: records before it are due at once
+        self._until: tuple[str, float] | None = None  # event of a run_until, and its limit in ms for "slow"
+        self._cause = ""  # the event that ended a run_until; it is shown at the end of its step
+        self._seek_to: tuple[int, int] | None = None  # target (part, record) of a seek: records before it are due now
         self._control: list[tuple[Any, ...]] = []  # gate and pace records for the next drain
 
     # ---- the methods of Source
@@ -153,11 +153,11 @@ class ReplaySource(Source):
 
     @property
     def ended(self) -> bool:
-        """Have all records been handed out?"""
+        """True if all records have been handed out."""
         return self.reader is not None and self._next()[0] is None
 
     def set_speed(self, speed: float) -> None:
-        """Set the speed: 1 is the engine's own, 0.1 is ten times slower. Raises InvalidRequest if out of range."""
+        """Set the speed: 1 is as fast as the engine was, 0.1 ten times slower. Raises InvalidRequest."""
         if not MIN_SPEED <= speed <= MAX_SPEED:
             raise InvalidRequest(f"the speed is {speed:g}: it must be from {MIN_SPEED:g} to {MAX_SPEED:g}", "factor")
         self._advance_clock()
@@ -168,8 +168,8 @@ class ReplaySource(Source):
     def seek(self, step: int) -> None:
         """Move the playhead to the end of `step`.
 
-        The next snapshot shows an earlier step, because the panels need a history. The records from that step to `step`
-        are due at once.
+        The next snapshot has an earlier step, because the panels need a history. The records between the two steps are
+        due at once.
         """
         trace = self.trace
         step = max(trace.step_before, min(step, trace.last_step))
@@ -178,7 +178,7 @@ class ReplaySource(Source):
         self._place(begin, 0)
         self._seek_to = target if step > trace.step_before else (0, 0)
         self._until, self._allowed = None, 0
-        # These records need an open gate and normal pace. `_arrive` restores the viewer's gate and pace.
+        # The records up to `step` are played with an open gate and without slow motion. `_arrive` restores both.
         assert self._state is not None
         self._state.gate, self._state.pace = "open", 1.0
         self._control.clear()
@@ -204,7 +204,7 @@ class ReplaySource(Source):
         chosen = self.trace.part(part)
         self._part, self._at = part, at
         state = chosen.state
-        # Numbers continue after those handed out, with a gap, so that the reader notices the jump.
+        # The next record number leaves a gap after the last one handed out, so that the caller notices the jump.
         if self._state is not None:
             state.seq = max(self._seq + 2, state.seq)
         state.gate = "closed" if self._closed else "open"
@@ -223,7 +223,7 @@ class ReplaySource(Source):
                 return None, 0.0
             following = trace.keyframes[self._part + 1]
             at_end = trace.part(self._part).state.seq + len(trace.part(self._part).records)
-            if following.seq != at_end:  # the recording has a gap: the reader needs the keyframe's state
+            if following.seq != at_end:  # the recording has a gap: continue from the keyframe's state
                 self._place(self._part + 1, 0)
             else:
                 self._part, self._at = self._part + 1, 0

@@ -1,7 +1,7 @@
 """The scenarios of the demos. Each demo has its own small engine.
 
-A scenario is a coroutine over a Stage. Replies are greedy and requests arrive in a fixed order, so every run is the
-same. All figures are counted from the records of the run.
+A scenario is a coroutine that gets a Stage. Replies are greedy and requests arrive in a fixed order, so every run is
+the same. All figures are counted from the records of the run.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def paste_of(stage: Stage, system: str, blocks: int) -> str:
 
 
 async def shared_prefix(stage: Stage) -> None:
-    """Four chats with one system prompt: its blocks are computed once and shared by four requests."""
+    """Runs four chats with one system prompt: the prompt's blocks are computed once and shared by four requests."""
     size = stage.source.info["block_size"]
     first = stage.chats.sessions[0] if stage.chats.sessions else stage.chat()
     stage.show(first)
@@ -137,7 +137,7 @@ async def cache_on_off(stage: Stage) -> None:
         f"The prompts ({with_cache.prompt_tokens:,} tokens) and the answers were the same. "
         f"The cache saved {with_cache.share_cached:.0%} of the prefill.\n{stage.bars(rows)}\n"
         f"The prompts took {without.prefill_ms:,.0f} ms without the cache and {with_cache.prefill_ms:,.0f} ms with it. "
-        "One step computed the blocks of the first request, and the other five requests shared them in that step."
+        "One step computed the blocks of the first request, and the other five requests shared them in the same step."
     )
 
 
@@ -209,7 +209,7 @@ def leaves(state: State) -> list[NodeView]:
 
 
 async def eviction(stage: Stage) -> None:
-    """Fills the pool with cached prefixes, and shows that the least recently used one is evicted."""
+    """Fills the pool with cached prefixes, and shows that the least recently used prefix is evicted."""
     await stage.gate()
     names = ("Alpha", "Bravo", "Charlie")
     chats = [stage.chat(voice, name) for voice, name in zip(VOICES, names, strict=False)]
@@ -282,7 +282,8 @@ async def preemption(stage: Stage) -> None:
     await stage.gate()
     stage.look("inspect")
     stage.tell(
-        f"The pool has {_blocks(stage)} blocks. Four chats write long answers. Together they will need more blocks."
+        f"The pool has {_blocks(stage)} blocks. Four chats write long answers. Together they will need more than "
+        f"{_blocks(stage)} blocks."
     )
     ids = [await stage.ask(session, question) for session, question in zip(chats, QUESTIONS, strict=False)]
     await stage.step(4, seconds=0.4)
@@ -298,7 +299,7 @@ async def preemption(stage: Stage) -> None:
     await stage.step_until("a full pool", full, seconds=0.04)
     state = stage.state()
     lengths = ", ".join(f"r{r.id} holds {len(r.table)}" for r in state.requests.values())
-    stage.tell(f"The pool is full, no block is cached, and a request needs one more. {lengths}.")
+    stage.tell(f"The pool is full, no block is cached, and a request needs another block: {lengths}.")
     await stage.pause(1.5)
     await stage.predict("Which request is preempted and releases its blocks?", [f"r{id}" for id in ids])
     await stage.run_until("preemption")
@@ -327,7 +328,7 @@ def _times(n: int) -> str:
 
 
 async def fork(stage: Stage) -> None:
-    """One conversation with four continuations: they share the blocks before the first difference."""
+    """Continues one conversation in four chats, which share the blocks before the first difference."""
     trunk = stage.chat(title="trunk", max_tokens=40)
     stage.show(trunk)
     await stage.gate()
@@ -387,7 +388,7 @@ async def _eight_replies(stage: Stage) -> Figures:
 
 
 async def batching(stage: Stage) -> None:
-    """Eight replies of different lengths in four rows: static and continuous batching."""
+    """Writes eight replies of different lengths in four rows, with static and then with continuous batching."""
     stage.tell(
         f"Static batching: {len(LENGTHS)} replies of {min(LENGTHS)} to {max(LENGTHS)} tokens, four rows. "
         "The next four start when all of the first four have ended."
@@ -438,7 +439,7 @@ async def speculation(stage: Stage) -> None:
     """Writes the same answer without and with speculation, which guesses tokens from the text and checks them."""
     stage.tell(
         "A chat asks a question, and then the same question again. The second answer repeats the first, token for "
-        "token. Without speculation each token still takes its own step."
+        "token. Without speculation each token still needs its own step."
     )
     await stage.pause(2)
     session = await _asked_again(stage)
@@ -480,8 +481,8 @@ async def speculation(stage: Stage) -> None:
     stage.tell(
         f"{stage.verdict(right)}The same {tokens} tokens:\n{stage.bars(rows)}\n"
         f"{drafting.accepted} of {drafting.drafted} guessed tokens were right. A step that checks several tokens takes "
-        "not much longer than a step for one: it reads all weights either way. Text without repetition gains nothing. "
-        "After wrong guesses, a request gets fewer guesses."
+        "not much longer than a step for one token: it reads all weights either way. A reply without repetition gains "
+        "nothing. After wrong guesses, a request gets fewer guesses."
     )
 
 

@@ -25,10 +25,10 @@ from minitui.trace.reader import GZIP, VERSION, PlayClock, TraceError
 
 logger = logging.getLogger("minitui")
 KEYFRAME_EVERY = 12_000  # records
-MOST_IDS = MOST_VALUES // 4  # token ids between two keyframes: readers limit the values in a part
+MOST_IDS = MOST_VALUES // 4  # the most token ids between two keyframes: readers limit the values in a part
 BATCH = 512  # records in a line
-FLUSH_S = 1.0  # seconds between two flushes: a killed writer loses no more than that
-LEVEL = 2  # compression level: takes a third of the default level's time, and a fifth more bytes
+FLUSH_S = 1.0  # seconds between two flushes: if the process is killed, at most this time is lost
+LEVEL = 2  # zlib's level: a third of the default level's time, but a fifth more bytes
 LAST_RECORDS_S = 2.0  # longest wait for the engine's last records when a recording ends
 MAX_WAITING = 4000  # items queued for the writer thread
 PRIVATE = ("model_dir", "log_file")  # local paths: left out of the header
@@ -39,8 +39,8 @@ class Recorder:
     """Writes a trace. Call `begin` with the engine's info and a snapshot, `feed` with the records, and then `close`.
 
     Records up to the snapshot are skipped. After a gap nothing is written until `begin` or `resume` gets a new
-    snapshot. `decode` returns a token's bytes; without it, the trace has no texts. A thread compresses and writes; if
-    it fails, the next call raises a TraceError.
+    snapshot. `decode` returns a token's bytes; without `decode`, the trace has no texts. A thread compresses and
+    writes; if a write fails, the next call raises a TraceError.
     """
 
     def __init__(self, path: str | Path, decode: Decode | None = None, keyframe_every: int = KEYFRAME_EVERY) -> None:
@@ -122,7 +122,7 @@ class Recorder:
             self._writer.put(json.dumps(["n", names]))
 
     def bookmark(self, text: str, step: int | None = None) -> None:
-        """Write a bookmark for a step, by default for the last step."""
+        """Write a bookmark for `step`; None: for the last step."""
         if self._state is not None:
             self._writer.put(json.dumps(["b", self._state.step if step is None else step, text]))
 
@@ -156,7 +156,7 @@ class Recorder:
         assert self._state is not None
         if kind not in self._bookmarked:
             self._bookmarked.add(kind)
-            # These records come before the `step` record of their step, so `state.step` is still the step before.
+            # The event's record comes before the `step` record of its step, so `state.step` is still the previous step.
             self._writer.put(json.dumps(["b", self._state.step + 1, text]))
 
     def _put_records(self, batch: list[Record]) -> None:

@@ -32,10 +32,11 @@ ATTEMPTS = 100  # number of attempts to take the terminal back
 
 
 def _available(names: str) -> tuple[signal.Signals, ...]:
-    """Returns the signals of `names` that this platform has. `names` lacks SIGPIPE and SIGXFSZ: Python ignores them."""
+    """Returns the signals of `names` that this platform has."""
     return tuple(signal.Signals[name] for name in names.split() if name in signal.Signals.__members__)
 
 
+# SIGPIPE and SIGXFSZ are in neither list, because Python ignores them.
 CLOSE = _available(
     "SIGTERM SIGHUP SIGINT SIGUSR1 SIGUSR2 SIGALRM SIGVTALRM SIGPROF SIGIO SIGPWR SIGSTKFLT SIGRTMIN SIGRTMAX"
 )
@@ -56,8 +57,8 @@ class NoTerminal(EngineError):
 def has_terminal() -> bool:
     """Returns True if the application can run here.
 
-    It reads keys from stdin and draws on stderr. If stdout is a pipe, the user wants text instead. The driver for
-    browsers (TEXTUAL_DRIVER, set by textual-serve) has its own terminal.
+    The application reads keys from stdin and draws on stderr. If stdout is a pipe, the user wants text instead. The
+    driver for browsers (TEXTUAL_DRIVER, set by textual-serve) has its own terminal.
     """
     return bool(os.environ.get("TEXTUAL_DRIVER")) or all(map(_is_terminal, (sys.stdin, sys.stdout, sys.stderr)))
 
@@ -73,10 +74,10 @@ def need_terminal(what: str, instead: str) -> None:
 
 
 def takes_unicode(stream: Any) -> bool:
-    """Returns True if the stream's encoding has our glyphs. If not, the stream writes "?" for them from now on.
+    """Returns True if the stream's encoding has our glyphs. If not, makes the stream write "?" for missing characters.
 
-    An encoding without our glyphs comes from a locale without UTF-8. A "?" takes one cell. Python's default, an escaped
-    number, takes four to ten cells and breaks the layout.
+    Encodings without our glyphs come from a locale without UTF-8. A "?" takes one cell. An escaped number, Python's
+    default, takes four to ten cells and breaks the layout.
     """
     if stream is None:  # the driver for browsers has its own stream
         return True
@@ -107,7 +108,7 @@ def tolerant_input() -> Iterator[None]:
 class TerminalGuard:
     """Saves the state of the terminal. In the context `watching`, it handles signals and restores the terminal.
 
-    Make the guard before the application starts. Call `attach` with the application when the event loop runs.
+    Create the guard before the application starts. Call `attach` with the application when the event loop runs.
     """
 
     def __init__(self) -> None:
@@ -149,7 +150,7 @@ class TerminalGuard:
         return before | {number: signal.signal(number, self._close) for number in CLOSE}
 
     def _in_loop(self, call: Callable[[], object]) -> None:
-        # Not directly: a signal handler can interrupt code that holds a lock of Textual's queues.
+        # A signal handler must not make the call itself: it can interrupt code that holds a lock of Textual's queues.
         if self._loop is not None:
             self._loop.call_soon_threadsafe(call)
 
@@ -176,8 +177,8 @@ class TerminalGuard:
     def restore(self, last: bool = False) -> None:
         """Restore the terminal. Has no effect if the terminal is restored already or does not exist any more.
 
-        `last`: the process ends now. Output that Textual's writer thread still has is dropped: it could contain the
-        sequences that turn the mouse on.
+        `last`: the process ends now. Output that still waits in Textual's writer thread is dropped, because it could
+        turn mouse reporting on again.
         """
         with contextlib.suppress(OSError, ValueError):
             fd = sys.__stderr__.fileno()  # type: ignore[union-attr]
@@ -203,7 +204,7 @@ class TerminalGuard:
         self._in_loop(self._continue)
 
     def _suspend(self) -> None:
-        """Give the terminal to the shell, stop, and take it back when continued (ctrl+z, `kill -TSTP`)."""
+        """Give the terminal to the shell and stop this process (ctrl+z, `kill -TSTP`). Then take the terminal back."""
         if (driver := self._driver()) is not None:
             self._suspended = True
             driver.suspend_application_mode()
@@ -213,8 +214,8 @@ class TerminalGuard:
     def _continue(self) -> None:
         """Take the terminal back.
 
-        After a SIGSTOP from outside, application mode is still on. Then it is switched off first: otherwise a second
-        thread would read keys, and would not end with the application.
+        After a SIGSTOP from outside, application mode is still on. It must be switched off first: otherwise a second
+        thread would read keys, and this thread would not end with the application.
         """
         driver = self._driver()
         if driver is None or not self._continued:
@@ -229,7 +230,7 @@ class TerminalGuard:
         else:
             self.force()  # the terminal does not exist any more
         self._suspended = False
-        driver._app.refresh(layout=True)  # the shell has drawn over it
+        driver._app.refresh(layout=True)  # the shell has drawn on the screen
 
     def _driver(self) -> LinuxDriver | None:
         """Returns Textual's driver; None if there is no application or it is closing."""

@@ -17,7 +17,7 @@ NOTHING, QUEUED, DECODING, GAINING, PREFILLING, FINISHED, PREEMPTED = range(7)  
 #   GAINING: a decode step in which drafts were accepted
 OPEN = 1 << 60  # the last step of a span that has not ended
 LANES_KEPT = 4_096  # lanes of finished requests
-SLACK = 1_024  # steps: old spans are dropped in batches
+SLACK = 1_024  # steps that a span may be kept too long, so that old spans are dropped in batches
 
 
 @dataclass(slots=True)
@@ -27,12 +27,12 @@ class Lane:
     id: int
     group: str
     prompt_tokens: int
-    submitted: float | None  # working time (see Rates), as are admitted, first_token and finished
+    submitted: float | None  # as working time (see Rates); so are admitted, first_token and finished
     submitted_step: int  # the first step that the request could have joined
     spans: list[list[int]] = field(default_factory=list)  # [code, first, last]
     gains: list[list[int]] = field(default_factory=list)  # [first, last]: steps in which drafts were accepted
-    submitted_t: float = 0.0  # engine time of its submission
-    paused_s: float = 0.0  # time that it waited because the engine was paused or slowed; not part of `waited_ms`
+    submitted_t: float = 0.0  # engine time of the submission
+    paused_s: float = 0.0  # time in the queue while the engine was paused or slowed; not part of `waited_ms`
     admitted: float | None = None
     first_token: float | None = None
     cached_tokens: int = 0
@@ -45,7 +45,7 @@ class Lane:
     output_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
-    stop: str = ""  # why its last prefix match stopped
+    stop: str = ""  # why the last prefix match stopped (`stop` and `at` of the match record)
     stop_at: int = 0
     ttft: tuple[float, float, float] | None = None  # queue, prefill, sample, in ms
 
@@ -112,8 +112,8 @@ class Lane:
 
     @property
     def waited_ms(self) -> float | None:
-        """Milliseconds in the queue: measured by the engine; before the first token, computed from records. None while
-        the request waits, or if it was submitted before the history began."""
+        """Milliseconds in the queue. From the first token on, this is the engine's measurement; until then, it is
+        computed from records. None while the request waits, or if it was submitted before the history began."""
         if self.ttft is not None:
             return self.ttft[0]
         if self.submitted is None or self.admitted is None:
@@ -162,7 +162,7 @@ class Lanes:
             lane.forget_before(step)
 
     def around(self, step: int) -> list[Lane]:
-        """Returns the lanes that may have been in this step."""
+        """Returns the lanes of the requests that may have waited or run in this step."""
         return [lane for lane in (*self.active.values(), *self.ended_since(step)) if lane.submitted_step <= step]
 
     def ended_since(self, step: int) -> list[Lane]:
@@ -195,7 +195,7 @@ class Lanes:
             lane.stop, lane.stop_at = record[5], record[6]
 
     def fold_step(self, record: Record) -> None:
-        """Fold a `step` record; a step that only decodes changes no lane."""
+        """Fold a `step` record. A step in which only the same requests decode changes no lane."""
         _seq, _t, _kind, step, prefills, joined, left, _tokens, _waiting = record
         self.step = step
         if not (prefills or joined or left):

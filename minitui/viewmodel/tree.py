@@ -1,4 +1,6 @@
-"""The radix tree for display: its rows, with the nodes that saved most first; their texts; and the eviction order.
+"""The radix tree for display: its rows, the texts of the nodes and the eviction order.
+
+The rows of nodes that saved the most prompt tokens come first.
 
 Ordering the rows visits every node, so it happens at most every REORDER_SECONDS. The figures of the visible rows are
 always current. The eviction order is current in trees of up to RANKED_NODES nodes; in larger trees it is updated
@@ -19,9 +21,9 @@ from minitui.viewmodel.annotated_state import AnnotatedState
 
 REORDER_SECONDS = 2.0
 RANKED_NODES = 4000
-CONTEXT_TOKENS = 16  # the last tokens of the parent, decoded together with a node
+CONTEXT_TOKENS = 16  # this many last tokens of the parent are decoded together with a node
 DOTS = "…"
-HEAD_TOKENS = 96  # the first tokens of a node, decoded for its row
+HEAD_TOKENS = 96  # this many first tokens of a node are decoded for its row
 SIBLINGS_COMPARED = 256
 TEXTS_KEPT = 4096
 
@@ -43,7 +45,7 @@ class TreeRow:
     node: int
     depth: int
     role: str  # sys | usr | ast | tool | ""
-    text: str  # from the point where it diverges from its siblings
+    text: str  # begins where the node diverges from its siblings
     tokens: int
     users: int
     saved: int
@@ -128,8 +130,9 @@ class Tree:
         search: str = "",
         everything: bool = False,
     ) -> TreePicture:
-        """Returns at most `limit` rows in tree order: `pinned` nodes and those that saved most, with their ancestors.
-        With `search`: all nodes whose text contains it, with their ancestors. With `everything`: all nodes."""
+        """Returns at most `limit` rows in tree order: the `pinned` nodes and the nodes that saved most, with their
+        ancestors. With `search`: all nodes whose text contains `search`, with their ancestors. With `everything`: all
+        nodes."""
         state = shown.state
         size = state.block_size
         if len(state.nodes) <= RANKED_NODES:
@@ -195,7 +198,7 @@ class Tree:
         return chosen
 
     def _ordered(self, state: State, parent: int) -> list[int]:
-        """Returns the children of a node in the order of the last ordering; children added since come last."""
+        """Returns the children of a node in the order of the last ordering; children added later come last."""
         children, nodes = state.nodes[parent].children, state.nodes
         known = [id for id in self._children_of.get(parent, ()) if id in nodes and nodes[id].parent == parent]
         if len(known) == len(children):

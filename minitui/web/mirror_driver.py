@@ -1,7 +1,8 @@
 """The driver of a mirrored application: Textual's web driver, which can also send the whole screen.
 
-The variable TEXTUAL_DRIVER selects it, and minitui/web/mirror.py reads its output. Textual's own packets are D (output)
-and M (metadata). This driver adds K, the whole screen on request, and C, text for the presenter's clipboard.
+The environment variable TEXTUAL_DRIVER selects this driver, and minitui/web/mirror.py reads its output. Textual's own
+packets are D (output) and M (metadata). This driver adds K (the whole screen, on request) and C (text for the
+presenter's clipboard).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ CLIPBOARD = "\x1b]52;"
 
 
 class MirrorDriver(WebDriver):
-    """A web driver of fixed size; the variables COLUMNS and ROWS set the size."""
+    """A web driver of fixed size; the environment variables COLUMNS and ROWS set the size."""
 
     def write(self, data: str) -> None:
         if data.startswith(CLIPBOARD):

@@ -1,4 +1,4 @@
-"""`minitui chat --web --mirror`: one application for a class. Every tab shows it; only the presenter's tab can type.
+"""`minitui chat --web --mirror`: all tabs of a class show the same application. Only the presenter's tab can type.
 
 The addresses of viewers and presenter contain different tokens, which minitui/web/site.py checks. minitui/web/mirror.py
 passes output from the application to the tabs.
@@ -21,8 +21,8 @@ from minitui.web.mirror import Application, Viewer
 from minitui.web.site import Site, messages, stopped
 
 SIZE = (120, 36)  # columns, rows; the same for all viewers
-LEGIBLE = "abcdefghjkmnpqrstuvwxyz23456789"  # people may type the viewers' address from a blackboard
-VIEWERS_TOKEN = 10  # characters; trying all tokens takes 2,500 years at 10,000 guesses a second
+LEGIBLE = "abcdefghjkmnpqrstuvwxyz23456789"  # easy to read: viewers may copy their address from a blackboard
+VIEWERS_TOKEN = 10  # characters; trying all tokens takes 2,600 years at 10,000 guesses a second
 
 # The script sets the largest font with which all columns and rows fit in the window. If a resize changes this font
 # size, the page is loaded again.
@@ -41,7 +41,7 @@ FITTING = """
 
 
 class MirrorSite(Site):
-    """The page and sockets of a mirrored application. All sockets show it; the presenter's sockets can also type."""
+    """The page and sockets of a mirrored application. All sockets show the application. Only a presenter's can type."""
 
     head = FITTING
 

@@ -1,7 +1,7 @@
 """Measures the bundled model through the engine: python -m minitui.dev.tutor.evaluate [--model DIR].
 
 Prints the frozen evaluation as a table, the share of canonical questions that are answered word for word, and the share
-of right answers in each turn of a conversation. With --write, stores the questions answered right as
+of right answers in each turn of a conversation. With --write, writes the questions that were answered right to
 known_questions.json.
 """
 
@@ -27,7 +27,7 @@ CHATS = 40
 
 
 def answers_of(model: Path, quantization: str = "none") -> Answer:
-    """A function that answers chats greedily, all of them in one batch of the engine."""
+    """Returns a function that answers chats greedily, all of them in one batch of the engine."""
     llm = LLM(str(model), quantization=quantization)
 
     def answer(chats: Sequence[Chat]) -> list[str]:
@@ -37,16 +37,16 @@ def answers_of(model: Path, quantization: str = "none") -> Answer:
             for chat, out in zip(chats, outputs, strict=True)
             if out.outputs[0].finish_reason != "stop"
         ]:
-            print(f"did not stop by itself: {unfinished}")
+            print(f"questions whose answers have no end token: {unfinished}")
         return [output.outputs[0].text for output in outputs]
 
     return answer
 
 
 def hold_turns(items: dict[str, Item], answer: Answer, chats: int = CHATS, turns: int = TURNS) -> list[float]:
-    """The share of chats whose n-th answer is right word for word, for each turn n.
+    """Returns, for each turn, the share of chats whose answer in this turn is right, word for word.
 
-    Each chat asks canonical questions of random items; the third turn is a follow-up where the item has one.
+    Each chat asks canonical questions of random items. The third turn is a follow-up if the second turn's item has one.
     """
     rng = random.Random(11)
     asked = [item for item in items.values() if item.id not in (NOT_CAUGHT, NO_MORE)]
@@ -74,7 +74,7 @@ def main(
     ] = "evaluation.jsonl",
     print_wrong: Annotated[bool, typer.Option("--wrong", help="Also print each wrong answer.")] = False,
     write: Annotated[
-        bool, typer.Option("--write", help="Store the questions answered right beside the weights.")
+        bool, typer.Option("--write", help="Write the questions that were answered right to known_questions.json.")
     ] = False,
 ) -> None:
     """Measure the bundled model through the engine."""

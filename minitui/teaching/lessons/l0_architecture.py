@@ -20,7 +20,7 @@ async def one_question(stage: Stage) -> Seen:
     return Seen(
         f"{seen.steps} steps. The first computed all {first.prefill_tokens} prompt tokens and sampled the first token "
         f"of the reply. Each of the other {seen.steps - 1} computed the token that the step before it "
-        "sampled, and sampled the next one. The last token is never computed: no token follows it.",
+        "sampled, and sampled the next token. The last token is never computed, because no token follows it.",
         answers.get(seen.steps),
     )
 
@@ -58,8 +58,8 @@ LESSON = Lesson(
         Page(
             "Seven stages",
             """
-            An inference engine turns requests into tokens. Every engine does seven things. Here each of them has its
-            own place:
+            An inference engine turns requests into tokens. Every engine does seven things. The list gives the code of
+            each of them in this engine:
 
               1 tokenize     engine/text/tokenizer.py   text becomes token ids
               2 schedule     engine/core/scheduler.py   chooses the requests of a step, and how many tokens of each
@@ -67,11 +67,11 @@ LESSON = Lesson(
               4 forward      engine/model/              the model computes these tokens
               5 sample       engine/worker/sampler.py   one token is sampled from each row of logits
               6 detokenize   engine/text/tokenizer.py   ids become text again
-              7 emit         engine/core/engine.py      ids are appended, reply ends are found, clients get text
+              7 emit         engine/core/engine.py      ids are appended, ended replies are found, clients get text
 
-            A request passes stage 1 once. Stages 2 to 7 happen in every step, for all running requests. No request
-            waits until another one is finished: a step takes a fraction of a second, and a new request can start in
-            any step.
+            A request passes stage 1 once. Stages 2 to 7 happen in every step, for all running requests. A step takes a
+            fraction of a second, and a new request can start in any step that has room for it. It does not wait until
+            all other replies have ended.
             """,
         ),
         Page(
@@ -118,7 +118,7 @@ LESSON = Lesson(
 
             Every change to the scheduler, the blocks or the tree is written to one log, as a record with a number, a
             time and a reason: submitted, admitted, matched, allocated, evicted, finished. Panels, traces and this
-            lesson's figures are computed from these records. A snapshot plus the records after it is exactly the state.
+            lesson's figures are computed from these records. A snapshot and the records after it give the exact state.
 
             Every panel is computed from the log alone. So every panel can be stepped, frozen and moved back in time.
             """,
@@ -131,11 +131,11 @@ LESSON = Lesson(
         Check(
             "How many tokens did the last step compute, and for how many requests?",
             "step",
-            "the step bar: D×n is one token for each of n decoding requests.",
+            "the step bar: D×n means one token for each of n decoding requests.",
             last_step,
         ),
         Check(
-            "Which request came later, and which step computed its prompt?",
+            "Which request arrived later, and which step computed its prompt?",
             "lanes",
             "the batch lanes: one row for each request; prefill and decode look different.",
             _second,

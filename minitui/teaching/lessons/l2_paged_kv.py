@@ -137,7 +137,7 @@ LESSON = Lesson(
             panel="table",
             run=two_tables,
             predict=Prediction(
-                "Two chats grow in turns. Where in the pool are the blocks of each chat?",
+                "Two chats grow at the same time. Where in the pool are the blocks of each chat?",
                 ("side by side, in order", "mixed: each chat took the next free block when it needed one"),
             ),
         ),
@@ -151,7 +151,8 @@ LESSON = Lesson(
               shared   several requests       cached   only the tree: it may be evicted
 
             The allocator counts them: free + active + shared + cached is always the whole pool, here 48. Block 0 is not
-            one of the 48. It is the null block: its numbers are always finite, and padding points to it.
+            one of the 48. It is the null block: its numbers are always finite. The padding of block tables points to
+            this block.
             """,
             panel="map",
             code="engine.core.allocator:BlockAllocator",
@@ -168,14 +169,15 @@ LESSON = Lesson(
         Page(
             "No reservation",
             """
-            A request is admitted if its prompt fits, with a small reserve for running requests (the watermark: 1 % of
-            the blocks, rounded down: of these 48, none). No blocks are reserved for its reply. Four requests that may
-            each write 192 tokens could fill this pool of 768 tokens, but with replies of 20 tokens they use a tenth of
-            it.
+            A request is admitted if its prompt fits and a small reserve stays free for running requests. The reserve
+            is the watermark: 1 % of the blocks, rounded down, so for 48 blocks it is 0. No blocks are reserved for the
+            reply. Four requests that may each write 192 tokens could fill this pool of 768 tokens. But if their replies
+            have 20 tokens, they use a tenth of the pool.
 
-            The price: all running requests together may outgrow the pool. Then cached blocks are evicted, the least
-            recently used first. If no cached block is left, the youngest request is preempted: it releases its
-            blocks, waits at the head of the queue, and resumes later. The demos `eviction` and `preemption` show both.
+            The price: all running requests together may need more blocks than the pool has. Then cached blocks are
+            evicted, the least recently used first. If no cached block is left, the youngest request is preempted: it
+            releases its blocks, waits at the head of the queue, and resumes later. The demos `eviction` and
+            `preemption` show both.
             """,
             panel="occupancy",
             code="engine.core.scheduler:Scheduler._obstacle",
@@ -199,10 +201,10 @@ LESSON = Lesson(
             _last_block,
         ),
         Check(
-            "How many more tokens fit until that request needs another block?",
+            "How many more tokens fit until the younger request needs another block?",
             "table",
             "the block table: the empty part of the last block.",
-            lambda stage: f"{_missing(stage)}; the next token needs another block",
+            lambda stage: f"{_missing(stage)}; the token after them needs another block",
         ),
     ),
     {"kv_blocks": 48},

@@ -61,8 +61,8 @@ async def join_and_leave(stage: Stage) -> Seen:
     return Seen(
         f"{figures.steps} steps. Each of the two waiting requests took the next free row: {late}, counted from the "
         f"first step. {tokens} tokens in {figures.steps} steps of {rows} rows: {tokens / figures.steps / rows:.0%} of "
-        f"the rows were used. Static batches would take {static} steps ({tokens / static / rows:.0%}). This number is "
-        "calculated; the demo `batching` runs static batches.",
+        f"the rows were used. Static batches would take {static} steps and use {tokens / static / rows:.0%} of the "
+        "rows. These two numbers are calculated; the demo `batching` runs static batches.",
         0 if figures.steps < static else 1,
     )
 
@@ -138,9 +138,9 @@ LESSON = Lesson(
             "Joining and leaving",
             f"""
             Static batching fills a batch, computes it until its longest reply has ended, and then starts the next
-            batch. After a short reply its row stays empty, and a new request waits for the whole batch. Continuous
-            batching fills the rows again in every step: a finished reply frees its row at once, and the next request
-            in the queue takes the row in the following step. The other rows continue.
+            batch. When a short reply has ended, its row stays empty, and a new request waits until the whole batch has
+            ended. Continuous batching fills the rows again in every step: a finished reply frees its row at once, and
+            the next request in the queue takes the row in the following step. The other rows continue.
 
             This engine has four rows. Four replies of {", ".join(map(str, LENGTHS[:4]))} tokens start. Two more
             replies, of {LENGTHS[4]} tokens each, wait. A reply of n tokens takes n steps.
@@ -187,7 +187,7 @@ LESSON = Lesson(
                 (
                     "at once: the batch grows",
                     "in the step after another request has ended",
-                    "when all four have ended",
+                    "when all four running requests have ended",
                 ),
             ),
         ),
@@ -198,11 +198,12 @@ LESSON = Lesson(
             left, the youngest running request is preempted: it releases its row and its blocks and moves to the head
             of the queue. Its full blocks stay in the tree as cached blocks. The other requests need a new block for
             every 16 tokens that they write. So these cached blocks are evicted one by one, the last block first, until
-            a request finishes. Then the preempted request resumes with the blocks that are left. The engine computes
-            its other tokens again, prompt and reply together, like one prompt. The reply continues where it stopped.
+            a request finishes. Then the preempted request resumes with those of its blocks that are still cached. The
+            engine computes its other tokens again, prompt and reply together, like one prompt. The reply continues
+            where it stopped.
 
             A prompt that can never fit is refused at submission, so it never blocks the queue. The error names the
-            prompt's length and the limit. A reply that needs more blocks than the whole pool has ends with the reason
+            prompt's length and the limit. If a reply needs more blocks than the whole pool has, it ends with the reason
             `length`.
             """,
             panel="events",

@@ -1,4 +1,4 @@
-"""The base class of the bars: a bar is a panel as wide as the screen, without a frame, that cannot have the focus."""
+"""The base class of the bars. A bar is a panel without a frame, as wide as the screen. It cannot have the focus."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from minitui.tui.widgets.base import LinePanel
 
 
 class Bar(LinePanel, can_focus=False):
-    """A bar of one line, unless its CSS says otherwise."""
+    """A bar. Its height is one line, unless its own CSS sets another height."""
 
     app = getters.app(AppBase)
     FRAME = "none"
