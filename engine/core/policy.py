@@ -35,7 +35,7 @@ class LongestPrefix:
         self._hashable = 0  # blocks that may still be hashed in this step
 
     def sort(self, waiting: deque[Request]) -> None:
-        """Sort the head of the queue: preempted requests, then requests at the limit, then the longest cached prefix.
+        """Sort the head of the queue: preempted requests, then requests at the limit, then the others by cached prefix.
 
         A request is at the limit once OVERTAKES younger requests have overtaken it; one step can exceed the limit.
         """
@@ -72,7 +72,7 @@ class LongestPrefix:
 
     @staticmethod
     def count_overtaken(waiting: deque[Request], admitted: list[Request]) -> None:
-        """For each request at the head of the queue, count the younger requests among `admitted`."""
+        """Add the number of younger requests in `admitted` to the `overtaken` of each request at the queue's head."""
         ids = sorted(request.id for request in admitted)
         for request in islice(waiting, CANDIDATES):
             request.overtaken += len(ids) - bisect(ids, request.id)

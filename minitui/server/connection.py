@@ -1,4 +1,4 @@
-"""Closes connections whose request heads arrive too slowly, and answers bytes that are not HTTP."""
+"""Closes connections whose request heads arrive too slowly, and sends an error if the received bytes are not HTTP."""
 
 from __future__ import annotations
 

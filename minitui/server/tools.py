@@ -76,7 +76,7 @@ ONE_LINE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ",
 
 
 def on_one_line(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema with llguidance's options for JSON on one line; x-guidance options in `schema` win."""
+    """Returns the schema with llguidance's options for JSON on one line. Its own x-guidance options replace ours."""
     return {**ONE_LINE, **schema}
 
 

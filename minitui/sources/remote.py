@@ -38,7 +38,7 @@ from minitui.sources.remote_info import load_tokenizer, read_info
 from minitui.sources.remote_records import RemoteRecords
 
 GIVE_UP_S = 60.0  # a server that cannot be reached for this long counts as dead
-LOADING_S = 600.0  # the time that a server gets to load its model
+LOADING_S = 600.0  # the longest wait for a server that loads its model
 DEFAULTS = SamplingParams()
 NOT_SENT = (  # /minitui/submit accepts all other fields of SamplingParams (minitui/server/telemetry.py)
     "n", "logit_bias", "stop_token_ids", "include_stop_str_in_output", "prompt_logprobs", "json_schema", "regex",

@@ -353,7 +353,8 @@ async def fork(stage: Stage) -> None:
     ]  # fmt: skip
     stage.tell(
         f"These are the four block tables. Their first {same} blocks, {same * size} tokens, are the same physical "
-        "blocks. A block after the bar belongs to one request only. The last block of each request is being written:\n"
+        "blocks. A block after the sign | belongs to one request only. The last block of each request is being "
+        "written:\n"
         + "\n".join(rows)
     )
     await stage.pause(5)

@@ -30,7 +30,7 @@ BATCH = 512  # records in a line
 FLUSH_S = 1.0  # seconds between two flushes: if the process is killed, at most this time is lost
 LEVEL = 2  # zlib's level: a third of the default level's time, but a fifth more bytes
 LAST_RECORDS_S = 2.0  # longest wait for the engine's last records when a recording ends
-MAX_WAITING = 4000  # items queued for the writer thread
+MAX_WAITING = 4000  # the most items queued for the writer thread
 PRIVATE = ("model_dir", "log_file")  # local paths: left out of the header
 Decode = Callable[[int], bytes]
 

@@ -137,7 +137,7 @@ class TerminalGuard:
                 signal.signal(number, handler)
 
     def attach(self, app: App[int]) -> None:
-        """Let signals close, stop and continue `app` from now on. Call it in the running event loop."""
+        """Let signals close, stop and continue `app` from now on. Call this in the running event loop."""
         self._app, self._loop = app, asyncio.get_running_loop()
         self._take_signals()  # again: Textual's driver for browsers has replaced our handlers
         if app._driver is not None and app._driver.can_suspend:  # our handlers replace Textual's

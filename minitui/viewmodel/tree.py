@@ -232,7 +232,7 @@ class Tree:
         if not head.startswith(before):
             before = decode(context)  # the texts diverge inside a character: show the text from the beginning
         if before == head:
-            before = ""  # the server hides texts: show all of the replacement
+            before = ""  # the server hides texts, so all token ids are the mask id: show the mask
         partial = _PART.search(before)  # if the siblings diverge inside a marker, show all of the marker
         start = len(before) - len(partial.group()) if partial else len(before)
         role = self._end_role(state, node.parent, decode)

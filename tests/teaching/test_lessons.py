@@ -158,7 +158,8 @@ def test_the_radix_lesson_tells_why_a_hit_ended_and_what_an_eviction_was_for(out
 def test_the_figures_in_the_text_are_those_of_the_pool_on_screen(outcome: Callable[[int], Taught]) -> None:
     blocks = lesson(2).options["kv_blocks"]
     text = " ".join(page.text for page in lesson(2).pages)
-    assert f"here {blocks}." in text and f"of these {blocks}, none" in text and f"pool of {16 * blocks} tokens," in text
+    assert f"here {blocks}." in text and f"for {blocks} blocks it is 0" in text
+    assert f"pool of {16 * blocks} tokens." in text
     assert int(SchedulerConfig().watermark * blocks) == 0 and 16 * blocks == 4 * 192
     assert f"pool of {blocks} blocks" in outcome(2).seen["What a token costs"].text
 

@@ -58,8 +58,7 @@ LESSON = Lesson(
         Page(
             "Seven stages",
             """
-            An inference engine turns requests into tokens. Every engine does seven things. The list gives the code of
-            each of them in this engine:
+            An inference engine turns requests into tokens. Every engine does seven things. Here is the code of each:
 
               1 tokenize     engine/text/tokenizer.py   text becomes token ids
               2 schedule     engine/core/scheduler.py   chooses the requests of a step, and how many tokens of each
@@ -69,9 +68,8 @@ LESSON = Lesson(
               6 detokenize   engine/text/tokenizer.py   ids become text again
               7 emit         engine/core/engine.py      ids are appended, ended replies are found, clients get text
 
-            A request passes stage 1 once. Stages 2 to 7 happen in every step, for all running requests. A step takes a
-            fraction of a second, and a new request can start in any step that has room for it. It does not wait until
-            all other replies have ended.
+            A request passes stage 1 once. Stages 2 to 7 happen in every step, for all running requests. A new request
+            can start in any step that has room for it: it does not wait until all other replies have ended.
             """,
         ),
         Page(

@@ -23,7 +23,7 @@ async def two_tables(stage: Stage) -> Seen:
     contiguous = all(b - a == 1 for table in tables for a, b in pairwise(table))
     waste = sum(len(table) * size - n for n, table in zip(computed, tables, strict=True))
     return Seen(
-        "\n".join(lines) + f"\n\nEach chat takes a free block whenever it passes a multiple of {size} tokens. "
+        "\n".join(lines) + f"\n\nEach chat takes a free block whenever its length passes a multiple of {size} tokens. "
         f"{waste} token slots are still empty, {waste / 2:.1f} per chat on average.",
         1 if not contiguous else 0,
     )
