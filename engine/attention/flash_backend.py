@@ -66,7 +66,7 @@ class FlashAttention:
         self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
         kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        assert self._meta is not None, "plan() comes before run()"
+        assert self._meta is not None, "call plan() before run()"
         return self.chunks(self._meta, 0, layer, q, k_cache, v_cache)
 
     def chunks(

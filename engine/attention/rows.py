@@ -8,6 +8,8 @@ import torch
 def own_keys_and_values(q: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return this step's keys and values [T, Hkv, D] if q [T, Hq, D] is the first part of each qkv row; else None.
 
+    It also returns None if the size of a qkv row is not a multiple of 16 bytes.
+
     The fused operations have already rotated the keys in place. For an 8-bit cache, they have also rounded the keys and
     values.
     """

@@ -1,4 +1,4 @@
-"""Combines two attention backends: one for sequences that decode, one for chunks of prompts."""
+"""Combines two attention backends: one for sequences that decode one token, one for all others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TwoBackends:
-    """Splits every step into decodes and prefill chunks, one part for each backend."""
+    """Runs the sequences that decode one token on one backend, and the other sequences of the step on another."""
 
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         self.name = f"{prefill.name} + {decode.name}"

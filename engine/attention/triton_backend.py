@@ -36,14 +36,14 @@ class TritonAttention:
         self._rows = torch.arange(max_rows, dtype=torch.int32, device=device)
         self._meta: ForwardMeta | None = None
         self._padded = False
-        self._outputs: list[torch.Tensor] = []  # the last one is in use; captured graphs may use the others
+        self._outputs: list[torch.Tensor] = []  # new steps use the last; captured graphs may use the others
         self._splits: int | None = None
 
     def plan(self, meta: ForwardMeta, padded: bool = False, splits: int | None = None) -> None:
         """See AttentionBackend.plan.
 
-        `padded`: True if the output of padding rows must be finite; otherwise it is undefined. `splits`: the number of
-        programs that share the keys of a chunk. Captured steps set it; None: it is chosen for the batch.
+        `padded`: True if padding rows must get a finite output; if False, their output is undefined. `splits`: the
+        number of programs that share the keys of a chunk. None: the kernel chooses a number for this batch.
         """
         self._meta, self._padded, self._splits = meta, padded, splits
 
@@ -52,12 +52,12 @@ class TritonAttention:
         kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         meta = self._meta
-        assert meta is not None, "plan() comes before run()"
+        assert meta is not None, "call plan() before run()"
         tokens, heads, dim = q.shape
         n = meta.num_decodes
         flash = self._flash if tokens > n and tokens >= self.flash_from and self._splits is None else None
         if flash is not None:
-            out = flash.chunks(meta, n, layer, q, k_cache, v_cache)  # the decode kernel below writes the undefined rows
+            out = flash.chunks(meta, n, layer, q, k_cache, v_cache)  # does not write the first n rows
         elif self._padded:
             out = self._padded_out(q)
         else:
@@ -78,7 +78,7 @@ class TritonAttention:
     def _padded_out(self, q: torch.Tensor) -> torch.Tensor:
         """Return a buffer [T, heads * d] that all layers and steps share, so that no layer has to clear padding rows.
 
-        No step writes its padding rows. They hold zeros or values of an earlier step.
+        No step writes its padding rows, so these hold zeros or the values of an earlier step.
         """
         tokens, width = q.shape[0], q.shape[1] * q.shape[2]
         if not self._outputs or len(self._outputs[-1]) < tokens:
@@ -112,7 +112,7 @@ class TritonAttention:
 
 
 def why_unsupported(config: AttentionShape, dtype: torch.dtype) -> str:
-    """Return the reason why TritonAttention cannot run this model; empty if it can."""
+    """Return the reason why TritonAttention cannot run this model; an empty string if it can."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the triton backend computes in half precision; this model runs in {str(dtype).removeprefix('torch.')}"
     if config.head_dim not in (16, 32, 64, 128, 256):

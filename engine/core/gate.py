@@ -1,7 +1,7 @@
-"""The gate between two steps: pause, step n times, run until an event, slow motion.
+"""The gate between steps: it pauses the engine, allows n steps, waits for an event, or slows the steps down.
 
-The engine's loop asks `allows()` before each step. It calls `committed()` after each step and `settle()` after each
-command. The gate does not influence what a step contains: requests can be added and aborted while it is closed.
+The engine's loop calls `allows()` before each step, `committed()` after each step and `settle()` after each command.
+The gate does not influence what a step contains: requests can be added and aborted while the gate is closed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ EVENTS = {  # an event of "run until" -> the kind of record that can report it
     "finish": "finish",
     "slow": "time",
 }
-RUNNING = "running until "  # the reason of a gate that waits for an event: this and the event's name
+RUNNING = "running until "  # a gate that waits for an event has this reason, followed by the event's name
 
 
 class Gate:
-    """Open: steps run freely. Closed: only the steps that `step` or `run_until` allow."""
+    """If the gate is open, steps run freely. If it is closed, only steps that `step` or `run_until` allows run."""
 
     def __init__(self, log: RecordLog) -> None:
         self._log = log
@@ -33,7 +33,7 @@ class Gate:
         self._allowed = 0
         self._until: str | None = None
         self._slower_than_ms = 0.0
-        self._cause = ""  # why the wait for an event ended, as a phrase for the screen; empty before
+        self._cause = ""  # the event that ended the wait, as a phrase for the screen; empty until then
 
     @property
     def free_running(self) -> bool:
@@ -46,7 +46,7 @@ class Gate:
 
     @property
     def stretch_s(self) -> float:
-        """Seconds to wait after the last step, so that it takes `pace` times as long."""
+        """Seconds to wait after the last step, so that step and wait together take `pace` times the step's duration."""
         return (self.pace - 1.0) * self.last_wall_s if self.pace > 1.0 else 0.0
 
     def pause(self) -> None:
@@ -58,20 +58,20 @@ class Gate:
     def step(self, n: int = 1) -> None:
         """Close the gate if it is open, and let `n` steps through."""
         if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= 1_000_000:
-            raise InvalidRequest(f"step by {n!r:.40}: it must be a whole number from 1 to 1,000,000", "n")
+            raise InvalidRequest(f"the number of steps is {n!r:.40}: it must be whole, from 1 to 1,000,000", "n")
         if self.state == "open" or self._until is not None:
             self._set("closed", "stepping")
         self._allowed = n
 
     def run_until(self, event: str, slower_than_ms: float = 0.0) -> None:
-        """Let steps through until `event` (a key of EVENTS) happens; then stay closed.
+        """Let steps through until `event` (a key of EVENTS) happens; then let no more steps through.
 
-        `slower_than_ms`: the event "slow" is a step that takes more milliseconds than this.
+        `slower_than_ms`: the event "slow" happens when a step takes more milliseconds than this.
         """
         if not isinstance(event, str) or event not in EVENTS:
-            raise InvalidRequest(f"run until {event!r:.80}: the events are {', '.join(EVENTS)}", "event")
+            raise InvalidRequest(f"there is no event {event!r:.80}: the events are {', '.join(EVENTS)}", "event")
         if not _is_number(slower_than_ms) or not slower_than_ms >= 0:
-            raise InvalidRequest(f"run until a step takes {slower_than_ms!r:.40} ms: it must be 0 or more", "ms")
+            raise InvalidRequest(f"the limit of a slow step is {slower_than_ms!r:.40} ms: it must be 0 or more", "ms")
         self._set("closed", f"{RUNNING}{event}", always=True)
         self._until, self._slower_than_ms = event, float(slower_than_ms)
         self._log.watch = self._see
@@ -100,13 +100,13 @@ class Gate:
             self._log.append("gate", "closed", cause)
 
     def _see(self, record: Record) -> None:
-        """Compare each new record with the event. The gate closes only after the step in which the event happens."""
+        """Compare a new record with the event. The step in which the event happens still completes."""
         assert self._until is not None
         if cause := fulfils(record, self._until, self._slower_than_ms):
             self._cause, self._log.watch = cause, None
 
     def _set(self, state: str, reason: str, always: bool = False) -> None:
-        """Set the state and cancel all allowed steps. Writes a record if something changed, or if `always`."""
+        """Set the state and cancel all allowed steps. Write a record if something changed, or if `always`."""
         changed = always or state != self.state or self._until is not None
         self._allowed, self._until, self._cause, self._log.watch = 0, None, "", None
         if changed:

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from array import array
 
-NGRAM = 3  # tokens in an n-gram; with 2 there were more drafts, but fewer were accepted
-CANDIDATES = 16  # earlier places that are compared, the latest first
-ENOUGH = 16  # tokens in common; a place with this many ends the search
-LONGEST_PAUSE = 64  # tokens decoded without drafts after many failed drafts
+NGRAM = 3  # tokens in an n-gram; with 2 tokens there were more drafts, but fewer were accepted
+CANDIDATES = 16  # number of earlier places that are compared with the end of the text, the latest first
+ENOUGH = 16  # the search ends at a place with this many tokens in common
+LONGEST_PAUSE = 64  # at most this many tokens are decoded without drafts after failed drafts
 
 
 class Lookup:
     """The n-grams of one request's text, and how many drafts in a row have failed.
 
     A place is the position after an n-gram. The places of an n-gram form a chain, as in LZ77: `_last` has the latest
-    place of each n-gram, and `_before` leads from each place to the place before it. A token adds one entry to
-    `_before` and at most one entry to `_last`.
+    place of each n-gram, and `_before` has for each place the previous place of the same n-gram. A token adds one entry
+    to `_before` and at most one entry to `_last`.
     """
 
     __slots__ = ("_before", "_failures", "_last", "_resume")
 
     def __init__(self) -> None:
         self._last: dict[tuple[int, ...], int] = {}  # n-gram -> its latest place
-        self._before = array("i", [0] * NGRAM)  # place -> the place before it; 0: none
+        self._before = array("i", [0] * NGRAM)  # place -> the previous place of the same n-gram; 0: none
         self._failures = 0  # drafts in a row without an accepted token
         self._resume = NGRAM + 1  # no drafts while the text is shorter than this
 
     def follow(self, ids: list[int], most: int) -> list[int]:
-        """Draft `most` tokens: the text after the earlier place with the most tokens in common with the end of `ids`.
+        """Draft `most` tokens: the text after the earlier place that has the longest match with the end of `ids`.
 
-        Among equal places, the latest is used. The draft is empty if the last NGRAM tokens do not occur earlier in the
+        The latest of equal places is used. The draft is empty if the last NGRAM tokens do not occur earlier in the
         indexed text, or while drafts are paused.
         """
         if len(ids) < self._resume:
@@ -45,16 +45,16 @@ class Lookup:
         if not best:
             return []
         run = ids[best : best + most]
-        return (run * (most // len(run) + 1))[:most]  # if `ids` ends first, assume that the text repeats
+        return (run * (most // len(run) + 1))[:most]  # if `ids` ends after fewer tokens, these are repeated
 
     def learn(self, accepted: int, length: int) -> None:
-        """Record that `accepted` tokens of a draft were accepted. The text then has `length` tokens."""
+        """Record that `accepted` tokens of a draft were accepted. `length`: tokens of the text after this step."""
         self._failures = 0 if accepted else self._failures + 1
         if self._failures:
             self._resume = length + min(2**self._failures, LONGEST_PAUSE)
 
     def index(self, ids: list[int], most: int) -> int:
-        """Index up to `most` more n-grams, but not the one at the end of `ids`; return how many were indexed."""
+        """Index up to `most` more n-grams, but not the last one of `ids`; return how many were indexed."""
         last, before, start = self._last, self._before, len(self._before)
         end = max(start, min(len(ids), start + most))
         columns = [ids[start - NGRAM + i : end - NGRAM + i] for i in range(NGRAM)]

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, Su et al. 2021) and its stretched forms: frequencies and cos/sin tables."""
+"""Rotary position embedding (RoFormer, Su et al. 2021) and its variants for longer contexts: frequencies and tables."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from engine.model.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int) -> torch.Tensor:
-    """Returns the dim/2 angles per position, fp32: θ^(-2i/dim), changed for stretched positions.
+    """Returns the dim/2 angles per position, fp32: θ^(-2i/dim), reduced if `rope` stretches positions.
 
-    All arithmetic is in float32, so every bit of the angles is the same as in transformers.
+    All arithmetic is in float32, so each angle is bitwise equal to the angle in transformers.
     """
     plain = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
     if rope.kind == "linear":
@@ -25,7 +25,7 @@ def inverse_frequencies(rope: RopeConfig, dim: int) -> torch.Tensor:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """Returns the factor for cos and sin: YaRN's temperature; 1 for all other kinds."""
+    """Returns the factor by which cos and sin are multiplied: YaRN's temperature, or 1 for all other kinds."""
     if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -43,7 +43,7 @@ def rope_table(rope: RopeConfig, dim: int, length: int, max_position: int) -> to
     """Returns the table [length, dim] fp32 of cos and sin.
 
     Row p is cos(p·f_i) for i < dim/2, then sin(p·f_i), all times the attention factor. `max_position`: the config's
-    max_position_embeddings; rope kind "dynamic" stretches the positions after it.
+    max_position_embeddings; rope kind "dynamic" stretches longer sequences.
     """
     positions = torch.arange(length, dtype=torch.float32)[:, None]
     frequencies = inverse_frequencies(rope, dim)[None, :]
@@ -66,7 +66,7 @@ def _dynamic(rope: RopeConfig, dim: int, positions: torch.Tensor, max_position: 
 
 
 def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
-    """Stretches long wavelengths by the factor, keeps short wavelengths, and interpolates between them."""
+    """Returns Llama 3's frequencies: long wavelengths stretched, short ones kept, and those between interpolated."""
     original, low, high = rope.original_max_position, rope.low_freq_factor, rope.high_freq_factor
     wavelength = 2 * math.pi / plain
     stretched = torch.where(wavelength > original / low, plain / rope.factor, plain)

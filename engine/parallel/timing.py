@@ -1,4 +1,4 @@
-"""Measures at the start how long each collective takes, because inside a captured step that cannot be measured.
+"""Measures how long each collective takes, before the first step: inside a captured step this cannot be measured.
 
 Each collective is captured alone, many times in one graph, for 1, 2, 4, … rows; times for other sizes are
 interpolated. During this measurement, all ranks begin the collective at the same time and do nothing else. In a real
@@ -30,14 +30,14 @@ class Timings:
     """Microseconds of each collective, by rows (ascending powers of two from 1)."""
 
     nccl: list[float]  # a sum of [rows, H] over the ranks by NCCL
-    boxed: list[float]  # the same sum through the mailboxes; ends at the largest that fits into them
+    boxed: list[float]  # the same sum through the mailboxes, up to the largest sum that fits into them
     gathers: list[float]  # gathering the logits [rows, V] from all ranks
     elect: float  # choosing the best token of all vocabulary shards; 0 without mailboxes
 
     @property
     def direct_rows(self) -> int:
-        """The number of rows up to which the mailboxes are faster; 0: they never are."""
-        faster = [ours < theirs for ours, theirs in zip(self.boxed, self.nccl, strict=False)]
+        """The number of rows up to which the mailboxes are faster than NCCL; 0 if they are never faster."""
+        faster = [boxed < nccl for boxed, nccl in zip(self.boxed, self.nccl, strict=False)]
         count = faster.index(False) if False in faster else len(faster)
         return 1 << (count - 1) if count else 0
 
@@ -49,7 +49,7 @@ class Timings:
         return between(self.boxed if rows <= self.direct_rows else self.nccl, rows)
 
     def note(self, why_not: str) -> str:
-        """The result, as a sentence for the user. `why_not`: the reason if there are no mailboxes."""
+        """Returns the result as a sentence for the user. `why_not`: the reason why there are no mailboxes, if so."""
         nccl = f"NCCL, {self.nccl_us(1):.1f} us for one row"
         if not self.boxed:
             return f"sums over ranks: {nccl}; no mailboxes, because {why_not}"
@@ -61,12 +61,12 @@ class Timings:
         )
 
     def draw_us(self, rows: int, gathered: bool) -> float:
-        """Microseconds of the exchange between ranks when `rows` tokens are drawn; `gathered`: from gathered logits."""
+        """Microseconds of the exchange between ranks to draw `rows` tokens. `gathered`: by gathering the logits."""
         return between(self.gathers, rows) if gathered else self.elect
 
 
 def between(times: list[float], rows: int) -> float:
-    """The time at `rows`, interpolated between the powers of two around it."""
+    """Returns the time for `rows` rows, interpolated between the powers of two below and above."""
     above = bisect_left([1 << k for k in range(len(times))], rows)
     if above >= len(times):
         return times[-1] * rows / (1 << (len(times) - 1))
@@ -85,11 +85,11 @@ class Group(Protocol):
     box: Mailbox | None
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
-        """This rank's slice [s, V / ranks] of the logits -> all of them [s, V]."""
+        """Returns the logits [s, V], gathered from each rank's slice [s, V / ranks]."""
 
 
 def measure(group: Group, hidden: int, dtype: torch.dtype) -> Timings:
-    """Measures all collectives. Every rank calls it, with the same arguments."""
+    """Measures all collectives. Every rank must call this function with the same arguments."""
     import torch.distributed as dist
 
     device, box = group.device, group.box
@@ -118,7 +118,7 @@ def measure(group: Group, hidden: int, dtype: torch.dtype) -> Timings:
 
 
 def _microseconds(group: Group, run: Callable[[], object]) -> float:
-    """The time of one `run`, measured in a graph of IN_GRAPH runs."""
+    """Returns the time of one `run`: the fastest of REPLAYS replays of a graph with IN_GRAPH runs."""
     stream = torch.cuda.Stream(group.device)
     stream.wait_stream(torch.cuda.current_stream(group.device))
     with torch.cuda.stream(stream):

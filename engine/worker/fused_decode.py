@@ -2,14 +2,14 @@
 
 Computes the same as Decoder.forward (engine/model/decoder.py).
 
-    one sequence     5 kernels per layer; each reads weights or keys, and the small operations are fused into them:
+    one sequence     5 kernels per layer; each reads weights or keys and includes small operations:
                      norm + qkv | q/k norm + rope + store + attention | output + residual
                      norm + gate/up + silu | down + residual
                      (with experts: norm + router | choice | norm + experts' gate/up + silu | experts' down + residual)
     several          8 kernels per layer: cuBLAS for the matrix products, separate kernels for norms and activations
 
-If several ranks share the model (engine/parallel/), a sum over the ranks comes between a projection to the hidden size
-and the next norm. So one sequence, too, takes the path for several, with the kernels of the first path where possible.
+If several ranks share the model (engine/parallel/), the projections to the hidden size are summed over the ranks before
+the next norm. So even one sequence takes the path for several, with the kernels for one sequence where possible.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from engine.model.group import Group
 from engine.model.linear import Fp8Weight, Matrix, linear
 from engine.worker import fused_ops
 
-SPLIT_TOKENS = 64  # up to this number of tokens, reading the weights dominates a projection
+SPLIT_TOKENS = 64  # up to this number of tokens, a projection spends most of its time reading weights
 Attend = Callable[[int, Layer, torch.Tensor], torch.Tensor]  # (index of the layer, the layer, qkv) -> attention
 
 
@@ -52,11 +52,11 @@ class DecodeLayers:
     def logits(
         self, tokens: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, live: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Write the logits of one token per sequence to out [n, V], where V is this rank's piece of the vocabulary.
+        """Write the logits of one token per sequence to out [n, V]; V: tokens in this rank's piece of the vocabulary.
 
-        tokens int64 [n]; rows int32 [n], of the block table; seq_lens int32 [n], with this token. Stores each token's
-        keys and values. The first `live` int32 [1] entries are real. The others are padding: their seq_lens are 0, and
-        they store nothing.
+        tokens int64 [n]; rows int32 [n]: rows of the block table; seq_lens int32 [n]: include this token. Also stores
+        each token's keys and values. The first `live` int32 [1] entries are real. The others are padding: they have a
+        seq_len of 0, and their keys and values are not stored.
         """
         residual = self._group.embed(tokens, self._model.embedding)
         if len(tokens) == 1 and self._plain:
@@ -66,7 +66,7 @@ class DecodeLayers:
             self._head(x, out)
 
     def logits_of_chunks(self, tokens: torch.Tensor, meta: ForwardMeta, out: torch.Tensor) -> None:
-        """Write the logits of the tokens meta.logit_rows to out [s, V], or of all tokens to out [T, V] if that is None.
+        """Write logits to out: of the tokens meta.logit_rows [s, V], or of all tokens [T, V] if logit_rows is None.
 
         tokens int64 [T]: chunks of sequences, as `meta` describes them. The caller has called `attention.plan(meta)`.
         """
@@ -115,7 +115,7 @@ class DecodeLayers:
         x = norms.rms_norm(residual, layers[0].input_norm, eps)
         for i, layer in enumerate(layers):
             attended = attend(i, layer, _linear(x, layer.qkv, layer.qkv_bias))
-            if wanted is not None and i + 1 == len(layers):  # nothing after this depends on other tokens
+            if wanted is not None and i + 1 == len(layers):  # the operations below need only the wanted tokens
                 attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
                 live = live_wanted
             x = _back_to_hidden(attended, layer.output, layer.output_bias, in_parts)
@@ -150,7 +150,7 @@ class DecodeLayers:
 
 
 def _linear(x: torch.Tensor, w: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [T, K] -> [T, N]. Uses our kernels for one token, and for few tokens if the weight is small; else cuBLAS."""
+    """x [T, K] -> [T, N]. Uses our kernels for one token, and for few tokens if K is small; otherwise cuBLAS."""
     if isinstance(w, Fp8Weight):
         return linear(x, w, bias)
     if bias is None and len(x) == 1:
@@ -167,7 +167,7 @@ def _inner(x: torch.Tensor, mlp: DenseMLP) -> torch.Tensor:
 
 
 def _mlp(x: torch.Tensor, mlp: DenseMLP, in_parts: bool) -> torch.Tensor:
-    """x [T, H] -> the MLP's output, in a shape that _back_to_hidden returns."""
+    """x [T, H] -> the MLP's output, in one of the shapes that _back_to_hidden returns."""
     if isinstance(mlp.down, Fp8Weight) and len(x) > 1 and mlp.down_bias is None:
         return fp8.back_to_hidden(linear(x, mlp.gate_up, mlp.gate_up_bias), mlp.down, silu=True)
     return _back_to_hidden(_inner(x, mlp), mlp.down, mlp.down_bias, in_parts)

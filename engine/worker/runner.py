@@ -2,9 +2,9 @@
 
 A Runner is composed of parts, chosen in engine/build.py:
 
-    group       the ranks that share the model (engine/model/group.py; several: engine/parallel/group.py)
+    group       the ranks that share the model (one: engine/model/group.py; several: engine/parallel/group.py)
     ops         the decoder's small operations, in torch or as fused kernels
-    executors   ways to run a step, in order of preference; the first that can run a step runs it
+    executors   ways to run a step, the preferred way first; each step uses the first way that can run it
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Executor(Protocol):
     """One way to run steps."""
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
-        """Start a step. Returns None if this executor cannot run it: the runner then tries the next executor."""
+        """Start a step. Returns None if this executor cannot run the step: the runner then tries the next."""
 
     def close(self) -> None:
         """Free the device memory of the executor."""
@@ -43,7 +43,7 @@ class Parts:
 
     ops: Ops
     executors: tuple[Callable[[LoadedModel, Progress | None], Executor], ...]  # made and tried in this order
-    reserved_bytes: int = 0  # device memory for the executors, which the KV cache does not use
+    reserved_bytes: int = 0  # device memory that the executors need and the KV cache must not use
 
 
 class Runner:
@@ -58,27 +58,27 @@ class Runner:
         on_progress: Progress | None = None,
         group: Group = ALONE,
     ) -> None:
-        """Loads the weights, sizes the pool and makes the executors; raises EngineError."""
+        """Loads the weights, sizes the KV pool and makes the executors; raises EngineError."""
         self.loaded = loaded = LoadedModel(
             model_config, engine_config, parts.ops, model_dir, on_progress, group, parts.reserved_bytes
         )
         self.num_blocks, self.block_size, self.vocab_size = loaded.num_blocks, loaded.block_size, loaded.vocab_size
         self.synchronous = loaded.synchronous
-        # Executors refer to the loaded model, not to the runner: after gc.freeze a cycle would never be freed.
+        # Executors refer to the loaded model, not to the runner: after gc.freeze, cycles would never be freed.
         with torch.inference_mode():
             self.executors = [make(loaded, on_progress) for make in parts.executors]
             if model_config.experts is not None:
-                loaded.model.take_expert_load()  # discards the load of the warm-up
+                loaded.model.take_expert_load()  # discards the expert load of the warm-up
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep:
-        """Start a step with the first executor that can run it. `grammars`: by entry, for the constrained draws."""
-        # The rows' settings are changed here too: tensors made in inference mode can only be changed in inference mode.
+        """Start a step with the first executor that can run it. `grammars`: by entry, if a grammar constrains it."""
+        # Launching changes the rows' settings too: tensors made in inference mode can only be changed in that mode.
         with torch.inference_mode():
             for executor in self.executors:
                 launched = executor.launch(plan, grammars)
                 if launched is not None:
                     return launched
-        raise RuntimeError("no executor ran the step: the last one must run any step")
+        raise RuntimeError("no executor could run the step: the last executor must be able to run any step")
 
     def close(self) -> None:
         """Close the executors first, then the group: captured collectives keep the group alive."""

@@ -1,4 +1,4 @@
-"""The report's rows for a GPU: one request, batches, prefill only, a mix, and the time to the first token."""
+"""Measures the report's rows for a GPU: one request, batches, prefill only, a mix, and time to the first token."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from minitui.bench.shapes import Work
 
 # (value of the best other engine, goal), on one H200 with random weights. Other engines: vLLM 0.25.1, mini-sglang,
 # nano-vllm. We assume that their batch figures exclude the prompts. Otherwise 22,262 tok/s would leave at most 8.9 ms
-# for a step of 256 rows of the 8B model; on that card the step's matrix products alone took 6.73 ms in cuBLAS, and
-# reading its keys and values took 2.3 ms.
+# for a step of 256 rows of the 8B model. That is too little: on the same H200, the step's matrix products took 6.73 ms
+# in cuBLAS, and reading its keys and values took 2.3 ms.
 H200 = {
     "8B": {
         "batch 1": (5.14, 4.60), "batch 64": (10_223, 12_000), "batch 256": (22_262, 24_000),
@@ -35,7 +35,7 @@ REPLY = 256  # tokens of a reply in the batch rows
 
 
 class GpuRows:
-    """Measures one model. `references`: row name -> (best other engine on this card, goal)."""
+    """Measures one model. `references`: row name -> (value of the best other engine on this GPU, goal)."""
 
     def __init__(self, llm: LLM, work: Work, limits: Limits, references: dict[str, tuple[float, float]]) -> None:
         self._llm, self._work, self._limits, self._references = llm, work, limits, references
@@ -43,7 +43,7 @@ class GpuRows:
         self._seed = 0
 
     def all(self) -> Iterator[Row]:
-        """Yields the rows as they are measured."""
+        """Measures all rows; yields each row as soon as it is measured."""
         self._warm_up()
         yield self.single()
         for batch in (64, 256):
@@ -55,7 +55,7 @@ class GpuRows:
         yield self.first_token_cached()
 
     def single(self) -> Row:
-        """Returns (time for 513 tokens - time for 1 token) / 512, for one request with 128 prompt tokens."""
+        """Measures one request with 128 prompt tokens: (time for 513 tokens - time for 1 token) / 512."""
         prompts, work = self._prompts, self._work
         one = median(seconds(self._llm, prompts([128]), greedy(1)) for _ in range(3))
         self._llm.engine.log.drain()
@@ -67,27 +67,27 @@ class GpuRows:
         return self._row("batch 1", took, "ms/token", least, self._host(1))
 
     def batch(self, n: int) -> Iterator[Row]:
-        """Yields two rows for n requests with 128 prompt tokens and replies of 256 tokens.
+        """Measures two rows for n requests with 128 prompt tokens and replies of 256 tokens.
 
-        The first row is decoding only: 255 tokens of each reply / (time for 256 tokens - time for 1 token). The second
-        row includes the prompts: all tokens of the replies / whole time.
+        The first row measures only decoding: 255 tokens of each reply / (time for 256 tokens - time for 1 token). The
+        second row includes the prompts: all tokens of the replies / whole time.
         """
-        prompts, work, later = [128] * n, self._work, n * (REPLY - 1)
+        prompts, work, decoded = [128] * n, self._work, n * (REPLY - 1)
         one = self._median(lambda: seconds(self._llm, self._prompts(prompts), greedy(1)))
         self._llm.engine.log.drain()
         whole = self._median(lambda: seconds(self._llm, self._prompts(prompts), greedy(REPLY)))
 
         def decoding(limits: Limits) -> float:
-            return later / sum(work.decode(limits, [128 + step] * n) for step in range(1, REPLY))
+            return decoded / sum(work.decode(limits, [128 + step] * n) for step in range(1, REPLY))
 
         def with_prompts(limits: Limits) -> float:
             return n * REPLY / work.replies(limits, prompts, [REPLY] * n)
 
-        yield self._row(f"batch {n}", later / (whole - one), "tok/s", decoding, self._host(n))
+        yield self._row(f"batch {n}", decoded / (whole - one), "tok/s", decoding, self._host(n))
         yield self._row(f"batch {n} with its prompts", n * REPLY / whole, "tok/s", with_prompts)
 
     def prefill(self) -> Row:
-        """Returns prompt tokens / time, for 16 prompts of 4,096 tokens with replies of one token."""
+        """Measures prompt tokens / time, for 16 prompts of 4,096 tokens with replies of one token."""
         lengths = [4096] * 16
         took = self._median(lambda: seconds(self._llm, self._prompts(lengths), greedy(1)))
 
@@ -97,7 +97,10 @@ class GpuRows:
         return self._row("prefill 16 x 4,096", sum(lengths) / took, "tok/s", most)
 
     def mixed(self) -> Row:
-        """Returns reply tokens / time, for 256 requests at once. Prompts and replies: uniformly 100 to 1,024 tokens."""
+        """Measures reply tokens / time, for 256 requests at once.
+
+        The lengths of prompts and replies are uniformly distributed from 100 to 1,024 tokens.
+        """
         rng = np.random.default_rng(0)
         lengths, outputs = (rng.integers(100, 1025, 256).tolist() for _ in range(2))
         params: list[SamplingParams] = [greedy(n) for n in outputs]
@@ -110,14 +113,14 @@ class GpuRows:
         return self._row("mixed 256", sum(outputs) / took, "tok/s", most, self._host(256))
 
     def first_token_cold(self) -> Row:
-        """Returns the time to the first token of a new prompt."""
+        """Measures the time to the first token of a new prompt."""
         took = median(seconds(self._llm, self._prompts([2112]), greedy(1)) for _ in range(5)) * 1e3
         return self._row(
             "first token, 2,112 cold", took, "ms", lambda limits: self._work.prefill(limits, [2112]) * 1e3
         )
 
     def first_token_cached(self) -> Row:
-        """Returns the time to the first token of a prompt with 2,048 cached tokens."""
+        """Measures the time to the first token of a prompt with 2,048 cached tokens."""
         times = []
         for _ in range(5):
             (start,), (rest,) = self._prompts([2048]), self._prompts([64])
@@ -136,7 +139,7 @@ class GpuRows:
         return median(run() for _ in range(3))
 
     def _prompts(self, lengths: list[int]) -> list[list[int]]:
-        self._seed += 1  # never the same prompts twice: they would be cached
+        self._seed += 1  # always new prompts: repeated prompts would be cached
         return random_prompts(lengths, self._vocab, self._seed)
 
     def _host(self, rows: int) -> str:
@@ -147,7 +150,7 @@ class GpuRows:
         return f"host {steps.host_us:.0f} us per step{per_row}; device {steps.device_ms:.2f} ms"
 
     def _row(self, name: str, value: float, unit: str, limit: Callable[[Limits], float], note: str = "") -> Row:
-        """Returns a row. `limit(limits)`: the best value that these limits of the machine allow."""
+        """Returns a row. `limit` returns the best value that the given limits of the machine allow."""
         other, goal = self._references.get(name, (None, None))
         limits = self._limits
         steady = limit(replace(limits, matmul=limits.sustained)) if limits.sustained else None

@@ -1,4 +1,4 @@
-"""The limits of this machine: copying memory, reading memory, multiplying matrices. Measured with random data."""
+"""Measures the limits of this machine with random data: copying memory, reading memory, multiplying matrices."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from statistics import median
 
 import torch
 
-NUMBERS, CPU_NUMBERS = 1 << 29, 1 << 26  # float32 numbers to copy and read: many times the caches
+NUMBERS, CPU_NUMBERS = 1 << 29, 1 << 26  # float32 numbers to copy and read: many times the size of the caches
 REPEATS = 10
 SUSTAINED_SECONDS = 1.5
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes per second (a copied byte counts twice, read and written) and operations per second."""
+    """The limits in bytes per second (a copied byte counts twice: read and written) and operations per second."""
 
     copy: float
     read: float
     matmul: float
     dtype: str
-    sustained: float | None = None  # matmul over 1.5 s, on a GPU: power and heat lower its clock
+    sustained: float | None = None  # on a GPU: matmul over 1.5 s, when power and heat lower the clock
 
     def lines(self) -> list[str]:
         return [
@@ -35,7 +35,7 @@ class Limits:
 
 
 def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
-    """Measures each limit as the median of several runs. Memory is measured with buffers far larger than the caches."""
+    """Measures each limit as the median of several runs, but `sustained` in one long run."""
     copy, read = _memory(device, NUMBERS if device.type == "cuda" else CPU_NUMBERS)
     n = 8192 if device.type == "cuda" else 1024
     a, b = (torch.empty(n, n, device=device).normal_().to(dtype) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Model shapes for measurements with random weights, without a checkpoint; and the least work of a model's steps."""
+"""Model shapes for measurements with random weights, without a checkpoint; and the minimum work of a step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MEASURED = ("0.6B", "8B")  # the sizes measured by default
 
 
 def write_config(size: str, directory: Path) -> Path:
-    """Writes the config.json of a Qwen3 model of this size; returns its directory. Random weights need only this."""
+    """Writes the config.json of a Qwen3 model of this size; returns its directory. Random weights need no more."""
     hidden, inner, layers, heads, tied = SIZES[size]
     config = QWEN3 | {
         "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
@@ -45,15 +45,15 @@ def write_config(size: str, directory: Path) -> Path:
 
 @dataclass(frozen=True)
 class Work:
-    """The least bytes and operations of a model's steps: every weight, key and value is read once."""
+    """The minimum bytes and operations of a model's steps: every weight, key and value is read once."""
 
     body: int  # weights of all layers' matrices, without experts
     head: int  # weights of the output matrix
-    kv_bytes: int  # of one token's keys and values, all layers
+    kv_bytes: int  # bytes of one token's keys and values, all layers
     attention: int  # operations for one query and one key, all layers
     itemsize: int  # bytes of a weight
-    expert_layers: int = 0
-    experts: int = 0  # in each of these layers
+    expert_layers: int = 0  # number of layers with experts
+    experts: int = 0  # number of experts in each of these layers
     experts_per_token: int = 0
     expert: int = 0  # weights of one expert
 
@@ -77,7 +77,7 @@ class Work:
         )  # fmt: skip
 
     def prefill(self, limits: Limits, lengths: list[int], cached: int = 0) -> float:
-        """Returns the seconds to compute prompts of these lengths, and to draw one token for each prompt.
+        """Returns the minimum seconds to compute prompts of these lengths, and to draw one token for each prompt.
 
         `cached`: tokens of each prompt that are in the cache.
         """
@@ -86,22 +86,22 @@ class Work:
         return self._seconds(limits, tokens, len(lengths), cached * len(lengths), pairs)
 
     def decode(self, limits: Limits, contexts: list[int]) -> float:
-        """Returns the seconds of one step that decodes one token of each sequence."""
+        """Returns the minimum seconds of a step that decodes one token of each sequence."""
         return self._seconds(limits, len(contexts), len(contexts), sum(contexts), sum(contexts))
 
     def replies(self, limits: Limits, prompts: list[int], outputs: list[int]) -> float:
-        """Returns the seconds to serve requests that arrive together: the prefill, then decode steps."""
+        """Returns the minimum seconds to serve requests that arrive together: the prefill, then decode steps."""
         total = self.prefill(limits, prompts)
         for step in range(1, max(outputs)):
             total += self.decode(limits, [p + step for p, o in zip(prompts, outputs, strict=True) if o > step])
         return total
 
-    def experts_wanted(self, tokens: int) -> float:
-        """Returns how many experts of a layer this many tokens use on average, if the router spreads tokens evenly."""
+    def experts_used(self, tokens: int) -> float:
+        """Returns the mean number of experts that `tokens` tokens use in a layer, if the router spreads them evenly."""
         return self.experts * (1 - (1 - self.experts_per_token / self.experts) ** tokens) if self.experts else 0.0
 
     def _seconds(self, limits: Limits, tokens: int, drawn: int, keys: int, pairs: float) -> float:
-        weights = self.body + self.head + self.expert_layers * self.experts_wanted(tokens) * self.expert
+        weights = self.body + self.head + self.expert_layers * self.experts_used(tokens) * self.expert
         read = weights * self.itemsize + keys * self.kv_bytes
         used = self.body + self.expert_layers * self.experts_per_token * self.expert
         operations = 2 * used * tokens + 2 * self.head * drawn + self.attention * pairs

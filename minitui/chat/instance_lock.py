@@ -13,7 +13,7 @@ import time
 import uuid
 from pathlib import Path
 
-YOUNG_S = 60.0  # younger files are kept: a process creates its file shortly before it locks it
+YOUNG_S = 60.0  # younger files are kept: their process may not have locked them yet
 
 
 class Presence:
@@ -25,14 +25,14 @@ class Presence:
         self._tidy()
         self._path = self._file_of(self.id)
         self._held = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
-        with contextlib.suppress(OSError):  # a file system without locks: no process counts as running
+        with contextlib.suppress(OSError):  # without locks in the file system, no process counts as running
             fcntl.flock(self._held, fcntl.LOCK_EX)
 
     def _file_of(self, id: str) -> Path:
         return self._folder / f"open-{id}.lock"
 
     def runs(self, id: str) -> bool:
-        """True if `id` is another minitui that is running."""
+        """Returns True if another minitui process with this id is running."""
         return id != self.id and bool(id) and _is_held(self._file_of(id))
 
     def _tidy(self) -> None:
@@ -43,7 +43,7 @@ class Presence:
                     path.unlink()
 
     def end(self) -> None:
-        """Releases the lock."""
+        """Deletes the file and releases the lock."""
         with contextlib.suppress(OSError):
             self._path.unlink()
         os.close(self._held)

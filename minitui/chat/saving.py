@@ -12,18 +12,18 @@ RETRY_S = 5.0
 
 
 class Saver:
-    """Writes chats to `store`; does nothing if `store` is None. If the file cannot be written, chats continue:
-    `unsaved` keeps them until a later attempt succeeds."""
+    """Writes chats to `store`; does nothing if `store` is None. If the file cannot be written, `unsaved` keeps
+    the chats until a later attempt succeeds."""
 
     def __init__(self, store: Store | None) -> None:
         self.store = store
         self.unsaved: dict[str, Session] = {}  # by id
-        self.error = ""  # why chats are unsaved
-        self.on_unsaved: Callable[[str], None] = lambda sentence: None  # called when saving begins to fail
+        self.error = ""  # the reason why chats could not be saved
+        self.on_unsaved: Callable[[str], None] = lambda sentence: None  # called at the first of several failures
         self._retry_at = 0.0
 
     def save(self, session: Session, last: bool = False, everything: bool = False) -> None:
-        """Saves the chat: its row, and also its last message (`last`) or all messages (`everything`)."""
+        """Saves the chat's row; with `last` also its last message, with `everything` all its messages."""
         if self.store is None or not session.messages:
             return
         if self.unsaved:
@@ -49,7 +49,7 @@ class Saver:
             self._failed(session, error)
 
     def retry_now(self) -> None:
-        """Tries to save the unsaved chats, without waiting for RETRY_S."""
+        """Tries to save the unsaved chats at once, even if RETRY_S has not passed."""
         if self.unsaved:
             self._retry_at = 0.0
             self.save(next(iter(self.unsaved.values())))
@@ -62,7 +62,7 @@ class Saver:
             self.on_unsaved(f"{error}. Chats continue, and are saved as soon as possible.")
 
     def _write(self, store: Store, session: Session, first: int) -> None:
-        """Writes the chat and its messages from position `first` on. With `first` 0, also deletes removed messages."""
+        """Writes the chat and its messages from position `first` on. If `first` is 0, also deletes removed messages."""
         with store.together():
             store.save_chat(session)
             for position, message in list(enumerate(session.messages))[first:]:

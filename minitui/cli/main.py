@@ -1,6 +1,6 @@
-"""The command line: registers the commands, and turns errors into a sentence and an exit code.
+"""The command line: registers the commands, and turns each error into a sentence and an exit code.
 
-Errors are one sentence on stderr. Exit code 2: wrong usage; 1: any other failure.
+The sentence is printed on stderr. Exit code 2: wrong usage; 1: any other failure.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _fail(sentence: str, code: int = 1) -> None:
 
 
 def _log_crash() -> str:
-    """Writes the traceback of the current exception to a file; returns a text that says where it is."""
+    """Writes the traceback of the current exception to a file; returns where it is, for the error message."""
     import traceback
 
     try:

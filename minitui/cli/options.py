@@ -1,4 +1,4 @@
-"""Options that several commands share: names, defaults and help texts."""
+"""Defines the options that several commands share: names, defaults and help texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def valid_text(value: str | None) -> str | None:
-    """Replaces the bytes of an argument that are not UTF-8.
+    """Returns the argument with a "?" for each byte that is not UTF-8.
 
     Python passes these bytes as lone surrogates, which no tokenizer accepts.
     """
@@ -48,7 +48,7 @@ def _sampling(
         int | None, typer.Option(help="Maximum tokens of an answer. Default: as many as fit the context and the pool.")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="The same seed gives the same answer; other requests do not change it.")
+        int | None, typer.Option(help="The same seed gives the same answer; other requests have no influence.")
     ] = None,
 ) -> None: ...
 
@@ -89,7 +89,7 @@ def _engine(
     attention_backend: Annotated[
         str,
         typer.Option(
-            help="auto, torch, triton or flash; or two backends, for prefill and decode: flash,triton. On a GPU, auto "
+            help="auto, torch, triton or flash; or one for prefill and one for decode: flash,triton. On a GPU, auto "
             "means triton, with flash for prefill if FlashAttention is installed."
         ),
     ] = "auto",

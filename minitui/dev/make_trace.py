@@ -4,8 +4,8 @@
     minitui replay h200.trace --speed 0.1
 
 The prompts are random tokens; each conversation begins with one of a few shared prefixes. So batches, chunks and hits
-are like those of real traffic, but the text means nothing. The trace says so, and readers do not show the text. The
-same seed gives the same arrival times and lengths.
+are like those of real traffic, but the text means nothing. The trace is marked as random text, so minitui does not
+show the text. The same seed gives the same arrival times and lengths.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from engine.params import SamplingParams
 from engine.trace.records import Record
 from minitui.trace.recorder import Recorder
 
-FEW = 1000  # different tokens in the prompts: this halves the size of the file
+FEW = 1000  # number of different tokens in the prompts: with so few, the file is half as large
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The traffic. Lengths in tokens, uniformly distributed between the two numbers."""
+    """The requests of a run. Lengths are in tokens; a pair of numbers is the range of a uniform distribution."""
 
     requests: int = 64
     arrivals_s: float = 2.0  # all requests arrive within this time
-    prefixes: int = 4  # number of different beginnings
-    prefix: int = 256
+    prefixes: int = 4  # number of different shared prefixes
+    prefix: int = 256  # length of a shared prefix
     prompt: tuple[int, int] = (32, 512)  # without the prefix
     reply: tuple[int, int] = (32, 256)
     seed: int = 0
@@ -51,31 +51,31 @@ class Arrival:
 
 
 def arrivals(traffic: Traffic, vocab_size: int, max_len: int) -> list[Arrival]:
-    """The requests in the order of arrival; none is longer than `max_len`."""
+    """Returns the requests in order of arrival; none is longer than `max_len` with its reply."""
     rng = random.Random(traffic.seed)
 
     def tokens(n: int) -> list[int]:
         return [rng.randrange(min(vocab_size, FEW)) for _ in range(n)]
 
-    beginnings = [tokens(traffic.prefix) for _ in range(traffic.prefixes)]
+    prefixes = [tokens(traffic.prefix) for _ in range(traffic.prefixes)]
     times = sorted(rng.random() * traffic.arrivals_s for _ in range(traffic.requests))
     made = []
     for i, at in enumerate(times):
         reply = rng.randint(*traffic.reply)
-        ids = rng.choice(beginnings) + tokens(rng.randint(*traffic.prompt))
+        ids = rng.choice(prefixes) + tokens(rng.randint(*traffic.prompt))
         params = SamplingParams(max_tokens=reply, temperature=1.0, seed=i, ignore_eos=True)
         made.append(Arrival(at, f"user {i + 1}", ids[: max(1, max_len - reply - 1)], params))
     return made
 
 
 class Notable:
-    """The bookmarks of a run: its extreme steps."""
+    """Finds the extreme steps of a run, which become its bookmarks."""
 
     def __init__(self) -> None:
-        self._most: dict[str, tuple[float, int]] = {}  # label -> (value, step)
+        self._most: dict[str, tuple[float, int]] = {}  # template of the label -> (value, step)
 
     def look(self, records: list[Record]) -> None:
-        """Keeps values that exceed all earlier ones."""
+        """Notes the steps with a value larger than all earlier values."""
         for record in records:
             if record[2] == "step":
                 _, _, _, step, prefills, _joined, _left, tokens, _waiting = record
@@ -90,12 +90,12 @@ class Notable:
             self._most[text] = (amount, step)
 
     def marks(self) -> list[tuple[int, str]]:
-        """The bookmarks: (step, label)."""
+        """Returns the bookmarks as (step, label)."""
         return [(step, text.format(amount)) for text, (amount, step) in self._most.items()]
 
 
 def record_run(engine: Engine, info: dict[str, Any], due: list[Arrival], path: Path) -> Recorder:
-    """Submits the requests at their times, runs until all have ended, and records everything in `path`."""
+    """Submits each request when it is due, or earlier if the engine is idle; records the whole run in `path`."""
     recorder = Recorder(path)
     recorder.begin({**info, "random_text": True}, engine.snapshot())
     notable = Notable()
@@ -103,15 +103,15 @@ def record_run(engine: Engine, info: dict[str, Any], due: list[Arrival], path: P
     began = engine.log.now()
     while waiting or engine.has_work:
         while waiting and (engine.log.now() - began >= waiting[-1].at or not engine.has_work):
-            one = waiting.pop()
-            engine.add_request(one.ids, one.params, group=one.group)
+            arrival = waiting.pop()
+            engine.add_request(arrival.ids, arrival.params, group=arrival.group)
         engine.step()
         records = engine.log.drain()
         notable.look(records)
         recorder.feed(records)
     engine.drain()
     recorder.feed(engine.log.drain())
-    recorder.name({one.group: one.group for one in due})
+    recorder.name({arrival.group: arrival.group for arrival in due})
     for step, text in notable.marks():
         recorder.bookmark(text, step)
     recorder.close()
@@ -131,9 +131,9 @@ def _span(text: str) -> tuple[int, int]:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="As for minitui chat.")],
+    model: Annotated[str, typer.Option(help="The model, as for minitui chat.")],
     out: Annotated[Path, typer.Option(help="The trace file to write.")],
-    dummy_weights: Annotated[bool, typer.Option("--dummy-weights", help="Random weights.")] = False,
+    dummy_weights: Annotated[bool, typer.Option("--dummy-weights", help="Use random weights.")] = False,
     device: str = "auto",
     kv_blocks: int | None = None,
     max_num_seqs: int | None = None,
@@ -156,8 +156,8 @@ def main(
     built = build_engine(config)
     # The first steps on a device compile and warm up: they are not recorded.
     warm = arrivals(Traffic(requests=4, arrivals_s=0.0, seed=1), built.info["vocab_size"], built.info["max_model_len"])
-    for one in warm:
-        built.engine.add_request(one.ids, replace(one.params, max_tokens=4))
+    for arrival in warm:
+        built.engine.add_request(arrival.ids, replace(arrival.params, max_tokens=4))
     while built.engine.has_work:
         built.engine.step()
     built.engine.clear_cache()

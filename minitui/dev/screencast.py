@@ -1,7 +1,7 @@
 """Plays a demo and writes an animated GIF of it: `python -m minitui.dev.screencast [FILE]`.
 
-The real engine plays the demo in a headless terminal, in real time. A few frames a second are taken; equal frames are
-merged into a longer one. A headless Chromium draws them, Pillow writes them.
+The real engine plays the demo in a headless terminal, in real time. A few frames are taken per second; equal frames
+in a row become one longer frame. A headless Chromium draws the frames, and Pillow writes the GIF.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ async def _nothing(app: MinituiApp) -> None:
 
 
 def _drawn(svg: str) -> str:
-    """A key for equal frames, without Textual's names of classes and clips, which differ from picture to picture."""
+    """Returns the drawn part of the SVG, which is the same for equal frames, without the definitions."""
     return svg[svg.index("</defs>") :] if "</defs>" in svg else svg
 
 
 def write_gif(frames: list[Frame], path: Path, browser: str, scale: float) -> None:
-    """Draws the frames and writes them with one palette, so that only changes take bytes."""
+    """Draws the frames and writes them with one palette, so that only changed pixels take bytes."""
     from PIL import Image
 
     with tempfile.TemporaryDirectory() as folder:
@@ -97,7 +97,7 @@ def write_gif(frames: list[Frame], path: Path, browser: str, scale: float) -> No
 
 
 def _palette(pictures: list[Any]) -> Any:
-    """A palette of the colours of a few distant frames."""
+    """Returns a palette of the colours of a few frames, spread over the whole film."""
     from PIL import Image
 
     chosen = pictures[:: max(1, len(pictures) // 8)]

@@ -1,4 +1,4 @@
-"""Shows Inspect and Lecture over simulated records, or with --measure measures their cost."""
+"""Shows the Inspect and Lecture screens with simulated records; --measure measures their cost."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from minitui.tui.screens.lecture import LectureScreen
 from minitui.tui.theme import THEMES
 from minitui.viewmodel.updater import Updater
 
-SETTLE_S = 3.0  # before the measurement
+SETTLE_S = 3.0  # seconds before the measurement
 
 
 class StressApp(AppBase):
-    """Inspect and Lecture over simulated records."""
+    """An application with the Inspect and Lecture screens, which shows simulated records."""
 
     source: StressProcess  # type: ignore[assignment]
     MODES: ClassVar[dict[str, Any]] = {"inspect": InspectScreen, "lecture": LectureScreen}
@@ -59,20 +59,20 @@ class StressApp(AppBase):
     ) -> None:  # fmt: skip
         """`fps` 0: frames are drawn only by calls of `tick`. Measures for `seconds`, after `settle` seconds."""
         chats: Any = Chats(source)  # type: ignore[arg-type]
-        settings = Settings(ascii=glyphs() is ASCII)  # the caller's choice
+        settings = Settings(ascii=glyphs() is ASCII)  # the caller has chosen the glyphs
         super().__init__(source, chats, settings, system="")  # type: ignore[arg-type]
         self.clock = clock
         self.view.ids_to_text = source.decode
         self.view.group_names = source.names
         self.feed = Updater(source, self.view, clock)  # type: ignore[arg-type]
         self.fps = fps
-        self.seconds = seconds  # then the application ends; 0: it stays open
+        self.seconds = seconds  # the application ends after a measurement of this length; 0: it does not end by itself
         self.settle = settle
         self.figures: dict[str, Any] = {}
         self._cpu: list[float] = []  # seconds of CPU time for each frame's fold and paint
         self._ticks: list[float] = []  # the time of each drawn frame
-        self._ages: list[float] = []  # age of the oldest record that is not drawn yet, in seconds
-        self._backlog = 0
+        self._ages: list[float] = []  # after each drawn frame: seconds since the oldest record not drawn yet was sent
+        self._backlog = 0  # the largest backlog so far
 
     async def on_mount(self) -> None:
         sys.setswitchinterval(0.001)  # as the application does
@@ -118,7 +118,7 @@ class StressApp(AppBase):
         self.exit()
 
     def tick(self) -> None:
-        """One frame: drain, fold, paint."""
+        """Drains and folds the new records, and paints a frame."""
         begin = time.process_time()
         self.feed.pump()
         if self.is_headless or self.frame_limiter.draws():
@@ -133,7 +133,7 @@ class StressApp(AppBase):
         self._backlog = max(self._backlog, self.feed.backlog)
 
     def _note_time(self) -> None:
-        """Notes the time of this frame, and the age of the oldest record that it does not show."""
+        """Notes the time of this frame, and the age of the oldest record that the frame does not show."""
         now, made = time.monotonic(), self.source.made
         while made and made[0][0] <= self.view.live.state.seq:
             made.popleft()
@@ -164,11 +164,12 @@ class StressApp(AppBase):
         self.theme = names[(names.index(self.theme) + 1) % len(names)]
 
 
+# Pairs of a key and a pattern of its effect on the screen.
 COLOURS = [(b"c", re.compile(rb"m" + word)) for word in (b"owner", b"age", b"refcount", b"state")]
 TITLES = (b"Block table", b"Batch lanes", b"Radix tree", b"Timings", b"Events", b"KV blocks")
 PANELS = [(b"\t", re.compile(title)) for title in TITLES]
 BETWEEN_KEYS_S = 0.12
-GIVE_UP_S = 2.0  # a key without a visible effect counts as this long
+GIVE_UP_S = 2.0  # a key without a visible effect counts with this time
 
 
 class Keys:
@@ -184,7 +185,7 @@ class Keys:
 
     def saw(self, data: bytes, now: float) -> None:
         """See Typist."""
-        if self._next == math.inf and TITLES[-1] in data:  # its first frame
+        if self._next == math.inf and TITLES[-1] in data:  # the application's first frame
             self._next = now + self.settle
         if self._waits_for is None:
             return
@@ -204,10 +205,10 @@ class Keys:
     def _note(self, now: float) -> None:
         self.took.append(now - self._pressed)
         self._waits_for, self._seen = None, b""
-        self._next = now + BETWEEN_KEYS_S * (0.5 + random.random())  # at any phase of a frame
+        self._next = now + BETWEEN_KEYS_S * (0.5 + random.random())  # at a random time within a frame
 
     def figures(self) -> dict[str, Any]:
-        """The number of keys and their times in milliseconds."""
+        """Returns the number of keys and their times in milliseconds."""
         if not self.took:
             return {"keys": 0}
         took = sorted(self.took)
@@ -219,7 +220,7 @@ class Keys:
 
 def measure(load: str, size: tuple[int, int], fps: float, seconds: float, settle: float = SETTLE_S) -> dict[str, Any]:
     """Runs the application in a pseudo-terminal for `settle` + `seconds`. Returns the figures of the last `seconds`,
-    the bytes written, and the times from a key to its effect on the screen."""
+    the bytes written, and the times from a key press to its effect on the screen."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "figures.json")
         arguments = ["--load", load, "--fps", str(fps), "--seconds", str(seconds), "--out", str(out)]
@@ -236,7 +237,7 @@ def measure(load: str, size: tuple[int, int], fps: float, seconds: float, settle
 
 
 def loop_speed() -> float:
-    """Additions of a Python loop per microsecond of CPU time: machines differ much, also from hour to hour."""
+    """Returns the additions of a Python loop per microsecond of CPU time: machine speeds differ, even by the hour."""
     begin, total = time.process_time(), 0
     for i in range(3_000_000):
         total += i
@@ -254,7 +255,7 @@ def main(
     settle: Annotated[float, typer.Option(help="Seconds before the measurement.")] = SETTLE_S,
     out: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Show Inspect and Lecture over simulated records."""
+    """Show the Inspect and Lecture screens with simulated records."""
     if load not in LOADS:
         raise typer.BadParameter(f"there is no load {load!r}: the loads are {', '.join(sorted(LOADS))}")
     if measured:

@@ -1,7 +1,7 @@
-"""Simulated records from another process, like those of an engine: the measured process does nothing but display.
+"""Makes simulated records in another process, as an engine does, so the measured process does nothing but display.
 
 Simulated time runs as fast as real time. If the process cannot make records that fast, simulated time runs slower; no
-records are left out. For a measurement they are made in advance.
+records are left out. For a measurement the records are made in advance.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from engine.trace.records import Packet, Record, packets
 from engine.trace.state import State
 from minitui.dev.simulator import LOADS, Load, Stress, spell
 
-EVERY_S = 0.01  # between two messages, as with the engine's process
-LONGEST_S = 0.1  # most simulated time in one message
+EVERY_S = 0.01  # seconds between two messages, as in the engine's process
+LONGEST_S = 0.1  # maximum simulated seconds in one message
 
 
 class StressProcess:
     """A source for the Inspect screen: a load of LOADS, made by another process. `close` ends the process.
 
-    It makes `ahead` seconds of records before it sends the first. These then arrive exactly on time, and the process
-    takes no CPU time from the application.
+    The process makes the records of `ahead` simulated seconds before it sends the first one. These records then arrive
+    exactly on time, and making them takes no CPU time from the application.
     """
 
     def __init__(self, load: str, warm_up: float = 8.0, ahead: float = 0.0) -> None:
@@ -59,19 +59,19 @@ class StressProcess:
         threading.Thread(target=self._read, name="stress", daemon=True).start()
 
     def drain_records(self) -> list[Record]:
-        """The records that have arrived."""
+        """Returns the records that have arrived since the last call."""
         return [record for packet in self.drain_packets() for record in packet.records()]
 
     def drain_packets(self) -> list[Packet]:
-        """The packets that have arrived."""
+        """Returns the packets that have arrived since the last call."""
         return [self._packets.popleft() for _ in range(len(self._packets))]
 
     async def snapshot(self) -> dict[str, Any]:
-        """The state before the first record."""
+        """Returns the state before the first record."""
         return self._snapshot
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids."""
+        """Returns the text of token ids."""
         return spell(self._words, ids)
 
     def gate(self) -> None:
@@ -79,7 +79,7 @@ class StressProcess:
         self._connection.send("gate")
 
     def step(self) -> None:
-        """Runs one step behind a closed gate."""
+        """Closes the gate if it is open, and runs one step."""
         self._connection.send("step")
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class StressProcess:
 
 
 def describe(load: Load) -> dict[str, Any]:
-    """The `info` of a source."""
+    """Returns the `info` of a source with this load."""
     return {
         "model": "stress", "device": "make-believe", "dtype": "none", "num_blocks": load.blocks,
         "block_size": load.block_size,
@@ -111,7 +111,7 @@ def describe(load: Load) -> dict[str, Any]:
 
 
 def warmed(stress: Stress, seconds: float) -> State:
-    """Simulates this many seconds; returns the state after them."""
+    """Simulates this many seconds; returns the state at their end."""
     load = stress.load
     state = State(load.blocks + 1, load.block_size, load.budget, load.rows)
     for _ in range(round(seconds / 0.25)):
@@ -121,7 +121,7 @@ def warmed(stress: Stress, seconds: float) -> State:
 
 
 class Maker:
-    """Makes messages of the changes since the last message."""
+    """Makes messages, each with the changes since the last message."""
 
     def __init__(self, stress: Stress) -> None:
         self.stress = stress
@@ -129,7 +129,7 @@ class Maker:
         self._names: dict[str, str] = {}
 
     def news(self) -> tuple[list[Record], list[str], dict[str, str]]:
-        """The new records, new words and changed names."""
+        """Returns the new records, the new words and the changed names."""
         words = self.stress.words.words[self._words :]
         self._words += len(words)
         named = self.stress.group_names
@@ -139,7 +139,7 @@ class Maker:
 
 
 def main(fd: int, load: str, warm_up: float, ahead: float) -> None:
-    """Runs in the process: sends a snapshot, then messages until the other end closes."""
+    """Sends a snapshot, then messages until the application closes the connection. Runs in the other process."""
     connection, stress = Connection(fd), Stress(LOADS[load])
     snapshot = warmed(stress, warm_up).snapshot()
     maker = Maker(stress)
@@ -159,7 +159,7 @@ def main(fd: int, load: str, warm_up: float, ahead: float) -> None:
 
 
 def _go_on(connection: Connection, maker: Maker) -> None:
-    """Sends messages in real time and handles requests."""
+    """Sends messages in real time and handles the commands "gate" and "step"."""
     stress, last = maker.stress, time.monotonic()
     while True:
         while connection.poll(max(0.0, last + EVERY_S - time.monotonic())):
@@ -182,7 +182,7 @@ def _packed(news: tuple[list[Record], list[str], dict[str, str]]) -> bytes:
 
 
 def _send(connection: Connection, news: bytes) -> None:
-    """Prefixes the current time: both processes use the same clock."""
+    """Sends the current time, then `news`. Both processes use the same clock."""
     connection.send_bytes(struct.pack("d", time.monotonic()) + news)
 
 

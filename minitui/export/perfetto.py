@@ -1,9 +1,9 @@
 """Writes a trace for ui.perfetto.dev: a track for each request, the host's stages, and the device's steps.
 
-The format is Chrome's trace events, which Perfetto reads. Start times are play time (minitui/trace/reader.py), without
-slow motion and with long pauses cut. Durations are as measured.
+The format is Chrome's trace events, which Perfetto reads. Start times are in play time (minitui/trace/reader.py), which
+leaves out slow motion and long pauses. Durations are as measured.
 
-    requests   for each request: waiting, the chunks of its prompt, decoding; decisions are marks
+    requests   for each request: spans for waiting, the chunks of its prompt and decoding, and marks for decisions
     host       plan, launch and commit of each step, in order of execution
     device     the steps on the device, if their times are known
     counters   blocks by state, running and waiting requests
@@ -48,7 +48,7 @@ class _Converter:
         self.lanes: dict[int, _Lane] = {}
         self.stages: list[tuple[float, float, str, dict[str, Any]]] = []  # begin, end, name, args
         self.device_until = 0.0  # end of the last device step in the output
-        self.exchanged: dict[int, float] = {}  # step -> ms of rank 0 in collectives
+        self.exchanged: dict[int, float] = {}  # step -> ms that rank 0 spent in collectives
         self.planned: dict[int, tuple[float, Record]] = {}  # step -> (time, its `step` record)
         self.drafts: dict[int, dict[str, int]] = {}  # step -> numbers of draft and accepted tokens
 
@@ -196,7 +196,7 @@ class _Converter:
         for id, start, n, samples in prefills:
             lane = self.lanes.get(id)
             if lane is None:
-                continue  # it has finished: the slice of the whole request covers the chunk
+                continue  # the request has finished: the slice of the whole request covers the chunk
             begin = max(at, lane.drawn_until)
             if commit > begin and not lane.open:
                 chunk = {"step": step, "from token": start, "tokens": n, "samples a token": samples}
@@ -204,7 +204,7 @@ class _Converter:
                 lane.drawn_until = commit
 
     def _host(self) -> Iterator[Event]:
-        """Yields the host's stages in order of their start. Steps may overlap; their stages are cut to avoid this."""
+        """Yields the host's stages in order of their start. A stage that overlaps an earlier stage is shortened."""
         until = 0.0
         for begin, end, name, args in sorted(self.stages, key=lambda stage: stage[:2]):
             begin = max(begin, until)

@@ -10,22 +10,22 @@ from minitui.export.png import NO_BROWSER, find_browser, write_png
 from minitui.trace.reader import TraceError, TraceReader
 
 FONTS = "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, 'Liberation Mono', monospace"
-PATIENCE_S = 30.0
+LOAD_TIMEOUT_S = 30.0
 
 
 async def screen_svg(trace: str, step: int | None, size: tuple[int, int], theme: str = "minitui-dark") -> str:
-    """Returns the Inspect screen after `step` of `trace` (None: after its last step); `size`: (columns, rows)."""
+    """Returns the Inspect screen as SVG, after `step` of `trace` (None: its last step). `size`: (columns, rows)."""
     from minitui.tui.replay_app import replay_app
 
     app = replay_app(trace)
     async with app.run_test(size=size) as pilot:
         app.theme = theme
-        for _ in range(int(PATIENCE_S / 0.05)):
+        for _ in range(int(LOAD_TIMEOUT_S / 0.05)):
             if app.feed.live:
                 break
             await pilot.pause(0.05)
         else:
-            raise TraceError(f"{trace} could not be shown within {PATIENCE_S:.0f} s")
+            raise TraceError(f"{trace} could not be shown within {LOAD_TIMEOUT_S:.0f} s")
         await app.replay.control("pause")
         await app.seek(app.replay.trace.last_step if step is None else step)
         while app.replay.step < min(step or 0, app.replay.trace.last_step) or app.feed.backlog:
@@ -51,7 +51,7 @@ def write_picture(
     if kind == "png" and browser is None:
         raise TraceError(NO_BROWSER)
     reader = TraceReader(trace)
-    reader.check()  # before the application starts: an error there prints a traceback
+    reader.check()  # fails before the application starts: inside the application, an error prints a traceback
     if step is not None and not 0 <= step <= reader.last_step:
         raise TraceError(f"{trace} has no step {step:,}: it has steps 0 to {reader.last_step:,}")
     svg = asyncio.run(screen_svg(trace, step, size, theme))

@@ -60,7 +60,7 @@ class Strict(BaseModel):
 
 
 class Sampled(Strict):
-    """Sampling parameters, and the other fields that chat and completions share. null means the default."""
+    """Sampling parameters, and the other fields that chats and completions share. null means the default."""
 
     model: str | None = Field(None, max_length=512)
     n: int | None = Field(None, ge=1, le=MAX_SEQUENCES)
@@ -88,7 +88,7 @@ class Sampled(Strict):
     def params(self, max_tokens: int | None, defaults: dict[str, Any], vocab_size: int, **more: Any) -> SamplingParams:
         """Returns the engine's parameters. `defaults`: the checkpoint's generation_config.
 
-        `more`: fields of SamplingParams that take precedence; a value of None is ignored.
+        `more`: fields of SamplingParams that take precedence over the request; a value of None is ignored.
         """
         chosen: dict[str, Any] = {key: value for key, value in defaults.items() if value is not None}
         for name in AS_IN_ENGINE:
@@ -214,7 +214,7 @@ class ResponseFormat(Strict):
     @model_validator(mode="after")
     def _complete(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError(f"the type is {self.type}: type json_schema needs a json_schema, other types have none")
+            raise ValueError(f"the type is {self.type}: type json_schema needs a json_schema, other types exclude it")
         return self
 
     def grammar(self) -> dict[str, Any] | None:
@@ -238,7 +238,7 @@ class ChatRequest(Sampled):
     parallel_tool_calls: bool | None = None
     stream_options: StreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # variables of the template, such as enable_thinking
-    # Fields of OpenAI's clients; no effect, except reasoning_effort "none".
+    # Fields of OpenAI's clients; no effect, but reasoning_effort "none" turns off reasoning.
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     store: bool | None = None
@@ -350,7 +350,7 @@ class Usage(BaseModel):
 
 
 class OpenAIResponse(BaseModel):
-    """The fields that the answers of all OpenAI endpoints have."""
+    """The fields in the answers of all OpenAI endpoints."""
 
     id: str
     object: str

@@ -1,4 +1,4 @@
-"""Owns the engine client of a server: loads the model, restarts the engine, admits requests, and drains at the end.
+"""Owns the engine client of a server: loads the model, restarts the engine, admits requests, and stops.
 
 Requests are refused here, before they reach the engine: while the engine is not running (503), when the queue is full
 (429), and when a prompt cannot fit (400).
@@ -53,7 +53,7 @@ class Service:
         self.metrics = Metrics()
         self.recording = None if settings.record is None else Recording(settings.record)
         self.broadcast = Broadcast(self.metrics, recording=self.recording)
-        self.open = 0  # admitted sequences that have not ended
+        self.open = 0  # number of admitted sequences that have not ended
         self.began = int(time.time())
         self.connections: dict[Any, None] = {}  # open connections (connection.py), the oldest first
         self.gate_owner: str | None = None  # the watcher that closed the gate or slowed the engine
@@ -63,7 +63,7 @@ class Service:
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenise")
         self._durations: deque[float] = deque(maxlen=64)  # seconds that the last requests took
         self._tasks: set[asyncio.Task[None]] = set()
-        self._deaths = 0  # of the engine, in a row
+        self._deaths = 0  # deaths of the engine in a row
         self._up_since = 0.0
         self._starting: asyncio.Task[None] | None = None
         self._launched: EngineClient | None = None  # set before the model is loaded; `_client` is set afterwards
@@ -110,7 +110,7 @@ class Service:
             self._spawn(self._restart())
 
     async def _restart(self) -> None:
-        """Restart the engine after a wait, which is longer after each death in a row."""
+        """Restart the engine after a wait. Each death in a row makes the wait longer."""
         await self.broadcast.end()
         if time.monotonic() - self._up_since > STABLE_S:
             self._deaths = 0
@@ -204,11 +204,11 @@ class Service:
 
     @property
     def overdue(self) -> bool:
-        """Has one step or command taken so long that load balancers should send no requests?"""
+        """True if one step or command has taken so long that load balancers should send no requests."""
         return bool(self.condition.long) and self.condition.task_s > self.settings.stalled_engine_s
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Returns (is the engine running or loading, the body of /health)."""
+        """Returns (True if the engine is loading or runs without a problem, the body of /health)."""
         condition = self.condition
         if condition.hung:
             return False, {"status": "stalled", "silent_s": round(condition.silent_s, 1)}
@@ -281,7 +281,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     def label(self, user: str | None = None, chat: str = "") -> str:
-        """Returns the group that labels a request in the records; if texts are hidden, only minitui's own chat ids."""
+        """Returns the label of a request in the records. If texts are hidden, this is a chat id of minitui or empty."""
         if self.settings.hide_text:
             return chat if CHAT_ID.fullmatch(chat) else ""
         return user or chat
@@ -294,7 +294,7 @@ class Service:
             )
 
     async def check(self, prompts: list[list[int]], params: SamplingParams, field: str) -> None:
-        """Raises ApiError or InvalidRequest, with the field's name, for a request that the engine cannot run."""
+        """Raises ApiError or InvalidRequest, with the name of the field, if the engine cannot run the request."""
         vocabulary, longest = int(self.info["vocab_size"]), self.longest
         params.validate(vocabulary)
         for ids in prompts:

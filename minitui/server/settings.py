@@ -37,8 +37,8 @@ class ServerSettings:
     max_body: int = 4 << 20
     body_s: float = 30.0  # a request's body must arrive within this time
     max_waiting: int = 128  # sequences that may wait while others run
-    request_s: float = 600.0  # a reply that takes longer than this, with its time in the queue, ends with an error
-    stalled_reader_s: float = 20.0  # a reader that reads nothing for this long is dropped
+    request_s: float = 600.0  # a reply that takes longer than this, time in the queue included, ends with an error
+    stalled_reader_s: float = 20.0  # a client that reads nothing for this long is disconnected
     max_watchers: int = 256
     drain_s: float = 3.0  # after SIGTERM, running replies get this much time to finish
     stalled_engine_s: float = 60.0  # /health answers 503 when one step or command takes longer than this
@@ -52,22 +52,22 @@ class ServerSettings:
                 )
         if "*" in self.cors_origins and not self.keys:
             raise EngineError(
-                "--cors-origin '*' lets every web page use the engine, which requires a key: "
+                "--cors-origin '*' lets every web page use the engine, so a key is needed: "
                 "set --api-key (or MINITUI_API_KEY), or name the allowed origins"
             )
         if not self.keys and not self.loopback:
             raise EngineError(
-                f"listening on {self.host} lets other machines use the engine, which requires a key: set --api-key "
+                f"listening on {self.host} lets other machines use the engine, so a key is needed: set --api-key "
                 "(or MINITUI_API_KEY), or listen on 127.0.0.1"
             )
 
     @property
     def loopback(self) -> bool:
-        """Can the address be reached from this machine only?"""
+        """True if only this machine can reach the address."""
         return is_loopback(self.host)
 
     def role_of(self, key: str | None) -> Role:
-        """Returns the role of a key. The time that this takes does not reveal how much of a wrong key is right."""
+        """Returns the role of a key. The time that this takes reveals nothing about the known keys."""
         if not self.keys:
             return Role.CONTROL
         given = hashlib.sha256((key or "").encode("utf-8", "surrogateescape")).digest()

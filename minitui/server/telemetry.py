@@ -5,7 +5,7 @@
     GET  snapshot          the engine's state after its latest record
     GET  records           the records from now on, as server-sent events
     POST submit            answer token ids with deltas, as server-sent events
-    POST cancel            end the request with this tag
+    POST cancel            end the request that has the given tag
     POST control           control the gate and slow motion, or clear the cache
 """
 
@@ -70,7 +70,7 @@ class Cancellation(Strict):
 
 
 class Until(Strict):
-    """The event at which run_until stops. `ms`: the duration of a step that counts as slow."""
+    """The event at which run_until stops. `ms`: a step that takes longer than this is slow."""
 
     event: Literal["admission", "prefill", "hit", "eviction", "preemption", "finish", "slow"]
     ms: Finite = Field(0.0, ge=0)
@@ -98,12 +98,15 @@ class Done(BaseModel):
 
 
 class TokenAnswer(Answer):
-    """Answers a Submission with events. Each has text and ids; the last one also has finish_reason and metrics."""
+    """Answers a Submission with events. The first has request and seed; the others have text and ids.
+
+    The last event also has finish_reason and metrics.
+    """
 
     cancellable = True
 
     def __init__(self, service: Service, body: Submission, answers: dict[str, TokenAnswer]) -> None:
-        """`answers`: the running answers by tag. This one adds itself, and removes itself in `close`."""
+        """`answers`: the running answers by tag. This answer adds itself, and removes itself in `close`."""
         service.check_ready()
         if body.tag in answers:
             raise ApiError(400, f"tag {body.tag} is in use", "tag")
@@ -180,17 +183,17 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/records", response_class=Response, responses=STREAMED)
     async def records(client: Client = None) -> Response:
-        """Sends every record from now on. After a gap in the numbers, records were lost: request a new snapshot."""
+        """Sends every record from now on. A gap in their numbers means lost records: request a new snapshot."""
         if len(service.broadcast.watchers) >= service.settings.max_watchers:
             count = len(service.broadcast.watchers)
-            raise ApiError(429, f"{count} clients are watching, which is the limit", headers={"Retry-After": "10"})
+            raise ApiError(429, f"{count} clients are watching; more are not allowed", headers={"Retry-After": "10"})
         if service.draining:
             service.check_ready()
         watcher = Watcher(client)
 
         def end() -> None:
             service.broadcast.watchers.discard(watcher)
-            # The client may have connected again.
+            # The same client may have connected again.
             if client == service.gate_owner and not service.broadcast.watches(client):
                 service.release_gate()
 
@@ -201,7 +204,10 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/submit", response_class=Response, responses=STREAMED)
     async def submit(body: Submission, request: Request) -> Response:
-        """Answers token ids with events {"text", "ids"}. The last one also has "finish_reason" and "metrics"."""
+        """Answers token ids with an event {"request", "seed"}, then events {"text", "ids"}.
+
+        The last event also has "finish_reason" and "metrics".
+        """
         return await TokenAnswer(service, body, answers).respond(request)
 
     @routes.post("/cancel", response_model=Done)
@@ -227,7 +233,7 @@ def router(service: Service) -> APIRouter:
         elif body.action == "pace":
             arguments = {"factor": body.factor}
         if body.action in ("pause", "step", "run_until", "pace") and service.broadcast.watches(client):
-            service.gate_owner = client  # the server can only notice when a watcher disconnects
+            service.gate_owner = client  # only a watcher has a connection whose end the server notices
         value = await service.client.control(body.action, **arguments)
         return JSONResponse({"value": value if isinstance(value, int) else None})
 

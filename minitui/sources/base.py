@@ -1,7 +1,7 @@
 """Defines `Source`: an engine on this machine, a server, several servers, or a recording.
 
-Other folders use a Source, never an engine directly. Only `start` imports the heavy modules, so that the application
-can draw its first screen without them.
+The rest of minitui uses a Source, never an engine directly. Only `start` imports the heavy modules, so that the
+application can draw its first screen without them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Source(ABC):
         """Make the source ready and report progress. Raises EngineError with a sentence for the user."""
 
     async def restart(self, on_progress: Progress) -> None:
-        """Stop everything that still runs, and start again."""
+        """End the tasks that still run, and start again."""
         self._ready.clear()
         await self._stop()
         await self.start(on_progress)
@@ -136,7 +136,7 @@ class Source(ABC):
 
     @property
     def connection(self) -> str:
-        """The problem, as a sentence, while the server cannot be reached; else empty."""
+        """The reason, as a sentence, while the server cannot be reached; else empty."""
         return ""
 
     # ---- recording

@@ -1,7 +1,7 @@
 """A Source for any OpenAI-compatible server. It streams chats, and reads the server's state from its Prometheus page.
 
-Such a server takes messages, not token ids. So TextCodec gives every text an id, and chats are stored and compared as
-with other sources. The server has no records, no snapshot and no gate.
+The server takes messages, not token ids. So TextCodec gives every text an id, and chats are stored and compared as
+token ids, as with other sources. The server has no records, no snapshot and no gate.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ END = len(ROLES)
 class TextCodec:
     """Encodes each text as one id. The roles and the end of a message have control ids.
 
-    `spelling` is unique to this codec: no other codec knows its ids, so a stored chat is encoded again.
+    `spelling` is unique to this codec: no other codec knows its ids, so a chat from another codec is encoded again.
     """
 
     special_ids = frozenset(range(END + 1))
@@ -150,7 +150,7 @@ class OpenAIStream(Stream):
     def _measured(self) -> dict[str, Any]:
         """Returns metrics from the server's usage and this client's clock; unknown values are None.
 
-        Without usage, each piece counts as one token.
+        If the server sends no usage, each piece counts as one token.
         """
         tokens = count(self._usage.get("completion_tokens")) or self._pieces
         seconds = self._last - self._first
@@ -219,7 +219,7 @@ class OpenAISource(Source):
 
     @property
     def metrics(self) -> ServerMetrics:
-        """The values of the last Prometheus page."""
+        """The values of the last Prometheus page that was read."""
         return self.poller.metrics
 
     @property
@@ -242,16 +242,16 @@ class OpenAISource(Source):
         return OpenAIStream(self, body, self._answers)
 
     async def control(self, verb: str, **arguments: Any) -> Any:
-        """Always raises InvalidRequest: such a server has no gate."""
+        """Always raises InvalidRequest: the server has no gate."""
         what = verb.replace("_", " ")
         raise InvalidRequest(f"{self.url} cannot {what}: only a minitui server can be controlled", verb)
 
     async def snapshot(self) -> dict[str, Any]:
-        """Always raises EngineError: such a server does not publish its state."""
+        """Always raises EngineError: the server does not publish its state."""
         raise EngineError(f"{self.url} does not publish its state: only a minitui server does")
 
     def drain_records(self) -> list[Record]:
-        """Returns an empty list: such a server has no records."""
+        """Returns an empty list: the server has no records."""
         return []
 
     async def close(self) -> None:

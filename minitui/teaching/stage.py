@@ -1,6 +1,6 @@
 """The stage of demos and lessons: an engine with its chats, and methods to run the engine and to read its records.
 
-Scenarios pause the engine at events, not at times: the first cache hit is in the same step on every machine. `beat`
+Scenarios pause the engine at events, not at times, so that a scenario runs in the same way on every machine. `beat`
 scales only the pauses in which the user reads.
 """
 
@@ -70,14 +70,14 @@ class Stage:
     show: Callable[[Session], None] = lambda session: None
     look: Callable[[str], Any] = lambda screen: None
     restart: Restart | None = None  # starts the same model in an engine with other options
-    beat: float = 1.0  # factor of the length of pauses
+    beat: float = 1.0  # the length of pauses is multiplied by this
     bar: str = "█"
     held: Callable[[], bool] = lambda: False  # True while the user freezes the view: pauses and waits do not end
     keys: bool = False  # True if the user can answer a prediction with a key, which calls `guess`
     said: list[str] = field(default_factory=list)  # the texts shown so far
     _choices: Sequence[str] = ()  # choices of the open prediction
     _guessed: int | None = None
-    _began: tuple[int, int] = (-1, 0)  # the last step and the last record before `begin_count`
+    _began: tuple[int, int] = (-1, 0)  # numbers of the last step and the last record before `begin_count`
 
     # ---- reading
 
@@ -192,7 +192,7 @@ class Stage:
     def chat(
         self, system: str | None = None, title: str = "", max_tokens: int | None = None, whole: bool = False
     ) -> Session:
-        """Opens a new chat. `whole`: its answer has exactly `max_tokens` tokens; end tokens do not end it."""
+        """Opens a new chat. `whole`: its answer has exactly `max_tokens` tokens; end tokens do not end the answer."""
         session = self.chats.new(self.system if system is None else system, title)
         if max_tokens is not None:
             session.sampling = replace(session.sampling, max_tokens=max_tokens, ignore_eos=whole)
@@ -231,7 +231,7 @@ class Stage:
             interval = min(1.5 * interval, 0.01)
 
     async def ask(self, session: Session, text: str) -> int:
-        """Asks in a chat, and returns the request's id after the engine has queued it: so requests keep their order."""
+        """Asks in a chat; returns the request's id once the engine has queued it. So requests keep their order."""
         before = session.request
         await self.pause(0)
         self.chats.send(session, text)
@@ -292,6 +292,7 @@ class Stage:
         return str(self._stops()[-1].record[4])
 
     def _stops(self) -> list[Any]:
+        """Returns the events in which `run_until` closed the gate."""
         self.feed.pump()
         return [
             event for event in self.view.events.items
@@ -311,7 +312,7 @@ class Stage:
         return [session.messages[-1].metrics for session in sessions]
 
     async def slow(self, seconds: float) -> None:
-        """Sets slow motion so that a step like the last ones takes about `seconds`; real time if `beat` is 0."""
+        """Sets slow motion so that a step like the last steps takes about `seconds`; full speed if `beat` is 0."""
         last = self.view.steps.last
         rows = [self.view.steps.get(step) for step in range(max(0, last - 8), last + 1)]
         recent = [row.wall_ms for row in rows if row is not None and row.wall_ms]

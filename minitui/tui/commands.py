@@ -49,10 +49,10 @@ class Commands(ChatCommands):
         if group not in self.app.GROUPS:
             raise EngineError(NOT_OFFERED[group])
         if action in CONTROLS and self.app.asking is not None:
-            raise EngineError("the demo controls the engine: space pauses it; this key works after the demo")
+            raise EngineError("the demo controls the engine: space pauses the demo; this command works after the demo")
 
     def run_slash(self, text: str) -> None:
-        """Run "/fork" or "/rename paging". A command can be shortened if no other begins like it."""
+        """Run "/fork", "/rename paging" or "/2" (chat 2). A command can be shortened if it stays unambiguous."""
         name, _, argument = text[1:].partition(" ")
         if whole_number(name) is not None:
             self.run("go", name)
@@ -155,9 +155,9 @@ class Commands(ChatCommands):
         self.app.restart_engine()
 
     def _control(self, call: Coroutine[Any, Any, Any]) -> None:
-        """Send a command to the engine: now, or as soon as it has started."""
+        """Send a command to the engine: now, or as soon as the engine has started."""
         if not self.app.source.info and self.app.source.error is None:
-            self.app.say("the engine is starting: the command is sent when it has started")
+            self.app.say("the engine is starting: the command is sent when the engine has started")
 
         async def guarded() -> None:
             try:
@@ -166,7 +166,7 @@ class Commands(ChatCommands):
             except EngineError as error:
                 self.app.say(str(error), error=True)
             finally:
-                call.close()  # `call` was never awaited if the engine did not start
+                call.close()  # needed if the engine did not start and `call` was never awaited
 
         self.app.run_worker(guarded(), group="control")
 

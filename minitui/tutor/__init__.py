@@ -7,7 +7,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 
-# Longer than three KV blocks of 16 tokens, so that two sessions visibly share it.
+# Longer than three KV blocks of 16 tokens, so that two chats visibly share these blocks.
 DEFAULT_SYSTEM_PROMPT = (
     "You are the tutor of minitui, a tiny language model that explains how an inference engine works. "
     "You run inside the engine that the panels beside this chat are showing: its scheduler, its KV cache in "
@@ -23,9 +23,9 @@ def model_dir() -> Path:
 
 
 def known_questions() -> list[str]:
-    """Returns the questions that the model answered word for word in the evaluation, in corpus order.
+    """Returns the questions to which the model gave the exact answer of the corpus in the evaluation, in corpus order.
 
-    The chat prompt completes them, and /ask lists them. Empty if the file with the questions does not exist.
+    The chat prompt offers them as completions, and /ask lists them. Returns an empty list if their file does not exist.
     """
     path = model_dir() / "known_questions.json"
     if not path.exists():

@@ -1,4 +1,4 @@
-"""Tokens per expert of a mixture-of-experts model, by layer, over the last records before a step."""
+"""Keeps the tokens per expert of a mixture-of-experts model, by layer, and sums them over the last records."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ExpertLoads:
         self._items.append((step, t, layers, np.array([tokens for _, tokens in load], np.int64)))
 
     def at(self, step: int) -> ExpertLoad | None:
-        """Returns the load after `step`; None if none was recorded by then."""
+        """Returns the load of the last records up to `step`; None if there are no such records."""
         items = [item for item in self._items if item[0] <= step]
         if not items:
             return None

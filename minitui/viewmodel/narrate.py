@@ -99,7 +99,7 @@ def _admissions(view: View, row: StepRow, events: list[Event]) -> list[str]:
 def _prompt(
     view: View, lane: Lane | None, match: Event | None, chunk: tuple[int, int, int, bool] | None, again: bool
 ) -> str:
-    """Returns how many tokens of an admitted request come from the tree, and how many are prefilled."""
+    """Returns the end of an admission's sentence: how many tokens come from the tree, and how many are prefilled."""
     if chunk is None:
         return " and waits for token budget"
     _request, start, n, done = chunk
@@ -187,7 +187,7 @@ def _new_blocks(view: View, row: StepRow, decoding: list[int]) -> str:
         return ""
     state = view.shown.state
     begun = []
-    drafting = {draft[0] for draft in row.drafts}  # these may have advanced by more than one token
+    drafting = {draft[0] for draft in row.drafts}  # these requests may have advanced by more than one token
     for id in decoding:
         request = state.requests.get(id)
         if request is not None and request.joined_at >= 0 and id not in drafting:
@@ -197,7 +197,7 @@ def _new_blocks(view: View, row: StepRow, decoding: list[int]) -> str:
     if not begun or len(begun) > NAMED:
         return f"; {len(begun)} of them start a new block" if begun else ""
     if len(decoding) == 1:
-        return f", the first in a new block, {begun[0][1]}"
+        return f", the first token of block {begun[0][1]}"
     return "; " + listed([f"r{id} starts block {block}" for id, block in begun])
 
 

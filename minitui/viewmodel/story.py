@@ -1,4 +1,4 @@
-"""Describes one request, chat, block, node or step in labelled lines. A block, for example, has its holders."""
+"""Describes one request, chat, block, node or step in labelled lines: a block's holders, for example."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Story:
 
 
 def tell(view: View, kind: str, id: Any) -> Story:
-    """Returns what is known about a request, group, block, node or step."""
+    """Returns the Story of a request, group, block, node or step."""
     tellers: dict[str, Callable[[View, Any], Story]] = {
         "request": _request, "group": _group, "block": _block, "node": _node, "step": _step,
     }  # fmt: skip
@@ -41,7 +41,7 @@ def _request(view: View, id: int) -> Story:
     lane = view.lanes.lanes.get(id)
     request = view.shown.state.requests.get(id)
     if lane is None and request is None:
-        return Story(f"Request r{id}", [("", "no longer known: it finished before this history begins")])
+        return Story(f"Request r{id}", [("", "no longer known: it finished before the start of this history")])
     group = lane.group if lane is not None else request.group if request is not None else ""
     story = Story(f"Request r{id}" + (f" · {view.group_name(group)}" if group else ""))
     state, size = view.shown.state, view.shown.state.block_size
@@ -67,7 +67,7 @@ def _request(view: View, id: int) -> Story:
             parts = f"queue {queue:.1f} + prefill {prefill:.1f} + sample {sample:.1f}"
             story.tell("first token", f"{queue + prefill + sample:.1f} ms = {parts}")
         if lane.drafted:
-            story.tell("drafts", f"{lane.accepted:,} of {lane.drafted:,} accepted: each saves one step")
+            story.tell("drafts", f"{lane.accepted:,} of {lane.drafted:,} accepted: each accepted draft saves one step")
         if lane.preemptions:
             story.tell("preempted", count(lane.preemptions, "time"))
     if request is not None and request.table:
@@ -126,7 +126,7 @@ def _block(view: View, block: int) -> Story:
             story.tell("pending", f"step {state.pending[block]:,} is writing it; other requests may already share it")
         saved = int(shown.saved[block])
         if saved:
-            story.tell("saved", f"{count(saved, 'prompt token')} not computed thanks to this block")
+            story.tell("saved", f"{count(saved, 'prompt token')} taken from this block, not computed")
     elif shown.holders_of(block):
         story.tell("tokens", "private: not in the tree yet, because it is not full or its tokens are not all known")
     ago = view.engine_now - float(shown.changed[block])
@@ -152,7 +152,7 @@ def _node(view: View, id: int) -> Story:
         view.tree.rerank(shown)
         rank = view.tree.rank(id)
         story.tell("users", f"none; evict #{rank}" if rank else "none; it may be evicted")
-    story.tell("saved", f"{count(shown.saved_by(node), 'prompt token')} not computed thanks to this node")
+    story.tell("saved", f"{count(shown.saved_by(node), 'prompt token')} taken from this node, not computed")
     parent = shown.state.nodes[node.parent]
     if parent.id:
         story.tell("follows", f"node {parent.id}: {quoted(view.tree.text(shown.state, parent, view.decode)[1], 50)}")

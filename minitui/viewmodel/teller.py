@@ -1,4 +1,4 @@
-"""The engine's records as lines of text: a line for each decision, each step, and each run of equal decode steps."""
+"""Turns the engine's records into lines of text: one for each decision, step, and run of equal decode steps."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from minitui.visible import visible_line
 if TYPE_CHECKING:
     from minitui.trace.reader import TraceReader
 
-LONGEST_RUN_S = 2.0  # a run of decode steps is reported at least this often
-# For events whose text does not name their kind.
+LONGEST_RUN_S = 2.0  # a run of decode steps that lasts longer gets several lines
+# Kinds of events that the text of the event does not name.
 KIND_PREFIXES = {"evict": "eviction: ", "refuse": "refused: ", "fail": "failure: "}
 
 

@@ -15,7 +15,7 @@ from minitui.web.process import WebProcess
 from minitui.web.site import Site, messages, stopped
 
 MAX_TABS = 32  # each tab has a process of 100 MB
-COLUMNS, ROWS = (20, 1000), (5, 500)  # minimum and maximum
+COLUMNS, ROWS = (20, 1000), (5, 500)  # minimum and maximum of each
 
 
 class Tab(WebProcess):
@@ -74,7 +74,7 @@ class TabSite(Site):
 
 
 def _size(wanted: Sequence[Any]) -> tuple[int, int] | None:
-    """Returns (columns, rows) clamped to the limits; None if `wanted` does not contain integers."""
+    """Returns (columns, rows) clamped to the limits; None if a number is not an integer."""
     if any(type(number) is not int for number in wanted):
         return None
     columns, rows = (max(least, min(most, n)) for n, (least, most) in zip(wanted, (COLUMNS, ROWS), strict=True))

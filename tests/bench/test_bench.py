@@ -45,7 +45,7 @@ def test_a_mixture_reads_the_experts_that_its_tokens_want(tmp_path: Path) -> Non
     work = Work.of(config, 2)
     alone = config.active_parameters - config.vocab_size * config.hidden_size  # the embedding is looked up, not read
     assert work.decode(LIMITS, [1]) == pytest.approx(alone * 2 / LIMITS.read, rel=0.01)
-    assert [round(work.experts_wanted(n)) for n in (1, 8, 64, 4096)] == [8, 52, 126, 128]
+    assert [round(work.experts_used(n)) for n in (1, 8, 64, 4096)] == [8, 52, 126, 128]
     all_of_it = config.num_parameters - config.vocab_size * config.hidden_size
     assert work.decode(LIMITS, [1] * 256) == pytest.approx(all_of_it * 2 / LIMITS.read, rel=0.02)
     # A prefill multiplies with what its tokens use, not with all.

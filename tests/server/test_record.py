@@ -63,7 +63,7 @@ def test_a_server_records_its_engine_without_hidden_texts(tmp_path: Path, hidden
 
 
 def test_every_page_is_let_in_only_with_a_key() -> None:
-    with pytest.raises(EngineError, match="which requires a key: set --api-key"):
+    with pytest.raises(EngineError, match="so a key is needed: set --api-key"):
         ServerSettings(cors_origins=("*",))
     assert ServerSettings(cors_origins=("*",), keys={KEY: Role.CHAT}).cors_origins == ("*",)
 

@@ -83,7 +83,7 @@ def test_who_begins_a_block_is_told_at_the_gate():
             continue
         alloc = next(record for record in records if record[2] == "alloc")
         if len(stress.scheduler.running) == 1:
-            assert text.startswith(f"r{alloc[3]} decodes one token, the first in a new block, {alloc[4][0]}.")
+            assert text.startswith(f"r{alloc[3]} decodes one token, the first token of block {alloc[4][0]}.")
             return
     pytest.fail("no request began a block by itself")
 

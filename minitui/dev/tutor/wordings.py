@@ -1,7 +1,7 @@
 """Makes a thousand wordings of a question for training.
 
-A model this small learns strings, not synonyms. So it never sees a user turn twice in the same form: wordings come from
-templates over the names of things, a table of synonyms, keywords, missing and foreign words, typos, casing and fillers.
+A model this small learns strings, not synonyms. So it rarely sees a user turn twice in one form. Wordings come from
+templates filled with names, a table of synonyms, keywords, missing and foreign words, typos, casing and fillers.
 Some of the heavily damaged wordings are answered "I did not catch that", so that the model learns when not to answer.
 """
 
@@ -21,20 +21,20 @@ ATTEMPTS = 12
 
 @dataclass(frozen=True)
 class Damage:
-    """How wordings are made. All values are probabilities."""
+    """The probabilities with which wordings are changed."""
 
     hard: float = 0.45  # a wording loses and swaps many words
-    abstain: float = 0.45  # a damaged wording, more if the damage is heavy, is answered "I did not catch that"
+    abstain: float = 0.45  # mean probability that a hard wording is answered "I did not catch that"
     synonym: float = 0.3  # each phrase of the table is replaced
     template: float = 0.25  # a wording comes from a generic template
     keywords: float = 0.12  # only the content words remain, in any order
     answer_span: float = 0.08  # a piece of the answer serves as the question
-    concepts: float = 0.25  # the question is put together from the item's concepts
+    concepts: float = 0.25  # the question is made of the item's concepts
     typo: float = 0.2
 
 
 def expand(pattern: str, rng: random.Random) -> str:
-    """One text of a pattern such as "(what|which) size", innermost choices first."""
+    """Returns one text of a pattern such as "(what|which) size": chooses at random, in the innermost brackets first."""
     while match := CHOICE.search(pattern):
         chosen = rng.choice(match.group(1).split("|"))
         pattern = pattern[: match.start()] + chosen + pattern[match.end() :]
@@ -56,7 +56,7 @@ class Synonyms:
         self._pattern = re.compile(r"\b(" + "|".join(map(re.escape, phrases)) + r")(s?)\b")
 
     def replace(self, text: str, chance: float, rng: random.Random) -> str:
-        """The text with each known phrase replaced by another of its group with the given chance."""
+        """Returns the text; each known phrase is replaced, with probability `chance`, by another of its group."""
 
         def other(match: re.Match[str]) -> str:
             if rng.random() >= chance:
@@ -95,9 +95,9 @@ class Wordings:
         )
 
     def draw(self, item: Item, rng: random.Random) -> tuple[str, bool]:
-        """A wording of the item's question, and whether to answer it (or "not caught")."""
+        """Returns a wording of the item's question, and True if it is answered; False: "I did not catch that"."""
         for _ in range(ATTEMPTS):
-            # 0 for a wording left alone; up to 1 for one that loses and swaps many of its words.
+            # 0: light damage at most; up to 1: the wording loses and swaps many of its words.
             severity = rng.random() if rng.random() < self._damage.hard else 0.0
             text = self._bend(self._source(item, rng), severity, rng)
             if text and not self._held_out.too_near(text):
@@ -106,7 +106,7 @@ class Wordings:
         return item.question, True
 
     def plain(self, item: Item, rng: random.Random) -> str:
-        """A wording of the corpus, unchanged, so that the model memorises these."""
+        """Returns a wording of the corpus, with changes to capitals and end mark only: the model memorises it."""
         for _ in range(ATTEMPTS):
             text = self.fill(expand(rng.choice((item.question, *item.wordings)), rng), rng)
             if not self._held_out.too_near(text):
@@ -114,11 +114,11 @@ class Wordings:
         return item.question
 
     def fill(self, text: str, rng: random.Random) -> str:
-        """The text with every {slot} replaced by one of its words."""
+        """Returns the text with every {slot} replaced by one of the slot's words."""
         return re.sub(r"\{(\w+)\}", lambda match: rng.choice(self._slots[match.group(1)]), text)
 
     def not_caught(self, rng: random.Random) -> str:
-        """An input without an answer: unknown terms, random words, an incomplete question, a mixture of two."""
+        """Returns an input without an answer: unknown terms, random words, an incomplete question, a mixture of two."""
         maker = rng.choices(
             (self._unknown_term, self._salad, self._letters, self._pointless, self._mixture),
             weights=(0.3, 0.15, 0.07, 0.23, 0.25),
@@ -145,7 +145,7 @@ class Wordings:
         return " ".join("".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(rng.randint(1, 4)))
 
     def _pointless(self, rng: random.Random) -> str:
-        """A wording of the corpus with every content word replaced by a word from elsewhere."""
+        """Returns a wording of the corpus with every content word replaced by a common word."""
         while True:
             item = self._items[rng.choice(self._known)]
             words = expand(rng.choice((item.question, *item.wordings)), rng).lower().split()
@@ -156,7 +156,7 @@ class Wordings:
                 )
 
     def _mixture(self, rng: random.Random) -> str:
-        """Pieces of questions about different things, without a common meaning."""
+        """Returns pieces of questions about different things, which make no sense together."""
         pieces: list[str] = []
         for item in (self._items[name] for name in rng.sample(self._known, rng.randint(2, 3))):
             if item.concepts and rng.random() < 0.6:
@@ -188,7 +188,7 @@ class Wordings:
         return text
 
     def _of_concepts(self, concepts: tuple[tuple[str, ...], ...], rng: random.Random) -> str:
-        """A loose question from two or more groups: one phrase of each, joined by small words, under an opening."""
+        """Returns a loose question: an opening, then one phrase from each of several groups, joined by small words."""
         groups = rng.sample(concepts, rng.randint(2, len(concepts)))
         if rng.random() < 0.6:
             groups.sort(key=concepts.index)
@@ -200,7 +200,7 @@ class Wordings:
         return f"{rng.choice(self._openings)} {' '.join(words)}".strip()
 
     def _content_words(self, text: str) -> list[str]:
-        """The content words, lower case."""
+        """Returns the content words of the text in lower case."""
         words = re.findall(r"[a-z0-9_<>.,/+-]*[a-z0-9_<>/+-]", expand(text, random.Random(0)).lower())
         return [word for word in words if word not in self._stop]
 
@@ -241,7 +241,7 @@ class Wordings:
 
 
 def typos(text: str, rng: random.Random) -> str:
-    """The text with one or two typing errors."""
+    """Returns the text with one or two typing errors."""
     for _ in range(rng.randint(1, 2)):
         if len(text) < 5:
             return text
@@ -260,7 +260,7 @@ def typos(text: str, rng: random.Random) -> str:
 
 
 def casing(text: str, rng: random.Random) -> str:
-    """The text with another capitalisation or ending."""
+    """Returns the text with another capitalisation or end mark."""
     style = rng.random()
     text = text.strip()
     if style < 0.35:
@@ -277,7 +277,7 @@ def casing(text: str, rng: random.Random) -> str:
 
 
 def made_up(rng: random.Random) -> str:
-    """A word that does not exist, or two."""
+    """Returns one or two words that do not exist."""
 
     def word() -> str:
         return "".join(rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou") for _ in range(rng.randint(2, 4)))

@@ -1,7 +1,7 @@
 """Block map: how full is the pool, which requests hold the blocks, and which blocks have just changed?
 
-At the top is an exact bar of the pool. Below it is one cell per block, in the order of the block numbers. If there are
-more blocks than cells, each cell stands for k blocks and shows their most frequent state; the title gives k. Changed
+The bar at the top shows the pool exactly. The map below it has one cell per block, in the order of the block numbers.
+If there are more blocks than cells, each cell shows the most frequent state of k blocks; the title gives k. Changed
 cells are highlighted. There are four colourings: by state, owner, age, or reference count; each has its own glyphs.
 """
 
@@ -22,12 +22,12 @@ from minitui.tui.widgets.rows import Line, Row, Run, Runs, runs_width
 from minitui.viewmodel.annotated_state import STATE_NAMES
 from minitui.viewmodel.model import View
 
-FILLING = 4  # code of an active block with free places for tokens, beside the codes in engine.trace.state
+FILLING = 4  # code of an active block with free places for tokens; the other codes are in engine.trace.state
 MODES = {"state": "state", "owner": "owner", "age": "age", "refs": "refcount"}  # key -> name of each colouring
 CELL_SHAPES = ((2, 2), (2, 1), (1, 1), (1, 0))  # (width of a cell, gap after it), the widest first
 MIN_WIDTH_SHARE = 0.75  # a shape is used if rows of 8, 16, 24 … cells take at least this share of the width
 GLOW_SHARE = 0.25  # a cell is highlighted if at least this share of its blocks has changed
-AGES = (1.0, 5.0, 15.0, 60.0, 300.0)  # limits in seconds; a block's digit counts the limits below the block's age
+AGES = (1.0, 5.0, 15.0, 60.0, 300.0)  # limits in seconds; a block's digit is the number of limits below its age
 DIGITS = "0123456789"
 
 
@@ -37,10 +37,10 @@ class Grid:
 
     first: int
     blocks: int
-    k: int
+    k: int  # blocks per cell
     cell: int  # width of a cell
-    gap: int  # between two cells
-    per_row: int
+    gap: int  # width of the gap between two cells
+    per_row: int  # cells in a row
     rows: int  # available rows
 
     @property
@@ -75,7 +75,7 @@ class _Layer:
 
     codes: np.ndarray
     looks: list[tuple[str, str]]  # (glyph, style) of each code
-    legend: list[list[Run]]  # the entries
+    legend: list[list[Run]]  # entries of the legend
     glows: bool = False  # changed blocks are highlighted
 
 
@@ -156,8 +156,11 @@ changed.""")
         return grid(total - first + 1, width, height, first=first, one_each=True)
 
     def _used_part(self, view: View, room: int) -> int:
-        """Returns the number of blocks to show of a pool with more blocks than cells: the smallest of 64, 128, 256, …
-        that includes all used blocks, if it fits (the title says that the others are free); otherwise all blocks."""
+        """Returns how many blocks to show of a pool with more blocks than cells.
+
+        This is the smallest of 64, 128, 256, … that is at least 1.1 times the number of the last used block. The title
+        then says that the other blocks are free. If more than `room`, all blocks are shown.
+        """
         in_use = np.flatnonzero(view.shown.codes)
         last = int(in_use[-1]) if len(in_use) else 0
         shown = 64
@@ -238,7 +241,7 @@ changed.""")
         legend = [_entry(g.shared, "shared", "several"), _entry(g.cached, "cached", "cached"), _free()]
         for group, i in groups.items():
             name = view.group_name(group)
-            named = name.removeprefix(letters[i] + " ")[:16].rstrip()  # the letter already shows its number
+            named = name.removeprefix(letters[i] + " ")[:16].rstrip()  # the letter already shows the number in the name
             legend.append(_entry(letters[i], f"owner-{i % OWNER_COLOURS}", named or "no name"))
         return _Layer(codes, looks, legend)
 
@@ -361,7 +364,7 @@ def _runs(cells: np.ndarray, looks: list[tuple[str, str]], g: Grid, width: int) 
             runs.append((glyph * (end - start), style))
         used += (end - start) * (g.cell + g.gap)
         start = end
-    if used > width:  # the gap after the last cell
+    if used > width:  # the gap after the last cell does not fit
         runs.pop()
         used -= g.gap
     if used < width:

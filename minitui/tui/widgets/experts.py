@@ -1,4 +1,4 @@
-"""Experts: which experts compute the most tokens? There is a row per layer with experts and a cell per expert."""
+"""Experts: which experts compute the most tokens? Each layer with experts is a row, each expert a cell."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minitui.tui.widgets.rows import Row, Run, Runs, legend
 from minitui.viewmodel.experts import ExpertLoad
 from minitui.viewmodel.model import View
 
-LABEL = 5  # cells
+LABEL = 5  # cells for the name of a layer
 FIGURE = 6  # cells for the hottest expert's load, in multiples of the mean
 MEAN = 3  # the height of a cell's bar for the layer's mean load; for twice the mean, it is two levels higher
 COLD, HOT = 0.5, 2.0  # multiples of the mean; a cell is dim at COLD or less, bright at HOT or more
@@ -27,12 +27,13 @@ class ExpertMap(LinePanel):
     TITLE = "Experts"
     help_text = paragraphs("""\
 A mixture-of-experts model has many small MLPs per layer in place of one, and a router sends each token to a few of
-them. Each row is a layer, each cell an expert; the height is its recent load. A bar of middle height is the layer's
-mean; two levels higher is twice the mean; a dot is an expert without tokens. The figure at the right is the hottest
-expert's load, in multiples of the mean.
+them. Each row is a layer, each cell an expert; the height of its bar shows its recent load. A bar of middle height is
+the layer's mean; two levels higher is twice the mean; a dot is an expert without tokens. The figure at the right is
+the hottest expert's load, in multiples of the mean.
 
 A decode step reads the weights of every expert that some token of the batch uses, so a small batch is cheap
-if its tokens use the same experts. On several GPUs, or in a large prefill, all experts wait for the hottest one.""")
+if its tokens use the same experts. On several GPUs, or in a large prefill, a layer takes as long as its hottest
+expert.""")
     BINDINGS: ClassVar = [
         Binding("up", "layer(-1)", "layer before", show=False, id="experts.up"),
         Binding("down", "layer(1)", "layer after", show=False, id="experts.down"),
@@ -81,7 +82,7 @@ if its tokens use the same experts. On several GPUs, or in a large prefill, all 
         )  # fmt: skip
 
     def _layer(self, layer: int, relative: np.ndarray, each: int, width: int, chosen: bool) -> Runs:
-        """Returns a layer's row. A cell stands for `each` experts and shows the load of the hottest one."""
+        """Returns a layer's row. Each cell shows the highest load of `each` experts."""
         g = glyphs()
         row = Row(f"L{layer}", "bold accent" if chosen else "dim").to(LABEL)
         padded = np.append(relative, np.zeros(-len(relative) % each))

@@ -1,8 +1,8 @@
-"""Step bar: what does a step compute? The bar is the token budget: decodes, a slice per prefill chunk, and the rest.
+"""Step bar: what does a step compute? The bar is the token budget: decodes, prefill chunks, and the unused rest.
 
-While the engine runs, the bar shows the mean of the steps since the last frame, and marks their largest number of
-tokens. It shows one step exactly if the engine is paused, if the picture is of the past, if a step is selected, or if
-there was only one step since the last frame (slow motion).
+While the engine runs, the bar shows the mean of the steps since the last frame, and marks the most tokens of one
+step. It shows one step exactly if the engine is paused, if the panels show the past, if a step is selected, or if there
+was only one step since the last frame (slow motion).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class StepBar(LinePanel, can_focus=False):
 
 
 def _add_cause(line: Row, view: View, row: StepRow, width: int) -> None:
-    """Add why the step was slow, if it was and if the text fits."""
+    """Add the reason why the step was slow, if it was slow and if the text fits."""
     why = why_slow(row, view.timings)
     if why and line.width + len(why) + 3 <= width:
         line.add(f" ({why})", "dim")
@@ -142,7 +142,8 @@ def _mean_bar(view: View, width: int, budget: int) -> Runs:
 def _slices(slices: list[tuple[float, list[str], str]], tokens: float, width: int, budget: int) -> Runs:
     """Returns the bar. A slice is (tokens, labels, style); its longest label that fits is shown.
 
-    The width of a slice is in proportion to its tokens, but at least one cell. The decodes have room for their label.
+    The width of a slice is in proportion to its tokens, but at least one cell. The slice of the
+    decodes is widened to fit its label.
     """
     scale = width / max(budget, tokens)
     widths = [max(1, round(n * scale)) for n, _, _ in slices]
