@@ -270,7 +270,7 @@ class ConfigReader:
         if arch.window == "used" and window and FULL in kinds:
             raise self._error(
                 f"has {FULL} in layer_types and a sliding_window of {window} in use: this architecture "
-                "has a window in every layer or in no layer"
+                "has a window in every layer or in none"
             )
         return tuple(window if kind == SLIDING else 0 for kind in kinds) if SLIDING in kinds else ()
 

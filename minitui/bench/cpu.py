@@ -15,11 +15,12 @@ from minitui.bench.limits import Limits
 from minitui.bench.rows import Row, decode_steps, greedy, random_prompts, seconds
 from minitui.bench.shapes import Work
 
-PROMPT, REPLY, STREAMS, PREFIX, REPEATS = 32, 64, 8, 512, 5
+PROMPT, REPLY, PREFIX = 32, 64, 512  # tokens
+STREAMS, REPEATS = 8, 5
 
 
 def cpu_rows(llm: LLM, work: Work, limits: Limits, directory: Path, compare: bool) -> Iterator[Row]:
-    """Yields the rows of this engine. `compare`: also measure transformers, if it is installed."""
+    """Yields the rows of the report. `compare`: also measure transformers, if it is installed."""
     vocab = int(llm.info["vocab_size"])
     seeds = iter(range(1, 10_000))
 
@@ -71,7 +72,7 @@ def _host(llm: LLM, rows: int) -> str:
 
 
 def _transformers(directory: Path, dtype: str) -> Callable[[list[list[int]], int], float] | None:
-    """Returns a function that measures greedy replies of transformers' generate, in seconds.
+    """Returns a function that runs transformers' `generate` greedily and returns the seconds that it took.
 
     Returns None if transformers is not installed, or if the checkpoint is not one safetensors file.
     """

@@ -1,11 +1,11 @@
-"""Measures the gain and the cost of speculation: the same replies with and without it.
+"""Measures the gain and the cost of speculation: the same replies with and without speculation.
 
 Small models and models with random weights cannot edit code, so the replies are fixed: a step runs as usual, but on the
 host the tokens of a fixed text replace the sampled tokens. There are two texts:
 
     edited code       the prompt is the beginning of engine/core/scheduler.py; the reply is the same text with one
                       name changed and every tenth line replaced
-    nothing repeats   prompt and reply are random: there are no drafts, which shows the cost
+    nothing repeats   prompt and reply are random, so there are no drafts: this measures the cost
 """
 
 from __future__ import annotations
@@ -100,14 +100,15 @@ class _Step:
             end = int(start) + int(count)
             if i in result.checked:
                 drawn = text[start + 1 : end + 1]
-                result.checked[i] = drawn + [0] * (count - len(drawn))  # drafts may go beyond the end of the reply
+                result.checked[i] = drawn + [0] * (count - len(drawn))  # drafts may extend beyond the reply
             elif plan.samples[i]:
                 result.ids[i] = text[end]
         return result
 
 
 def timed(llm: LLM, streams: int, reply: int) -> dict[str, Timed]:
-    """Runs each text as `streams` requests at once, with different ids. Returns medians over REPEATS."""
+    """Runs each text as `streams` requests at once, with different ids. Returns, by the name of the text, medians over
+    REPEATS runs."""
     vocab = int(llm.info["vocab_size"])
     found: dict[str, list[Timed]] = {}
     for repeat in range(REPEATS + 1):

@@ -58,8 +58,8 @@ def watched_runs(llm: LLM, rows: int, tokens: int, pairs: int) -> dict[str, Any]
 def mean_interval(values: list[float]) -> tuple[float, float]:
     """Returns the mean and the half width of its 95 % confidence interval (nan for one value).
 
-    Student's t is the normal quantile plus three terms of its expansion; for five or more values the error is below
-    0.3 %.
+    The quantile of Student's t is computed as the normal quantile plus three terms of an expansion; for five or more
+    values its error is below 0.3 %.
     """
     n, z = len(values), 1.959964
     if n < 2:

@@ -8,7 +8,7 @@ from minitui.text import duration, match_reason
 
 
 def split_thinking(text: str) -> tuple[str, str, bool]:
-    """Splits `text` into (thinking, answer, is the thinking unfinished).
+    """Splits `text` into (thinking, answer, True if the thinking is unfinished).
 
     A Markdown parser would drop the <think> part as HTML.
     """
@@ -57,6 +57,6 @@ def describe_answer(message: Message) -> list[tuple[str, str]]:
         parts.append((f"{m['accepted_tokens']:,} of {m['drafted_tokens']:,} draft tokens accepted", "dim"))
     if m.get("preemptions"):
         parts.append((f"preempted {m['preemptions']}×", "bad"))
-    if gone := m.get("diverged"):
-        parts.append((f"{gone['reason']}: the prompt changes from token {gone['at']:,} on", "dim"))
+    if diverged := m.get("diverged"):
+        parts.append((f"{diverged['reason']}: the prompt changes from token {diverged['at']:,} on", "dim"))
     return parts

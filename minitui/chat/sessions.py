@@ -1,9 +1,9 @@
 """The application's chats on one source: the list of chats, and the tasks that write their answers.
 
 A session keeps the token ids that it sent and received. The chat template renders the next prompt. Where the text is
-the same, the kept ids replace the rendered ones: the blocks of earlier turns then match the prompt and are reused. Some
-templates change earlier turns (Qwen3's template drops their thinking). The prompt then says at which token it differs,
-and why.
+the same, the kept ids replace the rendered ids: the prompt then matches the blocks of earlier turns, which are reused.
+Some templates change earlier turns (Qwen3's template drops their thinking). `Prompt` then says from which token on the
+prompt differs from the kept ids, and why.
 
 Each answer is a task of the running event loop; the screens poll `Message.version`.
 """
@@ -26,7 +26,7 @@ from minitui.sources.base import Source
 
 logger = logging.getLogger("minitui")
 SAVE_EVERY_S = 1.0  # interval between saves of an unfinished answer
-MOST_RESTORED = 9  # more tabs are hard to use
+MOST_RESTORED = 9  # chats that `restore` reopens: more tabs are hard to use
 
 
 class Chats:
@@ -118,7 +118,7 @@ class Chats:
         return {session.id: f"{number} {session.title}" for number, session in enumerate(self.sessions, 1)}
 
     def restore(self) -> int:
-        """Reopens the chats of the minitui that was used last; returns their number. Sets `left_out`."""
+        """Reopens the chats of the minitui process that was used last; returns their number. Sets `left_out`."""
         if self.store is None:
             return 0
         reopened = self.store.take_over(MOST_RESTORED)
@@ -199,7 +199,7 @@ class Chats:
         for session in self.sessions:
             self._stop(session)
         if stop := getattr(self.codec, "stop_rendering", None):
-            stop()  # a thread that waits for a rendered template would delay our exit
+            stop()  # a thread that waits for a rendered template would delay the exit of this process
         self.saver.retry_now()
 
     def _stop(self, session: Session) -> None:

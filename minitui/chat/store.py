@@ -32,7 +32,7 @@ MIGRATIONS = (
         parent   TEXT,                -- id of the chat that this one was forked from
         settings TEXT NOT NULL,       -- JSON: sampling
         created  REAL NOT NULL,
-        closed   REAL                 -- time; NULL: `minitui chat --resume` may reopen the chat
+        closed   REAL                 -- time of closing; NULL: `minitui chat --resume` may reopen the chat
     );
     CREATE TABLE messages (
         chat     TEXT NOT NULL REFERENCES chats(id) ON DELETE CASCADE,
@@ -46,12 +46,13 @@ MIGRATIONS = (
         PRIMARY KEY (chat, position)
     );
     """,
-    # The token ids of a chat: a reopened conversation continues with exactly these. They are valid for `model` only.
+    # The token ids of a chat: a reopened chat continues with exactly these ids. They are valid for `model` only.
     """
     ALTER TABLE chats ADD COLUMN model TEXT NOT NULL DEFAULT '';
     ALTER TABLE chats ADD COLUMN ids BLOB NOT NULL DEFAULT x'';
     """,
-    # The minitui process that opened the chat last (instance_lock.py). While it runs, no other process may write to it.
+    # The minitui process that opened the chat last (instance_lock.py). While that process runs, no other process may
+    # write to the chat.
     """
     ALTER TABLE chats ADD COLUMN run TEXT NOT NULL DEFAULT '';
     """,
@@ -62,7 +63,7 @@ PATIENCE_MS = 250  # longest wait while another process writes; saving blocks dr
 
 
 def _text(value: Any) -> Any:
-    """Returns a value that SQLite accepts: replaces lone surrogates in text, which a server's error may contain."""
+    """Returns a value that SQLite accepts. In text, "?" replaces lone surrogates: a server's error may contain them."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
@@ -72,11 +73,11 @@ class StoreError(EngineError):
 
 @dataclass
 class Reopened:
-    """The reopened chats, and the numbers of other chats that are not closed."""
+    """The reopened chats, and how many other chats are not closed."""
 
     chats: list[Session]
-    others: int  # not open in another minitui
-    elsewhere: int  # open in another minitui
+    others: int  # other chats that are not open in another minitui
+    elsewhere: int  # other chats that are open in another minitui
 
 
 @dataclass
@@ -215,14 +216,15 @@ class Store:
         self._run("UPDATE chats SET closed = ? WHERE id = ?", (time.time(), chat))
 
     def take_over(self, most: int) -> Reopened:
-        """Claims the open chats of the last used minitui process, at most `most`; returns them oldest first."""
+        """Claims the chats, at most `most`, that the last used of the ended minitui processes left open; returns them,
+        the oldest first."""
         with self.together():
             own = self._own_lock
             rows = self._run(
                 "SELECT id, title, system, parent, settings, created, model, ids, run FROM chats "
                 "WHERE closed IS NULL AND EXISTS (SELECT 1 FROM messages WHERE chat = chats.id) ORDER BY created, rowid"
             )
-            running = {run for run in {row[-1] for row in rows} if own and own.runs(run)}
+            running = {run for run in {row[-1] for row in rows} if own and own.runs(run)}  # ids of running processes
             free = [row for row in rows if row[-1] not in running]
             used = dict(self._run("SELECT chat, max(created) FROM messages GROUP BY chat"))
             newest = sorted(free, key=lambda row: used[row[0]], reverse=True)
@@ -289,7 +291,7 @@ class Store:
 
 
 def _advice(error: sqlite3.Error) -> str:
-    """Returns a sentence: what the user can do if the chat file cannot be opened."""
+    """Returns a sentence that says what the user can do if the chat file cannot be opened."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
     elsewhere = "set MINITUI_DATA to another directory"
     return {

@@ -1,4 +1,4 @@
-"""Measurements for developers, beside those of `minitui bench`."""
+"""Runs the measurements for developers that `minitui bench` does not have."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def measure(options: Options) -> None:
-    """Measures and prints the report."""
+    """Runs the chosen measurement and prints its report."""
     if options.host + options.app + options.attached != 1:
         raise typer.BadParameter("give one of --host, --app and --attached")
     report = _report(options, bench.say_nothing if options.json else print)

@@ -5,13 +5,14 @@ records, and with runs whose records are dropped.
 
     python -m minitui.dev.bench --attached [--shape 0.6B] [--model DIR] [--pairs 8] [--json]
 
-All runs use one engine: `off` writes no records, `records` sends them to a client that drops them, `attached` folds
-and draws them in Inspect, in a terminal of 160 × 48. The engine measures the time of a step, from the first token of a
-run to its last. The client's other work, asking and reading answers, is the same in all three.
+All runs use one engine. There are three kinds of run: `off` writes no records; `records` sends records to a client that
+drops them; `attached` folds them and draws them in Inspect, in a terminal of 160 × 48. The engine measures the time of
+a step, between the first and the last token of each reply. The client's other work, asking and reading answers, is the
+same in all three kinds.
 
 On one H200 with 16 cores (64 rows of the 0.6B shape, 1.23 ms a step), neither the records nor the application slow a
 step measurably: `attached` changes its time by -0.05 % (95 % interval -0.19 % to +0.09 %). On a machine with two cores
-the engine and the application compete for the cores; the report then says that there are too few.
+the engine and the application compete for the cores; the report then says that there are too few cores.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ SIZE = (160, 48)
 PROMPT = 32
 TASK, FIGURES = "task.json", "figures.json"
 SETTLE_S = 0.2  # before a run, to fold and draw the snapshot
-ARMS = ("off", "records", "attached")
+ARMS = ("off", "records", "attached")  # the kinds of run
 ORDERS = ((0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1), (2, 0, 1), (1, 0, 2))  # no arm is always first
 
 
@@ -64,7 +65,7 @@ class Numbers:
 
 
 def codec_of(info: dict[str, Any]) -> Codec:
-    """The checkpoint's tokenizer, or Numbers."""
+    """Returns the checkpoint's tokenizer, or Numbers if the checkpoint has none."""
     return load_codec(info) if (Path(info["model_dir"]) / "tokenizer.json").exists() else Numbers()
 
 
@@ -96,7 +97,7 @@ async def take_turns(app: MeasuredApp, rows: int, tokens: int, turns: int) -> di
     app.switch_mode("inspect")
     found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
     vocab, seed = int(app.source.info["vocab_size"]), 30_000
-    for turn in range(-1, turns):  # the first is a warm-up
+    for turn in range(-1, turns):  # the first turn is a warm-up
         for arm in (ARMS[i] for i in ORDERS[turn % len(ORDERS)]):
             seed += 1
             run = await _run(app, arm, random_prompts([PROMPT] * rows, vocab, seed), tokens)
@@ -105,7 +106,7 @@ async def take_turns(app: MeasuredApp, rows: int, tokens: int, turns: int) -> di
     return {
         "step_ms": {arm: [run["step_ms"] for run in runs] for arm, runs in found.items()},
         "core": {arm: statistics.mean(run["core"] for run in runs) for arm, runs in found.items()},
-        "shown": statistics.mean(run["shown"] for run in found["attached"]),  # steps drawn at the end
+        "shown": statistics.mean(run["shown"] for run in found["attached"]),  # share of a run's steps folded by its end
     }
 
 
@@ -130,7 +131,7 @@ async def _run(app: MeasuredApp, arm: str, prompts: list[list[int]], tokens: int
 
 
 async def _step_ms(stream: Any) -> float:
-    """Milliseconds per token of this reply, measured by the engine."""
+    """Reads the reply; returns its milliseconds per token, measured by the engine."""
     metrics: dict[str, Any] = {}
     async for delta in stream:
         metrics = delta.metrics or metrics
@@ -169,7 +170,7 @@ def compare(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def line_of(report: dict[str, Any]) -> str:
-    """The report as one line; it says if the machine has too few cores for this measurement."""
+    """Returns the report as one line, with a warning if the machine has too few cores for this measurement."""
     cores, threads = report["cores"], report["engine_threads"]
     warning = "" if cores - threads > 1 else f": too few for this measurement, because the engine uses {threads}"
     step_ms = statistics.mean(report["step_ms"]["off"])
@@ -182,7 +183,7 @@ def line_of(report: dict[str, Any]) -> str:
 
 
 def main(folder: Path) -> None:
-    """The application's side: reads the task in `folder`, runs, and writes the figures there."""
+    """Runs the measured application: reads the task in `folder` and writes the figures to `folder`."""
     task = json.loads((folder / TASK).read_text(encoding="utf-8"))
     source = LocalSource(EngineConfig(**task["config"]), folder / "engine.log")
     figures: dict[str, Any] = {}
@@ -196,7 +197,7 @@ def main(folder: Path) -> None:
         try:
             figures.update(await take_turns(app, task["rows"], task["tokens"], task["turns"]))
             figures["device"] = source.info["device"]
-        except Exception as error:  # no user sees this screen
+        except Exception as error:  # no user sees this screen, so the figures report the failure
             app.failure = app.failure or f"{type(error).__name__}: {error}"
         app.exit()
 

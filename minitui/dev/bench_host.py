@@ -6,8 +6,8 @@ It prints microseconds per step and per row with 1 to 1,024 running requests, an
 1,000 to 100,000 blocks.
 
 Every request decodes. The lengths differ, so in each step one row in sixteen takes a new block and publishes a full
-one, as in real use. Times are medians over the steps, of the best of several runs: other programs only make a run
-slower.
+block, as in real use. Each time is the median over the steps of a run. The fastest of several runs is reported, because
+other programs can only make a run slower.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ BATCHES = (1, 16, 64, 256, 1024)
 TREES = (1_000, 10_000, 100_000)
 BLOCK, VOCAB = 16, 50_000
 STEPS, RUNS = 96, 3  # steps per run, and runs, for each line
-DEPTH = 8  # blocks of a sequence in the tree: 2 shared with 15 others and 6 of its own
-OPERATIONS = 400  # of each kind
+DEPTH = 8  # blocks of a sequence in the tree: 2 shared with 15 other sequences and 6 of its own
+OPERATIONS = 400  # timed operations of each kind
 
 
 class NoDevice:
@@ -52,7 +52,7 @@ class NoDevice:
 
 
 class NothingToWaitFor:
-    """A launched step with this number of entries."""
+    """A launched step with `entries` entries, which has already ended."""
 
     def __init__(self, entries: int) -> None:
         self.entries = entries
@@ -76,7 +76,7 @@ class StepCost:
 
     @property
     def row_us(self) -> float:
-        """The time of a step for one row."""
+        """The time of a step divided by its rows."""
         return self.step_us / self.rows
 
     def line(self) -> str:
@@ -127,7 +127,7 @@ def measure_host(say: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def step_cost(rows: int, delay: int, records: bool, runs: int = RUNS) -> StepCost:
-    """The best of `runs` runs of STEPS decode steps."""
+    """Returns the fastest of `runs` runs of STEPS decode steps."""
     return min((_step_cost(rows, delay, records) for _ in range(runs)), key=lambda cost: cost.step_us)
 
 
@@ -154,7 +154,7 @@ def _step_cost(rows: int, delay: int, records: bool) -> StepCost:
 
 
 def _decoding(rows: int, delay: int) -> Engine:
-    """An engine in which `rows` requests decode, each with another prompt."""
+    """Returns an engine in which `rows` requests with different prompts decode."""
     longest = 2 * BLOCK + 2 * STEPS
     runner = NoDevice(1 + rows * -(-2 * longest // BLOCK))
     config = SchedulerConfig(8192, rows, max_model_len=2 * longest)
@@ -172,7 +172,7 @@ def _decoding(rows: int, delay: int) -> Engine:
 
 
 def _timed(owner: object, name: str) -> list[float]:
-    """A list that receives the seconds of every later call of this method."""
+    """Returns a list that receives the seconds of every later call of `owner`'s method `name`."""
     method = getattr(owner, name)
     times: list[float] = []
 
@@ -219,7 +219,7 @@ def tree_cost(blocks: int) -> TreeCost:
 
 
 def _insert(tree: RadixTree, ids: list[int]) -> None:
-    """Does what a request does: holds the cached blocks, appends the others, releases all."""
+    """Uses the tree as a request does: holds the cached blocks, appends the other blocks, releases all blocks."""
     match = tree.match(ids, DEPTH)
     node: Node = tree.claim(match)
     tree.allocator.hold(match.blocks)

@@ -55,13 +55,13 @@ FOLLOW_UPS = (
 
 @dataclass(frozen=True)
 class Scene:
-    """What to run before the picture is taken."""
+    """An application, its options and its terminal, and the actions before the picture is taken (`play`)."""
 
     play: Callable[[MinituiApp], Awaitable[None]]
     columns: int = 120
     rows: int = 36
     theme: str = "dark"
-    options: dict[str, Any] = field(default_factory=dict)  # the engine's
+    options: dict[str, Any] = field(default_factory=dict)  # of the engine
     lesson: int | None = None  # instead of the chat: this lesson
     demo: str = ""  # instead of the chat: a recording of this demo
     recording: str = ""  # instead of the chat: this bundled recording
@@ -86,9 +86,9 @@ async def press(app: MinituiApp, *keys: str) -> None:
 
 
 async def settled(app: MinituiApp) -> None:
-    """Waits until every record is folded and painted."""
+    """Waits until every record is folded and painted, and highlights and notices have ended."""
     await until(lambda: app.feed.backlog == 0)
-    await asyncio.sleep(1.6)  # highlights have faded, and notices are gone
+    await asyncio.sleep(1.6)  # until highlights have faded
     app.clear_notifications()
     await asyncio.sleep(0.5)
 
@@ -107,13 +107,14 @@ async def steps(app: MinituiApp, count: int) -> None:
 
 
 async def chat(app: MinituiApp) -> None:
-    """One answer has ended, the next is written in slow motion; four more chats run, and the last one waits."""
+    """The second chat has one complete answer, and another is written in slow motion. Four more chats run; a fork of
+    the first chat waits."""
     await ask(app, "What is prefill?")
-    first = app.chats.new(app.system)
-    app.select_session(first)
+    second = app.chats.new(app.system)
+    app.select_session(second)
     await ask(app, "Can you give an example of paging?")
     await app.source.control("pause")
-    app.chats.send(first, "What is prefix caching?")
+    app.chats.send(second, "What is prefix caching?")
     fork = app.chats.fork(app.chats.sessions[0])
     for question in FOLLOW_UPS:
         await asyncio.sleep(0.1)  # so that they queue in this order
@@ -123,7 +124,7 @@ async def chat(app: MinituiApp) -> None:
     await asyncio.sleep(0.1)
     await app.source.control("pace", factor=20)
     await app.source.control("resume")
-    await until(lambda: len(first.messages[-1].text) > 160)
+    await until(lambda: len(second.messages[-1].text) > 160)
 
 
 async def four_share(app: MinituiApp) -> None:
@@ -149,7 +150,7 @@ async def four_share(app: MinituiApp) -> None:
 
 
 async def hot_experts(app: MinituiApp) -> None:
-    """Four chats with a mixture of experts are answered; the experts' panel has the focus."""
+    """Four chats run on a mixture-of-experts model; the experts' panel has the focus."""
     sessions = [app.session, *(app.chats.new(app.system) for _ in FOLLOW_UPS[1:])]
     for seed, (session, question) in enumerate(zip(sessions, FOLLOW_UPS, strict=True)):
         session.sampling = Sampling(temperature=1.0, seed=seed, max_tokens=240, ignore_eos=True)
@@ -163,7 +164,7 @@ async def hot_experts(app: MinituiApp) -> None:
 
 
 async def lecture(app: MinituiApp) -> None:
-    """One chat decodes. Two new chats arrive with the same system prompt: the second uses the blocks of the first."""
+    """One chat decodes. Two chats that share a system prompt arrive: one of them uses the blocks of the other."""
     await app.source.control("pause")
     questions = ("What is a token?", "What is a KV cache?", "Why is decode slow?")
     sessions = [app.session, app.chats.new(app.system), app.chats.new(app.system)]
@@ -199,45 +200,46 @@ async def code(app: MinituiApp) -> None:
 
 
 async def replayed(app: MinituiApp) -> None:
-    """A recording, narrated, at its first preemption."""
+    """A narrated recording at its first preemption."""
     assert isinstance(app, ReplayApp)
     await app.replay.control("pause")
     step = next(step for step, text in app.replay.trace.bookmarks if "preemption" in text)
     await app.seek(step)
-    await until(lambda: app.replay.step >= step)  # or later: an overlapping step is planned before `step` ends
+    await until(lambda: app.replay.step >= step)  # with overlap, the next step is planned before `step` ends
 
 
 async def at_its_fullest(app: MinituiApp) -> None:
-    """A recording, narrated, at its fullest batch, or else at its last bookmark."""
+    """A narrated recording at the bookmark of its fullest batch, or else at its last bookmark."""
     assert isinstance(app, ReplayApp)
     await app.replay.control("pause")
     marks = app.replay.trace.bookmarks
     step = next((step for step, text in marks if "fullest" in text), marks[-1][0])
     await app.seek(step)
-    await until(lambda: app.replay.step >= step)  # or later: an overlapping step is planned before `step` ends
+    await until(lambda: app.replay.step >= step)  # with overlap, the next step is planned before `step` ends
 
 
 async def helped(app: MinituiApp) -> None:
-    """The help: the screen and its keys."""
+    """The help: it explains the screen and its keys."""
     await four_share(app)
     await press(app, "question_mark")
 
 
 async def commands(app: MinituiApp) -> None:
-    """Every command."""
+    """The list of all commands."""
     await four_share(app)
     await press(app, "colon")
 
 
 async def completed(app: MinituiApp) -> None:
-    """The prompt completes a question from those that the model knows."""
+    """The prompt completes one of the questions that the model knows."""
     await ask(app, "What is a token?")
     app.focus_prompt()
     await press(app, *"how", "space", *"does", "space")
 
 
 async def replicas(app: MinituiApp) -> None:
-    """Three chats with one beginning share a replica, a fourth is pinned to the other; both replicas write answers."""
+    """Three chats with the same beginning share a replica, a fourth is pinned to the other replica; all chats are
+    answered."""
     assert isinstance(app, ReplicaApp)
     await until(lambda: len(app.replicas.usable) == len(app.replicas.replicas) - 1)
     first = app.chats.sessions[0]
@@ -290,7 +292,7 @@ SCENES = {
 
 @contextlib.asynccontextmanager
 async def application(scene: Scene) -> AsyncIterator[MinituiApp]:
-    """The scene's application, running: with its own engine, over servers, or over a recording."""
+    """Runs the scene's application: with its own engine, over servers, or over a recording."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as servers:
         app = await make(scene, Path(folder), servers)
         async with app.run_test(size=(scene.columns, scene.rows)):
@@ -299,7 +301,7 @@ async def application(scene: Scene) -> AsyncIterator[MinituiApp]:
 
 
 async def make(scene: Scene, folder: Path, servers: contextlib.ExitStack) -> MinituiApp:
-    """The scene's application, not yet running. `servers` stops the servers that it starts."""
+    """Returns the scene's application, not yet running. When `servers` is closed, it stops the servers of the scene."""
     settings = Settings(theme=f"minitui-{scene.theme}")
     if scene.demo or scene.recording:
         trace = folder / "demo.trace" if scene.demo else bundled()[scene.recording]
@@ -329,7 +331,7 @@ async def make(scene: Scene, folder: Path, servers: contextlib.ExitStack) -> Min
 
 
 def mixture(folder: Path, experts: int) -> Path:
-    """A checkpoint without weights: the bundled model with experts instead of MLPs."""
+    """Writes a checkpoint without weights, the bundled model with experts instead of MLPs; returns its directory."""
     directory = folder / "tiny-mixture"
     shutil.copytree(tutor.model_dir(), directory, ignore=shutil.ignore_patterns("*.safetensors"))
     path = directory / "config.json"
@@ -344,7 +346,7 @@ def mixture(folder: Path, experts: int) -> Path:
 
 
 async def serve(scene: Scene, folder: Path, servers: contextlib.ExitStack) -> ReplicaSource:
-    """The servers of a scene, started one after the other, and an address without a server."""
+    """Starts the servers of a scene, one after the other; returns a source for them and an address without a server."""
     choice, urls, key = choose_model(None), [], "screenshots"
     for number in range(scene.replicas):
         config = engine_config(choice.name, **scene.options)

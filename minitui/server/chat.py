@@ -24,12 +24,12 @@ from minitui.server.tools import call_schema, on_one_line
 
 
 def router(service: Service) -> APIRouter:
-    """Returns the endpoint."""
+    """Returns a router with this endpoint."""
     routes = APIRouter(responses=RESPONSES)
 
     @routes.post("/v1/chat/completions", response_model=OpenAIResponse, responses=STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """Continue a conversation, whole or as server-sent events."""
+        """Continue a conversation. The reply is one JSON object, or a stream of server-sent events."""
         return await ChatAnswer(service, body).respond(request)
 
     return routes
@@ -135,7 +135,7 @@ class Choice:
         self.finish_reason: str | None = None
 
     def take(self, text: str, finish_reason: str) -> None:
-        """Parse the next text. `finish_reason` is empty until the reply ends."""
+        """Parse the next part of the reply. `finish_reason` is empty until the reply ends."""
         found = [self._parser.push(text)]
         if finish_reason:
             found.append(self._parser.flush())

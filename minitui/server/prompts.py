@@ -1,7 +1,7 @@
 """Encodes texts and conversations. Encoding a long text is slow: call these functions in a thread.
 
-If a prompt is much too long, only its beginning is encoded, and the prompt is refused. Encoding all of it could take
-ten seconds and a gigabyte of memory, and delay other prompts.
+If a prompt is much too long, only its beginning is encoded, and the prompt is refused. Encoding the whole prompt could
+take ten seconds and a gigabyte of memory, and delay other prompts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from minitui.server.schema import ChatMessage
 from minitui.server.tools import as_plain_messages, with_parsed_arguments
 
 CHARACTERS_PER_TOKEN = 8  # an upper limit: real texts have fewer on average
-MARGIN = 16  # tokens: cutting a text may add a few
+MARGIN = 16  # tokens: a text that is cut may have a few more tokens
 
 
 def too_long(field: str, tokens: int, most: int, more: str = "") -> ApiError:

@@ -1,4 +1,4 @@
-"""Gets a minitui server's facts about itself, and the files of its tokenizer."""
+"""Fetches a minitui server's description of itself (/minitui/info), and the files of its tokenizer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from minitui.sources.remote_checks import Refused
 def probe(url: str, key: str = "") -> dict[str, Any] | None:
     """Returns a server's /minitui/info; None if it is not a minitui server, {} if it is not ready yet (503).
 
-    Called before the application is drawn. Raises EngineError if the server cannot be reached or refuses the key.
+    Blocks: call it before the event loop runs. Raises EngineError if the server cannot be reached or refuses the key.
     """
     return asyncio.run(probe_async(normalise(url), key))
 
 
 def probe_all(urls: list[str], key: str = "") -> list[dict[str, Any] | EngineError | None]:
-    """Probe several servers at once; returns for each the result of `probe`, or the EngineError that it raised.
+    """Probe several servers at once; returns for each server the result of `probe` or the raised EngineError.
 
     Raises InvalidRequest if one of `urls` is not an address.
     """

@@ -1,8 +1,8 @@
 """Follows the records of a minitui server.
 
-A lost connection is opened again. Missed records leave a gap in the numbers, and a new snapshot is needed. If the
-server has restarted its engine in the meantime, its record numbers start at 0 again. Then an offset is added to them:
-they continue after the numbers already seen, with a gap.
+A lost connection is opened again. Records that were missed in the meantime leave a gap in the record numbers, and a new
+snapshot is needed. If the server has restarted its engine, the record numbers start at 0 again. An offset is then added
+to them, so that they continue after the numbers already seen, with a gap.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from minitui.sources.http import (
 from minitui.sources.remote_checks import Refused, Watch
 
 MAX_RECORDS = 200_000  # kept while the reader does not drain them
-AT_ONCE = 2_000  # records checked per drain: several frames' worth at the highest rate
+AT_ONCE = 2_000  # records checked per drain; several times as many as arrive in a frame at the highest rate
 CATCH_UP_S = 1.0  # the longest time that a snapshot waits for the records before it
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 4.0)
 CONNECTED_S = 15.0  # within this time the record stream must begin
@@ -57,7 +57,7 @@ class RemoteRecords:
 
     @property
     def following(self) -> bool:
-        """Is the stream being followed?"""
+        """True while the stream is followed."""
         return self._following is not None
 
     @property
@@ -68,7 +68,7 @@ class RemoteRecords:
     async def follow(self) -> None:
         """Follow the stream; returns when it begins.
 
-        Raises EngineDead if the stream does not begin within CONNECTED_S. A task then keeps trying.
+        Raises EngineDead if the stream does not begin within CONNECTED_S; a task still keeps trying.
         """
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
@@ -169,7 +169,7 @@ class RemoteRecords:
         return records
 
     def _check(self) -> None:
-        """Check some of the received records against the state that they change."""
+        """Check the next AT_ONCE of the received records against the state that they change."""
         watch = self._watch
         if watch is None:
             return
@@ -195,7 +195,8 @@ class RemoteRecords:
         return self._watch is not None and self._watch.state.seq >= seq
 
     async def snapshot(self) -> dict[str, Any]:
-        """Returns the state after some record. Records drained later may begin before that record."""
+        """Returns the engine's state after the record with the number "seq". The next drained records may include
+        earlier ones."""
         self._snapshots += 1
         try:
             for _ in range(100):

@@ -1,4 +1,4 @@
-"""Reads the lines of a trace file one at a time, within limits of memory.
+"""Reads the lines of a trace file one at a time, with a limited use of memory.
 
 A gzip member can unpack to a thousand times its size, and JSON objects take ten times the size of their text. So three
 numbers are limited: the size of the unpacked text relative to the file, the length of a line, and the number of values
@@ -18,7 +18,7 @@ from engine.errors import EngineError
 
 GZIP = 31  # zlib's window bits for a gzip member
 CHUNK = 1 << 16
-MOST_RATIO = 100  # bytes of unpacked text per byte of the file; traces of engines have 2 to 15
+MOST_RATIO = 100  # bytes of unpacked text per byte of the file; in traces of real runs the ratio is 2 to 15
 LEAST_TEXT = 16 << 20  # bytes of unpacked text allowed for a file of any size
 LONGEST_LINE = 32 << 20  # bytes: enough for a keyframe with four million cached tokens
 MOST_VALUES = 16_000_000  # JSON values in a part; each takes up to 60 bytes of memory
@@ -105,7 +105,7 @@ class LineFile:
             self.fail(error.strerror or str(error))
 
     def members(self, offset: int = 0) -> Iterator[Member]:
-        """Yields the members from `offset` on. The caller must read each member to its end before the next."""
+        """Yields the members from `offset` on. The caller must read each member to its end before it takes the next."""
         while offset < self._size:
             member = Member(self, offset)
             yield member
@@ -114,7 +114,7 @@ class LineFile:
             offset = member.end
 
     def count_unpacked(self, size: int) -> None:
-        """Count `size` bytes of unpacked text. Raises TraceError beyond the limit."""
+        """Count `size` more bytes of unpacked text. Raises TraceError if the sum exceeds the limit."""
         self._taken += size
         if self._taken > self._most:
             self.fail(f"it unpacks to more than {self._most >> 20:,} MiB, the limit for a file of its size")

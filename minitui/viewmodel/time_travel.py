@@ -1,8 +1,8 @@
 """Time travel: recent records and keyframes (copies of the state), from which past states are rebuilt.
 
-The history is limited to about RECORDS_KEPT records. If there are fewer, records older than KEPT_SECONDS are dropped,
-except the last KEYFRAME_EVERY. To rebuild a state exactly, a copy of the nearest earlier keyframe is made, and the
-records since then are folded into it. Records are kept as compressed bytes, about 30 bytes each, which the garbage
+The history is limited to about RECORDS_KEPT records. Records older than KEPT_SECONDS are dropped earlier, but the
+newest KEYFRAME_EVERY records are always kept. To rebuild a state exactly, the nearest earlier keyframe is copied, and
+the later records are folded into the copy. Records are kept as compressed bytes, about 30 bytes each, which the garbage
 collector does not visit.
 """
 
@@ -17,7 +17,7 @@ from engine.trace.records import Record
 from minitui.viewmodel.annotated_state import AnnotatedState
 
 RECORDS_KEPT = 400_000
-KEPT_SECONDS = 600.0  # older records are dropped, except the last KEYFRAME_EVERY
+KEPT_SECONDS = 600.0  # older records are dropped, except the newest KEYFRAME_EVERY records
 KEYFRAME_EVERY = 40_000  # records between two keyframes
 KEYFRAME_SECONDS = 4.0  # minimum time between two keyframes: copying a large state takes tens of milliseconds
 SEGMENT = 1_024  # records compressed together, which takes about a millisecond
@@ -46,7 +46,7 @@ class PastStates:
         self._stops.clear()
 
     def keep(self, records: list[Record], annotated: AnnotatedState, packed: bytes | None = None) -> None:
-        """Store records already folded into `annotated`. `packed`: the same records as marshal bytes, if known."""
+        """Store records already folded into `annotated`. `packed`: these records as marshal bytes, if known."""
         self._packets.append((records[0][0], records[-1][0], packed or marshal.dumps(records)))
         if records[-1][0] - self._packets[0][0] >= SEGMENT:
             self._compress()

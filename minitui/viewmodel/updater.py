@@ -1,9 +1,9 @@
 """Moves records from the source into the View: drains them once per frame, folds them in short slices of time.
 
-Queued records stay packed as bytes and are unpacked just before folding: unpacked on arrival, a long backlog would be
-cache-cold. A backlog is folded between frames, in slices short enough for the event loop to handle keys. On two slow
-cores, the view folds about 900 steps (49,000 records) per second with a delay of at most 0.2 s. To measure this:
-`python -m minitui.dev.simulator_app --measure --load large --size 200x60`.
+Queued records stay packed as bytes and are unpacked just before folding: records unpacked on arrival would be
+cache-cold after a long wait. A backlog is folded between frames, in slices short enough for the event loop to handle
+keys. On two slow cores, the view folds about 900 steps (49,000 records) per second and is at most 0.2 s behind the
+engine. To measure this: `python -m minitui.dev.simulator_app --measure --load large --size 200x60`.
 
 While the picture is frozen, the engine continues, and its records queue up here. Does not import Textual.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from minitui.viewmodel.model import View
 
 SLICE_S = 0.008  # length of a slice of folding
-BETWEEN_SLICES_S = 0.002  # for the event loop
+BETWEEN_SLICES_S = 0.002  # pause between two slices, in which the event loop runs
 AFTER_KEY_S = 0.030  # no folding for this time after a key press, so that its effect is drawn first
 MAX_BACKLOG = 400_000  # if more records are queued, all are dropped and a snapshot replaces them
 
@@ -35,7 +35,7 @@ class Updater:
     def __init__(self, source: Source, view: View, clock: Callable[[], float] = time.monotonic) -> None:
         self.source = source
         self.view = view
-        self.live = False  # the view holds a snapshot
+        self.live = False  # True: the view holds a snapshot
         self._clock = clock
         self._queue: deque[Packet] = deque()
         self.backlog = 0  # number of records drained but not folded yet
@@ -109,8 +109,8 @@ class Updater:
         self.backlog = 0
 
     async def sync(self) -> None:
-        """Reset the view with a new snapshot: at the start, after a gap and after a restart. Later records continue
-        from this snapshot."""
+        """Reset the view with a new snapshot: at the start, after a gap and after a restart of the engine. Later
+        records continue from this snapshot."""
         self._syncing = True
         try:
             self.view.reset(await self.source.snapshot())

@@ -1,7 +1,7 @@
 """The corpus on disk: questions with their answers and wordings, and the frozen evaluation.
 
-Everything is JSON lines under corpus/. An *item* is one question: its id, the canonical question, the answer,
-wordings to train on (patterns such as "(what|which) block (size|length)"), names of its subject for the generic
+The files are in corpus/: JSON lines, except words.json. An *item* is one question: its id, the canonical question, the
+answer, wordings to train on (patterns such as "(what|which) block (size|length)"), names of its subject for the generic
 templates, and the answers to follow-ups such as "why?".
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 
 CORPUS = Path(__file__).resolve().parent / "corpus"
 ITEM_FILES = ("engine.jsonl", "app.jsonl", "talk.jsonl", "refusals.jsonl")
-NOT_CAUGHT = "not_caught"
-NO_MORE = "no_more"
-NEAR_DUPLICATE = 0.8
+NOT_CAUGHT = "not_caught"  # id of the item with the answer "I did not catch that"
+NO_MORE = "no_more"  # id of the item that answers a follow-up without an answer of its own
+NEAR_DUPLICATE = 0.8  # similarity from which a wording is too near to a held-out question
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def load_items() -> dict[str, Item]:
-    """All items by id, in corpus order. Raises ValueError for an id used twice or a link to nowhere."""
+    """Returns all items by id, in corpus order. Raises ValueError for an id that is used twice, or a follow-up that is
+    not in the corpus."""
     items: dict[str, Item] = {}
     for name in ITEM_FILES:
         for row in read_jsonl(CORPUS / name):
@@ -84,7 +85,7 @@ def load_items() -> dict[str, Item]:
 
 
 def load_checks(name: str = "evaluation.jsonl") -> list[Check]:
-    """The frozen evaluation (or the development set, by its file name)."""
+    """Returns the checks of a file: the frozen evaluation, or with its file name the development set."""
     return [
         Check(row["tier"], row["id"], row["question"], tuple(row.get("facts", ())), tuple(row.get("never", ())))
         for row in read_jsonl(CORPUS / name)
@@ -92,7 +93,7 @@ def load_checks(name: str = "evaluation.jsonl") -> list[Check]:
 
 
 def load_words() -> dict[str, Any]:
-    """The tables behind the wordings: synonyms, templates, fillers, system sentences, common words."""
+    """Returns the tables from which wordings are made: synonyms, templates, fillers, system sentences, common words."""
     return json.loads((CORPUS / "words.json").read_text(encoding="utf-8"))
 
 
@@ -102,16 +103,14 @@ def word_set(text: str) -> frozenset[str]:
 
 
 class HeldOut:
-    """Refuses wordings that are too close to a held-out question.
-
-    Near means a Jaccard similarity of the word sets of NEAR_DUPLICATE or more.
-    """
+    """Finds wordings that are too near to a held-out question: the Jaccard similarity of the two word sets is
+    NEAR_DUPLICATE or more."""
 
     def __init__(self, questions: list[str]) -> None:
         sets = [word_set(question) for question in questions]
         common = Counter(word for words in sets for word in words)
-        # A close wording lacks at most a fifth of a question's words, so it contains one of any (a fifth + 1) of them:
-        # the rarest ones find every close question.
+        # A wording that is too near lacks at most a fifth of the question's words. So it contains at least one of the
+        # question's rarest words, if a fifth of the words plus one are taken as the rarest: only these are indexed.
         self._by_word: dict[str, list[frozenset[str]]] = {}
         for words in sets:
             rare = sorted(words, key=lambda word: (common[word], word))
@@ -119,7 +118,7 @@ class HeldOut:
                 self._by_word.setdefault(word, []).append(words)
 
     def too_near(self, text: str) -> bool:
-        """True if a wording must not be used for training."""
+        """Returns True if a wording must not be used for training."""
         words = word_set(text)
         return any(
             len(words & held) >= NEAR_DUPLICATE * len(words | held)

@@ -1,8 +1,8 @@
 """Training rows: conversations rendered as token ids, packed end to end.
 
 A row holds several conversations that do not attend to each other (segment ids). Only the assistant's tokens have a
-loss. Most conversations are short, and their last answer is cut after its first tokens. These tokens already decide
-which answer it is, so the model sees more questions for the same compute.
+loss. Most conversations are short, and their last answer is cut after its first tokens: these tokens already decide
+which answer it is. So the model sees more questions for the same compute.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 OPENING_TOKENS = 24  # tokens kept of an answer that is cut
 MOST_TURNS = 8
 BPE_DROPOUT = 0.1
-NOT_CAUGHT_SHARE = 0.12  # of the questions: unknown ones, answered with NOT_CAUGHT
+NOT_CAUGHT_SHARE = 0.12  # share of questions without an answer in the corpus; NOT_CAUGHT answers them
 
 
 def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
-    """A byte-level BPE tokenizer over the corpus; its first ids are the special tokens."""
+    """Returns a byte-level BPE tokenizer trained on `texts`; its first ids are the special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -42,7 +42,7 @@ def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
 
 
 def tokenizer_texts(items: dict[str, Item], words: dict[str, Any]) -> list[str]:
-    """The texts for the tokenizer: answers three times, wordings, system prompts, common words."""
+    """Returns the texts to train the tokenizer on: answers three times, wordings, system prompts, common words."""
     texts = [DEFAULT_SYSTEM_PROMPT] * 10
     for item in items.values():
         texts += [item.answer] * 3
@@ -84,7 +84,7 @@ class Conversations:
         self._weights = [kind_weight[item.kind] for item in self._asked]
 
     def draw(self, rng: random.Random, turns: int, cut: bool) -> tuple[list[int], list[int]]:
-        """Ids and loss mask of a conversation with this number of turns; `cut` ends it inside the last answer."""
+        """Returns the ids and the loss mask of a conversation with `turns` turns; `cut` ends it in the last answer."""
         ids: list[int] = []
         mask: list[int] = []
         system = self._system_prompt(rng, short=cut)
@@ -158,9 +158,9 @@ class Conversations:
 def pack(
     conversations: Conversations, seed: int, rows: int, length: int, one_chat: bool = False
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Rows of ids, loss masks and segment numbers, each [rows, length].
+    """Returns rows of ids, loss masks and segment numbers, each [rows, length].
 
-    With one_chat a row is filled by one long chat where possible, for the training phase with long contexts.
+    With one_chat, conversations have 4 to 60 turns, so that a few fill a row: for the phase with long contexts.
     """
     rng = random.Random(seed)
     ids = np.zeros((rows, length), np.int16)

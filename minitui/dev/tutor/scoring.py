@@ -1,4 +1,4 @@
-"""Judges answers as right, wrong or "not caught", and makes the table."""
+"""Judges answers as right, wrong or "not caught", and makes a table of the results."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ class Verdict:
 
 
 def judge(check: Check, answer: str) -> str:
-    """Right: all facts and no false claim. Not caught: the model said so. Everything else is wrong.
+    """Returns the verdict: "right" if the answer has all facts and no false claim, "not caught" if the model says that
+    it did not understand, else "wrong".
 
-    For inputs outside the domain or garbled ones, a refusal and "I did not catch that" are both right.
+    If the input is garbled or outside the domain, a refusal and "I did not catch that" are both right.
     """
     if check.tier in ("outside", "garbled"):
         return "right" if answer.startswith(NOT_CAUGHT_OPENING) or REFUSAL.search(answer) else "wrong"
@@ -40,14 +41,14 @@ def judge(check: Check, answer: str) -> str:
 
 
 def score(checks: Sequence[Check], answer: Answer, system: str | None) -> list[Verdict]:
-    """Asks every check as the first question of a chat of its own."""
+    """Asks the question of each check in a new chat; returns the verdicts."""
     head: Chat = [] if system is None else [{"role": "system", "content": system}]
     answers = answer([[*head, {"role": "user", "content": check.question}] for check in checks])
     return [Verdict(check, text, judge(check, text)) for check, text in zip(checks, answers, strict=True)]
 
 
 def known(items: dict[str, Item], answer: Answer, system: str | None) -> list[str]:
-    """Ids of the items whose canonical question gets its own answer, word for word."""
+    """Returns the ids of the items whose canonical question gets the item's answer, word for word."""
     head: Chat = [] if system is None else [{"role": "system", "content": system}]
     asked = list(items.values())
     answers = answer([[*head, {"role": "user", "content": item.question}] for item in asked])
@@ -55,7 +56,7 @@ def known(items: dict[str, Item], answer: Answer, system: str | None) -> list[st
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """Right, not caught and wrong of each tier, as a Markdown table."""
+    """Returns a Markdown table: the numbers of right, not caught and wrong answers in each tier."""
     lines = ["| tier | asked | right | not caught | wrong |", "|---|---|---|---|---|"]
     tiers = list(dict.fromkeys(verdict.check.tier for verdict in verdicts))
     groups = [(tier, [v for v in verdicts if v.check.tier == tier]) for tier in tiers]

@@ -14,7 +14,7 @@ PARTS = {"embeddings": ("embed_tokens", "lm_head"), "attention": ("self_attn",),
 
 
 def tensors(directory: str | Path) -> dict[str, list[int]]:
-    """Name -> shape of every tensor of a checkpoint, read from the headers of its safetensors files."""
+    """Returns the shape of every tensor of a checkpoint, by name, from the headers of its safetensors files."""
     found: dict[str, list[int]] = {}
     for path in sorted(Path(directory).glob("*.safetensors")):
         with path.open("rb") as file:
@@ -25,7 +25,7 @@ def tensors(directory: str | Path) -> dict[str, list[int]]:
 
 
 def parameters_by_part(shapes: dict[str, list[int]]) -> dict[str, int]:
-    """Number of parameters of each part of the model."""
+    """Returns the number of parameters of each part of the model."""
     totals = dict.fromkeys(PARTS, 0)
     for name, shape in shapes.items():
         size = 1
@@ -91,18 +91,18 @@ LESSON = Lesson(
         Page(
             "One decoder",
             """
-            The model is a stack of equal layers over a stream of vectors, one for each token. The token's id selects
-            its first vector from the embedding table. Each layer adds two things to it: what attention collects from
-            earlier tokens, and the output of a small network (the MLP). Before attention and before the MLP, the vector
-            is normalised (RMSNorm). After the last layer, a matrix as wide as the vocabulary gives the logits: one
-            score for each possible next token.
+            The model represents each token by a vector. The token's id selects the vector from the embedding table.
+            Then the vector passes through a stack of layers, which all have the same structure. Each layer adds two
+            things to the vector: what attention collects from earlier tokens, and the output of a small network (the
+            MLP). Before attention and before the MLP, the vector is normalised (RMSNorm). After the last layer, a
+            matrix as wide as the vocabulary gives the logits: one score for each possible next token.
 
             Llama, Mistral, Qwen2 and Qwen3 differ only in configuration: with or without biases, with or without norms
             on queries and keys, how positions are scaled, whether the last matrix is the embedding table ("tied"). So
-            there is one decoder file.
+            one decoder file is enough.
 
             Tokens interact only in attention. Everything else is computed for each token alone. So tokens of different
-            requests can pass the model together, in one batch.
+            requests can pass through the model in one batch.
             """,
             code="engine.model.decoder:Decoder.forward",
         ),
@@ -110,10 +110,10 @@ LESSON = Lesson(
             "Weights on disk",
             """
             A checkpoint is a set of named tensors in safetensors files. A header says where each tensor begins. So
-            every name and shape is checked before the first byte is copied. A missing tensor, an unexpected one or a
-            wrong shape is an error that names it; nothing is ignored. Then each tensor is copied directly to its place.
-            The three matrices for queries, keys and values are copied into one, so that one multiplication replaces
-            three. The same is done with the MLP's gate and up matrices.
+            every name and shape is checked before the first byte is copied. A missing tensor, an unexpected tensor or a
+            wrong shape is an error that names the tensor; nothing is ignored. Then each tensor is copied directly to
+            its place. The three matrices for queries, keys and values are copied into one matrix, so that one
+            multiplication replaces three. The MLP's gate and up matrices are joined in the same way.
             """,
             code="engine.model.weights:load_weights",
             run=weigh,
@@ -125,8 +125,8 @@ LESSON = Lesson(
         Page(
             "The cost of reading weights",
             """
-            To compute one token, all weights must be read once. To compute a hundred tokens in the same step, they are
-            also read once: only the arithmetic grows. If reading takes longer than computing, more tokens in a step
+            To compute one token, all weights must be read once. To compute a hundred tokens in one step, the weights
+            are also read once: only the arithmetic grows. If reading takes longer than computing, more tokens in a step
             cost little. This is why a prompt is computed many tokens at a time, why many requests decode in one batch,
             and why one chat alone leaves most of a device idle.
             """,
@@ -145,11 +145,11 @@ LESSON = Lesson(
             "Positions and heads",
             """
             Attention alone ignores the order of tokens. So queries and keys are rotated by an angle that grows with the
-            position (RoPE). Their product then depends on the distance of the two tokens. Keys are rotated before they
-            are stored, so a cached key is valid for one position only. This is one reason why prompts can share a
+            position (RoPE). Their product then depends on the distance between the two tokens. Keys are rotated before
+            they are stored, so a cached key is valid for one position only. This is one reason why prompts can share a
             cached block only if they are equal from their first token on.
 
-            Several query heads share one key and value head (grouped-query attention). Fewer key heads mean a smaller
+            Several query heads share one key/value head (grouped-query attention). Fewer key/value heads mean a smaller
             cache. The cache's size often limits how many requests run at once.
             """,
             code="engine.model.rope:rope_table",
@@ -172,7 +172,7 @@ LESSON = Lesson(
         Check(
             "How long do plan, launch and commit take on the host?",
             "timings",
-            "the two tracks, host and device; on a CPU both use the same cores.",
+            "the timings panel: the tracks of host and device; on a CPU both use the same cores.",
             _host,
         ),
     ),

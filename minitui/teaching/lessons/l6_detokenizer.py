@@ -54,7 +54,7 @@ async def held_back(stage: Stage) -> Seen:
     return Seen(
         f"Without a stop string the reply is “{' '.join(words[:9])} …”. With stop={stop!r} it ends after “{cut}”, with "
         f"the reason “{reason}”, in {len(stopped)} deltas. {sum(not piece for piece in stopped)} of them were empty: "
-        "their text could still have become the stop string, and was held back.",
+        "their text could still have become the stop string, so it was held back.",
         1 if stop not in cut and text.startswith(cut) else 0,
     )
 
@@ -81,24 +81,26 @@ LESSON = Lesson(
         Page(
             "Tokens are bytes",
             """
-            A common tokenizer (byte-level BPE) knows the 256 bytes and many frequent sequences of bytes. It splits
-            text into these pieces; each piece has a number. So it can encode any text, also text that it was not
-            trained on. But a piece need not end where a character ends: an emoji is four bytes in UTF-8 and may be
-            two, three or four tokens.
+            A common kind of tokenizer (byte-level BPE) knows the 256 bytes and many frequent sequences of bytes. It
+            splits text into these pieces; each piece has a number. So it can encode any text, even text that it was not
+            trained on. But a piece need not end where a character ends: an emoji has four bytes in UTF-8, and they may
+            belong to two, three or four tokens.
 
-            When a reply streams, each token arrives alone. Decoding it alone would print a replacement character for
-            half an emoji. Decoding the whole reply again with every token would be right, but slower with every token.
+            When a reply streams, its tokens arrive one by one. Decoding each token alone would print a replacement
+            character for half an emoji. Decoding the whole reply again with every token would give the right text, but
+            would take longer with every token.
 
-            So the detokenizer of a reply has state: the last bytes, if they may be the beginning of a character. They
-            are held back until the rest arrives. All emitted pieces together always equal the decoding of all ids at
-            once.
+            So the detokenizer of a reply has state: the last bytes, if they may be the beginning of a character. These
+            bytes are held back until the rest of the character arrives. All emitted texts together always equal the
+            decoding of all ids at once.
             """,
             code="engine.text.tokenizer:Tokenizer.detokenizer",
         ),
         Page(
             "Byte by byte",
             f"""
-            The bundled model's tokenizer encodes the text {TEXT}. It has few pieces, so many tokens are single bytes.
+            The bundled model's tokenizer encodes the text {TEXT}. Its vocabulary is small, so many tokens are single
+            bytes.
             """,
             code="engine.text.detokenizer:_ByteDetokenizer",
             run=byte_by_byte,
@@ -112,7 +114,7 @@ LESSON = Lesson(
             """
             A request may give strings at which its reply should end. A stop string need not be a token: it may begin
             in the middle of one token and end in another. So the end of the text is also held back while it could
-            still become a stop string. It is sent as soon as that is impossible.
+            still become a stop string. It is sent as soon as it can no longer become one.
             """,
             panel="events",
             code="engine.text.output:OutputProcessor",
@@ -126,16 +128,16 @@ LESSON = Lesson(
             "From text to ids",
             """
             Input needs the same care. The model's chat template writes a conversation as one text, with control tokens
-            between the messages. If a user types the name of a control token, it must stay text; otherwise a user
-            could end the message and start another one in the name of the system. Here, only the template makes
-            control tokens.
+            between the messages. If a user types the name of a control token, the typed name must stay text. Otherwise
+            a user could end the message and start another message in the name of the system. In minitui's chats, only
+            the template makes control tokens.
 
             A chat keeps the ids that it sent and received. The model may have written a text with other ids than the
-            tokenizer would choose for it. So the next prompt uses the kept ids wherever the text is the same: the
-            cache finds blocks by ids, not by text.
+            tokenizer would choose for the same text. So the next prompt uses the kept ids wherever the text is the
+            same: the cache finds blocks by ids, not by text.
 
-            All of this happens outside the step: the next step may already run while the ids of the last one become
-            text.
+            Encoding and decoding happen outside the step: the next step may already run while the ids of the last step
+            become text.
             """,
             code="engine.text.tokenizer:Tokenizer.apply_chat_template",
         ),
@@ -145,7 +147,7 @@ LESSON = Lesson(
         Check(
             "How many tokens has this reply so far?",
             "lanes",
-            "the batch lanes: count its decode steps, and one for the step that ended its prompt.",
+            "the batch lanes: count the reply's decode steps, and add one for the step that ended the prompt.",
             _written,
         ),
         Check(

@@ -72,9 +72,9 @@ LESSON = Lesson(
               /v1/models, /health, /ready, /metrics   for monitoring
               /minitui/...                            records and control, for minitui chat --connect
 
-            The server tokenizes and checks requests; the engine does not. An invalid request (a negative temperature,
-            an unknown field that could change the answer, a prompt that can never fit) is refused with an error that
-            names the field. Such a request never reaches the engine.
+            The server tokenizes and checks each request before it sends the request to the engine. An invalid request
+            (a negative temperature, an unknown field that could change the answer, a prompt that can never fit) is
+            refused with an error that names the field. Such a request never reaches the engine.
             """,
             code="minitui.server.service:Service",
         ),
@@ -138,9 +138,9 @@ LESSON = Lesson(
             lambda stage: f"r{stage.state().queue[0]}" if stage.state().queue else "none",
         ),
         Check(
-            "How many blocks does one request hold, and how many do several hold?",
+            "How many blocks are held by exactly one request, and how many by several requests?",
             "occupancy",
-            "the line of the KV pool: one request holds an active block, several hold a shared one.",
+            "the line of the KV pool: one request holds an active block, several requests hold a shared block.",
             lambda stage: f"{stage.state().counts[ACTIVE]} are active, {stage.state().counts[SHARED]} are shared",
         ),
     ),

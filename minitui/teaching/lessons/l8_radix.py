@@ -118,8 +118,8 @@ LESSON = Lesson(
             """
             The engine keeps a tree of the prefixes in the pool. A node is a sequence of whole blocks with their token
             ids. Its children are found by the ids of their first block. The lookup of a prompt walks down the tree,
-            with one dictionary access for each node. If a prompt leaves a node in the middle, the node is split at the
-            block boundary, and the common part becomes a parent.
+            with one dictionary access for each node. If a prompt matches only the first blocks of a node, the node is
+            split after these blocks, and the common part becomes the parent of the rest.
 
             Only whole blocks are shared, and a shared block is never written again. The block that a request is
             filling belongs to it alone. The last token of a prompt is never taken from the tree, because its logits
@@ -131,7 +131,7 @@ LESSON = Lesson(
         Page(
             "The same beginning, another question",
             """
-            Two chats have the same system prompt. The first one's prompt has been computed and is in the tree. The
+            Two chats have the same system prompt. The first chat's prompt has been computed and is in the tree. The
             second chat asks another question.
             """,
             panel="tree",
@@ -149,11 +149,11 @@ LESSON = Lesson(
         Page(
             "All at the same time",
             """
-            Six chats with one system prompt arrive together, in an empty engine. When the first step is planned, none
-            of them has been computed. But when the engine plans the step of a prompt, it adds the prompt's blocks to
-            the tree and marks them as pending. Every layer writes all keys of a step before it reads any, so other
-            requests can use these blocks in the same step. (The blocks of a reply are added when their step is
-            committed: only then does the engine know its tokens.)
+            Six chats with one system prompt arrive together, in an empty engine. When the first step is planned, no
+            prompt has been computed. But when the engine plans the step of a prompt, it adds the prompt's blocks to
+            the tree and marks them as pending. Every layer writes all keys and values of a step before it reads any,
+            so other requests can use these blocks in the same step. (The blocks of a reply are added when their step
+            is committed: the engine learns the reply's tokens only then.)
             """,
             panel="tree",
             code="engine.core.cache:KVCache.publish_planned",
@@ -167,9 +167,10 @@ LESSON = Lesson(
             "What is evicted, and when",
             """
             When a request ends, its blocks stay in the tree until room is needed: a cache costs nothing while there is
-            room. Then leaves that no request holds are evicted, the least recently used first. If only some blocks of
-            a leaf are needed, these are taken from its end. A block that a request holds is never evicted. The engine
-            remembers evicted prefixes for a while: it can then explain a later miss with the step of the eviction.
+            room. When room is needed, leaves that no request holds are evicted, the least recently used first. If only
+            some blocks of a leaf are needed, they are taken from its end. A block that a request holds is never
+            evicted. The engine remembers evicted prefixes for a while. If a later prompt misses such a prefix, the
+            engine names the step of the eviction.
 
             Chats A and B have different prompts. They are used in the order A, B, A. Then C comes with a long text.
             """,
@@ -184,13 +185,13 @@ LESSON = Lesson(
         Page(
             "Why a hit ends",
             f"""\
-The line under every answer says how much of its prompt came from the cache, and why not more:
+The line under every answer says how much of the prompt came from the cache, and why not more:
 
 {match_reasons()}
 
-To use the cache well, begin a prompt with the text that never changes, and end it with the text that changes. One
-changed token at the beginning of a system prompt makes everything after it new. Such a token is often part of a date or
-a name.
+To use the cache well, begin a prompt with the text that never changes, and end it with the text that changes. If one
+token at the beginning of a system prompt changes, nothing after it comes from the cache. Such a token is often part of
+a date or a name.
 """,
             panel="events",
         ),

@@ -22,7 +22,7 @@ class BaseScreen(Screen[Result]):
     """
 
     app = getters.app(AppBase)
-    FIGURES: ClassVar[bool] = False  # True: figures are always in the status bar; else only with a backlog or drops
+    FIGURES: ClassVar[bool] = False  # False: the status bar shows figures only if records wait or were lost
 
     def hints(self) -> list[Hint]:
         """Returns the hints for the status bar, the most important first."""

@@ -56,8 +56,8 @@ class LectureScreen(BaseScreen[None]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._asked_from = -1  # while a question is shown: the step in the picture, before the predicted one; else -1
-        self._stepping_from = -1  # until the step to predict has ended: the step before it; else -1
+        self._asked_from = -1  # while a question about the next step is shown: the step in the picture; else -1
+        self._stepping_from = -1  # while the step to predict has not ended: the step before it; else -1
 
     def compose(self) -> ComposeResult:
         yield TopBar()
@@ -82,7 +82,7 @@ class LectureScreen(BaseScreen[None]):
         self._map.focus()
 
     def hints(self) -> list[Hint]:
-        """Returns the keys of this screen, then the actions on the engine."""
+        """Returns hints for the keys of this screen, then for actions on the engine."""
         hints = super().hints()
         first = [("n", "next step"), (",", "back"), ("d", "predict"), ("p", "pause"), ("X", "start over")]
         first += [h for h in hints if h[1] == "help"]
@@ -150,7 +150,8 @@ class LectureScreen(BaseScreen[None]):
             self._details.show(self.app.view, message.kind, message.id, self.focused)
 
     def action_next(self) -> None:
-        """Show the answer if a question is open; in the past, go one step forward; else let the engine take a step."""
+        """If a question is shown, show the step instead. In the past, go one step forward. Else let the engine run a
+        step."""
         view = self.app.view
         if self._asked_from >= 0:
             self._reveal(view)

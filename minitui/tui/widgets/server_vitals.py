@@ -21,7 +21,7 @@ def _whole(value: float) -> str:
     return f"{value:,.0f}"
 
 
-# (field of ServerMetrics, label, formatter, unit, colour, value at the sparkline's full height; 0: the largest)
+# (field of ServerMetrics, label, formatter, unit, colour, value at the sparkline's full height; 0: the largest value)
 Figure = tuple[str, str, Callable[[float], str], str, str, float]
 FIGURES: tuple[Figure, ...] = (
     ("tokens_per_s", "output", _whole, "tok/s", "decode", 0.0),

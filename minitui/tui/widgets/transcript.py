@@ -1,4 +1,4 @@
-"""The transcript of one chat. Rows are kept per message; only the streaming message is rendered again."""
+"""The transcript of one chat. The rows of each message are kept; only a changed message is rendered again."""
 
 from __future__ import annotations
 
