@@ -1,4 +1,4 @@
-"""LLM runs the engine inside a script's process. Classes, methods and options have the same names as in vLLM.
+"""LLM runs the engine inside a script's process. The classes and methods have the names that they have in vLLM.
 
 llm = LLM("Qwen/Qwen3-0.6B")
 for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=20)):

@@ -1,6 +1,7 @@
 """FlashAttention (Dao et al. 2022-2026) as a backend: version 4 on Hopper and Blackwell, version 2 on older GPUs.
 
-Neither version is installed by default: `pip install '.[flash]'`. Both read the paged cache through the block table.
+Neither version is installed by default: `pip install '.[flash]'`. Both versions read the paged cache through the block
+table.
 
 On an H200, FlashAttention-4 is faster than our Triton kernel for all but the shortest chunks: 2 chunks of 2,048 tokens
 after 2,048 cached tokens take 348 us per layer; with Triton they take 495 us. But a call of FlashAttention-4 takes
@@ -135,7 +136,7 @@ def _flash_4(block_size: int) -> Call:
             "output; use --block-size 16, or leave --attention-backend at auto"
         )
     # The first variable makes the library cache compiled kernels on disk. The second sets the cache's folder, which is
-    # in /tmp by default. The library reads both at its import.
+    # in /tmp by default. The library reads both variables at its import.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     folder = Path.home() / ".cache" / "flash_attention_cute_dsl"
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))

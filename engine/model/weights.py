@@ -41,7 +41,7 @@ class Slot:
     view: Matrix
     repeated: bool = False  # the checkpoint has one row, which is copied to every row of the view
     parts: tuple[Slot, ...] = ()  # the checkpoint may have these tensors instead of `name`
-    cut: Cut | None = None  # the part of the tensor that fills the view (shards.py); None: all of it
+    cut: Cut | None = None  # the part of the tensor that fills the view (shards.py); None: the whole tensor
 
     @property
     def shape(self) -> list[int]:

@@ -48,7 +48,7 @@ def own_rows(token_ids: torch.Tensor, table: torch.Tensor, rank: int) -> torch.T
 
 
 class Ranks(Group):
-    """A group of `size` processes; this process has number `rank`.
+    """A group of `size` processes; this process is number `rank`.
 
     Call `join` before the first collective, and `close` last. Every rank must call the same collectives with the same
     shapes in the same order. After a rank has ended, collectives of the other ranks raise (gloo) or time out (NCCL),

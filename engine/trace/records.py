@@ -1,9 +1,9 @@
 """The record log: every change of scheduler, allocator, prefix tree and queue, in order, with its reason.
 
 A record is a tuple `(seq, t, kind, *fields)`. `seq` increases by one with each record, `t` is in seconds since the
-log began, and `kind` is a key of FIELDS, which names the fields. Making a plain tuple takes under a microsecond. One
-record describes all decodes of a step: it lists the requests that joined and left the decoding set (`joined`, `left`).
-Each step advances every member of the set by one token.
+log began, and `kind` is a key of FIELDS, which names the fields. Records are plain tuples because these are made in
+under a microsecond. One `step` record describes all decodes of a step: it lists the requests that joined and left the
+decoding set (`joined`, `left`). Each step advances every member of the set by one token.
 
 A snapshot has the sequence number of the last record that it includes. A snapshot and the records after it give the
 exact state (engine/trace/state.py). Timings are separate records that name their step, because GPU times arrive later.
@@ -56,7 +56,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "fail": ("step", "error"),  # the step failed; its requests finish with an error
     # --- speculation; only for steps with drafts
     "draft": ("step", "drafts"),  # before the `step` record: [(request, draft tokens)]
-    "accept": ("step", "drafts"),  # at the commit: [(request, drafted, accepted)]; adds `accepted` tokens to a request
+    "accept": ("step", "drafts"),  # at the commit: [(request, drafted, accepted)]; `accepted` more tokens for a request
     # --- control
     "gate": ("state", "reason"),  # "open" | "closed", and why
     "pace": ("factor",),  # slow motion: every step takes this many times as long (1: off)

@@ -27,7 +27,7 @@ logger = logging.getLogger("minitui")
 KEYFRAME_EVERY = 12_000  # records
 MOST_IDS = MOST_VALUES // 4  # the most token ids between two keyframes: readers limit the values in a part
 BATCH = 512  # records in a line
-FLUSH_S = 1.0  # seconds between two flushes: if the process is killed, at most this time is lost
+FLUSH_S = 1.0  # seconds between two flushes: if the process is killed, at most this much of the end is lost
 LEVEL = 2  # zlib's level: a third of the default level's time, but a fifth more bytes
 LAST_RECORDS_S = 2.0  # longest wait for the engine's last records when a recording ends
 MAX_WAITING = 4000  # the most items queued for the writer thread
@@ -127,7 +127,7 @@ class Recorder:
             self._writer.put(json.dumps(["b", self._state.step if step is None else step, text]))
 
     def close(self) -> None:
-        """Write the end. Returns when everything is in the file. A second call does nothing."""
+        """Write the last line. Returns when everything is in the file. A second call does nothing."""
         if self._state is not None and not self._writer.closed:
             self._put_words()
             self._writer.put(json.dumps(["e", {"records": self.records, "steps": self.steps}]))
@@ -322,7 +322,7 @@ class Recording:
             self._guard(lambda recorder: recorder.name(changed))
 
     def close(self) -> None:
-        """Write the end. A second call does nothing."""
+        """Write the last line and close the file. A second call does nothing."""
         self._guard(lambda recorder: recorder.close())
         self._recorder = None
 

@@ -93,7 +93,7 @@ def takes_unicode(stream: Any) -> bool:
 def tolerant_input() -> Iterator[None]:
     """In this context, input bytes that are not UTF-8 (a key of a Latin-1 terminal, a stray byte) become U+FFFD.
 
-    Without it, the first such byte makes Textual's key reader end the application.
+    Outside this context, the first such byte makes Textual's key reader end the application.
     """
     from textual.drivers import linux_driver  # imported here: most commands that import this file never draw
 

@@ -104,7 +104,7 @@ class Lane:
 
     @property
     def tok_s(self) -> float:
-        """Tokens per second from its first token to its finish; 0 while unknown."""
+        """Tokens per second from the first token to the end of the reply; 0 while unknown."""
         if self.finished is None or self.first_token is None or self.output_tokens < 2:
             return 0.0
         seconds = self.finished - self.first_token

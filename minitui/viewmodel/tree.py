@@ -2,9 +2,9 @@
 
 The rows of nodes that saved the most prompt tokens come first.
 
-Ordering the rows visits every node, so it happens at most every REORDER_SECONDS. The figures of the visible rows are
-always current. The eviction order is current in trees of up to RANKED_NODES nodes; in larger trees it is updated
-together with the order of the rows.
+Ordering the rows visits every node, so the rows are ordered at most once in REORDER_SECONDS. The figures of the visible
+rows are always current. The eviction order is current in trees of up to RANKED_NODES nodes. In larger trees it is
+updated together with the order of the rows.
 """
 
 from __future__ import annotations

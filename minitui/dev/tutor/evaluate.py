@@ -1,8 +1,8 @@
 """Measures the bundled model through the engine: python -m minitui.dev.tutor.evaluate [--model DIR].
 
 Prints the frozen evaluation as a table, the share of canonical questions that are answered word for word, and the share
-of right answers in each turn of a conversation. With --write, writes the questions that were answered right to
-known_questions.json.
+of right answers in each turn of a conversation. With --write, stores in known_questions.json the questions that were
+answered right.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main(
     ] = "evaluation.jsonl",
     print_wrong: Annotated[bool, typer.Option("--wrong", help="Also print each wrong answer.")] = False,
     write: Annotated[
-        bool, typer.Option("--write", help="Write the questions that were answered right to known_questions.json.")
+        bool, typer.Option("--write", help="Write known_questions.json: the questions that were answered right.")
     ] = False,
 ) -> None:
     """Measure the bundled model through the engine."""
