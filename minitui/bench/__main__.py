@@ -1,4 +1,4 @@
-"""`python -m minitui.bench` runs `minitui bench` on machines with only the engine's dependencies, rich and typer."""
+"""`python -m minitui.bench` runs `minitui bench` and needs only rich, typer and the engine's dependencies."""
 
 from minitui.bench.main import run_alone
 

@@ -23,8 +23,8 @@ WORDS = (
     "block", "cache", "token", "prefix", "tree", "queue", "batch", "step", "prompt", "answer", "page", "table",
     "decode", "prefill", "head", "layer", "request", "share", "evict", "admit", "stream", "model", "weight", "draw",
 )  # fmt: skip
-TEXT_FIELDS = ("content", "reasoning_content", "tool_calls")  # of a chat's delta
-MOONCAKE_BLOCK = 512  # tokens
+TEXT_FIELDS = ("content", "reasoning_content", "tool_calls")  # fields of a chat delta that count as text
+MOONCAKE_BLOCK = 512  # tokens for each hash id
 PERCENTILES = (50, 90, 99)
 HELP = """Measure an OpenAI-compatible server under load.
 
@@ -33,13 +33,13 @@ HELP = """Measure an OpenAI-compatible server under load.
   minitui bench --url ... --shared-words 400 --groups 4                four shared system prompts
   minitui bench --url ... --trace day.jsonl --speed 2                  replay a trace twice as fast
 
-Each request is sent at its time, even if earlier requests are still running (open loop). So the queue of a slow server
-grows, as it would with real users.
+Each request is sent at its planned time, even if earlier requests are still running (open loop). So the queue of a slow
+server grows, as with real users.
 
 A trace is a JSONL file with one request per line. A line is an object with "t" (seconds), optionally "max_tokens", and
-the text: "prompt", "messages" or "words" (a number of random words). Before these words there can be a shared prefix:
-"prefix" is its name, "prefix_words" its length. Mooncake traces work too. Their lines have "timestamp" (ms),
-"input_length", "output_length" and "hash_ids", one id for each 512 tokens; equal ids get equal text.
+the text: "prompt", "messages" or "words" (a number of random words). Random words can follow a prefix that several
+requests share: "prefix" is its name, "prefix_words" its length. Mooncake traces work too. Their lines have "timestamp"
+(ms), "input_length", "output_length" and "hash_ids", one id for each 512 tokens; equal ids get equal text.
 """
 
 
@@ -49,7 +49,7 @@ class LoadOptions:
 
     url: Annotated[str, typer.Option(help="Address of the server: http://127.0.0.1:8000.")]
     key: Annotated[str, typer.Option(help="The server's API key.", envvar="MINITUI_KEY")] = ""
-    model: Annotated[str, typer.Option(help="Model to use. Default: the first that the server lists.")] = ""
+    model: Annotated[str, typer.Option(help="Model to use. Default: the first model that the server lists.")] = ""
     rate: Annotated[float, typer.Option(help="Average requests per second; inf: all at once.")] = 4.0
     requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 100
     prompt_words: Annotated[int, typer.Option(help="Random words in each prompt.")] = 40
@@ -60,11 +60,11 @@ class LoadOptions:
     output_tokens: Annotated[int, typer.Option(help="max_tokens of each request.")] = 64
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: the same answers each time.")] = 0.0
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Only answers of full length; vLLM and minitui support this.")
+        bool, typer.Option("--ignore-eos", help="Make every answer max_tokens long; vLLM and minitui support this.")
     ] = False
     chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions instead of /v1/completions.")] = False
-    trace: Annotated[Path | None, typer.Option(help="Replay the requests of this JSONL file instead.")] = None
-    speed: Annotated[float, typer.Option(help="Replay this many times as fast.")] = 1.0
+    trace: Annotated[Path | None, typer.Option(help="Replay this JSONL file instead of random requests.")] = None
+    speed: Annotated[float, typer.Option(help="With --trace: replay this many times as fast.")] = 1.0
     seed: Annotated[int, typer.Option(help="Seed of arrival times and random words.")] = 0
     timeout: Annotated[float, typer.Option(help="Abort a request after this many seconds without data.")] = 600.0
     ttft_ms: Annotated[float | None, typer.Option(help="Goodput: limit of the time to the first token, in ms.")] = None
@@ -75,7 +75,7 @@ class LoadOptions:
 
 @dataclass
 class Planned:
-    """A request, sent `at` seconds after the start."""
+    """A request, to be sent `at` seconds after the start. `chat`: to /v1/chat/completions."""
 
     at: float
     body: dict[str, Any]
@@ -86,7 +86,7 @@ class Planned:
 class Outcome:
     """The result of a request.
 
-    `sent`: seconds after the start. `first` and `total`: seconds after `sent`. `error`: empty if it was answered.
+    `sent`: seconds after the start. `first` and `total`: seconds after `sent`. `error`: empty for an answered request.
     """
 
     sent: float
@@ -106,7 +106,7 @@ class Outcome:
 
 @dataclass
 class Limits:
-    """The limits within which a request counts for goodput, in milliseconds; None: no limit."""
+    """Latency limits in milliseconds; None: no limit. A request within all limits counts for goodput."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -127,7 +127,7 @@ def words(count: int, source: random.Random) -> str:
 
 
 def poisson(options: LoadOptions, model: str) -> list[Planned]:
-    """Returns random requests. The gaps between their times are exponentially distributed."""
+    """Returns random requests. The gaps between their planned times are exponentially distributed."""
     source = random.Random(options.seed)
     prefixes = [words(options.shared_words, source) for _ in range(max(1, options.groups))]
     at, plan = 0.0, []
@@ -173,7 +173,7 @@ def replay(lines: Iterable[str], options: LoadOptions, model: str) -> list[Plann
 
 
 def _of_mooncake(entry: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Returns a line of a Mooncake trace in our format. Equal ids give equal text; a word counts as a token."""
+    """Returns a line of a Mooncake trace in our format. Equal ids give equal text, with one word for each token."""
     blocks = [words(MOONCAKE_BLOCK, random.Random(f"{seed} {block}")) for block in entry["hash_ids"]]
     text = " ".join(" ".join(blocks).split()[: int(entry["input_length"])])
     return {"t": float(entry["timestamp"]) / 1e3, "prompt": text, "max_tokens": int(entry["output_length"])}
@@ -218,7 +218,7 @@ async def send(client: Any, planned: Planned, began: float) -> Outcome:
                     if text or choice.get("finish_reason"):
                         outcome.first = outcome.first or time.perf_counter() - started
                     pieces += bool(text)
-                    ended = ended or bool(choice.get("finish_reason"))  # some servers send no [DONE] after it
+                    ended = ended or bool(choice.get("finish_reason"))  # after this, some servers send no [DONE]
         if not ended:
             outcome.error, outcome.detail = "cut off", "the answer ended without a finish_reason"
     except (TypeError, AttributeError, ValueError) as error:  # JSON with another structure
@@ -247,7 +247,7 @@ def _count_usage(outcome: Outcome, usage: dict[str, Any]) -> None:
 async def run_load(
     url: str, key: str, plan: Sequence[Planned], timeout_s: float, progress: TextIO | None = None
 ) -> list[Outcome]:
-    """Sends each request at its time; returns the outcomes in the order of the plan."""
+    """Sends each request at its planned time; returns the outcomes in the order of the plan."""
     from minitui.sources.http import open_client
 
     done: list[Outcome] = []
@@ -255,7 +255,7 @@ async def run_load(
 
     async def one(planned: Planned) -> Outcome:
         await asyncio.sleep(max(0.0, planned.at - (time.perf_counter() - began)))
-        # One client per request: a pool of hundreds of connections is slower than the server.
+        # One client per request: one client with hundreds of connections would be slower than the server.
         async with open_client(url, key) as client:
             client.timeout = timeout_s
             outcome = await send(client, planned, began)
@@ -354,7 +354,7 @@ async def measure(options: LoadOptions) -> dict[str, Any]:
     model = options.model or await first_model(url, options.key)
     if options.trace is not None:
         try:
-            lines = options.trace.read_text(encoding="utf-8").split("\n")  # JSON strings may contain U+2028
+            lines = options.trace.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON may contain U+2028
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"{options.trace} cannot be read: {error}", "trace") from error
         plan = replay(lines, options, model)
@@ -380,7 +380,7 @@ async def first_model(url: str, key: str) -> str:
 
 
 def load(options: LoadOptions) -> None:
-    """Runs the load and prints the report."""
+    """Sends the requests and prints the report."""
     for name in ("rate", "speed", "timeout"):
         if not getattr(options, name) > 0:
             raise InvalidRequest(f"--{name} is {getattr(options, name)}: it must be above 0", name)

@@ -1,4 +1,4 @@
-"""A row of the report, and helpers that run an engine for a measurement."""
+"""A row of the benchmark's report, and helpers that run an engine for a measurement."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Row:
 
     @property
     def share(self) -> float | None:
-        """The share of the limit that is reached, 0 to 1."""
+        """The share of the limit that is reached, 0 to 1; None if there is no limit."""
         return self._share_of(self.limit)
 
     def _share_of(self, limit: float | None) -> float | None:
@@ -95,7 +95,10 @@ class StepTimes:
 
 
 def decode_steps(llm: LLM) -> StepTimes | None:
-    """Returns the times of the decode steps since the log was last drained; None if there were too few steps."""
+    """Returns the times of the decode steps since the log was last drained, without the first five.
+
+    Returns None if fewer than five steps are left.
+    """
     found = [r[3:] for r in llm.engine.log.drain() if r[2] == "time" and r[-1] == "decode"][5:]
     if len(found) < 5:
         return None

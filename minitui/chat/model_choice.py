@@ -17,15 +17,15 @@ PLAIN_SYSTEM_PROMPT = "You are a helpful assistant. Answer clearly and briefly."
 class Choice:
     """A model, its system prompt, and its names in the application."""
 
-    name: str  # a directory or repository; the engine resolves it
+    name: str  # a directory, or a repository on the hub; the engine finds the files
     label: str  # the name that the application shows; empty: the engine's name for the model
     system: str
-    speaker: str  # the name shown beside its answers
+    speaker: str  # the name shown beside the model's answers
     known_questions: list[str] = field(default_factory=list)
 
 
 def choose_model(name: str | None, system: str | None = None) -> Choice:
-    """Returns the choice for `name`: a directory, or a model of the local cache or the hub; None: the bundled model.
+    """Returns the choice for `name`: a directory, or a model in the local cache or on the hub; None: the bundled model.
 
     Raises CheckpointError if the bundled model is missing.
     """
@@ -38,7 +38,7 @@ def choose_model(name: str | None, system: str | None = None) -> Choice:
 
 
 def served_choice(info: dict[str, Any], system: str | None) -> Choice:
-    """Returns the choice for the model of a minitui server, from its `info`."""
+    """Returns the choice for the model of a minitui server, from the server's `info`."""
     return _bundled("", "", system) if info.get("bundled") else _plain("", system)
 
 

@@ -1,4 +1,4 @@
-"""Writes chats as Markdown and JSON, finds the pieces of a chat for copying, and quotes files in prompts."""
+"""Writes chats as Markdown and JSON, finds the pieces of a chat that can be copied, and quotes files in prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.errors import EngineError
 from minitui.chat.conversation import Message, Session
 from minitui.visible import json_text, visible
 
-LARGEST_FILE = 256 * 1024  # maximum bytes of a text file that a prompt quotes
+LARGEST_FILE = 256 * 1024  # maximum size of a text file that a prompt quotes, in bytes
 
 
 def as_markdown(chat: Session, names: tuple[str, str] = ("You", "Assistant")) -> str:
@@ -45,7 +45,7 @@ def named_file(name: str) -> Path:
     try:
         path = Path(name).expanduser()
     except RuntimeError:
-        raise EngineError(f"{name} cannot be found: there is no user {name.partition('/')[0][1:]!r} here") from None
+        raise EngineError(f"{name} cannot be found: this machine has no user {name.partition('/')[0][1:]!r}") from None
     if "\0" in name:
         raise EngineError(f"{name!r} is not a file name: it contains a zero byte")
     return path

@@ -39,7 +39,7 @@ def chats(
         if show is not None:
             _show(store, show, export)
         elif export is not None:
-            raise EngineError("--export needs --show ID; minitui chats lists the ids")
+            raise EngineError("--export needs --show ID: minitui chats lists the ids")
         else:
             _list(store, " ".join(words or []))
     finally:
@@ -49,7 +49,7 @@ def chats(
 def _show(store: Store, id: str, export: Path | None) -> None:
     chat = store.load(id)
     if chat is None:
-        raise EngineError(f"no chat, or more than one, has an id that begins with {id!r}: minitui chats lists the ids")
+        raise EngineError(f"{id!r} must be the beginning of exactly one chat's id: minitui chats lists the ids")
     if export is None:
         print(transcripts.as_markdown(chat), end="")
     else:

@@ -30,12 +30,12 @@ def replay(
     speed: Annotated[
         float | None,
         typer.Option(
-            help="1 is the engine's speed, 0.1 is ten times slower. Default: 1, but a bundled recording plays in about "
-            "a minute."
+            help="1 is the engine's speed, 0.1 is ten times slower. Default: 1; for a bundled recording, the speed at "
+            "which it takes about a minute."
         ),
     ] = None,
     export: Annotated[
-        str | None, typer.Option(help="Write a file instead of playing: perfetto, json, md, svg or png.")
+        str | None, typer.Option(help="Write a file of this format instead of playing: perfetto, json, md, svg or png.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="The file to write. Default: a file beside the recording.")
@@ -82,7 +82,7 @@ def run_replay(trace: str, speed: float | None, looks: dict[str, Any]) -> int:
     apply_looks(settings, looks)
     need_terminal("minitui replay", "minitui tail FILE or minitui replay FILE --export md")
     path = find_trace(trace)
-    reader = TraceReader(path)  # raises for an invalid file before the application opens
+    reader = TraceReader(path)  # if the file is invalid, raises before the application opens
     if speed is None:
         speed = watching_speed(reader) if is_bundled(path) else 1.0
     source = ReplaySource(path, speed)

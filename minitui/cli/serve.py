@@ -42,7 +42,7 @@ def serve(
     max_body_mib: Annotated[int, typer.Option(min=1, help="Maximum size of a request body, in MiB.")] = 4,
     request_timeout: Annotated[float, typer.Option(min=0.1, help="Time limit of an answer, in seconds.")] = 600.0,
     drain_seconds: Annotated[
-        float, typer.Option(min=0.0, help="Time for running answers to finish after SIGTERM.")
+        float, typer.Option(min=0.0, help="Time for running answers to finish after SIGTERM, in seconds.")
     ] = 3.0,
 ) -> None:
     """Serve a model over HTTP.

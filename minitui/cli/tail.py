@@ -1,4 +1,4 @@
-"""`minitui tail`: prints what an engine does as lines of text, for screen readers, logs and pipes.
+"""`minitui tail`: prints the engine's work as lines of text, for screen readers, logs and pipes.
 
     0.41 s  step 12  r4 is admitted · 102 prompt tokens · waited 3 ms
     0.41 s  step 12  r4 takes 96 of 102 tokens from the tree · all full blocks were cached
@@ -6,7 +6,8 @@
                      token each · 9 of 512 tokens · 2.1 ms
     0.52 s  steps 13 to 37  4 requests decode one token per step · 100 tokens · 2.0 ms per step
 
-Consecutive steps that only decode share one line. The line names the slowest step if it took over twice the mean.
+Consecutive steps that only decode share one line. The line names the slowest step if that step took more than twice the
+mean.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ def tail(
     source: Annotated[
         str | None,
         typer.Argument(
-            help="A recording, or the URL of a minitui server. Default: ask each line of stdin as a question."
+            help="A recording, or the URL of a minitui server. "
+            "Default: each line of stdin is a question to the bundled model."
         ),
     ] = None,
     kv_blocks: KvBlocks = None,
 ) -> None:
-    """Print what the engine does as lines of text.
+    """Print the engine's work as lines of text.
 
     \b
       minitui tail class.trace
@@ -123,7 +125,7 @@ async def tail_live(
 
 
 async def tail_server(source: Source, out: Callable[[str], None], load: Any = load_codec) -> int:
-    """Prints what a server does until the user interrupts. Raises EngineDead when the server ends."""
+    """Prints the work of a server's engine until the user interrupts. Raises EngineDead when the server ends."""
     from minitui.viewmodel.model import View
     from minitui.viewmodel.teller import Teller
 

@@ -23,7 +23,7 @@ ROLES = {
     "/detokenize": Role.CHAT, "/minitui/submit": Role.CHAT, "/minitui/cancel": Role.CHAT,
     "/minitui/control": Role.CONTROL,
 }  # fmt: skip
-FORMS = ("", "application/x-www-form-urlencoded")  # `curl -d` sends this type for every body
+FORMS = ("", "application/x-www-form-urlencoded")  # read as JSON: `curl -d` sends the second type for every body
 
 
 def role_needed(path: str) -> Role:
@@ -71,7 +71,7 @@ class Guard:
                 return  # too late for an error response; the error was logged
             answer = as_api_error(error)
             response = answer.response()
-            if answer.status in (408, 413):  # the connection still holds the unread rest of the body
+            if answer.status in (408, 413):  # the rest of the body is unread, so no request can follow
                 response.headers["Connection"] = "close"
             await response(scope, receive, watched_send)
 
@@ -112,7 +112,7 @@ class Guard:
         raise ApiError(403, f"this key has the role {allowed}; {scope['path']} requires {wanted}")
 
     async def _read_body(self, headers: Headers, receive: Receive) -> Receive:
-        """Read the body, within the limits of size and time. Returns a receiver that delivers it again."""
+        """Read the body, within the limits of size and time. Returns a `receive` that delivers the body again."""
         limit = self.settings.max_body
         announced = headers.get("content-length", "")
         if announced.isdigit() and int(announced) > limit:

@@ -1,8 +1,8 @@
 """Parses and compares the headers Host and Origin.
 
-A browser sends as Host the address that it uses, and as Origin the site of the page that makes the request. With DNS
-rebinding, a foreign name resolves to this machine, but Host is still the foreign name. If a foreign page uses this
-server's own name, Origin is still the foreign site. So both headers are checked.
+In Host, a browser sends the address of the request. In Origin, it sends the site of the page that makes the request.
+With DNS rebinding, a foreign name resolves to this machine, but Host still has the foreign name. If a foreign page
+sends a request to this server's own name, Origin still has the foreign site. So both headers are checked.
 """
 
 from __future__ import annotations
@@ -25,6 +25,6 @@ def authority(text: str) -> tuple[str, str] | None:
 
 
 def is_same_origin(origin: str, host: str) -> bool:
-    """Does this Origin name the same server as this Host header?"""
+    """Returns True if this Origin header and this Host header name the same server."""
     scheme, found, rest = origin.partition("://")
     return bool(found) and scheme.lower() in ("http", "https") and authority(rest) == authority(host) is not None

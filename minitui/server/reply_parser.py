@@ -4,7 +4,8 @@
     <tool_call>{"name", "arguments"}</tool_call>   a call, in the format of Hermes and Qwen
     everything else                         content
 
-A marker may arrive in pieces. Text that may be the beginning of a marker is held back until more text decides this.
+A marker may arrive in pieces. Text that may be the beginning of a marker is held back until later text shows whether it
+is a marker.
 """
 
 from __future__ import annotations
@@ -99,9 +100,9 @@ class ReplyParser:
         return found
 
     def _until(self, marker: str) -> tuple[bool, str]:
-        """Take the text before the marker out of the held text; returns (was the marker found, the text taken).
+        """Remove the text before the marker from the held text; returns (True if the marker was found, that text).
 
-        If the marker is not found, text at the end that may be its beginning stays held.
+        If the marker is not found, the end of the text stays held if it may be the beginning of the marker.
         """
         before, found, rest = self._held.partition(marker)
         if found:
@@ -129,7 +130,7 @@ class ForcedCallParser(ReplyParser):
 
 
 def _take_call(text: str, parts: Parts, as_written: str) -> None:
-    """Add a tool call; text that is not a valid call is added as content."""
+    """Add the tool call in `text` to `parts`. If `text` is not a valid call, add `as_written` as content."""
     try:
         value = json.loads(text)
         name, arguments = value["name"], value.get("arguments", {})

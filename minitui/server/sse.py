@@ -28,10 +28,10 @@ def event(value: Any, name: str = "") -> bytes:
 
 
 class EventStream(Response):
-    """Sends frames as they come. The stream ends when the caller disconnects or reads nothing for `stalled_s`.
+    """Sends each frame immediately. The stream ends early if the caller disconnects or reads nothing for `stalled_s`.
 
-    `on_end` is called at every end, to free resources. An exception in `frames` becomes an event with OpenAI's error
-    body, because the status has already been sent.
+    `on_end` is always called at the end, to free resources. An exception in `frames` becomes an event with OpenAI's
+    error body, because the status has already been sent.
     """
 
     media_type = "text/event-stream"
@@ -64,7 +64,7 @@ class EventStream(Response):
             async for frame in self.frames:
                 await self._put(send, frame, True)
         except TimeoutError:
-            logger.info("a reader read nothing for %g s and was dropped", self.stalled_s)
+            logger.info("a caller read nothing for %g s, so its stream was ended", self.stalled_s)
             return
         except Exception as error:
             await self._put(send, event(as_api_error(error).body) + DONE, True)

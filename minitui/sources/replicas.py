@@ -1,12 +1,12 @@
 """Several servers of one model as a Source. minitui/sources/routing.py chooses the replica of each request.
 
-If every server is a minitui server, chats are sent as token ids. If one is not, chats are sent to all of them as
+If every server is a minitui server, chats are sent as token ids. If one is not, chats are sent to all servers as
 messages (`exact` is False). The state of every replica comes from its Prometheus page. The panels follow the records of
 one minitui server at a time: `shown`.
 
-If a replica is lost before the first piece of an answer, the request moves to the next replica in order. If it is lost
-later, the answer ends with an error. A replica that is down is tried again at growing intervals, and gets requests when
-it is back.
+If a replica is lost before the first piece of an answer, the request moves to the replica that routing.py chooses next.
+If the replica is lost later, the answer ends with an error. A replica that is down is tried again at growing intervals,
+and gets requests when it is back.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ UNDECIDED = "the model of the chats is not known yet: earlier replicas in the li
 
 
 class ReplicaStream(Stream):
-    """An answer by one replica, or by the next in order if that one is lost before the answer begins."""
+    """An answer from a replica. If the replica is lost before the answer begins, another replica answers."""
 
     def __init__(self, source: ReplicaSource, ids: list[int], params: SamplingParams, group: str) -> None:
         """Raises EngineDead if no replica can answer."""
         super().__init__()
         self._source, self._request = source, (ids, params, group)
-        self._tried: dict[str, str] = {}  # address -> why it did not answer
+        self._tried: dict[str, str] = {}  # address -> why this replica did not answer
         self._cancelled = False
         self._accepted = False
         self._losses = 0  # replicas that were lost after they had accepted the request
@@ -52,7 +52,11 @@ class ReplicaStream(Stream):
         self.replica.streams.add(self)
 
     def _move_on(self, error: EngineError) -> None:
-        """Ask the next replica. Raises if there is none, or if two replicas were lost while they had this request."""
+        """Ask the next replica.
+
+        Raises EngineDead if there is none, if the request was cancelled, or if two replicas were lost after they had
+        accepted it.
+        """
         replica = self.replica
         replica.streams.discard(self)
         self._tried[replica.url] = str(error)
@@ -112,7 +116,7 @@ class ReplicaStream(Stream):
             self.replica.streams.discard(self)
 
     def _describe_replica(self) -> dict[str, Any]:
-        """The answering replica, for the metrics; `passed`: the replicas that failed before."""
+        """Returns the answering replica, for the metrics; `passed`: the numbers of the replicas that did not answer."""
         answered = self.replica
         passed = [replica.number for replica in self._source.replicas if replica.url in self._tried]
         return {"number": answered.number, "name": answered.name, "url": answered.url, "passed": passed}
@@ -123,14 +127,17 @@ class ReplicaStream(Stream):
 
 
 class ReplicaSource(Source):
-    """Several servers. `pins`: chat id -> address of its only replica; `shown`: the replica in the panels."""
+    """Several servers. `pins`: chat id -> address of the replica that the chat is pinned to.
+
+    `shown`: the replica in the panels.
+    """
 
     def __init__(
         self, urls: list[str], key: str = "", model: str = "", exact: bool = True, cache: Path | None = None
     ) -> None:
-        """`model`: the chats' model; by default, the first usable replica's. `key`: one API key for all servers.
+        """`model`: the chats' model; empty: the model of the first usable replica. `key`: the API key of all servers.
 
-        Raises InvalidRequest if one of `urls` is not an address, or if there are fewer than two.
+        Raises InvalidRequest if one of `urls` is not an address, or if there are fewer than two addresses.
         """
         super().__init__()
         addresses = list(dict.fromkeys(normalise(url) for url in urls))
@@ -146,7 +153,7 @@ class ReplicaSource(Source):
         self._model = model
         self._connecting: list[asyncio.Task[None]] = []
 
-    # ---- which replica
+    # ---- choosing a replica
 
     def reason_against(self, replica: Replica) -> str:
         """Returns why the replica cannot answer these chats; empty if it can."""
@@ -163,7 +170,7 @@ class ReplicaSource(Source):
         if not same:
             return f"it serves {replica.model}, but these chats use {model}"
         if self.exact and source is not None and source.info["model_dir"] != self.info["model_dir"]:
-            return f"it serves {model} with another tokenizer than the one that these chats use"
+            return f"it serves {model}, but its tokenizer differs from the tokenizer of these chats"
         return ""
 
     @property
@@ -172,7 +179,10 @@ class ReplicaSource(Source):
         return [replica for replica in self.replicas if not self.reason_against(replica)]
 
     def find(self, text: str) -> Replica:
-        """Returns the replica with this number, port, or part of an address. Raises InvalidRequest unless one fits."""
+        """Returns the replica whose number or port is `text`, or whose address contains `text`.
+
+        Raises InvalidRequest unless exactly one replica matches.
+        """
         fits = [r for r in self.replicas if text == str(r.number)]
         if not fits:
             fits = [r for r in self.replicas if (r.url.endswith(f":{text}") if text.isdigit() else text in r.url)]
@@ -183,9 +193,9 @@ class ReplicaSource(Source):
         raise InvalidRequest(f"{text!r} matches {count} of the replicas: {known}", "replica")
 
     def place(self, group: str, tried: dict[str, str] | None = None) -> Replica:
-        """Returns the replica for a chat's next answer. Raises EngineDead if there is none.
+        """Returns the replica for a chat's next answer. Raises EngineDead if no replica can answer.
 
-        `tried`: the addresses that failed, each with the reason.
+        `tried`: the addresses that failed for this answer, each with the reason.
         """
         against = {r.url: (tried or {}).get(r.url) or self.reason_against(r) for r in self.replicas}
         by_url = {r.url: r for r in self.replicas}
@@ -204,7 +214,7 @@ class ReplicaSource(Source):
         opening = self.opening(group)
         return by_url[routing.order(opening.text or group, loads, opening.last)[0]]
 
-    # ---- life
+    # ---- start and end
 
     async def start(self, on_progress: Progress) -> None:
         """Connect to all replicas; returns when one can answer. Raises EngineError if none can be used."""
@@ -222,7 +232,7 @@ class ReplicaSource(Source):
                 raise
 
     async def _first_usable(self, on_progress: Progress) -> Replica:
-        """Returns the first usable replica in order. Raises EngineDead if there is none.
+        """Returns the first usable replica in the order of the list. Raises EngineDead if there is none.
 
         Each replica gets PATIENCE_S for its first answer, so the choice does not depend on the order of the answers.
         """
@@ -231,7 +241,7 @@ class ReplicaSource(Source):
             waited = time.monotonic() - began
             for replica in self.replicas:
                 if not replica.tried.is_set():
-                    break  # this replica may be usable, and it comes first
+                    break  # wait: this replica may be usable, and it comes before the others
                 if not replica.trouble and self._model in ("", replica.model):
                     return replica
             tried = all(r.tried.is_set() for r in self.replicas)
@@ -265,7 +275,7 @@ class ReplicaSource(Source):
         """Ask one replica; returns its stream."""
         assert replica.source is not None
         if isinstance(replica.source, OpenAISource):
-            replica.source.info["model"] = self.info["model"]  # a server may serve several models: this one is asked
+            replica.source.info["model"] = self.info["model"]  # the server may serve several models
         return replica.source.submit(ids, params, group)
 
     # ---- the panels
@@ -291,7 +301,7 @@ class ReplicaSource(Source):
         return self._telemetry.connection if self._telemetry is not None else ""
 
     def drain_records(self) -> list[Record]:
-        """The records of the replica in the panels."""
+        """Returns the new records of the replica in the panels."""
         return self._telemetry.drain_records() if self._telemetry is not None else []
 
     async def control(self, verb: str, **arguments: Any) -> Any:
@@ -302,7 +312,7 @@ class ReplicaSource(Source):
         return await self._telemetry.control(verb, **arguments)
 
     async def snapshot(self) -> dict[str, Any]:
-        """The state of the replica in the panels. Raises EngineError if there is none."""
+        """Returns the state of the replica in the panels. Raises EngineError if there is none."""
         if self._telemetry is None:
             raise EngineError("these servers do not publish their state: only a minitui server does")
         return await self._telemetry.snapshot()

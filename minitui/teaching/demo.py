@@ -32,7 +32,7 @@ async def print_demo(
 
     async def named_restart(changes: dict[str, Any]) -> None:
         assert restart is not None
-        source.name_groups(stage.chats.names)  # the new engine is recorded in another file
+        source.name_groups(stage.chats.names)  # now, because the new engine is recorded in another file
         await restart(changes)
 
     async with plain_stage(

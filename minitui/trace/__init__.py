@@ -1,1 +1,1 @@
-"""Traces: their file format, reading, checking and writing them, and the bundled recordings."""
+"""Trace files: their format, how they are read, checked and written, and the bundled recordings."""

@@ -1,4 +1,4 @@
-"""The actions of the chats: ask, fork, replay, edit, search, copy, export."""
+"""The actions on chats: ask, fork, replay, edit, search, copy, export."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ChatCommands:
         self.app.chats.send(replay, asked)
         replay.note = (
             f"same system prompt and first question as chat {self.app.chats.number(source)}: the line under the answer "
-            "says how much came from the cache"
+            "says how much of the prompt came from the cache"
         )
         self.app.replays.append(replay.id)
         self.app.select_session(replay)
@@ -75,7 +75,7 @@ class ChatCommands:
         asked = self.app.chats.send_all(text)
         left = len(self.app.chats.sessions) - len(asked)
         sent = f"sent to {len(asked)} chat{'s' if len(asked) != 1 else ''}"
-        self.app.say(sent + (f"; {left} {'is' if left == 1 else 'are'} still answering" if left else ""))
+        self.app.say(sent + (f"; {left} chat{' is' if left == 1 else 's are'} still answering" if left else ""))
 
     def do_cancel(self, _: str) -> None:
         if not self.app.chats.cancel(self.session):
@@ -167,7 +167,7 @@ class ChatCommands:
     def _set_system(self, session: Session, text: str) -> None:
         self.app.chats.set_system(session, text)
         self.app.say(
-            "the next turn uses the new system prompt. Its first tokens differ, so the turn finds nothing in the cache"
+            "the next turn begins with the new system prompt: its tokens are new, so nothing is found in the cache"
         )
 
     def do_ask(self, word: str) -> None:

@@ -23,7 +23,7 @@ class Glyphs:
     spark: str = _glyph("▁▂▃▄▅▆▇█", "_.:-=+*#")
     rule: str = _glyph("─", "-")
     decode: str = _glyph("─", "-")
-    gaining: str = _glyph("═", "=")  # decoding several tokens in a step, because drafts are accepted
+    gaining: str = _glyph("═", "=")  # decoding several tokens in a step, because drafts were accepted
     prefill: str = _glyph("█", "#")
     queued: str = _glyph("·", ".")
     preempted: str = _glyph("×", "x")
@@ -42,7 +42,7 @@ class Glyphs:
     middot: str = _glyph("·", "|")
     busy: str = _glyph("█", "#")
     prompt: str = _glyph("▒", "=")  # prefill, in a bar that also has `busy`
-    edge: str = _glyph("▌", "|")  # between two steps that follow each other
+    edge: str = _glyph("▌", "|")  # between two consecutive steps
     folded: str = _glyph("▸", ">")
     unfolded: str = _glyph("▾", "v")
 
@@ -77,5 +77,5 @@ _TO_ASCII = str.maketrans({
 
 
 def to_ascii(text: str) -> str:
-    """Returns `text` with typography, arrows and frames as ASCII; letters of every language stay."""
+    """Returns `text` with typography, arrows and frames as ASCII; letters of all languages stay as they are."""
     return text if text.isascii() else text.translate(_TO_ASCII)

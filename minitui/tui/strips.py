@@ -1,8 +1,9 @@
-"""Keeps Textual and Rich from storing the lines that they draw: most lines are drawn once.
+"""Keeps Textual and Rich from caching the lines that they draw: most lines are drawn only once.
 
 Textual divides, crops and pads every line, and each Strip caches the results. If nothing is cut off, the result is the
-strip itself. Such a strip refers to itself, so only a full garbage collection frees it, and these are rare here (each
-is a visible pause): the process would grow by megabytes per minute. Rich keeps the last 16,384 segments that were cut.
+strip itself. Such a strip refers to itself, so only a full garbage collection frees it. Full collections are rare here,
+because each causes a visible pause. So the process would grow by megabytes per minute. Rich caches the last 16,384
+segments that it cut.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def _adjust_acyclic(self: Strip, cell_length: int, style: Style | None = None) -
 
 
 def keep_no_lines() -> None:
-    """Replace methods of Strip and Segment; their results stay the same."""
+    """Replace caching methods of Strip and Segment by methods with the same results."""
     setattr(Segment, "_split_cells", classmethod(_split_cells))  # noqa: B010  (mypy allows no assignment here)
     Strip.divide, Strip.crop_extend, Strip.adjust_cell_length = (  # type: ignore[method-assign]
         _divide_acyclic, _crop_extend_acyclic, _adjust_acyclic,

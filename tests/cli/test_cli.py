@@ -296,7 +296,7 @@ async def test_chat_says_that_its_recording_or_its_chats_were_not_kept_and_fails
         (("replay", "small-pool", "--export", "svg", "--theme", "pink"), "dark, light and projector"),
         (("tail", "http://[::1"), "is not a server"),
         (("tail", "http://a\udcffb:80"), "is not a server"),
-        (("chats", "--show", "\udcff"), "has an id that begins with '?'"),
+        (("chats", "--show", "\udcff"), "'?' must be the beginning of exactly one"),
     ],
 )
 def test_hostile_arguments_are_told_in_a_sentence(here, tmp_path, arguments, words):

@@ -1,7 +1,7 @@
-"""Trains the bundled model from scratch: python -m minitui.dev.tutor.train --out DIR (a GPU; a few minutes).
+"""Trains the bundled model from scratch: python -m minitui.dev.tutor.train --out DIR (a few minutes on a GPU).
 
-The network has Qwen3's architecture, and its weights have the names of a Qwen3 checkpoint. So every program that loads
-Qwen3 can load them.
+The network has Qwen3's architecture, and its weights have the same names as in a Qwen3 checkpoint. So every program
+that loads Qwen3 can load this model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the network; few and wide layers, because on a CPU each layer has a fixed cost."""
+    """Sizes of the network. The layers are few and wide, because on a CPU each layer has a fixed cost."""
 
     vocab_size: int = 2560
     hidden_size: int = 384
@@ -59,17 +59,17 @@ class Recipe:
     """The settings of a training run."""
 
     steps: int = 7000
-    rows: int = 48
-    length: int = 1024
-    long_steps: int = 250  # after `steps`, with rows of long_length tokens: the model learns long chats
+    rows: int = 48  # in a batch
+    length: int = 1024  # tokens of a row
+    long_steps: int = 250  # further steps after `steps`, with rows of long_length tokens, for long chats
     long_rows: int = 12
     long_length: int = 4096
-    peak_rate: float = 2e-3
+    peak_rate: float = 2e-3  # the highest learning rate
     weight_decay: float = 0.1
     dropout: float = 0.1
-    token_dropout: float = 0.1  # at most this share of a row's input tokens is replaced by random ones
+    token_dropout: float = 0.1  # the largest probability that an input token is replaced by a random token
     seed: int = 1
-    keep: float = 0.5  # with --start-from: the share of the old weights in the saved mean
+    keep: float = 0.5  # with --start-from: the share of the old weights in the mean that is saved
 
 
 class RMSNorm(nn.Module):
@@ -85,7 +85,7 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half-split rotary embedding. x: [B, H, T, D]; cos, sin: [T, D]."""
+    """Returns x after a half-split rotary embedding. x: [B, H, T, D]; cos, sin: [T, D]."""
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-high, low), dim=-1) * sin
 
@@ -177,7 +177,7 @@ class Network(nn.Module):
                 nn.init.normal_(weight, std=0.02 / (2 * shape.num_hidden_layers) ** 0.5 if adds_to_residual else 0.02)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """ids: [B, T]; mask: [B, 1, T, T], true where a query may attend. Returns the last hidden states [B, T, C]."""
+        """Returns the last hidden states [B, T, C]. ids: [B, T]; mask: [B, 1, T, T], true for keys a query may see."""
         x = self.model.embed_tokens(ids)
         cos, sin = self.cos[: ids.shape[1]].to(x.dtype), self.sin[: ids.shape[1]].to(x.dtype)
         for layer in self.model.layers:
@@ -185,7 +185,7 @@ class Network(nn.Module):
         return self.model.norm(x)
 
 
-# Set in each worker process before it makes rows.
+# Each worker process sets this before it makes rows.
 _conversations: Conversations
 
 
@@ -199,13 +199,13 @@ def _pack_rows(job: tuple[int, int, int, bool]) -> tuple[Any, Any, Any]:
 
 
 def make_conversations(tokenizer: Tokenizer, damage: Damage) -> Conversations:
-    """The corpus without the held-out questions."""
+    """Returns the corpus without the held-out questions."""
     held_out = [check.question for name in ("evaluation.jsonl", "development.jsonl") for check in load_checks(name)]
     return Conversations(load_items(), load_words(), HeldOut(held_out), damage, tokenizer)
 
 
 def loss_of(network: Network, ids: Tensor, loss_mask: Tensor, segments: Tensor, noisy_ids: Tensor) -> Tensor:
-    """Mean cross-entropy of the assistant's tokens. All tensors are [B, T]; the network reads `noisy_ids`."""
+    """Returns the mean cross-entropy of the assistant's tokens. Tensors: [B, T]; the network reads `noisy_ids`."""
     length = ids.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
     mask = (segments[:, :, None] == segments[:, None, :])[:, None] & causal
@@ -217,14 +217,17 @@ def loss_of(network: Network, ids: Tensor, loss_mask: Tensor, segments: Tensor, 
 
 
 def with_noise(ids: Tensor, loss_mask: Tensor, share: float, vocabulary: int) -> Tensor:
-    """Returns the ids with some of the user's tokens replaced by random ones; the share differs from row to row."""
+    """Returns the ids with random tokens in place of some tokens that the assistant did not write.
+
+    Each row has its own probability of a replacement, from 0 to `share`.
+    """
     chance = torch.rand(ids.shape[0], 1, device=ids.device) * share
     replaced = (torch.rand_like(ids, dtype=torch.float) < chance) & (loss_mask == 0) & (ids > 2)
     return torch.where(replaced, torch.randint_like(ids, 3, vocabulary), ids)
 
 
 def train(network: Network, tokenizer: Tokenizer, shape: Shape, recipe: Recipe, damage: Damage, workers: int) -> None:
-    """Trains in place. Rows come from worker processes while the GPU computes."""
+    """Trains the network in place. Worker processes make the rows while the GPU computes."""
     device = next(network.parameters()).device
     matrices = [weight for weight in network.parameters() if weight.dim() == 2]
     others = [weight for weight in network.parameters() if weight.dim() != 2]
@@ -270,7 +273,7 @@ def _batches(pool: Any, recipe: Recipe) -> Iterator[tuple[Any, Any, Any]]:
 
 @torch.inference_mode()
 def answer_with(network: Network, tokenizer: Tokenizer, chats: Sequence[Chat], most: int = 260) -> list[str]:
-    """Greedy answers, all chats in one batch; used for the evaluation after training."""
+    """Returns greedy answers to all chats, computed in one batch; used for the evaluation after training."""
     device = next(network.parameters()).device
     end = tokenizer.token_to_id("<|im_end|>")
     prompts = [tokenizer.encode(render(chat)).ids for chat in chats]
@@ -293,24 +296,23 @@ def answer_with(network: Network, tokenizer: Tokenizer, chats: Sequence[Chat], m
 
 
 def render(chat: Chat) -> str:
-    """The text that CHAT_TEMPLATE makes of a chat."""
+    """Returns the text that CHAT_TEMPLATE makes from a chat, up to the beginning of the answer."""
     turns = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in chat)
     return turns + "<|im_start|>assistant\n"
 
 
 @torch.no_grad()
 def mix(network: Network, old: dict[str, Tensor], keep: float) -> None:
-    """Replaces the weights by a mean of them and the `old` weights, of which `keep` is the share.
+    """Replaces each weight w by keep · (old w) + (1 − keep) · w.
 
-    The mean model is good at most of what either model is good at (Wortsman et al. 2022, "Robust fine-tuning of
-    zero-shot models").
+    The mean keeps most abilities of both models (Wortsman et al. 2022, "Robust fine-tuning of zero-shot models").
     """
     for name, weight in network.named_parameters():
         weight.lerp_(old[name].to(weight.dtype), keep)
 
 
 def save(network: Network, tokenizer: Tokenizer, shape: Shape, out: Path) -> None:
-    """Writes the checkpoint as transformers and the engine read it; weights in bf16."""
+    """Writes the checkpoint, with bf16 weights, in the format that transformers and the engine read."""
     out.mkdir(parents=True, exist_ok=True)
     weights = {
         name: weight.detach().to("cpu", torch.bfloat16).contiguous() for name, weight in network.named_parameters()
@@ -357,9 +359,9 @@ def main(
             "--set", metavar="NAME=VALUE", help="Change a field of Recipe, Shape or Damage: steps=500."
         ),
     ] = None,
-    workers: Annotated[int, typer.Option(help="Processes that make rows.")] = max(1, multiprocessing.cpu_count() - 1),
+    workers: Annotated[int, typer.Option(help="Processes that pack rows.")] = max(1, multiprocessing.cpu_count() - 1),
 ) -> None:
-    """Train, save and print the evaluation."""
+    """Train and save the model; on a GPU, also evaluate it and print the results."""
     shape, recipe, damage = Shape(), Recipe(), Damage()
     for change in changes or ():
         name, _, value = change.partition("=")

@@ -1,5 +1,5 @@
-"""The parts of a lesson. A page can have text, code, a prediction and an experiment on a live engine. Three questions
-close the lesson.
+"""The parts of a lesson. A page can have text, code, a prediction and an experiment on a live engine. The lesson ends
+with three questions.
 
 minitui/tui/screens/lesson.py shows a lesson; minitui/teaching/lessons/plain.py prints it.
 """
@@ -37,7 +37,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Page:
-    """A page. Empty lines separate paragraphs of `text`; lines that begin with a space keep their form.
+    """A page. Empty lines separate paragraphs of `text`. A line that begins with a space is not joined to other lines.
 
     `panel`: a key of minitui.tui.screens.lesson.PANELS; that panel is shown beside the text. `code`: the source to
     show, as "package.module:Class.function". `run`: the experiment.
@@ -53,7 +53,7 @@ class Page:
 
 @dataclass(frozen=True)
 class Check:
-    """A closing question. `where` says which panel shows the answer; `answer` reads it from the engine."""
+    """A closing question. `where` tells the reader which panel shows the answer; `answer` reads it from the engine."""
 
     question: str
     panel: str

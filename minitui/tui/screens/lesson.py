@@ -156,7 +156,7 @@ class LessonScreen(BaseScreen[None]):
         A panel with nothing to show gets only rows that the text does not need.
         """
         rows = HEIGHTS.get(self.reading.panel, PANEL_ROWS)
-        if self.reading.shows:
+        if self.reading.panel_has_content:
             return rows
         left = self.size.height - 4 - len(page_lines(self.reading, self.size.width - 4))
         return min(rows, left) if left >= min(rows, MIN_PANEL_ROWS) else 0

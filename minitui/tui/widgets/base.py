@@ -1,8 +1,8 @@
 """The base class of all panels: a panel is a list of rows, and only changed rows are drawn.
 
 A panel implements `picture(view, width, height)`. `paint(view)` adds the frame, compares the rows with the rows
-on the screen, and refreshes those that differ; Textual then calls `render_line` for these rows only. The frame is drawn
-here, not by CSS, so that line y of the widget is row y of `drawn_rows`.
+on the screen, and refreshes the rows that differ; Textual then calls `render_line` for these rows only. The frame is
+drawn here, not by CSS, so that line y of the widget is row y of `drawn_rows`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Opened(Message):
 class Column(Vertical):
     """Panels one below the other."""
 
-    BLANK = True  # Textual does not draw it: its panels cover it
+    BLANK = True  # Textual does not draw the container itself: the panels cover it
 
 
 class Columns(Horizontal):
@@ -73,7 +73,7 @@ class LinePanel(Widget, can_focus=True):
     FRAME: ClassVar[str] = "box"
     TITLE: ClassVar[str] = ""
     DEFAULT_CSS = "LinePanel { background: $ground; color: $ink; }"
-    view: View  # as last painted; the attribute does not exist before the first paint
+    view: View  # the view of the last paint; the attribute does not exist before the first paint
 
     def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
         super().__init__(id=id)
@@ -90,7 +90,7 @@ class LinePanel(Widget, can_focus=True):
         raise NotImplementedError
 
     def own_key(self, keys: str) -> list[Run]:
-        """Returns a note with the panel's own keys; empty without the focus, because these keys then have no effect."""
+        """Returns a note with the panel's own keys; empty without the focus: the keys then have no effect."""
         return [(f" · {keys}", "dim")] if self.has_focus else []
 
     def clicked(self, view: View, column: int, row: int) -> None:
@@ -185,13 +185,13 @@ class LinePanel(Widget, can_focus=True):
         colours = palette(self.app)
         strip = Strip([colours.segment(run) for run in row], self._width)
         for line_filter in self.app.get_line_filters():  # for example the filter of NO_COLOR
-            if not isinstance(line_filter, (ANSIToTruecolor, VisibleLines)):  # not needed: the palette does their work
+            if not isinstance(line_filter, (ANSIToTruecolor, VisibleLines)):  # the palette already does their work
                 strip = strip.apply_filter(line_filter, self.background_colors[1])
         return strip
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        # Textual's own rendering would style, pad and filter these finished lines again. It would also clear the dirty
-        # regions, which grow without end otherwise.
+        # Textual's own rendering would style, pad and filter these finished lines again, so it is not used. It would
+        # also clear the dirty regions. They are cleared here, because they would grow without end.
         self._dirty_regions.clear()
         if self.styles.gutter:
             return super().render_lines(crop)
@@ -206,7 +206,7 @@ class LinePanel(Widget, can_focus=True):
             self.paint(self.view)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Actions use the view, so a key has no effect before the first paint."""
+        """Returns False before the first paint: actions need the view."""
         return self.painted
 
     def on_resize(self) -> None:

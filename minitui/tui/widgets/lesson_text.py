@@ -41,8 +41,8 @@ class Reading:
         return self.lesson.pages[self.at] if self.at < len(self.lesson.pages) else None
 
     @property
-    def shows(self) -> bool:
-        """True if the panel has something to show: an experiment of this page, or the subject of a closing question."""
+    def panel_has_content(self) -> bool:
+        """True if the panel shows an experiment of this page or the subject of a closing question."""
         return self.page is None or self.running or self.at in self.seen or self.at in self.failed
 
     @property
@@ -79,7 +79,7 @@ class LessonText(ScrollPanel):
         reading = self.reading
         lines = page_lines(reading, min(width, MAX_TEXT_WIDTH))
         rows = [Row(text, style).done(width) for text, style in lines]
-        if self._follow or (height < self._height and reading.shows):
+        if self._follow or (height < self._height and reading.panel_has_content):
             self.top, self._follow = len(rows), False
         self._height = height
         shown, below = self.window(rows, height)
@@ -107,7 +107,7 @@ def _keys(reading: Reading) -> str:
 
 
 def page_lines(reading: Reading, width: int) -> list[tuple[str, str]]:
-    """The (text, style) lines of the current page."""
+    """Returns the lines of the current page as (text, style)."""
     page = reading.page
     if page is None:
         return _closing(reading, width)

@@ -1,4 +1,4 @@
-"""Replicas: which servers are up, how busy are they, and how many prompt tokens are in their caches?"""
+"""Replicas: which servers are up, how busy are they, and how many prompt tokens do they find in their caches?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from minitui.viewmodel.model import View
 # (name, width in cells) of the columns on the right. The address and the model share the rest.
 COLUMNS = (("state", 11), ("run", 5), ("wait", 5), ("KV", 6), ("hits", 6), ("tok/s", 7), ("first", 8), ("ours", 5))
 LEAD = 5  # cells before the name, for the mark and the number
-WITH_MODEL = 92  # columns; a narrower table has no column for the model
+WITH_MODEL = 92  # cells; a narrower table has no column for the model
 
 
 class HasReplicas(Protocol):
@@ -80,7 +80,7 @@ class Replicas(LinePanel):
     def _head(self, width: int) -> Runs:
         row = Row(" " * LEAD + "replica", "dim")
         if width >= WITH_MODEL:
-            row.to(self._names(width)[0]).add("model", "dim")
+            row.to(self._model_column(width)[0]).add("model", "dim")
         row.to(width - sum(cells for _, cells in COLUMNS))
         for name, cells in COLUMNS:
             row.add(name.rjust(cells), "dim")
@@ -91,7 +91,7 @@ class Replicas(LinePanel):
         shown = replica is source.shown
         row = Row(f" {glyphs().active if shown else ' '} ", "hit" + ground)
         row.add(f"{replica.number} ", "bold ink" + ground)
-        model_at, model_room = self._names(width)
+        model_at, model_room = self._model_column(width)
         end = width - sum(cells for _, cells in COLUMNS)
         row.add(_shortened(replica.name, model_at - LEAD - 1), ("bold ink" if chosen else "ink") + ground)
         if model_room:
@@ -111,7 +111,7 @@ class Replicas(LinePanel):
             row.add(text.rjust(cells), ("dim" if text == glyphs().dash else style) + ground)
         return row.done(width)
 
-    def _names(self, width: int) -> tuple[int, int]:
+    def _model_column(self, width: int) -> tuple[int, int]:
         """Returns (first cell, number of cells) of the model's column; a narrow table has 0 cells for it."""
         end = width - sum(cells for _, cells in COLUMNS)
         if width < WITH_MODEL:
@@ -129,7 +129,7 @@ class Replicas(LinePanel):
         return ("down", "bad") if replica.trouble else ("other model", "waiting")
 
     def _about(self, source: ReplicaSource, replica: Replica, width: int) -> list[Runs]:
-        """Returns details of one replica: address, model, and why it cannot answer."""
+        """Returns details of one replica: its address, its model and, if it cannot answer, the reason."""
         server = {"minitui": "a minitui server", "openai": "a server with OpenAI's endpoints"}.get(replica.kind, "")
         head = Row(f"{replica.number} {replica.url}", "bold ink")
         head.add("  " + ", ".join(filter(None, (server, replica.model))), "dim")
@@ -139,7 +139,7 @@ class Replicas(LinePanel):
             reason += f". Next try in {replica.retry_in:.0f} s."
         rows += wrapped(reason, "bad", width)
         if replica.telemetry is None and not replica.trouble:
-            silent = "This server does not report what its engine does, so the panels cannot show it."
+            silent = "This server does not report the work of its engine, so the panels cannot show that work."
             rows.append(Row(silent, "dim").done(width))
         return rows
 

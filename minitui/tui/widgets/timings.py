@@ -23,7 +23,7 @@ FIGURE = 7  # cells
 
 
 class StepTimings(LinePanel):
-    """The panel. Enter opens the details of the slowest step."""
+    """The panel of timings. Enter opens the details of the slowest step."""
 
     TITLE = "Timings"
     help_text = paragraphs("""\
@@ -31,9 +31,9 @@ Decoding reads all weights to make one token for each request: it is memory-boun
 little. Prefill computes many tokens at once: it is compute-bound. A mixed step does both, and every request in it
 waits for the whole step: this is why long prompts are cut into chunks. One step in a hundred takes longer than p99.
 
-"Expected" is what a step should cost. A model fitted to the recent steps of this run computes it from rows, prompt
-tokens and the keys that attention reads. After "+" follows the excess with its measured causes, in milliseconds.
-"Unexplained" is the part for which no cause was measured.
+"Expected" is the time that a step should take. It is computed from rows, prompt tokens and the keys that attention
+reads, with costs that are fitted to the recent steps of this run. The number after "+" is the excess, followed by its
+measured causes, all in milliseconds. "Unexplained" is the part of the excess for which no cause was measured.
 
 With several ranks (GPUs), each rank computes a part of every layer, and twice per layer the ranks add up their parts.
 During this exchange, no rank computes; the time of the exchange includes the wait for the slowest rank.
@@ -92,7 +92,7 @@ step.""")
             return row.add("no step timed yet", "dim").done(width)
         why, took, step = why_slow(t.slowest, t), f"{ms(t.slowest.wall_ms)} ms", f" step {t.slowest.step:,} "
         style = "prefill" if t.slowest.chunks else "ink"
-        if row.width + len(took) + 1 + len(why) > width:  # shorten the other texts first, then the cause
+        if row.width + len(took) + 1 + len(why) > width:  # drop the padding first, then a part of `why`
             row = Row("slowest ", "dim")
             if row.width + len(took) + 1 + len(why) > width:
                 why = why.partition(": ")[2] or why
@@ -185,7 +185,7 @@ def _draw(steps: list[StepRow], room: int) -> tuple[list[Run], list[Run]]:
         begin = end - (row.wall_ms or 0.0)
         spans.append((begin, end, row))
     origin, finish = spans[0][0], spans[-1][1]
-    # A pause between steps (idle, slow motion) is drawn as at most a fifth of a step, which leaves room for the steps.
+    # A pause between steps (idle, slow motion) is drawn as at most a fifth of a mean step, to leave room for the steps.
     usual = sum(end - begin for begin, end, _ in spans) / len(spans)
     shift, before, placed = 0.0, None, []
     for begin, end, row in spans:
