@@ -54,6 +54,7 @@ class _Stream:
     held: str = ""  # decoded text, not shown yet, that may be the beginning of a stop string
     protected: int = 0  # characters at the start of `held` in which no stop string may end, because of min_tokens
     drawn: int = 0  # output tokens processed here; the request may already have more from the same step
+    stop_reason: str | int | None = None  # the stop string or the id of `stop_token_ids` that ended the reply
 
 
 class OutputProcessor:
@@ -104,9 +105,11 @@ class OutputProcessor:
 
     def _advance(self, stream: _Stream, item: Emitted, delta: Delta) -> bool:
         """Decode the drawn token into the delta; return True if a stop string ends the request."""
+        params = stream.request.params
+        if item.finish_reason == "stop" and item.token_id in params.stop_token_ids:
+            stream.stop_reason = item.token_id
         if stream.detokenizer is None:
             return False
-        params = stream.request.params
         is_end_token = item.finish_reason == "stop" and item.token_id in stream.request.stop_ids
         text = stream.held
         if item.token_id is not None and not is_end_token:  # the end token is not part of the text
@@ -119,6 +122,7 @@ class OutputProcessor:
             begin, end = found
             delta.text = text[: end if params.include_stop_str_in_output else begin]
             stream.held = ""
+            stream.stop_reason = text[begin:end]
             return not item.finish_reason or item.finish_reason == "length"
         shown = len(text) - (0 if item.finish_reason else _possible_stop(text, params.stop))
         delta.text, stream.held = text[:shown], text[shown:]
@@ -144,6 +148,7 @@ class OutputProcessor:
             "drafted_tokens": request.drafted_tokens,
             "accepted_tokens": request.accepted_tokens,
             "seed": request.seed,
+            "stop_reason": stream.stop_reason,
         }
 
 

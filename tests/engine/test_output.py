@@ -119,6 +119,17 @@ def test_a_stop_string_held_back_as_the_beginning_of_another_stays_protected() -
     assert "".join(d.text for d in deltas) == "abENDcd" and stopped
 
 
+@pytest.mark.parametrize(("params", "end", "reason"), [
+    (SamplingParams(stop=("cd", "bcd")), "length", "bcd"),
+    (SamplingParams(stop=("x",), stop_token_ids=(EOS,)), "stop", EOS),
+    (SamplingParams(stop=("x",)), "stop", None),
+    (SamplingParams(stop=("x",)), "length", None),
+])  # fmt: skip
+def test_the_metrics_name_the_stop_string_or_stop_token(params: SamplingParams, end: str, reason: object) -> None:
+    deltas, _ = feed("abcd", params, end)
+    assert deltas[-1].metrics is not None and deltas[-1].metrics["stop_reason"] == reason
+
+
 def test_text_that_could_begin_a_stop_string_is_held_back_and_flushed_at_the_end() -> None:
     deltas, _ = feed("hello EN", SamplingParams(stop=("END",)))
     assert [d.text for d in deltas] == ["h", "e", "l", "l", "o", " ", "", "EN"]
