@@ -68,13 +68,13 @@ class Fields:
         return value
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """Return the ids of a field that is one id or a list, in order and without duplicates; () if it is absent."""
+        """Return the ids of a field (one id or a list), in order and without duplicates; () if it is absent."""
         value = self.raw.get(key)
         if value is None:
             return ()
         ids = value if isinstance(value, list) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= INT32_MAX for i in ids):
-            raise self.refuse(key, f"a token id (a whole number from 0 to {INT32_MAX:,}) or a list of them")
+            raise self.refuse(key, f"a token id (a whole number from 0 to {INT32_MAX:,}) or a list of token ids")
         return tuple(dict.fromkeys(ids))
 
     def _value(self, key: str, default: Any) -> Any:
@@ -86,7 +86,7 @@ class Fields:
 
 
 def shown(value: Any) -> str:
-    """Return the value of a field as one short line, for a message."""
+    """Return the value of a field as one short line for an error message."""
     try:
         text = repr(value)
     except ValueError:  # an integer of thousands of digits
@@ -95,6 +95,6 @@ def shown(value: Any) -> str:
 
 
 def listed(names: list[str]) -> str:
-    """Return names for a message: the first few names, and the number of the others."""
+    """Return names as text for an error message: the first LISTED_AT_MOST names, and the number of the others."""
     more = len(names) - LISTED_AT_MOST
     return ", ".join(names[:LISTED_AT_MOST]) + (f" and {more:,} more" if more > 0 else "")

@@ -12,7 +12,8 @@
     temperature = 0.0
     max_tokens = 400
 
-The file is read once at start. It is replaced by an atomic rename, so a crash leaves the old file intact.
+The file is read at the start, and again before a new theme is saved. Saving replaces the file by an atomic rename, so a
+crash leaves the old file intact.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from engine.errors import EngineError
 
 
 class SettingsError(EngineError):
-    """A settings file or data directory that cannot be used; the message says what is wrong and what is valid."""
+    """A settings file or data directory cannot be used. The message says what is wrong and what is valid."""
 
 
 def config_path() -> Path:
-    """The settings file: $MINITUI_CONFIG, else settings.toml in the user's configuration directory."""
+    """Returns the path of the settings file: $MINITUI_CONFIG, or settings.toml in the user's directory for settings."""
     if named := os.environ.get("MINITUI_CONFIG"):
         return Path(named)
     from platformdirs import user_config_path
@@ -42,9 +43,9 @@ def config_path() -> Path:
 
 
 def data_dir() -> Path:
-    """The directory for chats and logs: $MINITUI_DATA, else the user's data directory. Created if missing.
+    """Returns the directory for chats and logs: $MINITUI_DATA, or the user's data directory. Creates it if missing.
 
-    Raises SettingsError if it cannot be created.
+    Raises SettingsError if the directory cannot be created.
     """
     if named := os.environ.get("MINITUI_DATA"):
         path = Path(named)
@@ -86,7 +87,7 @@ class Settings:
 
 
 def load(path: Path | None = None) -> Settings:
-    """Reads the settings; a missing file gives the defaults. Raises SettingsError with the reason."""
+    """Returns the settings in the file, or the defaults if there is no file. Raises SettingsError with the reason."""
     path = path or config_path()
     try:
         if path.exists() and not path.is_file():
@@ -129,7 +130,7 @@ def _fill(target: Any, data: dict[str, Any], path: Path, prefix: str) -> None:
 
 
 def save(settings: Settings, path: Path | None = None) -> None:
-    """Writes the settings by an atomic rename: no reader sees half a file."""
+    """Writes the settings to a new file and renames it, so no reader sees half a file."""
     path = path or config_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
@@ -145,7 +146,7 @@ def save(settings: Settings, path: Path | None = None) -> None:
 
 
 def to_toml(settings: Settings) -> str:
-    """The settings as TOML, without None. JSON's strings, numbers and booleans are valid TOML."""
+    """Returns the settings that are not None, as TOML. JSON's strings, numbers and booleans are valid TOML."""
     lines = [f"{name} = {json.dumps(getattr(settings, name))}" for name in ("theme", "fps", "ascii")]
     if settings.keys:
         lines += ["", "[keys]"] + [f"{json.dumps(k)} = {json.dumps(v)}" for k, v in sorted(settings.keys.items())]

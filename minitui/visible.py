@@ -9,7 +9,8 @@ part of the next prompt. Control characters are replaced only where text leaves 
     documents         Markdown by `visible`; JSON by `json_text`, whose escapes keep the text exact
     clipboard         MinituiApp.copy_to_clipboard
 
-Only Textual's driver and our status line write escape sequences; the status line writes to `PlainStream.stream`.
+Only Textual's driver and the status line (minitui/progress.py) write escape sequences. The status line writes them to
+`PlainStream.stream`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
 LOST = "\ufffd"  # replaces the characters that have no symbol in _SYMBOLS
-# C1, line separators, bidirectional embeddings, overrides and isolates, lone surrogates, characters invalid in XML.
+# C1 control characters, line separators, bidirectional embeddings, overrides and isolates, lone surrogates, and
+# characters that XML forbids.
 _RARE = "\x80-\x9f\u2028-\u202e\u2066-\u206f\ud800-\udfff\ufffe\uffff"
 _IN_TEXT = re.compile(f"\r\n|[\\x00-\\x08\\x0b-\\x1f\\x7f{_RARE}]")
 _IN_LINE = re.compile(f"[\\x00-\\x1f\\x7f{_RARE}]")
@@ -47,13 +49,13 @@ def visible_line(text: str) -> str:
 
 
 def json_text(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    """Returns JSON in which the characters that `visible` replaces are escaped, so the text stays exact."""
+    """Returns JSON. Characters that `visible` replaces are escaped instead, so the text stays exact."""
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
     return _IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 class PlainStream:
-    """A wrapper of `stream` that replaces control characters in everything written."""
+    """Writes to `stream`, with control characters replaced by `visible`."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -64,7 +66,7 @@ class PlainStream:
         return len(text)
 
     def writelines(self, lines: Any) -> None:
-        """Write each of the lines."""
+        """Write all lines."""
         for line in lines:
             self.write(line)
 
@@ -78,7 +80,7 @@ def plain_output() -> Iterator[None]:
     before = sys.stdout, sys.stderr
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-    sys.stdout, sys.stderr = (cast(TextIO, one and PlainStream(one)) for one in before)
+    sys.stdout, sys.stderr = (cast(TextIO, stream and PlainStream(stream)) for stream in before)
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ import torch
 
 
 class AttentionShape(Protocol):
-    """The sizes of a model that attention needs; engine.model.config.ModelConfig has them."""
+    """The sizes of a model that attention backends need. ModelConfig (engine/model/config.py) has these attributes."""
 
     @property
     def num_layers(self) -> int: ...
@@ -24,33 +24,34 @@ class AttentionShape(Protocol):
     def head_dim(self) -> int: ...
 
     def window(self, layer: int) -> int:
-        """Return the number of keys that a query of this layer sees, its own key included; 0: no limit."""
+        """Return how many keys a query of this layer attends to, the key of its own token included; 0: no limit."""
 
 
 @dataclass(slots=True)
 class ForwardMeta:
     """The shape of one forward pass over T tokens of n sequences, laid end to end.
 
-    The first `num_decodes` sequences decode exactly one token. Then come sequences of several tokens: decodes with
-    drafts, and chunks of prompts.
+    The first `num_decodes` sequences decode exactly one token each. After them are the decodes with drafts, which have
+    several tokens each, then the chunks of prompts.
     Token i of a sequence attends to that sequence's keys 0 … seq_len − q_len + i. Each layer writes the keys and values
     of all T tokens to the cache before attention reads the cache.
 
-    Padding (in the block table, or in a batch padded to the size of a CUDA graph) refers to block 0, the null block.
+    Padding entries (of the block table, or of a batch padded to the size of a CUDA graph) refer to block 0, the null
+    block.
     """
 
     positions: torch.Tensor  # int64 [T]     absolute position of each token in its sequence
     slot_mapping: torch.Tensor  # int64 [T]  cache slot of each token's key and value: block · block_size + offset
-    cu_seqlens_q: torch.Tensor  # int32 [n + 1]  sequence i owns the tokens [cu[i], cu[i + 1])
-    seq_lens: torch.Tensor  # int32 [n]      number of keys of each sequence, this step's tokens included
-    block_table: torch.Tensor  # int32 [n, max_blocks]  physical block of each sequence's i-th block
-    max_q_len: int  # tokens of the longest chunk
+    cu_seqlens_q: torch.Tensor  # int32 [n + 1]  sequence i has the tokens [cu[i], cu[i + 1])
+    seq_lens: torch.Tensor  # int32 [n]      number of keys of each sequence, with the keys of this step
+    block_table: torch.Tensor  # int32 [n, max_blocks]  row: a sequence; column i: the physical block of its i-th block
+    max_q_len: int  # the largest number of tokens of one sequence in this step
     max_seq_len: int  # the largest of seq_lens
     num_decodes: int
-    logit_rows: torch.Tensor | None  # int64 [s]  tokens whose logits are needed, ascending; None: all T
-    # For a batch padded to the size of a CUDA graph: the number of entries before the padding. None: no padding.
-    live: torch.Tensor | None = None  # int32 [1]  among the T tokens
-    live_rows: torch.Tensor | None = None  # int32 [1]  among logit_rows
+    logit_rows: torch.Tensor | None  # int64 [s]  indices of the tokens whose logits are needed, ascending; None: all T
+    # For a batch padded to the size of a CUDA graph: how many entries are not padding. None: the batch has no padding.
+    live: torch.Tensor | None = None  # int32 [1]  of the T tokens
+    live_rows: torch.Tensor | None = None  # int32 [1]  of logit_rows
     fresh: bool = False  # True: every chunk starts at position 0, so it attends only to keys of this step
 
 
@@ -60,7 +61,7 @@ class AttentionBackend(Protocol):
     name: str
 
     def plan(self, meta: ForwardMeta) -> None:
-        """Prepare a step. All layers of the step use this plan."""
+        """Prepare the attention of one step; `run` uses the result in every layer."""
 
     def run(
         self, layer: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
@@ -68,7 +69,7 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:  # fmt: skip
         """Return the attention output [T, Hq · D] of q [T, Hq, D] over caches [num_blocks, block_size, Hkv, D].
 
-        kv_scales: fp32 [2, Hkv], the scales of an 8-bit cache (engine/attention/kv_fp8.py); else None.
+        kv_scales: fp32 [2, Hkv], the scales of an 8-bit cache (engine/attention/kv_fp8.py); None for other caches.
 
         Token i of a sequence attends to that sequence's keys 0 … seq_len − q_len + i, or to the last `window` of these
         keys. Other cache slots do not influence the output, even if they hold NaN.

@@ -1,13 +1,13 @@
-"""The prefix tree: it records which token sequences have their KV in the pool.
+"""The prefix tree records the token sequences whose KV is in the pool.
 
 The tree works in whole blocks. A node is a run of blocks, and its children are keyed by the tokens of their first
 block. So siblings differ in their first block, and a lookup costs one dictionary access per node. Nodes are split
 between blocks only. A request's partly filled last block is never in the tree. (The idea is SGLang's RadixAttention,
 Zheng et al. 2024.)
 
-Ownership: the tree refers to the blocks of a node, and the requests that hold the node hold its blocks too. `users`
-counts these requests. A request holds the whole path from the root, so a node has at least as many users as each of
-its children. So if no request holds a block, no request holds the blocks below it: they can be evicted, leaves first.
+Ownership: the tree keeps the blocks of a node, and the requests that hold the node hold its blocks too. `users` counts
+these requests. A request holds the whole path from the root, so a node has at least as many users as its children
+together. If no request holds a node, no request holds the nodes below it: all of them can be evicted, leaves first.
 
 A block is *pending* from the planning to the commit of the step that writes it. Later steps may read it, because the
 device runs steps in order. If the step fails, `withdraw` removes the block and all blocks below it.
@@ -25,8 +25,8 @@ from engine.core.allocator import BlockAllocator
 from engine.trace.records import RecordLog
 
 Key = tuple[int, ...]  # the token ids of one block
-MAX_COMPARED = 64  # siblings that are compared with a missing block, to find the token that differs
-MAX_GHOSTS = 8192  # evicted prefixes that are remembered, so that a miss can name the step of the eviction
+MAX_COMPARED = 64  # a missing block is compared with at most this many siblings, to find the first token that differs
+MAX_GHOSTS = 8192  # number of evicted prefixes that are remembered: a miss can then name the step of the eviction
 
 
 class Node:
@@ -67,14 +67,14 @@ class Node:
 
 @dataclass(slots=True)
 class Match:
-    """How much of a sequence is in the tree below a given node. The last node may match in part."""
+    """The blocks of a sequence that were found in the tree. The last node may match in part."""
 
     node: Node  # the last node that matched as a whole
     part: Node | None  # the child of `node` that matched only in its first `part_blocks` blocks; None: no such child
     part_blocks: int
     blocks: list[int]  # all blocks that matched, in order
     stop: str  # why the match ended: whole | differs | ends | short | empty | evicted (see engine/trace/records.py)
-    at: int  # the first token that differs; for "evicted", the step of the eviction
+    at: int  # index of the first token that did not match; for "evicted", the step of the eviction
 
 
 class RadixTree:
@@ -86,7 +86,7 @@ class RadixTree:
         self.log = log
         self.root = Node(0, None, [], [], 0, 0)
         self.nodes: dict[int, Node] = {0: self.root}
-        self.step = -1  # the step that is being planned; an evicted prefix is remembered with it
+        self.step = -1  # the step that is being planned; it is remembered with every evicted prefix
         self.prefixes: set[int] = set()  # `hashes` of all nodes
         self._next_id = 1
         self._node_of: dict[int, Node] = {}  # block -> its node
@@ -98,7 +98,10 @@ class RadixTree:
     # ---- looking up
 
     def match(self, ids: list[int], limit: int, node: Node | None = None, depth: int = 0) -> Match:
-        """Match the blocks [depth, limit) of `ids` below `node`, which ends at block `depth`. Changes nothing."""
+        """Return which of the blocks [depth, limit) of `ids` are below `node` (None: the root). Change nothing.
+
+        The path to `node` has the first `depth` blocks of `ids`.
+        """
         node = node or self.root
         size = self.block_size
         blocks: list[int] = []
@@ -123,7 +126,7 @@ class RadixTree:
     def _miss(
         self, ids: list[int], node: Node, end: int, depth: int, key: Key, part: Node | None, n: int, blocks: list[int]
     ) -> Match:
-        """Return the match of `blocks` and why it ended before `key`. `end`: the hash of the prefix that matched."""
+        """Return a match of `blocks`, and why `key` did not match. `end`: the hash of the prefix that matched."""
         step = self._ghosts.get(hash((end, key)))
         if step is not None:
             return Match(node, part, n, blocks, "evicted", step)
@@ -139,7 +142,7 @@ class RadixTree:
         return match.node if match.part is None else self._split(match.part, match.part_blocks)
 
     def lock(self, node: Node, above: Node, clock: int) -> None:
-        """Let a request hold the path to `node`. It already holds the path to `above`, an ancestor of `node`."""
+        """Let a request hold the path to `node`; it already holds the path to `above`, an ancestor of `node`."""
         held = False
         for each in node.path():
             held = held or each is above
@@ -158,9 +161,9 @@ class RadixTree:
     # ---- growing
 
     def add(self, node: Node, request: int, keys: list[Key], blocks: list[int], step: int) -> Node:
-        """Append blocks below `node`, which the request holds; return the node that the request now holds.
+        """Add blocks below `node`, the node that the request holds; return the node that the request holds now.
 
-        A leaf that only this request holds is extended in place: a reply is one node, not one node per block.
+        A leaf that only this request holds is extended in place, so a reply becomes one node, not one node per block.
         `step` is the step that will write the blocks, or -1 if they are already written.
         """
         ids = list(chain.from_iterable(keys))
@@ -190,7 +193,7 @@ class RadixTree:
         return leaf
 
     def _split(self, node: Node, n: int) -> Node:
-        """Move the first `n` blocks of `node` to a new parent and return it. Holders of `node` hold both."""
+        """Move the first `n` blocks of `node` to a new parent; return it. Requests that hold `node` hold both."""
         parent = node.parent
         assert parent is not None
         self.log.append("split", node.id, self._next_id, n)
@@ -208,9 +211,9 @@ class RadixTree:
     # ---- shrinking
 
     def evict(self, n: int, reason: str) -> int:
-        """Free up to `n` blocks, least recently used leaves first; return how many.
+        """Evict up to `n` blocks, least recently used leaves first; return the number of evicted blocks.
 
-        The last of these leaves loses only as many blocks as are still needed, from its end.
+        If a leaf has more blocks than are still needed, only its last blocks are evicted.
         """
         freed = 0
         while freed < n and self._oldest:
@@ -281,8 +284,8 @@ class RadixTree:
     def invalidated_by(self, step: int) -> tuple[list[tuple[Node, int]], set[int]]:
         """Return the nodes that a failed step makes invalid, and the blocks to remove.
 
-        The nodes are a list of (node, number of blocks that stay valid), the deepest first. Blocks of later steps are
-        included, because the failed step may have written their first tokens.
+        The nodes are a list of (node, number of blocks that stay valid), the deepest first. Blocks that later steps
+        complete are removed too: their first tokens may be tokens of the failed step.
         """
         kept: dict[Node, int] = {}
         for block, written_by in self._pending.items():
@@ -300,7 +303,7 @@ class RadixTree:
         return invalid, {block for node, keep in invalid for block in node.blocks[keep:]}
 
     def withdraw(self, step: int, invalid: list[tuple[Node, int]]) -> None:
-        """Remove the invalid blocks that `invalidated_by(step)` found. No request may hold these blocks."""
+        """Remove the invalid blocks that `invalidated_by(step)` found. No request may hold them any more."""
         self._pending_of.pop(step, None)
         self.log.append("withdraw", step, [(node.id, keep) for node, keep in invalid])
         for node, keep in invalid:
@@ -326,7 +329,7 @@ class RadixTree:
             for block in node.blocks:
                 assert block not in seen, f"block {block} is in two nodes"
                 seen[block] = node
-                assert self.allocator.in_tree(block), f"block {block} of node {node.id} is not marked"
+                assert self.allocator.in_tree(block), f"block {block} of node {node.id} is not marked as in the tree"
                 assert self.allocator.holders(block) == node.users, f"block {block}: holders differ from users"
             users = 0
             for key, child in node.children.items():
@@ -339,7 +342,7 @@ class RadixTree:
         assert self.prefixes == {prefix for node in self.nodes.values() for prefix in node.hashes}
         assert self._pending.keys() <= seen.keys(), "a pending block is not in the tree"
         in_tree = sum(self.allocator.in_tree(b) for b in range(self.allocator.num_blocks))
-        assert in_tree == len(seen), f"{in_tree} blocks are marked, {len(seen)} are in nodes"
+        assert in_tree == len(seen), f"{in_tree} blocks are marked as in the tree, {len(seen)} are in nodes"
 
 
 def _common(a: Key, b: Key) -> int:

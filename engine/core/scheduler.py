@@ -1,17 +1,18 @@
-"""Stage 2, schedule: chooses the requests of each step, and how many tokens of each are computed.
+"""Stage 2, schedule: chooses the requests of each step, and how many tokens of each request are computed.
 
-The scheduler works on lengths alone. Every step has a token budget. Running requests decode one token each; the rest of
-the budget is used for chunks of prompts, in the same forward pass (Sarathi-Serve, Agrawal et al. 2024). Requests are
-served first come, first served, preempted requests before new ones. No blocks are reserved for `max_tokens`: when the
-pool is full, cached blocks are evicted first, then the youngest request is preempted. Its full blocks stay in the tree
-until they are evicted.
+Every step has a token budget. Running requests decode one token each; the rest of the budget is used for chunks of
+prompts, in the same forward pass (Sarathi-Serve, Agrawal et al. 2024). By default, requests are admitted in the order
+of arrival, but preempted requests before new ones. No blocks are reserved for `max_tokens`. When the pool is full,
+cached blocks are evicted first, then the youngest request is preempted. The full blocks of a preempted request stay in
+the tree until they are evicted.
 
-`plan()` may plan step n+1 while step n runs, because lengths are known earlier than ids. `commit()` takes the ids of
-the oldest step that is not committed. A request may have finished, failed or been aborted since that step was planned:
-then its entry is void and is skipped.
+`plan()` may plan step n+1 while step n runs: planning needs the lengths of sequences, which are known before the ids
+that step n draws. `commit()` takes the ids of the oldest step that is not committed. A request may have finished,
+failed, been aborted or been requeued since that step was planned: then its entry is void and is skipped.
 
-With speculation (engine/core/speculation.py), drafts use the budget that decodes and chunks leave. A request with
-drafts is not planned again before its commit, because its length depends on the accepted drafts.
+With speculation (engine/core/speculation.py), drafts use the part of the budget that decodes and chunks do not use. A
+request with drafts is not planned again before these drafts are committed, because its length depends on how many of
+them are accepted.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256  # requests
     max_model_len: int = 4096
-    watermark: float = 0.01  # share of the pool that an admission leaves free, for the growth of running requests
+    watermark: float = 0.01  # share of the pool that stays free at an admission, so that running requests can grow
     chunked_prefill: bool = True  # False: a prompt is prefilled in one step, even above the budget
-    policy: str = "fcfs"  # longest-prefix: longest cached prefix first; static: one batch after another
+    policy: str = "fcfs"  # longest-prefix: the longest cached prefix first; static: one batch after another
     max_waiting: int | None = None  # requests; None: no limit
     speculative_tokens: int = 0  # the longest draft of a request in one step; 0: no speculation
 
@@ -82,9 +83,10 @@ class Scheduler:
         return self._writer.is_decoding(request_id)
 
     def limit_for(self, prompt_len: int, params: SamplingParams) -> int:
-        """Return the most tokens of prompt and reply together. Raises InvalidRequest for an empty or too long prompt.
+        """Return the largest number of tokens that prompt and reply may have together.
 
-        The last token needs no KV, so the limit is one token more than the pool holds.
+        The last token needs no KV, so the limit may be one token more than the pool holds. Raises InvalidRequest if
+        the prompt is empty or too long.
         """
         total, size = self.cache.allocator.total, self.cache.block_size
         if prompt_len == 0:
@@ -186,7 +188,8 @@ class Scheduler:
     def _plan_drafts(self, entries: list[Entry], num_decoding: int, budget: int) -> dict[int, list[int]]:
         """Draft tokens for requests that decode, the oldest first; return them by request id.
 
-        Entries with drafts move behind the other decodes. Drafts may evict cached blocks, but preempt no request.
+        Entries with drafts move behind the other decodes. Cached blocks may be evicted to make room for drafts, but no
+        request is preempted.
         """
         drafts: dict[int, list[int]] = {}
         if self._lookup is None:
@@ -228,7 +231,7 @@ class Scheduler:
             return 0  # decoding requests hold all blocks; they will finish or be preempted
         entries.append((request, request.planned, n))
         request.planned += n
-        self.cache.publish_planned(request, self.step)  # now, so that later requests in this step can share them
+        self.cache.publish_planned(request, self.step)  # now, so that later requests of this step can share the blocks
         return n
 
     def _match(self, request: Request) -> None:
@@ -247,7 +250,7 @@ class Scheduler:
             self.log.append("match", request.id, gained, match.stop, match.at, detail)
 
     def _admit(self, entries: list[Entry], budget: int) -> int:
-        """Admit requests from the queue while budget, rows and blocks last; return the rest of the budget."""
+        """Admit requests from the queue while budget, rows and blocks are left; return the rest of the budget."""
         if self.config.policy == "static" and self.running:
             return budget
         order = self._order if budget > 0 and self._rows else None
@@ -277,7 +280,7 @@ class Scheduler:
         return budget
 
     def _obstacle(self, request: Request, budget: int) -> str:
-        """Return why `request`, the head of the queue, cannot be admitted now; empty if it can."""
+        """Return why `request`, the head of the queue, cannot be admitted now; "" if it can be admitted."""
         if budget <= 0:
             return f"budget: the {self.config.max_num_batched_tokens} tokens of this step are used"
         if not self._rows:
@@ -287,18 +290,18 @@ class Scheduler:
         needed = self.cache.blocks_for(len(request.ids))
         match = self.cache.look_up(request)
         if match is not None:
-            # Matched blocks that a request holds need no room. Other matched blocks need room: they count as
-            # available now, but cannot be evicted once this request holds them.
+            # Matched blocks that another request holds do not use up available blocks. Other matched blocks do: they
+            # count as available now, but cannot be evicted once this request holds them.
             needed -= sum(1 for block in match.blocks if self.cache.allocator.holders(block))
         if self.running:
-            # No blocks are reserved for running prefills: if budget is left, each has the blocks of its whole prompt.
+            # Running prefills need no reserve: if budget is left, each already has the blocks of its whole prompt.
             needed += self._watermark
         if needed > self.cache.available:
             return f"blocks: needs {needed}, {self.cache.available} available"
         return ""
 
     def _preempt(self, request: Request, reason: str) -> None:
-        """Release row and blocks and put the request at the head of the queue; its token in flight stays valid."""
+        """Release a request's row and blocks, and put it at the head of the queue; its token in flight stays valid."""
         self._leave(request)
         clock = self.log.append("preempt", request.id, reason, len(request.table))
         self._requeue(request, clock)
@@ -326,7 +329,7 @@ class Scheduler:
         entries = zip(scheduled.requests, scheduled.epochs, ends, samples, result.ids, strict=True)
         for i, (request, epoch, end, sampled, drawn) in enumerate(entries):
             if request.epoch != epoch:
-                continue  # void: the request ended while this step was in flight
+                continue  # void: the request ended or was requeued while this step was in flight
             token: int | None = None
             reason = masked = ""
             if i in checked:
@@ -352,7 +355,7 @@ class Scheduler:
                 leaf = request.node
                 self.finish(request, reason)
                 if i in bad and leaf is not None and not masked:
-                    self.cache.forget(leaf)  # the KV of these blocks may hold NaN
+                    self.cache.forget(leaf)  # the KV of this leaf may contain NaN
             if token is not None or reason or extras:
                 item = Emitted(request, token, reason)
                 if extras:
@@ -362,9 +365,10 @@ class Scheduler:
         return emitted
 
     def _accept_drafts(self, scheduled: Scheduled, result: StepResult) -> dict[int, list[int]]:
-        """Return the tokens of each entry with drafts: its accepted drafts, then the draw after them.
+        """Return the tokens of each entry with drafts: its accepted drafts, then the token that was drawn after them.
 
-        The first draft that differs from its draw or is a stop token is rejected. All drafts after it are rejected too.
+        The first draft that differs from the token drawn at its position, or that is a stop token, is rejected. All
+        drafts after it are rejected too.
         """
         assert self._lookup is not None
         checked: dict[int, list[int]] = {}
@@ -408,7 +412,7 @@ class Scheduler:
             self._leave(request)
             request.epoch += 1
             request.last_step = -1
-            clock = self.log.append("requeue", request.id, f"step {plan.step} failed, and its blocks may depend on it")
+            clock = self.log.append("requeue", request.id, f"its blocks may depend on step {plan.step}, which failed")
             self._requeue(request, clock)
         self.cache.tree.withdraw(plan.step, invalid)
         for request in self.running:
@@ -417,9 +421,9 @@ class Scheduler:
 
 
 def _new_prompt_logprobs(request: Request, start: int, result: StepResult, entry: int) -> list[TokenLogprobs] | None:
-    """Return the prompt logprobs of the chunk at `start`, but only those that were not returned before.
+    """Return the prompt logprobs of the chunk at `start`, without those that were returned before.
 
-    After a preemption, positions of the prompt are computed again.
+    After a preemption, the same prompt positions are computed again.
     """
     found = result.prompt_logprobs.get(entry)
     if found is None:

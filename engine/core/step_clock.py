@@ -4,9 +4,9 @@ Four moments of a step are recorded::
 
     begun ── plan ── planned ── launch ── launched ── the device works ── arrived ── commit
 
-With overlap, the step before is committed and the next one is planned between `launched` and `arrived`. The time from
-the arrival of one step to that of the next is therefore divided into the parts of the host's work, whichever step they
-are for. The parts add up to that time.
+With overlap, the host commits the previous step and plans the next step between `launched` and `arrived`. The record
+"parts" therefore covers the time from the arrival of one step to the arrival of the next step. It divides this time
+into the parts of the host's work, whichever step the work was for; the parts add up to this time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from engine.trace.records import RecordLog
 
 now = time.perf_counter  # seconds
 COMMIT, EMIT, GATE, PLAN, LAUNCH, WAIT = range(6)  # the parts, in the order of the record's fields
-SLOW = 1.2  # a step is slow if it takes this many times the usual time
-SLOW_S = 1e-4  # and these seconds: a shorter delay is not worth the reading
-READ_AGAIN_S = 0.02  # work between two readings at most, so that a slow step is not charged with old delays
+# A step is slow if it takes more than SLOW times the usual time plus SLOW_S seconds: then the host's delays are read.
+SLOW = 1.2
+SLOW_S = 1e-4  # shorter delays are not worth a reading
+READ_AGAIN_S = 0.02  # the delays are also read after this much work: a slow step must not get the delays of old steps
 
 
 @dataclass(slots=True)
@@ -46,17 +47,17 @@ class StepClock:
         self._synchronous = synchronous
         self._device_free_at = 0.0
         self._parts = [0.0] * 6  # seconds since the last arrival
-        self._lap_at = 0.0  # the end of the last lap; 0: the engine was idle
-        self._held = 0.0  # log.held at that moment
+        self._lap_at = 0.0  # when `begin` or `lap` was called last; 0: the engine was idle
+        self._held = 0.0  # log.held at the last `begin`
         self._pauses = HostPauses(computes=synchronous)
         self._usual_s = 0.0  # the mean time of recent steps
         self._unread_s = 0.0  # the time of the steps since the last reading
 
     def begin(self) -> StepTimes:
-        """Begin a step. The time since the last lap was for output, commands, or the gate."""
+        """Begin a step. The time since the last lap is added to GATE and to EMIT (output and commands)."""
         began = now()
         if not self._lap_at:
-            self._pauses.since_last()  # what happened while the engine was idle delayed no step
+            self._pauses.since_last()  # discard the pauses while the engine was idle: they delayed no step
             self._lap_at, self._held = began, self._log.held
         between = began - self._lap_at
         if self._log.held != self._held:
@@ -69,14 +70,14 @@ class StepClock:
         return StepTimes(began)
 
     def lap(self, part: int) -> float:
-        """Count the time since the last lap to `part`; return the present."""
+        """Add the time since the last lap to `part`; return the present time."""
         at = now()
         self._parts[part] += at - self._lap_at
         self._lap_at = at
         return at
 
     def idle(self) -> None:
-        """The engine has no work: the time until it has some again is no part of a step."""
+        """Begin an idle period: the time until the next `begin` belongs to no step."""
         self._lap_at = 0.0
         self._parts = [0.0] * 6
 
@@ -117,10 +118,13 @@ class StepClock:
         return wall_s
 
     def _reads_delays(self, took_s: float) -> bool:
-        """Return True if the delays are read for a step that took this time: reading costs more than the rest."""
+        """Return whether to read the host's delays for a step that took this time.
+
+        They are not read for every step, because reading them costs more than the rest of the record.
+        """
         usual_s = self._usual_s
         slow = took_s > SLOW * usual_s + SLOW_S
-        # A long prefill counts as twice the usual time: the next slow decode step must still be noticed.
+        # A longer step counts as twice the usual time: after a long prefill, a slow decode step must still be noticed.
         self._usual_s = usual_s + 0.1 * (min(took_s, 2 * usual_s or took_s) - usual_s)
         self._unread_s += took_s
         if not slow and self._unread_s < READ_AGAIN_S:

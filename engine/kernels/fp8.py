@@ -1,17 +1,17 @@
 """Linear layers whose weights are e4m3 with a scale per row (engine.model.linear.Fp8Weight).
 
-    1 token     gemv: weights are widened as they are read, activations are not rounded
-    2 to 64     this file's kernel, on the tensor cores: e4m3 times e4m3, each row of activations is the sum of two
-    more        torch._scaled_mm: e4m3 times e4m3, each row of activations is rounded
+    1 token          gemv: weights are widened as they are read, activations are not rounded
+    2 to 64 tokens   this file's kernel, on the tensor cores: e4m3 times e4m3, each activation is the sum of two numbers
+    more tokens      torch._scaled_mm: e4m3 times e4m3, each activation is rounded to one number
 
-Up to 64 tokens the time is spent on reading weights. Widening them in registers would make arithmetic the limit.
-Instead each row of activations is written as high + low / 16, both e4m3, where low is the rounding error of high. This
-is as precise as bfloat16, and the weights go from memory to the tensor cores unchanged. Beyond 64 tokens arithmetic is
-the limit, and e4m3 is twice as fast; there activations lose as much precision as the weights. Activations and weights
-have one scale per row, as in Micikevicius et al., FP8 formats for deep learning, 2022.
+Up to 64 tokens, reading the weights is the bottleneck. If the kernel widened the weights in registers, arithmetic would
+be the bottleneck. Instead each activation is written as high + low / 16, both e4m3; low / 16 is the rounding error of
+high. This is as precise as bfloat16, and the tensor cores get the weights unchanged. Above 64 tokens, arithmetic is the
+bottleneck, and e4m3 is twice as fast as bfloat16; there activations lose as much precision as the weights. Activations
+and weights have one scale per row, as in Micikevicius et al., FP8 formats for deep learning, 2022.
 
-The four products of a layer of Qwen3-8B on an H200, bfloat16 -> e4m3: 97 -> 58 us for 1 token, 158 -> 120 us for 256,
-3,960 -> 2,240 us for 8,192 (MEASURED.md, with errors and smaller models).
+The four matrix products of a layer of Qwen3-8B on an H200 take, in bfloat16 -> e4m3: 97 -> 58 us for 1 token,
+158 -> 120 us for 256 tokens, 3,960 -> 2,240 us for 8,192 tokens (MEASURED.md, with errors and smaller models).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.kernels.gemv import ScaledMatrix, gemv
 
 SKINNY = 64  # tokens
 E4M3_MAX = 448.0
-BLOCK_K = 128  # products that the tensor cores sum with fewer bits; these sums are then added in float32
+BLOCK_K = 128  # the tensor cores sum this many products with fewer bits; the sums are then added in float32
 LOW = 16.0  # the rounding error of e4m3 is at most a sixteenth of the number
 
 
@@ -71,8 +71,8 @@ def _round_rows_kernel(
 def round_rows(x: torch.Tensor, *, silu: bool = False, both: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Rounds x [T, K]; returns e4m3 values [T, K] and their scales fp32 [T, 1].
 
-    With `silu`, x is [T, 2 K], gate and up; silu(gate) * up is rounded. With `both`, the values are [2 T, K]: first the
-    high parts, then the low parts multiplied by LOW.
+    With `silu`, x [T, 2 K] is gate and up, and silu(gate) * up is rounded. With `both`, the values are [2 T, K]: first
+    the high parts, then the low parts, which are multiplied by LOW.
     """
     tokens, k = x.shape[0], x.shape[1] // (2 if silu else 1)
     values = torch.empty(tokens * (2 if both else 1), k, dtype=torch.float8_e4m3fn, device=x.device)
@@ -116,7 +116,7 @@ def _skinny_kernel(
     low = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for k0 in tl.range(0, SPAN, BLOCK_K, num_stages=STAGES):
         a = w.load([tile * BLOCK_N, part * SPAN + k0])
-        b = x.load([0, part * SPAN + k0])  # rows past M are low parts or zeros; their products are not stored
+        b = x.load([0, part * SPAN + k0])  # rows past M are low parts or zeros; results of these rows are not stored
         c = x.load([M, part * SPAN + k0])
         high = tl.dot(a, b.T, high, max_num_imprecise_acc=BLOCK_K)
         low = tl.dot(a, c.T, low, max_num_imprecise_acc=BLOCK_K)
@@ -160,8 +160,8 @@ def product(
 
 
 def fp8_linear(x: torch.Tensor, w: ScaledMatrix, out: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, K] bfloat16 -> x W^T [T, N], in `out` if given."""
-    if not len(x):  # no request samples in this step; the copy engine does not accept a tensor without rows
+    """Returns x W^T [T, N] for x [T, K] bfloat16; writes it to `out` if given."""
+    if not len(x):  # no token's logits are needed in this step; the copy engine does not accept a tensor without rows
         return x.new_empty(0, w.shape[0])
     if len(x) == 1:
         return gemv(x, w, out=out)
@@ -173,7 +173,7 @@ def fp8_linear(x: torch.Tensor, w: ScaledMatrix, out: torch.Tensor | None = None
 def back_to_hidden(x: torch.Tensor, w: ScaledMatrix, *, silu: bool = False) -> torch.Tensor:
     """Returns x W^T [T, N], or its parts fp32 [parts, T, N], which the next norm sums. T > 1.
 
-    x: [T, K]; with `silu`, gate and up [T, 2 K], and silu(gate) * up takes the place of x.
+    x: [T, K]. With `silu`, x [T, 2 K] is gate and up, and the result is (silu(gate) * up) W^T.
     """
     if len(x) > SKINNY:
         return product(*round_rows(x, silu=silu), w)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-ROUTER_PROGRAMS = 128  # the hidden size is split to give the router kernel about this many programs
+ROUTER_PROGRAMS = 128  # the hidden size is split so that the router kernel has about this many programs
 
 
 @triton.jit(do_not_specialize=["T"])  # compiled once for any number of tokens
@@ -67,7 +67,7 @@ def _router_kernel(
 
 @triton.jit
 def topk_scores(logits, e, E):
-    """Returns logits fp32 [..., BLOCK_E] as scores for top-k: without NaN, and -inf only past the last expert."""
+    """Returns scores for top-k from logits fp32 [..., BLOCK_E]: none is NaN, and only columns from E on are -inf."""
     low = tl.where(logits > -3.0e38, logits, -3.0e38)
     return tl.where(e < E, low, float("-inf"))
 
@@ -187,13 +187,13 @@ class Routes:
     tiles[0, 3] is the number of tiles in use; the other tiles have no pairs.
     """
 
-    weights: torch.Tensor  # [T, K]   the weight of each pair's output
+    weights: torch.Tensor  # [T, K]   the weight of the output of each pair
     order: torch.Tensor  # int32 [T·K]  the pairs, sorted by expert
     tiles: torch.Tensor  # int32 [tiles, 4]
 
 
 def most_tiles(pairs: int, experts: int, rows: int) -> int:
-    """Returns the largest number of tiles of `rows` pairs that a routing can need."""
+    """Returns the largest number of tiles, of at most `rows` pairs each, that `pairs` pairs can need."""
     used = min(pairs, experts)
     return used + (pairs - used) // rows
 
@@ -210,7 +210,7 @@ class Form(NamedTuple):
 
 
 def form_for(tokens: int, hidden: int, experts: int, per_token: int, rows: int) -> Form:
-    """Returns the form that was the fastest in measurements. `rows`: pairs in a tile of the matrix products."""
+    """Returns the tile sizes that were fastest in measurements. `rows`: pairs in a tile of the matrix products."""
     block_m = 16 if tokens <= 512 else 64
     block_k = _block_k(hidden)
     programs = triton.cdiv(tokens, block_m)
@@ -238,8 +238,8 @@ def route(
 ) -> Routes:  # fmt: skip
     """Returns the routes of x [T, H] for router [E, H], in tiles of at most `rows` pairs.
 
-    Adds the number of tokens of each expert to load int64 [E]. `live` int32 [1]: only the first `live` tokens are
-    routed; the others are padding.
+    Adds the number of tokens of each expert to `load` int64 [E]. Only the first `live` (int32 [1]) tokens are routed;
+    the others are padding. None: all tokens are routed.
     """
     (tokens, hidden), experts = x.shape, len(router)
     pairs, device = tokens * per_token, x.device

@@ -1,7 +1,7 @@
 """Row-wise kernels around the matrix products: (residual +) RMSNorm, q/k norm + RoPE + KV store, SiLU-and-multiply.
 
 Each kernel reads its input once and writes its output once. engine/model/ops.py specifies shapes and roundings. On an
-H200 they run at 3.9 to 4.3 TB/s for 8,192 tokens of Qwen3-8B (MEASURED.md).
+H200 the kernels reach 3.9 to 4.3 TB/s for 8,192 tokens of Qwen3-8B (MEASURED.md).
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _qk_norm_rope_store_kernel(
     else:
         mask = h < HEADS + KV_HEADS
         rotated = norm_rope(base, qk_weight, rope, position, h, mask, EPS, HAS_NORM, D)
-        tl.debug_barrier()  # as in the other branch
+        tl.debug_barrier()  # all threads have read the row
         key = (mask & (h >= HEADS))[:, None]
         tl.store(k_cache + slot + (h - HEADS)[:, None] * D + d[None, :], rotated, mask=key)
         tl.store(v_cache + cell, v, mask=inside)
@@ -139,9 +139,9 @@ def qk_norm_rope_store(
     slot_mapping: torch.Tensor,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Does ops.qk_norm_rope_store in one kernel; rope = (table fp32 [max_positions, D], positions int64 [T]).
+    """Computes ops.qk_norm_rope_store in one kernel, in place; returns the queries, a view of `qkv`.
 
-    Queries and keys are rotated in place.
+    rope = (table fp32 [max_positions, D], positions int64 [T]).
     """
     kv_heads, dim = k_cache.shape[2:]
     tokens = qkv.shape[0]
@@ -187,7 +187,7 @@ def _silu_mul_kernel(gate_up, out, INNER, BLOCKS, BLOCK: tl.constexpr, PDL: tl.c
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Returns silu(gate) * up [T, I] for gate_up [T, 2 I], gates before ups."""
+    """Returns silu(gate) * up [T, I]. Each row of gate_up [T, 2 I] has the values of gate, then the values of up."""
     tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, inner, dtype=gate_up.dtype, device=gate_up.device)
     blocks = triton.cdiv(inner, 1024)

@@ -4,11 +4,11 @@ The order of operations and the noise are the same as in engine/worker/sampler.p
 top-p and min-p, add Gumbel noise (the integer hash of engine/kernels/noise.py), find the argmax over the vocabulary,
 check for NaN and infinity, and update last_token. Greedy rows get the exact argmax.
 
-    floors   one program per row: finds the floor, which is the lowest score that top-k, top-p and min-p keep. It uses
+    floors   one program per row: finds the floor, the lowest score that top-k, top-p and min-p keep. The kernel uses
              bisection over the 16-bit patterns of the logits instead of a sort, and keeps scores equal to the floor.
-             Launched only if a row truncates
-    draw     grid (n, chunks of the vocabulary): each program finds the best score of a chunk; the program of a row that
-             finishes last compares the chunks
+             Launched only if a row uses one of the three
+    draw     grid (n, chunks of the vocabulary): each program finds the best score of one chunk. The last program of a
+             row to finish compares the chunks of this row
 
 Shapes: logits [n, V] in bfloat16 or float16; rows, seq_lens int32 [n]. The tables have one entry for each row of the
 batch: settings fp32 [max_rows, NUM_SETTINGS], top_k int32 [max_rows] (V: off), keys int32 [max_rows, 2].
@@ -25,7 +25,7 @@ from engine.kernels.noise import GOLDEN, MIX_1, MIX_2, MURMUR, signed
 from engine.kernels.row_settings import LOG_MIN_P, NOISE, NUM_SETTINGS, TEMPERATURE, TOP_P
 
 CHUNK = 4096  # tokens of the vocabulary in one program of `draw`
-LOWEST, HIGHEST = -(1 << 15), (1 << 15) - 1  # patterns
+LOWEST, HIGHEST = -(1 << 15), (1 << 15) - 1  # the smallest and the largest result of `_pattern`
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _mix(x, M1: tl.constexpr, M2: tl.constexpr):
 
 @triton.jit
 def _pattern(x):
-    """Returns 16-bit floats as integers that have the same order."""
+    """Returns an integer for each 16-bit float; the integers have the same order as the floats."""
     bits = x.to(tl.int16, bitcast=True).to(tl.int32)
     return tl.where(bits < 0, bits ^ 0x7FFF, bits)
 
@@ -223,9 +223,11 @@ def draw(
     """Write the drawn ids to `outcome` int64 [n] and to last_token[rows].
 
     A row whose logits contain NaN or infinity gets -1 - id in `outcome`. The token drawn for row i has position
-    seq_lens[i]; entries with seq_lens 0 are padding and are not written. `piece` = (first id, scores fp32 [n]): the
-    logits are of one piece of the vocabulary. Then the best score is written to `scores`, and last_token is not
-    written, because the pieces must be compared first. `truncated` must then be False.
+    seq_lens[i]; entries with seq_lens 0 are padding, and nothing is written for them.
+
+    `piece` = (first id, scores fp32 [n]): the logits cover only one piece of the vocabulary. Then the best score of
+    each row is written to `scores`, and last_token is not written, because the pieces must be compared first.
+    `truncated` must then be False.
     """
     n, vocab = logits.shape
     first, scores = piece or (0, workspace.floors)

@@ -48,7 +48,7 @@ class DenseMLP:
             self.down_bias = torch.empty(hidden, dtype=dtype, device=device)
 
     def __call__(self, x: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, H] -> [T, H]. `live` is not used here; see Experts."""
+        """Returns the output [T, H] for x [T, H]. `live` has an effect in Experts only."""
         inner = self._ops.silu_mul(linear(x, self.gate_up, self.gate_up_bias))
         return linear(inner, self.down, self.down_bias)
 
@@ -81,7 +81,7 @@ class Layer:
         self.input_norm = empty(hidden)
         self.qkv = empty_matrix(width, hidden, dtype, device, quantised)
         self.qkv_bias = empty(width) if config.qkv_bias else None
-        # One row per head, so that queries and keys are normed together.
+        # One row per head, so that one kernel normalises queries and keys together.
         self.qk_norm = empty(config.num_heads + config.num_kv_heads, dim) if config.qk_norm else None
         self.output = empty_matrix(hidden, config.num_heads * dim, dtype, device, quantised)
         self.output_bias = empty(hidden) if config.output_bias else None
@@ -123,9 +123,9 @@ class Decoder:
         quantised: Quantised = None,
         group: Group = ALONE,
     ) -> None:
-        """`max_positions`: rows of the table of cos and sin. `ops`: the small operations. `quantised`: the class of
-        8-bit matrices; all other parameters have `dtype`. `group`: the ranks that share the model. With several ranks,
-        `config` describes this rank's shard (engine/parallel/)."""
+        """`max_positions`: rows of the table of cos and sin. `ops`: norms, RoPE and activation functions. `quantised`:
+        the class of 8-bit matrices; all other parameters have `dtype`. `group`: the ranks that share the model. With
+        several ranks, `config` describes this rank's shard (engine/parallel/)."""
         self.config = config
         self._ops = ops
         self._group = group
@@ -140,9 +140,9 @@ class Decoder:
     def forward(
         self, token_ids: torch.Tensor, meta: ForwardMeta, attention: AttentionBackend, pool: KVPool
     ) -> torch.Tensor:
-        """Computes token_ids int64 [T] -> final hidden states [s, H] of the tokens in meta.logit_rows (None: all T).
+        """Returns the final hidden states [s, H] of the tokens in meta.logit_rows (None: all T). token_ids: int64 [T].
 
-        Writes the keys and values of all T tokens to the pool. Call `attention.plan(meta)` before.
+        Writes the keys and values of all T tokens to the pool. Call `attention.plan(meta)` first.
         """
         ops, eps, group = self._ops, self.config.rms_norm_eps, self._group
         rope = ops.rope_rows(self.rope_table, meta.positions)
@@ -155,7 +155,7 @@ class Decoder:
             q = ops.qk_norm_rope_store(qkv, layer.qk_norm, eps, rope, keys, values, meta.slot_mapping, scales)
             x = attention.run(i, q, keys, values, scales)
             live = meta.live
-            if i == last and meta.logit_rows is not None:  # the rest of the model needs only these
+            if i == last and meta.logit_rows is not None:  # from here on, only these tokens are needed
                 live = meta.live_rows
                 x, residual = x.index_select(0, meta.logit_rows), residual.index_select(0, meta.logit_rows)
             x = linear(x, layer.output, layer.output_bias)
@@ -168,7 +168,7 @@ class Decoder:
         return self._group.gather(linear(hidden, self.head))
 
     def slots(self) -> Iterator[Slot]:
-        """Yields a slot for every tensor in a checkpoint of this model."""
+        """Yields a Slot for every tensor that a checkpoint of this model contains."""
         yield Slot("model.embed_tokens.weight", self.embedding)
         for i, layer in enumerate(self.layers):
             yield from layer.slots(f"model.layers.{i}.")
@@ -177,9 +177,10 @@ class Decoder:
             yield Slot("lm_head.weight", self.head)
 
     def take_expert_load(self) -> tuple[list[int], torch.Tensor]:
-        """Returns which layers have experts, and each expert's token count since the last call, int64 [layers, E].
+        """Returns the indices of the layers with experts, and the token counts of each expert since the last call.
 
-        At least one layer must have experts. The last layer counts only tokens whose logits were needed.
+        The counts are int64 [layers, E]. At least one layer must have experts. The last layer counts only tokens whose
+        logits were needed.
         """
         loads = {i: layer.mlp.load for i, layer in enumerate(self.layers) if isinstance(layer.mlp, Experts)}
         taken = torch.stack(list(loads.values()))
@@ -193,7 +194,7 @@ class Decoder:
 
     @property
     def nbytes_per_token(self) -> int:
-        """Bytes of the weights read for one token: without the embedding, and with only the experts of the token."""
+        """Bytes of the weights that one token needs, without the embedding (or a head tied to it) and idle experts."""
         experts = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
         idle = sum(mlp.nbytes * (mlp.config.count - mlp.config.per_token) // mlp.config.count for mlp in experts)
         return self.nbytes - self.embedding.nbytes - idle

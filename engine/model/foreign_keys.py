@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-OFF: tuple[Any, ...] = (False, "", [], {})  # and 0, which equals False
+OFF: tuple[Any, ...] = (False, "", [], {})  # 0 is accepted too: it equals False
 
 # Neutral: null, false, 0 or empty.
 SWITCHES = """

@@ -27,11 +27,11 @@ Message = dict[str, Any]
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 PRIVATE_USE = range(0xE000, 0xF900)  # characters without a standard meaning
-MARK_LENGTH = 8  # random PRIVATE_USE characters in the mark of a chat: no message contains the same ones
+MARK_LENGTH = 8  # random PRIVATE_USE characters in the mark of a chat; no message contains the mark by chance
 LONG_TEXT = 4096  # characters
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-CHARACTERS_PER_TOKEN = 8  # the average of almost every text is lower
-CUT_TOKENS = 16  # upper limit of the tokens that cutting a text adds
+CHARACTERS_PER_TOKEN = 8  # almost every text has fewer on average
+CUT_TOKENS = 16  # cutting a text in two adds at most this many tokens
 
 
 class Tokenizer:
@@ -84,11 +84,11 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: list[Message], add_generation_prompt: bool = True, **template: Any
     ) -> list[int]:
-        """Returns the ids of a conversation, after which the model can generate the reply.
+        """Returns the ids of a conversation. With `add_generation_prompt`, the model continues them with a reply.
 
-        `template`: further arguments for the template (tools, enable_thinking, …). Only the template can make control
-        tokens: their names in a message are plain text. Raises InvalidRequest if the model has no template, or if the
-        template refuses the messages.
+        `template`: further arguments for the template (tools, enable_thinking, …). Only the template can add control
+        tokens: names of control tokens in a message are plain text. Raises InvalidRequest if the model has no template,
+        or if the template refuses the messages.
         """
         values = {"messages": messages, **template}
         if not any(text in part for part in _strings(values) for text in self._control_ids):
@@ -99,7 +99,7 @@ class Tokenizer:
         pattern = self._control_pattern
         marked = _map_strings(values, lambda text: pattern.sub(lambda found: mark + mark.join(found[0]), text))
         rendered = self.render_chat(marked.pop("messages"), add_generation_prompt, **marked)
-        escaped = "".join(f"\\u{ord(character):04x}" for character in mark)  # from tojson(ensure_ascii=true)
+        escaped = "".join(f"\\u{ord(character):04x}" for character in mark)  # as tojson(ensure_ascii=true) writes it
         rendered = rendered.replace(escaped, mark)
         self._check_length(rendered.replace(mark, ""))
         return self._encode_marked(rendered, mark)
@@ -116,12 +116,12 @@ class Tokenizer:
         return self._template.render({"messages": messages, "add_generation_prompt": add_generation_prompt, **values})
 
     def start_rendering(self) -> None:
-        """Start the process that renders chats, and do not wait. Without this call the first rendering starts it."""
+        """Start the process that renders chats, without waiting for it. Otherwise the first rendering starts it."""
         if self.chat_template is not None:
             self._template.start()
 
     def stop_rendering(self) -> None:
-        """Stop the rendering of another thread: it raises InvalidRequest there. Later renderings work again."""
+        """Stop a rendering that runs in another thread, and raise InvalidRequest there. Later renderings still work."""
         if self.chat_template is not None:
             self._template.stop()
 
@@ -130,7 +130,7 @@ class Tokenizer:
         return (self.directory / "tokenizer.json").read_text(encoding="utf-8")
 
     def json_with_another_token(self, text: str) -> tuple[str, int]:
-        """Returns the text of tokenizer.json with one more control token, and the id of this token: the highest id."""
+        """Returns the text of tokenizer.json with one more control token, and this token's id, the highest."""
         copy = tokenizers.Tokenizer.from_str(self.to_json())
         copy.add_special_tokens([text])
         token_id = copy.token_to_id(text)
@@ -155,9 +155,9 @@ class Tokenizer:
         return ChatTemplate(self.chat_template, self.directory)
 
     def _check_length(self, text: str) -> None:
-        """Raise PromptTooLong if `text` without its last part has more tokens than the context.
+        """Raise PromptTooLong as soon as the first parts of a long text have more tokens than the context.
 
-        Encodes `text` in parts, up to the first part that exceeds the context. A short text has only one part.
+        The last part is not encoded, so a short text, which has only one part, is never refused here.
         """
         if self.context is None:
             return
@@ -166,20 +166,21 @@ class Tokenizer:
             count += len(_encode(self._tokenizer, text[start : start + length], False)) - CUT_TOKENS
             if count > self.context:
                 raise PromptTooLong(
-                    f"the chat has more than {self.context:,} tokens, which is the whole context: shorten it",
+                    f"the chat has more than {self.context:,} tokens, the size of the context: shorten it",
                     "messages",
                 )
 
     def _encode_marked(self, rendered: str, mark: str) -> list[int]:
-        """Encode a rendered chat. Names of control tokens in messages are marked before each character; they stay text.
+        """Return the ids of a rendered chat. The mark is before each character of a control token's name in a message.
 
-        The chat is split at all other control tokens, as the tokenizer does. Each part between them is encoded alone.
+        These names stay text. The chat is split at all other control tokens, as the tokenizer splits it. Each part
+        between them is encoded alone.
         """
         ids: list[int] = []
         at = 0
         for found in self._control_pattern.finditer(rendered):
             if rendered.endswith(mark, 0, found.start()):
-                continue  # a marked name of one character: it is text
+                continue  # a name of one character, with the mark before it: it is text
             ids += self._encode_part(rendered[at : found.start()].replace(mark, ""), first=at == 0)
             ids.append(self._control_ids[found[0]])
             at = found.end()
@@ -190,7 +191,8 @@ class Tokenizer:
             return []
         if first or self._decoding.byte_level:
             return _encode(self._literal, text, False)
-        # Tokenizers like SentencePiece add a space before a text: put a newline before it, then remove its ids.
+        # Tokenizers like SentencePiece add a space before a text. So encode a newline and the text, and remove the ids
+        # of the newline.
         newline, ids = _encode(self._literal, "\n", False), _encode(self._literal, "\n" + text, False)
         if ids[: len(newline)] == newline:
             return ids[len(newline) :]
@@ -201,7 +203,7 @@ class Tokenizer:
         return Fields(path, read_json_if_there(path))
 
     def _special(self, name: str) -> str:
-        """Returns a special token of tokenizer_config.json, where it is a string or an object with "content"."""
+        """Returns the text of a special token, which tokenizer_config.json has as a string or as {"content": text}."""
         token = self._config[name]
         content = token.get("content") if isinstance(token, dict) else token
         if not isinstance(content, str):

@@ -1,4 +1,4 @@
-"""The engine's state, computed from a snapshot and the records after it. Panels, traces and servers use only this.
+"""The engine's state, computed from a snapshot and the records after it. Panels, traces and servers read only this.
 
 `State.snapshot()` is equal to `Engine.snapshot()` at the same record; a property test compares them.
 """
@@ -23,7 +23,7 @@ REQUEST = (  # fields of RequestView and of a request in a snapshot
 
 @dataclass(slots=True)
 class RequestView:
-    """A request that has not finished. `State.computed` counts its tokens with KV from `base` and `joined_at`."""
+    """A request that has not finished. `State.computed` returns the number of its tokens with KV."""
 
     id: int
     group: str
@@ -34,7 +34,7 @@ class RequestView:
     table: list[int] = field(default_factory=list)
     node: int = 0
     shared_blocks: int = 0
-    base: int = 0  # tokens with KV when it joined the decoding set, or now if it is not decoding
+    base: int = 0  # number of tokens with KV: when it joined the decoding set; if it is not decoding, now
     joined_at: int = -1  # `State.ticks` when it joined the decoding set; -1: not decoding
     submitted: float = 0.0
     admitted: float = 0.0
@@ -57,7 +57,7 @@ class NodeView:
 
 
 class State:
-    """The state after a record. `counts` has the number of blocks in each block state, so reading it is O(1)."""
+    """The state after a record. `counts` is kept up to date, so that reading it takes O(1)."""
 
     def __init__(self, num_blocks: int, block_size: int, budget: int, max_num_seqs: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size  # the null block included
@@ -65,13 +65,13 @@ class State:
         self.seq = 0
         self.t = 0.0
         self.step = -1
-        self.ticks = 0  # steps applied: each advances every member of the decoding set by one token
+        self.ticks = 0  # number of steps applied; each advances every member of the decoding set by one token
         self.requests: dict[int, RequestView] = {}
         self.queue: list[int] = []
         self.nodes: dict[int, NodeView] = {0: NodeView(0, -1, array("i"), [], 0, 0)}
         self.pending: dict[int, int] = {}  # block -> the step that writes it
-        self.holders = array("i", [0]) * num_blocks  # arrays: numpy views them without a copy
-        self.node_of = array("i", [0]) * num_blocks  # 0: not in the tree
+        self.holders = array("i", [0]) * num_blocks  # block -> its requests; an array: numpy views it without a copy
+        self.node_of = array("i", [0]) * num_blocks  # block -> its tree node; 0: not in the tree
         self.counts = [num_blocks - 1, 0, 0, 0]  # number of blocks that are FREE, ACTIVE, SHARED, CACHED
         self.gate = "open"
         self.pace = 1.0
@@ -79,7 +79,7 @@ class State:
     # ---- reading
 
     def computed(self, request: RequestView) -> int:
-        """Returns the number of this request's tokens with KV, including those of the step in flight."""
+        """Returns the number of this request's tokens with KV, including the tokens of the step in flight."""
         return request.base + (self.ticks - request.joined_at if request.joined_at >= 0 else 0)
 
     def block_state(self, block: int) -> int:
@@ -106,9 +106,9 @@ class State:
             change(self, *record[3:])
 
     def follow(self, record: Record) -> None:
-        """Set `seq` and `t` from the next record, without its change.
+        """Set `seq` and `t` from the next record, but do not apply its change.
 
-        The caller applies the change from CHANGES itself, so it can read the state before and after the change.
+        The caller applies the change from CHANGES itself, so it can read the state before and after it.
         """
         if record[0] != self.seq + 1:
             raise ValueError(f"record {record[0]} does not follow record {self.seq}: a snapshot is needed")
@@ -354,7 +354,7 @@ class State:
 
     @classmethod
     def from_snapshot(cls, data: dict[str, Any]) -> State:
-        """Returns the state of a snapshot; the next record to apply is the one after its `seq`."""
+        """Returns the state of a snapshot. The next record to apply is the first record after the snapshot's `seq`."""
         state = cls(**{name: data[name] for name in SIZES})
         for name in CONTROL:
             setattr(state, name, data[name])

@@ -14,7 +14,7 @@ Options = TypeVar("Options")
 def run(
     options: type[Options], action: Callable[[Options], None], arguments: Sequence[str] | None, name: str, help: str
 ) -> NoReturn:
-    """Parses `arguments` (None: those of this process) as `options`, calls `action` with them and exits."""
+    """Parses `arguments` (None: the arguments of this process), calls `action` with the options, and exits."""
 
     def command(**given: Any) -> None:
         action(options(**given))

@@ -43,7 +43,7 @@ def chat(
     ] = "",
     web: Annotated[bool, typer.Option("--web", help="Chat in a browser; all tabs share one engine.")] = False,
     mirror: Annotated[
-        bool, typer.Option("--mirror", help="With --web: the other tabs show your application and accept no input.")
+        bool, typer.Option("--mirror", help="With --web: all tabs show your application; only your tab accepts input.")
     ] = False,
     web_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of --web.")] = 8001,
     web_host: Annotated[
@@ -71,9 +71,9 @@ def chat(
         from minitui.web.serve import WebSettings
 
         if record is not None:
-            raise typer.BadParameter("--record works in one terminal; to record all tabs use minitui serve --record")
+            raise typer.BadParameter("--record does not work with --web: use minitui serve --record instead")
         if resume and not mirror:
-            raise typer.BadParameter("--resume needs --mirror: otherwise every tab would reopen the same chats")
+            raise typer.BadParameter("--resume needs --mirror here: otherwise every tab would reopen the same chats")
         browser = WebSettings(web_host, web_port, tuple(urls), mirror=mirror)
         options = {"system": system, **sampling, **looks, "resume": resume or None}
         raise typer.Exit(run_in_browser(model, engine, browser, key, options))
@@ -100,8 +100,8 @@ def connect_to(
 ) -> tuple[Source, Choice, type[MinituiApp] | None]:
     """Returns the source for one or several servers, their model, and the application class (None: MinituiApp).
 
-    Several servers receive token ids if all of them are minitui servers, else texts. `record`: the source will be
-    recorded. Raises EngineError.
+    If all of several servers are minitui servers, they receive token ids, else texts. `record`: the caller will record
+    the source. Raises EngineError.
     """
     from minitui.sources.openai import OpenAISource
     from minitui.sources.remote import RemoteSource
@@ -136,7 +136,7 @@ def connect_to(
 def run_in_browser(
     model: str | None, engine: dict[str, Any], web: WebSettings, key: str, options: dict[str, Any]
 ) -> int:
-    """Runs `minitui chat --web`; returns the exit code. `options`: for each tab's application; None: not passed on."""
+    """Runs `minitui chat --web`; returns the exit code. `options`: for each tab's application; None: unset."""
     from minitui.web.serve import run_web
 
     choice = choose_model(None if web.connect else model)

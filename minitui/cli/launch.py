@@ -30,7 +30,7 @@ def live_source(choice: Choice, options: dict[str, Any]) -> LocalSource:
 
 
 def log_path() -> Path:
-    """Returns the path of the log file for this process's engine; of the existing logs, keeps the newest KEPT_LOGS."""
+    """Returns the path of the log file for this process's engine. Deletes old logs except the newest KEPT_LOGS."""
     directory = settings_file.data_dir() / "logs"
     try:
         directory.mkdir(exist_ok=True)
@@ -62,7 +62,7 @@ def make_sampling(options: dict[str, Any], defaults: settings_file.ChatSettings)
 
 
 def apply_looks(settings: settings_file.Settings, looks: dict[str, Any]) -> None:
-    """Replaces theme, fps and ascii in `settings` by the values of the command line. Does not save them."""
+    """Replaces theme, fps and ascii in `settings` by the values given on the command line. Does not save them."""
     if looks["theme"] is not None:
         settings.theme = theme_name(looks["theme"])
     for name in ("fps", "ascii"):
@@ -79,7 +79,7 @@ def theme_name(theme: str) -> str:
 
 
 def recorded(source: Source, path: Path | None) -> Source:
-    """Returns a source that also records `source` in the file `path`; returns `source` if `path` is None."""
+    """Returns a source that also records `source` to the file `path`; without a path, returns `source` itself."""
     if path is None:
         return source
     from minitui.sources.recording import RecordingSource
@@ -100,10 +100,10 @@ def run_app(
     source: Any, choice: Choice, settings: settings_file.Settings, sampling: Sampling, store: Any = None,
     resume: bool = False, script: Any = None, make: Callable[..., MinituiApp] | None = None,
 ) -> int:  # fmt: skip
-    """Runs the application until it exits; returns the exit code. `script(app)` is a coroutine that drives a demo;
-    `make` creates an application other than MinituiApp."""
-    # How often Textual checks for redraws, per second. With its default of 60, a typed key appears after up to 17 ms.
-    # While eight chats are answered, 120 lowers the 95th percentile of this delay by a quarter.
+    """Runs the application until it exits; returns the exit code. `script(app)` is a coroutine that drives a demo.
+    `make` creates the application; without it, MinituiApp does."""
+    # How many times per second Textual checks for redraws. With its default of 60, a typed letter appears after up to
+    # 17 ms. While eight chats are answered, 120 lowers the 95th percentile of this delay by a quarter.
     os.environ.setdefault("TEXTUAL_FPS", "120")
     from minitui.tui.app import MinituiApp
 
@@ -136,7 +136,7 @@ def run_app(
 
 
 def show(app: MinituiApp, guard: TerminalGuard) -> int:
-    """Runs the application, restores the terminal and returns the exit code. Raises the exception that crashed it."""
+    """Runs the application, restores the terminal and returns the exit code. If it crashed, raises its exception."""
     with guard.watching(), tolerant_input():
         app.run()
     if app.crash is not None:

@@ -16,7 +16,7 @@ def create_api(service: Service) -> FastAPI:
     """Returns the endpoints without access checks; their OpenAPI document is at /openapi.json."""
     api = FastAPI(
         title="minitui", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False,
-        description="An LLM inference engine with telemetry, OpenAI's endpoints and a simple endpoint.",
+        description="An LLM inference engine with telemetry, OpenAI's endpoints and POST /generate.",
     )  # fmt: skip
     errors.install(api)
     for part in (completions, chat, tokenize, health, telemetry):
@@ -36,7 +36,7 @@ def _document_keys(api: FastAPI) -> None:
 
 
 def create_app(service: Service) -> ASGIApp:
-    """Returns the application with access checks and, if configured, CORS."""
+    """Returns the endpoints with access checks and, if origins are configured, with CORS."""
     guarded = Guard(create_api(service), service)
     origins = service.settings.cors_origins
     if not origins:

@@ -1,7 +1,7 @@
 """Applies the engine's records to a state, and sends the records to all watchers.
 
 Each record is applied once and encoded once for all watchers. A watcher that is too slow loses records and notices the
-gap in their numbers; it does not delay the others.
+gap in the record numbers; it does not delay the other watchers.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from minitui.trace.recorder import Recording
 
 logger = logging.getLogger("minitui.server")
 
-BUSY_S = 0.05  # between two polls while records arrive
-IDLE_S = 0.2  # between two polls while none arrive
+BUSY_S = 0.05  # seconds between two polls while records arrive
+IDLE_S = 0.2  # seconds between two polls while no records arrive
 KEEP_ALIVE_S = 10.0
 MAX_UNREAD = 8 << 20  # maximum bytes queued for one watcher
-# Kind -> the indices of its fields that contain token ids.
+# Kind of record -> the indices of the fields that contain token ids.
 MASKED = {"insert": (FIELDS["insert"].index("ids"),), "extend": (FIELDS["extend"].index("ids"),)}
 
 
 class Watcher:
-    """One reader of the record stream. `client`: its X-Minitui-Client header, to recognise the gate's owner."""
+    """One reader of the record stream. `client`: its X-Minitui-Client header, which identifies the gate's owner."""
 
     def __init__(self, client: str | None = None) -> None:
         self.client = client
-        self.dropped = 0  # bytes so far
+        self.dropped = 0  # bytes dropped so far
         self.closed = False
         self._unread: deque[bytes] = deque()
         self._size = 0
@@ -55,12 +55,12 @@ class Watcher:
         self._wake.set()
 
     def close(self) -> None:
-        """End `frames` after the queued frames."""
+        """End the iterator `frames` after the frames that are queued now."""
         self.closed = True
         self._wake.set()
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """Yields the queued frames as they arrive; without frames, yields a comment every KEEP_ALIVE_S."""
+        """Yields the queued frames as they arrive; if none arrives for KEEP_ALIVE_S, yields a comment."""
         while True:
             while self._unread:
                 frames = b"".join(self._unread)
@@ -80,7 +80,7 @@ class Watcher:
 class Broadcast:
     """Drains the records of one engine client.
 
-    `mask_id`: if texts are hidden, this id replaces all token ids, for watchers and in the recording; else None.
+    `mask_id`: replaces every token id for watchers and in the recording, so that texts stay hidden; None: not hidden.
     """
 
     def __init__(self, metrics: Metrics, mask_id: int | None = None, recording: Recording | None = None) -> None:
@@ -89,13 +89,13 @@ class Broadcast:
         self.recording = recording
         self.state: State | None = None
         self.watchers: set[Watcher] = set()
-        self.began = 0  # number of engines so far; the record numbers of each start at 0
+        self.began = 0  # number of engines so far; the record numbers of each engine start at 0
         self._origin = secrets.token_hex(4)
         self._client: EngineClient | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def begin(self, client: EngineClient) -> None:
-        """Start with a running engine; tells the watchers that the record numbers start again."""
+        """Start to broadcast a running engine, and tell the watchers that the record numbers start at 0 again."""
         await self.end()
         self._client = client
         self.metrics.engine_began(client.info)
@@ -107,12 +107,12 @@ class Broadcast:
         self._task = asyncio.create_task(self._run())
 
     async def end(self) -> None:
-        """Stop after the engine has ended; sends its last records."""
+        """Stop the broadcast of an engine that has ended, after its last records."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
-            self.pump()  # the last records
+            self.pump()
         self._task = self._client = self.state = None
 
     def greeting(self, name: str) -> bytes:
@@ -126,7 +126,7 @@ class Broadcast:
 
     @property
     def engine(self) -> str:
-        """A name for the running engine: record numbers are unique for one engine only."""
+        """The name of the running engine. It is needed because each engine has its own record numbers."""
         return f"{self._origin}.{self.began}"
 
     def send_all(self, frame: bytes) -> None:
@@ -151,7 +151,7 @@ class Broadcast:
             await asyncio.sleep(BUSY_S if busy else IDLE_S)
 
     def pump(self) -> bool:
-        """Apply the new records and send them to the watchers; returns whether any arrived."""
+        """Apply the new records and send them to the watchers; return whether any records arrived."""
         if self._client is None:
             return False
         records = self._client.drain_records()
@@ -161,7 +161,7 @@ class Broadcast:
         new: list[Record] = []
         for record in records:
             if record[0] <= state.seq:
-                continue  # the snapshot includes this record
+                continue  # the state already includes this record
             if record[0] != state.seq + 1:
                 self.metrics.lost.add(record[0] - state.seq - 1)
                 logger.warning("records %d to %d were lost", state.seq + 1, record[0] - 1)
@@ -192,7 +192,7 @@ class Broadcast:
         return fields
 
     def snapshot(self) -> dict[str, Any] | None:
-        """Returns the state, or None without an engine. The next records for watchers follow it without a gap."""
+        """Returns a snapshot, or None without an engine. The next records that watchers get follow it without a gap."""
         self.pump()
         return None if self.state is None else self._masked(self.state.snapshot())
 

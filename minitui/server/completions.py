@@ -32,7 +32,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/generate", response_model=Generated, responses=STREAMED)
     async def generate(body: GenerateRequest, request: Request) -> Response:
-        """Continue a text; a simple endpoint. A stream has events `data: {"text": ...}`, then `data: [DONE]`."""
+        """Continue a text. A stream consists of events `data: {"text": ...}`, then `data: [DONE]`."""
         return await GenerateAnswer(service, body).respond(request)
 
     return routes

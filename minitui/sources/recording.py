@@ -23,7 +23,7 @@ class RecordingSource(Source):
     """Wraps a source and records it. `info`, `error` and other attributes are read from the recorded source."""
 
     def __init__(self, source: Source, path: str | Path) -> None:
-        # Source.__init__ is not called: only the recorded source has its state.
+        # Source.__init__ is not called: __getattr__ must find its attributes in the recorded source.
         self.source = source
         self.log_file = source.log_file
         self.recording = Recording(path)
@@ -40,7 +40,7 @@ class RecordingSource(Source):
         await self._begin()
 
     async def reconfigure(self, config: EngineConfig) -> None:
-        """Reconfigure the recorded source. The new engine is recorded in another file."""
+        """Reconfigure the recorded source. Its new engine is recorded in another file."""
         self.drain_records()
         await self.source.reconfigure(config)
         await self._begin()
@@ -52,7 +52,7 @@ class RecordingSource(Source):
         with contextlib.suppress(EngineDead, TimeoutError):  # the last records of a dead engine are still recorded
             if self.source.error is None and self.source.info:
                 async with asyncio.timeout(LAST_RECORDS_S):  # a hung engine does not respond
-                    await self.source.snapshot()  # when it has arrived, all earlier records have arrived, too
+                    await self.source.snapshot()  # when the snapshot arrives, all earlier records have arrived
         self.drain_records()
         await self.source.close()
         self.recording.close()

@@ -12,7 +12,7 @@ from minitui.text import count
 from minitui.trace.reader import TraceError, TraceReader
 
 HERE = Path(__file__).resolve().parent
-WATCH_S = 60.0  # seconds that a replay of a bundled recording lasts at least, if SPEEDS allow it
+WATCH_S = 60.0  # minimum duration of a replay, in seconds, if one of SPEEDS is slow enough
 SPEEDS = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005)
 
 
@@ -22,7 +22,7 @@ def bundled() -> dict[str, Path]:
 
 
 def is_bundled(path: Path) -> bool:
-    """Returns True for a bundled recording. Nothing is written to it or beside it."""
+    """Returns True for a bundled recording. Callers write nothing to its file or its directory."""
     return path.resolve().parent == HERE
 
 
@@ -35,12 +35,12 @@ def find_trace(text: str) -> Path:
         return path
     if text not in known and len(path.parts) == 1 and not path.suffix:
         names = ", ".join(known) or "none"
-        raise TraceError(f"there is no file {text!r} and no bundled recording of that name; bundled are: {names}")
+        raise TraceError(f"there is no file {text!r} and no bundled recording of that name; the names are: {names}")
     return known.get(text, path)
 
 
 def watching_speed(reader: TraceReader) -> float:
-    """Returns the highest speed at which the recording lasts at least WATCH_S; real time is too fast to follow."""
+    """Returns the highest of SPEEDS at which the recording lasts at least WATCH_S: real time is too fast to follow."""
     return next((speed for speed in SPEEDS if reader.seconds / speed >= WATCH_S), SPEEDS[-1])
 
 

@@ -245,7 +245,7 @@ def _requests(value: dict[str, Any]) -> None:
         _need(request["node"] == 0 or request["node"] in nodes, f"the node of r{id} is missing")
         table, shared = request["table"], request["shared_blocks"]
         held += len(table)
-        _need(held <= MOST_HELD, f"the block tables of its requests have more than {MOST_HELD:,} entries")
+        _need(held <= MOST_HELD, f"the block tables of the requests have more than {MOST_HELD:,} entries")
         node, end = request["node"], shared
         while node and end > 0:
             blocks = nodes[node]["blocks"]

@@ -14,15 +14,15 @@ from minitui.trace.check import MOST_HELD
 
 
 class Follower:
-    """Folds records into a state, and checks each record first."""
+    """Checks each record, then folds it into the state."""
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self._youngest = max(state.requests, default=-1)
-        self._held = sum(len(request.table) for request in state.requests.values())
+        self._youngest = max(state.requests, default=-1)  # the highest request id so far
+        self._held = sum(len(request.table) for request in state.requests.values())  # blocks in all block tables
 
     def take(self, record: Record) -> None:
-        """Fold a record that `check.record` returned. Raises ValueError, with the reason, if it is impossible."""
+        """Fold a record that `check.record` returned. Raises ValueError with the reason if the record is impossible."""
         kind = record[2]
         check = self._CHECKS.get(kind)
         if check is not None:
@@ -31,7 +31,7 @@ class Follower:
                 raise ValueError(f"record {record[0]:,} ({kind}) is impossible: {reason}")
         self.state.apply(record)
         if self._held > MOST_HELD:
-            raise ValueError(f"the block tables of its requests have more than {MOST_HELD:,} entries")
+            raise ValueError(f"the block tables of the requests have more than {MOST_HELD:,} entries")
 
     def _known(self, id: int) -> Iterator[str]:
         if id not in self.state.requests:

@@ -1,6 +1,7 @@
 """The part of the application that screens, widgets and commands use.
 
-Screens, widgets and commands import this file, and app.py imports them. So there is no import cycle.
+Screens, widgets and commands import this file, and app.py imports them. If they imported app.py instead, the imports
+would form a cycle.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class AppBase(App[int]):
 
     TITLE = "minitui"
     ENABLE_COMMAND_PALETTE = False  # Commands.do_palette replaces Textual's palette
-    GROUPS: ClassVar[tuple[str, ...]] = ("Chats", "Engine", "Application")  # groups of ACTIONS on offer
+    # The groups of ACTIONS that this application offers.
+    GROUPS: ClassVar[tuple[str, ...]] = ("Chats", "Engine", "Application")
     TABS: ClassVar[tuple[tuple[str, str], ...]] = (
         ("chat", "1 Chat"), ("inspect", "2 Inspect"), ("lecture", "3 Lecture"),
     )  # fmt: skip
@@ -64,7 +66,7 @@ class AppBase(App[int]):
         self.session: Session = chats.sessions[-1] if chats.sessions else chats.new(system)
         self.session.note = chats.left_out or self.session.note
         self.progress: dict[str, Any] | None = {"text": "starting the engine"}  # None: the engine is not starting
-        self.replays: list[str] = []  # ids of the chats that report their cache hit when their answer ends
+        self.replays: list[str] = []  # ids of chats that /replay made: each reports its cache hit when its answer ends
         self.asking: Stage | None = None  # the running demo, which controls the engine and asks for predictions
         self.story = ""  # text of a demo or a recording, shown under the top bar
         for theme in THEMES:
@@ -118,15 +120,15 @@ class AppBase(App[int]):
 
     @property
     def idle(self) -> bool:
-        """True if a step would have nothing to compute."""
+        """True if the engine has nothing to compute."""
         return not self.view.live.state.requests and not any(session.busy for session in self.chats.sessions)
 
     async def start_over(self) -> None:
-        """Empty the cache, return to real time and clear the history; a demo starts again."""
+        """Cancel all answers, empty the cache, return to real time and clear the history. A demo begins again."""
         raise NotImplementedError
 
     def restart_engine(self) -> None:
-        """Start the engine's process again; chats stay."""
+        """Start the engine's process again. The chats are kept."""
         raise NotImplementedError
 
     # ---- chats
@@ -168,7 +170,7 @@ class AppBase(App[int]):
         self.view.select("group", session.id)
 
     def pin(self, which: str) -> None:
-        """Let only one replica answer the current chat."""
+        """Let only the replica that `which` names answer the current chat."""
         raise NotImplementedError
 
     def unpin(self) -> None:
@@ -182,7 +184,7 @@ class AppBase(App[int]):
         raise NotImplementedError
 
     def leave_prompt(self) -> None:
-        """Move the focus out of the prompt, so that letters are keys. The answer continues."""
+        """Move the focus out of the prompt, so that letters are keys, not text. A running answer continues."""
         raise NotImplementedError
 
     def open_mode(self, mode: str) -> None:
@@ -206,7 +208,7 @@ class AppBase(App[int]):
         text = visible(text)
         if len(text) > MAX_NOTICE:
             text = text[:MAX_NOTICE] + "…"  # an error may quote a long text that was pasted in place of a name
-        seconds = max(8.0 if error else 2.0, len(text) / 25)  # the time to read it
+        seconds = max(8.0 if error else 2.0, len(text) / 25)  # enough time to read the text
         self.notify(text, severity="error" if error else "information", timeout=seconds, markup=False)
 
     def copy_to_clipboard(self, text: str) -> None:
@@ -228,7 +230,7 @@ class AppBase(App[int]):
         return [*super().get_line_filters(), *self._line_filters]
 
     async def on_event(self, event: events.Event) -> None:
-        """Handle an event. A key interrupts the folding of records, so that the key's effect is shown first."""
+        """Handle an event. A key delays the folding of records, so that the effect of the key is shown first."""
         if isinstance(event, events.Key):
             self.feed.delay_after_key()
         await super().on_event(event)

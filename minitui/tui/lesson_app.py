@@ -17,7 +17,7 @@ from minitui.tui.screens.lesson import LessonScreen
 
 
 class LessonApp(MinituiApp):
-    """`restart(options)` replaces the running engine by one with other options."""
+    """The application of `minitui lesson`. `restart(options)` replaces the engine by one with these options."""
 
     MODES: ClassVar[dict[str, Any]] = {**MinituiApp.MODES, "lesson": LessonScreen}
     DEFAULT_MODE = "lesson"
@@ -37,13 +37,13 @@ class LessonApp(MinituiApp):
             self.source, self.chats, self.feed, self.system, lambda text: None, self.select_session, lambda mode: None,
             self.restart, bar=glyphs().active, held=lambda: self.feed.frozen,
         )  # fmt: skip
-        # The screen begins the lesson at its next paint. `_open` would turn back to the first page.
+        # The screen begins the lesson at its next paint. `_open` is not called here: it would return to the first page.
 
     async def _open(self, lesson: Lesson) -> None:
         assert self.stage is not None
         self.switch_mode("lesson")
         screen = self.screen
-        while not isinstance(screen, LessonScreen):  # a dialog is closing
+        while not isinstance(screen, LessonScreen):  # a dialog is still above it
             self.pop_screen()
             screen = self.screen
         screen.begin(lesson, self.stage)

@@ -1,9 +1,9 @@
-"""Three colour themes in the Okabe-Ito hues. Each meaning also has a glyph (glyphs.py), so the hues are not needed.
+"""Three colour themes in the Okabe-Ito hues. Each meaning has a glyph too (glyphs.py), so colours are not needed.
 
 A style is a few words, for example `"bold ink on select"`: `bold` (optional), the name of a colour, and a background
-(optional). Widgets build rows of `(text, style)`; `Palette.style` makes a Rich style of the words, once per theme.
+(optional). Widgets build rows of `(text, style)`. `Palette.style` makes a Rich style from the words, once per theme.
 
-Blocks that do not change have muted colours, changed blocks have bright ones: a block that becomes active is drawn in
+A block that has just changed has a bright colour, which then becomes muted: a block that becomes active is drawn in
 `active-glow`, then in `active-warm`, then in `active`.
 """
 
@@ -25,7 +25,7 @@ _COLOURS = {
     "faint": ("#49515c", "#b3b8bf", "#7f8894"),  # decoration only: dots of free blocks, rules, hatching; never text
     "frame": ("#2b323b", "#d3d6da", "#7f8894"),
     "select": ("#15283a", "#e2eff9", "#003f7a"),  # background of the selection
-    "accent": ("#f0e442", "#0b62a8", "#fff04d"),  # of the focus and the selection
+    "accent": ("#f0e442", "#0b62a8", "#fff04d"),  # for the frame of the focus and for the selection
     "decode": ("#34b58c", "#00795a", "#2fe0a4"),
     "prefill": ("#f0803c", "#b04a00", "#ff8b3d"),
     "prefill-2": ("#d97a3a", "#8a3a00", "#ffb380"),  # for every second chunk in the step bar
@@ -36,7 +36,7 @@ _COLOURS = {
     "step": ("#c9d1d9", "#4a525c", "#ffffff"),
     "bad": ("#ff7b72", "#b3261e", "#ff9a93"),
     "good": ("#34b58c", "#00795a", "#2fe0a4"),
-    "on-fill": ("#0b0d11", "#ffffff", "#000000"),  # for text on a background of a colour above
+    "on-fill": ("#0b0d11", "#ffffff", "#000000"),  # for text on a background in one of the colours above
     # blocks: not changed; just changed (glow); changed a short time ago (warm)
     "free": ("#49515c", "#a6abb2", "#6f7884"),
     "free-glow": ("#c9d1d9", "#1b1f24", "#ffffff"),
@@ -96,7 +96,7 @@ THEMES = [_theme(name, colours) for name, colours in COLOURS.items()]
 
 
 class Palette:
-    """The styles of one theme, each made at its first use."""
+    """The styles of one theme. Each style is made at its first use."""
 
     def __init__(self, colours: dict[str, str]) -> None:
         self.colours = colours
@@ -104,7 +104,7 @@ class Palette:
         self._segments: dict[tuple[str, str], Segment] = {}
 
     def segment(self, run: tuple[str, str]) -> Segment:
-        """Returns the Rich segment of a run (text, style in words). It is cached: most runs appear again."""
+        """Returns the Rich segment of a run (text, style in words). It is cached, because most runs are drawn again."""
         segment = self._segments.get(run)
         if segment is None:
             if len(self._segments) > SEGMENTS_KEPT:
@@ -146,5 +146,5 @@ _PALETTES = {name: Palette(colours) for name, colours in COLOURS.items()}
 
 
 def palette(app: Any = None) -> Palette:
-    """Returns the palette of the app's theme; the dark palette if there is no app or its theme is not ours."""
+    """Returns the palette of the app's theme; the dark palette if there is no app or its theme is not in THEMES."""
     return _PALETTES.get(getattr(app, "theme", ""), _PALETTES["minitui-dark"])

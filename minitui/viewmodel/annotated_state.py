@@ -1,6 +1,6 @@
-"""The engine's state; also, for each block, the time of its last change and the prompt tokens that it saved.
+"""The engine's state; also, for each block, when it last changed and how many prompt tokens it saved from computation.
 
-All of this is folded from records. Folding only the records up to some moment gives the state at that moment.
+Records are folded into all of this. Folding only the records up to some moment gives the state at that moment.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _ALLOC, _EXTEND, _INSERT, _SETTLE, _HOLD, _MATCH, _SPLIT, _EVICT, _WITHDRAW = (
 )
 GROUPS_KEPT = 512
 LAST_BLOCKS_KEPT = 4_000_000  # blocks in the last tables of all groups together
-EVICTED_IDS_KEPT = 40  # the first evicted token ids of an eviction are kept: its event quotes their text
+EVICTED_IDS_KEPT = 40  # token ids that are kept per eviction, from the first: the event quotes their text
 
 
 @dataclass(frozen=True, slots=True)
 class LastTable:
-    """The block table of a group's last request when it finished (record `seq`)."""
+    """The block table of the last request of a group, when this request finished (record `seq`)."""
 
     request: int
     table: list[int]
@@ -39,8 +39,8 @@ class LastTable:
 
 
 class AnnotatedState:
-    """A State and two values for each block. `changed`: the engine time at which the block's holders last changed.
-    `saved`: the prompt tokens that were not computed because the block was in the tree."""
+    """A State and two values for each block. `changed`: the engine time at which the block was last allocated, held,
+    released or evicted. `saved`: the prompt tokens that were not computed because the block was in the tree."""
 
     def __init__(self, state: State) -> None:
         n = state.num_blocks
@@ -85,7 +85,7 @@ class AnnotatedState:
         seq, t, _kind, request, blocks = record
         _ALLOC(self.state, request, blocks)
         changed, saved, born = self._changed, self._saved, self._born
-        for block in blocks:  # for its new owner, the block has saved nothing yet
+        for block in blocks:  # the block has saved no tokens for its new owner yet
             changed[block] = t
             saved[block] = 0
             born[block] = seq
@@ -150,7 +150,8 @@ class AnnotatedState:
         request = self.state.requests[record[3]]
         self._touch(request.table, record[1])
         if record[2] == "finish":
-            self._forget_table(request.group)  # the new entry is then the last: entries stay in order of finish
+            # The new entry must become the last: the entries are in the order in which the requests finished.
+            self._forget_table(request.group)
             self.last_tables[request.group] = LastTable(
                 request.id, request.table, self.state.computed(request), record[0]
             )
@@ -173,7 +174,7 @@ class AnnotatedState:
         node = self.state.nodes[id]
         keep = len(node.blocks) - n
         start = keep * self.state.block_size
-        # An array, because thousands of these are kept.
+        # An array needs less memory than a list: thousands are kept.
         self.evicted[seq] = array("q", node.ids[start : start + EVICTED_IDS_KEPT])
         changed = self._changed
         for block in node.blocks[keep:]:
@@ -209,12 +210,12 @@ class AnnotatedState:
 
     @property
     def changed(self) -> np.ndarray:
-        """float64 [num_blocks]: engine time at which each block's holders last changed. Do not write."""
+        """float64 [num_blocks]: engine time at which each block was last allocated, held, released or evicted."""
         return np.frombuffer(self._changed, np.float64)
 
     @property
     def saved(self) -> np.ndarray:
-        """int64 [num_blocks]: prompt tokens not computed because the block was in the tree. Do not write."""
+        """int64 [num_blocks]: prompt tokens that were not computed because the block was in the tree. Do not write."""
         return np.frombuffer(self._saved, np.int64)
 
     @property
@@ -240,7 +241,7 @@ class AnnotatedState:
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
-        """Numbers of (free, active, shared, cached) blocks, as the allocator counts them; they sum to `total`."""
+        """Numbers of (free, active, shared, cached) blocks, as the allocator counts them; their sum is `total`."""
         free, active, shared, cached = self.state.counts
         return free, active, shared, cached
 
@@ -261,7 +262,7 @@ class AnnotatedState:
 
     def fate(self, block: int, since: int) -> str:
         """Returns the present use of a block that a request released at record `since`: "cached" (in the tree, not
-        held), "held" (in the tree, held by a request), "free", or "reused" (allocated again for other tokens)."""
+        held by a request), "held" (in the tree and held), "free", or "reused" (allocated again for other tokens)."""
         if self._born[block] > since:
             return "reused"
         if not self.state.node_of[block]:
@@ -286,5 +287,5 @@ class AnnotatedState:
         return found
 
     def saved_by(self, node: NodeView) -> int:
-        """Returns the prompt tokens that requests took from this node instead of computing them."""
+        """Returns the number of prompt tokens that requests took from this node instead of computing them."""
         return int(self.saved[node.blocks].sum()) if node.blocks else 0

@@ -14,7 +14,7 @@ KINDS = ("request", "group", "block", "node", "step")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The selected thing: a request, block, node or step by number, or a group by name."""
+    """The selection: a request, block, node or step, with its number as `id`, or a group, with its name as `id`."""
 
     kind: str
     id: Any
@@ -33,7 +33,7 @@ class Links:
 def resolve(
     selection: Selection | None, shown: AnnotatedState, steps: Steps, in_group: Callable[[str], list[int]]
 ) -> Links:
-    """Returns what belongs to the selection in the state `shown`. `in_group` returns the requests of a group."""
+    """Returns the links of the selection in the state `shown`. `in_group` returns the requests of a group."""
     links = Links()
     if selection is None:
         return links

@@ -11,13 +11,13 @@ from minitui.viewmodel.causes import WORTH, CostModel, explain, fit
 from minitui.viewmodel.history import FirstToken, FirstTokens, StepRow, Steps
 
 WINDOW_SECONDS = 10.0
-MAX_STEPS = 20_000  # in the window
+MAX_STEPS = 20_000  # the largest number of steps in the window
 RECENT_FIRST_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class KindStats:
-    """Durations of one kind of step in the window, in ms. `share`: its share of the total step time."""
+    """Durations of the steps of one kind in the window, in ms. `share`: the kind's share of the total step time."""
 
     steps: int = 0
     p50: float = 0.0
@@ -28,7 +28,7 @@ class KindStats:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Figures of the window of steps that ends at the picture's last step. `seconds`: the sum of their step times."""
+    """The figures of a window of steps, which ends at the last step on the screen. `seconds`: the sum of step times."""
 
     decode: KindStats = KindStats()
     mixed: KindStats = KindStats()
@@ -36,20 +36,20 @@ class Timings:
     seconds: float = 0.0
     steps: int = 0
     slowest: StepRow | None = None
-    first_token: FirstToken | None = None  # the newest first token
+    first_token: FirstToken | None = None  # of the request that was the last to get its first token
     median_first_ms: float | None = None  # median time to first token, of the last RECENT_FIRST_TOKENS
-    first_tokens: int = 0  # number of first tokens in this median
+    first_tokens: int = 0  # how many first tokens this median includes
     host_ms: float = 0.0  # mean per step: plan + launch + commit
     device_ms: float | None = None  # mean per step; None: not measured
     device_busy: float = 0.0  # device time as a share of step time
     ranks: int = 1  # GPUs that share the model
-    comm_ms: float = 0.0  # mean time per step in collectives: the `comm` records
+    comm_ms: float = 0.0  # mean time per step in collectives, from the `comm` records
     comm_share: float = 0.0  # share of step time in collectives
     recent: tuple[StepRow, ...] = field(default=())  # the last few steps, oldest first
     drafted: int = 0  # draft tokens verified
     accepted: int = 0  # draft tokens accepted
     per_row: float = 1.0  # tokens per row and decode step, accepted drafts included
-    model: CostModel | None = None  # what steps cost; None: too few are timed
+    model: CostModel | None = None  # the expected time of steps; None: too few steps are timed
 
 
 def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent: int = 8) -> Timings:
@@ -67,7 +67,7 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
     for most in (MAX_STEPS // 8, MAX_STEPS):  # the smaller number is almost always enough
         at = steps.indices(max(steps.first, last.step - most), last.step)
         at = at[~np.isnan(steps.column("wall")[at])]
-        spent = np.cumsum(steps.column("wall")[at][::-1])  # ms, from the last step back
+        spent = np.cumsum(steps.column("wall")[at][::-1])  # ms: the sums from the last step back to each step
         if spent[-1] > WINDOW_SECONDS * 1e3:
             break
     at = at[-max(1, int(np.searchsorted(spent, WINDOW_SECONDS * 1e3, "right"))) :]
@@ -123,15 +123,15 @@ def _stats(wall: np.ndarray, total: float) -> KindStats:
 def why_slow(row: StepRow, timings: Timings) -> str:
     """Returns the expected time of a step and, if the step took longer, the measured causes, in milliseconds:
     "expected 6.9 ms, +83.9: garbage collection 80.1, unexplained 3.8". Empty while too few steps are timed."""
-    told = explain(row, timings.model) if timings.model is not None else None
-    if told is None:
+    explanation = explain(row, timings.model) if timings.model is not None else None
+    if explanation is None:
         return ""
-    text = f"expected {ms(told.expected)} ms"
+    text = f"expected {ms(explanation.expected)} ms"
     if row.prefill_tokens:
-        text += f", {ms(told.prefill)} of it for {count(row.prefill_tokens, 'prefill token')}"
-    if not told.slow:
+        text += f", {ms(explanation.prefill)} of it for {count(row.prefill_tokens, 'prefill token')}"
+    if not explanation.slow:
         return text
-    parts = [f"{cause.name} {ms(cause.ms)}" for cause in told.causes]
-    if told.unexplained > WORTH * (told.took - told.expected):
-        parts.append(f"unexplained {ms(told.unexplained)}")
-    return f"{text}, +{ms(told.took - told.expected)}: {', '.join(parts)}"
+    parts = [f"{cause.name} {ms(cause.ms)}" for cause in explanation.causes]
+    if explanation.unexplained > WORTH * (explanation.took - explanation.expected):
+        parts.append(f"unexplained {ms(explanation.unexplained)}")
+    return f"{text}, +{ms(explanation.took - explanation.expected)}: {', '.join(parts)}"

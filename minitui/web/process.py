@@ -1,7 +1,7 @@
-"""Runs an application that a browser displays.
+"""Runs the process of an application that a browser displays.
 
-The process of the application communicates through two pipes, in the packets of Textual's web driver: one byte for the
-type, four bytes for the length, then the payload.
+The process sends and receives packets of Textual's web driver through two pipes. A packet has one byte for its type,
+four bytes for the length of the payload, then the payload.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import os
 from engine.errors import EngineError
 from minitui.lifeline import VARIABLE, lifeline
 
-READY = b"__GANGLION__\n"  # the first line of Textual's web driver
-QUIT_S = 4.0  # waiting time after each way to end the application
+READY = b"__GANGLION__\n"  # the first line that Textual's web driver writes
+QUIT_S = 4.0  # seconds to wait after each attempt to end the application
 MAX_UNREAD = 4 << 20  # bytes of input that an application has not read yet; more is dropped
 
 
 class WebProcess:
     """The process of an application. It ends when the process that started it ends (minitui/lifeline.py). Subclasses
-    handle its packets in `handle`."""
+    implement `handle` for its packets."""
 
     driver = "textual.drivers.web_driver:WebDriver"
     fps = 60
@@ -38,7 +38,7 @@ class WebProcess:
         raise NotImplementedError
 
     async def start(self) -> None:
-        """Start the process; returns when its driver is ready. Raises EngineError with its stderr if it ends before."""
+        """Start the process; return when its driver is ready. Raises EngineError with its stderr if it ends earlier."""
         columns, rows = self._size
         environment = {
             **os.environ, "TEXTUAL_DRIVER": self.driver, "TEXTUAL_COLOR_SYSTEM": "truecolor",
@@ -64,7 +64,7 @@ class WebProcess:
             self._stderr = (self._stderr + data)[-4096:]
 
     async def run(self) -> None:
-        """Pass the packets of the process to `handle`; returns when the process has ended."""
+        """Pass the packets of the process to `handle`; return when the process has ended."""
         assert self._process is not None and self._process.stdout is not None
         read = self._process.stdout.readexactly
         with contextlib.suppress(asyncio.IncompleteReadError):
@@ -92,7 +92,7 @@ class WebProcess:
         if process is None:
             return
         assert process.stdout is not None
-        unread = asyncio.create_task(_discard(process.stdout))  # with a full pipe, the process could not end
+        unread = asyncio.create_task(_discard(process.stdout))  # while this pipe is full, the process cannot end
         self.send(type="quit")
         for end in (lambda: None, process.terminate, process.kill):
             if process.returncode is None:

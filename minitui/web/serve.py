@@ -1,7 +1,7 @@
-"""`minitui chat --web`: the application in a browser. Each tab has its own application; all use one engine.
+"""`minitui chat --web`: the application in a browser. Each tab has its own application; all tabs use one engine.
 
-A tab's application is a process of `minitui chat --connect` (minitui/web/tabs.py). It has all rights of the user, so
---web listens on the loopback address only. With --mirror, all tabs watch one application
+A tab's application is a process of `minitui chat --connect` (minitui/web/tabs.py). This process has all rights of the
+user, so --web listens on the loopback address only. With --mirror, all tabs watch one application
 (minitui/web/mirror_server.py).
 """
 
@@ -44,8 +44,8 @@ def run_web(settings: WebSettings, config: Any, label: str, log_file: Path) -> i
     host, port = settings.host, settings.port
     if not settings.mirror and not is_loopback(host):
         raise EngineError(
-            f"--web-host {host} would give others on the network access to this engine, its chats and its files: "
-            "use it with --mirror, where others can only watch"
+            f"--web-host {host} would give others on the network access to this engine, the chats and your files: "
+            "add --mirror, with which others can only watch"
         )
     listening = listen(host, port)  # reports a port in use before the engine starts
     engine = None

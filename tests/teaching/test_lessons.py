@@ -25,7 +25,7 @@ from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen,
 from minitui.teaching.lessons.plain import print_with_own_engine
 from minitui.teaching.stage import Stage
 from minitui.tui.lesson_app import LessonApp
-from minitui.tui.screens.code import CodePanel, CodeScreen, broken
+from minitui.tui.screens.code import CodePanel, CodeScreen, wrap_code
 from minitui.tui.screens.lesson import LessonScreen
 from minitui.tui.widgets.lesson_text import Reading, page_lines
 from minitui.viewmodel.model import View
@@ -357,11 +357,11 @@ async def test_a_lesson_is_read_while_its_engine_starts() -> None:
 
 def test_long_lines_of_code_go_on_below() -> None:
     line = "    return 2 * self.num_layers * self.num_kv_heads * self.head_dim"
-    assert broken(line, 80) == [line]
-    pieces = broken(line, 40)
+    assert wrap_code(line, 80) == [line]
+    pieces = wrap_code(line, 40)
     assert len(pieces) == 3 and all(len(piece) <= 40 for piece in pieces)
     assert " ".join(pieces).split() == line.split() and pieces[1].startswith(" " * 12)
-    assert broken("", 40) == [""]
+    assert wrap_code("", 40) == [""]
 
 
 async def test_the_code_opens_and_closes_and_the_lesson_can_be_changed() -> None:

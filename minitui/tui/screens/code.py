@@ -15,7 +15,7 @@ from minitui.tui.widgets.base import Picture, ScrollPanel
 from minitui.tui.widgets.rows import Row, Runs
 from minitui.viewmodel.model import View
 
-MIN_CODE = 16  # cells; if less room is left after the indent, a line of code is cut off and not wrapped
+MIN_CODE = 16  # cells; if fewer are left beside the indent, a line of code is cut off instead of wrapped
 
 
 class CodePanel(ScrollPanel):
@@ -36,7 +36,7 @@ class CodePanel(ScrollPanel):
         rows: list[Runs] = []
         for i, (line, style) in enumerate(zip(self.code.lines, code_styles(self.code.lines), strict=True)):
             lead = f"{self.code.first + i:>5}  "
-            for piece in broken(line.expandtabs(4), width - len(lead)):
+            for piece in wrap_code(line.expandtabs(4), width - len(lead)):
                 rows.append(Row(lead, "faint").add(piece, style).done(width))
                 lead = " " * len(lead)
         shown, below = self.window(rows, height)
@@ -51,8 +51,8 @@ class CodePanel(ScrollPanel):
         self.action_scroll(-3)
 
 
-def broken(line: str, width: int) -> list[str]:
-    """Returns a line of code in pieces of at most `width` cells. All but the first are indented by eight more cells."""
+def wrap_code(line: str, width: int) -> list[str]:
+    """Returns a line of code in pieces of at most `width` cells. After the first piece, the indent is 8 cells wider."""
     indent = len(line) - len(line.lstrip()) + 8
     if len(line) <= width or width - indent < MIN_CODE:
         return [line]

@@ -20,9 +20,9 @@ from minitui.visible import visible, visible_line
 
 Result = TypeVar("Result")
 MAX_ROWS = 18  # the largest height of a list
-FRAME_ROWS = 8  # rows around a list: border, padding, filter, hint
-FRAME_COLUMNS = 7  # columns around a list: border, padding, scrollbar
-MIN_EXPLANATION = 20  # columns; with less room, an explanation is cut off and not wrapped
+FRAME_ROWS = 8  # rows of a dialog besides its list: border, padding, filter, hint
+FRAME_COLUMNS = 7  # columns of a dialog besides its list: border, padding, scrollbar
+MIN_EXPLANATION = 20  # columns; with fewer columns, an explanation is cut off instead of wrapped
 FRAME_CSS = """
     align: center middle;
     & > Vertical {
@@ -41,7 +41,7 @@ class Overlay(ModalScreen[Result], BaseScreen[Result]):
 
 
 class TextDialog(Overlay[str | None]):
-    """Asks for a text. If `lines`, it may have several lines. The result is None after Escape."""
+    """Asks for a text. With `lines`, the text may have several lines. The result is the text, or None after Escape."""
 
     DEFAULT_CSS = "TextDialog {" + FRAME_CSS + "}"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "Cancel", id="dialog.cancel", show=False)]
@@ -145,7 +145,7 @@ class ChoiceDialog(Overlay[str | None]):
             self.dismiss(self._shown[at])
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        # By id, not by row: a new filter may have changed the rows while this message was queued.
+        # Find the choice by id, not by row: a new filter may have changed the rows while this message was queued.
         self.dismiss(self._choices[int(event.option_id or 0)][0])
 
 

@@ -1,4 +1,4 @@
-"""The lesson screen: a page of text, beside panels that show the engine of the lesson's experiments."""
+"""The lesson screen: a page of text, beside panels that show the engine during the experiments."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ PANELS: dict[str, type[LinePanel]] = {
     "step": StepBar, "map": BlockMap, "table": BlockTable, "lanes": BatchLanes, "tree": RadixTree,
     "timings": StepTimings, "events": Events, "occupancy": Occupancy,
 }  # fmt: skip
-WIDE = 120  # columns; on a screen of at least this width the panels are beside the text, otherwise below it
+WIDE = 120  # columns; if the screen is at least this wide, panels are beside the text, otherwise below it
 HEIGHTS = {"step": 4, "occupancy": 1}  # rows of these panels; below the text, the other panels have PANEL_ROWS
 PANEL_ROWS, MIN_PANEL_ROWS = 9, 5
-PARTNERS = {"step": "lanes", "occupancy": "map"}  # panel -> a second panel below it, if they are beside the text
+# Panel -> the second panel that is shown below it if the panels are beside the text.
+PARTNERS = {"step": "lanes", "occupancy": "map"}
 
 
 class HasLesson(Protocol):
@@ -122,7 +123,7 @@ class LessonScreen(BaseScreen[None]):
     # ---- painting
 
     def begin(self, lesson: Lesson, stage: Stage) -> None:
-        """Start the lesson: its engine is ready. If the reader has opened this lesson already, the page stays."""
+        """Start a lesson whose engine is ready. If it was open while its engine started, the present page stays."""
         if self.reading.ready or self.reading.lesson is not lesson:
             self.text.reading = Reading(lesson)
         self.stage, self.reading.ready = stage, True
@@ -130,7 +131,7 @@ class LessonScreen(BaseScreen[None]):
             self._open_page()
 
     def paint(self, view: View) -> None:
-        """Show the text and its panels; called once a frame while this screen is visible."""
+        """Show the text and its panels; called once per frame while this screen is visible."""
         stage = cast(HasLesson, self.app).stage
         if self.stage is None and stage is not None:
             self.begin(self.reading.lesson, stage)
@@ -180,7 +181,7 @@ class LessonScreen(BaseScreen[None]):
     # ---- pages
 
     def _open_page(self) -> None:
-        """Stop a running experiment, and go to the top of the page. For the closing questions, prepare the engine."""
+        """Stop a running experiment, and show the top of the page. For the closing questions, prepare the engine."""
         reading = self.reading
         self.workers.cancel_group(self, "lesson")
         reading.running = False
@@ -212,7 +213,7 @@ class LessonScreen(BaseScreen[None]):
         """Run the experiment, or run it again; on the last page, answer the question."""
         reading, stage = self.reading, self.stage
         if stage is None or reading.running:
-            return  # the text on the page says why
+            return  # the page says that the engine is starting or an experiment is running
         if reading.page is None:
             if reading.prepared and reading.question not in reading.revealed:
                 stage.view.frame(time.monotonic())

@@ -52,7 +52,7 @@ which request was preempted; how each request finished. Choosing an event select
         Binding("pageup", "move(-10)", "later", show=False, id="events.pageup"),
         Binding("pagedown", "move(10)", "earlier", show=False, id="events.pagedown"),
         Binding("home", "latest", "the newest", show=False, id="events.latest"),
-        Binding("f", "filter", "filter", show=False, id="events.filter", tooltip="all, hits, memory, requests, one"),
+        Binding("f", "filter", "filter", show=False, id="events.filter", tooltip="hits, memory, requests, selected"),
         Binding("enter", "open", "details", show=False, id="events.open"),
     ]
 
@@ -108,7 +108,7 @@ which request was preempted; how each request finished. Choosing an event select
         pieces = [words] if cells(words) <= room else wrapped(words, max(8, room))
         rows = []
         for number, piece in enumerate(pieces[:most]):
-            cut = number == most - 1 < len(pieces) - 1  # no room for the next piece
+            cut = number == most - 1 < len(pieces) - 1  # there is no room for the next piece
             line = fit(f"{piece} {glyphs().dots}" if cut else piece, max(0, room), glyphs().dots)
             rows.append(row.add(line, style + ground).done(width))
             row = Row().to(width - room, " ", "ink" + ground)

@@ -10,7 +10,7 @@ from minitui.viewmodel.model import View
 
 
 class Loading(Bar):
-    """Two lines while `app.progress` is set, else nothing."""
+    """Shows a text, a percentage and a bar while `app.progress` is set; hidden otherwise."""
 
     DEFAULT_CSS = "Loading { height: 3; padding: 1 2 0 2; }"
 

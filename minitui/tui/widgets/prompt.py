@@ -16,19 +16,19 @@ from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, fit
 from minitui.viewmodel.model import View
 
-ROWS = 6  # of the completion list
+ROWS = 6  # the largest number of rows of the completion list
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A completion: `text` replaces the prompt, `hint` explains it."""
+    """A completion. `text` replaces the text of the prompt; `hint` explains the completion."""
 
     text: str
     hint: str = ""
 
 
 def complete_question(typed: str, known: Sequence[str]) -> list[Completion]:
-    """The known questions that begin with `typed`, then those that contain all its words."""
+    """Returns the known questions that begin with `typed`, then the others that contain all words of `typed`."""
     wanted = typed.strip().lower()
     if len(wanted) < 2:
         return []
@@ -68,7 +68,7 @@ class Prompt(TextArea):
         text: str
 
     class Left(Message):
-        """Escape was pressed while no list was open."""
+        """Escape was pressed while the completion list was closed."""
 
     @dataclass
     class Scroll(Message):
@@ -78,7 +78,7 @@ class Prompt(TextArea):
 
     @dataclass
     class Offered(Message):
-        """The completions have changed; `chosen` is the index of the highlighted one, -1 for none."""
+        """The completions have changed; `chosen` is the index of the highlighted completion, -1 for none."""
 
         completions: list[Completion]
         chosen: int
@@ -86,12 +86,12 @@ class Prompt(TextArea):
     def __init__(self, *, id: str | None = None, placeholder: str = "") -> None:
         super().__init__(id=id, placeholder=placeholder, soft_wrap=True, show_line_numbers=False, tab_behavior="focus")
         self.complete: Callable[[str], list[Completion]] = lambda text: []
-        self.asked: list[str] = []
+        self.asked: list[str] = []  # the history: the texts that were sent, oldest first
         self._recalled: int | None = None  # index in the history while the user recalls from it
-        self._unsent = ""  # the text that was in the prompt before the recall
+        self._unsent = ""  # the text that was in the prompt before the user recalled one from the history
         self._offers: list[Completion] = []
         self._chosen = -1
-        self._quiet = False  # True while `put` sets the text: no list is offered
+        self._quiet = False  # True while `put` sets the text: then no completions are offered
 
     def render_line(self, y: int) -> Strip:
         """Returns a blank line at width 0, where Textual fails. A shrinking terminal has this width for one layout."""
@@ -100,7 +100,10 @@ class Prompt(TextArea):
     # ---- completion
 
     def update_suggestion(self) -> None:
-        """Called by Textual after every edit. The ghost text is the rest of the first completion that fits."""
+        """Update the completions and the ghost text: the rest of the first completion that begins with the text.
+
+        Textual calls this after every edit.
+        """
         text = self.text
         at_end = self.cursor_location == self.document.end
         offers = [] if self._quiet or not at_end else self.complete(text)
@@ -117,7 +120,7 @@ class Prompt(TextArea):
             self.post_message(self.Offered(offers, chosen))
 
     def put(self, text: str) -> None:
-        """Replace the text and move the cursor to its end; offer no list."""
+        """Replace the text and move the cursor to its end; offer no completions."""
         self._quiet = True
         self.load_text(text)
         self._quiet = True
@@ -127,7 +130,7 @@ class Prompt(TextArea):
         self._offer([], -1)
 
     def close_list(self) -> bool:
-        """Close the list; False if none was open."""
+        """Close the completion list; return False if it was closed already."""
         was_open = bool(self._offers)
         self._offer([], -1)
         self.suggestion = ""
@@ -168,7 +171,7 @@ class Prompt(TextArea):
         self.post_message(self.Scroll(pages))
 
     def action_cursor_up(self, select: bool = False) -> None:
-        """Move up in the list, else in the text, else in the history."""
+        """Move up in the open completion list, else in the text, else in the history."""
         if self._offers and not select:
             self._offer(self._offers, max(self._chosen - 1, -1))
         elif not select and self.cursor_location[0] == 0 and (self.asked or self._recalled is not None):
@@ -177,7 +180,7 @@ class Prompt(TextArea):
             super().action_cursor_up(select)
 
     def action_cursor_down(self, select: bool = False) -> None:
-        """Move down in the list, else in the text, else in the history."""
+        """Move down in the open completion list, else in the text, else in the history."""
         if self._offers and not select:
             self._offer(self._offers, min(self._chosen + 1, len(self._offers) - 1))
         elif not select and self._recalled is not None and self.cursor_location[0] == self.document.line_count - 1:

@@ -10,8 +10,8 @@ from minitui.tui.widgets.base import Picture
 from minitui.tui.widgets.rows import Row, Run, cells, clip, runs_width
 from minitui.viewmodel.model import View
 
-MIN_LETTERS = 10  # letters of a chat's title; fewer would not identify the chat
-CURRENT_MIN_LETTERS = 18  # letters of the current chat's title
+MIN_LETTERS = 10  # minimum letters of a title: fewer would not identify the chat
+CURRENT_MIN_LETTERS = 18  # minimum letters of the current chat's title
 NEW_CELLS = 8  # cells for "+ new"
 MORE_CELLS = 20  # cells for "N more" at both ends
 
@@ -60,8 +60,9 @@ class SessionTabs(Bar):
     def _entries(self, sessions: list[Session], states: list[tuple[str, str]], room: int) -> list[list[Run]]:
         """Returns the runs of each tab. All titles are cut to the same number of letters, as many as fit in `room`.
 
-        If fewer than MIN_LETTERS would fit, the tabs of the other chats show their state as one sign. If there is still
-        no room, only the current chat and the chats beside it have titles; the other tabs have a number and a sign.
+        If fewer than MIN_LETTERS would fit, only the current chat shows its state as text; the others show one sign. If
+        there is still no room, only the current chat and the chats beside it have titles; the rest show a number and a
+        sign.
         """
         titles = [cells(session.title) for session in sessions]
         numbers = sum(len(str(i + 1)) + 3 for i in range(len(sessions)))  # cells, with the spaces around the numbers
@@ -96,7 +97,7 @@ class SessionTabs(Bar):
         return runs
 
     def _state(self, session: Session) -> tuple[str, str]:
-        """Returns (state of the chat, its style)."""
+        """Returns (the chat's state as text, the style of this text)."""
         app = self.app
         g = glyphs()
         if session.state == "queued" or (session.state == "running" and not session.messages[-1].text):

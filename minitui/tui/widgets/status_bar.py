@@ -1,4 +1,4 @@
-"""The status bar: whether letters are typed text or keys, what the keys do, and whether the picture is up to date."""
+"""The status bar: whether letters are text or keys, what the keys do, and whether the picture is up to date."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minitui.viewmodel.model import View
 
 
 class StatusBar(Bar):
-    """The last line of a screen. It has the screen's hints, or the prompt's hints while the prompt has the focus."""
+    """The last line of a screen. It shows the screen's keys, or the prompt's keys while the prompt has the focus."""
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         screen, feed = self.screen, self.app.feed
