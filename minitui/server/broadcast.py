@@ -89,7 +89,7 @@ class Broadcast:
         self.recording = recording
         self.state: State | None = None
         self.watchers: set[Watcher] = set()
-        self.began = 0  # number of engines so far; the record numbers of each engine start at 0
+        self.engine_count = 0  # so far; the record numbers of each engine start at 0
         self._origin = secrets.token_hex(4)
         self._client: EngineClient | None = None
         self._task: asyncio.Task[None] | None = None
@@ -100,7 +100,7 @@ class Broadcast:
         self._client = client
         self.metrics.engine_began(client.info)
         self.state = State.from_snapshot(await client.snapshot())
-        self.began += 1
+        self.engine_count += 1
         if self.recording is not None:
             self.recording.begin(client.info, self._masked(self.state.snapshot()), texts=self.mask_id is None)
         self.send_all(self.greeting("began"))
@@ -127,7 +127,7 @@ class Broadcast:
     @property
     def engine(self) -> str:
         """The name of the running engine. It is needed because each engine has its own record numbers."""
-        return f"{self._origin}.{self.began}"
+        return f"{self._origin}.{self.engine_count}"
 
     def send_all(self, frame: bytes) -> None:
         """Queue a frame for every watcher."""

@@ -272,7 +272,7 @@ def test_a_dead_engine_is_reported_and_restarted(server: Running) -> None:
 
     stream = Open(server, {**LONG, "stream": True})
     stream.read_until(b"content")
-    began = server.service.broadcast.began
+    before = server.service.broadcast.engine_count
     slept = EngineClient.restart
 
     async def restart_when_asked(client: EngineClient) -> None:
@@ -295,7 +295,7 @@ def test_a_dead_engine_is_reported_and_restarted(server: Running) -> None:
         EngineClient.restart = slept  # type: ignore[method-assign]
         go_on.set()
     server.wait_until(lambda: server.get("/ready").status_code == 200, 30)
-    assert server.service.broadcast.began == began + 1
+    assert server.service.broadcast.engine_count == before + 1
     assert server.post(CHAT, {**ASK, "max_tokens": 2}).status_code == 200
     assert server.metric("minitui:engine_restarts_total") == 1
     stream.close()
