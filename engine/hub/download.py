@@ -115,6 +115,7 @@ class Download:
             raise CheckpointError(f"the download of {self._repository} ended without {listed(absent)}: start again")
 
     def _where(self) -> str:
+        """Return a clause that says how much of the model is in the cache."""
         if self._begun is None:
             return f"{self._repository} is neither a directory nor in the cache {self._cache}"
         missing = self._begun.missing

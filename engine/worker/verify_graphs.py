@@ -1,5 +1,4 @@
-"""CUDA graphs of steps with drafts (engine/core/speculation.py): a row has several tokens, and a token is
-drawn after each of them.
+"""CUDA graphs of steps with drafts (engine/core/speculation.py), in which a row has several tokens and draws.
 
 Such a step runs like a decode step, except in attention: there, the tokens of a row are a chunk that follows the row's
 cached tokens. There is one graph per bucket; a bucket is a number of tokens. The graphs read
@@ -16,9 +15,9 @@ On an H200, with Qwen3-0.6B, drafts of 8 tokens and contexts of 300, a step with
 or more.
 
 A graph for 16 tokens uses other matrix kernels than a graph for one token. In half precision these kernels round
-differently. So speculation may change a token if its two best scores differ by less than the rounding; decode steps of
-different batch sizes have the same effect. With float32 no graph is captured, and speculation changes no token
-(tests/engine/gpu/test_speculation.py).
+differently. So speculation may change a token if the two best scores at its position differ by less than the rounding
+error. Decode steps of different batch sizes have the same effect. With float32 no graph is captured, and speculation
+changes no token (tests/engine/gpu/test_speculation.py).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from engine.errors import InvalidRequest
 from engine.params import SamplingParams
 from minitui.sources.base import Stream
 
-LEAST_SPAN = 0.2  # `rate` is 0 until arrivals span this share of its window: fewer tokens give no reliable rate
+LEAST_SPAN = 0.2  # `rate` is 0 until the arrivals span this share of its window: before, it would be unreliable
 LONGEST_TITLE = 40
 SKIPPED_WORDS = (  # a title leaves out these words at the beginning of a question
     "a an and about are can could did do does explain for from give i in is it me mean of on please tell the to what "
@@ -24,7 +24,7 @@ SKIPPED_WORDS = (  # a title leaves out these words at the beginning of a questi
 
 @dataclass
 class Message:
-    """One message. `state`: done | queued | running | cancelled | error. `metrics`: from the engine, at the end."""
+    """One message. `state`: done | queued | running | cancelled | error. `metrics`: from the engine, once it ends."""
 
     role: str
     text: str = ""
@@ -32,7 +32,7 @@ class Message:
     error: str = ""
     metrics: dict[str, Any] = field(default_factory=dict)
     created: float = field(default_factory=time.time)
-    unfolded: bool = False  # the application shows the thinking of this answer
+    unfolded: bool = False  # True: the application shows the thinking of this answer
     version: int = 0  # the number of changes so far
 
     @property
@@ -47,7 +47,7 @@ class Message:
 
 @dataclass
 class Sampling:
-    """The sampling options of a chat. None: the checkpoint's value, or the engine's default if it has none."""
+    """The sampling options of a chat. None: the checkpoint's value, or a default if the checkpoint has none."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -98,15 +98,15 @@ class Session:
     sampling: Sampling = field(default_factory=Sampling)
     messages: list[Message] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
-    ids_model: str = ""  # the model whose token ids `ids` are
+    ids_model: str = ""  # the model to which `ids` belong
     parent: str | None = None
-    named: bool = False  # the user chose the title: questions do not change it
+    named: bool = False  # True: the user chose the title, so questions do not change it
     note: str = ""  # shown under the transcript
     request: int | None = None  # the engine's request id of the current or last answer
     created: float = field(default_factory=time.time)
     closed: bool = False
     _stream: Stream | None = None
-    _cancelled: bool = False  # the engine was asked to cancel the answer
+    _cancelled: bool = False  # True: the engine was asked to cancel the answer
     _task: asyncio.Task[None] | None = None
     _arrivals: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=128))
 

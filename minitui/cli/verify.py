@@ -24,8 +24,8 @@ from minitui.visible import json_text
 
 NEW_TOKENS = 20
 TOP = 20  # number of top tokens whose log-probabilities are compared at each position
-# The largest difference of a log-probability that rounding explains; measured on random and trained models. With
-# float64, transformers still computes norms in float32: the bundled model differs by 1.00005e-5.
+# For each type, the largest difference between log-probabilities that rounding can explain, measured on random and
+# trained models. Even with float64, transformers computes norms in float32: the bundled model differs by 1.00005e-5.
 TOLERANCE = {"float64": 2e-5, "float32": 1e-2, "bfloat16": 0.5, "float16": 0.1}
 PROMPTS = (
     "The capital of France is",
@@ -76,7 +76,7 @@ def verify(
 
 
 def run_verify(model: str, dtype: str = "auto", device: str = "auto", as_json: bool = False) -> int:
-    """Compares and prints the results; returns 0 if all agree, else 1. Raises EngineError if a side cannot run."""
+    """Compares and prints the results; returns 0 if all agree, else 1. Raises EngineError if either cannot run."""
     from engine.config import EngineConfig
     from engine.hub.resolve import resolve_model
     from engine.model.hf_config import read_model_config
@@ -116,11 +116,11 @@ def run_reference(directory: Path, dtype: Any, device: Any) -> Reference:
     tokenizer = Tokenizer(directory)
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    experts = "eager"  # the default, faster kernels for mixtures of experts do not support float64
+    experts = "eager"  # the faster kernels that are the default for mixtures of experts do not support float64
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, experts_implementation=experts)
     model = model.to(device).eval()
     positions = model.config.max_position_embeddings
-    longest = positions - NEW_TOKENS - 1  # of a prompt; teacher forcing samples one more token
+    longest = positions - NEW_TOKENS - 1  # tokens of a prompt at most; teacher forcing samples one more token
     if longest < 1:
         raise EngineError(f"{directory.name} has {positions} positions; verify needs at least {NEW_TOKENS + 2}")
     prompts = [ids[:longest] for ids in prompts]
@@ -182,7 +182,7 @@ def compare(directory: Path, reference: Reference, dtype: str, device: str) -> l
 
 
 def _worst_logprob(llm: Any, reference: Reference) -> float:
-    """Returns the largest difference between log-probabilities of the given and the top tokens, over all positions."""
+    """Returns the largest difference of a log-probability, over the given and the top tokens of all positions."""
     from engine.params import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=TOP, ignore_eos=True)
@@ -201,7 +201,7 @@ def _worst_logprob(llm: Any, reference: Reference) -> float:
 def _same_tokens(
     name: str, reference: Reference, expected: list[list[int]], got: list[list[int]], slack: float
 ) -> Check:
-    """Checks that tokens are equal up to the first tie: two tokens whose margin is at most `slack`."""
+    """Checks that replies are equal up to the first tie. In a tie, the margin of two tokens is at most `slack`."""
     ties, wrong = 0, []
     for i, (want, have) in enumerate(zip(expected, got, strict=True)):
         if want == have:
@@ -211,7 +211,7 @@ def _same_tokens(
             wrong.append(f"prompt {i}: {len(have)} tokens instead of {len(want)}")
             continue
         if want[:at] != reference.replies[i][:at]:
-            wrong.append(f"prompt {i} differs at token {at}; the reference differs earlier: no margin is known")
+            wrong.append(f"prompt {i} differs at token {at}, but transformers differs earlier: the margin is unknown")
             continue
         logprobs = reference.logprobs[i][len(reference.prompts[i]) + at - 1]
         margin = float(abs(logprobs[want[at]] - logprobs[have[at]]))

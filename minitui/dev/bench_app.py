@@ -2,8 +2,8 @@
 
     python -m minitui.dev.bench --app [--seconds 15] [--hours 2] [--json]
 
-Inspect and Chat run in pseudo-terminals of 160 × 48: Inspect over simulated chats, 64 of them decoding at any time;
-Chat with the bundled model answering in eight chats. The hours are simulated faster than real time.
+Inspect and Chat run in pseudo-terminals of 160 × 48. Inspect shows simulated chats, of which 64 decode at any time.
+Chat shows eight chats that the bundled model answers. The hours are simulated, faster than real time.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from minitui.dev.simulator import CLASSROOM, STEADY, Load, Stress
 from minitui.viewmodel.model import View
 
 SIZE = (160, 48)
-GOALS = {"inspect": 0.20, "chat": 0.25}  # shares of a core
-LEISURE = replace(CLASSROOM, step_ms=25.0)  # a slow engine: an hour is 100,000 steps and half a million records
-FOLDED_SECONDS, FOLDS = 20.0, 5
-SLOW, QUICK = 12.0, 25.0  # additions per microsecond: the range measured on one machine
+GOALS = {"inspect": 0.20, "chat": 0.25}  # the most processor time, as a share of a core
+SLOW_ENGINE = replace(CLASSROOM, step_ms=25.0)  # an hour has 100,000 steps and half a million records
+FOLDED_SECONDS, FOLDS = 20.0, 5  # seconds of records; how often they are folded
+SLOW, QUICK = 12.0, 25.0  # the lowest and highest additions per microsecond that one machine reached
 _NOT_DATA = (ModuleType, type, FunctionType, BuiltinFunctionType, MethodType)
 
 
 @dataclass(frozen=True)
 class FoldCost:
-    """Microseconds per record: in the engine's State alone, and in the View with its histories."""
+    """Microseconds to fold a record: into the engine's State alone, and into the View with its histories."""
 
     records: int
     state_us: float
@@ -63,7 +63,7 @@ def measure_app(say: Callable[[str], Any], seconds: float, hours: float) -> dict
         f"chat     {share('chat', chats.core)} · 8 answers at once, keys echoed within {chats.p50} ms "
         f"(p95 {chats.p95}), {chats.bytes_per_second / 1e3:,.0f} KB/s"
     )
-    sizes = sizes_over(LEISURE, hours)
+    sizes = sizes_over(SLOW_ENGINE, hours)
     for hour, size in sizes:
         say(f"memory   {size / 1e6:6.1f} MB of history after {hour:4.1f} hours")
     return {
@@ -73,7 +73,7 @@ def measure_app(say: Callable[[str], Any], seconds: float, hours: float) -> dict
 
 
 def fold_cost(load: Load, seconds: float = FOLDED_SECONDS, folds: int = FOLDS) -> FoldCost:
-    """The best of several folds of the same records, in frames."""
+    """Returns the least cost of several folds of the same records. The records are folded in frames of 50 ms."""
     stress = Stress(load)
     stress.run(8.0)  # until all chats have started
     start = blank(load)
@@ -104,7 +104,7 @@ def fold_cost(load: Load, seconds: float = FOLDED_SECONDS, folds: int = FOLDS) -
 
 
 def sizes_over(load: Load, hours: float, marks: int = 4) -> list[tuple[float, int]]:
-    """(hours, bytes of the view) at `marks` times of a simulated run."""
+    """Returns (hours, bytes of the view) at `marks` evenly spaced times of a simulated run."""
     stress, view = Stress(load), View()
     view.ids_to_text = stress.words.decode
     view.reset(blank(load).snapshot())
@@ -120,20 +120,20 @@ def sizes_over(load: Load, hours: float, marks: int = 4) -> list[tuple[float, in
 
 
 def blank(load: Load) -> State:
-    """The state before the first request."""
+    """Returns the state before the first request."""
     return State(load.blocks + 1, load.block_size, load.budget, load.rows)
 
 
 def bytes_reached(*roots: Any) -> int:
-    """Bytes of all objects reachable from these, without code."""
+    """Returns the bytes of all objects that are reachable from `roots`, without modules, types and functions."""
     seen: set[int] = set()
-    left = list(roots)
+    unvisited = list(roots)
     total = 0
-    while left:
-        one = left.pop()
-        if id(one) in seen or isinstance(one, _NOT_DATA):
+    while unvisited:
+        item = unvisited.pop()
+        if id(item) in seen or isinstance(item, _NOT_DATA):
             continue
-        seen.add(id(one))
-        total += sys.getsizeof(one)
-        left += gc.get_referents(one)
+        seen.add(id(item))
+        total += sys.getsizeof(item)
+        unvisited += gc.get_referents(item)
     return total

@@ -1,4 +1,4 @@
-"""Runs our own programs in a pseudo-terminal, to measure them."""
+"""Runs minitui's programs in a pseudo-terminal, to measure them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Protocol
 
 import pexpect
 
-SILENCE_S = 300.0  # a program without output for this long has hung; to prepare a large load takes minutes
+SILENCE_S = 300.0  # a program without output for this long has hung; preparing a large load takes minutes
 POLL_S = 0.005  # the longest time between two calls of Typist.press
-AT_ONCE = 1 << 16  # the most bytes of one read
+MAX_READ = 1 << 16  # the most bytes of one read
 
 
 class Typist(Protocol):
@@ -35,9 +35,9 @@ def start_in_terminal(
 
 
 def read(terminal: pexpect.spawn, seconds: float) -> bytes:
-    """The next output within `seconds`; empty if there is none. Raises EOFError when the program has ended."""
+    """Returns the next output; empty if none comes within `seconds`. Raises EOFError if the program has ended."""
     try:
-        return terminal.read_nonblocking(AT_ONCE, seconds)
+        return terminal.read_nonblocking(MAX_READ, seconds)
     except pexpect.TIMEOUT:
         return b""
     except pexpect.EOF:
@@ -49,7 +49,7 @@ def run_in_terminal(
 ) -> list[tuple[float, int]]:
     """Runs a program until it ends. Returns each output's time (time.monotonic) and number of bytes.
 
-    Raises TimeoutError after SILENCE_S without output, and kills the program."""
+    Kills the program and raises TimeoutError after SILENCE_S without output."""
     terminal = start_in_terminal(arguments, size, environment)
     arrived: list[tuple[float, int]] = []
     last_output = time.monotonic()

@@ -1,7 +1,7 @@
 """Answers one HTTP request: its sequences are queued, read and ended together.
 
-Chat, completions, /generate and /minitui/submit are subclasses that encode the prompt and format the response. In every
-case, `close` frees the request's places in the queue, and the engine frees its blocks between two steps.
+Subclasses for chat, completions, /generate and /minitui/submit encode the prompt and format the response. For each of
+them, `close` frees the request's places in the queue, and the engine frees the sequences' blocks between two steps.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Answer:
     cancellable: ClassVar[bool] = False
 
     def __init__(self, service: Service, sequences: int, stream: bool) -> None:
-        """`stream`: answer with events. Raises ApiError if the server is not ready or the queue is full."""
+        """`stream`: True for a stream of events. Raises ApiError if the server is not ready or the queue is full."""
         self.service = service
         self.streams: list[Stream] = []
         self._stream_events = stream
@@ -267,9 +267,9 @@ class OpenAIAnswer(Answer):
 def usage_of(outputs: Sequence[Output], samples: int) -> dict[str, Any]:
     """Returns the token counts of all sequences, as in OpenAI's API; a prompt with several samples counts once."""
     first = outputs[::samples]
-    prompt = sum(one.metrics.get("prompt_tokens", 0) for one in first)
-    written = sum(len(one.ids) for one in outputs)
-    cached = sum(one.metrics.get("cached_tokens", 0) for one in first)
+    prompt = sum(output.metrics.get("prompt_tokens", 0) for output in first)
+    written = sum(len(output.ids) for output in outputs)
+    cached = sum(output.metrics.get("cached_tokens", 0) for output in first)
     return Usage(
         prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written,
         prompt_tokens_details=PromptDetails(cached_tokens=cached),

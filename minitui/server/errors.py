@@ -97,13 +97,13 @@ def install(app: FastAPI) -> None:
 
 
 def _describe(error: RequestValidationError) -> ApiError:
-    """Returns an ApiError that names the field of the first fault. Its value is not quoted: it may be large."""
+    """Returns an ApiError that names the first wrong field. The field's value is not quoted: it may be large."""
     first = error.errors()[0]
     location = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])
         return ApiError(400, f"the body is not JSON: {reason}", None, "bad_json")
-    # For a field of several types, pydantic adds the tried type to the location. Callers know only the field.
+    # For a field of several types, pydantic adds the type it tried to the location. Callers know only the field.
     param = ".".join(part for part in location if "[" not in part and part not in ("str", "float", "int")) or None
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":

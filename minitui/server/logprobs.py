@@ -8,7 +8,7 @@ from typing import Any
 from engine.core.step import TokenLogprobs
 from engine.text.tokenizer import Tokenizer
 
-LOWEST = -9999.0  # replaces -inf, which JSON does not have
+LOWEST = -9999.0  # replaces -inf, which JSON cannot express
 
 
 def without_end(
@@ -55,7 +55,7 @@ class Offsets:
 def completion_logprobs(
     tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int, offsets: Offsets
 ) -> dict[str, Any]:
-    """Returns the logprobs for /v1/completions: parallel lists. `offsets` has taken all earlier tokens of the reply."""
+    """Returns the logprobs for /v1/completions: parallel lists. `offsets` must have taken all earlier tokens."""
     return {
         "tokens": [_text(tokenizer, entry.token_id) for entry in entries],
         "token_logprobs": [max(entry.logprob, LOWEST) for entry in entries],

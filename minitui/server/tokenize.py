@@ -15,7 +15,7 @@ from minitui.server.service import Service
 
 
 def router(service: Service) -> APIRouter:
-    """Returns the endpoints."""
+    """Returns a router with these endpoints."""
     routes = APIRouter(responses=RESPONSES)
 
     def card() -> ModelCard:
@@ -25,7 +25,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/v1/models", response_model=ModelList)
     async def models() -> ModelList:
-        """Lists the one model that this server has."""
+        """Lists the one model that this server serves."""
         return ModelList(data=[card()])
 
     @routes.get("/v1/models/{model:path}", response_model=ModelCard)

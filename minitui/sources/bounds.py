@@ -1,10 +1,11 @@
 """An HTTP client that limits how much it reads, for servers that are not trusted.
 
-    head     100 KiB (h11), complete within the request's connect and read timeouts together
-    body     MAX_BODY bytes and BODY_S seconds, or the request's own Bounds; never compressed
-    stream   unlimited (RECORDS) or MAX_ANSWER bytes (ANSWER); reading takes at most half of the event loop's time
+    head     at most 100 KiB (h11's limit), and complete within the sum of the request's connect and read timeouts
+    body     at most MAX_BODY bytes and BODY_S seconds, or the request's own Bounds; never compressed
+    stream   unlimited (RECORDS) or at most MAX_ANSWER bytes (ANSWER); reading takes at most half of the event loop's
+             time
 
-A server that exceeds a limit causes Excess, a transport error with the numbers in its message.
+If a server exceeds a limit, the client raises Excess, a transport error with the numbers in its message.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ except ImportError as error:
 MAX_BODY = 8 << 20
 BODY_S = 60.0
 MAX_ANSWER = 256 << 20  # a token takes about 300 bytes
-BRIEF_S = 0.002  # after a piece that took longer to handle, other work of the event loop gets as much time
+BRIEF_S = 0.002  # if a piece takes longer to handle, other work of the event loop then gets the same time
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ RECORDS = Bounds(None, None)  # a record stream does not end
 
 
 class Excess(httpx.ReadError):
-    """A server sent more than the limit, or too slowly."""
+    """A server sent too much, too slowly, or compressed data."""
 
 
 class BoundedClient(httpx.AsyncClient):
@@ -55,13 +56,13 @@ class BoundedClient(httpx.AsyncClient):
     async def send(self, request: httpx.Request, *, stream: bool = False, **options: Any) -> httpx.Response:
         """Send as httpx.AsyncClient.send does. Raises Excess if the server exceeds a limit."""
         request.headers["Accept-Encoding"] = "identity"
-        allowed = request.extensions.get("timeout", {})
-        silence = allowed.get("read")
+        timeouts = request.extensions.get("timeout", {})
+        read_s = timeouts.get("read")
         try:
-            async with asyncio.timeout(None if silence is None else silence + (allowed.get("connect") or 0.0)):
+            async with asyncio.timeout(None if read_s is None else read_s + (timeouts.get("connect") or 0.0)):
                 response = await super().send(request, stream=True, **options)
         except TimeoutError as error:
-            raise Excess(f"{request.url} sent no complete head within {silence:g} s", request=request) from error
+            raise Excess(f"{request.url} sent no complete head within {read_s:g} s", request=request) from error
         try:
             encoding = response.headers.get("Content-Encoding", "identity")
             if encoding != "identity":

@@ -1,4 +1,4 @@
-"""A replica: one of several servers of the same model. Its connection, load and state."""
+"""A replica is one of several servers of the same model. This module has its connection, load and state."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ class Replica:
     """
 
     def __init__(self, number: int, url: str, key: str, model: str, codec: TextCodec | None, cache: Path | None):
-        """`codec`: for chats that are sent as messages; None if they are sent as token ids."""
+        """`codec`: the codec of chats that are sent as messages; None if chats are sent as token ids."""
         self.number, self.url = number, normalise(url)
         self.name = urlsplit(self.url).netloc
         self.kind = ""  # minitui | openai, once it is known
         self.telemetry: RemoteSource | None = None
         self.source: RemoteSource | OpenAISource | None = None
         self.poller: MetricsPoller | None = None
-        self.streams: set[Stream] = set()  # our requests that the server is answering
-        self.tried = asyncio.Event()  # the first attempt to connect has ended
+        self.streams: set[Stream] = set()  # this application's requests that the server is answering
+        self.tried = asyncio.Event()  # set when the first attempt to connect has ended
         self._key, self._model, self._codec, self._cache = key, model, codec, cache
         self._trouble = UNKNOWN
         self._polling: asyncio.Task[None] | None = None
         self._info: dict[str, Any] | None = None
         self._retry_at = 0.0
-        self._streams_at_poll = (-1, 0)  # number of the last poll; how many of our requests ran at that time
+        self._streams_at_poll = (-1, 0)  # number of the last poll; number of `streams` at that poll
         self._returned = asyncio.Event()
 
     @property
@@ -67,7 +67,7 @@ class Replica:
 
     @property
     def metrics(self) -> ServerMetrics:
-        """The values of the server's last Prometheus page."""
+        """The values of the server's last Prometheus page; none while the replica is not connected."""
         return self.poller.metrics if self.poller and not self._trouble else ServerMetrics()
 
     @property
@@ -77,7 +77,7 @@ class Replica:
 
     @property
     def load(self) -> float:
-        """The requests at the server: the number of the last poll, plus the change in our own requests since."""
+        """The number of requests at the server: those at the last poll, plus the change in `streams` since then."""
         metrics, poller, ours = self.metrics, self.poller, len(self.streams)
         if metrics.running is None or poller is None:
             return ours
@@ -86,11 +86,11 @@ class Replica:
         return max(ours, metrics.running + (metrics.waiting or 0) + ours - self._streams_at_poll[1])
 
     def report_failure(self, reason: str) -> None:
-        """Record that a request to this replica was lost."""
+        """Record that the server did not answer a request, or stopped answering it."""
         if self.poller is not None:
             self.poller.report_failure(reason)
 
-    async def until_away(self) -> None:
+    async def until_unreachable(self) -> None:
         """Wait until the server stops answering polls."""
         if self.poller is not None:
             await self.poller.away.wait()
@@ -98,7 +98,7 @@ class Replica:
     # ---- connection
 
     async def keep_connected(self) -> None:
-        """Connect, and reconnect when the server is back, until this task is cancelled."""
+        """Connect, and connect again after every failure or return of the server, until this task is cancelled."""
         failures = 0
         while True:
             try:
@@ -116,19 +116,19 @@ class Replica:
             await self._returned.wait()
 
     def _on_return(self) -> None:
-        """The server answers again, perhaps with another model: it gets no requests until that is checked."""
+        """Called when the server answers again. It gets no requests until its model has been checked."""
         self._trouble = "it is back; its model is being checked"
         self._returned.set()
 
     async def _connect(self) -> None:
-        """Ask what the server is and open its sources. Keeps open ones if nothing has changed. Raises EngineError."""
+        """Find out the kind of server and open its sources; keep them if nothing has changed. Raises EngineError."""
         self._returned.clear()
         async with asyncio.timeout(PATIENCE_S):
             info = await probe_async(self.url, self._key)
         if info == {}:
             raise EngineDead(LOADING)
         if info is not None:
-            del info["began"]  # a restarted engine of the same kind is no change
+            del info["began"]  # a restart without other changes does not count
         if self.source is not None and info == self._info and await self._same_models():
             return
         await self.disconnect()

@@ -79,7 +79,7 @@ class ReplicaStream(Stream):
 
     async def _accept(self) -> int:
         """Wait until the replica accepts the request. Raises EngineDead if the replica stops answering polls."""
-        away = asyncio.create_task(self.replica.until_away())
+        away = asyncio.create_task(self.replica.until_unreachable())
         starting = asyncio.create_task(self._inner.started())
         try:
             await asyncio.wait({starting, away}, return_when=asyncio.FIRST_COMPLETED)

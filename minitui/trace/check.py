@@ -17,7 +17,7 @@ MOST = (1 << 31) - 1  # largest count or id
 MOST_NUMBER = 1e12  # largest duration, in its unit
 MOST_RECORDS = 1 << 53  # largest record number; every JSON reader reads integers up to here exactly
 MOST_BLOCKS = 1 << 21  # blocks in a pool; a view keeps several copies of a pool, at 32 bytes per block
-MOST_HELD = MOST_VALUES  # blocks in the tables of all requests
+MOST_HELD = MOST_VALUES  # entries in the block tables of all requests together
 
 Check = Callable[[Any], bool]
 
@@ -166,7 +166,7 @@ def short_line(line: Any) -> list[Any]:
 
 
 def record(seq: int, row: Any) -> Record:
-    """Checks a row `[t, kind, *fields]`, and returns it as a record; its chunks, nodes and drafts become tuples."""
+    """Checks a row `[t, kind, *fields]` and returns it as a record. Its chunks, nodes and drafts become tuples."""
     if type(row) is not list or len(row) < 2 or type(row[1]) is not str:
         raise ValueError(f"record {seq:,} is not a list of a time and a kind")
     t, kind, *fields = row
@@ -188,7 +188,7 @@ def record(seq: int, row: Any) -> Record:
 
 
 def snapshot(value: Any) -> dict[str, Any]:
-    """Checks the types of a snapshot, and that requests, tree and pool agree. Returns it with JSON keys as numbers."""
+    """Checks the types of a snapshot, and that requests, tree and pool agree; returns it with numbers as keys."""
     _fields("the snapshot", value, SNAPSHOT)
     blocks = value["num_blocks"]
     _need(1 < blocks <= MOST_BLOCKS, f"its pool has {blocks - 1:,} blocks; a trace may have 1 to {MOST_BLOCKS - 1:,}")
@@ -249,10 +249,10 @@ def _requests(value: dict[str, Any]) -> None:
         node, end = request["node"], shared
         while node and end > 0:
             blocks = nodes[node]["blocks"]
-            _need(table[end - len(blocks) : end] == blocks, f"the table of r{id} is not the path of its node")
+            _need(table[end - len(blocks) : end] == blocks, f"the table of r{id} differs from the path to its node")
             users[node] = users.get(node, 0) + 1
             node, end = nodes[node]["parent"], end - len(blocks)
-        _need(not node and not end, f"r{id} does not hold the path of its node")
+        _need(not node and not end, f"r{id} does not hold the whole path to its node")
         _need(request["state"] == "running" or not table, f"r{id} is waiting but holds blocks")
         _mark_used(table[shared:], seen, f"r{id}")
     for id, node in nodes.items():

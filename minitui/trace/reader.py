@@ -13,8 +13,8 @@ letter:
     ["b", step, "text"]                     a bookmark
     ["e", {"records": n, "steps": n}]       the end of a closed recording
 
-Every keyframe begins a new gzip member: a reader can start at any of them. A file cut in the middle of a line (its
-writer was killed) is read up to the line before. Lines with other letters are skipped.
+Every keyframe begins a new gzip member, so a reader can start at any keyframe. A file that ends in the middle of a line
+(its writer was killed) is read up to the previous line. Lines with other letters are skipped.
 
 Files are untrusted: unpacking is limited (lines.py), each line is checked (check.py), and each record must be possible
 in the state before it (follow.py). Every fault raises a TraceError with the line number.
@@ -58,7 +58,7 @@ class PlayClock:
         self._stretched = 0.0  # seconds of slow motion still to be skipped
 
     def advance(self, record: Record) -> float:
-        """Advances to a record and returns its play time. Records must come in order."""
+        """Advances to a record and returns the record's play time. Call it for every record, in order."""
         elapsed = max(0.0, record[1] - self._t)
         self._t = max(self._t, record[1])
         if self._stretched:
@@ -117,7 +117,7 @@ class Part:
 
 
 class TraceReader:
-    """A trace, read part by part. `complete` is False if the end of the file is missing; the beginning can be used."""
+    """A trace, read part by part. `complete` is False if the end of the file is missing; the rest can be read."""
 
     def __init__(self, path: str | Path) -> None:
         """Scans the file once, and reads the first and the last part. Raises TraceError if the file is not a trace, or
@@ -140,7 +140,7 @@ class TraceReader:
 
     @property
     def info(self) -> dict[str, Any]:
-        """The engine's info when it was recorded."""
+        """The engine's info at the time of the recording."""
         return self.header["info"]
 
     @property
@@ -149,7 +149,7 @@ class TraceReader:
         return self.keyframes[0].step
 
     def part(self, index: int) -> Part:
-        """Returns the part that begins at keyframe `index`; caches a few. Raises TraceError if it is unreadable."""
+        """Returns the part that begins at keyframe `index`; keeps up to four parts in memory. Raises TraceError."""
         part = self._parts.get(index)
         if part is None:
             part = self._read_part(self.keyframes[index])
@@ -179,8 +179,8 @@ class TraceReader:
 
     def locate(self, step: int) -> tuple[int, int]:
         """Returns the point of the trace that shows `step`, as (index of a part, number of its records up to there).
-        This point is the last end of a step at which `step` is the newest planned step. If steps overlap, it is the
-        end of the step before `step`. If `step` is beyond the trace, it is the end of the trace."""
+        Several steps may end while `step` is the newest planned step; the point is the last of these ends. If no step
+        ends in that time, the point is the next end of a step. If `step` is beyond the trace, it is the trace's end."""
         found: tuple[int, int] | None = None
         for index in range(self.part_of_step(step), len(self.keyframes)):
             part = self.part(index)
@@ -204,7 +204,7 @@ class TraceReader:
         return last.records[-1][1] if last.records else last.snapshot["t"]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of token ids; the ids if the trace has no texts, or RANDOM if its text is random."""
+        """Returns the text of token ids; the ids as text if the trace has no texts; RANDOM if its text is random."""
         ids = list(ids)
         if self.header["random_text"]:
             return RANDOM if ids else ""
@@ -298,7 +298,7 @@ class TraceReader:
             self.complete = True
 
     def _read_part(self, keyframe: Keyframe) -> Part:
-        """Returns the part. Checks its lines, and that each record is possible in the state before it."""
+        """Returns the part, after checking its lines, and that each record is possible in the state before it."""
         with LineFile(self.path, keyframe.line) as file:
             member = next(file.members(keyframe.offset))
             lines = iter(member)
@@ -324,7 +324,7 @@ class TraceReader:
             return part
 
     def _check_end(self, keyframe: Keyframe, state: State) -> None:
-        """Check that the next keyframe equals the state after this part's records, if no record is missing between."""
+        """Check that the next keyframe equals the state after this part's records. Skipped if records are missing."""
         following = next((k for k in self.keyframes if k.offset > keyframe.offset), None)
         if following is None or following.seq != state.seq:
             return
@@ -345,7 +345,7 @@ _SHORT = frozenset((b'["w', b'["n', b'["b', b'["e'))
 
 
 def _wrong_line(file: LineFile, member: Member, lines: Iterator[bytes], error: ValueError) -> None:
-    """Raise TraceError if the gzip member is undamaged. A damaged one may have a wrong line: the trace ends there."""
+    """Raise TraceError if the gzip member is undamaged. In a damaged member, a wrong line ends the trace."""
     at = file.line
     for _ in lines:
         pass

@@ -1,4 +1,4 @@
-"""Filters for every line that Textual draws: they leave only visible characters, and with `--ascii` only ASCII."""
+"""Filters for every line that Textual draws: one shows control characters as signs, one makes signs ASCII."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class VisibleLines(LineFilter):
     """Replaces characters that control a terminal by visible signs (minitui/visible.py); the line keeps its width."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        """Returns the line with signs. If signs are wider than their characters, the end of the line is cut off."""
+        """Returns the line with signs. If the signs need more width, the end of the line is cut off."""
         if all(text.isprintable() for text, _, _ in segments):
             return segments
         width = sum(cell_len(text) for text, _, _ in segments)
@@ -32,8 +32,8 @@ class VisibleLines(LineFilter):
 
 
 class AsciiLines(LineFilter):
-    """Replaces signs and frames by ASCII; letters of every language stay."""
+    """Replaces signs and frames by ASCII; letters of all languages stay."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        """Returns the line in ASCII, in the same width."""
+        """Returns the line with ASCII signs, in the same width."""
         return [Segment(to_ascii(text), style, control) for text, style, control in segments]

@@ -3,8 +3,8 @@
 `render(text, width)` returns lines; a line is a list of spans `(text, tone)`. The tone is the kind of the span (TONES);
 the transcript gives it a colour. Raw HTML and unknown markup are shown as written.
 
-This module makes lines, not widgets: with a widget for each block, every append lays out all blocks (300 ms for 30).
-`Streamed` keeps the lines of complete blocks, so an append costs a few milliseconds.
+This module makes lines, not widgets: with a widget for each block, every append lays out all blocks (300 ms for 30
+blocks). `Streamed` keeps the lines of complete blocks, so an append costs a few milliseconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TONES = ("text", "strong", "em", "code", "link", "heading", "bullet", "quote", "
 BULLETS = "•◦▪"
 LONG_BLOCK = 1_500  # characters; an unfinished block beyond this is shown as plain text
 _RUNS = re.compile(r"\s+|\S+").findall
-_LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+$").findall  # line ends of the parser; str.splitlines has more
+_LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+$").findall  # the parser's line ends; str.splitlines has more
 
 
 @lru_cache(maxsize=1)
@@ -91,7 +91,7 @@ class Streamed:
         return render(text, self.width)
 
     def _next_block(self) -> int | None:
-        """Returns the end of the first block after the `_done` characters if another block follows it; else None."""
+        """Returns where the first block after `_done` ends, if another block follows it; else None."""
         rest = self._text[self._done :]
         if "\n" not in rest or (len(rest) > LONG_BLOCK and "\n\n" not in rest):
             return None
@@ -145,7 +145,7 @@ def wrap(spans: Sequence[Span], width: int) -> list[Line]:
                 word, size = [], 0
             if used:
                 space = (piece, tone)
-            elif not lines:  # indentation of the first line stays
+            elif not lines:  # keep the indentation of the first line
                 line.append((piece, tone))
                 used += len(piece)
     if word:
@@ -224,7 +224,7 @@ def _list(tokens: list[Token], i: int, width: int, source: str, depth: int) -> t
 
 
 def _fence(code: str, width: int) -> list[Line]:
-    """Returns the lines of a code block. A long line is broken anywhere: a terminal cannot scroll part of a text."""
+    """Returns the lines of a code block. A long line is broken anywhere: a block cannot be scrolled sideways."""
     lines: list[Line] = []
     for row in code.rstrip("\n").expandtabs(4).split("\n"):
         lines += [[("  " + piece, "fence")] for piece in (chop_cells(row, max(width - 4, 4)) or [""])]

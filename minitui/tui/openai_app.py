@@ -15,7 +15,7 @@ EVERY_S = 0.5  # seconds between two updates of the line of figures
 
 
 class ForeignChatScreen(ChatScreen):
-    """The chats of a foreign server. Its engine is not visible: the rail shows the figures of its metrics page."""
+    """The chats of a foreign server. Its engine is not visible, so the rail shows figures from its metrics page."""
 
     RAIL: ClassVar[tuple[type[LinePanel], ...]] = (ServerVitals,)
     HEADLINE = "Several chats, one server."
@@ -28,7 +28,7 @@ class ForeignChatScreen(ChatScreen):
 
 
 class ForeignApp(MinituiApp):
-    """The application. The rail shows the server's figures; on a narrow terminal, a line under the top bar does."""
+    """The application. The server's figures are in the rail; on a narrow terminal, in a line under the top bar."""
 
     TABS = (("chat", "1 Chat"),)
     MODES: ClassVar[dict[str, Any]] = {**MinituiApp.MODES, "chat": ForeignChatScreen}
@@ -46,7 +46,7 @@ class ForeignApp(MinituiApp):
             self.story = self._foreign.metrics.describe() if self.size.width < RAIL_FROM else ""
 
     def current_server(self) -> tuple[str, MetricsPoller | None]:
-        """Returns the server's name and its metrics, as HasServer requires."""
+        """Returns the server's address and the poller of its metrics, as HasServer requires."""
         return self._foreign.url, self._foreign.poller
 
     def switch_mode(self, mode: str) -> Any:

@@ -1,7 +1,7 @@
 """The history: columns of step figures, rates in buckets of time, and times to first token.
 
-All are rings of fixed size. Columns are `array`s: the garbage collector does not scan them, and numpy reads them in
-place.
+All have a fixed size: new values replace the oldest. Columns are `array`s: the garbage collector does not scan them,
+and numpy reads them without a copy.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ BUCKET = 0.25  # seconds
 BUCKETS_KEPT = 2048
 FIRST_TOKENS_KEPT = 256
 
-Chunk = tuple[int, int, int, bool]  # request, start, tokens, True if the step samples a token after it
-Draft = tuple[int, int, int]  # request, tokens drafted, accepted (-1: not known yet)
+Chunk = tuple[int, int, int, bool]  # request, start, tokens, True if the step samples a token after the chunk
+Draft = tuple[int, int, int]  # request, tokens drafted, tokens accepted (-1: not known yet)
 KINDS = ("", "decode", "mixed", "prefill")
-PARTS = ("commit", "emit", "gate", "plan", "launch", "wait")  # of the host's time, as in the record "parts"
+PARTS = ("commit", "emit", "gate", "plan", "launch", "wait")  # parts of the host's time, as in the record "parts"
 
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """The host's time since the step before arrived, in ms, by what the host did; and the pauses in that time."""
+    """The host's time since the previous step arrived, divided by kind of work, and the interruptions in it, in ms."""
 
     commit: float
     emit: float
@@ -37,12 +37,12 @@ class StepParts:
     launch: float
     wait: float
     gc: float
-    delayed: float | None  # another program had the core; None: unknown
-    stops: int
+    delayed: float | None  # time in which another program had the core; None: unknown
+    stops: int  # how often a signal stopped the process
 
     @property
     def took(self) -> float:
-        """The time without the gate and slow motion."""
+        """The time without `gate` (pause and slow motion)."""
         return self.commit + self.emit + self.plan + self.launch + self.wait
 
 
@@ -62,11 +62,11 @@ class StepRow:
     commit_ms: float | None
     device_ms: float | None
     ended: float | None  # engine time of its `time` record
-    end_seq: int  # sequence number of its `time` record; 0: none yet
+    end_seq: int  # sequence number of its `time` record; 0: not arrived yet
     drafts: tuple[Draft, ...] = ()
     comm_ms: float | None = None  # time in collectives between ranks: the `comm` record
     parts: StepParts | None = None  # None: not recorded
-    keys: float = 0.0  # keys that its decodes read
+    keys: float = 0.0  # keys that its decoding requests read
     pairs: float = 0.0  # pairs of a query and a key in its prefill chunks
 
     @property
@@ -114,19 +114,19 @@ class Steps:
         self._ended = array("d", [0.0]) * capacity
         self._end_seq = array("q", [0]) * capacity
         self._bucket = array("q", [0]) * capacity  # the bucket of Rates in which the step was planned
-        # What a step computes besides its tokens, for the cost model: keys that its decodes read, and pairs of a query
-        # and a key in its prefill chunks.
+        # For the cost model: the keys that a step's decoding requests read, and the pairs of a query and a key in its
+        # prefill chunks.
         self._keys = array("d", [0.0]) * capacity
         self._pairs = array("d", [0.0]) * capacity
         self._parts = {name: array("f", [0.0]) * capacity for name in (*PARTS, "gc", "delayed", "stops")}
-        self._decoding: dict[int, int] = {}  # request -> tokens before its next one, minus the step that computes it
-        self._prompts: dict[int, int] = {}  # request -> tokens prefilled when its prompt was complete
+        self._decoding: dict[int, int] = {}  # request -> n: before step s, n + s tokens are computed
+        self._prompts: dict[int, int] = {}  # request -> number of its tokens when its prefill ends
         self._chunks: list[list[Chunk] | None] = [None] * capacity
-        self._drafts: dict[int, array[int]] = {}  # step -> its Drafts, with their fields in one flat array
+        self._drafts: dict[int, array[int]] = {}  # step -> the fields of all its Drafts, in one flat array
         self._nan = float("nan")
 
     def fold_draft(self, record: Record) -> None:
-        """Fold a `draft` record; it precedes the `step` record of its step."""
+        """Fold a `draft` record. It comes before the `step` record of the same step."""
         _seq, _t, _kind, step, drafts = record
         self._drafts[step] = array("q", [field for request, tokens in drafts for field in (request, tokens, -1)])
 
@@ -186,7 +186,7 @@ class Steps:
         self._ended[i], self._end_seq[i] = t, seq
 
     def adopt(self, request: int, tokens: int, step: int) -> None:
-        """Add a request of the first snapshot that decodes, with `tokens` before its token of `step`."""
+        """Add a request that already decodes in the first snapshot. Before step `step`, `tokens` are computed."""
         self._decoding[request] = tokens - step
 
     def fold_parts(self, record: Record) -> None:
@@ -266,7 +266,7 @@ class Steps:
         return np.frombuffer(store, store.typecode)
 
     def prefilled(self, at: np.ndarray) -> np.ndarray:
-        """Returns the number of prompt tokens computed in each step at these column indices."""
+        """Returns, for each step at these column indices, the number of prompt tokens computed."""
         return self.column("tokens")[at] - self.column("decodes")[at] - self.column("drafted")[at]
 
     def decoded(self, step: int) -> int:
@@ -282,7 +282,8 @@ class Steps:
 class Rates:
     """Sums per quarter of a second of working time.
 
-    Working time stops while the engine is paused and excludes the delay of slow motion, so neither lowers the rates.
+    Working time stops while the engine is paused and excludes the delay of slow motion, so pauses and slow motion do
+    not lower the rates.
     """
 
     SUMS = ("decode", "prefill", "cached", "steps", "drafted", "accepted", "device_ms", "host_ms")
@@ -297,7 +298,7 @@ class Rates:
         self._closed = False  # the gate is closed: the engine is paused
         self._pace = 1.0
         self.bucket = 0  # the bucket being filled
-        self._slot = 0  # the index of this bucket in the columns
+        self._slot = 0  # the index of `bucket` in the columns
 
     def reset(self, t: float, closed: bool, pace: float) -> None:
         """Set the engine time, gate and pace from which the rates start."""
@@ -367,7 +368,7 @@ class Rates:
     def series(self, name: str, n: int, end: int | None = None) -> np.ndarray:
         """Returns the `n` buckets before bucket `end`, oldest first; 0 for missing buckets.
 
-        Without `end`: those before the bucket being filled.
+        Without `end`, returns the buckets before the bucket that is being filled.
         """
         end = self.bucket if end is None else min(end, self.bucket + 1)
         n = min(n, BUCKETS_KEPT - 1)

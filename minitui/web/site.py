@@ -1,12 +1,12 @@
 """The page and the websocket of `minitui chat --web`, with their access checks.
 
 The page and its terminal come from textual-serve. As with Jupyter, the printed address contains a token, which the page
-and the socket require. A socket gives the rights of the user who started minitui, files included. Three checks
-therefore keep other pages out:
+and the socket require. An open socket has all rights of the user who started minitui, including access to files. So
+three checks keep other pages out:
 
     Host     must name the printed address; this refuses foreign domain names that resolve to this machine
-    Origin   must be present when a socket is opened, and must be the same address as Host
-    token    must be in the address of the page and of the socket; a cookie would be shared by all ports of the host
+    Origin   must be present when a socket is opened, and must have the same address as Host
+    token    must be in the addresses of the page and of the socket; a cookie would reach all ports of the host
 
 Origin and Host must have the same port. This port may differ from the port of this server, because of tunnels (ssh -L).
 """
@@ -35,7 +35,7 @@ from minitui.server.origins import authority, is_same_origin
 
 MAX_TYPED = 1 << 20  # bytes of one message from a browser, such as a paste
 MAX_CONNECTIONS = 600  # below the usual limit of 1,024 open files
-HEAD_S = 10.0  # a request must arrive within this time
+HEAD_S = 10.0  # seconds; the head of a request must arrive within this time
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HEADERS = {
     "Referrer-Policy": "no-referrer",  # the address contains the token
@@ -59,7 +59,7 @@ SCRIPT = """
 
 def page(socket_path: str, more: str = "") -> str:
     """Returns textual-serve's page for the websocket at `socket_path`; `more` is added to its head."""
-    templates = Environment(loader=FileSystemLoader(_part("templates")), autoescape=True)
+    templates = Environment(loader=FileSystemLoader(_asset_folder("templates")), autoescape=True)
     text = templates.get_template("app_index.html").render(
         config={"static": {"url": "/static/"}}, application={"name": "minitui"}, font_size=16, app_websocket_url=""
     )
@@ -67,7 +67,7 @@ def page(socket_path: str, more: str = "") -> str:
     return text.replace("</head>", SCRIPT.replace("SOCKET", socket_path) + more + "</head>", 1)
 
 
-def _part(name: str) -> Path:
+def _asset_folder(name: str) -> Path:
     return Path(textual_serve.__file__).parent / name
 
 
@@ -82,7 +82,7 @@ def is_served(name: str, host: str) -> bool:
     if is_loopback(name) or name in (own, own.partition(".")[0], f"{own}.local"):
         return True
     with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(name))  # an IP address cannot be the result of DNS rebinding
+        return bool(ipaddress.ip_address(name))  # safe: DNS rebinding needs a domain name
     return False
 
 
@@ -90,10 +90,10 @@ class Site:
     """Serves the page at /?token=TOKEN and its websocket at /ws/TOKEN. Subclasses handle each socket in `attend`."""
 
     head = ""  # added to the page's head
-    max_sockets = 300  # open sockets that may type, and as many that may not
+    max_sockets = 300  # the most open sockets that may type, and the most that may not
 
     def __init__(self, host: str, tokens: Mapping[str, bool]) -> None:
-        """`host`: the address on which it listens. `tokens`: token -> True if its bearer may type."""
+        """`host`: the address on which the server listens. `tokens`: token -> True if its bearer may type."""
         self._host, self._tokens = host, tokens
         self._sockets: dict[web.WebSocketResponse, bool] = {}  # socket -> True if its user may type
         self._busy: set[Any] = set()  # connections with a running request
@@ -102,7 +102,7 @@ class Site:
         self.app.add_routes(
             [
                 web.get("/", self._page), web.get("/ws/{token}", self._socket),
-                web.static("/static", _part("static")),
+                web.static("/static", _asset_folder("static")),
             ]
         )  # fmt: skip
 
@@ -175,8 +175,9 @@ class Site:
             assert runner.server is not None
             connections, most = runner.server.connections, most_connections(MAX_CONNECTIONS)
             if len(connections) >= most:
-                for idle in [one for one in connections if one not in self._busy][: max(1, most // 10)]:
-                    idle.force_close()
+                idle = [connection for connection in connections if connection not in self._busy]
+                for connection in idle[: max(1, most // 10)]:
+                    connection.force_close()
             return runner.server()
 
         server = await asyncio.get_running_loop().create_server(connect, sock=listening)

@@ -65,17 +65,17 @@ LESSON = Lesson(
         Page(
             "Slots",
             """
-            The pool of one layer is two tensors, keys and values, of shape [blocks, 16, key heads, head size]. Its
-            slots are numbered from block to block. The slot of token p of a request is
+            The pool of one layer is two tensors, keys and values, of shape [blocks, 16, key heads, head size]. A slot
+            is the place of one token. Slots are numbered through all blocks. The slot of token p of a request is
 
               slot  =  table[p // 16] * 16  +  p % 16
 
-            Writing comes first: every layer stores the keys and values of all tokens of the step in their slots. Then
-            attention reads. So a request can use keys that another request's chunk writes in the same step.
+            Every layer first stores the keys and values of all tokens of the step in their slots. Then attention reads.
+            So a request can use keys that another request's chunk writes in the same step.
 
             Reading uses the block table. This engine's simplest backend copies the slots of each sequence into one
             tensor and passes it to torch. A GPU kernel reads block by block through the table, without a copy. Both
-            must pass the same tests; the first is the specification of the second.
+            must pass the same tests; the simple backend is the specification of the GPU kernel.
             """,
             code="engine.attention.torch_backend:TorchAttention",
         ),
@@ -118,9 +118,9 @@ LESSON = Lesson(
             "Padding and the null block",
             """
             The sequences of a batch have different lengths, and block tables of different widths. Padding points to
-            block 0, the null block. It belongs to no request, and its numbers are always finite, so reading it is
-            harmless; a mask gives it no weight. A free block may contain any old data; a test fills free blocks with
-            NaN and checks that no output changes.
+            block 0, the null block. The null block belongs to no request, and its numbers are always finite, so reading
+            it is harmless; a mask gives these keys no weight. A free block may contain any old data; a test fills free
+            blocks with NaN and checks that no output changes.
 
             Decode reads much and computes little: it reads every key once, for one query. Prefill computes much: many
             queries share the keys that they read. So the two use different kernels for the same formula.
@@ -137,7 +137,7 @@ LESSON = Lesson(
             _keys,
         ),
         Check(
-            "In which slot will its key be written?",
+            "In which slot will the key of this query be written?",
             "table",
             "the block table: the physical number of the last block times 16, plus the number of tokens in that block.",
             lambda stage: f"slot {_next_slot(stage)}",

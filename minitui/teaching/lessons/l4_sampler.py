@@ -100,7 +100,7 @@ LESSON = Lesson(
             The model computes a score for every token of the vocabulary: the logits. The sampler has these stages:
 
               1 allow and favour   grammar mask, logit_bias
-              2 min_tokens         forbids the end of a reply below this many tokens
+              2 min_tokens         forbids the end until the reply has this many tokens
               3 penalties          repetition, presence, frequency: lower the scores of tokens that already occurred
               4 temperature        divides the scores: below 1 the best tokens become likelier, above 1 less likely
               5 top_k              keeps the k best tokens
@@ -116,8 +116,8 @@ LESSON = Lesson(
         Page(
             "Candidates",
             """
-            This is the first step of a reply, with the model's own probabilities (logprobs=4). They are the
-            probabilities before temperature and before any token is removed.
+            This is the first step of a reply, with the model's own probabilities (logprobs=4): the probabilities before
+            temperature is applied and before any token is removed.
             """,
             panel="step",
             run=look_at_logits,
@@ -125,8 +125,8 @@ LESSON = Lesson(
         Page(
             "Random numbers without state",
             """
-            To sample in proportion to probabilities, add noise of a certain distribution (Gumbel) to the logits and
-            take the largest. The result is an exact sample, in one pass and without sorting. The noise is a hash of
+            To sample by probability, add noise of a certain distribution (Gumbel) to the logits and take the token with
+            the largest sum. The result is an exact sample, in one pass and without sorting. The noise is a hash of
             four numbers: the seed, the index of the sample if a request has several, the position, and the token's id.
             There is no random generator whose state changes from draw to draw.
             """,
@@ -143,13 +143,13 @@ LESSON = Lesson(
             "The same draw in every batch",
             """
             A draw depends on the position in the text, not on the steps before it. So a request may be chunked,
-            preempted, resumed, cached or batched with any others: with the same seed its tokens stay the same. A
-            request without a seed gets one. The seed is recorded, so that every reply can be sampled again.
+            preempted, resumed, cached or batched with any other requests: with the same seed its tokens stay the same.
+            A request without a seed gets a random seed. The seed is recorded, so every reply can be sampled again.
 
             One thing can still change a reply: arithmetic. A sum of rounded numbers depends on the order of its terms,
-            most of all in half precision, and with another batch size the order may change. This can decide between
-            two tokens that are almost equally likely. So the tests of this engine compare tokens in double precision,
-            where they must be equal.
+            most of all in half precision. With another batch size the order may change. This can decide between two
+            tokens that are almost equally likely. So the tests of this engine compare tokens in double precision, where
+            they must be equal.
 
             If the logits of a row are not finite numbers, that request ends with an error and the others continue.
             """,
@@ -161,7 +161,7 @@ LESSON = Lesson(
         Check(
             "How many tokens did the last step sample?",
             "step",
-            "the step bar: every decoding request samples one.",
+            "the step bar: every decoding request samples one token.",
             _drawn,
         ),
         Check(

@@ -1,4 +1,4 @@
-"""The help: what this screen shows, then every key and command."""
+"""The help: what the current screen shows, then every key and command."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Try: ask a question, press esc, then r: the same question in a new chat uses the
 The engine records what it does, step by step. This screen is computed from those records.
 
   vitals         the engine's health: speed, running and waiting requests, cache hits, pool, time per step
-  step           what the engine computes in it: one token for each decoding request, and chunks of prompts
+  step           what one step computes: one token for each decoding request, and chunks of prompts
   KV blocks      the pool: free, cached (only in the tree), active (one request), shared (several requests)
   block table    positions → blocks of the selected request; the last block is partly filled
   radix tree     the cached texts: the requests that use them, the tokens saved, the order of eviction
@@ -67,7 +67,7 @@ marks it. z shows one panel alone.""",
     "lecture": """\
 One sentence says what the step did and why. Below it are the step, the blocks and the tree; what has changed glows.
 
-  n, page down    the next step, then the engine pauses; after steps back, one step forward
+  n, page down    run the next step, then pause the engine; after going back, show the next step
   comma, page up  show the previous step; the engine's state does not change
   d               predict: you are asked about an arrival, an eviction or a preemption before it is shown
   u               run until an admission, a hit, an eviction, a preemption, a finish, or a slow step
@@ -86,27 +86,27 @@ the next replica in the order of the hash.
              (only minitui servers report to the panels)
   P, U       pin the current chat to this replica; remove the pin
 
-A dash is a figure that the server does not report; "ours" counts the requests of this application. A replica that is
-down is tried again at growing intervals. Its requests go to the next replica. A request whose answer had begun ends
+A dash means that the server does not report the figure; "ours" counts the requests of this application. A replica that
+is down is tried again at growing intervals. Its requests go to the next replica. A request whose answer had begun ends
 with an error.""",
 }
 
 
 def _signs() -> str:
-    """The meaning of the signs in the tabs of the chats."""
+    """Returns the meaning of the signs in the tabs of the chats."""
     g = glyphs()
     signs = f"{g.folded} is being answered   {g.middot} waits   {g.right} answered   {g.preempted} cancelled   ! failed"
     return f"In the tabs:  {signs}"
 
 
 def panel_help(widget: object) -> list[tuple[str, str]]:
-    """A (title, text) pair for the panel with the focus; empty if it has no help text."""
+    """Returns a (title, text) pair for the panel with the focus, in a list; empty if it has no help text."""
     text = getattr(widget, "help_text", "")
     return [(f"The panel with the focus: {getattr(widget, 'TITLE', '')}", text)] if text else []
 
 
 def reflow(text: str, width: int) -> str:
-    """The text in lines of at most `width` cells; a two-column entry is wrapped within its second column."""
+    """Returns the text in lines of at most `width` cells. A two-column entry is wrapped within its second column."""
     return "\n\n".join("\n".join(_reflowed(part.split("\n"), width)) for part in text.split("\n\n"))
 
 
@@ -178,14 +178,14 @@ class HelpScreen(Overlay[None]):
         self.query_one(VerticalScroll).focus()
 
     def _fitted(self, text: Callable[[int], Content]) -> Static:
-        """A text that is made again for each width."""
+        """Returns a widget whose text is made again for each width."""
         made = Static(text(self._width))
         self._texts.append((made, text))
         return made
 
     @property
     def _width(self) -> int:
-        """Cells of a line, without border, padding and scrollbar."""
+        """The cells of a line, without border, padding and scrollbar."""
         return max(20, min(MAX_WIDTH, self.app.size.width * 96 // 100) - 7)
 
     def on_resize(self) -> None:
@@ -199,7 +199,7 @@ class HelpScreen(Overlay[None]):
         )
 
     def _rows(self, entries: Sequence[tuple[str, str, str, str]], width: int) -> Content:
-        """The lines for (id, key, slash command, explanation) entries."""
+        """Returns the lines for (id, key, slash command, explanation) entries."""
         rows: list[Content | str | tuple[str, str]] = []
         for id, key, slash, words in entries:
             key = key_label(self.app.settings.keys.get(id, key)) if key else ""

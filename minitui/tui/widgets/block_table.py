@@ -15,13 +15,13 @@ from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, sel
 from minitui.tui.widgets.rows import Row, Run, Runs, cells, clip, legend, wrapped
 from minitui.viewmodel.model import View
 
-CHIP = 6  # least cells per chip; long block numbers need more
-TWO_ROWS_FROM = 6  # rows; in a panel of at least this height, the heading may take two rows
-MIN_NAME = 12  # least cells for a chat's name
+CHIP = 6  # the fewest cells of a chip; long block numbers need more
+TWO_ROWS_FROM = 6  # in a panel of at least this many rows, the heading may take two rows
+MIN_NAME = 12  # the fewest cells of a chat's name
 
 
 class BlockTable(LinePanel):
-    """The block table of the selected request, or of the newest running one. Left and right choose a block of it."""
+    """The block table of the selected request, or of the newest running request. Left and right select a block."""
 
     TITLE = "Block table"
     help_text = paragraphs("""\
@@ -40,7 +40,7 @@ never fragmented. ×4: four requests have this block in their tables and read it
         id = view.subject()
         request = view.shown.state.requests.get(id) if id is not None else None
         if request is None:
-            return self._nothing(view, id, width, height)
+            return self._without_table(view, id, width, height)
         size = view.shown.state.block_size
         computed = view.shown.state.computed(request)
         lane = view.lanes.lanes.get(request.id)
@@ -68,7 +68,7 @@ never fragmented. ×4: four requests have this block in their tables and read it
         )
         return Picture(rows, title=title, note=note, legend=key)
 
-    def _nothing(self, view: View, id: int | None, width: int, height: int) -> Picture:
+    def _without_table(self, view: View, id: int | None, width: int, height: int) -> Picture:
         lane = view.lanes.lanes.get(id) if id is not None else None
         last = view.shown.last_tables.get(lane.group) if lane is not None else None
         if lane is None or last is None or last.request != lane.id or not last.table:
@@ -101,23 +101,23 @@ never fragmented. ×4: four requests have this block in their tables and read it
         """Returns lines of chips. `fates`: AnnotatedState.fate of each block, for a finished request.
 
         A chip takes as many lines as fit: three (logical number, physical block, holders), two (physical block,
-        holders) or one (physical block). With less than three, the first logical number is before the chips.
+        holders) or one (physical block). With two lines or one, the first chip's logical number is before the chips.
         """
         if height < 1:
             return []
         chip = max(CHIP, len(str(view.shown.state.num_blocks - 1)) + 2)
         lead = len(str(len(table) - 1)) + 2  # "12→ "
         across, short = max(1, width // chip), max(1, (width - lead) // chip)
-        tall = min(height, 3)
+        chip_lines = min(height, 3)
         if -(-len(table) // across) * 3 > height and -(-len(table) // short) * 2 <= height:
-            tall = 2
-        left = 0 if tall == 3 else lead
+            chip_lines = 2
+        left = 0 if chip_lines == 3 else lead
         if left:
             across = short
         rows: list[Runs] = []
         chosen = selected(view, "block")
         at = table.index(chosen) if chosen in table else None
-        items = _with_ends(len(table), max(1, height // tall) * across, across, at)
+        items = _with_ends(len(table), max(1, height // chip_lines) * across, across, at)
         for start in range(0, len(items), across):
             logical, chips, holders = Row(), Row(), Row()
             if left and items[start] >= 0:
@@ -144,10 +144,10 @@ never fragmented. ×4: four requests have this block in their tables and read it
                     holders.to(at).add(f"{filled}/{size}".rjust(chip - 2), "ink")
                 elif held > (fates is None):
                     holders.to(at).add(f"{glyphs().times}{held}".rjust(chip - 2), "pool")
-            if tall == 3:
+            if chip_lines == 3:
                 rows.append(logical.done(width))
             rows.append(chips.done(width))
-            if tall == 3 or (tall == 2 and holders.width):
+            if chip_lines == 3 or (chip_lines == 2 and holders.width):
                 rows.append(holders.done(width))
         return rows[:height]
 
@@ -194,8 +194,8 @@ def _head(line: Row, name: str, about: Row, width: int, height: int) -> list[Run
 def _with_ends(n: int, room: int, across: int, at: int | None = None) -> list[int]:
     """Returns which of the logical blocks 0 to n - 1 to show in `room` places, `across` places per line.
 
-    These are all blocks, or the first ones (often shared) and the last ones (the next token is stored there). Block
-    `at` is always included. A negative number -k stands for k blocks that are not shown.
+    If not all blocks fit, shows the first blocks (often shared) and the last blocks (where the next token is stored).
+    Block `at` is always included. A negative number -k stands for k blocks that are not shown.
     """
     shown = _both_ends(n, room, across)
     if at is None or at in shown:
@@ -216,7 +216,7 @@ def _with_ends(n: int, room: int, across: int, at: int | None = None) -> list[in
 
 
 def _with_gaps(blocks: list[int], n: int) -> list[int]:
-    """Returns the blocks, and for each gap between them -k, where k is the number of blocks in the gap."""
+    """Returns the blocks, with -k for each gap between them, where k is the number of blocks in the gap."""
     items: list[int] = []
     before = -1
     for block in [*blocks, n]:
@@ -228,7 +228,7 @@ def _with_gaps(blocks: list[int], n: int) -> list[int]:
 
 
 def _both_ends(n: int, room: int, across: int) -> list[int]:
-    """Returns the same as `_with_ends` without `at`."""
+    """Returns what `_with_ends` returns without `at`."""
     if n <= room:
         return list(range(n))
     head = min(max(1, across // 3), room - 2) if room >= 3 else 0

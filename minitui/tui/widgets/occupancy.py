@@ -21,7 +21,7 @@ def glyph(code: int) -> str:
 def shares(counts: tuple[int, int, int, int], width: int) -> dict[int, int]:
     """Returns {state: its number of cells in the bar}, `width` cells in total.
 
-    They are in proportion to the number of blocks, but a state with any blocks has at least one cell.
+    The cells are in proportion to the blocks, but a state with any blocks has at least one cell.
     """
     total = sum(counts)
     if total == 0 or width < 4:

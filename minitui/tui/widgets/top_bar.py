@@ -77,13 +77,13 @@ class TopBar(Bar):
 
 
 def describe_engine(info: dict[str, object]) -> str:
-    """Returns the model, its device and its pool in a few words; empty before they are known."""
+    """Returns the model, the device and the pool in a few words; empty before they are known."""
     if not info:
         return ""
     dot = f" {glyphs().middot} "
     weights = "dtype" if info.get("quantization", "none") == "none" else "quantization"
     known = [str(info[name]) for name in ("model", "device", weights) if name in info]
-    if "num_blocks" in info:  # only minitui's servers report it
+    if "num_blocks" in info:  # only minitui's servers report the pool
         small = " in fp8" if info.get("kv_cache_dtype") == "fp8" else ""
         known.append(f"{info['num_blocks']:,} blocks of {info['block_size']}{small}")
     return dot.join(known)

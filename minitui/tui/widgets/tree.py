@@ -1,8 +1,8 @@
 """Radix tree: which prefixes are shared, which requests use them, and which node is evicted next?
 
-A row per node: its role, its text from the point where it diverges from its siblings, the number of its tokens and of
-its users (requests), the prompt tokens it saved, and its place in the eviction order. The nodes that saved most come
-first.
+A row per node: its role, its text from the point where it differs from its siblings' texts, its number of tokens, its
+number of users (requests), the prompt tokens that it saved, and its place in the eviction order. The nodes that saved
+the most tokens come first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COLUMNS = (("tokens", 7), ("users", 6), ("saved", 6), ("evict #", 8))
 
 
 def _last_children(rows: Sequence[TreeRow]) -> list[bool]:
-    """Returns a list with True for each row after which no sibling follows."""
+    """Returns for each row whether it is its parent's last child."""
     last, depths = [False] * len(rows), set[int]()  # depths at which a later row is a sibling
     for i in range(len(rows) - 1, -1, -1):
         depth = rows[i].depth
@@ -42,7 +42,7 @@ class RadixTree(LinePanel):
 The prefix cache. Each node is a run of tokens whose keys and values are in the pool; the nodes on a path from the top
 form a text. A new prompt follows the tree as far as its tokens match, uses the blocks of these nodes, and computes only
 the rest. Users: the requests that hold the node now. Saved: the prompt tokens that requests took from the node instead
-of computing them. Nodes without users can be evicted; evict # is their order, the least recently used leaf first.""")
+of computing them. Nodes without users can be evicted; evict # is their order: least recently used leaf first.""")
     BINDINGS: ClassVar = [
         Binding("up", "move(-1)", "node above", show=False, id="tree.up"),
         Binding("down", "move(1)", "node below", show=False, id="tree.down"),
@@ -55,9 +55,9 @@ of computing them. Nodes without users can be evicted; evict # is their order, t
         Binding("enter", "open", "details", show=False, id="tree.open"),
     ]
 
-    everything = False  # show every node
+    everything = False  # True: show every node
     search = ""
-    typing = False  # the user is typing a search
+    typing = False  # True: the user is typing a search
     top = 0  # the first row shown
     nodes: Sequence[int] = ()  # the node of each row
 
@@ -186,7 +186,7 @@ of computing them. Nodes without users can be evicted; evict # is their order, t
             self.post_message(Opened("node", chosen))
 
     def on_key(self, event: events.Key) -> None:
-        """While the user types a search, add the keys to it."""
+        """While the user types a search, add the keys to the search."""
         if event.key == "escape" and (self.typing or self.search):
             self.typing, self.search = False, ""
         elif not self.typing:
@@ -203,5 +203,5 @@ of computing them. Nodes without users can be evicted; evict # is their order, t
         self.repaint()
 
     def check_consume_key(self, key: str, character: str | None) -> bool:
-        """Returns True for a printable key while the user types a search: no binding then acts on the key."""
+        """Returns True for a printable key while the user types a search, so that no binding acts on the key."""
         return self.typing and character is not None and character.isprintable()
