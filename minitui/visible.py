@@ -76,7 +76,7 @@ class PlainStream:
 
 @contextlib.contextmanager
 def plain_output() -> Iterator[None]:
-    """Inside this context, control characters in stdout and stderr are replaced, and encoding raises no errors."""
+    """Inside this context, stdout and stderr replace control characters, and stdout replaces what it cannot encode."""
     before = sys.stdout, sys.stderr
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")

@@ -66,7 +66,7 @@ class Scheduler:
         self._rows = list(range(config.max_num_seqs))  # a heap of free rows
         self._committed = -1  # the last step committed
         self._joins: list[Request] = []  # the requests that this step admits
-        self._last_wait: tuple[int, str] | None = None  # request and obstacle of the last "wait" record
+        self._last_wait: tuple[int, str] | None = None  # the request and the obstacle in the last "wait" record
         self._writer = PlanWriter(cache, log)
         self._watermark = int(config.watermark * cache.allocator.total)
         self._lookup = PromptLookup(config.speculative_tokens) if config.speculative_tokens else None

@@ -34,7 +34,7 @@ class RequestView:
     table: list[int] = field(default_factory=list)
     node: int = 0
     shared_blocks: int = 0
-    base: int = 0  # number of tokens with KV: when it joined the decoding set; if it is not decoding, now
+    base: int = 0  # number of tokens with KV, when it joined the decoding set (if not decoding: now)
     joined_at: int = -1  # `State.ticks` when it joined the decoding set; -1: not decoding
     submitted: float = 0.0
     admitted: float = 0.0

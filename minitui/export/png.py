@@ -1,6 +1,6 @@
 """Converts an SVG picture of the application to PNG with a headless Chromium.
 
-Other converters draw the spaces and the corners of Textual's SVG at wrong places.
+Other converters draw spaces and corners of Textual's SVG in the wrong places.
 """
 
 from __future__ import annotations

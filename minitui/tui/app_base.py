@@ -67,7 +67,7 @@ class AppBase(App[int]):
         self.session.note = chats.left_out or self.session.note
         self.progress: dict[str, Any] | None = {"text": "starting the engine"}  # None: the engine is not starting
         self.replays: list[str] = []  # ids of chats that /replay made: each reports its cache hit when its answer ends
-        self.asking: Stage | None = None  # the running demo, which controls the engine and asks for predictions
+        self.asking: Stage | None = None  # the demo that runs now; it controls the engine and asks for predictions
         self.story = ""  # text of a demo or a recording, shown under the top bar
         for theme in THEMES:
             self.register_theme(theme)

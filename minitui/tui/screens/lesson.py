@@ -38,7 +38,8 @@ PANELS: dict[str, type[LinePanel]] = {
 }  # fmt: skip
 WIDE = 120  # columns; if the screen is at least this wide, panels are beside the text, otherwise below it
 HEIGHTS = {"step": 4, "occupancy": 1}  # rows of these panels; below the text, the other panels have PANEL_ROWS
-PANEL_ROWS, MIN_PANEL_ROWS = 9, 5
+PANEL_ROWS = 9
+MIN_PANEL_ROWS = 5  # below the text, a panel with nothing to show is hidden if fewer rows are left
 # Panel -> the second panel that is shown below it if the panels are beside the text.
 PARTNERS = {"step": "lanes", "occupancy": "map"}
 
