@@ -79,8 +79,8 @@ def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
 def _yarn(rope: RopeConfig, dim: int) -> torch.Tensor:
     """Returns the frequencies of YaRN (Peng et al. 2023).
 
-    Dimensions that turn often in the original context are kept, and slow dimensions are stretched. A ramp connects the
-    two groups.
+    Dimensions that turn often in the original context keep their frequencies; the frequencies of slow dimensions are
+    divided by the factor. Between the two groups, a ramp mixes both.
     """
 
     def dimension_that_turns(times: float) -> float:

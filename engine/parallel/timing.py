@@ -30,42 +30,42 @@ class Timings:
     """Microseconds of each collective, by rows (ascending powers of two from 1)."""
 
     nccl: list[float]  # a sum of [rows, H] over the ranks by NCCL
-    boxed: list[float]  # the same sum through the mailboxes, up to the largest sum that fits into them
+    mailbox: list[float]  # the same sum through the mailboxes, up to the largest sum that fits into them
     gathers: list[float]  # gathering the logits [rows, V] from all ranks
     elect: float  # choosing the best token of all vocabulary shards; 0 without mailboxes
 
     @property
     def direct_rows(self) -> int:
         """The number of rows up to which the mailboxes are faster than NCCL; 0 if they are never faster."""
-        faster = [boxed < nccl for boxed, nccl in zip(self.boxed, self.nccl, strict=False)]
+        faster = [mailbox < nccl for mailbox, nccl in zip(self.mailbox, self.nccl, strict=False)]
         count = faster.index(False) if False in faster else len(faster)
         return 1 << (count - 1) if count else 0
 
     def nccl_us(self, rows: int) -> float:
-        return between(self.nccl, rows)
+        return interpolated(self.nccl, rows)
 
     def sum_us(self, rows: int) -> float:
         """Microseconds of a sum of `rows` rows, by the faster path."""
-        return between(self.boxed if rows <= self.direct_rows else self.nccl, rows)
+        return interpolated(self.mailbox if rows <= self.direct_rows else self.nccl, rows)
 
     def note(self, why_not: str) -> str:
         """Returns the result as a sentence for the user. `why_not`: the reason why there are no mailboxes, if so."""
         nccl = f"NCCL, {self.nccl_us(1):.1f} us for one row"
-        if not self.boxed:
+        if not self.mailbox:
             return f"sums over ranks: {nccl}; no mailboxes, because {why_not}"
         if not self.direct_rows:
-            return f"sums over ranks: {nccl} (mailboxes: {self.boxed[0]:.1f})"
+            return f"sums over ranks: {nccl} (mailboxes: {self.mailbox[0]:.1f})"
         return (
-            f"sums over ranks: mailboxes up to {self.direct_rows} rows, {self.boxed[0]:.1f} us for one row "
+            f"sums over ranks: mailboxes up to {self.direct_rows} rows, {self.mailbox[0]:.1f} us for one row "
             f"(NCCL: {self.nccl_us(1):.1f})"
         )
 
     def draw_us(self, rows: int, gathered: bool) -> float:
         """Microseconds of the exchange between ranks to draw `rows` tokens. `gathered`: by gathering the logits."""
-        return between(self.gathers, rows) if gathered else self.elect
+        return interpolated(self.gathers, rows) if gathered else self.elect
 
 
-def between(times: list[float], rows: int) -> float:
+def interpolated(times: list[float], rows: int) -> float:
     """Returns the time for `rows` rows, interpolated between the powers of two below and above."""
     above = bisect_left([1 << k for k in range(len(times))], rows)
     if above >= len(times):
@@ -98,23 +98,23 @@ def measure(group: Group, hidden: int, dtype: torch.dtype) -> Timings:
     logits = torch.randn(256, -(-group.vocab_size // group.size), device=device).to(dtype)
     nccl = [_microseconds(group, partial(dist.all_reduce, x[:n])) for n in rows]
     gathers = [_microseconds(group, partial(group.gather, logits[:n])) for n in rows if n <= len(logits)]
-    boxed, elect_us = [], 0.0
+    mailbox, elect_us = [], 0.0
     if box is not None:
         from engine.kernels.mailbox import elect, sum_ranks
 
-        boxed = [_microseconds(group, partial(sum_ranks, x[:n], box)) for n in rows if box.holds(x[:n])]
+        mailbox = [_microseconds(group, partial(sum_ranks, x[:n], box)) for n in rows if box.holds(x[:n])]
         ids, last = (torch.zeros(256, dtype=torch.int64, device=device) for _ in range(2))
         entries = torch.arange(256, dtype=torch.int32, device=device)
         scores = torch.zeros(256, device=device)
         elect_us = _microseconds(group, partial(elect, scores, ids, entries, entries, last, box))
-    found = torch.tensor([*nccl, *boxed, *gathers, elect_us], dtype=torch.float64, device=device)
+    found = torch.tensor([*nccl, *mailbox, *gathers, elect_us], dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     numbers = iter(found.tolist())
 
     def next_like(like: list[float]) -> list[float]:
         return [next(numbers) for _ in like]
 
-    return Timings(next_like(nccl), next_like(boxed), next_like(gathers), next(numbers))
+    return Timings(next_like(nccl), next_like(mailbox), next_like(gathers), next(numbers))
 
 
 def _microseconds(group: Group, run: Callable[[], object]) -> float:

@@ -112,7 +112,7 @@ def main(
     file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("screenshots/shared-prefix.gif"),
     demo: Annotated[str, typer.Option(help=f"One of {', '.join(DEMOS)}.")] = "shared-prefix",
     size: Annotated[str, typer.Option(help="Columns x rows of the terminal.")] = "110x34",
-    beat: Annotated[float, typer.Option(help="Scale of the reading pauses.")] = 1.0,
+    beat: Annotated[float, typer.Option(help="Factor for the length of the pauses for reading.")] = 1.0,
     scale: Annotated[float, typer.Option(help="Device pixels per unit of the SVG.")] = 0.75,
 ) -> None:
     """Play a demo and write an animated GIF of it."""

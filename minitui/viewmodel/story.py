@@ -80,7 +80,8 @@ def _request(view: View, id: int) -> Story:
             story.tell("path" if i == 0 else "", about)
         private = len(request.table) - request.shared_blocks
         if private:
-            story.tell("private", f"{count(private, 'block')} not in the tree yet: not full, or tokens not all known")
+            why = "not full, or with tokens not known yet"
+            story.tell("private", f"{count(private, 'block')} not in the tree yet: {why}")
     return story
 
 
@@ -128,7 +129,7 @@ def _block(view: View, block: int) -> Story:
         if saved:
             story.tell("saved", f"{count(saved, 'prompt token')} taken from this block, not computed")
     elif shown.holders_of(block):
-        story.tell("tokens", "private: not in the tree yet, because it is not full or its tokens are not all known")
+        story.tell("tokens", "private: not in the tree yet, because the block is not full or has tokens not known yet")
     ago = view.engine_now - float(shown.changed[block])
     if ago < 1e8:
         story.tell("changed", f"{ago:.1f} s ago")

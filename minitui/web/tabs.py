@@ -14,7 +14,7 @@ from engine.errors import EngineError
 from minitui.web.process import WebProcess
 from minitui.web.site import Site, messages, stopped
 
-MAX_TABS = 32  # each tab has a process of 100 MB
+MAX_TABS = 32  # each tab has a process, which takes 100 MB
 COLUMNS, ROWS = (20, 1000), (5, 500)  # minimum and maximum of each
 
 

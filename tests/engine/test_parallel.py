@@ -392,7 +392,7 @@ def test_all_ranks_get_the_sampling_settings_of_a_row(checkpoints: dict[str, Pat
 
 
 def test_a_sum_takes_the_path_that_measured_faster() -> None:
-    timings = Timings(nccl=[12.0, 12, 13, 15, 20], boxed=[4.0, 5, 9, 16], gathers=[10.0, 20], elect=5.0)
+    timings = Timings(nccl=[12.0, 12, 13, 15, 20], mailbox=[4.0, 5, 9, 16], gathers=[10.0, 20], elect=5.0)
     assert timings.direct_rows == 4
     assert [timings.sum_us(n) for n in (1, 2, 3, 4, 5, 8, 12, 32)] == [4, 5, 7, 9, 13.5, 15, 17.5, 40]
     assert timings.nccl_us(3) == 12.5

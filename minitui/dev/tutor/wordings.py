@@ -135,6 +135,7 @@ class Wordings:
         return self._bend(self.fill(expand(rng.choice(self._unknown), rng), rng), 0.0, rng)
 
     def _salad(self, rng: random.Random) -> str:
+        """Returns random words after an opening."""
         words = [rng.choice(rng.choice((self._domain, self._common, self._glue))) for _ in range(rng.randint(3, 9))]
         return f"{rng.choice(self._openings)} {' '.join(words)}".strip()
 
@@ -168,6 +169,7 @@ class Wordings:
         return self._synonyms.replace(f"{rng.choice(self._openings)} {glued}".strip(), self._damage.synonym, rng)
 
     def _source(self, item: Item, rng: random.Random) -> str:
+        """Returns a wording of the item's question before any damage."""
         kind = rng.random()
         if item.names and kind < self._damage.template:
             aspect = rng.choice(list(item.names))
@@ -208,6 +210,7 @@ class Wordings:
         return rng.choice(self._templates[aspect]).replace("{x}", name)
 
     def _bend(self, text: str, severity: float, rng: random.Random) -> str:
+        """Returns the text with synonyms, lost words, foreign words, and sometimes its two parts swapped."""
         text = self._synonyms.replace(text.lower(), self._damage.synonym, rng)
         words = text.split()
         if severity:

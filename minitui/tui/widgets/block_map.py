@@ -86,9 +86,9 @@ class BlockMap(LinePanel):
     help_text = paragraphs("""\
 The pool of KV memory, one cell per block. A block holds the keys and values of 16 tokens, for all layers. A free block
 is unused. An active block belongs to one request. A shared block is read by several requests whose texts begin with
-the same tokens. A cached block is held by no request; the tree keeps it for prompts that begin with its tokens, and
-evicts it when blocks are needed. ▄ marks the block in which a request's next token is stored. Bright cells have just
-changed.""")
+the same tokens. A cached block is held by no request; the tree keeps it for prompts that begin with the same text,
+and evicts it when blocks are needed. ▄ marks the block in which a request's next token is stored. Bright cells have
+just changed.""")
     BINDINGS: ClassVar = [
         Binding("left", "move(-1, 0)", "block before", show=False, id="map.left"),
         Binding("right", "move(1, 0)", "block after", show=False, id="map.right"),
