@@ -8,7 +8,7 @@ from minitui.visible import PlainStream, visible_line
 
 
 class Status:
-    """A line that each call overwrites; writes nothing if the file is not a terminal."""
+    """A status line, which each call overwrites. Nothing is written if the file is not a terminal."""
 
     def __init__(self, file: TextIO) -> None:
         # The unfiltered stream: our own escape sequences must reach the terminal.

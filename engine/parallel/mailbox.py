@@ -43,7 +43,7 @@ def cells(lanes: int, size: int, words: int) -> int:
 
 
 def connect(store: Any, rank: int, size: int, hidden: int, device: torch.device, lanes: int = LANES) -> Mailbox:
-    """Returns this rank's mailbox. Every rank of the default group must call this, with one store for all of them.
+    """Returns this rank's mailbox. Every rank of the default group must call this. No other code may use `store`.
 
     Raises ImportError, AttributeError, TypeError or RuntimeError if symmetric memory does not work here. No rank may
     use its mailbox before this function has returned on all ranks.

@@ -1,4 +1,4 @@
-"""`minitui bench`: measures the machine's limits, then the engine, and prints what share of the limits it reaches."""
+"""`minitui bench`: measures the machine's limits, then the engine, and prints the engine's share of the limits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HELP = """Measure this machine, and the share of its limits that the engine reac
 
 \b
   minitui bench                     on a GPU: Qwen3-0.6B and 8B with random weights; else the bundled model
-  minitui bench --model DIR         a checkpoint; with --dummy-weights DIR needs only a config.json
+  minitui bench --model DIR         a checkpoint; with --dummy-weights, DIR needs only config.json
   minitui bench --shape 8B --json   one built-in shape, as JSON
   minitui bench --url ADDRESS       measure a server; minitui bench --url ADDRESS --help lists the options
 """
@@ -37,13 +37,13 @@ class Options:
     dummy_weights: Annotated[
         bool, typer.Option("--dummy-weights", help="Random weights; reads only config.json.")
     ] = False
-    shape: Annotated[list[str] | None, typer.Option(help="Built-in shape: 0.6B, 8B or 30B-A3B; may repeat.")] = None
+    shape: Annotated[list[str] | None, typer.Option(help="Built-in shape: 0.6B, 8B or 30B-A3B; repeatable.")] = None
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
     quantization: Annotated[str, typer.Option(help="none; int8 on a CPU; fp8 on a GPU.")] = "none"
     tensor_parallel_size: Annotated[int, typer.Option(help="Number of ranks that share the model.")] = 1
-    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Do not use CUDA graphs.")] = False
     overlap: Annotated[str, typer.Option(help="auto, on or off: plan a step while the previous one runs.")] = "auto"
-    attention_backend: Annotated[str, typer.Option(help="As in minitui chat: flash,triton.")] = "auto"
+    attention_backend: Annotated[str, typer.Option(help="As in minitui chat, for example flash,triton.")] = "auto"
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, or fp8: 8-bit keys and values.")] = "auto"
     max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of a step, on a GPU.")] = 16_384
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: one fewer than there are cores.")] = None
@@ -61,12 +61,12 @@ class Options:
 
 
 def bench(context: typer.Context) -> None:
-    """Measure speed: this machine's, or with --url a server's."""
+    """Measure the speed of this machine, or with --url of a server."""
     main(context.args)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command with `arguments` (None: those of this process) and exits."""
+    """Runs the command with `arguments` (None: the arguments of this process) and exits."""
     given = sys.argv[1:] if arguments is None else arguments
     if any(one == "--url" or one.startswith("--url=") for one in given):
         from minitui.bench.load import HELP as LOAD_HELP
@@ -86,19 +86,19 @@ def measure(options: Options) -> None:
         raise typer.BadParameter(f"{min(unknown)!r} is not one of {', '.join(SIZES)}", param_hint="--shape")
     with Status(sys.stderr) as status:
         status({"text": "measuring the machine …"})
-        report = _with_model(options, say_nothing if options.json else partial(_say, status))
+        report = _report(options, say_nothing if options.json else partial(_say, status))
     if options.json:
         print(json_text(report, indent=2))
 
 
-def _with_model(options: Options, say: Any) -> dict[str, Any]:
-    """The report: the machine's limits, and each model's rows."""
+def _report(options: Options, say: Any) -> dict[str, Any]:
+    """Returns the machine's limits and each model's rows, and calls `say` with their lines."""
     import torch
 
     from minitui.bench.limits import measure_limits
 
     on_gpu = torch.cuda.is_available() and options.device != "cpu"
-    if not on_gpu:  # measure with the threads that the engine uses
+    if not on_gpu:  # measure with as many threads as the engine uses
         torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 2) - 1))
     fp8 = torch.float8_e4m3fn if options.quantization == "fp8" else torch.bfloat16
     limits = measure_limits(torch.device("cuda" if on_gpu else "cpu"), fp8 if on_gpu else torch.float32)
@@ -108,7 +108,7 @@ def _with_model(options: Options, say: Any) -> dict[str, Any]:
     report: dict[str, Any] = {"device": name, "torch": torch.__version__, "limits": vars(limits), "models": {}}
     with tempfile.TemporaryDirectory(prefix="minitui-bench-") as folder:
         for shape, model, dummy in models(options, Path(folder), on_gpu):
-            # The reference figures are for 16-bit caches; this label has none.
+            # The reference figures are for 16-bit caches: with an 8-bit cache, the label has none.
             label = f"{shape}, fp8 KV cache" if options.kv_cache_dtype == "fp8" else shape
             say(f"\n{label}")
             report["models"][label] = _measure(label, model, dummy, options, limits, on_gpu, say)
@@ -119,7 +119,7 @@ def _with_model(options: Options, say: Any) -> dict[str, Any]:
 
 
 def engine_options(options: Options, dummy: bool, on_gpu: bool, max_context: int) -> dict[str, Any]:
-    """The fields of the EngineConfig for all measurements."""
+    """Returns the fields of EngineConfig for all measurements."""
     chosen: dict[str, Any] = {
         "dummy_weights": dummy, "load_tokenizer": False, "device": options.device,
         "enforce_eager": options.enforce_eager, "overlap": options.overlap,
@@ -134,7 +134,7 @@ def engine_options(options: Options, dummy: bool, on_gpu: bool, max_context: int
 
 
 def _say(status: Status, *lines: object, sep: str = " ") -> None:
-    """Prints lines, then shows a status until the next ones."""
+    """Prints lines, then shows a status until the next call."""
     status.clear()
     print(*lines, sep=sep, flush=True)
     status({"text": "measuring …"})
@@ -145,7 +145,7 @@ def say_nothing(*lines: object, sep: str = " ") -> None:
 
 
 def models(options: Options, folder: Path, on_gpu: bool) -> Iterator[tuple[str, str, bool]]:
-    """(label, model, random weights?) of each model to measure."""
+    """Yields (label, model, True if its weights are random) for each model to measure."""
     from minitui.bench.shapes import MEASURED, write_config
 
     if options.model:
@@ -228,7 +228,7 @@ def _measure(
 
 
 def run_alone() -> NoReturn:
-    """`python -m minitui.bench`: prints an EngineError as a sentence."""
+    """Runs `python -m minitui.bench`, and prints an EngineError as a sentence."""
     try:
         main()
     except EngineError as error:

@@ -1,4 +1,4 @@
-"""Makes a chat's next prompt: the ids of the rendered template, with the kept ids of earlier turns where they match."""
+"""Makes a chat's next prompt: the rendered template, in which kept ids replace the ids of the same text."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt. Its first `kept` ids equal the ids that the conversation kept. If the prompt differs from them,
-    `diverges_at` is the first token that differs and `reason` says why."""
+    """A prompt. Its first `kept` ids are also the first ids that the conversation kept.
+
+    If the conversation kept more ids, and the prompt differs from them, `diverges_at` is the index of the first
+    difference, and `reason` says why.
+    """
 
     ids: list[int]
     kept: int = 0
@@ -38,8 +41,8 @@ def continue_prompt(rendered: list[int], kept: list[int], codec: Codec) -> Promp
     """Returns the rendered prompt with as many of the `kept` ids as possible.
 
     Both lists are split into pieces at control tokens. A kept piece replaces the rendered piece if both have the same
-    text, because a model may write a text with other tokens than the tokenizer. The first piece whose text differs, and
-    all later pieces, are the rendered ones.
+    text, because a model may generate other tokens for a text than the tokenizer. The first piece whose text differs,
+    and all later pieces, are rendered pieces.
     """
 
     def text_of(piece: list[int]) -> str:
@@ -61,13 +64,13 @@ def continue_prompt(rendered: list[int], kept: list[int], codec: Codec) -> Promp
             # The answer was cut short, and the rendered text continues it.
             return Prompt(ids + old[index] + rest + _joined(new[index + 1 :]), kept=len(kept))
         elif index == len(new) - 1 and old[index][: len(piece)] == piece:
-            ids += piece  # the kept answer has more text than the rendered one
+            ids += piece  # the kept answer is longer than the rendered answer
         else:
             at = len(ids) + _common(old[index], piece)
             reason = _difference(text_of(old[index]), text_of(piece), index)
             return Prompt(ids + _joined(new[index:]), at, at, reason)
     else:
-        # All rendered pieces matched. Kept pieces may be left over, after a message was removed.
+        # All rendered pieces matched. If a message was removed, there are more kept pieces than rendered pieces.
         return Prompt(ids, len(ids))
     return Prompt(ids + _joined(new[len(old) :]), len(ids))
 
@@ -77,12 +80,12 @@ def _joined(pieces: list[list[int]]) -> list[int]:
 
 
 def _control(a: list[int], b: list[int], codec: Codec) -> bool:
-    """True if either of two different pieces is a control token; their texts then differ."""
+    """Returns True if one of two different pieces is a control token, because then their texts differ."""
     return a[0] in codec.special_ids or b[0] in codec.special_ids
 
 
 def _pieces(ids: list[int], special: frozenset[int]) -> list[list[int]]:
-    """Splits the ids at control tokens; each control token is a separate piece."""
+    """Returns the ids split at control tokens. Each control token is a separate piece."""
     pieces: list[list[int]] = []
     run: list[int] = []
     for token in ids:
@@ -99,7 +102,7 @@ def _pieces(ids: list[int], special: frozenset[int]) -> list[list[int]]:
 
 
 def _rest(old: list[int], piece: list[int], text_of: Callable[[list[int]], str]) -> list[int] | None:
-    """Returns the ids of `piece` that follow the text of `old`; None if no token begins exactly there."""
+    """Returns the ids of `piece` after the text of `old`; None if no id begins exactly where that text ends."""
     beginning, whole = text_of(old), text_of(piece)
     if not whole.startswith(beginning):
         return None

@@ -38,13 +38,13 @@ def demo(
     \b
       minitui demo shared-prefix     four chats share the blocks of one system prompt
       minitui demo cache             the same six requests with the prefix cache off and on
-      minitui demo chunked-prefill   a long prompt while answers run: in one step and in chunks
+      minitui demo chunked-prefill   a long prompt during other answers: in one step and in chunks
       minitui demo eviction          a full pool: predict whose blocks are evicted
       minitui demo preemption        a pool that is too small: predict which request is preempted
       minitui demo fork              one conversation with four continuations
       minitui demo batching          static and continuous batching
-      minitui demo speculation       draft tokens are copied from the text; one step checks several
-      minitui demo cache --plain     the same as text
+      minitui demo speculation       draft tokens are copied from the text; one step checks several tokens
+      minitui demo cache --plain     print the demo `cache` as text
     """
     from minitui.teaching.demo import DEMOS, print_demo
     from minitui.tui.demo import play_in_app
@@ -87,7 +87,7 @@ def lesson(
     \b
       minitui lesson              list the lessons
       minitui lesson 8            the radix cache
-      minitui lesson 8 --plain    the same as text
+      minitui lesson 8 --plain    print lesson 8 as text
     """
     from minitui.teaching.lessons import LESSONS
     from minitui.teaching.lessons import lesson as find_lesson
@@ -124,7 +124,7 @@ def lesson_source(number: int) -> tuple[Choice, LocalSource, Any]:
 
 
 def _columns(rows: list[tuple[str, str]]) -> str:
-    """Returns `rows` as two columns; the second is wrapped to the width of the terminal."""
+    """Returns `rows` as two columns. The second column is wrapped to the width of the terminal."""
     widest = max(len(name) for name, _ in rows) + 3
     room = max(24, shutil.get_terminal_size().columns - widest)
     return "\n".join(

@@ -2,8 +2,8 @@
 
 Metrics that vLLM does not have begin with "minitui:".
 
-Most are computed from the engine's records, and so include requests whose caller has disconnected. The answers
-(answer.py) count generated tokens, and n, max_tokens and the longest sample of each request.
+Most metrics are computed from the engine's records, so they include requests whose client has disconnected. answer.py
+counts the generated tokens, and the n, the max_tokens and the longest sample of each request.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class Metrics:
         self.waiting = Gauge("vllm:num_requests_waiting", "Requests waiting to be admitted.")
         self.waiting_for = Gauge(
             "vllm:num_requests_waiting_by_reason",
-            "Waiting requests by reason: no room (capacity) or a closed gate (deferred).", "reason",
+            "Waiting requests by reason: no room (capacity) or a paused engine (deferred).", "reason",
         )  # fmt: skip
-        self.awake = Gauge("vllm:engine_sleep_state", "1 for the engine's state, else 0; absent without an engine.",
+        self.awake = Gauge("vllm:engine_sleep_state", "1 for the present state, else 0; absent without an engine.",
                            "sleep_state")  # fmt: skip
         self.usage = Gauge("vllm:kv_cache_usage_perc", "Share of KV blocks that requests use, 0 to 1.")
         self.cached = Gauge("minitui:kv_cache_cached_perc", "Share of KV blocks that are cached but unused, 0 to 1.")
         self.cache_config = Info("vllm:cache_config_info", "The configuration of the KV cache.")
         self.preemptions = Counter(
-            "vllm:num_preemptions_total", "Requests put back into the queue: no blocks left, or a failed step."
+            "vllm:num_preemptions_total", "Requests put back into the queue, for lack of blocks or after a failed step."
         )
         self.queries = Counter("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.")
         self.hits = Counter("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache.")
@@ -64,9 +64,11 @@ class Metrics:
         self.lost = Counter("minitui:records_lost_total", "Engine records lost because they came too fast.")
         self.restarts = Counter("minitui:engine_restarts_total", "Restarts of the engine process.")
         self.ttft = Histogram("vllm:time_to_first_token_seconds", "Seconds until the first token.", LATENCY)
-        self.tpot = Histogram("vllm:time_per_output_token_seconds", "Mean seconds per token of a request.", PER_TOKEN)
+        self.tpot = Histogram(
+            "vllm:time_per_output_token_seconds", "Mean seconds between tokens of a request.", PER_TOKEN
+        )
         self.per_token = Histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean seconds per token of a request.", PER_TOKEN
+            "vllm:request_time_per_output_token_seconds", "Mean seconds between tokens of a request.", PER_TOKEN
         )
         self.inter_token = Histogram("vllm:inter_token_latency_seconds", "Seconds between two tokens.", PER_TOKEN)
         self.e2e = Histogram("vllm:e2e_request_latency_seconds", "Seconds from submission to the end.", LATENCY)

@@ -16,11 +16,11 @@ from minitui.protocol import is_loopback
 from minitui.sources.bounds import BoundedClient, Excess, httpx
 
 CONNECT_S = 5.0
-CLOSE_S = 1.0  # the time that connections get to close
-SILENCE_S = 35.0  # the read timeout; servers send at least a comment more often
+CLOSE_S = 1.0  # the longest time to wait for connections to close
+SILENCE_S = 35.0  # the read timeout; a minitui server sends events or comments at shorter intervals
 MAX_EVENT = 8 << 20
-QUIET_S = 600.0  # a request in a queue may get only comments for this long
-MAX_VALUES = 4_000_000  # strings, lists and objects in a JSON document; each takes about 60 bytes of memory
+QUIET_S = 600.0  # how long a queued request may receive only comments
+MAX_VALUES = 4_000_000  # quotation marks, lists and objects in a JSON document; each value takes about 60 bytes
 MAX_CHARACTERS, MAX_PIECES = 16 << 20, 1 << 18  # the limits of one answer
 MAX_MESSAGE = 2_000  # characters of a server's error message
 # Errors after the connection was made.
@@ -50,7 +50,7 @@ class Overloaded(InvalidRequest):
 
 
 def normalise(url: str) -> str:
-    """Returns the base address of the server that a user typed. Raises InvalidRequest if `url` is not an address."""
+    """Returns a server's base address, from `url` as typed by a user. Raises InvalidRequest if it is not an address."""
     text = url.strip() if "://" in url else f"http://{url.strip()}"
     text = text.rstrip("/")
     try:
@@ -73,7 +73,7 @@ def _tls_context(https: bool) -> ssl.SSLContext:
 def open_client(url: str, key: str = "", client: str = "") -> httpx.AsyncClient:
     """Returns a client for one server, bound to the running event loop.
 
-    `client`: an id by which a minitui server recognises the client that closed the gate.
+    `client`: an id by which a minitui server recognises the client that paused the engine.
     """
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     if client:
@@ -144,7 +144,7 @@ def unreachable(url: str, error: Exception) -> EngineDead:
 
 
 def load_json(text: str | bytes) -> Any:
-    """Returns the value of a server's JSON document. Raises EngineError if it is not JSON, too large or too deep."""
+    """Returns the value of a server's JSON document. Raises EngineError if it is no JSON, too large or too deep."""
     document = text.encode("utf-8", "replace") if isinstance(text, str) else text
     parts = sum(document.count(sign) for sign in (b"[", b"{", b'"'))
     if parts > MAX_VALUES:

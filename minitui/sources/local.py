@@ -1,4 +1,4 @@
-"""A Source for an engine on this machine. Its process starts after the application has drawn its first screen."""
+"""A Source for an engine on this machine. The engine starts after the application has drawn its first screen."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LocalSource(Source):
             self.info = {**self._client.info, **({"model": self._label} if self._label else {})}
 
     def _died(self, sentence: str) -> None:
-        if self.info:  # an engine that ends earlier makes `start` raise
+        if self.info:  # if the engine ends before it is ready, `start` raises the error
             super()._died(sentence)
 
     async def close(self) -> None:

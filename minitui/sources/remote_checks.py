@@ -1,7 +1,7 @@
 """Checks the types, ranges and sizes of data from a minitui server, before the data is stored or applied.
 
-Records and snapshots pass the checks of a trace (minitui/trace/check.py, minitui/trace/follow.py). This module adds
-checks of data that a trace does not have: sizes that grow over hours, facts about the engine, and answers.
+Records and snapshots get the same checks as in a trace (minitui/trace/check.py, minitui/trace/follow.py). This module
+adds checks of answers, of facts about the engine, and of sizes that may grow for hours.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from minitui.trace.follow import Follower
 
 MOST_TEXT = 4_096  # characters of a name or a reason; thousands of such texts are kept
 MOST_REQUESTS = 1 << 16
-MOST_LOADS = 1 << 16  # expert loads in a record: layers times experts; hundreds of such records are kept
+MOST_LOADS = 1 << 16  # expert loads (layers times experts) in a record; hundreds of these records are kept
 
 
 class Refused(EngineError):
@@ -49,13 +49,13 @@ def records(data: Any) -> list[Record]:
             raise Refused(f"a text in record {row[0]:,} ({record[2]}) has more than {MOST_TEXT:,} characters")
         if record[2] == "experts" and sum(len(tokens) for _, tokens in record[4]) > MOST_LOADS:
             raise Refused(f"record {row[0]:,} has more than {MOST_LOADS:,} expert loads")
-        # Thousands of records are kept: those of one kind share its string.
+        # Thousands of records are kept, so all records of a kind share one string.
         checked.append((*record[:2], intern(record[2]), *record[3:]))
     return checked
 
 
 def snapshot(data: Any) -> dict[str, Any]:
-    """Returns a snapshot, checked, in the form of engine.trace.state, plus "began"."""
+    """Returns the checked snapshot: the fields of engine.trace.state, and "began"."""
     if type(data) is not dict or not _text(data.get("began")):
         raise Refused("its snapshot does not name the engine")
     try:
@@ -104,7 +104,7 @@ def accepted(event: dict[str, Any]) -> tuple[int, int | None]:
 
 
 def delta(event: Any) -> dict[str, Any]:
-    """Returns a piece of an answer, checked: text, ids, finish_reason (empty before the end) and metrics."""
+    """Returns the checked piece of an answer: text, ids, finish_reason (empty before the end) and metrics."""
     if type(event) is not dict or type(event.get("text")) is not str or not _tokens(event.get("ids")):
         raise Refused("a piece of its answer has no text and ids")
     if not _text(event.get("finish_reason") or ""):
@@ -151,7 +151,7 @@ def _tokens(value: Any) -> bool:
 
 
 def _generation(value: Any) -> bool:
-    """Is this a valid generation_config of a checkpoint?"""
+    """Returns True if `value` is a valid generation_config of a checkpoint."""
     if value is None:
         return True
     return type(value) is dict and all(

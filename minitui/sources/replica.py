@@ -93,7 +93,7 @@ class Replica:
     async def until_unreachable(self) -> None:
         """Wait until the server stops answering polls."""
         if self.poller is not None:
-            await self.poller.away.wait()
+            await self.poller.unreachable.wait()
 
     # ---- connection
 

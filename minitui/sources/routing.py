@@ -1,16 +1,16 @@
-"""Chooses which of several replicas answers a chat, from the chat and the replicas' addresses and loads alone.
+"""Chooses which of several replicas answers a chat. Only the chat, and the replicas' addresses and loads, decide.
 
-1. A chat stays with the replica that wrote its last answer: its cache holds the whole conversation.
+1. A chat stays with the replica that wrote its last answer: the cache of that replica holds the whole conversation.
 2. A chat without an answer is routed by its prefix: its system prompt, or else its first question. The hash of prefix
    and replica is the replica's weight, and the replica with the highest weight gets the chat. So chats that begin alike
    use the same cache, and no table is needed. When a replica leaves, only its own chats move, each to the replica with
    the next highest weight. (Rendezvous hashing: Thaler and Ravishankar, "Using name-based mappings to increase hit
    rates", IEEE/ACM ToN 1998.)
-3. A full replica is asked last. A replica is full when its requests, running and waiting, reach its share: SLACK times
-   the mean number of requests over the usable replicas, but at least FEW, because a batch of FEW requests costs hardly
-   more than one request. The share is above the mean, so at least one replica always has room. ("Consistent hashing
-   with bounded loads": Mirrokni, Thorup and Zadimoghaddam, 2016, with rendezvous order instead of the ring. SGLang's
-   router makes a similar trade-off: it routes by prefix until the loads differ too much.)
+3. A full replica is asked last. A replica is full when its requests, running and waiting, reach a limit: SLACK times
+   the mean number of requests over the usable replicas, but at least FEW. (A batch of FEW requests takes hardly longer
+   than one request.) The limit is above the mean, so at least one replica always has room. ("Consistent hashing with
+   bounded loads": Mirrokni, Thorup and Zadimoghaddam, 2016, with rendezvous order instead of the ring. SGLang's router
+   makes a similar trade-off: it routes by prefix until the loads differ too much.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-SLACK = 1.25
+SLACK = 1.25  # times the mean number of requests
 FEW = 4  # requests
 
 
@@ -51,10 +51,10 @@ class Opening:
 
 
 def opening_of(session: Conversation) -> Opening:
-    """Returns the opening of a chat."""
+    """Returns the data that route a chat."""
     first = next((m.text for m in session.messages if m.role == "user"), "")
-    written = (m.metrics["replica"]["url"] for m in reversed(session.messages) if "replica" in m.metrics)
-    return Opening(session.system or first, next(written, ""))
+    addresses = (m.metrics["replica"]["url"] for m in reversed(session.messages) if "replica" in m.metrics)
+    return Opening(session.system or first, next(addresses, ""))
 
 
 def rank(prefix: str, names: Iterable[str]) -> list[str]:

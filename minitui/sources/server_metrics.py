@@ -1,6 +1,6 @@
-"""The state of a server from its Prometheus page, which is polled.
+"""Polls the Prometheus page of a server, and reads the server's state from it.
 
-vLLM's, SGLang's and minitui's pages are understood. A value that the page lacks is None, never zero. A server that
+The pages of vLLM, SGLang and minitui are understood. A value that the page lacks is None, never zero. A server that
 cannot be reached is polled at growing intervals.
 """
 
@@ -21,16 +21,16 @@ from minitui.sources.http import httpx, load_json, reason_of
 from minitui.text import duration
 
 POLL_S = 2.0
-BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # between attempts to reach an unreachable server
-PATIENCE_S = 6.0  # a server that answers later than this counts as unreachable
+BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)  # seconds between attempts to reach an unreachable server
+PATIENCE_S = 6.0  # seconds; a server that takes longer to answer counts as unreachable
 MAX_PAGE = 4 << 20
-KEPT = 120  # polls
+KEPT = 120  # polls in the history
 NO_KNOWN_NAME = "its /metrics page has no metric that minitui knows"
 
 
 @dataclass
 class ServerMetrics:
-    """The values of one page; None is unknown. Shares are from 0 to 1, token counts since the server's start."""
+    """The values of one page; None: unknown. Shares range from 0 to 1; token counts begin at the server's start."""
 
     running: float | None = None
     waiting: float | None = None
@@ -79,7 +79,7 @@ WANTED = (
     | {name for pair in HITS for name in pair}
     | {f"{name}_{part}" for name in FIRST for part in ("sum", "count")}
 )
-RANKS = {"tp_rank", "pp_rank", "moe_ep_rank"}  # labels of SGLang: each rank of an engine reports the whole engine
+RANKS = {"tp_rank", "pp_rank", "moe_ep_rank"}  # SGLang labels: each rank of an engine reports the engine's values
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -99,16 +99,16 @@ def read_samples(text: str) -> dict[str, list[float]]:
         except ValueError:
             continue
         if math.isfinite(value):  # NaN: the server has no value yet
-            engine = tuple(sorted((name, of) for name, of in labels.items() if name not in RANKS))
-            of_name = samples.setdefault(found[1], {})
-            of_name[engine] = max(value, of_name.get(engine, value))
+            engine = tuple(sorted((label, text) for label, text in labels.items() if label not in RANKS))
+            by_engine = samples.setdefault(found[1], {})
+            by_engine[engine] = max(value, by_engine.get(engine, value))
     return {name: list(values.values()) for name, values in samples.items()}
 
 
 def read_page(text: str, before: ServerMetrics | None = None, seconds: float = 0.0) -> ServerMetrics:
     """Returns the metrics of a Prometheus page.
 
-    If the page lacks the rate of tokens, it is computed from `before`: the metrics `seconds` earlier.
+    If the page lacks tokens_per_s, the rate is computed from `before`, the metrics of `seconds` earlier.
     """
     samples = read_samples(text)
     metrics = ServerMetrics()
@@ -138,21 +138,21 @@ def trouble_of(error: Exception) -> str:
 
 
 def wait_after(failures: int) -> float:
-    """Returns the seconds until the next attempt, after this many failed ones in a row."""
+    """Returns the seconds until the next attempt, after this many failed attempts in a row."""
     return BACKOFF_S[min(failures, len(BACKOFF_S)) - 1] * random.uniform(0.8, 1.2)
 
 
 class MetricsPoller:
-    """Polls one server. `metrics`: the last page; `trouble`: a sentence while the server cannot be used, else empty."""
+    """Polls one server. `metrics`: the last page's values; `trouble`: why the server is unusable; empty if usable."""
 
     def __init__(self, http: httpx.AsyncClient, ready: str = "") -> None:
         """`ready`: a path that answers 503 while the server takes no requests; empty: there is no such path."""
         self.metrics = ServerMetrics()
         self.history: deque[ServerMetrics] = deque(maxlen=KEPT)  # one for each poll
         self.trouble = ""
-        self.no_metrics = ""  # a sentence: why the page gives no metrics; empty if it gives some
+        self.no_metrics = ""  # why the page has no known metrics, as a sentence; empty if it has some
         self.retry_at = 0.0  # the time of the next poll, as time.monotonic()
-        self.away = asyncio.Event()  # set while the server does not answer
+        self.unreachable = asyncio.Event()  # set while the server does not answer
         self.answers = 0  # polls that were answered
         self.on_return: Callable[[], None] = lambda: None  # called when the server answers again
         self._http, self._ready = http, ready
@@ -173,9 +173,9 @@ class MetricsPoller:
                     await self._poll_now.wait()
 
     def report_failure(self, reason: str) -> None:
-        """Call this if a request did not reach the server. Polls at once; `away` is set until a poll is answered."""
+        """Poll at once, because a request did not reach the server. `unreachable` is set until a poll is answered."""
         self.trouble, self.metrics = reason, ServerMetrics()
-        self.away.set()
+        self.unreachable.set()
         self._poll_now.set()
 
     async def ask(self) -> None:
@@ -188,9 +188,9 @@ class MetricsPoller:
             self.trouble = trouble_of(error)
             self.metrics = ServerMetrics()
             self._failures += 1
-            self.away.set()
+            self.unreachable.set()
             return
-        was_away, now = bool(self._failures), time.monotonic()
+        was_unreachable, now = bool(self._failures), time.monotonic()
         usable = page.status_code == 200 and len(page.content) < MAX_PAGE
         self.metrics = read_page(page.text, self.metrics, now - self._answered_at) if usable else ServerMetrics()
         if self.metrics != ServerMetrics():
@@ -199,9 +199,9 @@ class MetricsPoller:
             self.no_metrics = NO_KNOWN_NAME if usable else f"its /metrics answers {page.status_code}"
         self._answered_at, self._failures = now, 0
         self.trouble = trouble
-        self.away.clear()
+        self.unreachable.clear()
         self.answers += 1
-        if was_away:
+        if was_unreachable:
             self.on_return()
 
     async def _not_ready(self) -> str:

@@ -1,7 +1,7 @@
 """Every action of the application: its key outside the prompt, its slash command, and one sentence about it.
 
 Bindings, slash commands, the palette and the help are made from ACTIONS. The table [keys] of settings.toml can change
-the key of an action: it names the action by its `id`.
+the key of an action. An entry of this table names the action by its `id`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Action:
-    """An action. `key` holds Textual's names of its keys, separated by commas. `slash` is the slash command without its
-    slash, and `takes` its argument in the help. `footer` is the word in the status bar; without it, the action is not
-    shown there.
+    """An action. `key` holds Textual's names of the action's keys, separated by commas. `slash` is the slash command
+    without the slash. `takes` is the command's argument, as the help shows it. `footer` is the action's word in the
+    status bar; an action without this word is not shown there.
     """
 
     id: str
@@ -31,7 +31,7 @@ _TABLE = {
     "Chats": (
         Action("write", "Write", key="i,enter", footer="write", help="Go to the prompt."),
         Action("keys", "Leave the prompt", key="ctrl+g", slash="keys",
-            help="Leave the prompt, so that letters are keys. The answer continues (esc would cancel it). This key "
+            help="Leave the prompt: letters are then keys. The answer continues (esc would cancel it). This key "
                  "works only in the prompt."),
         Action("new", "New chat", key="o", slash="new", takes="[title]", footer="new",
             help="Open an empty chat with the default system prompt."),
@@ -84,7 +84,7 @@ _TABLE = {
     ),
     "Engine": (
         Action("freeze", "Freeze the view", key="space", slash="freeze", footer="freeze",
-            help="Freeze the picture. The engine keeps running; the top bar says how far the picture is behind it."),
+            help="Freeze the picture. The engine keeps running; the top bar shows how far the picture is behind."),
         Action("gate", "Pause the engine", key="p", slash="pause", footer="pause",
             help="Pause the engine between two steps, or let it run again."),
         Action("step", "One step", key="n", slash="step", takes="[count]", footer="step",
@@ -101,7 +101,7 @@ _TABLE = {
         Action("forward", "Forward in time", key="full_stop",
             help="Show the engine one step later, up to now (inspect)."),
         Action("now", "Back to now", key="end", slash="now",
-            help="Return from the past to the present. A new question, or a key that runs the engine, also returns."),
+            help="Return from the past to the present. A new question, or a key that runs the engine, does the same."),
         Action("clear", "Clear the cache", slash="clear-cache",
             help="Empty the radix tree; the next prompt is computed from its first token."),
         Action("reset", "Start over", key="X", slash="reset",

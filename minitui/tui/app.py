@@ -39,12 +39,12 @@ QUIT_WITHIN_S = 2.0  # longest time between the two presses of ctrl+c that quit
 
 
 class MinituiApp(AppBase):
-    """The application over one source. `load_codec` makes the tokenizer from the source's info, in a thread.
+    """The application for one source. `load_codec` makes the tokenizer from the source's info; it runs in a thread.
 
     `script` runs after the engine's start. `guard` restores the terminal at the end; None if there is no terminal.
     """
 
-    HELP_FIRST: ClassVar[tuple[tuple[str, str], ...]] = ()  # (title, text) pairs before the help of the screen
+    HELP_FIRST: ClassVar[tuple[tuple[str, str], ...]] = ()  # (title, text) pairs shown before the help of a screen
     MODES: ClassVar[dict[str, Any]] = {"chat": ChatScreen, "inspect": InspectScreen, "lecture": LectureScreen}
     DEFAULT_MODE = "chat"
     CSS = """
@@ -64,7 +64,7 @@ class MinituiApp(AppBase):
         Binding("ctrl+c", "interrupt", "Copy or quit", id="interrupt", show=False, priority=True,
                 tooltip="Copy the selection; a second press quits"),
         *(Binding(a, f"guess({i})", f"Guess {a}", id=f"guess.{a}", show=False, priority=True, system=True,
-                  tooltip="While a demo asks for a prediction") for i, a in enumerate(LETTERS)),
+                  tooltip="Works while a demo asks for a prediction") for i, a in enumerate(LETTERS)),
     ]  # fmt: skip
 
     def __init__(
@@ -117,7 +117,7 @@ class MinituiApp(AppBase):
         self.view.ids_to_text = partial(codec.decode, skip_special_tokens=False)
         await self.feed.sync()
         gc.collect()
-        gc.set_threshold(20_000, 20, 100)  # full collections are rare: each is a visible pause
+        gc.set_threshold(20_000, 20, 100)  # makes full collections rare, because each is a visible pause
         gc.freeze()  # later collections skip the objects that exist now
         if self._script and not again:
             await self._script(self)
@@ -172,7 +172,7 @@ class MinituiApp(AppBase):
                     screen.paint(self.view)
                 break
 
-    # ---- what screens and commands ask for (see AppBase)
+    # ---- called by screens and commands (see AppBase)
 
     def run_command(self, action: str, argument: str = "") -> None:
         self.commands.run(action, argument)
@@ -199,7 +199,7 @@ class MinituiApp(AppBase):
             screen.transcript.focus()
 
     def open_mode(self, mode: str) -> None:
-        self.leave_prompt()  # so that letters are keys when the user returns to the chats
+        self.leave_prompt()  # letters are then keys when the user returns to the chats
         self.switch_mode(mode)
 
     def ask_text(self, title: str, text: str, then: Callable[[str], None], lines: bool = False) -> None:
@@ -273,7 +273,7 @@ class MinituiApp(AppBase):
             self.call_later(self.leave_prompt)  # outside the prompt q quits, as the dialog says
 
     def _answered(self, session: Session) -> None:
-        """Called when a chat's answer ends. A replay reports its cache hit."""
+        """Called when a chat's answer ends. If the chat is a replay, set its note to the cache hit."""
         metrics = session.messages[-1].metrics
         if session.id in self.replays and metrics:
             self.replays.remove(session.id)
@@ -303,7 +303,7 @@ class MinituiApp(AppBase):
             self.asking.guess(choice)
 
     def action_do(self, action: str) -> None:
-        """Run one of ACTIONS. In a dialog do nothing: if a key is pressed twice, the first press may open it."""
+        """Run one of ACTIONS. In a dialog do nothing: the first of two quick presses may have opened it."""
         if not isinstance(self.screen, ModalScreen):
             self.commands.run(action)
 

@@ -30,13 +30,13 @@ from minitui.viewmodel.narrate import narrate
 
 NEED_AN_ENGINE = {"chat", "clear", "restart"}
 SPEEDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-JUMP = 0.05  # as a share of the recording
+JUMP = 0.05  # the share of the recording that one jump covers
 NO_CHATS = NOT_OFFERED["Chats"]
 REST = " … (press 3 for more)"
 
 
 def shortened(text: str, width: int, lines: int) -> str:
-    """Returns as many sentences of `text` as fit into `lines` lines of `width` cells. REST replaces the others."""
+    """Returns the first sentences of `text` that fit into `lines` lines of `width` cells; REST replaces the others."""
     if len(textwrap.wrap(text, width)) <= lines:
         return text
     sentences = re.split(r"(?<=\.) (?=\S)", text)
@@ -46,7 +46,7 @@ def shortened(text: str, width: int, lines: int) -> str:
 
 
 class TraceCodec:
-    """A tokenizer that can only decode, with the texts of the tokens from the recording."""
+    """A tokenizer that can only decode. The texts of the tokens come from the recording."""
 
     special_ids: frozenset[int] = frozenset()
 
@@ -68,8 +68,8 @@ This is a recording. These keys move its playhead.
   p, n, N        pause or continue; one step, ten steps
   < >            slower, faster: from 1/200 to 100 times the engine's speed
   ( )            jump back or forward by a twentieth of the recording
-  { }            the previous or next bookmark; the first hit, eviction, preemption and failure are bookmarked
-  m              bookmark this step (it is saved in the file)
+  { }            the previous or next bookmark; the first hit, eviction, preemption and failure have bookmarks
+  m              bookmark this step; the bookmark is saved in the file
   g              go to a step by its number
 """
 
@@ -113,7 +113,7 @@ class ReplayBar(Bar):
 
 
 class PlayheadScreen(BaseScreen[None]):
-    """Keys that move the playhead.
+    """A screen with keys that move the playhead.
 
     A subclass lists this class as its last base class, because the CSS of the first base class has priority.
     """
@@ -212,7 +212,7 @@ class ReplayApp(MinituiApp):
 
     @property
     def actions(self) -> list[Action]:
-        """All actions except those that need a running engine."""
+        """All actions except the actions that need a running engine."""
         return [action for action in super().actions if action.id not in NEED_AN_ENGINE]
 
     @property
@@ -229,7 +229,10 @@ class ReplayApp(MinituiApp):
         return self.replay.trace.names if self.replay.reader is not None else {}
 
     def _narrate(self) -> str:
-        """Returns sentences about the current step if the recording is paused, else the text of `_about`."""
+        """Returns sentences about the current step if the recording is paused, else the text of `_about`.
+
+        Empty on the lecture screen, if the recording is paused.
+        """
         if not self.view.exact:  # sentences about each step would change too fast
             return self._about()
         if self.current_mode == "lecture":

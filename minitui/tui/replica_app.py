@@ -84,7 +84,8 @@ class ReplicaApp(MinituiApp):
     def current_replica(self) -> Replica | None:
         """Returns the replica that is writing the current chat's answer.
 
-        If none is, returns the replica to which the chat is pinned, or of its last answer, or of its next answer.
+        If no replica is writing, returns the replica to which the chat is pinned, or else the replica of its last
+        answer. If that replica cannot answer now, returns the replica for the chat's next answer.
         """
         session, source = self.session, self.replicas
         writing = getattr(session._stream, "replica", None)
@@ -172,7 +173,8 @@ class ReplicaApp(MinituiApp):
         await super()._start(again)
         self._followed = self._shown_telemetry
         if self.replicas.codec is not None and self.replicas.shown is not None:
-            await self.follow(self.replicas.shown)  # loads the codec of its engine: the chats' codec has no tokens
+            # Loads the engine's codec: the chats' codec cannot decode the engine's token ids.
+            await self.follow(self.replicas.shown)
 
     @property
     def _shown_telemetry(self) -> RemoteSource | None:
@@ -181,8 +183,8 @@ class ReplicaApp(MinituiApp):
     async def _check_replicas(self) -> None:
         """Report replicas that went down or came back, and choose the replica for the panels.
 
-        The panels show the replica of the current chat, unless the user keeps another one in them. They start again
-        when a new server runs at the address of their replica.
+        The panels show the replica of the current chat, unless the user keeps another replica in them. The panels start
+        again when a new server runs at their replica's address.
         """
         for replica in self.replicas.replicas:
             reason, before = self.replicas.reason_against(replica), self._reasons.get(replica.number)
@@ -221,7 +223,7 @@ class ReplicaApp(MinituiApp):
 
 
 class ForeignReplicaApp(ReplicaApp):
-    """The application for servers that do not report what their engines do: it has no inspect and lecture screens."""
+    """The application for servers that do not report what their engines do: it has no inspect or lecture screen."""
 
     TABS: ClassVar[tuple[tuple[str, str], ...]] = (MinituiApp.TABS[0], TAB)
     MODES: ClassVar[dict[str, Any]] = {**ReplicaApp.MODES, "chat": ForeignReplicaChatScreen}

@@ -1,12 +1,12 @@
-"""What a step should have cost, and what made it slower: a cost model fitted to the run, and the measured parts.
+"""Explains slow steps: a cost model gives the expected time of a step, and measured parts show what took longer.
 
 The model is linear and its coefficients are not negative: a constant, and a cost for each decoding row, draft token,
 prompt token, key that decodes read, and pair of query and key in prefill. It is fitted to recent steps by least squares
-in which outliers count little (Huber 1964), so that stalls do not become what is expected.
+in which outliers count little (Huber 1964), so that stalls do not raise the expected time.
 
 A cause is named only with evidence from the records: a pause that the engine measured, a part of the host's time that
-took longer than usual, or a device time beyond the model's. No cause gets more than what it cost, and the rest is
-called unexplained.
+took longer than usual, or a device time above the model's. A cause gets at most the time that it cost, and the rest of
+the excess is called unexplained.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy as np
 from minitui.viewmodel.history import StepRow, Steps
 
 FEATURES = ("steps", "rows", "draft tokens", "prefill tokens", "keys", "prefill pairs")
-FIT_STEPS = 1_000  # recent steps that the model is fitted to
-LEAST_STEPS = 12
+FIT_STEPS = 1_000  # the model is fitted to this many recent steps
+LEAST_STEPS = 12  # with fewer steps there is no model
 ROUNDS = 6  # of reweighting
-TOLERANCE = 0.25  # a step within this share of the expected time needs no explanation
-NOISE = 4.0  # nor one within so many typical deviations
+TOLERANCE = 0.25  # an excess up to this share of the expected time needs no explanation
+NOISE = 4.0  # an excess up to this many typical deviations needs no explanation
 WORTH = 0.1  # causes with a smaller share of the excess are not named
 HOST = {  # part -> what the host did
     "commit": "commit", "emit": "output and commands", "plan": "plan", "launch": "launch",
@@ -31,7 +31,7 @@ HOST = {  # part -> what the host did
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """The expected time of a step, in ms. `cost`: for each of FEATURES; `spread`: the typical deviation."""
+    """Gives the expected time of a step, in ms. `cost`: one value for each of FEATURES; `spread`: typical deviation."""
 
     cost: tuple[float, ...]
     spread: float
@@ -54,11 +54,11 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A step's time against its expected time, in ms. `causes` and `unexplained` add up to the excess."""
+    """A step's time compared with its expected time, in ms. `causes` and `unexplained` add up to the excess."""
 
     took: float
     expected: float
-    prefill: float  # the part of `expected` that is for prompt tokens
+    prefill: float  # the part of `expected` that prompt tokens take
     causes: tuple[Cause, ...] = ()
     unexplained: float = 0.0
 
@@ -69,7 +69,7 @@ class Explanation:
 
 
 def fit(steps: Steps, horizon: int) -> CostModel | None:
-    """Returns the model of the steps up to `horizon`; None if too few steps are timed."""
+    """Returns the model of the steps up to `horizon`; None if too few of them have a time."""
     at = steps.indices(horizon - FIT_STEPS + 1, horizon)
     at = at[~np.isnan(steps.column("wall")[at])]
     if len(at) < LEAST_STEPS:
@@ -94,9 +94,9 @@ def fit(steps: Steps, horizon: int) -> CostModel | None:
 
 
 def explain(row: StepRow, model: CostModel) -> Explanation | None:
-    """Returns how long the step took, against what the model expects; None if its time is unknown.
+    """Returns the step's time compared with the time that the model expects; None if the step's time is unknown.
 
-    In recordings of older versions the parts are unknown, so there are no causes.
+    Recordings of older versions have no parts, so their explanations have no causes.
     """
     parts, work = row.parts, _features(row)
     if row.wall_ms is None:
@@ -128,7 +128,7 @@ def explain(row: StepRow, model: CostModel) -> Explanation | None:
     if row.comm_ms is not None and model.device_cost is not None:
         blame("exchange between ranks", row.comm_ms - float(np.dot(model.device_cost, work)))
     for name, words in HOST.items():
-        # A pause that is named already may lie in any part: it is taken off the largest.
+        # The pauses above may lie in any part: subtract their time from the part with the largest excess.
         blame(words, beyond[name] - (accounted if beyond[name] == largest else 0.0))
     if row.device_ms is not None and model.device_cost is not None:
         usual = float(np.dot(model.device_cost, work))
@@ -146,7 +146,7 @@ def _robust(work: np.ndarray, took: np.ndarray) -> tuple[tuple[float, ...], floa
     """Returns non-negative coefficients by iteratively reweighted least squares, and the typical deviation."""
     scale = np.maximum(work.max(axis=0), 1.0)
     scaled = work / scale
-    # Relative errors: a prefill of 60 ms may deviate more than a decode step of 3 ms.
+    # Minimise relative errors: a prefill of 60 ms may deviate more than a decode step of 3 ms.
     weights = base = 1.0 / np.maximum(took, np.median(took))
     cost, spread = np.zeros(work.shape[1]), 0.0
     for _ in range(ROUNDS):
@@ -159,7 +159,7 @@ def _robust(work: np.ndarray, took: np.ndarray) -> tuple[tuple[float, ...], floa
 
 
 def _non_negative(work: np.ndarray, took: np.ndarray) -> np.ndarray:
-    """Returns least squares with coefficients that are not negative: negative ones are dropped until none is left."""
+    """Returns least-squares coefficients, none negative: drops the lowest and solves again while any is negative."""
     active = list(np.flatnonzero(work.any(axis=0)))
     cost = np.zeros(work.shape[1])
     while active:

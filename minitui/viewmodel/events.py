@@ -18,8 +18,8 @@ KINDS = ("admit", "hit", "miss", "evict", "preempt", "finish", "wait", "refuse",
 
 
 class Event(NamedTuple):
-    """One recorded decision. `step`: the step being planned; for other events, such as a finish, the last planned step;
-    for a failure, the failed step."""
+    """One recorded decision. `step`: for a decision of planning, the step being planned; for a failure, the failed
+    step; for any other event, such as a finish, the last planned step."""
 
     seq: int
     step: int
@@ -27,7 +27,7 @@ class Event(NamedTuple):
     request: int  # -1: none
     node: int  # -1: none
     record: Record
-    evicted: Sequence[int] = ()  # the first token ids evicted
+    evicted: Sequence[int] = ()  # the first evicted token ids
     writer: int = -1  # the request that was still computing the matched blocks
 
 
@@ -48,7 +48,7 @@ class Events:
         self.items.append(_new(Event, (record[0], step + 1, "evict", -1, record[3], record, ids, -1)))
 
     def fold(self, record: Record, step: int, writer: int = -1) -> None:
-        """Add any other record that is a decision. `step` is the last planned step."""
+        """Add any other record if it is a decision. `step` is the last planned step."""
         kind = record[2]
         decision = _RECORDS.get(kind)
         if decision is None:

@@ -54,7 +54,7 @@ class Frame:
 
 
 class View:
-    """Everything that the panels show (see above). Parameters called `now` are seconds of any monotonic clock."""
+    """Everything that the panels show (see above). Parameters called `now` are times of any monotonic clock."""
 
     def __init__(self) -> None:
         self.group_names: dict[str, str] = {}
@@ -88,7 +88,7 @@ class View:
         self.links = Links()
         self.timings = Timings()
         self._timings_at = (-1e9, -1)
-        # Of the last frame, if its picture was still: (record number, step travelled to).
+        # (record number, step travelled to) of the last frame; None if that frame's picture was not still.
         self._still_moment: tuple[int, int | None] | None = None
         self._folded_at: float | None = None  # the caller's clock at the last fold
         self._framed = shown.state.step
@@ -125,8 +125,8 @@ class View:
                 self.steps.adopt(request.id, state.computed(request), state.step + 1)
 
     def fold(self, records: list[Record], now: float = 0.0, packed: bytes | None = None) -> None:
-        """Fold records; those folded before are skipped. If records are missing, nothing is folded and `gap` is set:
-        call `reset`. `packed`: the same records as marshal bytes for the history, if the caller has them."""
+        """Fold records; skip records that were folded before. If records are missing, nothing is folded and `gap` is
+        set: call `reset`. `packed`: the same records as marshal bytes for the history, if the caller has them."""
         if not records or not self.loaded:
             return
         expected = self.live.state.seq + 1
@@ -217,7 +217,7 @@ class View:
 
     def frame(self, now: float) -> None:
         """Prepare a frame: summarise its steps, age the highlights, resolve the selection. The order of the tree and
-        the percentiles are computed at intervals; for a new still picture, at once."""
+        the percentiles are computed at intervals, but for a new still picture at once."""
         moment = (self.shown.state.seq, self._travelled) if self.still else None
         if self.frozen and moment == self._still_moment:
             return
@@ -297,7 +297,7 @@ class View:
 
     @property
     def bucket(self) -> int:
-        """The bucket of `rates` in which the picture's last step was planned; for the live picture, the current one."""
+        """The bucket of `rates` in which the picture's last step was planned; the current bucket for a live picture."""
         if self._travelled is None or self._travelled not in self.steps:
             return self.rates.bucket
         return int(self.steps.column("bucket")[self._travelled % self.steps.capacity])
@@ -319,8 +319,8 @@ class View:
         return one * (age < GLOW_SECONDS) + one * (age < WARM_SECONDS)
 
     def shown_step(self) -> StepRow | None:
-        """Returns the step to show exactly: the selected step, else the last step of an exact picture, else the only
-        step of the last frame. None if that frame has several steps."""
+        """Returns the step whose figures are shown: the selected step, else the last step of an exact picture, else the
+        only step of the last frame. None if that frame has several steps."""
         if self.selection is not None and self.selection.kind == "step":
             row = self.steps.get(self.selection.id)
             if row is not None:
@@ -336,7 +336,7 @@ class View:
         return self.travel_to(self.horizon + steps)
 
     def travel_to(self, step: int) -> bool:
-        """Show the state after `step`; the last step or a later one shows the live picture. Failed steps are skipped.
+        """Show the state after `step`; for the last or a later step, show the live picture. Failed steps are skipped.
         Returns True if a past step is shown; False for the live picture, or if the step is no longer kept."""
         if step >= self.steps.last:
             self.present()

@@ -1,4 +1,4 @@
-"""Questions about the next step, for users to predict; the step itself then shows the answer.
+"""Questions that let users predict what the next step does. The step itself then shows the answer.
 
 The engine has already run that step, but the picture still shows the step before it.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question with two or three choices, in a random order that is the same each time."""
+    """A question with two or three choices, in a random order that depends only on the step."""
 
     step: int
     text: str

@@ -1,1 +1,1 @@
-"""Trains and evaluates the bundled model; its corpus."""
+"""The training data of the bundled model, and the programs that train and evaluate the model."""

@@ -1,4 +1,4 @@
-"""L9: fewer launches."""
+"""Lesson 9: a CUDA graph replaces many kernel launches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SIZES = (1, 2, 4, 8)  # the smallest graphs
 
 
 async def host_share(stage: Stage) -> Seen:
-    """Measures how much of a decode step the host takes."""
+    """Measures the host's share of a decode step."""
     await stage.write("What is a CUDA graph?", 30, 24, seconds=0.05)
     rows = [stage.view.steps.get(s) for s in range(stage.view.steps.last - 20, stage.view.steps.last + 1)]
     decodes = [row for row in rows if row is not None and not row.chunks and row.wall_ms]
@@ -19,7 +19,7 @@ async def host_share(stage: Stage) -> Seen:
     plan = sorted((row.plan_ms or 0.0) + (row.commit_ms or 0.0) for row in decodes)[len(decodes) // 2]
     gpu = "cpu" not in str(stage.source.info["device"]).lower()
     device_note = (
-        "This engine runs on a GPU: a step launches a graph." if gpu
+        "This engine runs on a GPU: a decode step replays a graph." if gpu
         else "This engine runs on a CPU: the host itself computes, so there are no launches and no graphs."
     )  # fmt: skip
     return Seen(
@@ -29,7 +29,7 @@ async def host_share(stage: Stage) -> Seen:
 
 
 async def batch_sizes(stage: Stage) -> Seen:
-    """Grows a decode batch to LARGEST_BATCH requests, and names the graph for each batch size."""
+    """Runs decode batches of 1 to LARGEST_BATCH requests, and names the graph for each batch size."""
     served = []
     for n in range(1, LARGEST_BATCH + 1):
         await stage.write("What is decode?", 40, 2, seconds=0.4, system="")
@@ -73,9 +73,9 @@ LESSON = Lesson(
             "The cost of a launch",
             """
             On a GPU the host does not compute. It launches kernels: small programs, several for each layer. A launch
-            costs the host some microseconds. The kernels of a large prompt keep the GPU busy for much longer than that.
-            A decode step of a few tokens has hundreds of launches too, but each kernel has little work. So the GPU
-            would wait for the host.
+            costs the host some microseconds. The kernels of a large prompt keep the GPU busy for much longer.
+            A decode step of a few tokens has hundreds of launches too, but each kernel has little work. So without a
+            graph, the GPU would wait for the host.
 
             A CUDA graph is a recording of such a sequence of launches. It is captured once, with all arguments, and
             then replayed with a single call. A replay always reads and writes the same addresses. So the inputs of a
@@ -87,7 +87,7 @@ LESSON = Lesson(
             "Host and device",
             """
             The timings panel draws host and device as two tracks. Where they overlap, the host plans the next step
-            while the device computes this one.
+            while the device computes the current step.
             """,
             panel="timings",
             run=host_share,
@@ -111,7 +111,7 @@ LESSON = Lesson(
         Page(
             "What is captured",
             """
-            There are three kinds of graphs. The brackets show what their sizes count:
+            There are three kinds of graphs (speculation adds a fourth). The word in brackets is the unit of the sizes:
 
               decode (requests)  one token for each request
               extend (tokens)    few short chunks, such as the uncached ends of prompts
@@ -137,7 +137,7 @@ LESSON = Lesson(
             _padding,
         ),
         Check(
-            "Which of these steps could not use a decode graph on a GPU?",
+            "Which steps of these three requests could not use a decode graph on a GPU?",
             "lanes",
             "the batch lanes: columns with prefill.",
             lambda stage: f"the steps with prefill: {_prefills(stage)} of {stage.figures().steps}",

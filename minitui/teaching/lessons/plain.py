@@ -1,4 +1,4 @@
-"""Prints a lesson as lines of text, for pipes and screen readers: runs every experiment and gives every answer."""
+"""Prints a lesson as lines of text, for pipes and screen readers. Runs every experiment and gives every answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH = 88
 
 
 async def print_lesson(lesson: Lesson, stage: Stage, out: Callable[[str], None]) -> None:
-    """Prints the lesson, from its first page to its last question. The engine must have the lesson's options."""
+    """Prints the lesson, from its first page to its last question. The engine must run with the lesson's options."""
     out(f"{lesson.name}: {lesson.question}")
     for number, page in enumerate(lesson.pages, 1):
         out(f"\n-- {number} of {len(lesson.pages) + 1}: {page.title}\n")

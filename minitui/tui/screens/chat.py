@@ -128,8 +128,8 @@ class ChatScreen(BaseScreen[None]):
         if now - self._text_at >= TEXT_EVERY or self.transcript.session is not app.session:
             self._text_at = now
             self.transcript.show(app.session)
-        # Each frame paints every second panel, so that a key never waits while all are painted. When the picture
-        # stops (frozen, paused, in the past), and when it then shows another moment, all panels are painted at once.
+        # Each frame paints half of the panels: painting all panels would delay the handling of a key. When the picture
+        # stops (frozen, paused, in the past), or a stopped picture shows another moment, all are painted at once.
         self._odd_frame = not self._odd_frame
         moment = (view.version, view.home, view.travel_text, view.shown.state.seq) if view.still else None
         at_once = moment is not None and moment != self._painted_moment

@@ -72,7 +72,7 @@ class InspectScreen(BaseScreen[None]):
         self.maximised = False
         self._frames = 0
         self._painted_moment: object = None
-        self._above = 1  # rows of the top bar, which has more than one with the story of a demo
+        self._above = 1  # rows of the top bar, which is higher when it shows the story of a demo
 
     def compose(self) -> ComposeResult:
         yield TopBar()

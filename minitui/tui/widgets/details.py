@@ -1,4 +1,4 @@
-"""The popover with the details of a block, request, node or step. The details are updated while it is open."""
+"""The popover with the details of a block, request, node or step. The details are updated while the popover is open."""
 
 from __future__ import annotations
 

@@ -31,13 +31,13 @@ WORDS = {
 
 
 class BatchLanes(LinePanel):
-    """Up and down choose a request, left and right a step, [ and ] the steps per column, PageUp and PageDown scroll."""
+    """Up and down choose a request, left and right a step; [ and ] set the steps per column; PageUp/PageDown scroll."""
 
     TITLE = "Batch lanes"
     help_text = paragraphs("""\
 Continuous batching. Each row is a request, each column one or more steps. A request first waits, then its prompt is
 prefilled (many tokens per step), then it decodes one token in every step until it finishes. Requests join and leave
-between any two steps; no request waits for the slowest one of a batch. × means preempted: the pool was full and the
+between any two steps; no request waits for the slowest request of a batch. × means preempted: the pool was full and the
 request released its blocks. With more requests than rows, a row is reused when its request has finished: "r9 +2" means
 that r9 uses the row now, and that two finished requests used it before. If you select one of these two, the label
 names that request.""")
@@ -136,7 +136,7 @@ names that request.""")
             return
         steps = last.step - view.steps.since(last.t - SPAN_SECONDS, last.step) + 1
         needed_k = next((k for k in STEPS_PER_COLUMN if k * self.columns >= steps), STEPS_PER_COLUMN[-1])
-        # A smaller k only if all steps clearly fit: the scale must not change back and forth.
+        # Choose a smaller k only if all steps clearly fit, so that the scale does not change back and forth.
         if needed_k > self.k or (2.5 * needed_k < self.k and steps < 0.8 * needed_k * self.columns):
             self.k = needed_k
 
@@ -175,9 +175,9 @@ names that request.""")
         return row.add(spark(worst), "step").done(width)
 
     def _row(self, view: View, slot: list[int], width: int, horizon: int, named: bool) -> Runs:
-        """Returns one row with the phases of its requests. The label has the name of the selected request, or else
-        of the last one, and the number of the others. The name of each other finished request follows its end, if there
-        is room."""
+        """Returns one row with the phases of its requests. The label names the selected request, or else the
+        last request of the row, and gives the number of other requests. The name of each other finished request follows
+        its end, if there is room."""
         lanes = view.lanes.lanes
         seen = [lanes[id] for id in slot if lanes[id].submitted_step <= horizon + 1]
         if not seen:

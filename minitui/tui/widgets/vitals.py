@@ -14,7 +14,7 @@ from minitui.tui.widgets.rows import Row, Runs
 from minitui.viewmodel.history import BUCKET
 from minitui.viewmodel.model import View
 
-HIT_SECONDS = 30.0  # the hit rate covers this time
+HIT_SECONDS = 30.0  # the hit rate is measured over this period
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def _step_units(view: View) -> tuple[str, ...]:
 
 
 def _rolling(cached: np.ndarray, computed: np.ndarray, n: int) -> list[float]:
-    """Returns `n` hit rates, each of the five seconds that end with its bucket; the previous rate if no prompt came."""
+    """Returns the hit rates of `n` buckets, each over the last five seconds; without prompts, the previous rate."""
     values: list[float] = []
     sums = np.cumsum(cached), np.cumsum(cached + computed)
     rate = 0.0

@@ -15,8 +15,8 @@ LOOK_BACK = 400  # number of steps in which to search for the last step that did
 
 
 class Why(LinePanel, can_focus=False):
-    """Paused or in the past, the panel explains the step on screen. While the engine runs, it explains the last step
-    that did more than decode. A `question` replaces the explanation until its answer is shown."""
+    """If the picture is paused or in the past, explains the step on screen. While the engine runs, explains the last
+    step that did more than decode. A `question` replaces the explanation until its answer is shown."""
 
     TITLE = "Why"
 
