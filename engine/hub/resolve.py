@@ -69,7 +69,7 @@ def _check_name(name: str) -> None:
         )
     if not NAME.fullmatch(name) or len(name) > LONGEST_NAME or {".", ".."} & set(name.split("/")):
         raise CheckpointError(
-            f"{shown(name)} is neither a directory nor a valid name of a model on the hub: a name looks like "
+            f"{shown(name)} is not a directory, and not a valid name of a model on the hub: a name looks like "
             "Qwen/Qwen3-0.6B"
         )
 
