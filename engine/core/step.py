@@ -116,7 +116,6 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by entry, for its PromptTargets
     # (layer, tokens of each expert), counted since the last step that reported them. None: not reported.
     expert_load: list[tuple[int, list[int]]] | None = None
-    sample_ms: float = 0.0  # the part of the step spent on sampling; 0 if unknown
     device_ms: float | None = None  # None if unknown
     # (ranks, ms in collectives). The time includes waits for other ranks, except in CUDA graphs. None: one rank.
     comm: tuple[int, float] | None = None

@@ -92,7 +92,7 @@ class StepClock:
         prefills = len(plan.rows) - plan.num_decoding
         kind = "decode" if not prefills else "mixed" if plan.num_decoding else "prefill"
         if prefills:
-            self._record_first_tokens(emitted, result.sample_ms)
+            self._record_first_tokens(emitted)
         (commit, emit, gate, plan_s, launch, wait), self._parts = self._parts, [0.0] * 6
         commit_s = self.lap(COMMIT) - times.arrived
         launch_s = times.launched - times.planned
@@ -132,12 +132,12 @@ class StepClock:
         self._unread_s = 0.0
         return True
 
-    def _record_first_tokens(self, emitted: list[Emitted], sample_ms: float) -> None:
-        """Record the three parts of the time to first token, for each request that has just drawn its first token."""
+    def _record_first_tokens(self, emitted: list[Emitted]) -> None:
+        """Record the parts of the time to first token, for each request that has just drawn its first token."""
         for item in emitted:
             request = item.request
             if item.token_id is not None and not request.first_token_work:
                 request.first_token_work = worked = self._log.worked()
                 queue_ms = (request.admitted_work - request.submitted_work) * 1e3
-                prefill_ms = (worked - request.admitted_work) * 1e3 - sample_ms
-                self._log.append("first", request.id, round(queue_ms, 3), round(prefill_ms, 3), round(sample_ms, 3))
+                prefill_ms = (worked - request.admitted_work) * 1e3
+                self._log.append("first", request.id, round(queue_ms, 3), round(prefill_ms, 3))

@@ -73,7 +73,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     #   It includes the waiting for other ranks, except for a step replayed as CUDA graphs
     "experts": ("step", "load"),  # load: [(layer, [tokens of each expert])] since the last `experts` record; a few
     #   times per second, for models with experts
-    "first": ("request", "queue_ms", "prefill_ms", "sample_ms"),  # at the first token; the three add up to the TTFT
+    "first": ("request", "queue_ms", "prefill_ms"),  # at the first token; the two add up to the TTFT
 }
 
 

@@ -224,9 +224,8 @@ class Stress:
         emitted = self.scheduler.commit(scheduled, self._draw(scheduled))
         for request in first:
             submitted, admitted = self._submitted[request.id]
-            sample_ms = 0.2
-            prefill_ms = max(0.0, (self.now - admitted) * 1e3 - sample_ms)
-            self.log.append("first", request.id, (admitted - submitted) * 1e3, prefill_ms, sample_ms)
+            prefill_ms = (self.now - admitted) * 1e3
+            self.log.append("first", request.id, (admitted - submitted) * 1e3, prefill_ms)
         kind = "decode" if not prefill else "mixed" if plan.num_decodes else "prefill"
         wall_ms = (self.now - begin) * 1e3
         self.log.append("parts", plan.step, commit_us, 0, 0, plan_us, launch_us, device_ms * 1e3, 0, 0, 0)

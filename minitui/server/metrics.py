@@ -130,10 +130,10 @@ class Metrics:
                     self.accepted_at.add(label_value=str(place))
         elif kind == "first":
             request = state.requests.get(fields[0])
-            queue_ms, prefill_ms, sample_ms = fields[1:]
-            self.ttft.observe((queue_ms + prefill_ms + sample_ms) / 1e3)
+            queue_ms, prefill_ms = fields[1:]
+            self.ttft.observe((queue_ms + prefill_ms) / 1e3)
             self.queued.observe(queue_ms / 1e3)
-            self.prefill.observe((prefill_ms + sample_ms) / 1e3)
+            self.prefill.observe(prefill_ms / 1e3)
             if request is not None:  # None if the request ended with its first token
                 self._first_at[fields[0]] = t
                 self._prompt_done(request)

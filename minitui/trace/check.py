@@ -93,7 +93,7 @@ FIELD: dict[str, Check] = {
     "factor": lambda value: _number(value) and 1 <= value <= 1000, "plan_us": _signed, "launch_us": _signed,
     "commit_us": _signed, "wall_ms": _number, "device_ms": lambda value: value is None or _number(value),
     "work": _one_of("decode", "prefill", "mixed"), "ranks": _positive, "ms": _signed, "load": _load,
-    "queue_ms": _signed, "prefill_ms": _signed, "sample_ms": _signed, "emit_us": _signed, "gate_us": _signed,
+    "queue_ms": _signed, "prefill_ms": _signed, "emit_us": _signed, "gate_us": _signed,
     "wait_us": _signed, "gc_us": _signed, "delayed_us": lambda value: value is None or _signed(value), "stops": _count,
 }  # fmt: skip
 SPECIAL: dict[tuple[str, str], Check] = {  # (kind of record, field) -> check, where FIELD does not apply
@@ -175,6 +175,8 @@ def record(seq: int, row: Any) -> Record:
     checks = RECORDS.get(kind)
     if checks is None:
         raise ValueError(f"record {seq:,} has a kind that this version does not know: {_short(kind)}")
+    if kind == "first" and len(fields) == 4:
+        fields.pop()  # older versions wrote the time for sampling, which was always 0
     if len(fields) != len(checks):
         raise ValueError(f"record {seq:,} ({kind}) has {len(fields)} fields, not {len(checks)}")
     for i, check in enumerate(checks):

@@ -398,17 +398,16 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The time to first token of a request, in ms: the sum of queue, prefill and sample."""
+    """The time to first token of a request, in ms: in the queue and in prefill; prefill ends when the token arrives."""
 
     request: int
     seq: int
     queue_ms: float
     prefill_ms: float
-    sample_ms: float
 
     @property
     def total_ms(self) -> float:
-        return self.queue_ms + self.prefill_ms + self.sample_ms
+        return self.queue_ms + self.prefill_ms
 
 
 class FirstTokens:
@@ -418,8 +417,8 @@ class FirstTokens:
         self.items: deque[FirstToken] = deque(maxlen=FIRST_TOKENS_KEPT)
 
     def fold(self, record: Record) -> None:
-        seq, _t, _kind, request, queue_ms, prefill_ms, sample_ms = record
-        self.items.append(FirstToken(request, seq, queue_ms, prefill_ms, sample_ms))
+        seq, _t, _kind, request, queue_ms, prefill_ms = record
+        self.items.append(FirstToken(request, seq, queue_ms, prefill_ms))
 
     def until(self, seq: int) -> list[FirstToken]:
         """Returns the first tokens up to record `seq`, oldest first."""

@@ -47,7 +47,7 @@ class Lane:
     accepted: int = 0
     stop: str = ""  # why the last prefix match stopped (`stop` and `at` of the match record)
     stop_at: int = 0
-    ttft: tuple[float, float, float] | None = None  # queue, prefill, sample, in ms
+    ttft: tuple[float, float] | None = None  # queue and prefill, in ms
 
     def close(self, step: int) -> None:
         """End the open span at `step`; remove the span if it would be empty."""
@@ -227,7 +227,7 @@ class Lanes:
         lane = self.lanes.get(record[3])
         if lane is not None:
             lane.first_token = self.now
-            lane.ttft = (record[4], record[5], record[6])
+            lane.ttft = (record[4], record[5])
 
     def _finish(self, record: Record) -> None:
         lane = self.lanes.get(record[3])

@@ -63,9 +63,9 @@ def _request(view: View, id: int) -> Story:
         from_tree = f"{lane.cached_tokens:,} of {lane.prompt_tokens:,} tokens came from the tree"
         story.tell("prompt", from_tree + (f"; {match_reason(lane.stop, lane.stop_at)}" if lane.stop else ""))
         if lane.ttft is not None:
-            queue, prefill, sample = lane.ttft
-            parts = f"queue {queue:.1f} + prefill {prefill:.1f} + sample {sample:.1f}"
-            story.tell("first token", f"{queue + prefill + sample:.1f} ms = {parts}")
+            queue, prefill = lane.ttft
+            parts = f"queue {queue:.1f} + prefill {prefill:.1f}"
+            story.tell("first token", f"{queue + prefill:.1f} ms = {parts}")
         if lane.drafted:
             story.tell("drafts", f"{lane.accepted:,} of {lane.drafted:,} accepted: each accepted draft saves one step")
         if lane.preemptions:

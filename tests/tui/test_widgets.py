@@ -663,10 +663,10 @@ def test_where_it_is_narrow_the_parts_of_a_first_token_and_the_reason_of_a_slow_
     t = view.timings
     assert t.first_token is not None
     for queue, told in ((1.25, "queue 1.2 + "), (251.0, "queue 251 + "), (12_510.0, "queue 12,510 + ")):
-        first = replace(t.first_token, queue_ms=queue, prefill_ms=20.4, sample_ms=0.04)
+        first = replace(t.first_token, queue_ms=queue, prefill_ms=20.4)
         view.timings = replace(t, first_token=first)
-        row = body(StepTimings(), view, 56, 8)[5]
-        assert told in row and row.rstrip().endswith("sample 0.0") and row.startswith("first")
+        row = body(StepTimings(), view, 44, 8)[5]
+        assert told in row and row.rstrip().endswith("prefill 20.4") and row.startswith("first")
     slowest = body(StepTimings(), view, 56, 8)[4]
     assert slowest.rstrip().endswith(why_slow(t.slowest, t).partition(": ")[2])
 

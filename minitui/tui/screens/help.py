@@ -59,7 +59,7 @@ The engine records what it does, step by step. This screen is computed from thos
   block table    positions → blocks of the selected request; the last block is partly filled
   radix tree     the cached texts: the requests that use them, the tokens saved, the order of eviction
   lanes          waiting and running requests over time
-  timings        decode, mixed and prefill steps; time to first token = queue + prefill + sample
+  timings        decode, mixed and prefill steps; time to first token = queue + prefill
   events         every decision with its reason, the newest first
 
 Tab goes to the next panel, and ? explains the panel with the focus. Select an item with the arrow keys: every panel

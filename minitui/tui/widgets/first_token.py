@@ -8,13 +8,11 @@ from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Runs, legend
 from minitui.viewmodel.model import View
 
-PARTS = (  # (word, name of the glyph, style)
-    ("queue", "queued", "waiting"), ("prefill", "prefill", "prefill"), ("sample", "filling", "hit"),
-)  # fmt: skip
+PARTS = (("queue", "queued", "waiting"), ("prefill", "prefill", "prefill"))  # (word, name of the glyph, style)
 
 
 class FirstTokens(LinePanel, can_focus=False):
-    """One bar per request, the newest at the top; its parts are the times in the queue, in prefill and in sampling."""
+    """One bar per request, the newest at the top; its parts are the times in the queue and in prefill."""
 
     TITLE = "First token, ms"
 
@@ -30,7 +28,7 @@ class FirstTokens(LinePanel, can_focus=False):
             cached = f"{lane.cached_tokens:,} of {lane.prompt_tokens:,} cached" if lane is not None else ""
             room = max(6, width - name - 8 - 22)
             row = Row(f"r{item.request}", "ink").to(name)
-            for value, (_, glyph, style) in zip((item.queue_ms, item.prefill_ms, item.sample_ms), PARTS, strict=True):
+            for value, (_, glyph, style) in zip((item.queue_ms, item.prefill_ms), PARTS, strict=True):
                 cells = round(value / longest * room)
                 row.add(getattr(glyphs(), glyph) * min(cells, name + room - row.width), style)
             row.to(name + room).right(ms(item.total_ms), name + room + 7, "bold ink")

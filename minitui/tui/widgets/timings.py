@@ -106,11 +106,11 @@ step.""")
         row = Row("first token", "dim").to(LABEL)
         if first is None or median is None:
             return row.add("none yet", "dim").done(width)
-        parts = f"queue {ms(first.queue_ms)} + prefill {ms(first.prefill_ms)} + sample {ms(first.sample_ms)}"
+        parts = f"queue {ms(first.queue_ms)} + prefill {ms(first.prefill_ms)}"
         took, request = f"{ms(first.total_ms)} ms", f" r{first.request}"
         if row.width + len(took) + 3 + len(parts) > width:  # a narrow panel shows fewer digits
-            queue, prefill, sample = (_briefly(value) for value in (first.queue_ms, first.prefill_ms, first.sample_ms))
-            parts, took = f"queue {queue} + prefill {prefill} + sample {sample}", _briefly(first.total_ms)
+            queue, prefill = _briefly(first.queue_ms), _briefly(first.prefill_ms)
+            parts, took = f"queue {queue} + prefill {prefill}", _briefly(first.total_ms)
             row = Row("first token ", "dim")
             if row.width + len(took) + 3 + len(parts) > width:
                 row = Row("first ", "dim")
