@@ -346,7 +346,7 @@ def test_a_model_that_cannot_be_split_is_refused_with_the_numbers_that_work(chec
     config = read_model_config(checkpoints["qwen3"])
     with pytest.raises(EngineError, match=r"size is 3, but .* 4 query heads and 2 key/value heads.*use 1, 2 or 4"):
         check(config, 3)
-    with pytest.raises(EngineError, match="size is 4, more than the intermediate_size of this model, 3"):
+    with pytest.raises(EngineError, match="size is 4, but the intermediate_size of this model is only 3"):
         check(replace(config, intermediate_size=3), 4)
     odd = replace(config, num_heads=6, num_kv_heads=6)
     check(odd, 3)
