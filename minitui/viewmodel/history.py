@@ -134,6 +134,9 @@ class Steps:
         """Fold an `accept` record. Returns (tokens drafted, tokens accepted)."""
         _seq, _t, _kind, step, drafts = record
         drafted, accepted = sum(draft[1] for draft in drafts), sum(draft[2] for draft in drafts)
+        for request, _, taken in drafts:
+            if request in self._decoding:
+                self._decoding[request] += taken  # these tokens came in addition to the one of the step
         if step in self:
             results = {draft[0]: draft for draft in drafts}
             known = [results.get(draft[0], draft) for draft in self._drafts_of(step)]

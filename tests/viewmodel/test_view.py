@@ -234,6 +234,17 @@ def test_a_refusal_names_the_chat_because_there_is_no_request():
     assert view.event_text(events.items[-1], short=True) == "chat 3 paging · the prompt has 8,766 tokens"
 
 
+def test_accepted_drafts_count_as_keys_of_the_next_step():
+    steps = Steps()
+    steps.adopt(1, 10, 5)
+    steps.fold_step((1, 0.0, "step", 5, [], [], [], 1, 0))
+    steps.fold_draft((2, 0.0, "draft", 6, [(1, 3)]))
+    steps.fold_step((3, 0.0, "step", 6, [], [], [], 4, 0))
+    steps.fold_accept((4, 0.0, "accept", 6, [(1, 3, 2)]))
+    steps.fold_step((5, 0.0, "step", 7, [], [], [], 1, 0))
+    assert [steps.get(step).keys for step in (5, 6, 7)] == [10, 11, 14]
+
+
 def test_the_median_of_two_first_tokens_lies_between_them():
     firsts = FirstTokens()
     for seq, prefill_ms in enumerate((60.0, 12.0)):
