@@ -208,7 +208,7 @@ async def test_without_a_mirror_the_network_is_refused() -> None:
     pytest.importorskip("textual_serve", reason="the extra 'web' is not installed")
     from minitui.web.serve import WebSettings, run_web
 
-    with pytest.raises(EngineError, match="use it with --mirror"):
+    with pytest.raises(EngineError, match="add --mirror"):
         run_web(WebSettings("0.0.0.0", 0, ("http://127.0.0.1:9",)), None, "", Path("none"))
 
 
