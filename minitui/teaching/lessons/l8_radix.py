@@ -167,10 +167,9 @@ LESSON = Lesson(
             "What is evicted, and when",
             """
             When a request ends, its blocks stay in the tree until room is needed: a cache costs nothing while there is
-            room. When room is needed, leaves that no request holds are evicted, the least recently used first. If only
-            some blocks of a leaf are needed, they are taken from its end. A block that a request holds is never
-            evicted. The engine remembers evicted prefixes for a while. If a later prompt misses such a prefix, the
-            engine names the step of the eviction.
+            room. Then leaves that no request holds are evicted, the least recently used first. If only some blocks of
+            a leaf are needed, they are taken from its end. A block that a request holds is never evicted. If a later
+            prompt misses an evicted prefix, the engine can name the step of the eviction for a while.
 
             Chats A and B have different prompts. They are used in the order A, B, A. Then C comes with a long text.
             """,
