@@ -184,7 +184,7 @@ LESSON = Lesson(
         Page(
             "Why a hit ends",
             f"""\
-The line under every answer says how much of the prompt came from the cache, and why not more:
+The line under every answer says how much of the prompt came from the cache, and why the rest did not:
 
 {match_reasons()}
 

@@ -39,7 +39,7 @@ The rest of the step's token budget goes to prompts that are not computed yet.
 A prompt is divided into blocks of 16 tokens. Attention needs the keys and values of these tokens (the KV cache); they
 are kept in a pool of blocks. A radix tree records the text of each block, so a second prompt with the same beginning
 reuses the blocks instead of computing them. The line under each answer says how many tokens of its prompt came from the
-cache, and why not more:
+cache, and why the rest did not:
 
 {match_reasons()}
 

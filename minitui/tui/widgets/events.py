@@ -44,8 +44,8 @@ class Events(LinePanel):
     TITLE = "Events"
     help_text = paragraphs("""\
 Every decision of the engine with its reason, the newest at the top: which request was admitted and how long it had
-waited; how many tokens a prompt took from the tree and why not more; which blocks were evicted and for which request;
-which request was preempted; how each request finished. Choosing an event selects its request or node.""")
+waited; how many tokens a prompt took from the tree, and why not all of them; which blocks were evicted and for which
+request; which request was preempted; how each request finished. Choosing an event selects its request or node.""")
     BINDINGS: ClassVar = [
         Binding("up", "move(-1)", "later", show=False, id="events.up"),
         Binding("down", "move(1)", "earlier", show=False, id="events.down"),
