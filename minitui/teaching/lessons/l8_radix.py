@@ -168,8 +168,8 @@ LESSON = Lesson(
             """
             When a request ends, its blocks stay in the tree until room is needed: a cache costs nothing while there is
             room. Then leaves that no request holds are evicted, the least recently used first. If only some blocks of
-            a leaf are needed, they are taken from its end. A block that a request holds is never evicted. If a later
-            prompt misses an evicted prefix, the engine can name the step of the eviction for a while.
+            a leaf are needed, they are taken from its end. A block that a request holds is never evicted. The engine
+            remembers evicted prefixes for a while, so that a later miss can name the step of the eviction.
 
             Chats A and B have different prompts. They are used in the order A, B, A. Then C comes with a long text.
             """,
