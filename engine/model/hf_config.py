@@ -138,9 +138,11 @@ class ConfigReader:
         rope = Fields(self._path, raw, " in its rope parameters")
         named = [raw[key] for key in ("rope_type", "type") if raw.get(key) is not None]
         kind = named[0] if named else "default"
-        if kind not in ROPE_KINDS or any(other != kind for other in named):
+        if any(other != kind for other in named):
+            raise self._error(f"has two rope types, {' and '.join(map(shown, named))}: remove the wrong one")
+        if kind not in ROPE_KINDS:
             raise self._error(
-                f"asks for rope type {' and '.join(map(shown, named))}: supported are {', '.join(ROPE_KINDS)}; "
+                f"asks for rope type {shown(kind)}: supported are {', '.join(ROPE_KINDS)}; "
                 "name one of them"
             )
         for key in raw.keys() - ROPE_COMMON - ROPE_KEYS[kind]:

@@ -225,7 +225,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"rope_scaling": YARN | {"attention_factor": "1.0"}}, "attention_factor = '1.0' in its rope parameters"),
         ({"rope_scaling": YARN | {"beta_fast": "32"}}, "beta_fast = '32'"),
         ({"rope_scaling": YARN | {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta = 0.1 in its rope parameters"),
-        ({"rope_scaling": YARN | {"type": "linear"}}, "rope type 'yarn' and 'linear'"),
+        ({"rope_scaling": YARN | {"type": "linear"}}, "two rope types, 'yarn' and 'linear'"),
         ({"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}}, "which differ"),
         ({"rope_scaling": YARN, "original_max_position_embeddings": 4096}, "4,096, and 32,768"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, "rope type 'mrope'"),

@@ -8,7 +8,6 @@ which answer it is. So the model sees more questions for the same compute.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -50,14 +49,6 @@ def tokenizer_texts(items: dict[str, Item], words: dict[str, Any]) -> list[str]:
     texts += [" ".join(words["common"])] * 2
     texts += words["system"]
     return texts
-
-
-@dataclass
-class Turn:
-    """A user's message and the assistant's answer."""
-
-    asked: str
-    answer: str
 
 
 class Conversations:

@@ -160,7 +160,7 @@ LESSON = Lesson(
             "Has the reply ended? If so, why?",
             "events",
             "the events: an end has a reason: stop, length, abort or error.",
-            lambda stage: "not yet" if stage.state().requests else "it has",
+            lambda stage: f"yes: {_lane(stage).finish_reason}" if _lane(stage).finish_reason else "no",
         ),
     ),
     {"kv_blocks": 96},
