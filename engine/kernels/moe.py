@@ -140,7 +140,7 @@ def _down_tile(
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k0 in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
-        a = inner.load([first, k0])  # rows past the tile's pairs are of other tiles or zeros; they are not stored
+        a = inner.load([first, k0])  # rows after the tile's pairs are zeros or another tile's; they are not stored
         b = w.load([at, k0])
         if NARROW:
             acc = tl.dot(b, a.T, acc, input_precision="ieee")
@@ -220,7 +220,7 @@ def tiles_for(tokens: int, per_token: int, experts: int) -> Tiles:
 
 
 def forms(most: int, hidden: int, experts: int, per_token: int) -> list[int]:
-    """Return step sizes, in tokens, that together use all forms of the kernels for steps of up to `most` tokens."""
+    """Return one step size, in tokens, for each form of the kernels that steps of up to `most` tokens use."""
     found: dict[tuple[Tiles, Form], int] = {}
     for tokens in range(1, most + 1):
         tiles = tiles_for(tokens, per_token, experts)

@@ -179,7 +179,7 @@ class EngineServer:
             return True
 
     def _next_command(self, timeout: float | None) -> Command:
-        """Returns the next command. Raises queue.Empty after `timeout`. The log's clock of work excludes the wait."""
+        """Returns the next command. Raises queue.Empty after `timeout`. The wait does not count as work in the log."""
         began = time.perf_counter()
         self.heart.begin(IDLE)
         try:

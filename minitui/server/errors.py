@@ -103,7 +103,7 @@ def _describe(error: RequestValidationError) -> ApiError:
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])
         return ApiError(400, f"the body is not JSON: {reason}", None, "bad_json")
-    # For a field of several types, pydantic adds the type it tried to the location. Callers know only the field.
+    # If a field accepts several types, pydantic's location also contains a type's name. Callers know only the field.
     param = ".".join(part for part in location if "[" not in part and part not in ("str", "float", "int")) or None
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":

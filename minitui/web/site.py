@@ -6,7 +6,8 @@ three checks keep other pages out:
 
     Host     must name the printed address; this refuses foreign domain names that resolve to this machine
     Origin   must be present when a socket is opened, and must have the same address as Host
-    token    must be in the addresses of the page and of the socket; a cookie would reach all ports of the host
+    token    must be in the addresses of the page and of the socket. It is not in a cookie, because browsers send a
+             cookie to all ports of the host
 
 Origin and Host must have the same port. This port may differ from the port of this server, because of tunnels (ssh -L).
 """
@@ -90,7 +91,7 @@ class Site:
     """Serves the page at /?token=TOKEN and its websocket at /ws/TOKEN. Subclasses handle each socket in `attend`."""
 
     head = ""  # added to the page's head
-    max_sockets = 300  # the most open sockets that may type, and the most that may not
+    max_sockets = 300  # limit of open sockets that may type; the same limit applies to those that may not
 
     def __init__(self, host: str, tokens: Mapping[str, bool]) -> None:
         """`host`: the address on which the server listens. `tokens`: token -> True if its bearer may type."""

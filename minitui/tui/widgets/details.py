@@ -30,7 +30,7 @@ class Details(ScrollPanel):
     _back: LinePanel | None = None
 
     def show(self, view: View, kind: str, subject: Any, back: LinePanel | None) -> None:
-        """Open with the details of a thing. kind, subject: as kind, id in View.select.
+        """Open with the details of a thing. `kind` and `subject` are the arguments `kind` and `id` of View.select.
 
         `back` gets the focus when the popover closes.
         """
