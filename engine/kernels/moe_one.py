@@ -133,8 +133,8 @@ def _down_kernel(
     CHUNKS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    # `down` starts only after gate_up has waited for `pick`, so `chosen` is complete here. Load these weights while
-    # gate_up still runs.
+    # `down` starts only after gate_up has waited for `pick`, so `chosen` is complete here. Load the down weights of the
+    # first AHEAD experts while gate_up still runs.
     early = ()
     for slot in tl.static_range(AHEAD):
         expert = tl.load(chosen + slot).to(tl.int64)

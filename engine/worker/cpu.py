@@ -43,8 +43,8 @@ class CPUDecodeSteps:
     def decode(self, plan: StepPlan) -> tuple[torch.Tensor, Draws]:
         """Returns the logits [T, V] and the draws of a plan that only decodes.
 
-        Each draft token is a separate column, like a sequence of its own. Only attention treats a token and its drafts
-        as one sequence.
+        CPUDecode computes each draft token in a column of its own, as if it were another sequence. Only attention
+        treats a token and its drafts as one sequence.
         """
         assert self._decode is not None
         batch, table = self._batch, self._batch.host_table

@@ -9,7 +9,8 @@ Computes the same as Decoder.forward (engine/model/decoder.py).
     several          8 kernels per layer: cuBLAS for the matrix products, separate kernels for norms and activations
 
 If several ranks share the model (engine/parallel/), the projections to the hidden size are summed over the ranks before
-the next norm. So even one sequence takes the path for several, with the kernels for one sequence where possible.
+the next norm. The path for one sequence cannot do this, so one sequence also takes the path for several. That path
+still uses gemv, the kernel for one token, where possible.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ class DecodeLayers:
     ) -> None:
         """Write the logits of one token per sequence to out [n, V]; V: tokens in this rank's piece of the vocabulary.
 
-        tokens int64 [n]; rows int32 [n]: rows of the block table; seq_lens int32 [n]: include this token. Also stores
-        each token's keys and values. The first `live` int32 [1] entries are real. The others are padding: they have a
-        seq_len of 0, and their keys and values are not stored.
+        tokens int64 [n]; rows int32 [n]: rows of the block table; seq_lens int32 [n]: include this token; live int32
+        [1]: the number of real entries. They come first; the others are padding and have a seq_len of 0. Also stores
+        the keys and values of the real tokens.
         """
         residual = self._group.embed(tokens, self._model.embedding)
         if len(tokens) == 1 and self._plain:
@@ -66,7 +67,7 @@ class DecodeLayers:
             self._head(x, out)
 
     def logits_of_chunks(self, tokens: torch.Tensor, meta: ForwardMeta, out: torch.Tensor) -> None:
-        """Write logits to out: of the tokens meta.logit_rows [s, V], or of all tokens [T, V] if logit_rows is None.
+        """Write logits to out: [s, V] for the s tokens at meta.logit_rows, or [T, V] for all tokens if it is None.
 
         tokens int64 [T]: chunks of sequences, as `meta` describes them. The caller has called `attention.plan(meta)`.
         """

@@ -49,7 +49,8 @@ def cpu_rows(llm: LLM, work: Work, limits: Limits, directory: Path, compare: boo
     other = tokens / median(other_batched) if other_batched else None
     note = ""
     if other_single:
-        note = f"{median(other_single) * STREAMS / median(batched):.1f} x transformers, one stream at a time (goal 8 x)"
+        ratio = median(other_single) * STREAMS / median(batched)
+        note = f"{ratio:.1f} x the speed of transformers with one stream (goal 8 x)"
     yield Row(f"{STREAMS} streams", tokens / median(batched), "tok/s", tokens / least, other * 1.6 if other else None,
               other, note)  # fmt: skip
     cold, cached = [], []

@@ -1,4 +1,4 @@
-"""Makes a chat's next prompt: the rendered template, in which kept ids replace the ids of the same text."""
+"""Makes a chat's next prompt from the rendered template: kept ids replace rendered ids of the same text."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _joined(pieces: list[list[int]]) -> list[int]:
 
 
 def _control(a: list[int], b: list[int], codec: Codec) -> bool:
-    """Returns True if one of two different pieces is a control token, because then their texts differ."""
+    """`a` and `b` are different pieces. Returns True if one is a control token: then their texts differ too."""
     return a[0] in codec.special_ids or b[0] in codec.special_ids
 
 

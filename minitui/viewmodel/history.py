@@ -28,7 +28,10 @@ PARTS = ("commit", "emit", "gate", "plan", "launch", "wait")  # parts of the hos
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """The host's time since the previous step arrived, divided by kind of work, and the interruptions in it, in ms."""
+    """The host's time, in ms, by kind of work, and its interruptions.
+
+    The time begins when the results of the previous step arrive, or when the idle engine gets work.
+    """
 
     commit: float
     emit: float
@@ -119,7 +122,7 @@ class Steps:
         self._keys = array("d", [0.0]) * capacity
         self._pairs = array("d", [0.0]) * capacity
         self._parts = {name: array("f", [0.0]) * capacity for name in (*PARTS, "gc", "delayed", "stops")}
-        self._decoding: dict[int, int] = {}  # request -> n: before step s, n + s tokens are computed
+        self._decoding: dict[int, int] = {}  # request -> n: before step s, n + s of its tokens have been computed
         self._prompts: dict[int, int] = {}  # request -> number of its tokens when its prefill ends
         self._chunks: list[list[Chunk] | None] = [None] * capacity
         self._drafts: dict[int, array[int]] = {}  # step -> the fields of all its Drafts, in one flat array
@@ -136,7 +139,7 @@ class Steps:
         drafted, accepted = sum(draft[1] for draft in drafts), sum(draft[2] for draft in drafts)
         for request, _, taken in drafts:
             if request in self._decoding:
-                self._decoding[request] += taken  # these tokens came in addition to the one of the step
+                self._decoding[request] += taken  # `taken` does not count the one token that every step adds
         if step in self:
             results = {draft[0]: draft for draft in drafts}
             known = [results.get(draft[0], draft) for draft in self._drafts_of(step)]
@@ -189,7 +192,7 @@ class Steps:
         self._ended[i], self._end_seq[i] = t, seq
 
     def adopt(self, request: int, tokens: int, step: int) -> None:
-        """Add a request that already decodes in the first snapshot. Before step `step`, `tokens` are computed."""
+        """Add a request that already decodes in the first snapshot. `tokens`: how many were computed before `step`."""
         self._decoding[request] = tokens - step
 
     def fold_parts(self, record: Record) -> None:
@@ -401,7 +404,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The time to first token of a request, in ms: in the queue and in prefill; prefill ends when the token arrives."""
+    """The time to first token of a request, in ms, as two parts: queue, then prefill until the token arrives."""
 
     request: int
     seq: int
@@ -414,7 +417,7 @@ class FirstToken:
 
 
 class FirstTokens:
-    """The last FIRST_TOKENS_KEPT first tokens."""
+    """The FIRST_TOKENS_KEPT most recent times to first token."""
 
     def __init__(self) -> None:
         self.items: deque[FirstToken] = deque(maxlen=FIRST_TOKENS_KEPT)

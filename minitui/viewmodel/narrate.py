@@ -181,8 +181,10 @@ def _drafts(row: StepRow) -> list[str]:
 
 
 def _new_blocks(view: View, row: StepRow, decoding: list[int]) -> str:
-    """Returns the part of the sentence on requests whose token starts a new block; empty unless the picture shows this
-    step."""
+    """Returns the end of the sentence on decodes: which requests, or how many, start a new block.
+
+    Empty unless the picture shows this step.
+    """
     if view.horizon != row.step or not view.exact:
         return ""
     state = view.shown.state
