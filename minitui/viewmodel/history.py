@@ -195,6 +195,11 @@ class Steps:
         """Add a request that already decodes in the first snapshot. `tokens`: how many were computed before `step`."""
         self._decoding[request] = tokens - step
 
+    def fold_release(self, record: Record) -> None:
+        """Fold a `finish`, `preempt` or `requeue` record: the request stops decoding, and no `step` says so."""
+        self._decoding.pop(record[3], None)
+        self._prompts.pop(record[3], None)
+
     def fold_parts(self, record: Record) -> None:
         """Fold a `parts` record."""
         _seq, _t, _kind, step, *us, delayed, stops = record

@@ -202,6 +202,8 @@ class View:
                 rates.add("cached", record[4])
             elif kind == "first":
                 self.first_tokens.fold(record)
+            elif kind in ("finish", "preempt", "requeue"):
+                steps.fold_release(record)
             elif kind == "gate":
                 rates.gate(record[3] == "closed")
                 self.gate_reason = record[4]

@@ -234,6 +234,19 @@ def test_a_refusal_names_the_chat_because_there_is_no_request():
     assert view.event_text(events.items[-1], short=True) == "chat 3 paging · the prompt has 8,766 tokens"
 
 
+@pytest.mark.parametrize("load", [SMALL, TIGHT])
+def test_the_keys_of_a_step_are_the_tokens_of_the_requests_that_decode_in_it(load):
+    """Finished and preempted requests count no longer."""
+    _, view, records = followed(load, 300)
+    assert any(record[2] == "finish" for record in records)
+    state, keys = State(load.blocks + 1, load.block_size, load.budget, load.rows), {}
+    for record in records:
+        state.apply(record)
+        if record[2] == "step":
+            keys[record[3]] = sum(state.computed(r) - 1 for r in state.requests.values() if r.joined_at >= 0)
+    assert {step: view.steps.get(step).keys for step in keys} == keys
+
+
 def test_accepted_drafts_count_as_keys_of_the_next_step():
     steps = Steps()
     steps.adopt(1, 10, 5)
