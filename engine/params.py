@@ -11,6 +11,8 @@ from engine.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_BAD_WORDS = 1024
+LONGEST_BAD_WORD = 256  # characters
 TYPES: dict[str, tuple[type | UnionType, str]] = {  # field -> (its type, the type in words)
     "logit_bias": (dict | None, "a dict of token id to bias"),
     "ignore_eos": (bool, "a bool"),
@@ -25,8 +27,8 @@ TYPES: dict[str, tuple[type | UnionType, str]] = {  # field -> (its type, the ty
 class SamplingParams:
     """How a reply is drawn and when it ends. Names, meanings and defaults are the same as in vLLM.
 
-    Logits are processed in this order: grammar mask and `logit_bias`, `min_tokens`, penalties, `temperature`,
-    `top_k`, `top_p`, `min_p`, then a draw by Gumbel-max. `temperature=0` is an exact argmax.
+    Logits are processed in this order: grammar mask, `allowed_token_ids` and `bad_words`, `logit_bias`, `min_tokens`,
+    penalties, `temperature`, `top_k`, `top_p`, `min_p`, then a draw by Gumbel-max. `temperature=0` is an exact argmax.
     """
 
     n: int = 1
@@ -38,6 +40,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
+    bad_words: tuple[str, ...] = ()  # words whose tokens are never drawn in a row; needs a tokenizer
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all. End tokens are excluded too, unless they are listed
     min_tokens: int = 0  # no stop token or stop string ends a reply that has fewer tokens
     max_tokens: int | None = 16  # None: as many as the context and the pool allow
     seed: int | None = None  # None: a random seed, chosen when the request is added
@@ -55,11 +59,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # Lists and single strings are accepted, as in vLLM, and are stored as tuples.
-        for name in ("stop", "stop_token_ids", "choice"):
+        for name in ("stop", "stop_token_ids", "choice", "bad_words"):
             value = getattr(self, name)
             if isinstance(value, str):
                 value = (value,)
             object.__setattr__(self, name, tuple(value or ()))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
 
@@ -108,6 +114,16 @@ class SamplingParams:
             )
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, vocab_size - 1)
+        bad = self.bad_words
+        if len(bad) > MAX_BAD_WORDS or any(not isinstance(word, str) or not word.strip() for word in bad):
+            sentence = f"bad_words must be at most {MAX_BAD_WORDS:,} strings, none of them empty"
+            raise InvalidRequest(sentence, "bad_words")
+        if (longest := max(map(len, bad), default=0)) > LONGEST_BAD_WORD:
+            raise InvalidRequest(f"a bad word has {longest:,} characters; the limit is {LONGEST_BAD_WORD}", "bad_words")
+        if self.allowed_token_ids == ():
+            raise InvalidRequest("allowed_token_ids is empty: it must allow at least one token", "allowed_token_ids")
+        for token in self.allowed_token_ids or ():
+            _integer("allowed_token_ids", token, 0, vocab_size - 1)
         for token, bias in (self.logit_bias or {}).items():
             _integer("logit_bias", token, 0, vocab_size - 1)
             _number("logit_bias", bias, -100.0, 100.0)

@@ -31,6 +31,7 @@ from engine.core.request import Grammar, Grammars, Request
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.step import Emitted, Scheduled, StepPlan, StepResult
 from engine.core.step_clock import LAUNCH, PLAN, WAIT, StepClock, StepTimes
+from engine.core.token_rules import TokenRules
 from engine.errors import DeviceLost, InvalidRequest, loses_device
 from engine.params import SamplingParams
 from engine.trace.records import RecordLog
@@ -116,32 +117,44 @@ class Engine:
         params.validate(self.runner.vocab_size)
         _check_ids(ids, self.runner.vocab_size)
         max_total = self.scheduler.limit_for(len(ids), params)
-        grammar = None
-        if params.structured:
-            if self._grammars is None:
-                raise InvalidRequest("replies cannot be constrained: this engine has no tokenizer", "json_schema")
-            grammar = self._grammars.compile(params)
         request = Request(
             id=self._next_id, ids=list(ids), params=params, group=group, sample_index=sample_index,
             seed=secrets.randbits(63) if params.seed is None else params.seed, max_total=max_total,
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids),
-            prompt_len=len(ids), grammar=grammar,
+            prompt_len=len(ids), grammar=self._grammar(params),
         )  # fmt: skip
-        if params.min_tokens:
+        if params.min_tokens or isinstance(request.grammar, TokenRules):
             self._check_first_draw(request)
         return request
 
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """Return the masks of a reply, or None if every token is always allowed."""
+        grammar, words = None, []
+        if params.structured or params.bad_words:
+            if self._grammars is None:
+                field = "json_schema" if params.structured else "bad_words"
+                raise InvalidRequest("replies cannot be constrained: this engine has no tokenizer", field)
+            if params.structured:
+                grammar = self._grammars.compile(params)
+            if params.bad_words:
+                words = self._grammars.words(params.bad_words)
+        if words or params.allowed_token_ids is not None:
+            return TokenRules(params, words, self.runner.vocab_size, grammar)
+        return grammar
+
     def _check_first_draw(self, request: Request) -> None:
         """Refuse a request whose masks allow no token for the first draw."""
-        if len(request.stop_ids) >= self.runner.vocab_size:
+        least = request.params.min_tokens
+        if least and len(request.stop_ids) >= self.runner.vocab_size:
             raise InvalidRequest(
-                f"min_tokens is {request.params.min_tokens}, but each of the {self.runner.vocab_size:,} token ids ends "
+                f"min_tokens is {least}, but each of the {self.runner.vocab_size:,} token ids ends "
                 "the reply: set min_tokens to 0 or name fewer stop_token_ids",
                 "min_tokens",
             )
         reason = dead_end(request)
         if reason:
-            raise InvalidRequest(reason, "min_tokens")
+            rules = "bad_words" if request.params.allowed_token_ids is None else "allowed_token_ids"
+            raise InvalidRequest(reason, "min_tokens" if least else rules)
 
     def abort(self, request_id: int, reason: str = "abort") -> bool:
         """End a request in any state. Returns False if there is no such request."""

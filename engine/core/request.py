@@ -22,9 +22,11 @@ class RequestState(Enum):
 
 
 class Grammar(Protocol):
-    """The grammar of one reply, advanced by the tokens drawn so far (engine/text/structured.py)."""
+    """The masks of one reply, advanced by the tokens drawn so far (engine/text/structured.py, token_rules.py)."""
 
-    failed: str  # why the grammar cannot continue, as a sentence; empty if it can
+    @property
+    def failed(self) -> str:
+        """Why the grammar cannot continue, as a sentence; empty if it can."""
 
     def mask(self) -> np.ndarray:
         """Return int32 [ceil(vocab_size / 32)]: bit t % 32 of word t // 32 is 1 if token t is allowed next."""
@@ -38,6 +40,9 @@ class Grammars(Protocol):
 
     def compile(self, params: SamplingParams) -> Grammar:
         """Return the grammar that `params` specify. Raises InvalidRequest if it cannot be compiled."""
+
+    def words(self, texts: tuple[str, ...]) -> list[list[int]]:
+        """Return the token ids of each text, with and without a space before the text (for `bad_words`)."""
 
 
 @dataclass(eq=False, slots=True)

@@ -59,6 +59,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._vocabulary: Any = None
+        self._words: tuple[tuple[str, ...], list[list[int]]] = ((), [])
 
     def compile(self, params: SamplingParams) -> Grammar:
         """Returns the compiled grammar of `params`. Raises InvalidRequest, with the field, if it cannot be compiled."""
@@ -84,6 +85,25 @@ class Grammars:
             reason = _reason(matcher) if matcher.is_error() else no_token
             raise InvalidRequest(f"{field} cannot be used as a grammar: {reason}", field)
         return grammar
+
+    def words(self, texts: tuple[str, ...]) -> list[list[int]]:
+        """Returns the ids of each text at the beginning of a text and after a space, as in vLLM.
+
+        The ids after a space are left out if they only add the space as a token of its own. The result of the last call
+        is kept, because the samples of a request have the same words.
+        """
+        if self._words[0] != texts:
+            try:
+                self._words = texts, [ids for text in texts for ids in self._spellings(text.lstrip())]
+            except InvalidRequest as error:
+                error.field = "bad_words"
+                raise
+        return self._words[1]
+
+    def _spellings(self, text: str) -> list[list[int]]:
+        bare, spaced = (self._tokenizer.encode(part, add_special_tokens=False) for part in (text, " " + text))
+        found = [bare, spaced] if len(spaced) == len(bare) and spaced[:1] != bare[:1] else [bare]
+        return [ids for ids in found if ids and max(ids) < self._vocab_size]  # other ids have no logit
 
     def _tokens(self, added_end: int | None) -> np.ndarray:
         """Returns the mask of all ids that the model can draw; `added_end` is never allowed."""

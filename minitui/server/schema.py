@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from engine.errors import InvalidRequest
-from engine.params import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
+from engine.params import LONGEST_BAD_WORD, MAX_BAD_WORDS, MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
 
 MAX_SEQUENCES = 128
 MAX_MESSAGES = 4096
@@ -22,6 +22,7 @@ MAX_TOOLS = 128
 MAX_FIELDS = 100  # in one object; the largest valid request has fewer than half as many
 MAX_BIASES = 1024
 MAX_METADATA = 16
+MAX_ALLOWED = 1 << 16  # ids in allowed_token_ids
 MAX_TOKENIZED = 1_000_000  # characters that /tokenize accepts; encoding them takes one or two seconds and 200 MB
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -33,6 +34,9 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Prompt = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 Stop = StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)] | None
+BadWord = Annotated[str, Field(min_length=1, max_length=LONGEST_BAD_WORD)]
+BadWords = Annotated[list[BadWord], Field(fail_fast=True, max_length=MAX_BAD_WORDS)]
+AllowedTokens = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED)]
 
 
 def at_most(count: int) -> BeforeValidator:
@@ -76,6 +80,8 @@ class Sampled(Strict):
     stop: Stop = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=64)] | None = None
     min_tokens: int | None = Field(None, ge=0, le=1 << 31)
+    bad_words: BadWords | None = None
+    allowed_token_ids: AllowedTokens | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False

@@ -28,7 +28,7 @@ from minitui.protocol import TOKENIZER_FILES
 from minitui.server.answer import Answer, Output
 from minitui.server.broadcast import Watcher, encode_snapshot
 from minitui.server.errors import RESPONSES, STREAMED, ApiError
-from minitui.server.schema import Finite, Prompt, Stop, Strict
+from minitui.server.schema import AllowedTokens, BadWords, Finite, Prompt, Stop, Strict
 from minitui.server.service import Service
 from minitui.server.settings import Role
 from minitui.server.sse import EventStream, event
@@ -51,6 +51,8 @@ class Params(Strict):
     max_tokens: int | None = Field(None, ge=1, le=1 << 31)
     seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
     stop: Stop = None
+    bad_words: BadWords | None = None
+    allowed_token_ids: AllowedTokens | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

@@ -1,0 +1,64 @@
+"""Masks the tokens that a request excludes with `allowed_token_ids` and `bad_words`.
+
+TokenRules has the interface of a grammar, so the scheduler and the sampler treat it as one. If the request also has a
+grammar, both masks apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.core.request import Grammar
+from engine.errors import InvalidRequest
+from engine.params import SamplingParams
+
+
+class TokenRules:
+    """The rules of one reply.
+
+    A word of several tokens is excluded by its last token, after the reply has drawn the other tokens in a row. Only
+    drawn tokens count, not the prompt.
+    """
+
+    def __init__(
+        self, params: SamplingParams, words: Sequence[Sequence[int]], vocab_size: int, grammar: Grammar | None = None
+    ) -> None:
+        """`words`: the token ids of the bad words. Raises InvalidRequest if no token is left for the first draw."""
+        bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+        allowed = params.allowed_token_ids
+        bits[slice(vocab_size) if allowed is None else list(allowed)] = 1
+        bits[[word[0] for word in words if len(word) == 1]] = 0
+        self._mask = np.packbits(bits, bitorder="little").view(np.int32)
+        self._ends: dict[int, list[tuple[list[int], int]]] = {}  # last token of the beginning -> (beginning, end)
+        for *beginning, end in words:
+            if beginning:
+                self._ends.setdefault(beginning[-1], []).append((beginning, end))
+        self._longest = max(map(len, words), default=0) - 1
+        self._recent: list[int] = []  # the last drawn tokens, as many as the longest beginning
+        self._grammar = grammar
+        if not self._mask.any():
+            raise InvalidRequest(
+                f"bad_words exclude all {len(allowed or ()):,} tokens of allowed_token_ids: allow more tokens"
+                if allowed is not None else f"bad_words exclude all {vocab_size:,} tokens of the model", "bad_words",
+            )  # fmt: skip
+
+    @property
+    def failed(self) -> str:
+        """Why the request's grammar cannot continue, as a sentence; empty if it can."""
+        return self._grammar.failed if self._grammar is not None else ""
+
+    def mask(self) -> np.ndarray:
+        """Return int32 [ceil(vocab_size / 32)]: bit t % 32 of word t // 32 is 1 if token t is allowed next."""
+        mask = self._mask.copy()
+        for beginning, end in self._ends.get(self._recent[-1], ()) if self._recent else ():
+            if self._recent[-len(beginning) :] == beginning:
+                mask.view(np.uint32)[end // 32] &= np.uint32(~(1 << end % 32) & 0xFFFFFFFF)
+        return mask if self._grammar is None else mask & self._grammar.mask()
+
+    def advance(self, token_id: int) -> bool:
+        """Advance by a drawn token; return True if the reply is complete."""
+        if self._longest > 0:
+            self._recent = [*self._recent, token_id][-self._longest :]
+        return self._grammar is not None and self._grammar.advance(token_id)
