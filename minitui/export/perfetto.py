@@ -1,10 +1,10 @@
-"""Writes a trace for ui.perfetto.dev: a track for each request, the host's stages, and the device's steps.
+"""Writes a trace for ui.perfetto.dev: the spans that the waterfall shows (viewmodel/spans.py), marks and counters.
 
-The format is Chrome's trace events, which Perfetto reads. Start times are in play time (minitui/trace/reader.py), which
-leaves out slow motion and long pauses. Durations are as measured.
+The format is Chrome's trace events, which Perfetto reads. Times begin with the recording, on the axis of the spans:
+long pauses, slow motion and long times without work are shortened. Each slice of the host has its measured time.
 
     requests   for each request: spans for waiting, the chunks of its prompt and decoding, and marks for decisions
-    host       plan, launch and commit of each step, in order of execution
+    host       the parts of each step, in order of execution, and the pauses of the host
     device     the steps on the device, if their times are known
     counters   blocks by state, running and waiting requests
 """
@@ -12,64 +12,58 @@ leaves out slow motion and long pauses. Durations are as measured.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.trace.records import Record
 from engine.trace.state import State
 from minitui.text import match_reason
-from minitui.trace.reader import TraceReader
+from minitui.trace.reader import Part, TraceReader
+from minitui.viewmodel.history import StepRow, Steps
+from minitui.viewmodel.lanes import OPEN, Lane, Lanes
+from minitui.viewmodel.spans import Span, Timeline
 from minitui.visible import json_text
 
 HOST, DEVICE, REQUESTS = 1, 2, 3  # Perfetto groups tracks by process
+STAGES, PAUSES = 1, 2  # the tracks of the host
+NAMES = {
+    "wait": "wait for the device", "gc": "garbage collection", "delayed": "another program on the core",
+    "stop": "stopped by a signal", "queued": "waiting", "decode": "decoding",
+}  # fmt: skip
 Event = dict[str, Any]
 
 
-@dataclass(slots=True)
-class _Lane:
-    """The track of one request. `open`: the name of its open span (empty: none), which began at `since`."""
-
-    id: int
-    name: str
-    begin: float
-    prompt_tokens: int
-    open: str = "waiting"
-    since: float = 0.0
-    drawn_until: float = 0.0  # end of the last span in the output
-
-
 class _Converter:
-    """Converts records to events; follows the state of the engine."""
+    """Converts records to events. A section is a part of the recording without a gap."""
 
     def __init__(self, reader: TraceReader) -> None:
         self.reader = reader
-        self.state = reader.part(0).state
-        self.lanes: dict[int, _Lane] = {}
-        self.stages: list[tuple[float, float, str, dict[str, Any]]] = []  # begin, end, name, args
-        self.device_until = 0.0  # end of the last device step in the output
-        self.exchanged: dict[int, float] = {}  # step -> ms that rank 0 spent in collectives
-        self.planned: dict[int, tuple[float, Record]] = {}  # step -> (time, its `step` record)
-        self.drafts: dict[int, dict[str, int]] = {}  # step -> numbers of draft and accepted tokens
+        self.origin = 0.0  # the begin of the recording on the axis
+        self.begun: dict[int, float] = {}  # request -> begin of its track
+        self._begin_section(reader.part(0))
+
+    def _begin_section(self, part: Part, cut_ms: float = 0.0) -> None:
+        self.state: State = part.state
+        self.steps = Steps(max(1, self.reader.last_step - self.state.step + 2))
+        self.steps.cut_ms = cut_ms
+        self.lanes = Lanes()
+        self.lanes.step = self.state.step
+        self.moments: list[tuple[float, Event]] = []  # marks and counters: engine time, event
+        for request in self.state.requests.values():
+            self.lanes.adopt(request)
+        self.section_t = part.snapshot["t"] or (part.records[0][1] if part.records else 0.0)
 
     def events(self) -> Iterator[Event]:
+        self.origin = self.section_t * 1e3
         yield from self._names()
-        t = 0.0
-        yield from self._continue_from(self.state, t)
         for index in range(len(self.reader.keyframes)):
             part = self.reader.part(index)
             if index and part.keyframe.seq != self.state.seq:  # the recording has a gap here
-                t = part.keyframe.played
-                yield from self._continue_from(part.state, t)
-            for record, due in zip(part.records, part.due, strict=True):
-                t = due
-                yield from self._convert(record, t)
-                self.state.apply(record)
-                if record[2] == "time":
-                    yield from self._counters(t)
-        for lane in list(self.lanes.values()):
-            yield from self._close(lane, t, "still running at the end of the recording")
-        yield from self._host()
+                yield from self._section(set(part.state.requests))
+                self._begin_section(part, self.steps.cut_ms)
+            for record in part.records:
+                self._fold(record)
+        yield from self._section(None)
 
     def _names(self) -> Iterator[Event]:
         info = self.reader.info
@@ -77,164 +71,145 @@ class _Converter:
         for pid, name in ((HOST, f"host: {about}"), (DEVICE, "device"), (REQUESTS, "requests")):
             yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
             yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
-        yield {"ph": "M", "pid": HOST, "tid": 1, "name": "thread_name", "args": {"name": "stages"}}
-        yield {"ph": "M", "pid": DEVICE, "tid": 1, "name": "thread_name", "args": {"name": "steps"}}
+        for pid, tid, name in ((HOST, STAGES, "stages"), (HOST, PAUSES, "pauses"), (DEVICE, 1, "steps")):
+            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
 
-    # ---- requests
+    # ---- records
 
-    def _continue_from(self, state: State, t: float) -> Iterator[Event]:
-        """Continue from `state`, at the start or after a gap: opens and closes lanes to match its requests."""
-        self.state = state
-        self.planned.clear()
-        for lane in list(self.lanes.values()):
-            if lane.id not in state.requests:
-                yield from self._close(lane, t, "finished in a gap of the recording")
-        for id, request in state.requests.items():
-            if id not in self.lanes:
-                yield from self._begin(id, request.group, request.prompt_tokens, t)
-            lane = self.lanes[id]
-            yield from self._end_span(lane, t)
-            lane.open = "waiting" if request.state != "running" else "decoding" if request.joined_at >= 0 else ""
-            lane.since = t
-
-    def _begin(self, id: int, group: str, prompt_tokens: int, t: float) -> Iterator[Event]:
-        chat = self.reader.names.get(group, group)
-        name = f"r{id} {chat}".strip()
-        self.lanes[id] = _Lane(id, name, t, prompt_tokens, since=t, drawn_until=t)
-        yield {"ph": "M", "pid": REQUESTS, "tid": id, "name": "thread_name", "args": {"name": name}}
-        yield {"ph": "M", "pid": REQUESTS, "tid": id, "name": "thread_sort_index", "args": {"sort_index": id}}
-
-    def _convert(self, record: Record, t: float) -> Iterator[Event]:
-        kind, fields = record[2], record[3:]
-        if kind == "submit":
-            yield from self._begin(fields[0], fields[1], fields[2], t)
-        elif kind == "step":
-            yield from self._step(record, t)
+    def _fold(self, record: Record) -> None:
+        kind = record[2]
+        mark = self._mark(kind, record[3:])
+        if mark is not None:
+            self.moments.append((record[1], {"ph": "i", "s": "t", **mark}))
+        if kind == "step":
+            self.steps.fold_step(record)
+        elif kind == "parts":
+            self.steps.fold_parts(record)
         elif kind == "comm":
-            self.exchanged[fields[0]] = fields[2]
-        elif kind == "time":
-            yield from self._time(record, t)
+            self.steps.fold_comm(record)
         elif kind == "draft":
-            self.drafts[fields[0]] = {"draft tokens": sum(n for _, n in fields[1]), "accepted": 0}
+            self.steps.fold_draft(record)
         elif kind == "accept":
-            self.drafts.setdefault(fields[0], {})["accepted"] = sum(n for _, _, n in fields[1])
-        elif kind == "evict":
-            yield self._mark(HOST, 1, f"evict {fields[1]} blocks", t, {"node": fields[0], "reason": fields[2]})
-        elif kind == "fail":
-            self.planned.pop(fields[0], None)  # a failed step has no `time` record
-            yield self._mark(HOST, 1, f"step {fields[0]} failed", t, {"error": fields[1]})
-        elif fields and isinstance(fields[0], int) and fields[0] in self.lanes:
-            yield from self._request(kind, fields, self.lanes[fields[0]], t)
+            self.steps.fold_accept(record)
+        elif kind == "time":
+            self.steps.fold_time(record)
+        self.lanes.fold(record, record[1])
+        self.state.apply(record)
+        if kind == "time":
+            self.moments += ((record[1], counter) for counter in self._counters())
 
-    def _request(self, kind: str, fields: tuple[Any, ...], lane: _Lane, t: float) -> Iterator[Event]:
+    def _mark(self, kind: str, fields: tuple[Any, ...]) -> Event | None:
+        """Returns the mark of a decision; None for a record without a mark."""
+        if kind == "evict":
+            name, args = f"evict {fields[1]} blocks", {"node": fields[0], "reason": fields[2]}
+            return {"pid": HOST, "tid": STAGES, "name": name, "args": args}
+        if kind == "fail":
+            return {"pid": HOST, "tid": STAGES, "name": f"step {fields[0]} failed", "args": {"error": fields[1]}}
         if kind == "admit":
-            yield from self._end_span(lane, t)
-            lane.open = ""
-            yield self._mark(REQUESTS, lane.id, f"admitted ({fields[2]})", t, {"row": fields[1]})
+            name, args = f"admitted ({fields[2]})", {"row": fields[1]}
         elif kind == "match":
             _, tokens, stop, at, detail = fields
             name = f"hit: {tokens} tokens" if tokens else "miss"
-            yield self._mark(REQUESTS, lane.id, name, t, {"why it ended": match_reason(stop, at), "detail": detail})
+            args = {"why it ended": match_reason(stop, at), "detail": detail}
         elif kind in ("preempt", "requeue"):
-            yield from self._end_span(lane, t)
-            lane.open, lane.since = "waiting again", t
-            yield self._mark(REQUESTS, lane.id, "preempted", t, {"reason": fields[1]})
+            name, args = "preempted", {"reason": fields[1]}
         elif kind == "wait":
-            yield self._mark(REQUESTS, lane.id, "not admitted", t, {"reason": fields[1]})
-        elif kind == "finish":
-            yield from self._close(lane, t, fields[1], fields[2])
+            name, args = "not admitted", {"reason": fields[1]}
+        else:
+            return None
+        if fields[0] not in self.lanes.lanes:
+            return None
+        return {"pid": REQUESTS, "tid": fields[0], "name": name, "args": args}
 
-    def _step(self, record: Record, t: float) -> Iterator[Event]:
-        _, _, _, step, _, joined, left, _, _ = record
-        self.planned[step] = (t, record)
-        for id in left:
-            if id in self.lanes:
-                yield from self._end_span(self.lanes[id], t)
-                self.lanes[id].open = ""
-        for id in joined:
-            lane = self.lanes[id]
-            yield from self._end_span(lane, t)
-            lane.open, lane.since = "decoding", max(t, lane.drawn_until)
-
-    def _end_span(self, lane: _Lane, t: float) -> Iterator[Event]:
-        if lane.open and t > lane.since:
-            yield self._slice(REQUESTS, lane.id, lane.open, lane.since, t, {})
-            lane.drawn_until = t
-        lane.open = ""
-
-    def _close(self, lane: _Lane, t: float, reason: str, output_tokens: int | None = None) -> Iterator[Event]:
-        yield from self._end_span(lane, t)
-        args: dict[str, Any] = {"prompt tokens": lane.prompt_tokens, "end": reason}
-        if output_tokens is not None:
-            args["output tokens"] = output_tokens
-        yield self._slice(REQUESTS, lane.id, lane.name, lane.begin, max(t, lane.drawn_until), args)
-        del self.lanes[lane.id]
-
-    # ---- host and device
-
-    def _time(self, record: Record, t: float) -> Iterator[Event]:
-        _, _, _, step, plan_us, launch_us, commit_us, wall_ms, device_ms, kind = record
-        planned = self.planned.pop(step, None)
-        if planned is None:
-            return
-        at, (_, _, _, _, prefills, _, _, tokens, _) = planned
-        args = {"step": step, "kind": kind, "tokens": tokens, "prefill tokens": sum(chunk[2] for chunk in prefills)}
-        args |= self.drafts.pop(step, {})
-        if step in self.exchanged:
-            args["exchange between ranks, ms"] = self.exchanged.pop(step)
-        commit = t - commit_us / 1e6
-        launched = at + launch_us / 1e6
-        stages = [("plan", at - plan_us / 1e6, at), ("launch", at, min(launched, commit)), ("commit", commit, t)]
-        if not self.planned:  # otherwise the host plans the next step during this time
-            stages.insert(2, ("wait for the device", launched, commit))
-        self.stages += [(begin, end, name, args) for name, begin, end in stages]
-        if device_ms is not None:
-            begin = max(commit - device_ms / 1e3, self.device_until, 0.0)
-            if commit > begin:
-                yield self._slice(DEVICE, 1, f"step {step} · {kind}", begin, commit, {**args, "wall ms": wall_ms})
-                self.device_until = commit
-        for id, start, n, samples in prefills:
-            lane = self.lanes.get(id)
-            if lane is None:
-                continue  # the request has finished: the slice of the whole request covers the chunk
-            begin = max(at, lane.drawn_until)
-            if commit > begin and not lane.open:
-                chunk = {"step": step, "from token": start, "tokens": n, "samples a token": samples}
-                yield self._slice(REQUESTS, id, f"prefill +{n}", begin, commit, chunk)
-                lane.drawn_until = commit
-
-    def _host(self) -> Iterator[Event]:
-        """Yields the host's stages in order of their start. A stage that overlaps an earlier stage is shortened."""
-        until = 0.0
-        for begin, end, name, args in sorted(self.stages, key=lambda stage: stage[:2]):
-            begin = max(begin, until)
-            if end > begin:
-                yield self._slice(HOST, 1, name, begin, end, args)
-                until = end
-
-    def _counters(self, t: float) -> Iterator[Event]:
-        state: State = self.state
-        free, active, shared, cached = state.counts
+    def _counters(self) -> Iterator[Event]:
+        free, active, shared, cached = self.state.counts
         values = {"active": active, "shared": shared, "cached": cached, "free": free}
-        yield {"ph": "C", "pid": HOST, "name": "KV blocks", "ts": _us(t), "args": values}
-        running = sum(1 for request in state.requests.values() if request.state == "running")
-        load = {"running": running, "waiting": len(state.queue)}
-        yield {"ph": "C", "pid": HOST, "name": "requests", "ts": _us(t), "args": load}
+        yield {"ph": "C", "pid": HOST, "name": "KV blocks", "args": values}
+        running = sum(1 for request in self.state.requests.values() if request.state == "running")
+        yield {
+            "ph": "C", "pid": HOST, "name": "requests",
+            "args": {"running": running, "waiting": len(self.state.queue)},
+        }  # fmt: skip
+
+    # ---- sections
+
+    def _section(self, following: set[int] | None) -> Iterator[Event]:
+        """Yields the events of the section. `following`: the requests after the gap; None: the recording ends."""
+        line = Timeline(self.steps, self.steps.last)
+        first, last = line.first, line.last
+        for t, event in self.moments:
+            yield {**event, "ts": self._us(line.at(t))}
+        for tid, spans in ((STAGES, line.host(first, last)), (PAUSES, line.pauses(first, last))):
+            for span in spans:
+                args = self._args(span)
+                if span.kind == "stop":
+                    yield {"ph": "i", "s": "t", "pid": HOST, "tid": tid, "name": NAMES["stop"],
+                           "ts": self._us(span.begin), "args": args}  # fmt: skip
+                else:
+                    yield from self._slice(HOST, tid, NAMES.get(span.kind, span.kind), span.begin, span.end, args)
+        for span in line.device(first, last):
+            name = f"step {span.step} · {span.kind}"
+            yield from self._slice(DEVICE, 1, name, span.begin, span.end, self._args(span))
+        for lane in self.lanes.lanes.values():
+            yield from self._request(line, lane, following)
+
+    def _args(self, span: Span) -> dict[str, Any]:
+        args: dict[str, Any] = {"step": span.step, "ms": round(span.ms, 3)}
+        row = self.steps.get(span.step)
+        return args | _about(row) if row is not None else args
+
+    def _request(self, line: Timeline, lane: Lane, following: set[int] | None) -> Iterator[Event]:
+        end = line.at(self.state.t)
+        name = f"r{lane.id} {self.reader.names.get(lane.group, lane.group)}".strip()
+        if lane.id not in self.begun:
+            yield {"ph": "M", "pid": REQUESTS, "tid": lane.id, "name": "thread_name", "args": {"name": name}}
+            yield {"ph": "M", "pid": REQUESTS, "tid": lane.id, "name": "thread_sort_index",
+                   "args": {"sort_index": lane.id}}  # fmt: skip
+            self.begun[lane.id] = line.at(self.section_t if lane.submitted is None else lane.submitted_t)
+        for span in line.request(lane, line.first, line.last):
+            args: dict[str, Any] = {"step": span.step}
+            what = NAMES.get(span.kind, span.kind)
+            if span.kind == "prefill":
+                what = f"prefill +{span.tokens}"
+                chunk = next(c for c in self.steps.chunks(span.step) if c[0] == lane.id)
+                args |= {"from token": chunk[1], "tokens": chunk[2], "samples a token": chunk[3]}
+            end = max(end, span.end)
+            yield from self._slice(REQUESTS, lane.id, what, span.begin, span.end, args)
+        args = {"prompt tokens": lane.prompt_tokens}
+        if lane.finish_step != OPEN:
+            end = line.at(lane.finished_t)
+            args |= {"end": lane.finish_reason, "output tokens": lane.output_tokens}
+        elif following is None:
+            args["end"] = "still running at the end of the recording"
+        elif lane.id not in following:
+            args["end"] = "finished in a gap of the recording"
+        else:
+            return
+        yield from self._slice(REQUESTS, lane.id, name, self.begun[lane.id], end, args)
 
     # ---- events
 
-    @staticmethod
-    def _slice(pid: int, tid: int, name: str, begin: float, end: float, args: dict[str, Any]) -> Event:
-        ts = _us(begin)
-        return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": ts, "dur": round(_us(end) - ts, 3), "args": args}
+    def _slice(self, pid: int, tid: int, name: str, begin: float, end: float, args: dict[str, Any]) -> Iterator[Event]:
+        ts, dur = self._us(begin), round(self._us(end) - self._us(begin), 3)
+        if dur > 0:
+            yield {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": ts, "dur": dur, "args": args}
 
-    @staticmethod
-    def _mark(pid: int, tid: int, name: str, t: float, args: dict[str, Any]) -> Event:
-        return {"ph": "i", "s": "t", "pid": pid, "tid": tid, "name": name, "ts": _us(t), "args": args}
+    def _us(self, ms: float) -> float:
+        return round(max(0.0, ms - self.origin) * 1e3, 3)
 
 
-def _us(seconds: float) -> float:
-    return round(max(0.0, seconds) * 1e6, 3)
+def _about(row: StepRow) -> dict[str, Any]:
+    """Returns what a step computed, for the details of its slices."""
+    args: dict[str, Any] = {"kind": row.kind, "tokens": row.tokens, "prefill tokens": row.prefill_tokens}
+    if row.drafts:
+        args |= {"draft tokens": row.drafted, "accepted": row.accepted}
+    if row.comm_ms is not None:
+        args["exchange between ranks, ms"] = row.comm_ms
+    if row.wall_ms is not None:
+        args["wall ms"] = row.wall_ms
+    if row.parts is not None and row.parts.stops:
+        args["stops"] = row.parts.stops
+    return args
 
 
 def write_perfetto(reader: TraceReader, path: Path) -> None:

@@ -24,6 +24,8 @@ Chunk = tuple[int, int, int, bool]  # request, start, tokens, True if the step s
 Draft = tuple[int, int, int]  # request, tokens drafted, tokens accepted (-1: not known yet)
 KINDS = ("", "decode", "mixed", "prefill")
 PARTS = ("commit", "emit", "gate", "plan", "launch", "wait")  # parts of the host's time, as in the record "parts"
+GATE_SHOWN = 2.0  # ms: on the axis of time (spans.py), a longer pause or delay by slow motion is shortened to this
+IDLE_SHOWN = 1_000.0  # ms: the same for time without work
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class StepRow:
     parts: StepParts | None = None  # None: not recorded
     keys: float = 0.0  # keys that its decoding requests read
     pairs: float = 0.0  # pairs of a query and a key in its prefill chunks
+    cut_ms: float = 0.0  # time left out of the axis before this step (spans.py)
 
     @property
     def drafted(self) -> int:
@@ -117,6 +120,9 @@ class Steps:
         self._ended = array("d", [0.0]) * capacity
         self._end_seq = array("q", [0]) * capacity
         self._bucket = array("q", [0]) * capacity  # the bucket of Rates in which the step was planned
+        self._cut = array("d", [0.0]) * capacity
+        self.cut_ms = 0.0  # time left out of the axis so far
+        self._timed = -1  # the last step whose timing has arrived
         # For the cost model: the keys that a step's decoding requests read, and the pairs of a query and a key in its
         # prefill chunks.
         self._keys = array("d", [0.0]) * capacity
@@ -170,7 +176,7 @@ class Steps:
         self._step[i], self._t[i], self._tokens[i], self._decodes[i] = step, t, tokens, decodes
         self._waiting[i], self._wall[i], self._device[i], self._end_seq[i] = waiting, self._nan, self._nan, 0
         self._comm[i] = self._nan
-        self._chunks[i], self._bucket[i] = prefills or None, bucket
+        self._chunks[i], self._bucket[i], self._cut[i] = prefills or None, bucket, self.cut_ms
         if self.first < 0:
             self.first = step
         self.last = step
@@ -190,6 +196,22 @@ class Steps:
         self._wall[i] = wall_ms
         self._device[i] = self._nan if device_ms is None else device_ms
         self._ended[i], self._end_seq[i] = t, seq
+        self._cut_axis(step, i)
+
+    def _cut_axis(self, step: int, i: int) -> None:
+        """Shorten the pause, slow motion or idle time before this step on the axis of time."""
+        before, self._timed = self._timed, step
+        parts = self._parts_of(i)
+        idle = 0.0
+        if before in self:
+            begun = self._t[i] * 1e3 - self._plan[i]
+            if parts is not None:
+                begun = self._ended[i] * 1e3 - self._commit[i] - (parts.took - parts.commit + parts.gate)
+            idle = begun - self._ended[before % self.capacity] * 1e3
+        gate = 0.0 if parts is None else parts.gate
+        self.cut_ms += max(0.0, gate - GATE_SHOWN) + max(0.0, idle - IDLE_SHOWN)
+        for n in range(step, self.last + 1):  # the next step may be planned already
+            self._cut[n % self.capacity] = self.cut_ms
 
     def adopt(self, request: int, tokens: int, step: int) -> None:
         """Add a request that already decodes in the first snapshot. `tokens`: how many were computed before `step`."""
@@ -246,6 +268,7 @@ class Steps:
             parts=self._parts_of(i),
             keys=self._keys[i],
             pairs=self._pairs[i],
+            cut_ms=self._cut[i],
         )
 
     def _parts_of(self, i: int) -> StepParts | None:

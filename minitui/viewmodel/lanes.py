@@ -39,6 +39,7 @@ class Lane:
     computed_tokens: int = 0  # prompt tokens prefilled
     preemptions: int = 0
     finished: float | None = None
+    finished_t: float = 0.0  # engine time of the finish
     running: bool = False  # admitted and not preempted since
     finish_reason: str = ""
     finish_step: int = OPEN
@@ -236,7 +237,7 @@ class Lanes:
         lane.close(self.step)
         lane.mark(FINISHED, max(self.step, 0), max(self.step, 0))
         lane.finished, lane.finish_reason, lane.output_tokens = self.now, record[4], record[5]
-        lane.finish_step = self.step
+        lane.finish_step, lane.finished_t = self.step, record[1]
         self.ended.append(self.active.pop(lane.id))
 
     def _accept(self, record: Record) -> None:

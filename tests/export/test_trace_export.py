@@ -96,7 +96,7 @@ def test_host_stages_are_in_order_and_apart_from_the_device(tmp_path: Path) -> N
     by_step: dict[int, list[str]] = defaultdict(list)
     for piece in host:
         by_step[piece["args"]["step"]].append(piece["name"])
-    order = ["plan", "launch", "wait for the device", "commit"]
+    order = ["unaccounted", "emit", "plan", "launch", "wait for the device", "commit"]
     assert len(by_step) > 100
     for names in by_step.values():
         assert names == [name for name in order if name in names]

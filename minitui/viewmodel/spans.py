@@ -1,0 +1,263 @@
+"""Spans: what the host and the device did, and the phases of each request, on one axis of time in milliseconds.
+
+The waterfall (tui/widgets/waterfall.py) and the export for Perfetto (export/perfetto.py) draw these spans.
+
+    host      emit, gate, plan, launch, wait and commit of the steps. With overlap, the host plans and launches step
+              n+1 before step n arrives. Recordings of older versions have no "parts" records: what the host did between
+              two steps is then "unaccounted"
+    device    a step ends when its results arrive on the host. A device that does not report its time has no spans
+    pauses    garbage collection, delays by other programs, and stops by a signal. The records give their lengths but
+              not their places, so the pauses of a step end where the step ends
+    requests  queued, prefill (a span for each chunk), decode, preempted and finished
+
+The axis is the engine's time, except that long delays by pauses and slow motion, and long times without work, are
+shortened (GATE_SHOWN, IDLE_SHOWN in history.py). `Span.ms` is the time that the engine measured.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+from minitui.viewmodel.history import GATE_SHOWN, StepRow, Steps
+from minitui.viewmodel.lanes import DECODING, FINISHED, OPEN, PREEMPTED, PREFILLING, QUEUED, Lane
+
+HOST = ("commit", "emit", "gate", "plan", "launch", "wait", "unaccounted", "idle")
+PAUSES = ("gc", "delayed", "stop")
+REQUESTS = {QUEUED: "queued", PREFILLING: "prefill", DECODING: "decode", PREEMPTED: "preempted", FINISHED: "finished"}
+NOISE = 0.1  # ms: the moments of two records differ by up to this from the sum of the measured parts
+
+
+class Span(NamedTuple):
+    """Something that lasted from `begin` to `end`, in ms on the axis; "stop", "preempted" and "finished" are moments.
+
+    `kind`: one of HOST, PAUSES or REQUESTS; for the device "decode", "mixed" or "prefill".
+    """
+
+    kind: str
+    step: int  # the step that the work is for
+    begin: float
+    end: float
+    ms: float  # the measured time: longer than the span if the axis or a neighbour shortens the span
+    tokens: int = 0  # prompt tokens of a chunk
+
+
+class Timeline:
+    """The spans of a history of steps, up to step `horizon`. Each method computes only the spans that it returns."""
+
+    def __init__(self, steps: Steps, horizon: int) -> None:
+        self.steps = steps
+        self.first = max(steps.first, 0)
+        last = self._timed_before(horizon + 1)
+        self.last = -1 if last is None else last.step  # the last step whose times are known; -1: none
+
+    # ---- the axis
+
+    @property
+    def end(self) -> float:
+        """The end of the last step; 0 without steps."""
+        row = self.steps.get(self.last)
+        return 0.0 if row is None else _ended(row)
+
+    @property
+    def begin(self) -> float:
+        """The begin of the first step that is kept; 0 without steps."""
+        row = self.steps.get(self.first)
+        return 0.0 if row is None else _planned(row) - (row.plan_ms or 0.0)
+
+    def at(self, t: float) -> float:
+        """Returns the place of an engine time, in seconds, on the axis."""
+        steps = self.steps
+        if steps.last < 0:
+            return t * 1e3
+        following = steps.since(t, steps.last)
+        row, after = steps.get(max(following - 1, self.first)), steps.get(following)
+        place = t * 1e3 - (row.cut_ms if row is not None else 0.0)
+        if after is None:
+            return place
+        # In a shortened time before `after`, the axis stands still until `after` begins.
+        return max(t * 1e3 - after.cut_ms, min(place, _planned(after) - (after.plan_ms or 0.0)))
+
+    def planned(self, step: int) -> float:
+        """Returns the moment at which a kept step was planned. Older steps: the first kept step; later: the end."""
+        row = self.steps.get(max(step, self.first))
+        return self.end if row is None else _planned(row)
+
+    def arrived(self, step: int) -> float:
+        """Returns the moment at which a step's results arrived; of an unknown step, as `planned`."""
+        row = self.steps.get(step)
+        return self.planned(step) if row is None or row.ended is None else _arrival(row)
+
+    def steps_between(self, begin: float, end: float, most: int) -> tuple[int, int]:
+        """Returns the first and the last step with spans between two places; only the last `most` of these steps."""
+        kept = range(self.first, self.last + 1)
+        last = min(self.last, self.first + bisect_right(kept, end, key=self.planned) + 1)
+        first = self.first + bisect_right(kept, begin, key=self.planned) - 2
+        return max(first, self.first, last - most + 1), last
+
+    def _timed_before(self, step: int) -> StepRow | None:
+        """Returns the last step before `step` whose times are known. A failed step has no times."""
+        row = self.steps.get(step - 1)
+        while row is not None and row.ended is None:
+            row = self.steps.get(row.step - 1)
+        return row
+
+    def _rows(self, first: int, last: int) -> Iterator[tuple[StepRow | None, StepRow]]:
+        """Yields (the timed step before, the step) for the timed steps from `first` to `last`."""
+        before = self._timed_before(first)
+        for step in range(first, min(last, self.last) + 1):
+            row = self.steps.get(step)
+            if row is not None and row.ended is not None:
+                yield before, row
+                before = row
+
+    # ---- host and device
+
+    def host(self, first: int, last: int) -> list[Span]:
+        """Returns the host's work for the arrivals of these steps, each from the commit of the step before to its own
+        commit. No two spans overlap."""
+        spans: list[Span] = []
+        until = float("-inf")
+        for before, row in self._rows(first, last):
+            following = self.steps.get(row.step + 1)
+            overlapped = following is not None and row.ended is not None and following.t < row.ended
+            ahead = following if overlapped else None
+            work = _derived(before, row, ahead) if row.parts is None else _measured(before, row, ahead)
+            work.append(Span("commit", row.step, _arrival(row), _ended(row), row.commit_ms or 0.0))
+            for span in work:
+                if span.end > max(span.begin, until):
+                    spans.append(span._replace(begin=max(span.begin, until)))
+                    until = span.end
+        return spans
+
+    def device(self, first: int, last: int) -> list[Span]:
+        """Returns the steps on the device; a step begins at the earliest when the step before has arrived."""
+        spans = []
+        for before, row in self._rows(first, last):
+            if row.device_ms:
+                end = _arrival(row)
+                begin = end - row.device_ms if before is None else max(end - row.device_ms, _arrival(before))
+                if begin < end:
+                    spans.append(Span(row.kind, row.step, begin, end, row.device_ms))
+        return spans
+
+    def pauses(self, first: int, last: int) -> list[Span]:
+        """Returns the pauses of the host, with their ends at the arrival of their step."""
+        spans: list[Span] = []
+        until = float("-inf")
+        for _, row in self._rows(first, last):
+            if row.parts is None:
+                continue
+            end = _arrival(row)
+            begin = end - row.parts.gc - (row.parts.delayed or 0.0)
+            for kind, ms in (("delayed", row.parts.delayed or 0.0), ("gc", row.parts.gc)):
+                if ms and begin + ms > until:
+                    spans.append(Span(kind, row.step, max(begin, until), begin + ms, ms))
+                begin += ms
+            if row.parts.stops:
+                spans.append(Span("stop", row.step, end, end, 0.0))
+            until = max(until, end)
+        return spans
+
+    # ---- requests
+
+    def request(self, lane: Lane, first: int, last: int) -> list[Span]:
+        """Returns the phases of a request in the steps from `first` to `last`; a phase may reach beyond them."""
+        spans: list[Span] = []
+        until, now = float("-inf"), self.end
+        finished = self.at(lane.finished_t) if lane.finish_step != OPEN else float("inf")
+
+        def add(kind: str, step: int, begin: float, end: float, tokens: int = 0) -> None:
+            nonlocal until
+            begin, end = max(begin, until), min(end, finished, now)
+            if end > begin:
+                spans.append(Span(kind, step, begin, end, end - begin, tokens))
+                until = end
+
+        phases = [*lane.spans, [FINISHED, OPEN, OPEN]]
+        if lane.submitted is not None and lane.submitted_step >= self.first:
+            joined = next(first for code, first, _ in phases if code != QUEUED)
+            add("queued", lane.submitted_step, self.at(lane.submitted_t), self.planned(joined))
+        for (code, begun, ended), (_, following, _) in pairwise(phases):
+            if ended < first or begun > last + 1:
+                continue
+            if code == PREFILLING:
+                for step in range(max(begun, first), min(ended, last + 1) + 1):
+                    tokens = next((n for id, _, n, _ in self.steps.chunks(step) if id == lane.id), 0)
+                    add("prefill", step, self.planned(step), self.arrived(step), tokens)
+            elif code == DECODING:
+                add("decode", begun, self.planned(begun), self.arrived(ended))
+            elif code == QUEUED:
+                add("queued", begun, self.planned(begun), self.planned(following))
+            else:
+                place = finished if code == FINISHED else self.planned(begun)
+                if place <= now:
+                    spans.append(Span(REQUESTS[code], begun, place, place, 0.0))
+        return spans
+
+
+def _planned(row: StepRow) -> float:
+    return row.t * 1e3 - row.cut_ms
+
+
+def _ended(row: StepRow) -> float:
+    return (row.ended or 0.0) * 1e3 - row.cut_ms
+
+
+def _arrival(row: StepRow) -> float:
+    return _ended(row) - (row.commit_ms or 0.0)
+
+
+def _measured(before: StepRow | None, row: StepRow, ahead: StepRow | None) -> list[Span]:
+    """Returns the host's measured parts from the commit of the step `before` to the arrival of the step.
+
+    `ahead`: the next step, if the host planned it before this step arrived.
+    """
+    parts = row.parts
+    assert parts is not None
+    gate = min(parts.gate, GATE_SHOWN)
+    planned_here = before is None or row.t >= (before.ended or 0.0)  # not already while the step before ran
+    n = row.step if planned_here else row.step + 1
+    work = [("gate", row.step, parts.gate), ("plan", n, parts.plan), ("launch", n, parts.launch)]
+    begin = _arrival(row) - (parts.took - parts.commit + gate)
+    emits = parts.emit
+    if planned_here and ahead is not None:  # the first of a run of overlapping steps: two steps were planned
+        plan, launch = min(row.plan_ms or 0.0, parts.plan), min(row.launch_ms or 0.0, parts.launch)
+        emits = min(max(0.0, _planned(row) - plan - gate - begin), parts.emit)
+        work = [
+            ("gate", row.step, parts.gate), ("plan", n, plan), ("launch", n, launch), ("emit", n, parts.emit - emits),
+            ("plan", n + 1, parts.plan - plan), ("launch", n + 1, parts.launch - launch),
+        ]  # fmt: skip
+    spans = []
+    if before is not None and (gap := begin - _ended(before)) > NOISE:
+        left_out = row.cut_ms - before.cut_ms - (parts.gate - gate)
+        spans.append(Span("unaccounted" if parts.commit else "idle", row.step, begin - gap, begin, gap + left_out))
+    for kind, step, ms in (("emit", row.step, emits), *work, ("wait", row.step, parts.wait)):
+        end = begin + (gate if kind == "gate" else ms)
+        spans.append(Span(kind, step, begin, end, ms))
+        begin = end
+    return spans
+
+
+def _derived(before: StepRow | None, row: StepRow, ahead: StepRow | None) -> list[Span]:
+    """Returns the same as `_measured` for a recording without parts, from the moments of the steps.
+
+    After a launch, the host waits. What it does between two steps is not known.
+    """
+    spans: list[Span] = []
+    at, left_out = (None, 0.0) if before is None else (_ended(before), row.cut_ms - before.cut_ms)
+    planned_here = before is None or row.t >= (before.ended or 0.0)
+    for step in ((row,) if planned_here else ()) + ((ahead,) if ahead is not None else ()):
+        if step.plan_ms is None or step.launch_ms is None:  # its times have not arrived
+            return [*spans, Span("unaccounted", row.step, at or _planned(step), _arrival(row), 0.0)]
+        planned = _planned(step)
+        begin = planned - step.plan_ms
+        if at is not None:
+            spans.append(Span("unaccounted", step.step, at, begin, begin - at + left_out))
+        spans.append(Span("plan", step.step, begin, planned, step.plan_ms))
+        at, left_out = min(planned + step.launch_ms, _arrival(row)), 0.0
+        spans.append(Span("launch", step.step, planned, at, step.launch_ms))
+    at = at or _planned(row)
+    return [*spans, Span("wait" if spans else "unaccounted", row.step, at, _arrival(row), _arrival(row) - at)]
