@@ -16,7 +16,7 @@ CHOICES = {
     "speculation": ("off", "prompt-lookup"),
 }
 MOST_SPECULATIVE_TOKENS = 32
-# The largest value of each setting; a larger value is a typing error. engine/worker/memory.py checks whether smaller
+# The largest value of each setting; a larger value must be a typo. engine/worker/memory.py checks whether smaller
 # values fit in memory.
 MOST = {
     "block_size": 1 << 16,
@@ -32,10 +32,10 @@ MOST = {
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How to run a model. `resolve` (engine/worker/limits.py) replaces None and "auto" by values."""
+    """The settings of an engine. `resolve` (engine/worker/limits.py) replaces None and "auto" with values."""
 
     model: str = ""  # a directory, or the name of a model on the Hugging Face hub
-    dtype: str = "auto"  # auto: float32 on a CPU; on a GPU the checkpoint's type, but bfloat16 for float32
+    dtype: str = "auto"  # auto: float32 on a CPU; on a GPU the checkpoint's type, or bfloat16 if that is float32
     quantization: str = "none"  # int8 (CPU) or fp8 (GPU): 8-bit weight matrices (engine/model/linear.py)
     device: str = "auto"  # auto: cuda if there is a GPU
     block_size: int = 16  # tokens
@@ -45,16 +45,16 @@ class EngineConfig:
     max_num_seqs: int | None = None  # requests that run at the same time; None: 64 on a CPU, 256 on a GPU
     max_num_batched_tokens: int | None = None  # token budget of a step; None: 512 on a CPU, 8192 on a GPU
     max_model_len: int | None = None  # tokens of prompt and reply together; None: the model's context
-    kv_cache_dtype: str = "auto"  # fp8: 8-bit keys and values (engine/attention/kv_fp8.py); auto: as `dtype`
+    kv_cache_dtype: str = "auto"  # fp8: 8-bit keys and values (engine/attention/kv_fp8.py); auto: the same as `dtype`
     dummy_weights: bool = False  # random weights; only config.json of the checkpoint is read
-    attention_backend: str = "auto"  # of prefill and decode, or "prefill,decode" (engine/attention/choose.py)
+    attention_backend: str = "auto"  # one name, or two as "prefill,decode" (engine/attention/choose.py)
     enforce_eager: bool = False  # True: no CUDA graphs
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"  # longest-prefix: longest cached prefix first; static: one batch after another
     speculation: str = "off"  # prompt-lookup: drafts from the request's own text (engine/core/speculation.py)
     speculative_tokens: int = 8  # the most draft tokens of a request in a step, if speculation is on
-    overlap: str = "auto"  # on: plan step n+1 while step n runs; off: after step n; auto: off on a CPU
+    overlap: str = "auto"  # on: plan step n+1 while step n runs; off: after step n; auto: on only on a GPU
     seed: int = 0  # for dummy weights; a request without a seed gets a random seed
     tensor_parallel_size: int = 1  # ranks that share the model, each a process with its own device
     load_tokenizer: bool = True
@@ -78,7 +78,7 @@ class EngineConfig:
             if value > most:
                 raise EngineError(f"{name} is {value:,}: it must be at most {most:,}")
         if not isinstance(self.seed, int) or not -(1 << 63) <= self.seed < 1 << 63:
-            raise EngineError(f"seed is {self.seed!r}: it must be a whole number that fits in 64 bits with a sign")
+            raise EngineError(f"seed is {self.seed!r}: it must be a whole number that fits in a signed 64-bit integer")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise EngineError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}: it must be above 0 and at most 1"

@@ -107,7 +107,7 @@ def missing_weights(directory: Path) -> list[str]:
 def shard_names(index: Path) -> list[str]:
     """Return the files that a model.safetensors.index.json names, without duplicates.
 
-    Raises CheckpointError for a name that contains a directory.
+    Raises CheckpointError for a name that contains a directory or does not end in .safetensors.
     """
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:

@@ -31,8 +31,8 @@ class AttentionShape(Protocol):
 class ForwardMeta:
     """The shape of one forward pass over T tokens of n sequences, laid end to end.
 
-    The first `num_decodes` sequences decode exactly one token each. After them are the decodes with drafts, which have
-    several tokens each, then the chunks of prompts.
+    The first `num_decodes` sequences decode exactly one token each. The next sequences decode with drafts, so they have
+    several tokens each. The last sequences are chunks of prompts.
     Token i of a sequence attends to that sequence's keys 0 … seq_len − q_len + i. Each layer writes the keys and values
     of all T tokens to the cache before attention reads the cache.
 
@@ -43,7 +43,7 @@ class ForwardMeta:
     positions: torch.Tensor  # int64 [T]     absolute position of each token in its sequence
     slot_mapping: torch.Tensor  # int64 [T]  cache slot of each token's key and value: block · block_size + offset
     cu_seqlens_q: torch.Tensor  # int32 [n + 1]  sequence i has the tokens [cu[i], cu[i + 1])
-    seq_lens: torch.Tensor  # int32 [n]      number of keys of each sequence, with the keys of this step
+    seq_lens: torch.Tensor  # int32 [n]      number of keys of each sequence, including this step's
     block_table: torch.Tensor  # int32 [n, max_blocks]  row: a sequence; column i: the physical block of its i-th block
     max_q_len: int  # the largest number of tokens of one sequence in this step
     max_seq_len: int  # the largest of seq_lens

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from engine.attention import kv_fp8
 from engine.attention.base import AttentionShape, ForwardMeta
 
-SMALL_GATHER = 1 << 21  # elements of the keys; up to this number, numpy copies faster on one thread than torch on more
+SMALL_GATHER = 1 << 21  # key elements; up to this number, numpy with one thread copies faster than torch with several
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class _Prefill:
 
     tokens: slice
     gather: _Gather | _InPlace
-    mask: torch.Tensor | None  # [q_len, L], 0 or −inf; None: a plain causal mask, for as many keys as queries
+    mask: torch.Tensor | None  # [q_len, L], 0 or −inf; None: causal mask; queries and keys are the same tokens
 
 
 class TorchAttention:
@@ -77,7 +77,7 @@ class TorchAttention:
         self._device = device
         self._by_numpy = device.type == "cpu" and dtype != torch.bfloat16  # numpy has no bfloat16
         self._num_decodes = 0
-        self._scales: torch.Tensor | None = None  # of the current layer's 8-bit cache; None: not 8-bit
+        self._scales: torch.Tensor | None = None  # scales of the current layer's cache; None: it is not 8-bit
         self._plans: dict[int, tuple[_Decodes | None, list[_Prefill]]] = {}
         # One buffer for all layers and steps: the page faults of new memory would cost more than the copy.
         self._buffer = torch.empty(0, dtype=dtype, device=device)

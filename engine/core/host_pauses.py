@@ -1,4 +1,4 @@
-"""Measures pauses that make the host slower: garbage collections, other programs on its core, SIGSTOP."""
+"""Measures pauses that delay the host: garbage collections, other programs on the thread's core, SIGSTOP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Pauses(NamedTuple):
     gc_s: float  # seconds of garbage collection, from `gc.callbacks`
     delayed_s: float | None  # seconds in which a thread was ready to run but another program used its core; of several
     #   threads that compute together, the longest delay. None: not read, or not available (needs Linux's schedstat)
-    stops: int  # how often the process was stopped and continued; counted after a call of `watch_stops`
+    stops: int  # how often the process was stopped and continued; 0 if `watch_stops` was not called
 
 
 NO_PAUSES = Pauses(0.0, None, 0)

@@ -6,7 +6,7 @@ from array import array
 
 NGRAM = 3  # tokens in an n-gram; with 2 tokens there were more drafts, but fewer were accepted
 CANDIDATES = 16  # number of earlier places that are compared with the end of the text, the latest first
-ENOUGH = 16  # the search ends at a place with this many tokens in common
+ENOUGH = 16  # the search ends at a place where this many tokens match the end of the text
 LONGEST_PAUSE = 64  # at most this many tokens are decoded without drafts after failed drafts
 
 
@@ -29,8 +29,8 @@ class Lookup:
     def follow(self, ids: list[int], most: int) -> list[int]:
         """Draft `most` tokens: the text after the earlier place that has the longest match with the end of `ids`.
 
-        The latest of equal places is used. The draft is empty if the last NGRAM tokens do not occur earlier in the
-        indexed text, or while drafts are paused.
+        If several matches are equally long, the latest place is used. The draft is empty if the last NGRAM tokens do
+        not occur earlier in the indexed text, or while drafts are paused.
         """
         if len(ids) < self._resume:
             return []
@@ -45,7 +45,7 @@ class Lookup:
         if not best:
             return []
         run = ids[best : best + most]
-        return (run * (most // len(run) + 1))[:most]  # if `ids` ends after fewer tokens, these are repeated
+        return (run * (most // len(run) + 1))[:most]  # if fewer than `most` tokens follow the place, they are repeated
 
     def learn(self, accepted: int, length: int) -> None:
         """Record that `accepted` tokens of a draft were accepted. `length`: tokens of the text after this step."""
@@ -54,7 +54,7 @@ class Lookup:
             self._resume = length + min(2**self._failures, LONGEST_PAUSE)
 
     def index(self, ids: list[int], most: int) -> int:
-        """Index up to `most` more n-grams, but not the last one of `ids`; return how many were indexed."""
+        """Index up to `most` more n-grams, but not the n-gram at the end of `ids`; return how many were indexed."""
         last, before, start = self._last, self._before, len(self._before)
         end = max(start, min(len(ids), start + most))
         columns = [ids[start - NGRAM + i : end - NGRAM + i] for i in range(NGRAM)]

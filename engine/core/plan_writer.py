@@ -43,7 +43,7 @@ class PlanWriter:
         return request_id in self._decoding
 
     def leave(self, request_id: int) -> None:
-        """Remove a request from the decoding set. The record of the request's end or preemption implies this."""
+        """Remove a request that stops running from the decoding set; the next step record does not name it."""
         self._decoding.pop(request_id, None)
 
     def write(

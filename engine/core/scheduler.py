@@ -186,7 +186,7 @@ class Scheduler:
         return preempted
 
     def _plan_drafts(self, entries: list[Entry], num_decoding: int, budget: int) -> dict[int, list[int]]:
-        """Draft tokens for requests that decode, the oldest first; return them by request id.
+        """Make drafts for decoding requests, the oldest first; return the draft tokens by request id.
 
         Entries with drafts move behind the other decodes. Cached blocks may be evicted to make room for drafts, but no
         request is preempted.

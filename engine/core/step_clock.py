@@ -39,7 +39,7 @@ class StepTimes:
 class StepClock:
     """Turns the moments of steps into records.
 
-    `synchronous`: a step has ended when its launch returns, so the time of the launch includes the device's time.
+    `synchronous`: a step has ended when its launch returns, so the launch time includes the device's time.
     """
 
     def __init__(self, log: RecordLog, synchronous: bool) -> None:
@@ -54,7 +54,10 @@ class StepClock:
         self._unread_s = 0.0  # the time of the steps since the last reading
 
     def begin(self) -> StepTimes:
-        """Begin a step. The time since the last lap is added to GATE and to EMIT (output and commands)."""
+        """Begin a step. Of the time since the last lap, the gate's delay is added to GATE, the rest to EMIT.
+
+        EMIT is the time for output and commands.
+        """
         began = now()
         if not self._lap_at:
             self._pauses.since_last()  # discard the pauses while the engine was idle: they delayed no step
@@ -124,7 +127,7 @@ class StepClock:
         """
         usual_s = self._usual_s
         slow = took_s > SLOW * usual_s + SLOW_S
-        # A longer step counts as twice the usual time: after a long prefill, a slow decode step must still be noticed.
+        # No step counts as more than twice the usual time: after a long prefill, a slow decode step must be noticed.
         self._usual_s = usual_s + 0.1 * (min(took_s, 2 * usual_s or took_s) - usual_s)
         self._unread_s += took_s
         if not slow and self._unread_s < READ_AGAIN_S:

@@ -161,7 +161,7 @@ def product(
 
 def fp8_linear(x: torch.Tensor, w: ScaledMatrix, out: torch.Tensor | None = None) -> torch.Tensor:
     """Returns x W^T [T, N] for x [T, K] bfloat16; writes it to `out` if given."""
-    if not len(x):  # no token's logits are needed in this step; the copy engine does not accept a tensor without rows
+    if not len(x):  # no token's logits are needed in this step; a tensor descriptor must have rows
         return x.new_empty(0, w.shape[0])
     if len(x) == 1:
         return gemv(x, w, out=out)

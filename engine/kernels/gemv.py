@@ -139,7 +139,7 @@ def tiles(n: int, k: int, gate_up: bool, scaled: bool = False) -> tuple[int, int
 
 
 def byte_tiles(n: int, k: int, gate_up: bool) -> tuple[int, int, int, int]:
-    """Like `tiles`, for 8-bit weights: a tile of as many bytes has twice as many columns."""
+    """Like `tiles`, for 8-bit weights: a tile of the same number of bytes has twice as many weights."""
     if gate_up:
         return (8, 1024, 1, 4) if k <= 2048 else (2, 4096, 1, 4)
     if n > 65536:

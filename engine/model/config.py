@@ -15,11 +15,11 @@ ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 class Architecture:
     """The properties of an architecture that config.json does not contain."""
 
-    qkv_bias: bool | None = False  # None: attention_bias in config.json decides, for the output projection too
+    qkv_bias: bool | None = False  # None: attention_bias in config.json decides, also about output_bias
     qk_norm: bool = False
     mlp_bias: bool = False  # True: mlp_bias in config.json decides; False: no bias
     head_dim: int | None = None  # the default for a missing head_dim; None: hidden_size / num_attention_heads
-    # The default for a missing num_key_value_heads; None: num_attention_heads, which a null in config.json means too.
+    # The default for a missing num_key_value_heads; None: num_attention_heads. A null always means num_attention_heads.
     kv_heads: int | None = None
     # The layers with a sliding window:
     #   "none"    no layer
@@ -36,7 +36,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": Architecture(qkv_bias=True, kv_heads=32, window="layers"),
     "LlamaForCausalLM": Architecture(qkv_bias=None, mlp_bias=True),
     "MistralForCausalLM": Architecture(kv_heads=8, window="always"),
-    "MinistralForCausalLM": Architecture(kv_heads=8, window="always"),  # as Mistral, and config.json has layer_types
+    "MinistralForCausalLM": Architecture(kv_heads=8, window="always"),  # Mistral with layer_types in config.json
     "Qwen3MoeForCausalLM": Architecture(qkv_bias=None, qk_norm=True, kv_heads=4, window="used", experts=True),
 }
 MODEL_TYPES = {
@@ -57,13 +57,13 @@ class RopeConfig:
     theta: float = 10_000.0
     factor: float = 1.0
     original_max_position: int = 0  # the context before stretching
-    attention_factor: float | None = None  # for yarn, as the next five fields; None: computed from factor
+    attention_factor: float | None = None  # for yarn, like the next five fields; None: computed from factor
     mscale: float | None = None
     mscale_all_dim: float | None = None
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    low_freq_factor: float = 1.0  # for llama3, as the next field
+    low_freq_factor: float = 1.0  # for llama3, like the next field
     high_freq_factor: float = 4.0
 
 

@@ -17,7 +17,7 @@ import torch
 from engine.attention.kv_fp8 import E4M3_MAX
 from engine.model.decoder import Decoder, Layer
 
-SLACK = 1.15  # for rounding errors of keys and values; 8-bit weights and activations have larger errors
+SLACK = 1.15  # room for rounding errors of keys and values; they are largest with 8-bit weights and activations
 LEAST = 2.0**-14  # the smallest scale; it is also the smallest float16 number with full precision
 
 

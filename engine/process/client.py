@@ -315,7 +315,10 @@ class EngineClient:
         return await future
 
     async def snapshot(self) -> dict[str, Any]:
-        """Returns the engine's state; `seq`: the number of the last record. The next drain may return older records."""
+        """Returns the engine's state; `seq`: the number of its last record.
+
+        The next drain may still return records up to `seq`.
+        """
         return await self.control("snapshot")
 
     def drain_records(self) -> list[Record]:

@@ -6,8 +6,8 @@
 
 One-byte tokens (such as <0xE2>, SentencePiece's byte fallback) are first joined into characters. A byte that is not
 part of a character becomes one replacement character, as in SentencePiece. The library `tokenizers` cannot decode these
-tokens one by one: if one byte of a run is wrong, the library replaces all bytes of the run. So no text could be shown
-before the end of the run.
+tokens one by one: if one byte of a run is wrong, the library replaces all bytes of the run. So with the library, no
+text of a run could be shown before the end of the run.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class _WindowDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(_EACH_BYTE)
         # The last token that is not a one-byte token. It decides whether a space comes before the next token.
         self._token: list[str] = []
-        self._before: list[str] = []  # `_token`, and then the last part if that consists of one-byte tokens
+        self._before: list[str] = []  # `_token`, followed by the last part if that part consists of one-byte tokens
         self._known = 0  # number of characters in the text of `_before`; the text after them is new
 
     def push(self, ids: list[int]) -> str:
@@ -143,7 +143,7 @@ class _WindowDetokenizer:
                 yield [token]
 
     def rest(self) -> Iterator[list[str]]:
-        """Yields a replacement character for each byte held back: no later byte completes its character."""
+        """Yields a replacement character for each byte held back, because its character was not completed."""
         yield from map(_spelled, self._utf8.decode(b"", final=True))
 
     def _emit(self, part: list[str]) -> str:
@@ -164,7 +164,7 @@ def _spelled(character: str) -> list[str]:
 
 
 def _kinds(decoder: dict[str, Any]) -> Iterator[str]:
-    """Yields the types of a decoder and of its parts."""
+    """Yields the type of a decoder, or the types of its parts if it is a sequence."""
     if decoder["type"] == "Sequence":
         for part in decoder["decoders"]:
             yield from _kinds(part)

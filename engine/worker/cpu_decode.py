@@ -166,7 +166,7 @@ def _lookup(embedding: Matrix) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _int8_product(weight: Int8Weight, x: np.ndarray) -> np.ndarray:
-    """Compute Int8Weight.product by cheaper calls: weight [out, in] · x [in, n] -> [n, out], or · x [in] -> [out]."""
+    """Like Int8Weight.product, with cheaper calls: weight [out, in] · x [in, n] -> [n, out], or · x [in] -> [out]."""
     rows = x.T if x.ndim > 1 else x[None]
     scale = np.abs(rows).max(1, keepdims=True)
     scale /= INT8_MAX

@@ -31,7 +31,7 @@ class Executor(Protocol):
     """One way to run steps."""
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
-        """Start a step. Returns None if this executor cannot run the step: the runner then tries the next."""
+        """Start a step. Returns None if this executor cannot run the step; the runner then tries the next executor."""
 
     def close(self) -> None:
         """Free the device memory of the executor."""
@@ -47,7 +47,7 @@ class Parts:
 
 
 class Runner:
-    """A loaded model, and the executors that run steps of it."""
+    """A loaded model, and the executors that run its steps."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Runner:
                 loaded.model.take_expert_load()  # discards the expert load of the warm-up
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep:
-        """Start a step with the first executor that can run it. `grammars`: by entry, if a grammar constrains it."""
+        """Start a step with the first executor that can run it. `grammars`: by entry, for the entries that have one."""
         # Launching changes the rows' settings too: tensors made in inference mode can only be changed in that mode.
         with torch.inference_mode():
             for executor in self.executors:

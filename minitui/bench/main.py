@@ -1,4 +1,4 @@
-"""`minitui bench`: measures the machine's limits, then the engine, and prints the engine's share of the limits."""
+"""`minitui bench`: measures the machine's limits and the engine, and prints the reached share of each limit."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class Options:
     no_speculation: Annotated[
         bool, typer.Option("--no-speculation", help="Do not measure speculation.")
     ] = False
-    pairs: Annotated[int, typer.Option(help="Pairs of runs, with and without engine records.")] = 8
+    pairs: Annotated[int, typer.Option(help="Number of pairs of runs, one with and one without engine records.")] = 8
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 
 
 def bench(context: typer.Context) -> None:
-    """Measure the speed of this machine, or with --url of a server."""
+    """Measure the speed of this machine; with --url, the speed of a server."""
     main(context.args)
 
 
@@ -108,7 +108,7 @@ def _report(options: Options, say: Any) -> dict[str, Any]:
     report: dict[str, Any] = {"device": name, "torch": torch.__version__, "limits": vars(limits), "models": {}}
     with tempfile.TemporaryDirectory(prefix="minitui-bench-") as folder:
         for shape, model, dummy in models(options, Path(folder), on_gpu):
-            # The reference figures are for 16-bit caches: with an 8-bit cache, the label has none.
+            # The reference figures are for 16-bit caches, so no figure has the label of an 8-bit cache.
             label = f"{shape}, fp8 KV cache" if options.kv_cache_dtype == "fp8" else shape
             say(f"\n{label}")
             report["models"][label] = _measure(label, model, dummy, options, limits, on_gpu, say)
@@ -141,7 +141,7 @@ def _say(status: Status, *lines: object, sep: str = " ") -> None:
 
 
 def say_nothing(*lines: object, sep: str = " ") -> None:
-    """Replaces print when the report is JSON."""
+    """Prints nothing; used if the report is JSON."""
 
 
 def models(options: Options, folder: Path, on_gpu: bool) -> Iterator[tuple[str, str, bool]]:

@@ -95,7 +95,7 @@ class StepTimes:
 
 
 def decode_steps(llm: LLM) -> StepTimes | None:
-    """Returns the times of the decode steps since the log was last drained, without the first five.
+    """Returns the median times of the decode steps since the log was last drained, without the first five steps.
 
     Returns None if fewer than five steps are left.
     """

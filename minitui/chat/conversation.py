@@ -14,7 +14,7 @@ from engine.errors import InvalidRequest
 from engine.params import SamplingParams
 from minitui.sources.base import Stream
 
-LEAST_SPAN = 0.2  # `rate` is 0 until the arrivals span this share of its window: before, it would be unreliable
+LEAST_SPAN = 0.2  # share of the window of `rate`; with arrivals over a shorter time, the rate would be unreliable
 LONGEST_TITLE = 40
 SKIPPED_WORDS = (  # a title leaves out these words at the beginning of a question
     "a an and about are can could did do does explain for from give i in is it me mean of on please tell the to what "
@@ -24,7 +24,7 @@ SKIPPED_WORDS = (  # a title leaves out these words at the beginning of a questi
 
 @dataclass
 class Message:
-    """One message. `state`: done | queued | running | cancelled | error. `metrics`: from the engine, once it ends."""
+    """One message. `state`: done | queued | running | cancelled | error. `metrics`: the engine's figures."""
 
     role: str
     text: str = ""

@@ -19,7 +19,7 @@ class Saver:
         self.store = store
         self.unsaved: dict[str, Session] = {}  # by id
         self.error = ""  # the reason why chats could not be saved
-        self.on_unsaved: Callable[[str], None] = lambda sentence: None  # called at the first of several failures
+        self.on_unsaved: Callable[[str], None] = lambda sentence: None  # called once, not at failed retries
         self._retry_at = 0.0
 
     def save(self, session: Session, last: bool = False, everything: bool = False) -> None:

@@ -137,7 +137,7 @@ class Store:
 
     @property
     def _own_lock(self) -> Presence | None:
-        """The lock of this process, taken at the first use, because readers need no lock. None for ":memory:"."""
+        """The lock of this process, taken at the first use: pure readers need no lock. None for ":memory:"."""
         if self._presence is None and str(self.path) != ":memory:":
             try:
                 self._presence = Presence(Path(self.path).parent)
@@ -216,8 +216,10 @@ class Store:
         self._run("UPDATE chats SET closed = ? WHERE id = ?", (time.time(), chat))
 
     def take_over(self, most: int) -> Reopened:
-        """Claims the chats, at most `most`, that the last used of the ended minitui processes left open; returns them,
-        the oldest first."""
+        """Claims the chats that an ended minitui process left open, at most `most`; returns them, the oldest first.
+
+        If several processes have ended, takes the chats of the process that saved the newest message.
+        """
         with self.together():
             own = self._own_lock
             rows = self._run(

@@ -30,7 +30,7 @@ def ask(
     sampling: dict[str, Any],
     engine: dict[str, Any],
     question: Annotated[
-        str, typer.Argument(help="The question. Without it, or with '-', it is read from stdin.", callback=valid_text)
+        str, typer.Argument(help="The question. Without it, or with '-', stdin is read.", callback=valid_text)
     ] = "-",
     model: Model = None,
     system: System = None,
@@ -102,7 +102,7 @@ async def _stream(message: Message, out: TextIO | None) -> None:
     while True:
         busy = message.busy
         text = message.text[shown:]
-        if busy and text.endswith("\r"):  # a "\n" that belongs to it may follow
+        if busy and text.endswith("\r"):  # the "\n" of a "\r\n" may follow
             text = text[:-1]
         if out and text:
             out.write(text)

@@ -48,7 +48,7 @@ def _sampling(
         int | None, typer.Option(help="Maximum tokens of an answer. Default: as many as fit the context and the pool.")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="The same seed gives the same answer; other requests have no influence.")
+        int | None, typer.Option(help="The same seed gives the same answer; other requests do not change it.")
     ] = None,
 ) -> None: ...
 

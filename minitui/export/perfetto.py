@@ -110,7 +110,7 @@ class _Converter:
         elif kind == "match":
             _, tokens, stop, at, detail = fields
             name = f"hit: {tokens} tokens" if tokens else "miss"
-            args = {"why it ended": match_reason(stop, at), "detail": detail}
+            args = {"why the match ended": match_reason(stop, at), "detail": detail}
         elif kind in ("preempt", "requeue"):
             name, args = "preempted", {"reason": fields[1]}
         elif kind == "wait":

@@ -34,7 +34,7 @@ MASKED = {"insert": (FIELDS["insert"].index("ids"),), "extend": (FIELDS["extend"
 
 
 class Watcher:
-    """One reader of the record stream. `client`: its X-Minitui-Client header, which identifies the gate's owner."""
+    """One reader of the record stream. `client`: its X-Minitui-Client header; compared with `gate_owner`."""
 
     def __init__(self, client: str | None = None) -> None:
         self.client = client
@@ -89,7 +89,7 @@ class Broadcast:
         self.recording = recording
         self.state: State | None = None
         self.watchers: set[Watcher] = set()
-        self.engine_count = 0  # so far; the record numbers of each engine start at 0
+        self.engine_count = 0  # engines broadcast so far; the record numbers of each engine start at 0
         self._origin = secrets.token_hex(4)
         self._client: EngineClient | None = None
         self._task: asyncio.Task[None] | None = None
@@ -107,7 +107,7 @@ class Broadcast:
         self._task = asyncio.create_task(self._run())
 
     async def end(self) -> None:
-        """Stop the broadcast of an engine that has ended, after its last records."""
+        """Send the last records of an engine that has ended, and stop its broadcast."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -126,7 +126,7 @@ class Broadcast:
 
     @property
     def engine(self) -> str:
-        """The name of the running engine. It is needed because each engine has its own record numbers."""
+        """The name of the running engine. Record numbers are unique only together with this name."""
         return f"{self._origin}.{self.engine_count}"
 
     def send_all(self, frame: bytes) -> None:

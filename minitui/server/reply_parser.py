@@ -84,7 +84,7 @@ class ReplyParser:
             _take_call(body, parts, CALL + body + END_CALL)
             self._held, self._mode, self._skip_newlines = rest, "content", True
             return True
-        if self._skip_newlines:  # empty lines between reasoning or a call and the content are dropped
+        if self._skip_newlines:  # empty lines between the content and the reasoning or call before it are dropped
             self._held = self._held.lstrip("\n")
             if not self._held:
                 return False
