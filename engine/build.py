@@ -89,7 +89,7 @@ def build_engine(
         speculation = {"method": config.speculation, "tokens": config.speculative_tokens}
         notes.append("speculation: steps are not overlapped, because each step needs the tokens of the previous step")
     if limits.device.type == "cuda" and (why_not := without_graphs(model, config)):
-        notes.append(f"steps run without CUDA graphs and most of our own kernels, several times slower: {why_not}")
+        notes.append(f"steps are several times slower, without CUDA graphs and without most of our kernels: {why_not}")
     info = {
         "model": Path(config.model).name, "model_dir": str(directory), "architecture": model.architecture,
         "parameters": model.num_parameters, "active_parameters": model.active_parameters,
@@ -116,7 +116,7 @@ def make_runner(
     on_progress: Progress | None = None,
     on_lost: Callable[[str], None] | None = None,
 ) -> Runner | LeadRunner:
-    """Returns the runner for the device in `config`; with several ranks, rank 0's runner, which starts the others."""
+    """Returns the runner for the device in `config`. With several ranks, rank 0's runner starts the other ranks."""
     from engine.worker.rank_runner import LeadRunner
     from engine.worker.runner import Runner
 
@@ -149,7 +149,7 @@ def choose_parts(model: ModelConfig, config: EngineConfig) -> Parts:
 
 
 def without_graphs(model: ModelConfig, config: EngineConfig) -> str:
-    """Returns why this model cannot run with CUDA graphs as `config` asks; empty if it can."""
+    """Returns the reason why this model cannot run with CUDA graphs under `config`; empty if it can."""
     from engine.attention.choose import backend_names, why_not_triton
 
     limits = resolve(config, model)

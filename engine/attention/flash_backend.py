@@ -33,7 +33,7 @@ FLASH_2_BLOCK = 256  # tokens; FlashAttention-2 needs blocks of a multiple of th
 
 
 class FlashAttention:
-    """Calls FlashAttention once per layer: `run` for all sequences of a step, `chunks` only for the last sequences."""
+    """Calls FlashAttention once per layer: `run` for all sequences of a step, `chunks` from a given sequence on."""
 
     name = "flash"
 

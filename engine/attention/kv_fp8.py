@@ -3,7 +3,7 @@
 The cache stores x / scale. Every KV head of every layer has one scale for its keys and one for its values. The scales
 are computed from the weights alone (engine/model/kv_scales.py).
 
-Attention reads every key and value after rounding, even in the step that computes it.
+Attention always reads rounded keys and values, even in the step that computes them.
 
 For normally distributed keys and values, the output of attention has a relative error of 3.8 % (root mean square;
 engine/kernels/MEASURED.md).

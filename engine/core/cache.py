@@ -62,7 +62,7 @@ class KVCache:
     def take(self, request: Request, match: Match) -> int:
         """Replace the request's private blocks by the blocks of `match`.
 
-        Returns how many more tokens the request need not compute.
+        Returns the number of tokens that the request need no longer compute.
         """
         if not match.blocks:
             return 0
@@ -72,7 +72,7 @@ class KVCache:
         return request.planned - before
 
     def _hold(self, request: Request, node: Node, blocks: list[int], dropped: list[int]) -> None:
-        """Let the request hold the path to `node`. `blocks` replace its first private blocks, `dropped`."""
+        """Let the request hold the path to `node`. `blocks` replace `dropped`, the request's first private blocks."""
         above = request.node or self.tree.root
         clock = self.log.append("hold", request.id, node.id, len(dropped))
         self.allocator.hold(blocks)
@@ -188,7 +188,7 @@ class KVCache:
                 self.tree.drop(node, "its request failed")
 
     def clear(self) -> int:
-        """Evict every block that no request holds; return how many. Later misses do not mention these evictions."""
+        """Evict every block that no request holds; return how many. Later cache misses do not name these evictions."""
         freed = self.tree.evict(self.allocator.num_cached, CLEARED)
         self.tree.forget_evicted()
         return freed

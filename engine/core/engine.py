@@ -1,7 +1,7 @@
 """The engine: each step is planned, launched and committed.
 
-A token passes seven stages. The second column says when: before the token's steps, during the plan, launch or commit of
-a step, or after the commit.
+A token passes seven stages. The second column says when: before the request's first step, during the plan, launch or
+commit of a step, or after the commit.
 
     1 tokenize     before: the prompt becomes ids (engine/text/tokenizer.py)
     2 schedule     plan:   choose the requests of the step, and how many tokens of each (engine/core/scheduler.py)
@@ -57,7 +57,7 @@ class StepRunner(Protocol):
         """True if a step has ended when `launch` returns, so that the time of the launch includes the device's time."""
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> Launched:
-        """Start a step. `grammars`: number of an entry -> its grammar, for the entries with a grammar."""
+        """Start a step. `grammars`: index of an entry of the plan -> its grammar, for the entries with a grammar."""
 
 
 class InFlight(NamedTuple):
@@ -96,7 +96,8 @@ class Engine:
     def add_request(self, ids: list[int], params: SamplingParams, group: str = "", sample_index: int = 0) -> Request:
         """Queue a prompt and return its request.
 
-        Raises InvalidRequest, and queues nothing, if the prompt can never run or the queue is full.
+        Raises InvalidRequest, and queues nothing, if an argument is invalid, the prompt can never run or the queue is
+        full.
         """
         try:
             request = self._request(ids, params, group, sample_index)

@@ -126,7 +126,7 @@ class RadixTree:
     def _miss(
         self, ids: list[int], node: Node, end: int, depth: int, key: Key, part: Node | None, n: int, blocks: list[int]
     ) -> Match:
-        """Return a match of `blocks`, and why `key` did not match. `end`: the hash of the prefix that matched."""
+        """Return the match of `blocks`, with the reason why `key` did not match. `end`: hash of the matched prefix."""
         step = self._ghosts.get(hash((end, key)))
         if step is not None:
             return Match(node, part, n, blocks, "evicted", step)
@@ -193,7 +193,7 @@ class RadixTree:
         return leaf
 
     def _split(self, node: Node, n: int) -> Node:
-        """Move the first `n` blocks of `node` to a new parent; return it. Requests that hold `node` hold both."""
+        """Move the first `n` blocks of `node` to a new parent; return the parent. Holders of `node` now hold both."""
         parent = node.parent
         assert parent is not None
         self.log.append("split", node.id, self._next_id, n)
@@ -232,7 +232,7 @@ class RadixTree:
         return freed
 
     def forget_evicted(self) -> None:
-        """Forget past evictions: later misses do not mention them."""
+        """Forget past evictions: no later match ends with the reason "evicted" because of them."""
         self._ghosts.clear()
 
     def drop(self, node: Node, reason: str) -> None:

@@ -74,12 +74,12 @@ class Request:
     row: int = -1  # the row in the batch, also in the block table; -1: not running
     planned: int = 0
     last_step: int = -1  # the last step with an entry of this request
-    decoding: bool = False  # True once a token was drawn since the last admission; then total = planned + 1
-    epoch: int = 0  # increases when work in flight becomes void: the request finished, or a step failed
+    decoding: bool = False  # True after the first draw since the last admission; then total = planned + 1
+    epoch: int = 0  # increases when results in flight become invalid: the request finished, or a step failed
     table: list[int] = field(default_factory=list)
     node: Node | None = None  # None: the root
     shared_blocks: int = 0
-    cached_tokens: int = 0  # prompt tokens taken from the tree, without those taken after a preemption
+    cached_tokens: int = 0  # prompt tokens taken from the tree before any preemption
     match: tuple[str, int, str] = ("", 0, "")  # `stop`, `at` and `detail` of the record "match", before any preemption
     preemptions: int = 0
     overtaken: int = 0  # younger requests admitted while this one waited (policy longest-prefix)

@@ -18,8 +18,8 @@ from engine.params import SamplingParams
 class TokenRules:
     """The rules of one reply.
 
-    A word of several tokens is excluded by its last token, after the reply has drawn the other tokens in a row. Only
-    drawn tokens count, not the prompt.
+    A word of several tokens is excluded by masking its last token whenever the reply ends with the word's other tokens.
+    The prompt does not count.
     """
 
     def __init__(

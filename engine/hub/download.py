@@ -46,7 +46,8 @@ class Download:
             import huggingface_hub as hub
             from huggingface_hub.utils import disable_progress_bars  # some versions export it only here
         except ImportError:
-            what = "huggingface_hub, which is not installed: pip install huggingface_hub"  # it is in no extra
+            # No extra of minitui installs this library.
+            what = "huggingface_hub, which is not installed: pip install huggingface_hub"
             raise CheckpointError(f"{self._where()}, and downloading needs {what}") from None
         disable_progress_bars()
         try:

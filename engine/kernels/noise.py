@@ -20,7 +20,7 @@ GOLDEN, MURMUR = 0x9E3779B1, 0x85EBCA6B
 
 
 def mix_int(x: int) -> int:
-    """Returns one 32-bit Python integer, scrambled by the hash finaliser lowbias32."""
+    """Returns the lowest 32 bits of a Python integer, scrambled by the hash finaliser lowbias32."""
     x &= WORD
     x = ((x ^ (x >> 16)) * MIX_1) & WORD
     x = ((x ^ (x >> 15)) * MIX_2) & WORD

@@ -51,7 +51,7 @@ def _softmax_step(q, k, v, seen, m, mass, acc, scale, MASKED: tl.constexpr):
 def _over_cache(q, m, mass, acc, k_cache, v_cache, table, position, low, high, end, scale, kvh,
                 TOKEN: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
                 MASKED: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Add keys [low, high) of the cache to the running softmax. MASKED: a query must not see some of these keys."""
+    """Add keys [low, high) of the cache to the running softmax. MASKED: some queries must not see some keys."""
     d = tl.arange(0, D)
     t = tl.arange(0, TILE)
     for n0 in tl.range(low, high, TILE, num_stages=STAGES):
@@ -274,7 +274,7 @@ def prefill_attention(
     block_m = max(BLOCK_M, triton.next_power_of_2(group))
     tiles = tokens // (block_m // group) + n
     if tiles > MAX_SPLIT_TILES:
-        splits = 1  # so many tiles are enough programs, and their splits would not fit into the workspace
+        splits = 1  # this many tiles are enough programs; their splits would not fit into the workspace
     elif splits is None:
         splits = num_splits(tiles, kv_heads) if max_seq_len >= 512 else 1
     tile = 64 if head_dim <= 128 else 32

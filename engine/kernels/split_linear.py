@@ -45,7 +45,7 @@ def _split_linear_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for k0 in tl.range(0, SPAN, BLOCK_K, num_stages=STAGES):
         a = w.load([tile * BLOCK_N, part * SPAN + k0])
-        b = x.load([0, part * SPAN + k0])  # rows past M are zeros
+        b = x.load([0, part * SPAN + k0])  # TMA fills the rows from M on with zeros
         acc = tl.dot(a, b.T, acc)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)

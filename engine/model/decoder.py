@@ -194,7 +194,10 @@ class Decoder:
 
     @property
     def nbytes_per_token(self) -> int:
-        """Bytes of the weights that one token needs, without the embedding (or a head tied to it) and idle experts."""
+        """Bytes of the weights that one token needs: all weights except idle experts and the embedding.
+
+        An embedding that is also the head is excluded too.
+        """
         experts = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
         idle = sum(mlp.nbytes * (mlp.config.count - mlp.config.per_token) // mlp.config.count for mlp in experts)
         return self.nbytes - self.embedding.nbytes - idle

@@ -1,4 +1,4 @@
-"""The decoder's small operations in plain torch. They specify the fused kernels, and CPUs use them directly.
+"""The decoder's small operations in plain torch. They are the reference for the fused kernels, and CPUs use them.
 
 The decoder calls `ops.<name>` for everything except matrix products and attention. So another module with the same six
 functions can replace this one (Decoder's argument `ops`).

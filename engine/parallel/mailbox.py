@@ -45,8 +45,8 @@ def cells(lanes: int, size: int, words: int) -> int:
 def connect(store: Any, rank: int, size: int, hidden: int, device: torch.device, lanes: int = LANES) -> Mailbox:
     """Returns this rank's mailbox. Every rank of the default group must call this. No other code may use `store`.
 
-    Raises ImportError, AttributeError, TypeError or RuntimeError if symmetric memory does not work here. No rank may
-    use its mailbox before this function has returned on all ranks.
+    Raises ImportError, AttributeError, TypeError or RuntimeError if symmetric memory does not work on this machine.
+    No rank may use its mailbox before this function has returned on all ranks.
     """
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     import torch.distributed as dist
@@ -65,7 +65,7 @@ def connect(store: Any, rank: int, size: int, hidden: int, device: torch.device,
     addresses = [handle.get_buffer(peer, (count,), torch.int64).data_ptr() for peer in range(size)]
     if addresses[rank] != memory.data_ptr():
         raise RuntimeError("torch reports a wrong address for the symmetric memory")
-    memory.zero_()  # each word carries the number of its call, and calls count from 1, so zeros belong to no call
+    memory.zero_()  # each word carries the number of its call; the first call is 1, so zeros belong to no call
     torch.cuda.synchronize(device)
     return Mailbox(
         rank, size, lanes, words, torch.tensor(addresses, dtype=torch.int64, device=device),

@@ -2,8 +2,8 @@
 
 A template is a program that comes with a checkpoint. No check in Python can interrupt a long call into C (`'a' *
 10**10`, a sort), so the kernel enforces the limits. RLIMIT_AS limits memory (macOS ignores this limit). A timer limits
-time: its signal ends this process. When the parent ends, the kernel closes the parent's end of a pipe, which also sends
-this process a signal that ends it.
+time: its signal ends this process. When the parent ends, the kernel closes the parent's end of a pipe and sends this
+process a signal, which ends it too.
 
     stdin, a socket    in: a frame with the template, then a frame with the values of each rendering, as JSON
                        out: READY, then a frame for each rendering

@@ -191,8 +191,8 @@ class Tokenizer:
             return []
         if first or self._decoding.byte_level:
             return _encode(self._literal, text, False)
-        # Tokenizers like SentencePiece add a space before a text. So encode a newline and the text, and remove the ids
-        # of the newline.
+        # Tokenizers like SentencePiece add a space before a text. So encode a newline and the text: the space is then
+        # before the newline. Remove the ids of both.
         newline, ids = _encode(self._literal, "\n", False), _encode(self._literal, "\n" + text, False)
         if ids[: len(newline)] == newline:
             return ids[len(newline) :]

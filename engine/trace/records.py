@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 Record = tuple[Any, ...]
-PACKET = 512  # the most records in a packet: applying them delays the handling of keys by a few milliseconds
+PACKET = 512  # the most records in a packet: applying them delays the handling of key presses by a few milliseconds
 
 CLEARED = "cleared"  # reason of an eviction that a user requested
 
@@ -56,7 +56,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "fail": ("step", "error"),  # the step failed; its requests finish with an error
     # --- speculation; only for steps with drafts
     "draft": ("step", "drafts"),  # before the `step` record: [(request, draft tokens)]
-    "accept": ("step", "drafts"),  # at the commit: [(request, drafted, accepted)]; `accepted` more tokens for a request
+    "accept": ("step", "drafts"),  # at the commit: [(request, drafted, accepted)]; adds `accepted` tokens to a request
     # --- control
     "gate": ("state", "reason"),  # "open" | "closed", and why
     "pace": ("factor",),  # slow motion: every step takes this many times as long (1: off)

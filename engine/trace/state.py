@@ -34,8 +34,8 @@ class RequestView:
     table: list[int] = field(default_factory=list)
     node: int = 0
     shared_blocks: int = 0
-    base: int = 0  # number of tokens with KV, when it joined the decoding set (if not decoding: now)
-    joined_at: int = -1  # `State.ticks` when it joined the decoding set; -1: not decoding
+    base: int = 0  # number of tokens with KV when the request joined the decoding set (if not decoding: now)
+    joined_at: int = -1  # `State.ticks` when the request joined the decoding set; -1: not decoding
     submitted: float = 0.0
     admitted: float = 0.0
     cached_tokens: int = 0  # prompt tokens taken from the cache before any preemption

@@ -265,6 +265,9 @@ def warm_up_forms(loaded: LoadedModel, on_progress: Progress | None) -> None:
 
 
 def ladder(most: int) -> list[int]:
-    """Returns the batch sizes to capture, ascending, up to `most`. Small sizes differ less: padding slows them most."""
+    """Returns the batch sizes to capture, ascending, up to `most`.
+
+    Small sizes are closer to each other, because padding slows small batches most.
+    """
     sizes = [1, 2, 4, 8, *range(16, 129, 16), *range(160, most + 32, 32)]
     return sorted({min(size, most) for size in sizes if size <= most} | {most})

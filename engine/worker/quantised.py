@@ -15,7 +15,7 @@ KINDS: dict[str, type[ByteWeight] | None] = {"none": None, "int8": Int8Weight, "
 
 
 def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str) -> None:
-    """Raise EngineError if this model cannot use these 8-bit weights on this device."""
+    """Raise EngineError if the model cannot use the 8-bit weights of `config` with this device and dtype."""
     kind, cpu = config.quantization, device.type == "cpu"
     if kind == "int8" and not cpu:
         raise EngineError(

@@ -2,8 +2,8 @@
 
 The operations run in the order of SamplingParams: grammar mask and logit bias, min_tokens, penalties, temperature,
 top-k, top-p, min-p. Then Gumbel-max draws: the argmax of logits plus noise is exactly a draw from the softmax of the
-logits. An operation is skipped if no row of the step asks for it. The host keeps the settings of all rows, so for this
-decision it never waits for the device.
+logits. An operation is skipped if no row of the step asks for it. The host keeps the settings of all rows, so it
+decides this without waiting for the device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Upload = Callable[[np.ndarray], torch.Tensor]
 
 MIN_TEMPERATURE = 1e-5  # a lower temperature would make scaled logits overflow; at 1e-5 a draw already equals an argmax
 SMALLEST = float(np.finfo(np.float32).tiny)  # lower limit of settings that must not be rounded to 0
-IN_PROMPT = 1 << 30  # flag in a token's count: the token is in the prompt; the lower bits count it in the reply
+IN_PROMPT = 1 << 30  # flag in a token's count: the prompt contains the token; the lower bits: its count in the reply
 INT_KEYS = 2  # int32 numbers in a row's noise key
 SMALL_VOCABULARY = 1 << 14  # on a CPU, sorting a row of at most this many logits is faster than topk
 
@@ -57,10 +57,10 @@ class Wants:
 class Logprobs:
     """Log-probabilities of l tokens, before grammar, bias, penalties or temperature change the logits."""
 
-    token: torch.Tensor  # [l], of the tokens
-    rank: torch.Tensor  # int64 [l], of the tokens: 1 for the most likely token
-    top: torch.Tensor  # [l, n], of the n most likely tokens
-    top_ids: torch.Tensor  # int64 [l, n]
+    token: torch.Tensor  # [l]  the log-probability of each token
+    rank: torch.Tensor  # int64 [l]  the rank of each token; 1: the most likely token
+    top: torch.Tensor  # [l, n]  the log-probabilities of the n most likely tokens at the same position
+    top_ids: torch.Tensor  # int64 [l, n]  the ids of these n tokens
 
     @staticmethod
     def joined(parts: list[Logprobs]) -> Logprobs:
@@ -72,7 +72,10 @@ class Logprobs:
         return Logprobs(*map(to_host, (self.token, self.rank, self.top, self.top_ids)))
 
     def listed(self, tokens: list[int], counts: list[int]) -> list[TokenLogprobs]:
-        """Returns a TokenLogprobs for each of `tokens`; entry i lists counts[i] most likely tokens. For host copies."""
+        """Returns a TokenLogprobs for each of `tokens`; entry i lists the counts[i] most likely tokens.
+
+        Call this only after the copies of `fetched` have arrived on the host.
+        """
         own, rank, top, ids = self.token.tolist(), self.rank.tolist(), self.top.tolist(), self.top_ids.tolist()
         return [
             TokenLogprobs(token, own[i], rank[i], list(zip(ids[i][:n], top[i][:n], strict=True)))
@@ -127,7 +130,7 @@ class Sampler:
     """Keeps the sampling settings of every row of the batch, and draws tokens.
 
     Call `set_row` when a request takes a row, also after a preemption: `set_row` counts the tokens for penalties again.
-    Call `sample` once per step. A row's lines are freed when the next request takes the row.
+    Call `sample` once per step. A row's counts and biases are kept until the next request takes the row.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device, upload: Upload) -> None:

@@ -11,8 +11,8 @@ every token independently, whether the token is a draft or not. A step may also 
 and sequences fit into a bucket. A step that fits into no bucket runs without a graph.
 
 On an H200, with Qwen3-0.6B, drafts of 8 tokens and contexts of 300, a step with one row takes 1.23 ms (a decode step:
-0.74 ms), with eight rows 1.75 ms (0.93 ms), with 28 rows 1.94 ms (1.24 ms). Without a graph, each of them takes 6.3 ms
-or more.
+0.74 ms), with eight rows 1.75 ms (0.93 ms), with 28 rows 1.94 ms (1.24 ms). Without a graph, each of these steps
+takes 6.3 ms or more.
 
 A graph for 16 tokens uses other matrix kernels than a graph for one token. In half precision these kernels round
 differently. So speculation may change a token if the two best scores at its position differ by less than the rounding

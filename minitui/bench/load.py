@@ -75,7 +75,7 @@ class LoadOptions:
 
 @dataclass
 class Planned:
-    """A request, to be sent `at` seconds after the start. `chat`: to /v1/chat/completions."""
+    """A request, to be sent `at` seconds after the start. `chat`: send it to /v1/chat/completions."""
 
     at: float
     body: dict[str, Any]

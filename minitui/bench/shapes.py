@@ -29,7 +29,7 @@ MEASURED = ("0.6B", "8B")  # the sizes measured by default
 
 
 def write_config(size: str, directory: Path) -> Path:
-    """Writes the config.json of a Qwen3 model of this size; returns its directory. Random weights need no more."""
+    """Writes the config.json of a Qwen3 model of this size; returns its directory. Random weights need no other."""
     hidden, inner, layers, heads, tied = SIZES[size]
     config = QWEN3 | {
         "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
@@ -47,30 +47,30 @@ def write_config(size: str, directory: Path) -> Path:
 class Work:
     """The minimum bytes and operations of a model's steps: every weight, key and value is read once."""
 
-    body: int  # weights of all layers' matrices, without experts
-    head: int  # weights of the output matrix
+    body: int  # number of weights in all layers' matrices, without experts
+    head: int  # number of weights in the output matrix
     kv_bytes: int  # bytes of one token's keys and values, all layers
     attention: int  # operations for one query and one key, all layers
     itemsize: int  # bytes of a weight
     expert_layers: int = 0  # number of layers with experts
     experts: int = 0  # number of experts in each of these layers
     experts_per_token: int = 0
-    expert: int = 0  # weights of one expert
+    expert: int = 0  # number of weights in one expert
 
     @staticmethod
     def of(config: ModelConfig, itemsize: int, weight_itemsize: int | None = None) -> Work:
         """Returns the work of a model.
 
-        `itemsize`: bytes of a number in the KV cache. `weight_itemsize`: bytes of a weight; None: the same.
+        `itemsize`: bytes of a number in the KV cache. `weight_itemsize`: bytes of a weight; None: `itemsize`.
         """
         c, d, e = config, config.head_dim, config.experts
-        mixed = sum(e.layers) if e else 0
+        expert_layers = sum(e.layers) if e else 0
         attention = c.hidden_size * (2 * c.num_heads + 2 * c.num_kv_heads) * d
-        mlps = (c.num_layers - mixed) * 3 * c.hidden_size * c.intermediate_size
-        routers = mixed * c.hidden_size * e.count if e else 0
+        mlps = (c.num_layers - expert_layers) * 3 * c.hidden_size * c.intermediate_size
+        routers = expert_layers * c.hidden_size * e.count if e else 0
         return Work(
             body=c.num_layers * attention + mlps + routers, head=c.vocab_size * c.hidden_size,
-            expert_layers=mixed, experts=e.count if e else 0, experts_per_token=e.per_token if e else 0,
+            expert_layers=expert_layers, experts=e.count if e else 0, experts_per_token=e.per_token if e else 0,
             expert=3 * c.hidden_size * e.inner_size if e else 0,
             kv_bytes=2 * c.num_layers * c.num_kv_heads * d * itemsize,
             attention=4 * c.num_layers * c.num_heads * d, itemsize=weight_itemsize or itemsize,

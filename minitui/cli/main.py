@@ -91,8 +91,8 @@ def run() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Opens /dev/null for standard streams that are closed (`>&-`): Python sets these to None."""
-    # In this order: `open` returns the lowest free descriptor.
+    """Opens /dev/null for every closed standard stream (`>&-`). Python sets closed streams to None."""
+    # This order gives each stream its own descriptor (0, 1, 2): `os.open` returns the lowest free descriptor.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
@@ -104,7 +104,7 @@ def _fail(sentence: str, code: int = 1) -> None:
 
 
 def _log_crash() -> str:
-    """Writes the traceback of the current exception to a file; returns where it is, for the error message."""
+    """Writes the traceback of the current exception to a file; returns its place for the error message."""
     import traceback
 
     try:

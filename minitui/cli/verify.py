@@ -76,7 +76,7 @@ def verify(
 
 
 def run_verify(model: str, dtype: str = "auto", device: str = "auto", as_json: bool = False) -> int:
-    """Compares and prints the results; returns 0 if all agree, else 1. Raises EngineError if either cannot run."""
+    """Compares and prints the results; returns 0 if all agree, else 1. Raises EngineError if the model cannot run."""
     from engine.config import EngineConfig
     from engine.hub.resolve import resolve_model
     from engine.model.hf_config import read_model_config
@@ -95,7 +95,7 @@ def run_verify(model: str, dtype: str = "auto", device: str = "auto", as_json: b
         reference = run_reference(directory, limits.dtype, limits.device)
     except EngineError:
         raise
-    except Exception as error:  # transformers raises many types for a model that it cannot load or run
+    except Exception as error:  # for a model that it cannot load or run, transformers raises exceptions of many types
         raise EngineError(f"transformers cannot run {directory.name}: {type(error).__name__}: {error}") from error
     _print(f"transformers answered after {time.perf_counter() - started:.1f} s", as_json)
     checks = compare(directory, reference, name, str(limits.device))
@@ -120,7 +120,7 @@ def run_reference(directory: Path, dtype: Any, device: Any) -> Reference:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, experts_implementation=experts)
     model = model.to(device).eval()
     positions = model.config.max_position_embeddings
-    longest = positions - NEW_TOKENS - 1  # tokens of a prompt at most; teacher forcing samples one more token
+    longest = positions - NEW_TOKENS - 1  # the most tokens of a prompt; teacher forcing samples one more token
     if longest < 1:
         raise EngineError(f"{directory.name} has {positions} positions; verify needs at least {NEW_TOKENS + 2}")
     prompts = [ids[:longest] for ids in prompts]
@@ -201,7 +201,7 @@ def _worst_logprob(llm: Any, reference: Reference) -> float:
 def _same_tokens(
     name: str, reference: Reference, expected: list[list[int]], got: list[list[int]], slack: float
 ) -> Check:
-    """Checks that replies are equal up to the first tie. In a tie, the margin of two tokens is at most `slack`."""
+    """Checks that replies are equal up to the first tie. Two tokens tie if their margin is at most `slack`."""
     ties, wrong = 0, []
     for i, (want, have) in enumerate(zip(expected, got, strict=True)):
         if want == have:

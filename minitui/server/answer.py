@@ -1,7 +1,7 @@
 """Answers one HTTP request: its sequences are queued, read and ended together.
 
-Subclasses for chat, completions, /generate and /minitui/submit encode the prompt and format the response. For each of
-them, `close` frees the request's places in the queue, and the engine frees the sequences' blocks between two steps.
+Subclasses for chat, completions, /generate and /minitui/submit encode the prompt and format the response. `close` frees
+the request's places in the queue. The engine frees the sequences' blocks between two steps.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Answer:
         return iter(())
 
     def events(self, index: int, part: Output, outputs: list[Output]) -> Iterator[bytes]:
-        """Yields the events for the next part of a sequence. `outputs`: all sequences so far, including this part."""
+        """Yields the events for the next part of a sequence. `outputs`: all outputs so far, with this part."""
         raise NotImplementedError
 
     def closing(self, outputs: list[Output]) -> Iterator[bytes]:
@@ -225,7 +225,7 @@ async def _read(stream: Stream) -> AsyncIterator[Output]:
 
 
 class OpenAIAnswer(Answer):
-    """The base class of chat and completions: makes the head, the usage, and the closing events."""
+    """The base class of chat and completions: adds the common fields (id, created, model), usage and last events."""
 
     prefix: ClassVar[str]  # prefix of the answer's id
     object: ClassVar[str]  # "object" field of the whole answer

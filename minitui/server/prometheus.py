@@ -75,7 +75,7 @@ class Counter(Metric):
 
 
 class Histogram(Metric):
-    """The number of observations up to each of `bounds`, and their sum."""
+    """The number of observations up to each of `bounds`, and the sum of all observations."""
 
     kind = "histogram"
 

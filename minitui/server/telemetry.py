@@ -4,7 +4,7 @@
     GET  tokenizer/{file}  the files that a client needs to encode and decode
     GET  snapshot          the engine's state after its latest record
     GET  records           the records from now on, as server-sent events
-    POST submit            answer token ids with deltas, as server-sent events
+    POST submit            generate a reply to token ids, sent as deltas in server-sent events
     POST cancel            end the request that has the given tag
     POST control           control the gate and slow motion, or clear the cache
 """

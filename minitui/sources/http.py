@@ -20,7 +20,7 @@ CLOSE_S = 1.0  # the longest time to wait for connections to close
 SILENCE_S = 35.0  # the read timeout; a minitui server sends events or comments at shorter intervals
 MAX_EVENT = 8 << 20
 QUIET_S = 600.0  # how long a queued request may receive only comments
-MAX_VALUES = 4_000_000  # quotation marks, lists and objects in a JSON document; each value takes about 60 bytes
+MAX_VALUES = 4_000_000  # quotation marks, lists and objects in a JSON document; a value takes about 60 bytes of memory
 MAX_CHARACTERS, MAX_PIECES = 16 << 20, 1 << 18  # the limits of one answer
 MAX_MESSAGE = 2_000  # characters of a server's error message
 # Errors after the connection was made.
@@ -144,7 +144,7 @@ def unreachable(url: str, error: Exception) -> EngineDead:
 
 
 def load_json(text: str | bytes) -> Any:
-    """Returns the value of a server's JSON document. Raises EngineError if it is no JSON, too large or too deep."""
+    """Returns the value of a server's JSON document. Raises EngineError if it is not JSON, too large or too deep."""
     document = text.encode("utf-8", "replace") if isinstance(text, str) else text
     parts = sum(document.count(sign) for sign in (b"[", b"{", b'"'))
     if parts > MAX_VALUES:

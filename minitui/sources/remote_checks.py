@@ -1,7 +1,7 @@
 """Checks the types, ranges and sizes of data from a minitui server, before the data is stored or applied.
 
 Records and snapshots get the same checks as in a trace (minitui/trace/check.py, minitui/trace/follow.py). This module
-adds checks of answers, of facts about the engine, and of sizes that may grow for hours.
+adds checks of answers, of facts about the engine, and of sizes that grow during a long connection.
 """
 
 from __future__ import annotations
