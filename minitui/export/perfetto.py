@@ -1,7 +1,8 @@
 """Writes a trace for ui.perfetto.dev: the spans that the waterfall shows (viewmodel/spans.py), marks and counters.
 
-The format is Chrome's trace events, which Perfetto reads. Times begin with the recording, on the axis of the spans:
-long pauses, slow motion and long times without work are shortened. Each slice of the host has its measured time.
+The format is Chrome's trace events, which Perfetto reads. Times are on the axis of the spans and begin with the
+recording: long pauses, slow motion and long times without work are shortened. The details of a slice of the host give
+its measured time.
 
     requests   for each request: spans for waiting, the chunks of its prompt and decoding, and marks for decisions
     host       the parts of each step, in order of execution, and the pauses of the host
@@ -38,8 +39,8 @@ class _Converter:
 
     def __init__(self, reader: TraceReader) -> None:
         self.reader = reader
-        self.origin = 0.0  # the begin of the recording on the axis
-        self.begun: dict[int, float] = {}  # request -> begin of its track
+        self.origin = 0.0  # the beginning of the recording on the axis
+        self.begun: dict[int, float] = {}  # request -> beginning of its track
         self._begin_section(reader.part(0))
 
     def _begin_section(self, part: Part, cut_ms: float = 0.0) -> None:
@@ -199,7 +200,7 @@ class _Converter:
 
 
 def _about(row: StepRow) -> dict[str, Any]:
-    """Returns what a step computed, for the details of its slices."""
+    """Returns the details that all slices of a step have: what it computed and how long it took."""
     args: dict[str, Any] = {"kind": row.kind, "tokens": row.tokens, "prefill tokens": row.prefill_tokens}
     if row.drafts:
         args |= {"draft tokens": row.drafted, "accepted": row.accepted}

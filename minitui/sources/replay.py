@@ -44,7 +44,7 @@ class ReplaySource(Source):
         self._seq = 0  # number of the last record handed out
         self._played = 0.0  # the position of the playhead, in seconds of play
         self._ticked = 0.0  # the time of the clock when the playhead last moved
-        self._t = 0.0  # time of the last record handed out: the keyframe's time plus the seconds played since then
+        self._t = 0.0  # time of the last record handed out: the keyframe's time plus the seconds played after it
         self._last_due = 0.0  # when the last record handed out was due, in seconds of play
         self._closed = False  # the viewer's gate
         self._allowed = 0  # steps that may still run through the closed gate
@@ -168,8 +168,8 @@ class ReplaySource(Source):
     def seek(self, step: int) -> None:
         """Move the playhead to the end of `step`.
 
-        The next snapshot has an earlier step, because the panels need a history. The records between the two steps are
-        due at once.
+        The next snapshot is of an earlier step, because the panels need a history. The records from that step to `step`
+        are due at once.
         """
         trace = self.trace
         step = max(trace.step_before, min(step, trace.last_step))
@@ -204,7 +204,7 @@ class ReplaySource(Source):
         chosen = self.trace.part(part)
         self._part, self._at = part, at
         state = chosen.state
-        # The next record number leaves a gap after the last one handed out, so that the caller notices the jump.
+        # The next record's number leaves a gap after the last number handed out, so that the caller notices the jump.
         if self._state is not None:
             state.seq = max(self._seq + 2, state.seq)
         state.gate = "closed" if self._closed else "open"

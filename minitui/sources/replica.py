@@ -77,7 +77,7 @@ class Replica:
 
     @property
     def load(self) -> float:
-        """The number of requests at the server: those at the last poll, plus the change in `streams` since then."""
+        """The number of requests at the server: the number at the last poll, plus the change in `streams` after it."""
         metrics, poller, ours = self.metrics, self.poller, len(self.streams)
         if metrics.running is None or poller is None:
             return ours
@@ -128,7 +128,7 @@ class Replica:
         if info == {}:
             raise EngineDead(LOADING)
         if info is not None:
-            del info["began"]  # a restart without other changes does not count
+            del info["began"]  # a restart alone does not count as a change
         if self.source is not None and info == self._info and await self._same_models():
             return
         await self.disconnect()

@@ -79,10 +79,10 @@ class ReplicaStream(Stream):
 
     async def _accept(self) -> int:
         """Wait until the replica accepts the request. Raises EngineDead if the replica stops answering polls."""
-        away = asyncio.create_task(self.replica.until_unreachable())
+        unreachable = asyncio.create_task(self.replica.until_unreachable())
         starting = asyncio.create_task(self._inner.started())
         try:
-            await asyncio.wait({starting, away}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({starting, unreachable}, return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
                 self._inner.cancel()
                 raise EngineDead(self.replica.trouble or "it was down")
@@ -90,7 +90,7 @@ class ReplicaStream(Stream):
             self._accepted = True
             return number
         finally:
-            away.cancel()
+            unreachable.cancel()
             starting.cancel()
 
     async def _iterate(self) -> AsyncIterator[Delta]:

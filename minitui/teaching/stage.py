@@ -60,15 +60,15 @@ class Figures:
 
 @dataclass
 class Stage:
-    """An engine, its chats and their view. `say` shows a text, `show` a chat, `look` a screen ("chat" or "inspect")."""
+    """An engine, its chats and their view."""
 
     source: Source
     chats: Chats
     feed: Updater  # folds the records into the view
     system: str
-    say: Callable[[str], None]
-    show: Callable[[Session], None] = lambda session: None
-    look: Callable[[str], Any] = lambda screen: None
+    say: Callable[[str], None]  # shows a text
+    show: Callable[[Session], None] = lambda session: None  # shows a chat
+    look: Callable[[str], Any] = lambda screen: None  # opens a screen: "chat" or "inspect"
     restart: Restart | None = None  # starts the same model in an engine with other options
     beat: float = 1.0  # the length of pauses is multiplied by this
     bar: str = "█"
@@ -231,7 +231,7 @@ class Stage:
             interval = min(1.5 * interval, 0.01)
 
     async def ask(self, session: Session, text: str) -> int:
-        """Asks in a chat; returns the request's id once the engine has queued it. So requests keep their order."""
+        """Asks in a chat and waits until the request is queued, so that requests keep their order; returns its id."""
         before = session.request
         await self.pause(0)
         self.chats.send(session, text)
@@ -284,7 +284,7 @@ class Stage:
             raise EngineError(f"{what} did not happen")
 
     async def run_until(self, event: str) -> str:
-        """Runs until an event (a key of engine.core.gate.EVENTS) happens; returns the reason of the engine's pause."""
+        """Runs until an event (a key of engine.core.gate.EVENTS) happens; returns why the engine paused."""
         seen = len(self._stops())
         await self.pause(0)
         await self.source.control("run_until", predicate={"event": event})
@@ -312,7 +312,7 @@ class Stage:
         return [session.messages[-1].metrics for session in sessions]
 
     async def slow(self, seconds: float) -> None:
-        """Sets slow motion so that a step like the last steps takes about `seconds`; full speed if `beat` is 0."""
+        """Sets slow motion so that a typical recent step would take about `seconds`; full speed if `beat` is 0."""
         last = self.view.steps.last
         rows = [self.view.steps.get(step) for step in range(max(0, last - 8), last + 1)]
         recent = [row.wall_ms for row in rows if row is not None and row.wall_ms]

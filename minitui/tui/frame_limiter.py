@@ -1,8 +1,8 @@
 """Skips every second frame while the application uses too much of a core, because the engine needs the cores.
 
 With half the frames the application uses a third less CPU time: 16 % of a core, not 24 % (Inspect screen, 64 decoding
-requests, 160 × 48 cells). The difference is hardly visible. Typed characters appear as fast
-as before: the prompt draws itself.
+requests, 160 × 48 cells). The difference is hardly visible. Typed characters appear as fast as before: the prompt draws
+itself.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class ForeignApp(MinituiApp):
         return self._foreign.url, self._foreign.poller
 
     def switch_mode(self, mode: str) -> Any:
-        """Refuse all screens except the chats: there is no engine to inspect."""
+        """Refuse all screens except the chats: the server does not report what its engine does."""
         if mode != "chat":
             self.say("only a minitui server reports what its engine does; this server does not", error=True)
             mode = "chat"

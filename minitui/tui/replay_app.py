@@ -231,7 +231,7 @@ class ReplayApp(MinituiApp):
     def _narrate(self) -> str:
         """Returns sentences about the current step if the recording is paused, else the text of `_about`.
 
-        Empty on the lecture screen, if the recording is paused.
+        On the lecture screen, returns an empty text if the recording is paused.
         """
         if not self.view.exact:  # sentences about each step would change too fast
             return self._about()

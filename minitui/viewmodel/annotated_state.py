@@ -1,6 +1,6 @@
 """The engine's state; also, for each block, when it last changed and how many prompt tokens it saved from computation.
 
-Records are folded into all of this. Folding only the records up to some moment gives the state at that moment.
+All these values are folded from records. Folding only the records up to a moment gives the values at that moment.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class AnnotatedState:
         node = self.state.nodes[id]
         keep = len(node.blocks) - n
         start = keep * self.state.block_size
-        # An array needs less memory than a list: thousands are kept.
+        # Thousands of evictions are kept, and an array needs less memory than a list.
         self.evicted[seq] = array("q", node.ids[start : start + EVICTED_IDS_KEPT])
         changed = self._changed
         for block in node.blocks[keep:]:

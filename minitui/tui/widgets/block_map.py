@@ -159,7 +159,7 @@ just changed.""")
         """Returns how many blocks to show of a pool with more blocks than cells.
 
         This is the smallest of 64, 128, 256, … that is at least 1.1 times the number of the last used block. The title
-        then says that the other blocks are free. If more than `room`, all blocks are shown.
+        then says that the other blocks are free. If this number is more than `room`, all blocks are shown.
         """
         in_use = np.flatnonzero(view.shown.codes)
         last = int(in_use[-1]) if len(in_use) else 0

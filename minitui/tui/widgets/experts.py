@@ -16,7 +16,7 @@ from minitui.viewmodel.model import View
 
 LABEL = 5  # cells for the name of a layer
 FIGURE = 6  # cells for the hottest expert's load, in multiples of the mean
-MEAN = 3  # the height of a cell's bar for the layer's mean load; for twice the mean, it is two levels higher
+MEAN = 3  # level of the bar for the layer's mean load; the bar for twice the mean is two levels higher
 COLD, HOT = 0.5, 2.0  # multiples of the mean; a cell is dim at COLD or less, bright at HOT or more
 TOP = 4  # number of experts in the last row
 

@@ -63,5 +63,5 @@ class ServerVitals(LinePanel, can_focus=False):
                 row.add(formatter(value), "bold ink").add(f" {unit}", "dim")
             rows.append(row.done(width))
             if tall:
-                rows.append(Row(spark([getattr(then, field) or 0.0 for then in history], top), style).done(width))
+                rows.append(Row(spark([getattr(polled, field) or 0.0 for polled in history], top), style).done(width))
         return Picture(rows, note=[(f"1 bar = {POLL_S:g} s", "dim")], legend=[("from the server's /metrics", "dim")])

@@ -1,8 +1,8 @@
 """Step bar: what does a step compute? The bar is the token budget: decodes, prefill chunks, and the unused rest.
 
-While the engine runs, the bar shows the mean of the steps since the last frame, and marks the most tokens of one
-step. It shows one step exactly if the engine is paused, if the panels show the past, if a step is selected, or if there
-was only one step since the last frame (slow motion).
+While the engine runs, the bar shows the mean of the steps since the last frame, and a mark shows the largest number of
+tokens in one of these steps. The bar shows a single step if the engine is paused, if the panels show the past, if a
+step is selected, or if there was only one step since the last frame (slow motion).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from minitui.tui.theme import palette
 from minitui.tui.widgets.rows import Run, plain
 
 LABEL = 9  # cells of the column with the speaker
-WIDEST = 96  # cells of text at most: longer lines are hard to read
+WIDEST = 96  # the most cells of text in a line: longer lines are hard to read
 
 TONE_STYLES = {  # the style of each of markdown.TONES
     "text": "ink", "strong": "bold ink", "em": "ink", "code": "hit", "link": "underline hit", "heading": "bold hit",

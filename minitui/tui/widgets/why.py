@@ -21,7 +21,7 @@ class Why(LinePanel, can_focus=False):
     TITLE = "Why"
 
     question: Question | None = None
-    predicting = False  # ask a question before each step
+    predicting = False  # True: ask a question before each step
     _last = (-1, "")  # while the engine runs: the step explained last, and the explanation
 
     def picture(self, view: View, width: int, height: int) -> Picture:
