@@ -15,7 +15,7 @@ LISTED_AT_MOST = 8
 
 
 class Fields:
-    """One JSON object of a file; null counts as absent."""
+    """One JSON object of a file; null counts as absent. A missing or wrong value raises CheckpointError."""
 
     def __init__(self, path: Path, raw: dict[str, Any], where: str = "") -> None:
         """`where`: the place of the object in the file, for errors, such as " in its rope parameters"."""

@@ -89,7 +89,10 @@ class Group:
         """Add the sums in a launched graph of `layers` layers to the time in collectives; each sum has `rows` rows."""
 
     def count_draw(self, rows: int, gathered: bool) -> None:
-        """Add the collectives in a sampling graph to this time. `gathered`: the graph draws from gathered logits."""
+        """Add the collectives in a sampling graph to the time in collectives.
+
+        `gathered`: the graph draws from gathered logits.
+        """
 
     def take_time(self) -> CollectiveTime | None:
         """Returns the time spent in collectives since the last call; None: this group has no collectives."""
