@@ -54,7 +54,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"  # longest-prefix: longest cached prefix first; static: one batch after another
     speculation: str = "off"  # prompt-lookup: drafts from the request's own text (engine/core/speculation.py)
     speculative_tokens: int = 8  # the most draft tokens of a request in a step, if speculation is on
-    overlap: str = "auto"  # on: plan step n+1 while step n runs; off: after step n; auto: on for a GPU, off for a CPU
+    overlap: str = "auto"  # on: plan step n+1 while step n runs; off: after step n; auto: on only on a GPU
     seed: int = 0  # for dummy weights; a request without a seed gets a random seed
     tensor_parallel_size: int = 1  # ranks that share the model, each a process with its own device
     load_tokenizer: bool = True

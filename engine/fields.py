@@ -15,7 +15,7 @@ LISTED_AT_MOST = 8
 
 
 class Fields:
-    """One JSON object of a file; null counts as absent. A missing or wrong value raises CheckpointError."""
+    """One JSON object of a file; null counts as absent."""
 
     def __init__(self, path: Path, raw: dict[str, Any], where: str = "") -> None:
         """`where`: the place of the object in the file, for errors, such as " in its rope parameters"."""
@@ -28,7 +28,7 @@ class Fields:
         return CheckpointError(f"{self.path} has {key} = {shown(self.raw.get(key))}{self._where}: it must be {must}")
 
     def count(self, key: str, default: int | None = None, least: int = 1, most: int = INT32_MAX) -> int:
-        """Return the field as a whole number from `least` to `most`; `default` if the field is absent."""
+        """Return a whole number. Raises CheckpointError if there is neither a value nor a default."""
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self.refuse(key, f"a whole number {f'above {least - 1}' if least else 'of 0 or more'}")
@@ -44,7 +44,7 @@ class Fields:
         open_low: bool = False,
         most: float = LARGEST_NUMBER,
     ) -> float:
-        """Return the field as a finite number from `least` to `most`. With `open_low`, `least` itself is refused."""
+        """Return a finite number from `least` to `most`. With `open_low`, `least` itself is refused."""
         value = self._value(key, default)
         try:
             fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -61,7 +61,7 @@ class Fields:
         return None if self.raw.get(key) is None else self.number(key, open_low=open_low, most=most)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return the field as true or false; `default` if the field is absent."""
+        """Return true or false; `default` if the field is absent."""
         value = self._value(key, default)
         if not isinstance(value, bool):
             raise self.refuse(key, "true or false")

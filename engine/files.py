@@ -44,7 +44,7 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def read_text(path: Path, most: int) -> str:
-    """Like `read_bytes`, but decode the contents as UTF-8."""
+    """Like `read_bytes`, but return the contents as text in UTF-8."""
     try:
         return read_bytes(path, most).decode("utf-8")
     except UnicodeDecodeError as error:

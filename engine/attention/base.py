@@ -33,9 +33,8 @@ class ForwardMeta:
 
     The first `num_decodes` sequences decode exactly one token each. The next sequences decode with drafts, so they have
     several tokens each. The last sequences are chunks of prompts.
-
-    Token i of the q_len tokens of a sequence attends to the sequence's keys 0 … seq_len − q_len + i. Each layer writes
-    the keys and values of all T tokens to the cache before attention reads the cache.
+    Token i of a sequence attends to that sequence's keys 0 … seq_len − q_len + i. Each layer writes the keys and values
+    of all T tokens to the cache before attention reads the cache.
 
     Padding entries (of the block table, or of a batch padded to the size of a CUDA graph) refer to block 0, the null
     block.
@@ -72,6 +71,6 @@ class AttentionBackend(Protocol):
 
         kv_scales: fp32 [2, Hkv], the scales of an 8-bit cache (engine/attention/kv_fp8.py); None for other caches.
 
-        Token i of the q_len tokens of a sequence attends to the sequence's keys 0 … seq_len − q_len + i, or to the last
-        `window` of these keys. Other cache slots do not influence the output, even if they hold NaN.
+        Token i of a sequence attends to that sequence's keys 0 … seq_len − q_len + i, or to the last `window` of these
+        keys. Other cache slots do not influence the output, even if they hold NaN.
         """

@@ -61,7 +61,7 @@ class _Prefill:
 
     tokens: slice
     gather: _Gather | _InPlace
-    mask: torch.Tensor | None  # [q_len, L], 0 or −inf; None: causal, as queries and keys are the same tokens
+    mask: torch.Tensor | None  # [q_len, L], 0 or −inf; None: causal mask; queries and keys are the same tokens
 
 
 class TorchAttention:

@@ -294,7 +294,7 @@ class Scheduler:
             # count as available now, but cannot be evicted once this request holds them.
             needed -= sum(1 for block in match.blocks if self.cache.allocator.holders(block))
         if self.running:
-            # Running prefills need no other reserve: if budget is left, each has the blocks of its whole prompt.
+            # Running prefills need no reserve: if budget is left, each already has the blocks of its whole prompt.
             needed += self._watermark
         if needed > self.cache.available:
             return f"blocks: needs {needed}, {self.cache.available} available"

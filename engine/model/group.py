@@ -86,13 +86,10 @@ class Group:
         """Choose the best of the ranks' draws, the same on every rank: see engine.kernels.mailbox.elect."""
 
     def count_step(self, layers: int, rows: int) -> None:
-        """Add the sums in a launched graph of `layers` layers to the time in collectives; each sum has `rows` rows."""
+        """Count the time of the sums in a launched graph of `layers` layers; each sum has `rows` rows."""
 
     def count_draw(self, rows: int, gathered: bool) -> None:
-        """Add the collectives in a sampling graph to the time in collectives.
-
-        `gathered`: the graph draws from gathered logits.
-        """
+        """Count the time of the collectives in a sampling graph. `gathered`: the graph draws from gathered logits."""
 
     def take_time(self) -> CollectiveTime | None:
         """Returns the time spent in collectives since the last call; None: this group has no collectives."""
@@ -105,7 +102,7 @@ ALONE = Group()
 class CollectiveTime:
     """The time that a step spends in collectives, measured with the host's clock or between GPU events.
 
-    Collectives inside a graph cannot be measured; engine/parallel/timing.py measures the same collectives separately.
+    For a collective in a graph, the time measured at the start without other work is added (engine/parallel/timing.py).
     """
 
     def __init__(self, ranks: int) -> None:

@@ -278,7 +278,7 @@ class EngineClient:
             stream.put(error)
 
     def _send(self, kind: str, tag: int, *arguments: Any) -> None:
-        """Queue a command without waiting. Raises InvalidRequest if packing fails or the queue is full."""
+        """Queue a command without waiting. Raises InvalidRequest if it cannot pack the command or the queue is full."""
         if self._outbox is None:
             raise EngineDead(self.error or "the engine is not running")
         try:

@@ -6,8 +6,8 @@
 
 One-byte tokens (such as <0xE2>, SentencePiece's byte fallback) are first joined into characters. A byte that is not
 part of a character becomes one replacement character, as in SentencePiece. The library `tokenizers` cannot decode these
-tokens one by one: if one byte in a sequence of one-byte tokens is wrong, the library replaces all bytes of the
-sequence. So with the library, no text of the sequence could be shown before its end.
+tokens one by one: if one byte of a run is wrong, the library replaces all bytes of the run. So with the library, no
+text of a run could be shown before the end of the run.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class _ByteDetokenizer:
 
 
 class _WindowDetokenizer:
-    """Decodes with any other decoder. A *part* is one token, or the one-byte tokens of one character."""
+    """Decodes everything else. A *part* is one token, or the one-byte tokens of one character."""
 
     def __init__(self, decoding: Decoding, skip: frozenset[int]) -> None:
         self._decoding = decoding

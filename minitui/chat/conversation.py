@@ -24,13 +24,13 @@ SKIPPED_WORDS = (  # a title leaves out these words at the beginning of a questi
 
 @dataclass
 class Message:
-    """One message. `state`: done | queued | running | cancelled | error."""
+    """One message. `state`: done | queued | running | cancelled | error. `metrics`: the engine's figures."""
 
     role: str
     text: str = ""
     state: str = "done"
     error: str = ""
-    metrics: dict[str, Any] = field(default_factory=dict)  # the engine's figures for an answer, set at its end
+    metrics: dict[str, Any] = field(default_factory=dict)
     created: float = field(default_factory=time.time)
     unfolded: bool = False  # True: the application shows the thinking of this answer
     version: int = 0  # the number of changes so far

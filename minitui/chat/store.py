@@ -29,7 +29,7 @@ MIGRATIONS = (
         id       TEXT PRIMARY KEY,
         title    TEXT NOT NULL,
         system   TEXT NOT NULL,
-        parent   TEXT,                -- id of the chat from which this chat was forked
+        parent   TEXT,                -- id of the chat that this one was forked from
         settings TEXT NOT NULL,       -- JSON: sampling
         created  REAL NOT NULL,
         closed   REAL                 -- time of closing; NULL: `minitui chat --resume` may reopen the chat
@@ -137,7 +137,7 @@ class Store:
 
     @property
     def _own_lock(self) -> Presence | None:
-        """The lock of this process. It is taken at the first use, as reading needs no lock. None for ":memory:"."""
+        """The lock of this process, taken at the first use: pure readers need no lock. None for ":memory:"."""
         if self._presence is None and str(self.path) != ":memory:":
             try:
                 self._presence = Presence(Path(self.path).parent)

@@ -49,7 +49,7 @@ that shows all of it live.
   minitui chat --model Qwen/Qwen3-0.6B  chat with a checkpoint from disk, the local cache or the hub
   minitui ask "What is a KV cache?"     one answer on stdout
   minitui demo shared-prefix            watch four chats share a system prompt
-  minitui serve                         serve over HTTP, with OpenAI's endpoints
+  minitui serve                         serve over HTTP, with OpenAI's and Anthropic's endpoints
   minitui doctor                        list what this machine can run""",
 )
 for command in (chat, ask, chats, demo, lesson, replay, tail, serve, doctor, verify):

@@ -39,6 +39,9 @@ def serve(
     max_waiting: Annotated[
         int, typer.Option(min=0, help="Maximum number of waiting sequences; further requests are refused (429).")
     ] = 128,
+    stored_responses: Annotated[
+        int, typer.Option(min=0, help="Maximum number of responses that /v1/responses keeps in memory; 0 keeps none.")
+    ] = 1024,
     max_body_mib: Annotated[int, typer.Option(min=1, help="Maximum size of a request body, in MiB.")] = 4,
     request_timeout: Annotated[float, typer.Option(min=0.1, help="Time limit of an answer, in seconds.")] = 600.0,
     drain_seconds: Annotated[
@@ -47,7 +50,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP.
 
-    The server has POST /generate, OpenAI's endpoints, Prometheus metrics, and telemetry for minitui chat --connect.
+    The server has POST /generate, OpenAI's endpoints (chat, completions, responses), Anthropic's messages, Prometheus
+    metrics, and telemetry for minitui chat --connect.
 
     \b
       minitui serve
@@ -69,6 +73,7 @@ def serve(
         hide_text=hide_text,
         served_name=served_model_name or choice.label,
         max_waiting=max_waiting,
+        stored_responses=stored_responses,
         max_body=max_body_mib << 20,
         request_s=request_timeout,
         drain_s=drain_seconds,

@@ -1,4 +1,4 @@
-"""The HTTP server for one engine process: OpenAI's endpoints and /generate, metrics, telemetry and control.
+"""The HTTP server of one engine process: the APIs of OpenAI and Anthropic, /generate, metrics, telemetry and control.
 
     settings.py      the operator's choices: address, keys, limits
     connection.py    closes connections with slow request heads or bytes that are not HTTP
@@ -12,6 +12,9 @@
     answer.py        answers one request, as a whole or as events
     sse.py           server-sent events
     chat.py completions.py tokenize.py health.py telemetry.py     the endpoints
+    items.py         translates the next two APIs to chat requests, and chat replies to items
+    responses/       OpenAI's Responses API
+    messages/        Anthropic's Messages API
     application.py   combines the endpoints; command.py runs the server
 
 FastAPI and uvicorn belong to the extra "serve"; nothing outside this package imports them.

@@ -19,7 +19,8 @@ from minitui.server.settings import Role, ServerSettings
 
 OPEN = {"/health": Role.NOBODY, "/ready": Role.NOBODY}
 ROLES = {
-    "/v1/chat/completions": Role.CHAT, "/v1/completions": Role.CHAT, "/generate": Role.CHAT, "/tokenize": Role.CHAT,
+    "/v1/chat/completions": Role.CHAT, "/v1/completions": Role.CHAT, "/v1/responses": Role.CHAT,
+    "/v1/messages": Role.CHAT, "/v1/messages/count_tokens": Role.CHAT, "/generate": Role.CHAT, "/tokenize": Role.CHAT,
     "/detokenize": Role.CHAT, "/minitui/submit": Role.CHAT, "/minitui/cancel": Role.CHAT,
     "/minitui/control": Role.CONTROL,
 }  # fmt: skip
@@ -28,6 +29,8 @@ FORMS = ("", "application/x-www-form-urlencoded")  # read as JSON: `curl -d` sen
 
 def role_needed(path: str) -> Role:
     """Returns the role that a path requires; unlisted paths require WATCH."""
+    if path.startswith("/v1/responses/"):
+        return Role.CHAT  # stored responses contain the texts of chats
     return OPEN.get(path, ROLES.get(path, Role.WATCH))
 
 
@@ -70,7 +73,7 @@ class Guard:
             if started:
                 return  # too late for an error response; the error was logged
             answer = as_api_error(error)
-            response = answer.response()
+            response = answer.response(scope["path"])
             if answer.status in (408, 413):  # the rest of the body is unread, so no request can follow
                 response.headers["Connection"] = "close"
             await response(scope, receive, watched_send)
@@ -99,14 +102,15 @@ class Guard:
 
     def _check_key(self, scope: Scope, headers: Headers) -> Role:
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        role = self.settings.role_of(key.strip() if scheme.lower() == "bearer" else None)
+        given = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")  # Anthropic's header
+        role = self.settings.role_of(given)
         needed = role_needed(scope["path"])
         if role >= needed:
             return role
         if role == Role.NOBODY:
             raise ApiError(
-                401, "this server needs an API key: send it as 'Authorization: Bearer KEY'", code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
+                401, "this server needs an API key: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
             )  # fmt: skip
         allowed, wanted = role.name.lower(), needed.name.lower()
         raise ApiError(403, f"this key has the role {allowed}; {scope['path']} requires {wanted}")

@@ -25,7 +25,7 @@ from engine.text.output import Delta
 from minitui.server.errors import ApiError
 from minitui.server.schema import PromptDetails, Usage
 from minitui.server.service import Service
-from minitui.server.sse import DONE, EventStream, event, unless_disconnected
+from minitui.server.sse import DONE, EventStream, event, failure, unless_disconnected
 
 
 @dataclass(slots=True)
@@ -66,6 +66,7 @@ class Answer:
         self._tasks: list[asyncio.Task[None]] = []
         self._deadline = asyncio.get_running_loop().time() + service.settings.request_s
         self._params = SamplingParams()
+        self.prompt_tokens = 0  # in all prompts together
 
     # ---- for subclasses
 
@@ -89,6 +90,10 @@ class Answer:
         """Yields the events after all sequences have ended."""
         yield DONE
 
+    def failed(self, error: ApiError) -> bytes:
+        """Returns the last events of a stream that ends with an error."""
+        return failure(error)
+
     async def submit(
         self, prompts: list[list[int]], params: SamplingParams, group: str = "", field: str = "prompt",
         names: Mapping[str, str] | None = None,
@@ -105,6 +110,7 @@ class Answer:
         self.service.check_ready()
         client = self.service.client
         self._params = params
+        self.prompt_tokens = sum(map(len, prompts))
         self.streams = [
             client.submit(ids, params, group, sample_index=sample) for ids in prompts for sample in range(params.n)
         ]
@@ -123,7 +129,8 @@ class Answer:
             await unless_disconnected(request.receive, self.prepare())
             if self._stream_events:
                 streaming = True  # the event stream calls `close`
-                return EventStream(self._all_events(), self.close, self.service.settings.stalled_reader_s)
+                limit = self.service.settings.stalled_reader_s
+                return EventStream(self._all_events(), self.close, limit, self.failed)
             return JSONResponse(self.whole(await unless_disconnected(request.receive, self._all_outputs())))
         finally:
             if not streaming:

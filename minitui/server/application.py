@@ -9,6 +9,8 @@ from starlette.types import ASGIApp
 from minitui import __version__
 from minitui.server import chat, completions, errors, health, telemetry, tokenize
 from minitui.server.access import OPEN, Guard
+from minitui.server.messages import endpoints as messages
+from minitui.server.responses import endpoints as responses
 from minitui.server.service import Service
 
 
@@ -16,10 +18,10 @@ def create_api(service: Service) -> FastAPI:
     """Returns the endpoints without access checks; their OpenAPI document is at /openapi.json."""
     api = FastAPI(
         title="minitui", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False,
-        description="An LLM inference engine with telemetry, OpenAI's endpoints and POST /generate.",
+        description="An LLM inference engine with telemetry, OpenAI's and Anthropic's endpoints, POST /generate.",
     )  # fmt: skip
     errors.install(api)
-    for part in (completions, chat, tokenize, health, telemetry):
+    for part in (completions, chat, responses, messages, tokenize, health, telemetry):
         api.include_router(part.router(service))
     if service.settings.keys:
         _document_keys(api)
@@ -42,6 +44,7 @@ def create_app(service: Service) -> ASGIApp:
     if not origins:
         return guarded
     return CORSMiddleware(
-        guarded, allow_origins=list(origins), allow_methods=["GET", "POST"],
-        allow_headers=["Authorization", "Content-Type"], expose_headers=["Retry-After"],
+        guarded, allow_origins=list(origins), allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["Authorization", "Content-Type", "X-API-Key", "Anthropic-Version"],
+        expose_headers=["Retry-After"],
     )  # fmt: skip

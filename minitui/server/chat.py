@@ -35,6 +35,26 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
+def offered_tools(body: ChatRequest) -> list[dict[str, Any]]:
+    """Returns the tools that the model may call."""
+    return [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.tool_choice != "none" else []
+
+
+async def prompt_of(service: Service, body: ChatRequest, tools: list[dict[str, Any]]) -> list[int]:
+    """Returns the ids of a request's prompt. Raises InvalidRequest or ApiError if it has none."""
+    values = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort == "none":
+        values.setdefault("enable_thinking", False)
+    try:
+        return await service.in_thread(
+            conversation, service.tokenizer, body.messages, tools or None, True, values, service.longest
+        )
+    except InvalidRequest as error:
+        if error.field == "prompt":  # the tokenizer's name for the text
+            error.field = "messages"
+        raise
+
+
 class ChatAnswer(OpenAIAnswer):
     """The choices of one request. `tools`: the model may call these; `forced`: the model must call one of these."""
 
@@ -44,7 +64,7 @@ class ChatAnswer(OpenAIAnswer):
         super().__init__(service, body, 1)
         self.body = body
         choice = body.tool_choice or "auto"
-        self.tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if choice != "none" else []
+        self.tools = offered_tools(body)
         self.forced = self.tools if choice == "required" else []
         self.thinking = False  # True if the prompt ends with an open think tag
         self.choices: list[Choice] = []
@@ -56,12 +76,7 @@ class ChatAnswer(OpenAIAnswer):
             self.forced = [tool for tool in self.tools if tool["function"]["name"] == name]
             if not self.forced:
                 raise ApiError(400, f"tool_choice names {name!r}, which is not one of the tools", "tool_choice")
-        values = dict(body.chat_template_kwargs or {})
-        if body.reasoning_effort == "none":
-            values.setdefault("enable_thinking", False)
-        ids = await service.in_thread(
-            conversation, self.tokenizer, body.messages, self.tools or None, True, values, service.longest
-        )
+        ids = await prompt_of(service, body, self.tools)
         prompt_end = self.tokenizer.decode(ids[-8:], skip_special_tokens=False)
         self.thinking = not self.forced and prompt_end.rstrip().endswith(THINK)
         self.choices = [Choice(self) for _ in range(self.samples)]

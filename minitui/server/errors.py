@@ -1,5 +1,7 @@
 """Answers every error in OpenAI's format: {"error": {"message", "type", "param", "code"}}.
 
+Under /v1/messages, the format is Anthropic's: {"type": "error", "error": {"type", "message"}}.
+
 A message is a sentence for the caller. Tracebacks and paths go to the log, for the operator.
 """
 
@@ -18,6 +20,10 @@ from engine.errors import EngineDead, EngineError, InvalidRequest
 
 logger = logging.getLogger("minitui.server")
 
+ANTHROPIC = "/v1/messages"
+ANTHROPIC_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+                   413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+                   504: "timeout_error"}  # fmt: skip
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -51,8 +57,17 @@ class ApiError(Exception):
         kind = TYPES.get(self.status) or ("server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        kind = ANTHROPIC_TYPES.get(self.status) or ("api_error" if self.status >= 500 else "invalid_request_error")
+        unnamed = self.param is not None and self.param not in self.message  # this format has only the message
+        message = f"{self.param}: {self.message}" if unnamed else self.message
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
+    def response(self, path: str) -> JSONResponse:
+        """Returns the answer in the format of the API to which the request's path belongs."""
+        body = self.anthropic_body if path.startswith(ANTHROPIC) else self.body
+        return JSONResponse(body, self.status, self.headers)
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -76,18 +91,18 @@ def install(app: FastAPI) -> None:
     """Make the application answer every exception in OpenAI's format."""
 
     async def refused(request: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error).response()
+        return as_api_error(error).response(request.url.path)
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return _describe(error).response()
+        return _describe(error).response(request.url.path)
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         path = request.url.path
         known = {404: f"there is no endpoint {path}", 405: f"{path} does not accept {request.method}"}
         message = known.get(error.status_code, str(error.detail))
-        return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
+        return ApiError(error.status_code, message, headers=dict(error.headers or {})).response(path)
 
     app.add_exception_handler(Exception, refused)
     app.add_exception_handler(ApiError, refused)

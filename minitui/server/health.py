@@ -19,9 +19,9 @@ PAGE: dict[str, Any] = {"content": {"text/plain": {"schema": {"type": "string"}}
 class Health(BaseModel):
     """The state of the server. `open`: the number of running and waiting sequences.
 
-    `status`: ok | loading | draining | restarting | stalled | busy | failed | stopped. /health answers 200 for ok,
-    loading and draining, else 503. stalled: the engine process has not responded for `silent_s` seconds. busy: the
-    present step or command has taken longer than a minute. `long`: a description of a step or command that takes long.
+    `status`: ok | loading | draining | restarting | stalled | busy | failed | stopped. For the last five,
+    /health answers 503. stalled: the engine process has not responded for `silent_s` seconds. busy: the present step or
+    command has taken longer than a minute. `long`: a description of a step or command that takes long.
     """
 
     status: str

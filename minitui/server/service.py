@@ -277,7 +277,7 @@ class Service:
         return max(1, min(60, math.ceil(mean * self.settings.max_waiting / max(1, self.capacity))))
 
     async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run slow work in a thread, off the event loop: rendering a template, tokenising a long text."""
+        """Run slow work (a template, a long text) in a thread, off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     def label(self, user: str | None = None, chat: str = "") -> str:

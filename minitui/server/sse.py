@@ -27,18 +27,26 @@ def event(value: Any, name: str = "") -> bytes:
     return f"{head}data: {json.dumps(value, separators=(',', ':'), allow_nan=False)}\n\n".encode("ascii")
 
 
+def failure(error: ApiError) -> bytes:
+    """Returns the end of a stream that failed: OpenAI's error body."""
+    return event(error.body) + DONE
+
+
 class EventStream(Response):
     """Sends each frame immediately. The stream ends early if the caller disconnects or reads nothing for `stalled_s`.
 
-    `on_end` is always called at the end, to free resources. An exception in `frames` becomes an event with OpenAI's
-    error body, because the status has already been sent.
+    `on_end` is always called at the end, to free resources. For an exception in `frames`, the result of `on_error` is
+    sent, because the status has already been sent.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, frames: AsyncIterator[bytes], on_end: Callable[[], None], stalled_s: float) -> None:
+    def __init__(
+        self, frames: AsyncIterator[bytes], on_end: Callable[[], None], stalled_s: float,
+        on_error: Callable[[ApiError], bytes] = failure,
+    ) -> None:  # fmt: skip
         self.frames = frames
-        self.on_end = on_end
+        self.on_end, self.on_error = on_end, on_error
         self.stalled_s = stalled_s
         self.status_code = 200
         self.background = None
@@ -67,7 +75,7 @@ class EventStream(Response):
             logger.info("a caller read nothing for %g s, so its stream was ended", self.stalled_s)
             return
         except Exception as error:
-            await self._put(send, event(as_api_error(error).body) + DONE, True)
+            await self._put(send, self.on_error(as_api_error(error)), True)
         await self._put(send, b"", False)
 
     async def _put(self, send: Send, frame: bytes, more: bool) -> None:

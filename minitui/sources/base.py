@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Source(ABC):
-    """An engine, or the recording of an engine, that the application shows.
+    """An engine, or a recording of one, that the application shows.
 
     Every source implements the abstract methods. The other methods have defaults, for sources that do not support them.
     """
@@ -124,7 +124,7 @@ class Source(ABC):
         """Returns the records since the last call; cheap enough for every frame."""
 
     def drain_packets(self) -> list[Packet]:
-        """Like `drain_records`, but returns the records packed, for a reader that unpacks them later."""
+        """Returns the same records, packed, for a reader that unpacks them later."""
         return packets(self.drain_records())
 
     # ---- health

@@ -46,7 +46,7 @@ class ReplaySource(Source):
         self._ticked = 0.0  # the time of the clock when the playhead last moved
         self._t = 0.0  # time of the last record handed out: the keyframe's time plus the seconds played after it
         self._last_due = 0.0  # when the last record handed out was due, in seconds of play
-        self._closed = False  # True: the viewer's gate is closed
+        self._closed = False  # the viewer's gate
         self._allowed = 0  # steps that may still run through the closed gate
         self._in_step = False  # the last step handed out has not ended yet
         self._finishing = False  # the gate was closed within a step: the rest of that step is still handed out

@@ -25,7 +25,7 @@ from minitui.viewmodel.model import Event, StepRow, View
 from minitui.viewmodel.updater import Updater
 
 WAIT_SECONDS = 30.0  # a longer wait fails
-MAX_STEPS = 2000  # the most steps that `step_until` runs
+MAX_STEPS = 2000  # limit of `step_until`
 PACES = (1, 2, 5, 10, 20, 50, 100, 200)  # factors of slow motion
 BAR_WIDTH = 28  # cells of a full bar
 HELD_TICK = 0.05  # seconds between two checks of `held`
@@ -322,7 +322,7 @@ class Stage:
         await self.source.control("pace", factor=factor)
 
     async def other_engine(self, **options: Any) -> None:
-        """Replaces the engine with an engine that has the same model and other options. `said` is kept."""
+        """Replaces the engine by one with the same model and other options. `said` is kept."""
         if self.restart is None:
             raise EngineError("this engine cannot be started with other options")
         self.feed.restart()

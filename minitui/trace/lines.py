@@ -29,11 +29,8 @@ class TraceError(EngineError):
 
 
 class Member:
-    """A gzip member of a file. Iterate over its lines once.
-
-    Afterwards `whole` is True if the member is undamaged, and `end` is the offset of the next member. A damaged member
-    yields the lines before the damage, and perhaps damaged lines.
-    """
+    """A gzip member of a file. Iterate over its lines once. Then `whole` is True if the member is undamaged, and `end`
+    is the offset of the next member. A damaged member yields the lines before the damage, and perhaps damaged lines."""
 
     def __init__(self, file: LineFile, offset: int) -> None:
         self.offset = self.end = offset

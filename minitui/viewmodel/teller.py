@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from minitui.trace.reader import TraceReader
 
 LONGEST_RUN_S = 2.0  # a run of decode steps that lasts longer gets several lines
-# Kinds of events whose text does not name the kind: kind -> the prefix that names it.
+# Kinds of events that the text of the event does not name.
 KIND_PREFIXES = {"evict": "eviction: ", "refuse": "refused: ", "fail": "failure: "}
 
 

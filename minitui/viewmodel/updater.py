@@ -54,7 +54,7 @@ class Updater:
 
     @property
     def dropped(self) -> int:
-        """Number of records never folded: lost before they arrived, or dropped because the backlog was too long."""
+        """Number of records never folded: lost on the way, or dropped because the backlog was too long."""
         return self.view.dropped
 
     @property

@@ -68,8 +68,13 @@ def whole(server: Running) -> Iterator[None]:
 def refused(status: int, text: str, *statuses: int) -> dict[str, Any]:
     """Returns the error of an answer, after checking its shape."""
     assert status in statuses, f"answered {status}: {text[:300]}"
-    error = json.loads(text)["error"]
-    assert set(error) == {"message", "type", "param", "code"}
+    body = json.loads(text)
+    error: dict[str, Any] = body["error"]
+    if body.get("type") == "error":  # Anthropic's shape, which names the field in the message
+        assert set(error) == {"message", "type"}
+        error = {**error, "param": None}
+    else:
+        assert set(error) == {"message", "type", "param", "code"}
     assert len(error["message"].split()) >= 3, "that is no sentence"
     assert len(text) < 1000 and "Traceback" not in text and ".py" not in text and "/work" not in text
     return error
@@ -191,6 +196,100 @@ def test_so_is_one_of_the_other_endpoints(server: Running, path: str, body: Any,
     assert field is None or (error["param"] or "").split(".")[0] == field, error
 
 
+# ---- the Responses API and the Messages API
+
+SAID = [{"type": "message", "role": "user", "content": "x"}]
+RESPONSES: dict[str, list[Any]] = {
+    "input": [None, 5, [], [5], [[]], [{}], [{"role": "wizard", "content": "x"}], [{"role": "user"}], SAID * 4097,
+              [{"role": "user", "content": 5}], [{"role": "user", "content": [{"type": "input_image"}]}],
+              [{"type": "web_search_call", "id": "x"}], [{"type": "function_call", "name": "f", "call_id": "1"}],
+              [{"type": "function_call", "name": "f", "call_id": "1", "arguments": "{"}],
+              [{"type": "function_call_output", "output": "x"}], [{"type": "item_reference", "id": "msg_1"}],
+              [{"type": ["message"]}], [{"type": "item_reference"}], [{"id": "rs_1"}], "x " * 9000, "\ud800"],
+    "instructions": [5, ["x"]],
+    "previous_response_id": ["resp_0", "", 5, "x" * 300, "../../etc/passwd"],
+    "max_output_tokens": [0, -1, "5", 1.5, True, 1 << 40],
+    "temperature": ["1", -1, NAN],
+    "n": [2, 0],
+    "text": [5, {"format": "json"}, {"format": {"type": "xml"}}, {"format": {"type": "json_schema"}},
+             {"format": {"type": "json_schema", "name": "x", "schema": {"type": "no such type"}}}],
+    "reasoning": ["high", {"effort": "wild"}],
+    "tools": [5, [5], [{"type": "web_search"}], [{"type": "function"}], [{"type": "function", "name": "two words"}],
+              [{"type": "function", "name": "f"}] * 129, [{"type": "function", "name": "f", "parameters": [5]}]],
+    "tool_choice": ["always", {"type": "function"}, {"type": "function", "name": "g"}, {"type": "web_search"}],
+    "metadata": [5, {"a": 5}, {str(i): "x" for i in range(100)}],
+    "background": [True, "yes"],
+    "conversation": ["conv_1", {"id": "conv_1"}],
+    "prompt": [{"id": "pmpt_1"}],
+    "truncation": ["auto", 5],
+    "top_logprobs": [5, 50],
+    "include": [["message.output_text.logprobs"], [5], "x"],
+    "stream": ["yes"],
+    "model": ["gpt-5", 5],
+}  # fmt: skip
+GIVEN: dict[str, Any] = {"type": "tool_result", "tool_use_id": "1"}
+USED: dict[str, Any] = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+MESSAGES: dict[str, list[Any]] = {
+    "messages": [None, 5, "x", [], [5], [{}], [{"role": "tool", "content": "x"}], [{"role": "user"}],
+                 [{"role": "user", "content": 5}], [{"role": "user", "content": [5]}],
+                 [{"role": "user", "content": [{"type": "image", "source": {}}]}],
+                 [{"role": "user", "content": [{"type": "text"}]}],
+                 [{"role": "user", "content": [{"type": "tool_result"}]}],
+                 [{"role": "user", "content": [{**GIVEN, "content": 5}]}],
+                 [{"role": "user", "content": [{**GIVEN, "content": [{"type": "image"}]}]}],
+                 [{"role": "assistant", "content": [{**USED, "input": "{}"}]}], [{"role": "assistant", "content": "x"}],
+                 [{"role": "user", "content": "x"}] * 4097, [{"role": "user", "content": "\ud800"}]],
+    "max_tokens": [None, 0, -1, "5", 1.5, 1 << 40],
+    "system": [5, [5], [{"type": "image"}], [{"type": "text"}]],
+    "tools": [5, [{"name": "f"}], [{"type": "bash_20250124", "name": "bash"}], [{"name": "f", "input_schema": []}],
+              [{"name": "two words", "input_schema": {}}], [{"name": "f", "input_schema": {}}] * 129],
+    "tool_choice": ["any", {"type": "tool"}, {"type": "wild"}, {"type": "tool", "name": "g"}],
+    "thinking": [True, {"type": "wild"}, {"type": "enabled", "budget_tokens": "5"}],
+    "stop_sequences": [5, [5], ["x"] * 17, [""]],
+    "output_config": [{"format": {"type": "xml"}}, {"format": {"type": "json_schema", "schema": {"type": "no type"}}}],
+    "metadata": [5, {"user_id": 5}],
+    "temperature": ["1", -1, NAN],
+    "stream": ["yes"],
+    "model": ["claude-9", 5],
+}  # fmt: skip
+COUNTED = {name: MESSAGES[name] for name in ("messages", "system", "tools", "model")}
+NEWER = [
+    (path, field, value)
+    for path, cases in (("responses", RESPONSES), ("messages", MESSAGES), ("messages/count_tokens", COUNTED))
+    for field, values in cases.items()
+    for value in values
+]
+
+
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize(("path", "field", "value"), NEWER, ids=lambda value: re.sub("[^ -~]", "?", repr(value))[:40])
+def test_a_bad_field_of_responses_and_messages_is_refused_by_its_name(
+    server: Running, path: str, field: str, value: Any
+) -> None:
+    valid = {"responses": {"input": "hi", "max_output_tokens": 2}, "messages": ASK}
+    body = valid.get(path, {"messages": ASK["messages"]})
+    answer = server.http.post(f"/v1/{path}", content=json.dumps({**body, field: value}))
+    error = refused(*told(answer), 400, 404)
+    assert re.match(rf"{field}\b", error["param"] or error["message"]) or field in error["message"], error
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("parameters", ['{"a":' * 800 + "1" + "}" * 800, '{"a": NaN}', '{"\\ud800": 1}'],
+                         ids=["800 deep", "NaN", "half a surrogate"])  # fmt: skip
+def test_odd_parameters_are_shown_to_the_model_or_refused(server: Running, path: str, parameters: str) -> None:
+    ask = {"role": "user", "content": "x"}
+    bodies: dict[str, list[dict[str, Any]]] = {
+        "/v1/responses": [{"input": "x", "tools": [{"type": "function", "name": "f", "parameters": "HERE"}]}],
+        "/v1/messages": [
+            {"messages": [ask], "max_tokens": 2, "tools": [{"name": "f", "input_schema": "HERE"}]},
+            {"messages": [ask, {"role": "assistant", "content": [{**USED, "input": "HERE"}]}, ask], "max_tokens": 2},
+        ],
+    }
+    for body in (json.dumps(body).replace('"HERE"', parameters) for body in bodies[path]):
+        answer = server.http.post(path, content=body)
+        assert answer.status_code == 200 or refused(*told(answer), 400)
+
+
 # ---- bodies that are not JSON, or too large
 
 BODIES: dict[str, bytes] = {
@@ -219,7 +318,7 @@ BODIES: dict[str, bytes] = {
 
 @pytest.mark.parametrize("name", BODIES)
 def test_a_broken_body_is_a_400(server: Running, name: str) -> None:
-    for path in ("/generate", CHAT, "/minitui/control"):
+    for path in ("/generate", CHAT, "/v1/responses", "/v1/messages", "/minitui/control"):
         answer = server.http.post(path, content=BODIES[name])
         error = refused(*told(answer), 400)
         assert error["type"] == "invalid_request_error"
@@ -429,7 +528,8 @@ KEY = "the-key-of-the-tests"
 @pytest.mark.parametrize("header", [
     "", "Authorization: Bearer", "Authorization: Bearer ", f"Authorization: Basic {KEY}", f"Authorization: {KEY}",
     f"Authorization: Bearer {KEY[:-1]}", f"Authorization: Bearer {KEY}x", f"Authorization: Bearer {KEY.upper()}",
-    f"Authorization: Bearer {KEY} {KEY}", "Authorization: Bearer \xff\xfe", f"X-API-Key: {KEY}",
+    f"Authorization: Bearer {KEY} {KEY}", "Authorization: Bearer \xff\xfe", f"X-API-Key: {KEY[:-1]}",
+    f"X-API-Key: {KEY}\r\nAuthorization: Bearer x", f"X-API-Key: Bearer {KEY}", "X-API-Key: \xff\xfe",
     f"Authorization: Bearer x\r\nAuthorization: Bearer {KEY}", "Authorization: Bearer " + "x" * 30_000,
     f"Cookie: key={KEY}",
 ], ids=lambda header: repr(header)[:40])  # fmt: skip
@@ -440,8 +540,8 @@ def test_a_wrong_key_opens_nothing(server: Running, monkeypatch: pytest.MonkeyPa
     got = raw(server, (head + (header + "\r\n" if header else "") + "\r\n").encode("latin-1"))
     refused(*answered(got), 401)
     assert KEY.encode() not in got
-    right = server.get("/v1/models", headers={"Authorization": f"bearer {KEY}"})
-    assert right.status_code == 200
+    for right in ({"Authorization": f"bearer {KEY}"}, {"x-api-key": KEY}):
+        assert server.get("/v1/models", headers=right).status_code == 200
 
 
 @pytest.mark.parametrize("host", ["[::1", "::1]", "[", "[]", "[::g]", "a b", "127.0.0.1:x", "::1", "@", "."])

@@ -67,7 +67,7 @@ LESSON = Lesson(
             The server is another process. It sends requests to the engine over a socket, and receives text and token
             ids. The server has these endpoints:
 
-              /v1/chat/completions, /v1/completions   the API of OpenAI
+              /v1/chat/completions, /v1/responses     the APIs of OpenAI; /v1/messages: Anthropic's
               /generate, /tokenize, /detokenize       simpler endpoints
               /v1/models, /health, /ready, /metrics   for monitoring
               /minitui/...                            records and control, for minitui chat --connect

@@ -46,7 +46,7 @@ cache, and why the rest did not:
 The chips on the right are this chat's block table. Each chip is one block of 16 positions; its number is the block in
 the pool. Two chats with the same number share that memory.
 
-A chat is saved as soon as it has a question. F searches all saved chats; minitui chat --resume opens the last chats.
+A chat is saved as soon as it has a question. F searches all saved chats; minitui chat --resume opens the last ones.
 A chat that is open in another minitui opens here as a copy, so neither overwrites the other.
 
 Try: ask a question, press esc, then r: the same question in a new chat uses the cached blocks.""",
@@ -65,7 +65,7 @@ The engine records what it does, step by step. This screen is computed from thos
 Tab goes to the next panel, and ? explains the panel with the focus. Select an item with the arrow keys: every panel
 marks it. z shows one panel alone.""",
     "lecture": """\
-A few sentences say what the step did and why. Below them are the step, the blocks and the tree; what has changed glows.
+One sentence says what the step did and why. Below it are the step, the blocks and the tree; what has changed glows.
 
   n, page down    run the next step, then pause the engine; after going back, show the next step
   comma, page up  show the previous step; the engine's state does not change
