@@ -131,7 +131,7 @@ class RadixTree:
         if step is not None:
             return Match(node, part, n, blocks, "evicted", step)
         others = [part.keys[n]] if part is not None else list(islice(node.children, MAX_COMPARED))
-        common = max((_common(key, other) for other in others), default=0)
+        common = max((_common(key, other) for other in others if other[0] == key[0]), default=0)
         stop = "differs" if common or (depth and others) else "ends" if depth else "empty"
         return Match(node, part, n, blocks, stop, depth * self.block_size + common)
 
@@ -347,4 +347,9 @@ class RadixTree:
 
 def _common(a: Key, b: Key) -> int:
     """Return the number of equal tokens at the beginning of two keys of the same length."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+    n = 0
+    for x, y in zip(a, b, strict=True):
+        if x != y:
+            break
+        n += 1
+    return n

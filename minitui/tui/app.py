@@ -26,6 +26,7 @@ from minitui.teaching.stage import LETTERS
 from minitui.tui.actions import ACTIONS
 from minitui.tui.app_base import AppBase
 from minitui.tui.commands import Commands
+from minitui.tui.heap import fix_thresholds
 from minitui.tui.screens.bindings import bindings_here
 from minitui.tui.screens.chat import ChatScreen
 from minitui.tui.screens.dialogs import ChoiceDialog, EngineDownDialog, TextDialog
@@ -96,6 +97,7 @@ class MinituiApp(AppBase):
 
     def on_mount(self) -> None:
         sys.setswitchinterval(0.001)  # so that the thread that reads from the engine does not delay the event loop
+        fix_thresholds()
         self.set_interval(1 / self.settings.fps, self._frame)
         # Draw the first frame before the engine starts: its process competes for the same cores.
         self.call_after_refresh(self.run_worker, self._start, group="start")
