@@ -29,7 +29,10 @@ MEASURED = ("0.6B", "8B")  # the sizes measured by default
 
 
 def write_config(size: str, directory: Path) -> Path:
-    """Writes the config.json of a Qwen3 model of this size; returns its directory. Random weights need no other."""
+    """Writes the config.json of a Qwen3 model of this size; returns its directory.
+
+    A model with random weights needs no other file.
+    """
     hidden, inner, layers, heads, tied = SIZES[size]
     config = QWEN3 | {
         "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,

@@ -173,7 +173,7 @@ def compare(directory: Path, reference: Reference, dtype: str, device: str) -> l
     llm.engine.clear_cache()
     scheduler = llm.engine.scheduler
     scheduler.config = replace(scheduler.config, max_num_batched_tokens=32)
-    checks.append(_same_tokens("greedy tokens: prefill whole, in chunks of 32", reference, cold, replies(), slack))
+    checks.append(_same_tokens("greedy tokens: whole prefill, chunks of 32", reference, cold, replies(), slack))
     llm.engine.check()
     for known, tokens in KNOWN.items():
         if directory.name == known or f"models--Qwen--{known}" in str(directory):

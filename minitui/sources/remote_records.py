@@ -30,7 +30,7 @@ from minitui.sources.http import (
 from minitui.sources.remote_checks import Refused, Watch
 
 MAX_RECORDS = 200_000  # kept while the reader does not drain them
-AT_ONCE = 2_000  # records checked per drain; several times as many as arrive in a frame at the highest rate
+AT_ONCE = 2_000  # records checked per drain; several times as many as arrive per frame at the highest rate
 CATCH_UP_S = 1.0  # the longest time that a snapshot waits for the records before it
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 4.0)
 CONNECTED_S = 15.0  # within this time the record stream must begin
@@ -50,7 +50,7 @@ class RemoteRecords:
         self._unchecked: deque[Record] = deque(maxlen=MAX_RECORDS)
         self._checked: list[Record] = []
         self._watch: Watch | None = None  # the state that records are checked against; None: a snapshot is needed
-        self._snapshots = 0  # requested and not yet received; until then, no records are drained
+        self._snapshots = 0  # snapshots that are requested but not received; meanwhile no records are drained
         self._engine: str | None = None  # the server's name for its engine; None before the first greeting
         self._offset = 0  # added to the server's record numbers
         self._seq = 0  # number of the last record, with the offset
@@ -68,7 +68,7 @@ class RemoteRecords:
     async def follow(self) -> None:
         """Follow the stream; returns when it begins.
 
-        Raises EngineDead if the stream does not begin within CONNECTED_S; a task still keeps trying.
+        Raises EngineDead if the stream does not begin within CONNECTED_S; the task that follows it keeps trying.
         """
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
@@ -160,7 +160,7 @@ class RemoteRecords:
         """Returns the records since the last call, at most about AT_ONCE of them.
 
         Returns none before the first snapshot and while a snapshot is being requested. After a gap, returns the first
-        record behind the gap, and then none until the next snapshot.
+        record after the gap, and then none until the next snapshot.
         """
         if self._snapshots:
             return []
@@ -196,7 +196,7 @@ class RemoteRecords:
 
     async def snapshot(self) -> dict[str, Any]:
         """Returns the engine's state after the record with the number "seq". The next drained records may include
-        earlier ones."""
+        records before that number."""
         self._snapshots += 1
         try:
             for _ in range(100):

@@ -42,7 +42,7 @@ class ServerMetrics:
     ttft_mean_s: float | None = None
 
     def describe(self) -> str:
-        """Returns one line of text."""
+        """Returns the metrics as one line of text."""
 
         def share(value: float | None) -> str:
             return "unknown" if value is None else f"{value:.0%}"

@@ -14,7 +14,7 @@ from engine.trace.records import FIELDS, Record
 from minitui.trace.lines import MOST_VALUES
 
 MOST = (1 << 31) - 1  # largest count or id
-MOST_NUMBER = 1e12  # largest duration, in its unit
+MOST_NUMBER = 1e12  # largest duration, in the unit of its field
 MOST_RECORDS = 1 << 53  # largest record number; every JSON reader reads integers up to here exactly
 MOST_BLOCKS = 1 << 21  # blocks in a pool; a view keeps several copies of a pool, at 32 bytes per block
 MOST_HELD = MOST_VALUES  # entries in the block tables of all requests together

@@ -43,7 +43,7 @@ class LessonApp(MinituiApp):
         assert self.stage is not None
         self.switch_mode("lesson")
         screen = self.screen
-        while not isinstance(screen, LessonScreen):  # a dialog is still above it
+        while not isinstance(screen, LessonScreen):  # a dialog is still above the lesson
             self.pop_screen()
             screen = self.screen
         screen.begin(lesson, self.stage)

@@ -55,7 +55,7 @@ class NoTerminal(EngineError):
 
 
 def has_terminal() -> bool:
-    """Returns True if the application can run here.
+    """Returns True if the application has a terminal to run in.
 
     The application reads keys from stdin and draws on stderr. If stdout is a pipe, the user wants text instead. The
     driver for browsers (TEXTUAL_DRIVER, set by textual-serve) has its own terminal.

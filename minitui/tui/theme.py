@@ -1,7 +1,8 @@
 """Three colour themes in the Okabe-Ito hues. Each meaning has a glyph too (glyphs.py), so colours are not needed.
 
-A style is a few words, for example `"bold ink on select"`: `bold` (optional), the name of a colour, and a background
-(optional). Widgets build rows of `(text, style)`. `Palette.style` makes a Rich style from the words, once per theme.
+A style is a few words, for example `"bold ink on select"`: `bold` (optional), `underline` (optional), the name of a
+colour, and a background (optional). Widgets build rows of `(text, style)`. `Palette.style` makes a Rich style from the
+words, once per theme.
 
 A block that has just changed has a bright colour, which then becomes muted: a block that becomes active is drawn in
 `active-glow`, then in `active-warm`, then in `active`.
@@ -25,7 +26,7 @@ _COLOURS = {
     "faint": ("#49515c", "#b3b8bf", "#7f8894"),  # decoration only: dots of free blocks, rules, hatching; never text
     "frame": ("#2b323b", "#d3d6da", "#7f8894"),
     "select": ("#15283a", "#e2eff9", "#003f7a"),  # background of the selection
-    "accent": ("#f0e442", "#0b62a8", "#fff04d"),  # for the frame of the focus and for the selection
+    "accent": ("#f0e442", "#0b62a8", "#fff04d"),  # for the frame of the focused panel and for the selection
     "decode": ("#34b58c", "#00795a", "#2fe0a4"),
     "prefill": ("#f0803c", "#b04a00", "#ff8b3d"),
     "prefill-2": ("#d97a3a", "#8a3a00", "#ffb380"),  # for every second chunk in the step bar

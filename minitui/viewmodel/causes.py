@@ -20,11 +20,11 @@ from minitui.viewmodel.history import StepRow, Steps
 FEATURES = ("steps", "rows", "draft tokens", "prefill tokens", "keys", "prefill pairs")
 FIT_STEPS = 1_000  # the model is fitted to this many recent steps
 LEAST_STEPS = 12  # with fewer steps there is no model
-ROUNDS = 6  # of reweighting
+ROUNDS = 6  # number of times that the errors are weighted again
 TOLERANCE = 0.25  # an excess up to this share of the expected time needs no explanation
 NOISE = 4.0  # an excess up to this many typical deviations needs no explanation
 WORTH = 0.1  # causes with a smaller share of the excess are not named
-HOST = {  # part -> what the host did
+HOST = {  # part of the host's time -> its name on the screen
     "commit": "commit", "emit": "output and commands", "plan": "plan", "launch": "launch",
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from minitui.viewmodel.lanes import Lane
 
 EVENTS_KEPT = 20_000
 SHORTEST_PAUSE_S = 0.05  # shorter pauses are not mentioned
-EVENTS_ALWAYS = 4_000  # the newest events, kept even after their records are dropped
+EVENTS_ALWAYS = 4_000  # this many of the newest events are kept even after their records are dropped
 KINDS = ("admit", "hit", "miss", "evict", "preempt", "finish", "wait", "refuse", "fail", "pace")
 
 

@@ -1,4 +1,4 @@
-"""The view model: everything that the panels show, folded from records. Does not import Textual.
+"""The view model: everything that the panels show, folded from records. This module does not import Textual.
 
 View              call `reset` with a snapshot, `fold` with records, and `frame` before each painted frame;
                   `select` and `travel` change what the panels show
@@ -218,8 +218,8 @@ class View:
         rates.level("used", (self.live.total - free) / self.live.total)
 
     def frame(self, now: float) -> None:
-        """Prepare a frame: summarise its steps, age the highlights, resolve the selection. The order of the tree and
-        the percentiles are computed at intervals, but for a new still picture at once."""
+        """Prepare a frame: summarise its steps, age the highlights, resolve the selection. The percentiles and
+        the tree's order are computed at intervals, and at once for a new picture that is still."""
         moment = (self.shown.state.seq, self._travelled) if self.still else None
         if self.frozen and moment == self._still_moment:
             return
@@ -229,7 +229,7 @@ class View:
         last = self.steps.last
         self.steps_per_frame = max(0, last - self._framed) if last >= 0 else 0
         if self.steps_per_frame:
-            self.last_frame = self._sum(self._framed + 1, last)
+            self.last_frame = self._means(self._framed + 1, last)
             self._framed = last
             self.lanes.forget_before(self.steps.first)
             self.events.forget_before(self.past.first_seq)
@@ -244,7 +244,7 @@ class View:
             self._timings_at = (now, self.horizon)
             self.timings = summarise(self.steps, self.first_tokens, self.horizon, self.shown.state.seq)
 
-    def _sum(self, first: int, last: int) -> Frame:
+    def _means(self, first: int, last: int) -> Frame:
         at = self.steps.indices(first, last)
         if not len(at):
             return Frame()

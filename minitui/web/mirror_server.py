@@ -1,7 +1,7 @@
-"""`minitui chat --web --mirror`: all tabs of a class show the same application. Only the presenter's tab can type.
+"""`minitui chat --web --mirror`: all tabs show the same application, for example in a classroom.
 
-The addresses of viewers and presenter contain different tokens, which minitui/web/site.py checks. minitui/web/mirror.py
-passes output from the application to the tabs.
+Only the presenter's tab can type. The addresses of viewers and presenter contain different tokens, which
+minitui/web/site.py checks. minitui/web/mirror.py passes output from the application to the tabs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FITTING = """
 
 
 class MirrorSite(Site):
-    """The page and sockets of a mirrored application. All sockets show the application. Only a presenter's can type."""
+    """The page and sockets of a mirrored application. All sockets show the application. Only a presenter can type."""
 
     head = FITTING
 

@@ -100,7 +100,7 @@ LESSON = Lesson(
             triangle becomes a wide rectangle with a slanted end.
 
             A chunk has Q queries and K keys; the K keys include the keys of the chunk. Query i, counted from 0, sees
-            keys 0 to K - Q + i. A common mistake is to forget the offset K - Q. The text then looks almost right.
+            keys 0 to K - Q + i. A common mistake is to forget the offset K - Q. The reply then looks almost right.
             """,
             panel="step",
             code="engine.attention.base:ForwardMeta",

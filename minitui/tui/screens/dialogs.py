@@ -100,7 +100,7 @@ class ChoiceDialog(Overlay[str | None]):
             frame.border_title = Content(f"{self._title} · {len(self._choices)}")
             yield Input(placeholder="type to search", compact=True)
             yield OptionList()
-            yield Static("enter accepts · up, down · esc cancels", classes="hint")
+            yield Static("enter accepts · up, down choose · esc cancels", classes="hint")
 
     def on_mount(self) -> None:
         self._fill("")

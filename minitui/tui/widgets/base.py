@@ -68,7 +68,7 @@ class Columns(Horizontal):
 
 
 class LinePanel(Widget, can_focus=True):
-    """A panel drawn row by row. `FRAME`: "box" for a border, "none" for one-line widgets."""
+    """A panel drawn row by row. `FRAME`: "box" for a border, "none" for no border."""
 
     FRAME: ClassVar[str] = "box"
     TITLE: ClassVar[str] = ""
@@ -190,8 +190,8 @@ class LinePanel(Widget, can_focus=True):
         return strip
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        # Textual's own rendering would style, pad and filter these finished lines again, so it is not used. It would
-        # also clear the dirty regions. They are cleared here, because they would grow without end.
+        # Textual's own rendering would style, pad and filter these finished lines again, so it is not used. It also
+        # clears the dirty regions. They are cleared here instead: otherwise they would grow without end.
         self._dirty_regions.clear()
         if self.styles.gutter:
             return super().render_lines(crop)

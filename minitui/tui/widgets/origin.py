@@ -10,7 +10,7 @@ from minitui.viewmodel.model import View
 
 
 class PromptOrigin(LinePanel, can_focus=False):
-    """Shows the prompt of the selected request, or of the newest running one."""
+    """Shows the prompt of the selected request, else of the newest running request, else of the last finished one."""
 
     TITLE = "Prompt: cached or computed"
 

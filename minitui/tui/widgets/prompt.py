@@ -88,13 +88,13 @@ class Prompt(TextArea):
         self.complete: Callable[[str], list[Completion]] = lambda text: []
         self.asked: list[str] = []  # the history: the texts that were sent, oldest first
         self._recalled: int | None = None  # index in the history while the user recalls from it
-        self._unsent = ""  # the text that was in the prompt before the user recalled one from the history
+        self._unsent = ""  # the text that was in the prompt before the user recalled another text from the history
         self._offers: list[Completion] = []
         self._chosen = -1
         self._quiet = False  # True while `put` sets the text: then no completions are offered
 
     def render_line(self, y: int) -> Strip:
-        """Returns a blank line at width 0, where Textual fails. A shrinking terminal has this width for one layout."""
+        """Returns a blank line at width 0, where Textual fails. A prompt in a shrinking terminal may be laid out so."""
         return super().render_line(y) if self.content_size.width > 0 else Strip.blank(0)
 
     # ---- completion
@@ -167,7 +167,7 @@ class Prompt(TextArea):
             self.put(chosen.text + (" " if chosen.text.startswith("/") else ""))
 
     def action_scroll_transcript(self, pages: int) -> None:
-        """Page keys scroll the transcript, not the prompt."""
+        """Scroll the transcript: page keys do not scroll the prompt."""
         self.post_message(self.Scroll(pages))
 
     def action_cursor_up(self, select: bool = False) -> None:

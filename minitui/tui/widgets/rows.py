@@ -1,6 +1,6 @@
 """Rows of styled text: all panels consist of rows. A row is a tuple of runs `(text, style in words)`.
 
-Rows are plain data: the painting compares them (only changed rows are drawn), snapshots join them to text, and tests
+Rows are plain data: painting compares them (only changed rows are drawn), snapshots join them to text, and tests
 search them for a style. Widths are in terminal cells.
 """
 
@@ -42,7 +42,7 @@ def cut(text: str, width: int) -> str:
 
 
 def clean(text: str) -> str:
-    """Returns untrusted text on one line: control characters become visible, any white space becomes one space."""
+    """Returns untrusted text on one line: control characters become visible, adjacent white space becomes one space."""
     if text.isprintable() and "  " not in text:
         return text
     return " ".join("".join(c if c.isprintable() else " " for c in visible(text)).split())
