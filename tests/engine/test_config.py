@@ -452,7 +452,7 @@ def test_a_recommended_top_k_beyond_the_vocabulary_is_off(tmp_path: Path) -> Non
         ({"max_num_batched_tokens": 10**12}, "max_num_batched_tokens is .* at most"),
         ({"tensor_parallel_size": 10**6}, "tensor_parallel_size is 1,000,000: it must be at most 64"),
         ({"cpu_threads": 10**9}, "cpu_threads is 1,000,000,000: it must be at most 1,024"),
-        ({"seed": 1 << 64}, "seed is .* 64 bits"),
+        ({"seed": 1 << 64}, "seed is .* 64-bit"),
         ({"num_blocks": "64"}, "num_blocks is '64': it must be a whole number, at least 1"),
         ({"block_size": None}, "block_size is None"),
         ({"speculative_tokens": "8"}, "speculative_tokens is 8"),
