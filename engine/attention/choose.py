@@ -45,7 +45,7 @@ def choose_attention(
     prefill, decode = backend_names(name)
     why_not = why_not_triton(config, dtype, device)
     if why_not and "triton" in (prefill, decode):
-        raise EngineError(f"attention_backend triton cannot be used: {why_not}; leave it at auto")
+        raise EngineError(f"attention_backend triton cannot be used: {why_not}; choose auto")
     best = "torch" if why_not else "triton"
     decode = best if decode == "auto" else decode
 
@@ -77,7 +77,7 @@ def choose_attention(
 def why_not_triton(config: AttentionShape, dtype: torch.dtype, device: torch.device) -> str:
     """Return the reason why our Triton kernels cannot run this model on this device; "" if they can."""
     if device.type != "cuda":
-        return "it needs a CUDA device"
+        return "our Triton kernels need a CUDA device"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 9:  # older GPUs lack the instructions for overlapping launches
         return (

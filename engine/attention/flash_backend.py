@@ -116,14 +116,14 @@ Call = Callable[..., torch.Tensor]
 def _library(device: torch.device, block_size: int) -> Call:
     """Return the attention function of the FlashAttention version for this device."""
     if device.type != "cuda":
-        raise EngineError(f"attention_backend flash needs an NVIDIA GPU, and the device is {device}: leave it at auto")
+        raise EngineError(f"attention_backend flash needs an NVIDIA GPU, and the device is {device}: choose auto")
     major, minor = torch.cuda.get_device_capability(device)
     if major >= 9:
         return _flash_4(block_size)
     if major < 8:
         raise EngineError(
-            f"attention_backend flash needs a GPU of compute capability 8.0 or more, and this one has {major}.{minor}: "
-            "leave it at auto"
+            f"attention_backend flash needs a GPU of compute capability 8.0 or more, and this GPU has {major}.{minor}: "
+            "choose auto"
         )
     return _flash_2(block_size)
 
@@ -144,13 +144,13 @@ def _flash_4(block_size: int) -> Call:
         from flash_attn.cute import flash_attn_varlen_func as attend
     except ImportError as error:
         raise EngineError(
-            f"{not_installed('attention_backend flash', error, 'flash')} (FlashAttention-4), or leave it at auto, "
+            f"{not_installed('attention_backend flash', error, 'flash')} (FlashAttention-4), or choose auto, "
             "which uses Triton"
         ) from None
     except Exception as error:  # the library's dependencies may not fit this machine
         raise EngineError(
             f"attention_backend flash: FlashAttention-4 is installed, but its import failed "
-            f"({type(error).__name__}: {error}): install it again ({how_to_install('flash')}), or leave it at auto, "
+            f"({type(error).__name__}: {error}): install it again ({how_to_install('flash')}), or choose auto, "
             "which then uses Triton"
         ) from error
 
@@ -175,7 +175,7 @@ def _flash_2(block_size: int) -> Call:
     except ImportError as error:
         raise EngineError(
             f"attention_backend flash needs FlashAttention-2 on this GPU, but it cannot be imported ({error}): pip "
-            "install flash-attn, or leave it at auto, which uses Triton"
+            "install flash-attn, or choose auto, which uses Triton"
         ) from None
 
     def paged(q: Any, k: Any, v: Any, bounds: Any, longest: Any, lengths: Any, table: Any, **options: Any) -> Any:

@@ -31,7 +31,7 @@ class TokenRules:
         bits[slice(vocab_size) if allowed is None else list(allowed)] = 1
         bits[[word[0] for word in words if len(word) == 1]] = 0
         self._mask = np.packbits(bits, bitorder="little").view(np.int32)
-        self._ends: dict[int, list[tuple[list[int], int]]] = {}  # last token of the beginning -> (beginning, end)
+        self._ends: dict[int, list[tuple[list[int], int]]] = {}  # last token of a beginning -> [(beginning, end)]
         for *beginning, end in words:
             if beginning:
                 self._ends.setdefault(beginning[-1], []).append((beginning, end))

@@ -155,7 +155,7 @@ class Decoder:
             q = ops.qk_norm_rope_store(qkv, layer.qk_norm, eps, rope, keys, values, meta.slot_mapping, scales)
             x = attention.run(i, q, keys, values, scales)
             live = meta.live
-            if i == last and meta.logit_rows is not None:  # from here on, only these tokens are needed
+            if i == last and meta.logit_rows is not None:  # from here on, only the tokens in logit_rows are needed
                 live = meta.live_rows
                 x, residual = x.index_select(0, meta.logit_rows), residual.index_select(0, meta.logit_rows)
             x = linear(x, layer.output, layer.output_bias)

@@ -34,8 +34,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "admit": ("request", "row", "reason"),  # leaves the queue and gets a row; reason: "new" or "resumed"
     "match": ("request", "tokens", "stop", "at", "detail"),  # prefix match at admission or before a chunk: the tokens
     #   taken from the tree, and why the match stopped: "whole" (all blocks that can be shared were taken), "differs"
-    #   (at token `at`), "ends" (nothing is cached beyond token `at`), "short" (less than a block is left), "empty" (no
-    #   cached text has the same beginning), "evicted" (the rest was evicted; `at` is the step)
+    #   (at token `at`), "ends" (nothing is cached beyond token `at`), "short" (the prompt has at most one block),
+    #   "empty" (no cached text has the same beginning), "evicted" (the rest was evicted; `at` is the step)
     "preempt": ("request", "reason", "blocks"),  # releases its blocks and returns to the head of the queue
     "requeue": ("request", "reason"),  # like preempt, after a failed step: the request's results in flight are dropped
     "finish": ("request", "reason", "output_tokens"),  # stop | length | abort | error: ...; releases row and blocks

@@ -39,7 +39,7 @@ def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype:
     major, minor = torch.cuda.get_device_capability(device)
     if major < 9:  # 8.9 has fp8 arithmetic, but lacks launch instructions that our kernels use
         raise EngineError(
-            f"fp8 weights need a GPU of compute capability 9.0, but {torch.cuda.get_device_name(device)} has "
+            f"fp8 weights need a GPU of compute capability 9.0 or more, but {torch.cuda.get_device_name(device)} has "
             f"{major}.{minor}: use --quantization none"
         )
     if importlib.util.find_spec("triton") is None:

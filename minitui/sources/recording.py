@@ -49,7 +49,7 @@ class RecordingSource(Source):
         self.recording.begin(self.source.info, await self.source.snapshot())
 
     async def close(self) -> None:
-        with contextlib.suppress(EngineDead, TimeoutError):  # the last records of a dead engine are still recorded
+        with contextlib.suppress(EngineDead, TimeoutError):  # a dead engine: write the records that have arrived
             if self.source.error is None and self.source.info:
                 async with asyncio.timeout(LAST_RECORDS_S):  # a hung engine does not respond
                     await self.source.snapshot()  # when the snapshot arrives, all earlier records have arrived

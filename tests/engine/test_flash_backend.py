@@ -132,9 +132,9 @@ def test_names_are_for_prefill_and_decode() -> None:
     [
         ((9, 0), "2", 16, r"needs flash_attn, which is not installed: pip install '.\[flash\]' .*\(FlashAtt.*auto"),
         ((9, 0), "4", 128, r"blocks of 64 or more tokens as a whole.*use --block-size 16, or leave"),
-        ((8, 9), "", 256, r"needs FlashAttention-2 on this GPU, but it cannot.*pip install flash-attn, or leave it at"),
+        ((8, 9), "", 256, r"needs FlashAttention-2 on this GPU, but it cannot.*pip install flash-attn, or choose auto"),
         ((8, 9), "2", 16, r"blocks of a multiple of 256 tokens, and the block size is 16: add --block-size 256, or"),
-        ((7, 5), "2", 256, r"compute capability 8.0 or more, and this one has 7.5: leave it at auto"),
+        ((7, 5), "2", 256, r"compute capability 8.0 or more, and this GPU has 7.5: choose auto"),
     ],
 )
 def test_what_is_missing_is_named(gpu: Any, capability: Any, libraries: str, block_size: int, sentence: str) -> None:
@@ -172,7 +172,7 @@ def test_auto_chooses_it_where_it_measured_faster(gpu: Any, monkeypatch: pytest.
 
 def test_unsupported_settings_are_refused(gpu: Any) -> None:
     gpu((9, 0), "4")
-    with pytest.raises(EngineError, match="needs an NVIDIA GPU, and the device is cpu: leave it at auto"):
+    with pytest.raises(EngineError, match="needs an NVIDIA GPU, and the device is cpu: choose auto"):
         choose_attention("flash", config(4, 2, 8), 16, HALF, CPU, 8)
     with pytest.raises(EngineError, match="the KV cache is fp8: choose --attention-backend triton"):
         choose_attention("flash,torch", config(4, 2, 8), 16, HALF, CPU, 8, kv_dtype=torch.float8_e4m3fn)

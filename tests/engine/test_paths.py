@@ -152,7 +152,7 @@ TABLE: list[tuple[str, dict[str, Any], tuple[int, int], str]] = [
     ("dense", {}, ADA, "Eager, torch"),
     ("dense", SMALL_CACHE | DRAFTS | TWO, ADA, "Eager, torch"),
     ("dense", {"attention_backend": "triton"}, ADA, "refused: attention_backend triton cannot be used: our Triton"),
-    ("dense", FP8, ADA, "refused: fp8 weights need a GPU of compute capability 9.0, but Some GPU has 8.9"),
+    ("dense", FP8, ADA, "refused: fp8 weights need a GPU of compute capability 9.0 or more, but Some GPU has 8.9"),
     ("dense", FLASH, ADA, "refused: FlashAttention-2, the version for this GPU, needs blocks of a multiple of"),
     ("dense", FLASH | {"block_size": 256}, ADA, "Eager, flash + torch"),
 ]  # fmt: skip
