@@ -206,7 +206,7 @@ class LoadedModel:
         if self.config.dummy_weights:
             dummy_weights(slots, self.config.seed)
         elif model_dir is None:
-            raise EngineError("no model directory was given, and dummy_weights is off: give one of the two")
+            raise EngineError("there is neither a model directory nor dummy_weights: give one of these two options")
         else:
             load_weights(slots, model_dir, self.model_config.tie_word_embeddings, on_progress)
         return model

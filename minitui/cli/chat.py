@@ -73,7 +73,7 @@ def chat(
         if record is not None:
             raise typer.BadParameter("--record does not work with --web: use minitui serve --record instead")
         if resume and not mirror:
-            raise typer.BadParameter("--resume needs --mirror here: otherwise every tab would reopen the same chats")
+            raise typer.BadParameter("with --web, --resume needs --mirror, or every tab would reopen the same chats")
         browser = WebSettings(web_host, web_port, tuple(urls), mirror=mirror)
         options = {"system": system, **sampling, **looks, "resume": resume or None}
         raise typer.Exit(run_in_browser(model, engine, browser, key, options))
@@ -136,12 +136,12 @@ def connect_to(
 def run_in_browser(
     model: str | None, engine: dict[str, Any], web: WebSettings, key: str, options: dict[str, Any]
 ) -> int:
-    """Runs `minitui chat --web`; returns the exit code. `options`: for each tab's application; None: unset."""
+    """Runs `minitui chat --web`; returns the exit code. `options`: the options of each tab (None: unset)."""
     from minitui.web.serve import run_web
 
     choice = choose_model(None if web.connect else model)
     if key:
-        os.environ["MINITUI_KEY"] = key  # each tab's application reads the key there
+        os.environ["MINITUI_KEY"] = key  # each tab's application reads the key from the environment
     if web.connect:
         options = {**options, "model": model}
     flags = {("ascii", True): "--ascii", ("ascii", False): "--unicode", ("resume", True): "--resume"}

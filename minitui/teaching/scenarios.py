@@ -75,7 +75,7 @@ async def shared_prefix(stage: Stage) -> None:
     await stage.step()
     one = stage.request(first)
     stage.tell(
-        f"One step computed its {one.prompt_tokens} prompt tokens. They fill {one.prompt_tokens // size} blocks of "
+        f"One step computed the {one.prompt_tokens} prompt tokens. They fill {one.prompt_tokens // size} blocks of "
         f"{size} tokens, which are now in the radix tree. The remaining {one.prompt_tokens % size} tokens are in "
         "another block, which is not shared. Chat 1 writes its answer, one token in each step."
     )
@@ -452,15 +452,15 @@ async def speculation(stage: Stage) -> None:
     await stage.other_engine(speculation="prompt-lookup")
     session = await _asked_again(stage)
     stage.tell(
-        "Prompt lookup searches the earlier text for the last three tokens. The tokens that followed them there are "
-        "the guesses. The next step computes the guesses together with the last token, and samples at each position as "
-        "usual. A guess is accepted only if it equals the sampled token. So the answer stays the same; only the number "
-        "of steps changes."
+        "Prompt lookup searches the earlier text for the last three tokens. The tokens that follow the place found "
+        "are the guesses. The next step computes the guesses together with the last token, and samples at each "
+        "position as usual. A guess is accepted only if it equals the sampled token. So the answer stays the same; "
+        "only the number of steps changes."
     )
     await stage.pause(4)
     await stage.predict(
         f"How many steps does the same answer of {tokens} tokens take now?",
-        [f"{without.steps}, as before", f"{without.steps // 2}, half of them", f"fewer than {without.steps // 4}"],
+        [f"{without.steps}, as before", f"{without.steps // 2}, half as many", f"fewer than {without.steps // 4}"],
     )
     await stage.step_until("a right guess", lambda: stage.last_row().accepted > 0, seconds=0.5)
     row = stage.last_row()

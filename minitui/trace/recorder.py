@@ -340,7 +340,7 @@ class Recording:
 
     def _failed(self, error: TraceError) -> None:
         self.error = str(error)
-        # Not a warning: without a log file Python prints warnings on stderr, and the command reports the error already.
+        # Not a warning: without a log file, Python prints warnings on stderr, and the command prints the error anyway.
         logger.info("%s", error)
 
 

@@ -29,7 +29,7 @@ TONES = ("text", "strong", "em", "code", "link", "heading", "bullet", "quote", "
 BULLETS = "•◦▪"
 LONG_BLOCK = 1_500  # characters; an unfinished block beyond this is shown as plain text
 _RUNS = re.compile(r"\s+|\S+").findall
-_LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+$").findall  # the parser's line ends; str.splitlines has more
+_LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+$").findall  # only the line ends that the parser knows
 
 
 @lru_cache(maxsize=1)

@@ -196,7 +196,7 @@ class Lanes:
             lane.stop, lane.stop_at = record[5], record[6]
 
     def fold_step(self, record: Record) -> None:
-        """Fold a `step` record. A step in which only the same requests decode changes no lane."""
+        """Fold a `step` record. If the step only continues the decodes of the step before, no lane changes."""
         _seq, _t, _kind, step, prefills, joined, left, _tokens, _waiting = record
         self.step = step
         if not (prefills or joined or left):

@@ -20,7 +20,7 @@ QUOTED = 600  # characters: longer texts are cut
 
 @dataclass(slots=True)
 class Story:
-    """A title and lines (label, text); a line without a label continues the one before."""
+    """A title and lines (label, text); a line without a label continues the line before."""
 
     title: str
     lines: list[tuple[str, str]] = field(default_factory=list)
@@ -124,7 +124,8 @@ def _block(view: View, block: int) -> Story:
         role, begins = view.tree.text(state, node, view.decode)
         story.tell("node", f"{node_id}: block {index + 1} of {len(node.blocks)} · {role} {quoted(begins, 60)}")
         if block in state.pending:
-            story.tell("pending", f"step {state.pending[block]:,} is writing it; other requests may already share it")
+            step = f"step {state.pending[block]:,}"
+            story.tell("pending", f"{step} is writing this block; other requests may already share it")
         saved = int(shown.saved[block])
         if saved:
             story.tell("saved", f"{count(saved, 'prompt token')} taken from this block, not computed")
