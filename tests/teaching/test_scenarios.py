@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -191,6 +192,10 @@ def test_continuous_batching_takes_fewer_steps(hear: Callable[[str], Told]) -> N
     assert f"{static} steps" in told.text and f"{continuous} steps" in told.text
     for run in (0, 1):
         assert sum(record[5] for record in told.of("finish", run)) == sum(LENGTHS)
+    size = {record[3]: record[7] for record in told.of("step", 0) if not record[4]}
+    for rows in (1, 4):
+        took = median(record[7] for record in told.of("time", 0) if size.get(record[3]) == rows)
+        assert f"{rows} row{'s' * (rows > 1)} took {took:.1f} ms" in told.text
 
 
 async def test_a_demo_is_told_as_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
