@@ -412,7 +412,8 @@ async def batching(stage: Stage) -> None:
     ]
     stage.tell(
         f"The same {sum(LENGTHS)} tokens in the same four rows:\n{stage.bars(rows)}\n"
-        f"{_step_times(static.decode_step_ms, 'row', 'rows')} Continuous batching keeps the rows full, so it needs fewer steps."
+        f"{_step_times(static.decode_step_ms, 'row', 'rows')} Continuous batching keeps the rows full, so it needs "
+        "fewer steps."
     )
 
 
