@@ -46,7 +46,7 @@ def log_path() -> Path:
 def _modified(path: Path) -> float:
     try:
         return path.stat().st_mtime
-    except OSError:  # another minitui has just deleted this log
+    except OSError:  # another minitui has just deleted it
         return 0.0
 
 
