@@ -18,7 +18,7 @@ __all__ = ["LLM", "CheckpointError", "EngineDead", "EngineError", "InvalidReques
 
 
 def __getattr__(name: str) -> Any:
-    # engine.llm imports torch, which takes a second. So it is imported only when LLM is used.
+    # engine.llm imports torch, which takes a second. So engine.llm is imported only when LLM is used.
     if name == "LLM":
         from engine.llm import LLM
 

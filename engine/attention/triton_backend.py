@@ -36,7 +36,7 @@ class TritonAttention:
         self._rows = torch.arange(max_rows, dtype=torch.int32, device=device)
         self._meta: ForwardMeta | None = None
         self._padded = False
-        self._outputs: list[torch.Tensor] = []  # new steps use the last; captured graphs may use the others
+        self._outputs: list[torch.Tensor] = []  # new steps use the last buffer; captured graphs may use older ones
         self._splits: int | None = None
 
     def plan(self, meta: ForwardMeta, padded: bool = False, splits: int | None = None) -> None:

@@ -16,7 +16,7 @@ def dead_end(request: Request) -> str:
     """
     drawn, least = len(request.ids) - request.prompt_len, request.params.min_tokens
     if request.grammar is None:
-        return ""  # min_tokens alone forbids only the stop ids, which are never the whole vocabulary
+        return ""  # the only mask is min_tokens: it forbids the stop ids, which are never the whole vocabulary
     bits = np.unpackbits(request.grammar.mask().view(np.uint8), bitorder="little")
     if request.grammar.failed:
         return request.grammar.failed
@@ -27,7 +27,7 @@ def dead_end(request: Request) -> str:
     if drawn < least and allowed <= request.stop_ids:
         return (
             f"after {tokens} {_masks(request.params)} allows only the end of the reply, which min_tokens = {least:,} "
-            "forbids: lower min_tokens or allow more"
+            "forbids: lower min_tokens or allow more tokens"
         )
     return ""
 

@@ -6,9 +6,9 @@ projection. With `fused=None` the kernel computes only attention.
 
 Shapes: caches [blocks, block_size, kv_heads, d]; block_table int32 [rows, max_blocks]; seq_lens int32 [n], each
 including the token that is decoded (0: a padding row, whose output is zeros); rows int32 [n]: the row of each sequence
-in the block table. The grid is (kv_heads, n, splits). It does not depend on the lengths, because the kernel reads them
-from memory. So one captured graph serves all batches of n sequences. The key and value of the newest token come from
-the projection, not from the cache.
+in the block table. The grid is (kv_heads, n, splits). The grid does not depend on the lengths, because the kernel reads
+the lengths from memory. So one captured graph serves all batches of n sequences. In the fused form, the key and value
+of the newest token come from the projection, not from the cache.
 
 For each sequence and kv head, the program that finishes last combines the splits. An atomic counter shows which program
 is the last, so no second launch is needed. The splits follow FlashDecoding (Dao et al. 2023), and the reduction follows
@@ -80,11 +80,11 @@ def _online(q_tile, k, v, inside, m, mass, acc, scale):
 
 @triton.jit
 def fp8_pairs(v):
-    """Convert pairs of 8-bit floating-point numbers, 16 bits a pair, to float16; return all first, all second numbers.
+    """Convert pairs of 8-bit floats (16 bits a pair) to float16; return the first, then the second number of each pair.
 
     The values must be transposed on their way from shared memory to a matrix product. There is an instruction that
-    transposes pairs of bytes, but none for single bytes. With single bytes the loop had 2,257 instructions per tile;
-    with pairs it has 1,312.
+    transposes pairs of bytes, but none for single bytes. With single bytes, the loop over the tiles had 2,257
+    instructions per tile; with pairs it has 1,312.
     """
     return tl.inline_asm_elementwise(
         """{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t;
@@ -210,7 +210,7 @@ def _decode_kernel(
     else:
         q_tile = tl.load(q_row + (kvh * GROUP + h)[:, None] * D + d[None, :], mask=h_mask[:, None], other=0.0)
     if FP8:
-        # float16 holds e4m3 numbers exactly, and the conversion is one instruction. The scaled query is in range.
+        # float16 holds e4m3 numbers exactly, and the conversion is one instruction. The scaled query fits float16.
         q_tile = (q_tile.to(tl.float32) * (scale * k_scale)).to(tl.float16)
         scale = 1.0
 
@@ -284,10 +284,10 @@ class DecodeWorkspace:
 
 
 def num_splits(n: int, kv_heads: int, longest: int) -> int:
-    """Return the splits per (sequence, kv head), a power of two. The target is 1,024 programs, which keep a GPU busy.
+    """Return the number of splits per (sequence, kv head), a power of two. 1,024 programs in total keep a GPU busy.
 
-    Too many splits leave programs without keys, and these cost time too: 6 of 58 us at 64 sequences of 900 tokens. With
-    too few splits, one long sequence among many short sequences is read by too few programs.
+    With too many splits, some programs have no keys. Such programs cost time too: 6 of 58 us at 64 sequences of 900
+    tokens. With too few splits, one long sequence among many short sequences is read by too few programs.
     """
     least = 2 if longest <= 8192 else 4
     return max(least, min(MAX_SPLITS, 1 << (max(1, 1024 // (n * kv_heads)).bit_length() - 1)))
@@ -309,13 +309,13 @@ def form_for(n: int, kv_heads: int, longest: int) -> Form:
     pairs, splits = n * kv_heads, num_splits(n, kv_heads, longest)
     if pairs <= 64:  # latency matters: load the first tile before the previous kernel has ended
         return Form(64, 4, 3, 64, splits, True)
-    if pairs >= 1792:  # many short programs: smaller ones keep the multiprocessors busy until the end
+    if pairs >= 1792:  # many programs: small ones keep all multiprocessors busy until the end
         return Form(32, 1, 4, 1024, splits, False)
     return Form(64, 2, 4, 256 if pairs < 512 else 1024, splits, False)
 
 
 def form_for_fp8(n: int, kv_heads: int, longest: int) -> Form:
-    """Like `form_for`, for 8-bit keys and values: the same bytes hold twice the tokens."""
+    """Like `form_for`, for 8-bit keys and values: the same number of bytes holds twice as many tokens."""
     pairs, splits = n * kv_heads, num_splits(n, kv_heads, longest)
     if pairs <= 64:
         return Form(64, 2, 3, 64, splits, True)

@@ -258,9 +258,9 @@ def elect(
 ) -> None:  # fmt: skip
     """For each draw, find the token with the highest score among the ranks' best tokens; every rank gets the result.
 
-    scores fp32 [n]; outcome int64 [n]: ids, or -1 - id if the logits are bad. engine.kernels.sample.draw writes both
-    for this rank's piece of the vocabulary. Overwrites outcome and last_token[rows]; entries with seq_lens 0 are
-    padding and are not written.
+    scores fp32 [n]; outcome int64 [n]: ids, or -1 - id if the logits are bad. Before this call,
+    engine.kernels.sample.draw has written both tensors for this rank's piece of the vocabulary. Overwrites outcome and
+    last_token[rows]; entries with seq_lens 0 are padding and are not written.
     """
     n = len(outcome)
     _elect_kernel[(triton.cdiv(n, ELECTED),)](

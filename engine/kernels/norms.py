@@ -105,7 +105,7 @@ def _qk_norm_rope_store_kernel(
     v = tl.load(v_at, mask=inside)
     cell = slot + j[:, None] * D + d[None, :]
     if k_cache.dtype.element_ty == tl.float8e4nv:
-        # The qkv row gets the same rounded values as the cache: attention may read this step's keys from either.
+        # The qkv row gets the same rounded values as the cache: attention may read this step's keys from the row too.
         mask = h < HEADS
         rotated = norm_rope(base, qk_weight, rope, position, h, mask, EPS, HAS_NORM, D)
         k = norm_rope(base, qk_weight, rope, position, HEADS + j, j < KV_HEADS, EPS, HAS_NORM, D)
@@ -122,7 +122,7 @@ def _qk_norm_rope_store_kernel(
     else:
         mask = h < HEADS + KV_HEADS
         rotated = norm_rope(base, qk_weight, rope, position, h, mask, EPS, HAS_NORM, D)
-        tl.debug_barrier()  # all threads have read the row
+        tl.debug_barrier()  # as above
         key = (mask & (h >= HEADS))[:, None]
         tl.store(k_cache + slot + (h - HEADS)[:, None] * D + d[None, :], rotated, mask=key)
         tl.store(v_cache + cell, v, mask=inside)

@@ -6,12 +6,12 @@ check for NaN and infinity, and update last_token. Greedy rows get the exact arg
 
     floors   one program per row: finds the floor, the lowest score that top-k, top-p and min-p keep. The kernel uses
              bisection over the 16-bit patterns of the logits instead of a sort, and keeps scores equal to the floor.
-             Launched only if a row uses one of the three
-    draw     grid (n, chunks of the vocabulary): each program finds the best score of one chunk. The last program of a
-             row to finish compares the chunks of this row
+             Launched only if a row uses top-k, top-p or min-p
+    draw     grid (n, chunks of the vocabulary): each program finds the best score of one chunk. The program that
+             finishes last in a row compares the best scores of all chunks of the row
 
 Shapes: logits [n, V] in bfloat16 or float16; rows, seq_lens int32 [n]. The tables have one entry for each row of the
-batch: settings fp32 [max_rows, NUM_SETTINGS], top_k int32 [max_rows] (V: off), keys int32 [max_rows, 2].
+batch: settings fp32 [max_rows, NUM_SETTINGS], top_k int32 [max_rows] (V: no top-k), keys int32 [max_rows, 2].
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ MOST_LAYERS = 10_000
 MOST_EXPERTS = 65_536
 MOST_POSITIONS = 1 << 24  # limits the size of the RoPE table; the longest published context is 10 million
 LARGEST_FACTOR = 1e6  # of RoPE scaling
-LEAST_TURNS, MOST_TURNS = 1e-6, 1e6  # limits of the bands of yarn and llama3
+LEAST_TURNS, MOST_TURNS = 1e-6, 1e6  # the limits of a frequency band (yarn, llama3) must be in this range
 DEFAULT_WINDOW = 4096  # the same in all families with windows
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -41,7 +41,7 @@ ROPE_KEYS = {
 
 
 class ConfigReader:
-    """Reads the fields of a config.json. Every field that changes the computation is either used or must be neutral."""
+    """Reads the fields of a config.json. A field that this engine does not use must have no effect."""
 
     def __init__(self, fields: Fields) -> None:
         self._fields = fields
@@ -278,7 +278,7 @@ class ConfigReader:
 
     def _refuse_foreign(self, arch: Architecture, config: ModelConfig) -> None:
         """Refuse settings of other families that this architecture does not support."""
-        # If an architecture always has biases, attention_bias is not checked: a missing bias fails when it is loaded.
+        # If an architecture always has biases, attention_bias is not checked: loading fails if a bias is missing.
         supported = {
             "layer_types": arch.window != "none",
             "use_sliding_window": arch.window in ("layers", "used"),

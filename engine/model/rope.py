@@ -66,7 +66,7 @@ def _dynamic(rope: RopeConfig, dim: int, positions: torch.Tensor, max_position: 
 
 
 def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
-    """Returns Llama 3's frequencies: long wavelengths stretched, short ones kept, and those between interpolated."""
+    """Returns Llama 3's frequencies: long wavelengths stretched, short ones kept, medium ones interpolated."""
     original, low, high = rope.original_max_position, rope.low_freq_factor, rope.high_freq_factor
     wavelength = 2 * math.pi / plain
     stretched = torch.where(wavelength > original / low, plain / rope.factor, plain)
@@ -80,7 +80,7 @@ def _yarn(rope: RopeConfig, dim: int) -> torch.Tensor:
     """Returns the frequencies of YaRN (Peng et al. 2023).
 
     Dimensions that turn often in the original context keep their frequencies; the frequencies of slow dimensions are
-    divided by the factor. Between the two groups, a ramp mixes both.
+    divided by the factor. For dimensions between these two groups, a ramp mixes the two frequencies.
     """
 
     def dimension_that_turns(times: float) -> float:

@@ -49,7 +49,7 @@ class Timings:
         return interpolated(self.mailbox if rows <= self.direct_rows else self.nccl, rows)
 
     def note(self, why_not: str) -> str:
-        """Returns the result as a sentence for the user. `why_not`: the reason why there are no mailboxes, if so."""
+        """Returns the result as a sentence for the user. `why_not`: why there are no mailboxes, if there are none."""
         nccl = f"NCCL, {self.nccl_us(1):.1f} us for one row"
         if not self.mailbox:
             return f"sums over ranks: {nccl}; no mailboxes, because {why_not}"
@@ -61,7 +61,7 @@ class Timings:
         )
 
     def draw_us(self, rows: int, gathered: bool) -> float:
-        """Microseconds of the exchange between ranks to draw `rows` tokens. `gathered`: by gathering the logits."""
+        """Microseconds of the data exchange when `rows` tokens are drawn. `gathered`: whether logits are gathered."""
         return interpolated(self.gathers, rows) if gathered else self.elect
 
 

@@ -49,7 +49,7 @@ class Outbox:
     def put(self, message: bytes) -> bool:
         """Queue a message without waiting.
 
-        Returns False and does not queue the message if other messages wait and all together exceed MAX_UNSENT bytes.
+        Returns False and does not queue the message if others are queued and all together exceed MAX_UNSENT bytes.
         """
         with self._lock:
             if self._unsent and self._unsent + len(message) > MAX_UNSENT:

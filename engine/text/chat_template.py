@@ -1,7 +1,7 @@
 """Renders a checkpoint's chat template in a separate process with limits of time, memory and output.
 
 The method `start` or the first rendering starts the process (`engine/text/template_process.py`), which also serves all
-later renderings. A rendering takes about 0.1 ms longer there than in this process. The process is killed when it
+later renderings. A rendering takes about 0.1 ms longer in that process than in this one. That process is killed when it
 exceeds a limit, and it ends when its parent ends.
 """
 
@@ -85,7 +85,7 @@ class ChatTemplate:
 
     def _failure(self, kind: str, name: str, sentence: str) -> EngineError:
         if name == "MemoryError":
-            self._end()  # Python may not return the memory to the system
+            self._end()  # otherwise Python might keep the memory
             return _refusal(f"needs more than {MEMORY >> 20:,} MiB of memory")
         if name == "TooLong":
             return _refusal(f"writes more than {LONGEST >> 20} MiB")
@@ -115,7 +115,7 @@ class _Process:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        pipe, lifeline = os.pipe()  # carries no data; the kernel closes our end when this process ends
+        pipe, lifeline = os.pipe()  # carries no data: its closing ends the child when this process ends
         arguments = [str(number) for number in (SECONDS + 1, MEMORY, LONGEST, pipe)]
         with theirs:
             try:
@@ -217,7 +217,7 @@ def _as_json(values: dict[str, Any]) -> bytes:
 
 def _refusal(what: str) -> InvalidRequest:
     return InvalidRequest(
-        f"the model's chat template {what}; a template may take {SECONDS:g} seconds, {MEMORY >> 20:,} MiB of memory "
-        f"and {LONGEST >> 20} MiB of text",
+        f"the model's chat template {what}; a template may take {SECONDS:g} seconds and {MEMORY >> 20:,} MiB of "
+        f"memory, and write {LONGEST >> 20} MiB of text",
         "messages",
     )

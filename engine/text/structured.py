@@ -16,7 +16,7 @@ from engine.errors import InvalidRequest, not_installed
 from engine.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 
-MAX_SYMBOLS = 20_000  # of one grammar: compiling this many takes about 0.3 s, in which the engine runs no step
+MAX_SYMBOLS = 20_000  # symbols in a grammar: compiling this many takes about 0.3 s and delays the next step
 MAX_REASON = 300  # characters of an error message
 
 
@@ -87,10 +87,10 @@ class Grammars:
         return grammar
 
     def words(self, texts: tuple[str, ...]) -> list[list[int]]:
-        """Returns the ids of each text at the beginning of a text and after a space, as in vLLM.
+        """Returns the token ids of each word, encoded alone and encoded after a space, as in vLLM.
 
-        The ids after a space are left out if they only add the space as a token of its own. The result of the last call
-        is kept, because the samples of a request have the same words.
+        The second encoding is left out if it only adds the space as a separate token. The result of the last call is
+        kept, because the samples of a request have the same words.
         """
         if self._words[0] != texts:
             try:
@@ -112,7 +112,7 @@ class Grammars:
         return np.packbits(allowed, bitorder="little").view(np.int32)
 
     def _vocabulary_for(self, llguidance: Any, field: str) -> tuple[Any, int | None]:
-        """Returns the tokenizer in llguidance's form, and the id of the end token that was added, or None.
+        """Returns the tokenizer in llguidance's form, and the id of the end token that was added (None: no token).
 
         The result is cached. Raises InvalidRequest if llguidance cannot read this kind of tokenizer.
         """

@@ -39,7 +39,7 @@ from engine.worker.upload import to_host
 
 CPU_KV_BYTES = 1 << 30  # default pool on a CPU; smaller if CPU_KV_SEQUENCES sequences of maximum length need less
 CPU_KV_SEQUENCES = 16
-EXPERT_LOAD_SECONDS = 0.25  # time between two reports of the experts' load, which are only for display
+EXPERT_LOAD_SECONDS = 0.25  # seconds between two reports of the experts' load; the reports are only displayed
 
 
 class DrawFailed(Exception):
@@ -206,7 +206,7 @@ class LoadedModel:
         if self.config.dummy_weights:
             dummy_weights(slots, self.config.seed)
         elif model_dir is None:
-            raise EngineError("no model directory was given, and dummy_weights is off: give one of the two")
+            raise EngineError("there is neither a model directory nor dummy_weights: give one of these two options")
         else:
             load_weights(slots, model_dir, self.model_config.tie_word_embeddings, on_progress)
         return model

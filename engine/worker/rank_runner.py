@@ -1,9 +1,9 @@
 """Runners of the ranks that share a model: each runs its shard, and collectives combine the results.
 
-Every rank runs the same plans over the same rows and blocks, so the KV cache of each rank has the same tokens, for its
-own heads. The logits are gathered on all ranks, but only rank 0 draws, for two reasons: only rank 0 has the grammars,
-and the results of the ranks may differ by rounding. The drawn ids are broadcast into every rank's last tokens. So a
-step can be launched before the host has the ids of the previous step.
+Every rank runs the same plans over the same rows and blocks. So the KV caches of all ranks have the same tokens; each
+cache has the keys and values of its rank's heads. The logits are gathered on all ranks, but only rank 0 draws, for two
+reasons: only rank 0 has the grammars, and the results of the ranks may differ by rounding. The drawn ids are broadcast
+into every rank's last tokens. So a step can be launched before the host has the ids of the previous step.
 
 With CUDA graphs all ranks draw (engine/worker/sampling_graphs.py). This is possible because the plan contains the
 sampling settings, and the noise is a function of seed, position and token.

@@ -49,7 +49,7 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
     if device.type == "cuda":
         times = max(1, int(SUSTAINED_SECONDS / once))
         sustained = 2 * n**3 * times / _seconds(lambda: [product() for _ in range(times)], device, 1, 0)
-    # A copy may read faster than a reduction: the limit is the better of the two.
+    # Sometimes a copy reads faster than a reduction: the limit is the higher of the two rates.
     return Limits(copy, max(read, copy / 2), matmul, str(dtype).removeprefix("torch."), sustained)
 
 

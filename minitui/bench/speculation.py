@@ -107,8 +107,10 @@ class _Step:
 
 
 def timed(llm: LLM, streams: int, reply: int) -> dict[str, Timed]:
-    """Runs each text as `streams` requests at once, with different ids. Returns, by the name of the text, medians over
-    REPEATS runs."""
+    """Runs each text as `streams` requests at once, with different ids.
+
+    Returns, by the name of the text, the median speeds of REPEATS runs and the total of their drafts.
+    """
     vocab = int(llm.info["vocab_size"])
     found: dict[str, list[Timed]] = {}
     for repeat in range(REPEATS + 1):

@@ -46,7 +46,7 @@ def describe_answer(message: Message) -> list[tuple[str, str]]:
         why = f", because replica {failed} did not answer" if failed else ""
         parts.append((f"replica {by['number']} ({by['name']}){why}", "dim"))
     total, cached = m.get("prompt_tokens", 0), m.get("cached_tokens", 0)
-    if total is None or cached is None:  # servers other than minitui may not report them
+    if total is None or cached is None:  # not every server reports these numbers
         parts.append(("cache use unknown", "dim"))
         return parts
     parts.append((f"{cached:,} of {total:,} prompt tokens from cache", "hit" if cached else "dim"))

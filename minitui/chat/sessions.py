@@ -73,7 +73,7 @@ class Chats:
         """Returns the chat with this id: from the list, or reopened from the store. If the chat is open in another
         minitui, returns a copy of it. Raises InvalidRequest for an unknown id."""
         session = next((s for s in self.sessions if s.id == id), None)
-        if session is None and (session := self.saver.unsaved.get(id)) is not None:  # newer than the file
+        if session is None and (session := self.saver.unsaved.get(id)) is not None:  # newer than the stored chat
             session.closed = False
             self.sessions.append(session)
             self.saver.save(session, everything=True)
@@ -103,7 +103,7 @@ class Chats:
         self.saver.save(session)
 
     def set_system(self, session: Session, system: str) -> None:
-        """Changes the chat's system prompt. The next prompt then differs from its first tokens on."""
+        """Changes the chat's system prompt. The next prompt then differs from the kept ids in its first tokens."""
         session.system = system.strip()
         session.note = "the new system prompt applies from the next question on" if session.messages else ""
         self.saver.save(session)
@@ -114,7 +114,7 @@ class Chats:
 
     @property
     def names(self) -> dict[str, str]:
-        """The name of each chat. The key is the group of the chat's requests."""
+        """The name of each chat, by the group of the chat's requests."""
         return {session.id: f"{number} {session.title}" for number, session in enumerate(self.sessions, 1)}
 
     def restore(self) -> int:
@@ -179,8 +179,10 @@ class Chats:
         self.send(session, text)
 
     def cancel(self, session: Session) -> bool:
-        """Cancels the chat's answer and keeps the text so far; returns False if no answer is unfinished. A second call
-        ends the answer without waiting for the engine."""
+        """Cancels the chat's answer and keeps its text so far; returns False if the chat has no unfinished answer.
+
+        A second call ends the answer without waiting for the engine.
+        """
         if not session.busy:
             return False
         if session._cancelled:

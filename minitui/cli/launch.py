@@ -46,7 +46,7 @@ def log_path() -> Path:
 def _modified(path: Path) -> float:
     try:
         return path.stat().st_mtime
-    except OSError:  # another minitui has just deleted it
+    except OSError:  # another minitui has just deleted this log
         return 0.0
 
 

@@ -30,7 +30,7 @@ def serve(
     ] = None,
     record: Record = None,
     cors_origin: Annotated[
-        list[str] | None, typer.Option(help="Origin of web pages that may use this server: https://example.org.")
+        list[str] | None, typer.Option(help="Origin of web pages that may use this server, as in https://example.org.")
     ] = None,
     hide_text: Annotated[
         bool, typer.Option("--hide-text", help="Hide the text of prompts and answers in the telemetry.")

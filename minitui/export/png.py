@@ -18,7 +18,7 @@ BROWSERS = (
     "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
     "/Applications/Chromium.app/Contents/MacOS/Chromium",
 )  # fmt: skip
-PATIENCE_S = 120  # for the browser
+PATIENCE_S = 120  # seconds to wait for the browser
 NO_BROWSER = (
     "PNG export needs Chromium, Google Chrome or Microsoft Edge, and none is on the PATH: install one, or use "
     "--export svg"
@@ -46,7 +46,7 @@ def write_png(svg: str, path: Path, browser: str | None = None, scale: float = 1
         raise TraceError(f"{path} cannot be written: {missing}; name another file with --out")
     width, height = (int(float(n)) + 1 for n in box.groups())
     style = "body{margin:0;background:transparent}svg{display:block}"
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # the browser may still write files
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # an open browser may add files
         page, drawn = Path(folder) / "page.html", Path(folder) / "page.png"
         page.write_text(f"<meta charset='utf-8'><style>{style}</style>{svg}", encoding="utf-8")
         command = [

@@ -74,7 +74,7 @@ class Guard:
                 return  # too late for an error response; the error was logged
             answer = as_api_error(error)
             response = answer.response(scope["path"])
-            if answer.status in (408, 413):  # the rest of the body is unread, so no request can follow
+            if answer.status in (408, 413):  # the connection still has the rest of the body, so it must be closed
                 response.headers["Connection"] = "close"
             await response(scope, receive, watched_send)
 

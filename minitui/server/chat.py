@@ -119,7 +119,7 @@ class ChatAnswer(OpenAIAnswer):
         logprobs = self._logprobs(part)
         for change in choice.changes() or ([{}] if logprobs and logprobs["content"] else []):
             yield self._chunk(index, change, logprobs=logprobs)
-            logprobs = None  # the first chunk contains them
+            logprobs = None  # only the first chunk contains logprobs
         if choice.finish_reason:
             with_usage = self._options is not None and self._options.continuous_usage_stats
             usage = self.usage(outputs) if with_usage else None

@@ -34,7 +34,7 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: i
 
 
 class Offsets:
-    """Computes where each token of a reply begins in its text, in characters.
+    """Computes where each token of a reply begins in the reply's text, in characters.
 
     A token that is only a part of a character gets the position of that character.
     """

@@ -16,7 +16,7 @@ from minitui.server.schema import ChatMessage
 from minitui.server.tools import as_plain_messages, with_parsed_arguments
 
 CHARACTERS_PER_TOKEN = 8  # an upper limit: real texts have fewer on average
-MARGIN = 16  # tokens: a text that is cut may have a few more tokens
+MARGIN = 16  # tokens: cutting a text can add a few tokens where it is cut
 
 
 def too_long(field: str, tokens: int, most: int, more: str = "") -> ApiError:

@@ -50,7 +50,7 @@ class ServerSettings:
             if len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
                 raise EngineError(
                     f"an API key of {len(key)} characters is not valid: a key needs at least {MIN_KEY_LENGTH} "
-                    "characters, all printable ASCII, without spaces; `openssl rand -hex 16` makes one"
+                    "characters, all printable ASCII, without spaces; `openssl rand -hex 16` makes a key"
                 )
         if "*" in self.cors_origins and not self.keys:
             raise EngineError(

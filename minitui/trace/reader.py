@@ -178,9 +178,9 @@ class TraceReader:
         return index
 
     def locate(self, step: int) -> tuple[int, int]:
-        """Returns the point of the trace that shows `step`, as (index of a part, number of its records up to there).
+        """Returns the point of the trace that shows `step`, as (index of a part, number of its records before it).
         Several steps may end while `step` is the newest planned step; the point is the last of these ends. If no step
-        ends in that time, the point is the next end of a step. If `step` is beyond the trace, it is the trace's end."""
+        ends in that time, the point is the next end of a step. If `step` is beyond the trace, the point is its end."""
         found: tuple[int, int] | None = None
         for index in range(self.part_of_step(step), len(self.keyframes)):
             part = self.part(index)
@@ -324,7 +324,7 @@ class TraceReader:
             return part
 
     def _check_end(self, keyframe: Keyframe, state: State) -> None:
-        """Check that the next keyframe equals the state after this part's records. Skipped if records are missing."""
+        """Check that the next keyframe equals the state after this part's records, unless records are missing."""
         following = next((k for k in self.keyframes if k.offset > keyframe.offset), None)
         if following is None or following.seq != state.seq:
             return

@@ -53,7 +53,7 @@ class Recorder:
         self._state: State | None = None
         self._clock: PlayClock | None = None
         self._since_keyframe = 0
-        self._until_keyframe = keyframe_every  # records until the next keyframe
+        self._until_keyframe = keyframe_every  # number of records from the last keyframe to the next
         self._ids_since_keyframe = 0
         self._played = 0.0
         self._known: set[int] = set()  # token ids whose bytes are in the file
@@ -340,7 +340,7 @@ class Recording:
 
     def _failed(self, error: TraceError) -> None:
         self.error = str(error)
-        # Not a warning: without a log file Python prints warnings on stderr, and the command reports the error already.
+        # Not a warning: without a log file, Python prints warnings on stderr, and the command prints the error anyway.
         logger.info("%s", error)
 
 

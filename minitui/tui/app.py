@@ -63,7 +63,7 @@ class MinituiApp(AppBase):
         Binding("ctrl+z", "suspend_process", "Suspend", id="suspend", show=False, priority=True,
                 tooltip="Return to the shell; fg continues"),
         Binding("ctrl+c", "interrupt", "Copy or quit", id="interrupt", show=False, priority=True,
-                tooltip="Copy the selection; a second press quits"),
+                tooltip="Copy the selected text; if none is selected, press twice to quit"),
         *(Binding(a, f"guess({i})", f"Guess {a}", id=f"guess.{a}", show=False, priority=True, system=True,
                   tooltip="Works while a demo asks for a prediction") for i, a in enumerate(LETTERS)),
     ]  # fmt: skip

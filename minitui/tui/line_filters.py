@@ -1,4 +1,4 @@
-"""Filters for every line that Textual draws: one shows control characters as signs, one makes signs ASCII."""
+"""Filters for every line that Textual draws: one makes control characters visible, the other makes signs ASCII."""
 
 from __future__ import annotations
 

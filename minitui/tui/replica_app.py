@@ -59,7 +59,7 @@ class ReplicaApp(MinituiApp):
         source.opening = self._opening
         self._followed: RemoteSource | None = None  # the source of the records in the panels
         self._held = False  # the panels keep their replica when the user changes to another chat
-        self._reasons: dict[int, str] = {}  # replica number -> why it could not answer at the last check; "": it could
+        self._reasons: dict[int, str] = {}  # replica number -> reason against it at the last check; "": none
         self._switching = asyncio.Lock()  # held while the panels change to another replica
 
     def on_mount(self) -> None:
@@ -117,7 +117,8 @@ class ReplicaApp(MinituiApp):
     def pin(self, which: str) -> None:
         """Let only the replica `which` (number or address) answer the current chat.
 
-        If `which` is empty: the replica chosen in the table; on other screens, the user chooses one from a list.
+        If `which` is empty, pin the chat to the replica chosen in the table. On other screens, the user chooses one of
+        the replicas from a list.
         """
         screen = self.screen
         if which:

@@ -27,7 +27,7 @@ class Lane:
     id: int
     group: str
     prompt_tokens: int
-    submitted: float | None  # as working time (see Rates); so are admitted, first_token and finished
+    submitted: float | None  # working time (see Rates), as in admitted, first_token and finished
     submitted_step: int  # the first step that the request could have joined
     spans: list[list[int]] = field(default_factory=list)  # [code, first, last]
     gains: list[list[int]] = field(default_factory=list)  # [first, last]: steps in which drafts were accepted
@@ -196,7 +196,7 @@ class Lanes:
             lane.stop, lane.stop_at = record[5], record[6]
 
     def fold_step(self, record: Record) -> None:
-        """Fold a `step` record. A step in which only the same requests decode changes no lane."""
+        """Fold a `step` record. If the step only continues the decodes of the step before, no lane changes."""
         _seq, _t, _kind, step, prefills, joined, left, _tokens, _waiting = record
         self.step = step
         if not (prefills or joined or left):

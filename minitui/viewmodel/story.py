@@ -20,7 +20,7 @@ QUOTED = 600  # characters: longer texts are cut
 
 @dataclass(slots=True)
 class Story:
-    """A title and lines (label, text); a line without a label continues the one before."""
+    """A title and lines (label, text); a line without a label continues the line before."""
 
     title: str
     lines: list[tuple[str, str]] = field(default_factory=list)
@@ -52,7 +52,7 @@ def _request(view: View, id: int) -> Story:
             drafting = lane is not None and lane.drafted
             each = "one token and its accepted drafts per step" if drafting else "one token per step"
             doing = f"decoding, {each}" if request.joined_at >= 0 else "prefilling its prompt"
-        story.tell("now", f"{doing}; KV of {count(computed, 'token')}, at most {request.max_total:,}")
+        story.tell("now", f"{doing}; KV of {count(computed, 'token')} (limit: {request.max_total:,})")
         if request.state != "running" and id in state.queue:
             story.tell("queue", f"place {state.queue.index(id) + 1} of {len(state.queue)}")
     elif lane is not None:
@@ -124,7 +124,8 @@ def _block(view: View, block: int) -> Story:
         role, begins = view.tree.text(state, node, view.decode)
         story.tell("node", f"{node_id}: block {index + 1} of {len(node.blocks)} · {role} {quoted(begins, 60)}")
         if block in state.pending:
-            story.tell("pending", f"step {state.pending[block]:,} is writing it; other requests may already share it")
+            step = f"step {state.pending[block]:,}"
+            story.tell("pending", f"{step} is writing this block; other requests may already share it")
         saved = int(shown.saved[block])
         if saved:
             story.tell("saved", f"{count(saved, 'prompt token')} taken from this block, not computed")

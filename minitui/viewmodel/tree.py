@@ -21,9 +21,9 @@ from minitui.viewmodel.annotated_state import AnnotatedState
 
 REORDER_SECONDS = 2.0
 RANKED_NODES = 4000
-CONTEXT_TOKENS = 16  # this many last tokens of the parent are decoded together with a node
+CONTEXT_TOKENS = 16  # the number of the parent's last tokens that are decoded together with a node
 DOTS = "…"
-HEAD_TOKENS = 96  # this many first tokens of a node are decoded for its row
+HEAD_TOKENS = 96  # the number of a node's first tokens that are decoded for its row
 SIBLINGS_COMPARED = 256
 TEXTS_KEPT = 4096
 
@@ -181,7 +181,7 @@ class Tree:
         for id in sorted(pinned):
             if id in state.nodes and len(chosen) < limit:
                 chosen.update(n.id for n in state.path(id))
-        # Best first. The children of each node are sorted, so the heap needs only the next child of each node.
+        # Best nodes first. The children of each node are sorted, so the heap needs only the next child of each node.
         heap: list[tuple[tuple[int, int, int, int], int, list[int], int]] = []
 
         def offer(children: list[int], at: int) -> None:

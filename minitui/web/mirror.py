@@ -3,7 +3,7 @@
 A viewer begins with a keyframe, which is the whole screen, and then gets all output. At most MAX_UNREAD bytes are
 queued for a viewer. A slow viewer's queue is cleared when it is full, and the viewer continues with a new keyframe. So
 this viewer sees fewer pictures, and other viewers are not delayed. For a keyframe, the application must draw the whole
-screen. So all viewers that need a keyframe share one, and the application sends at most two keyframes per second.
+screen. So all viewers that wait for a keyframe get the same one, and the application sends at most two a second.
 
 The serving process uses 4.2 % of a core and 90 MB with one viewer, 5.0 % and 91 MB with forty.
 """

@@ -99,7 +99,7 @@ def test_masks_that_leave_nothing_end_their_request_with_a_sentence_and_no_other
     run(engine)
     assert early.finish_reason == (
         "error: after 2 tokens the reply's grammar allows only the end of the reply, which min_tokens = 5 forbids: "
-        "lower min_tokens or allow more"
+        "lower min_tokens or allow more tokens"
     )
     assert (whole.finish_reason, whole.output_ids[1:]) == ("stop", [12, end])
     assert empty.finish_reason == "error: the reply's grammar allows no token after 1 token"

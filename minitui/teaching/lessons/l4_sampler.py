@@ -98,7 +98,7 @@ LESSON = Lesson(
             """
             The model computes a score for every token of the vocabulary: the logits. The sampler has these stages:
 
-              1 allow and favour   grammar mask, logit_bias
+              1 allow and favour   grammar, allowed_token_ids, bad_words, logit_bias
               2 min_tokens         forbids the end until the reply has this many tokens
               3 penalties          repetition, presence, frequency: lower the scores of tokens that already occurred
               4 temperature        divides the scores: below 1 the best tokens become likelier, above 1 less likely

@@ -42,7 +42,7 @@ async def long_paste(stage: Stage) -> Seen:
 
 
 def static_steps(rows: int) -> int:
-    """Returns the number of steps that LENGTHS would take in static batches of `rows`."""
+    """Returns the number of steps that replies of LENGTHS tokens would take in static batches of `rows` replies."""
     return sum(max(LENGTHS[i : i + rows]) for i in range(0, len(LENGTHS), rows))
 
 

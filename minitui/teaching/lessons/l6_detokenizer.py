@@ -114,7 +114,7 @@ LESSON = Lesson(
             """
             A request may give strings at which its reply should end. A stop string need not be a token: it may begin
             in the middle of one token and end in another. So the end of the text is also held back while it could
-            still become a stop string. It is sent as soon as it can no longer become one.
+            still become a stop string. Otherwise it is sent at once.
             """,
             panel="events",
             code="engine.text.output:OutputProcessor",
@@ -153,7 +153,7 @@ LESSON = Lesson(
         Check(
             "How many of the prompt's tokens were computed?",
             "events",
-            "the events: they show what came from the tree; the rest was computed.",
+            "the events: they show how many tokens came from the tree; the others were computed.",
             lambda stage: f"{_lane(stage).computed_tokens} of {_lane(stage).prompt_tokens}",
         ),
         Check(

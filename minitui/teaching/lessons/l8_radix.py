@@ -44,7 +44,7 @@ async def shared_system_prompt(stage: Stage) -> Seen:
         "All six arrived at the same moment, and none was cached. The system prompt was computed only once: "
         f"of {figures.prompt_tokens:,} prompt tokens the engine computed {figures.computed:,} and shared "
         f"{figures.cached:,}, {figures.share_cached:.0%} of the prefill saved. These figures are counted from the "
-        f"records of all six requests. Several requests held {shared} blocks at once."
+        f"records of all six requests. Each of {shared} blocks was held by several requests."
         f"\n\n{stage.bars(rows)}",
         2 if figures.share_cached > 0.5 else 0,
     )

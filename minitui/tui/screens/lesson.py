@@ -124,7 +124,7 @@ class LessonScreen(BaseScreen[None]):
     # ---- painting
 
     def begin(self, lesson: Lesson, stage: Stage) -> None:
-        """Start a lesson whose engine is ready. If it was open while its engine started, the present page stays."""
+        """Start a lesson whose engine is ready. If the lesson was open before, its current page stays."""
         if self.reading.ready or self.reading.lesson is not lesson:
             self.text.reading = Reading(lesson)
         self.stage, self.reading.ready = stage, True

@@ -40,9 +40,10 @@ class RadixTree(LinePanel):
     TITLE = "Radix tree"
     help_text = paragraphs("""\
 The prefix cache. Each node is a run of tokens whose keys and values are in the pool; the nodes on a path from the top
-form a text. A new prompt follows the tree as far as its tokens match, uses the blocks of these nodes, and computes only
-the rest. Users: the requests that hold the node now. Saved: the prompt tokens that requests took from the node instead
-of computing them. Nodes without users can be evicted; evict # is their order: least recently used leaf first.""")
+form a text. A new prompt follows the tree as far as its tokens match, uses the blocks of the matching tokens, and
+computes only the rest. Users: the requests that hold the node now. Saved: the prompt tokens that requests took from the
+node instead of computing them. Nodes without users can be evicted; evict # is the order of eviction: least recently
+used leaf first.""")
     BINDINGS: ClassVar = [
         Binding("up", "move(-1)", "node above", show=False, id="tree.up"),
         Binding("down", "move(1)", "node below", show=False, id="tree.down"),
