@@ -20,6 +20,7 @@ TYPES: dict[str, tuple[type | UnionType, str]] = {  # field -> (its type, the ty
     "skip_special_tokens": (bool, "a bool"),
     "json_schema": (dict | str | None, "a dict, or JSON as a string"),
     "regex": (str | None, "a string"),
+    "disable_additional_properties": (bool, "a bool"),
 }
 
 
@@ -56,6 +57,7 @@ class SamplingParams:
     json_schema: dict[str, Any] | str | None = None
     regex: str | None = None
     choice: tuple[str, ...] = ()
+    disable_additional_properties: bool = True  # objects of json_schema have only the properties that it declares
 
     def __post_init__(self) -> None:
         # Lists and single strings are accepted, as in vLLM, and are stored as tuples.

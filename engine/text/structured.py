@@ -14,6 +14,7 @@ import numpy as np
 
 from engine.errors import InvalidRequest, not_installed
 from engine.params import SamplingParams
+from engine.text.json_schema import rewrite
 from engine.text.tokenizer import Tokenizer
 
 MAX_SYMBOLS = 20_000  # symbols in a grammar: compiling this many takes about 0.3 s and delays the next step
@@ -144,7 +145,7 @@ class Grammars:
 def _reason(matcher: Any) -> str:
     """Returns why a matcher has failed."""
     error = matcher.get_error().replace("<non-verbose/>", "")
-    return "no reply can satisfy it" if error.startswith("NoExtension") else _short(error)
+    return "no reply can satisfy it" if error.startswith(("NoExtension", "Unsatisfiable")) else _short(error)
 
 
 def _short(error: str) -> str:
@@ -155,8 +156,9 @@ def _short(error: str) -> str:
 
 def _source(matcher: Any, params: SamplingParams) -> str:
     if params.json_schema is not None:
-        schema = params.json_schema
-        return matcher.grammar_from_json_schema(json.dumps(schema) if isinstance(schema, dict) else schema)
+        text = params.json_schema if isinstance(params.json_schema, str) else json.dumps(params.json_schema)
+        schema = rewrite(json.loads(text), params.disable_additional_properties)
+        return matcher.grammar_from_json_schema(json.dumps(schema))
     if params.regex is not None:
         return matcher.grammar_from_regex(params.regex)
     return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in params.choice))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -105,8 +106,10 @@ class Answer:
         try:
             await self.service.check(prompts, params, field)
         except InvalidRequest as error:
-            error.field = (names or {}).get(error.field, error.field)
-            raise
+            own = (names or {}).get(error.field)
+            if own is None:
+                raise
+            raise InvalidRequest(re.sub(rf"^{error.field}\b", own, str(error)), own) from error
         self.service.check_ready()
         client = self.service.client
         self._params = params

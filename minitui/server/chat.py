@@ -20,7 +20,7 @@ from minitui.server.prompts import conversation
 from minitui.server.reply_parser import THINK, ForcedCallParser, Parts, ReplyParser
 from minitui.server.schema import ChatRequest, NamedTool, OpenAIResponse
 from minitui.server.service import Service
-from minitui.server.tools import call_schema, on_one_line
+from minitui.server.tools import call_schema
 
 
 def router(service: Service) -> APIRouter:
@@ -90,7 +90,6 @@ class ChatAnswer(OpenAIAnswer):
                 raise InvalidRequest("response_format cannot be combined with a tool_choice that requires a call",
                                      "response_format")  # fmt: skip
             schema = call_schema(self.forced)
-        schema = on_one_line(schema) if schema is not None else None
         limit = body.max_completion_tokens or body.max_tokens
         info = self.service.info
         return body.params(
@@ -144,7 +143,8 @@ class Choice:
 
     def __init__(self, answer: ChatAnswer) -> None:
         self._single = answer.body.parallel_tool_calls is False
-        self._parser = ForcedCallParser() if answer.forced else ReplyParser(answer.thinking, bool(answer.tools))
+        free = ReplyParser(answer.thinking, bool(answer.tools))
+        self._parser = ForcedCallParser(answer.forced) if answer.forced else free
         self._new = Parts()
         self.parts = Parts()
         self.finish_reason: str | None = None

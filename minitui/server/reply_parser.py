@@ -11,12 +11,15 @@ is a marker.
 from __future__ import annotations
 
 import json
+import re
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
+BEGUN_CALL = re.compile(r'\{"name": (?P<name>"(?:[^"\\]|\\.)*")(?:, "arguments": (?P<arguments>.*))?', re.DOTALL)
 
 
 @dataclass
@@ -117,15 +120,29 @@ class ReplyParser:
 
 
 class ForcedCallParser(ReplyParser):
-    """Parses a reply whose grammar allows exactly one tool call and no other text."""
+    """Parses a reply whose grammar allows exactly one tool call and no other text.
+
+    A reply that was cut at the length limit is a call with the arguments so far, as in OpenAI's API.
+    """
+
+    def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
+        """`tools`: the reply calls one of these."""
+        super().__init__()
+        self._only = tools[0]["function"]["name"] if len(tools) == 1 else None
 
     def _advance(self, parts: Parts) -> bool:
         return False
 
     def flush(self) -> Parts:
         parts = Parts()
-        _take_call(self._held, parts, self._held)
-        self._held = ""
+        held, self._held = self._held, ""
+        _take_call(held, parts, "")
+        if not parts.calls:
+            begun = BEGUN_CALL.match(held)
+            name = json.loads(begun["name"]) if begun else self._only
+            arguments = begun["arguments"] if begun else None
+            if name is not None:
+                parts.calls.append(_call(name, arguments or ""))
         return parts
 
 
@@ -140,7 +157,11 @@ def _take_call(text: str, parts: Parts, as_written: str) -> None:
         parts.content += as_written
         return
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    parts.calls.append(_call(name, written))
+
+
+def _call(name: str, arguments: str) -> dict[str, Any]:
     # JSON can contain escaped lone surrogates, which cannot be sent.
-    name, written = (spelled.encode("utf-8", "replace").decode() for spelled in (name, written))
-    function = {"name": name, "arguments": written}
-    parts.calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
+    name, arguments = (text.encode("utf-8", "replace").decode() for text in (name, arguments))
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}

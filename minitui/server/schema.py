@@ -88,6 +88,7 @@ class Sampled(Strict):
     guided_json: dict[str, Any] | None = None
     guided_regex: str | None = Field(None, min_length=1, max_length=8192)
     guided_choice: Choices | None = None
+    disable_additional_properties: bool | None = None  # false: objects of a schema may have undeclared properties
     stream: bool | None = None
     user: str | None = Field(None, max_length=256)
 
@@ -186,7 +187,7 @@ class ChatMessage(Strict):
 
 
 class Function(Strict):
-    name: str = Field(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.-]+$")  # OpenAI: 64, Anthropic: 128
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -198,7 +199,7 @@ class Tool(Strict):
 
 
 class NamedFunction(Strict):
-    name: str = Field(max_length=128)
+    name: str = Field(max_length=64)
 
 
 class NamedTool(Strict):
@@ -265,11 +266,20 @@ class ChatRequest(Sampled):
     def _consistent(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
-        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+        if self.requires_call and not self.tools:
             raise ValueError("tool_choice needs tools")
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ: give one of them")
         return self
+
+    @property
+    def requires_call(self) -> bool:
+        """True if the reply must call a tool."""
+        return self.tool_choice not in (None, "none", "auto")
+
+    @property
+    def field_names(self) -> dict[str, str]:
+        return super().field_names | ({"json_schema": "tools"} if self.requires_call else {})
 
 
 # ---- completions

@@ -23,6 +23,8 @@ For each function call, return a json object with function name and arguments wi
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""  # the text of Qwen's templates; models of other families know this format, too
 
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
 
 def with_parsed_arguments(messages: list[Message]) -> list[Message]:
     """Returns the messages with the arguments of tool calls parsed: templates need objects, not JSON strings.
@@ -71,27 +73,21 @@ def as_plain_messages(messages: list[Message], tools: list[Message] | None) -> l
     return plain
 
 
-# Without these options, a small model may write spaces inside the JSON until its reply reaches the length limit.
-ONE_LINE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-
-
-def on_one_line(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema with llguidance's options for JSON on one line. Its own x-guidance options replace ours."""
-    return {**ONE_LINE, **schema}
-
-
 def call_schema(tools: list[Message]) -> dict[str, Any]:
-    """Returns the JSON schema of a reply that calls one of these tools."""
+    """Returns the JSON schema of a reply that calls one of these tools.
+
+    The parameters of each tool get a URI of their own, so "#/$defs/…" in them means the definitions of the same tool.
+    """
     branches = [
         {
             "type": "object",
             "properties": {
                 "name": {"const": tool["function"]["name"]},
-                "arguments": tool["function"].get("parameters") or {"type": "object"},
+                "arguments": {**(tool["function"].get("parameters") or NO_PARAMETERS), "$id": f"tool:{number}"},
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for tool in tools
+        for number, tool in enumerate(tools)
     ]
     return branches[0] if len(branches) == 1 else {"anyOf": branches}
