@@ -122,7 +122,7 @@ def _qk_norm_rope_store_kernel(
     else:
         mask = h < HEADS + KV_HEADS
         rotated = norm_rope(base, qk_weight, rope, position, h, mask, EPS, HAS_NORM, D)
-        tl.debug_barrier()  # all threads have read the row
+        tl.debug_barrier()  # as above
         key = (mask & (h >= HEADS))[:, None]
         tl.store(k_cache + slot + (h - HEADS)[:, None] * D + d[None, :], rotated, mask=key)
         tl.store(v_cache + cell, v, mask=inside)

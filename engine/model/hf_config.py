@@ -41,7 +41,7 @@ ROPE_KEYS = {
 
 
 class ConfigReader:
-    """Reads the fields of a config.json. A field that this engine does not use is refused if it changes the results."""
+    """Reads the fields of a config.json. A field that this engine does not use must have no effect."""
 
     def __init__(self, fields: Fields) -> None:
         self._fields = fields

@@ -25,8 +25,10 @@ FLOAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A part of a tensor: pieces of equal size along `dim`, which begin at `starts`. `whole`: the tensor's size in
-    `dim`."""
+    """A part of a tensor: pieces of equal size along `dim`, which begin at `starts`.
+
+    `whole`: the size of the whole tensor along `dim`.
+    """
 
     dim: int
     starts: tuple[int, ...]

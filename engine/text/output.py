@@ -1,8 +1,8 @@
 """Stages 6 and 7, detokenize and emit: turn the tokens of a commit into text for the clients.
 
-Both stages run after the launch of the next step, so they do not delay it. They also find stop strings: a request whose
-text contains a stop string ends like an aborted request, and its later text is not shown. If the last characters of a
-text may be the beginning of a stop string, they are held back until more text arrives.
+Both stages run after the launch of the next step, so they do not delay that step. They also find stop strings: a
+request whose text contains a stop string ends like an aborted request, and its later text is not shown. If the last
+characters of a text may be the beginning of a stop string, they are held back until more text arrives.
 """
 
 from __future__ import annotations

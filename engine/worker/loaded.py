@@ -39,7 +39,7 @@ from engine.worker.upload import to_host
 
 CPU_KV_BYTES = 1 << 30  # default pool on a CPU; smaller if CPU_KV_SEQUENCES sequences of maximum length need less
 CPU_KV_SEQUENCES = 16
-EXPERT_LOAD_SECONDS = 0.25  # time between two reports of the experts' load, which are only for display
+EXPERT_LOAD_SECONDS = 0.25  # seconds between two reports of the experts' load; the reports are only displayed
 
 
 class DrawFailed(Exception):

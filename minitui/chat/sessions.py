@@ -114,7 +114,7 @@ class Chats:
 
     @property
     def names(self) -> dict[str, str]:
-        """The name of each chat. The key is the group of the chat's requests."""
+        """The name of each chat, by the group of the chat's requests."""
         return {session.id: f"{number} {session.title}" for number, session in enumerate(self.sessions, 1)}
 
     def restore(self) -> int:

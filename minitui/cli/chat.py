@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from minitui.tui.app import MinituiApp
     from minitui.web.serve import WebSettings
 
+TUTOR_KV_TOKENS = 4096  # the bundled model's longest conversation
+
 
 @with_options("sampling", "looks", "engine")
 def chat(
@@ -90,7 +92,7 @@ def chat(
         source, choice, app = connect_to(urls, key, model, system, record is not None)
     else:
         choice = choose_model(model, system)
-        source = live_source(choice, engine)
+        source = live_source(choice, for_one_user(model, engine))
     store = Store(settings_file.data_dir() / "chats.sqlite")
     raise typer.Exit(run_app(recorded(source, record), choice, settings, chosen, store, resume, make=app))
 
@@ -133,6 +135,17 @@ def connect_to(
     return source, choice, ReplicaApp if minitui_servers else ForeignReplicaApp
 
 
+def for_one_user(model: str | None, engine: dict[str, Any]) -> dict[str, Any]:
+    """Returns the engine options with a small pool for the bundled model, unless the user chose one.
+
+    The pool holds one conversation of maximum length. In a pool as large as memory allows, the few blocks of a chat
+    with this small model could not be seen.
+    """
+    if model is not None or engine["kv_blocks"] is not None:
+        return engine
+    return {**engine, "kv_tokens": TUTOR_KV_TOKENS}
+
+
 def run_in_browser(
     model: str | None, engine: dict[str, Any], web: WebSettings, key: str, options: dict[str, Any]
 ) -> int:
@@ -150,5 +163,7 @@ def run_in_browser(
         for name, value in options.items() if value is not None
     )  # fmt: skip
     web = replace(web, options=tuple(passed))
+    if web.mirror:  # one application; otherwise the tabs of many users share the pool
+        engine = for_one_user(model, engine)
     return run_web(web, engine_config(choice.name, **engine), choice.label, log_path())
 

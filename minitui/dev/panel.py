@@ -31,6 +31,7 @@ from minitui.tui.widgets.step_bar import StepBar
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.tree import RadixTree
 from minitui.tui.widgets.vitals import Vitals
+from minitui.tui.widgets.waterfall import Waterfall
 from minitui.tui.widgets.why import Why
 from minitui.viewmodel.model import View
 
@@ -121,6 +122,7 @@ PANELS: dict[str, type[LinePanel]] = {
     "timings": StepTimings,
     "tree": RadixTree,
     "vitals": Vitals,
+    "waterfall": Waterfall,
     "why": Why,
 }
 

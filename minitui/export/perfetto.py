@@ -31,6 +31,7 @@ NAMES = {
     "wait": "wait for the device", "gc": "garbage collection", "delayed": "another program on the core",
     "stop": "stopped by a signal", "queued": "waiting", "decode": "decoding",
 }  # fmt: skip
+FOLDED = {kind: f"fold_{kind}" for kind in ("step", "parts", "comm", "draft", "accept", "time")}  # methods of Steps
 Event = dict[str, Any]
 
 
@@ -47,6 +48,8 @@ class _Converter:
         self.state: State = part.state
         self.steps = Steps(max(1, self.reader.last_step - self.state.step + 2))
         self.steps.cut_ms = cut_ms
+        self.steps.gate(self.state.gate == "closed")
+        self.steps.pace(self.state.pace)
         self.lanes = Lanes()
         self.lanes.step = self.state.step
         self.moments: list[tuple[float, Event]] = []  # marks and counters: engine time, event
@@ -82,18 +85,12 @@ class _Converter:
         mark = self._mark(kind, record[3:])
         if mark is not None:
             self.moments.append((record[1], {"ph": "i", "s": "t", **mark}))
-        if kind == "step":
-            self.steps.fold_step(record)
-        elif kind == "parts":
-            self.steps.fold_parts(record)
-        elif kind == "comm":
-            self.steps.fold_comm(record)
-        elif kind == "draft":
-            self.steps.fold_draft(record)
-        elif kind == "accept":
-            self.steps.fold_accept(record)
-        elif kind == "time":
-            self.steps.fold_time(record)
+        if kind in FOLDED:
+            getattr(self.steps, FOLDED[kind])(record)
+        elif kind == "gate":
+            self.steps.gate(record[3] == "closed")
+        elif kind == "pace":
+            self.steps.pace(record[3])
         self.lanes.fold(record, record[1])
         self.state.apply(record)
         if kind == "time":

@@ -187,7 +187,7 @@ class ChatMessage(Strict):
 
 
 class Function(Strict):
-    name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
+    name: str = Field(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.-]+$")  # OpenAI: 64, Anthropic: 128
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -199,7 +199,7 @@ class Tool(Strict):
 
 
 class NamedFunction(Strict):
-    name: str = Field(max_length=64)
+    name: str = Field(max_length=128)
 
 
 class NamedTool(Strict):

@@ -412,8 +412,18 @@ async def batching(stage: Stage) -> None:
     ]
     stage.tell(
         f"The same {sum(LENGTHS)} tokens in the same four rows:\n{stage.bars(rows)}\n"
-        "A decode step takes nearly the same time with one row as with four: it reads all weights either way. So the "
-        "gain is in the number of steps."
+        f"{_step_times(static.decode_step_ms, 'row', 'rows')} Continuous batching keeps the rows full, so it needs "
+        "fewer steps."
+    )
+
+
+def _step_times(times: dict[int, float], one: str, several: str) -> str:
+    """Returns a sentence on the smallest and the largest decode steps. `times`: tokens -> ms, of several sizes."""
+    least, most = min(times), max(times)
+    return (
+        f"Here, a decode step with {least} {one if least == 1 else several} took {times[least]:.1f} ms, and one with "
+        f"{most} {several} took {times[most]:.1f} ms. On a GPU both take nearly the same time, because reading the "
+        "weights takes most of either."
     )
 
 
@@ -481,9 +491,9 @@ async def speculation(stage: Stage) -> None:
     right = 2 if drafting.steps < without.steps // 4 else 1 if drafting.steps < without.steps else 0
     stage.tell(
         f"{stage.verdict(right)}The same {tokens} tokens:\n{stage.bars(rows)}\n"
-        f"{drafting.accepted} of {drafting.drafted} guessed tokens were right. A step that checks several tokens takes "
-        "not much longer than a step for one token: it reads all weights either way. A reply without repetition gains "
-        "nothing. After wrong guesses, a request gets fewer guesses."
+        f"{drafting.accepted} of {drafting.drafted} guessed tokens were right. "
+        f"{_step_times(without.decode_step_ms | drafting.decode_step_ms, 'token', 'tokens')} "
+        "A reply without repetition gains nothing. After wrong guesses, a request gets fewer guesses."
     )
 
 

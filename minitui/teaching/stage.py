@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 from engine.core.gate import RUNNING
@@ -47,6 +48,7 @@ class Figures:
     decode_ms: float  # time of the other steps
     drafted: int
     accepted: int
+    decode_step_ms: dict[int, float] = field(default_factory=dict)  # tokens of a decode step -> median time
 
     @property
     def prompt_tokens(self) -> int:
@@ -124,6 +126,10 @@ class Stage:
         view = self.view
         rows = [view.steps.get(step) for step in range(self._began[0] + 1, view.steps.last + 1)]
         steps = [row for row in rows if row is not None]
+        times: dict[int, list[float]] = {}
+        for row in steps:
+            if row.wall_ms is not None and not row.chunks:
+                times.setdefault(row.tokens, []).append(row.wall_ms)
         return Figures(
             steps=len(steps),
             computed=sum(row.prefill_tokens for row in steps),
@@ -133,6 +139,7 @@ class Stage:
             slowest_ms=max((row.wall_ms or 0.0 for row in steps), default=0.0),
             prefill_ms=sum(row.wall_ms or 0.0 for row in steps if row.chunks),
             decode_ms=sum(row.wall_ms or 0.0 for row in steps if not row.chunks),
+            decode_step_ms={tokens: median(some) for tokens, some in times.items()},
         )
 
     # ---- text

@@ -53,7 +53,7 @@ class Recorder:
         self._state: State | None = None
         self._clock: PlayClock | None = None
         self._since_keyframe = 0
-        self._until_keyframe = keyframe_every  # records until the next keyframe
+        self._until_keyframe = keyframe_every  # number of records from the last keyframe to the next
         self._ids_since_keyframe = 0
         self._played = 0.0
         self._known: set[int] = set()  # token ids whose bytes are in the file

@@ -43,6 +43,17 @@ class Glyphs:
     busy: str = _glyph("█", "#")
     prompt: str = _glyph("▒", "=")  # prefill, in a bar that also has `busy`
     edge: str = _glyph("▌", "|")  # between two consecutive steps
+    # The waterfall's parts of a step. The letters of the ASCII set are the first letters of the parts.
+    commit: str = _glyph("▓", "c")
+    emit: str = _glyph("░", "e")
+    gate: str = _glyph("═", "g")
+    plan: str = _glyph("▒", "p")
+    launch: str = _glyph("█", "l")
+    wait: str = _glyph("·", ".")
+    unaccounted: str = _glyph("╱", "?")
+    gc: str = _glyph("▚", "G")
+    delayed: str = _glyph("▞", "d")
+    stop: str = _glyph("■", "s")
     folded: str = _glyph("▸", ">")
     unfolded: str = _glyph("▾", "v")
 

@@ -1,7 +1,7 @@
 """Markdown as lines of styled text for a terminal.
 
 `render(text, width)` returns lines; a line is a list of spans `(text, tone)`. The tone is the kind of the span (TONES);
-the transcript gives it a colour. Raw HTML and unknown markup are shown as written.
+the transcript gives each tone a colour. Raw HTML and unknown markup are shown as written.
 
 This module makes lines, not widgets: with a widget for each block, every append lays out all blocks (300 ms for 30
 blocks). `Streamed` keeps the lines of complete blocks, so an append costs a few milliseconds.

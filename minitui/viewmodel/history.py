@@ -74,6 +74,7 @@ class StepRow:
     keys: float = 0.0  # keys that its decoding requests read
     pairs: float = 0.0  # pairs of a query and a key in its prefill chunks
     cut_ms: float = 0.0  # time left out of the axis before this step (spans.py)
+    held: bool = False  # planned while the engine was paused or slowed
 
     @property
     def drafted(self) -> int:
@@ -122,6 +123,8 @@ class Steps:
         self._bucket = array("q", [0]) * capacity  # the bucket of Rates in which the step was planned
         self._cut = array("d", [0.0]) * capacity
         self.cut_ms = 0.0  # time left out of the axis so far
+        self._held = array("b", [0]) * capacity
+        self._closed, self._pace = False, 1.0  # the engine is paused; the factor of slow motion
         self._timed = -1  # the last step whose timing has arrived
         # For the cost model: the keys that a step's decoding requests read, and the pairs of a query and a key in its
         # prefill chunks.
@@ -177,6 +180,7 @@ class Steps:
         self._waiting[i], self._wall[i], self._device[i], self._end_seq[i] = waiting, self._nan, self._nan, 0
         self._comm[i] = self._nan
         self._chunks[i], self._bucket[i], self._cut[i] = prefills or None, bucket, self.cut_ms
+        self._held[i] = self._closed or self._pace > 1
         if self.first < 0:
             self.first = step
         self.last = step
@@ -199,19 +203,36 @@ class Steps:
         self._cut_axis(step, i)
 
     def _cut_axis(self, step: int, i: int) -> None:
-        """Shorten the pause, slow motion or idle time before this step on the axis of time."""
+        """Shorten the pause, slow motion or idle time before this step on the axis of time.
+
+        A replay in slow motion delays every record, so steps that overlap are then apart by more than their times.
+        """
         before, self._timed = self._timed, step
         parts = self._parts_of(i)
-        idle = 0.0
+        self._held[i] |= self._closed or self._pace > 1
+        outside = 0.0  # ms since the end of the step before that belong to no part
+        longest = GATE_SHOWN if self._held[i] else IDLE_SHOWN
         if before in self:
-            begun = self._t[i] * 1e3 - self._plan[i]
+            ended = self._ended[before % self.capacity]
+            arrival = self._ended[i] * 1e3 - self._commit[i]
+            outside = arrival - ended * 1e3 - self._wall[i]
             if parts is not None:
-                begun = self._ended[i] * 1e3 - self._commit[i] - (parts.took - parts.commit + parts.gate)
-            idle = begun - self._ended[before % self.capacity] * 1e3
+                outside = arrival - ended * 1e3 - (parts.took - parts.commit + parts.gate)
+            if self._t[i] < ended:  # planned while the step before ran
+                outside += self._commit[before % self.capacity] if parts is None else 0.0
+                longest = 0.0 if self._held[i] else longest
         gate = 0.0 if parts is None else parts.gate
-        self.cut_ms += max(0.0, gate - GATE_SHOWN) + max(0.0, idle - IDLE_SHOWN)
+        self.cut_ms += max(0.0, gate - GATE_SHOWN) + max(0.0, outside - longest)
         for n in range(step, self.last + 1):  # the next step may be planned already
             self._cut[n % self.capacity] = self.cut_ms
+
+    def gate(self, closed: bool) -> None:
+        """Note that the engine is paused, or runs again."""
+        self._closed = closed
+
+    def pace(self, factor: float) -> None:
+        """Note the factor of slow motion; 1: none."""
+        self._pace = factor
 
     def adopt(self, request: int, tokens: int, step: int) -> None:
         """Add a request that already decodes in the first snapshot. `tokens`: how many were computed before `step`."""
@@ -269,6 +290,7 @@ class Steps:
             keys=self._keys[i],
             pairs=self._pairs[i],
             cut_ms=self._cut[i],
+            held=bool(self._held[i]),
         )
 
     def _parts_of(self, i: int) -> StepParts | None:

@@ -27,7 +27,7 @@ class Lane:
     id: int
     group: str
     prompt_tokens: int
-    submitted: float | None  # as working time (see Rates); so are admitted, first_token and finished
+    submitted: float | None  # working time (see Rates), as in admitted, first_token and finished
     submitted_step: int  # the first step that the request could have joined
     spans: list[list[int]] = field(default_factory=list)  # [code, first, last]
     gains: list[list[int]] = field(default_factory=list)  # [first, last]: steps in which drafts were accepted

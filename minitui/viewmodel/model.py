@@ -119,6 +119,8 @@ class View:
         self._start(AnnotatedState(state))
         self.gap, self.loaded = False, True
         self.lanes.step = state.step
+        self.steps.gate(state.gate == "closed")
+        self.steps.pace(state.pace)
         for request in state.requests.values():
             self.lanes.adopt(request)
             if request.joined_at >= 0:
@@ -206,9 +208,11 @@ class View:
                 steps.fold_release(record)
             elif kind == "gate":
                 rates.gate(record[3] == "closed")
+                steps.gate(record[3] == "closed")
                 self.gate_reason = record[4]
             elif kind == "pace":
                 rates.pace(record[3])
+                steps.pace(record[3])
         evicted.clear()
         computing.clear()
         state = self.live.state

@@ -33,7 +33,7 @@ NOISE = 0.1  # ms: the moments of two records differ by up to this from the sum 
 class Span(NamedTuple):
     """Something that lasted from `begin` to `end`, in ms on the axis; "stop", "preempted" and "finished" are moments.
 
-    `kind`: one of HOST, PAUSES or REQUESTS; for the device "decode", "mixed" or "prefill".
+    `kind`: one of HOST, PAUSES or REQUESTS; for the device "decode", "mixed" or "prefill"; "step" for a whole step.
     """
 
     kind: str
@@ -49,45 +49,61 @@ class Timeline:
 
     def __init__(self, steps: Steps, horizon: int) -> None:
         self.steps = steps
+        self._known: dict[int, StepRow | None] = {}
         self.first = max(steps.first, 0)
         last = self._timed_before(horizon + 1)
         self.last = -1 if last is None else last.step  # the last step whose times are known; -1: none
+
+    def row(self, step: int) -> StepRow | None:
+        """Returns a step; None if it is not kept."""
+        if step not in self._known:
+            self._known[step] = self.steps.get(step)
+        return self._known[step]
 
     # ---- the axis
 
     @property
     def end(self) -> float:
         """The end of the last step; 0 without steps."""
-        row = self.steps.get(self.last)
+        row = self.row(self.last)
         return 0.0 if row is None else _ended(row)
 
     @property
     def begin(self) -> float:
         """The begin of the first step that is kept; 0 without steps."""
-        row = self.steps.get(self.first)
-        return 0.0 if row is None else _planned(row) - (row.plan_ms or 0.0)
+        row = self.row(self.first)
+        return 0.0 if row is None else self.planned(self.first) - (row.plan_ms or 0.0)
 
     def at(self, t: float) -> float:
         """Returns the place of an engine time, in seconds, on the axis."""
-        steps = self.steps
-        if steps.last < 0:
-            return t * 1e3
-        following = steps.since(t, steps.last)
-        row, after = steps.get(max(following - 1, self.first)), steps.get(following)
-        place = t * 1e3 - (row.cut_ms if row is not None else 0.0)
-        if after is None:
-            return place
-        # In a shortened time before `after`, the axis stands still until `after` begins.
-        return max(t * 1e3 - after.cut_ms, min(place, _planned(after) - (after.plan_ms or 0.0)))
+        return self._place(t, self.steps.since(t, self.steps.last)) if self.steps.last >= 0 else t * 1e3
 
     def planned(self, step: int) -> float:
         """Returns the moment at which a kept step was planned. Older steps: the first kept step; later: the end."""
-        row = self.steps.get(max(step, self.first))
-        return self.end if row is None else _planned(row)
+        step = max(step, self.first)
+        row = self.row(step)
+        return self.end if row is None else self._place(row.t, step)
+
+    def _place(self, t: float, step: int) -> float:
+        """Returns the place of an engine time; `step`: the first step that was planned at `t` or later."""
+        before, row = self._timed_before(step), self.row(step)
+        while before is not None and t < (before.ended or 0.0):  # planned while earlier steps ran
+            before, row = self._timed_before(before.step), before
+        while row is not None and row.ended is None and row.step < self.last:  # a failed step has no times
+            row = self.row(row.step + 1)
+        place = t * 1e3
+        if row is None or row.ended is None or before is None:
+            known = row or before
+            return place - (0.0 if known is None else known.cut_ms)
+        if row.t < (before.ended or 0.0):  # the same slope in the whole time between the ends of both steps
+            share = (t - (before.ended or 0.0)) / max(row.ended - (before.ended or 0.0), 1e-9)
+            return _ended(before) + share * (_ended(row) - _ended(before))
+        # In a shortened time, the axis stands still until the step begins.
+        return max(place - row.cut_ms, min(place - before.cut_ms, _arrival(row) - (row.wall_ms or 0.0)))
 
     def arrived(self, step: int) -> float:
         """Returns the moment at which a step's results arrived; of an unknown step, as `planned`."""
-        row = self.steps.get(step)
+        row = self.row(step)
         return self.planned(step) if row is None or row.ended is None else _arrival(row)
 
     def steps_between(self, begin: float, end: float, most: int) -> tuple[int, int]:
@@ -99,21 +115,33 @@ class Timeline:
 
     def _timed_before(self, step: int) -> StepRow | None:
         """Returns the last step before `step` whose times are known. A failed step has no times."""
-        row = self.steps.get(step - 1)
+        row = self.row(step - 1)
         while row is not None and row.ended is None:
-            row = self.steps.get(row.step - 1)
+            row = self.row(row.step - 1)
         return row
 
     def _rows(self, first: int, last: int) -> Iterator[tuple[StepRow | None, StepRow]]:
         """Yields (the timed step before, the step) for the timed steps from `first` to `last`."""
         before = self._timed_before(first)
         for step in range(first, min(last, self.last) + 1):
-            row = self.steps.get(step)
+            row = self.row(step)
             if row is not None and row.ended is not None:
                 yield before, row
                 before = row
 
     # ---- host and device
+
+    def arrivals(self, first: int, last: int) -> list[Span]:
+        """Returns the time of each step: from the arrival of the step before, or from its begin after idle time."""
+        spans = []
+        for before, row in self._rows(first, last):
+            end, took = _arrival(row), row.wall_ms or 0.0
+            begin = end - took
+            if row.parts is not None:
+                took = row.parts.took
+                begin = end - took - min(row.parts.gate, GATE_SHOWN)
+            spans.append(Span("step", row.step, begin if before is None else max(begin, _arrival(before)), end, took))
+        return spans
 
     def host(self, first: int, last: int) -> list[Span]:
         """Returns the host's work for the arrivals of these steps, each from the commit of the step before to its own
@@ -121,16 +149,72 @@ class Timeline:
         spans: list[Span] = []
         until = float("-inf")
         for before, row in self._rows(first, last):
-            following = self.steps.get(row.step + 1)
+            following = self.row(row.step + 1)
             overlapped = following is not None and row.ended is not None and following.t < row.ended
             ahead = following if overlapped else None
-            work = _derived(before, row, ahead) if row.parts is None else _measured(before, row, ahead)
+            work = self._derived(before, row, ahead) if row.parts is None else self._measured(before, row, ahead)
             work.append(Span("commit", row.step, _arrival(row), _ended(row), row.commit_ms or 0.0))
             for span in work:
-                if span.end > max(span.begin, until):
-                    spans.append(span._replace(begin=max(span.begin, until)))
+                if span.begin < until:
+                    span = span._replace(begin=until)
+                if span.end > span.begin:
+                    spans.append(span)
                     until = span.end
         return spans
+
+    def _measured(self, before: StepRow | None, row: StepRow, ahead: StepRow | None) -> list[Span]:
+        """Returns the host's measured parts from the commit of the step `before` to the arrival of the step.
+
+        `ahead`: the next step, if the host planned it before this step arrived.
+        """
+        parts = row.parts
+        assert parts is not None
+        gate = min(parts.gate, GATE_SHOWN)
+        planned_here = before is None or row.t >= (before.ended or 0.0)  # not already while the step before ran
+        n = row.step if planned_here else row.step + 1
+        work = [("gate", row.step, parts.gate), ("plan", n, parts.plan), ("launch", n, parts.launch)]
+        begin = _arrival(row) - (parts.took - parts.commit + gate)
+        emits = parts.emit
+        if planned_here and ahead is not None:  # the first of a run of overlapping steps: two steps were planned
+            plan, launch = min(row.plan_ms or 0.0, parts.plan), min(row.launch_ms or 0.0, parts.launch)
+            emits = min(max(0.0, _arrival(row) - (row.wall_ms or 0.0) - gate - begin), parts.emit)
+            work = [
+                ("gate", row.step, parts.gate), ("plan", n, plan), ("launch", n, launch),
+                ("emit", n, parts.emit - emits), ("plan", n + 1, parts.plan - plan),
+                ("launch", n + 1, parts.launch - launch),
+            ]  # fmt: skip
+        spans = []
+        if before is not None and (gap := begin - _ended(before)) > NOISE:
+            left_out = row.cut_ms - before.cut_ms - (parts.gate - gate)
+            kind = "gate" if row.held else "unaccounted" if parts.commit else "idle"
+            spans.append(Span(kind, row.step, begin - gap, begin, gap + left_out))
+        for kind, step, ms in (("emit", row.step, emits), *work, ("wait", row.step, parts.wait)):
+            end = begin + (gate if kind == "gate" else ms)
+            spans.append(Span(kind, step, begin, end, ms))
+            begin = end
+        return spans
+
+    def _derived(self, before: StepRow | None, row: StepRow, ahead: StepRow | None) -> list[Span]:
+        """Returns the same as `_measured` for a recording without parts, from the moments of the steps.
+
+        After a launch, the host waits. What it does between two steps is not known.
+        """
+        spans: list[Span] = []
+        at, left_out = (None, 0.0) if before is None else (_ended(before), row.cut_ms - before.cut_ms)
+        planned_here = before is None or row.t >= (before.ended or 0.0)
+        for step in ((row,) if planned_here else ()) + ((ahead,) if ahead is not None else ()):
+            if step.plan_ms is None or step.launch_ms is None:  # its times have not arrived
+                return [*spans, Span("unaccounted", row.step, at or _arrival(row), _arrival(row), 0.0)]
+            begin = _arrival(row) - (row.wall_ms or 0.0) if step is row else self.planned(step.step) - step.plan_ms
+            if at is not None:
+                kind = "gate" if row.held and step is row else "unaccounted"
+                spans.append(Span(kind, step.step, at, begin, begin - at + left_out))
+            planned, left_out = begin + step.plan_ms, 0.0
+            spans.append(Span("plan", step.step, begin, planned, step.plan_ms))
+            at = min(planned + step.launch_ms, _arrival(row))
+            spans.append(Span("launch", step.step, planned, at, step.launch_ms))
+        at = _arrival(row) if at is None else at
+        return [*spans, Span("wait" if spans else "unaccounted", row.step, at, _arrival(row), _arrival(row) - at)]
 
     def device(self, first: int, last: int) -> list[Span]:
         """Returns the steps on the device; a step begins at the earliest when the step before has arrived."""
@@ -198,66 +282,9 @@ class Timeline:
         return spans
 
 
-def _planned(row: StepRow) -> float:
-    return row.t * 1e3 - row.cut_ms
-
-
 def _ended(row: StepRow) -> float:
     return (row.ended or 0.0) * 1e3 - row.cut_ms
 
 
 def _arrival(row: StepRow) -> float:
     return _ended(row) - (row.commit_ms or 0.0)
-
-
-def _measured(before: StepRow | None, row: StepRow, ahead: StepRow | None) -> list[Span]:
-    """Returns the host's measured parts from the commit of the step `before` to the arrival of the step.
-
-    `ahead`: the next step, if the host planned it before this step arrived.
-    """
-    parts = row.parts
-    assert parts is not None
-    gate = min(parts.gate, GATE_SHOWN)
-    planned_here = before is None or row.t >= (before.ended or 0.0)  # not already while the step before ran
-    n = row.step if planned_here else row.step + 1
-    work = [("gate", row.step, parts.gate), ("plan", n, parts.plan), ("launch", n, parts.launch)]
-    begin = _arrival(row) - (parts.took - parts.commit + gate)
-    emits = parts.emit
-    if planned_here and ahead is not None:  # the first of a run of overlapping steps: two steps were planned
-        plan, launch = min(row.plan_ms or 0.0, parts.plan), min(row.launch_ms or 0.0, parts.launch)
-        emits = min(max(0.0, _planned(row) - plan - gate - begin), parts.emit)
-        work = [
-            ("gate", row.step, parts.gate), ("plan", n, plan), ("launch", n, launch), ("emit", n, parts.emit - emits),
-            ("plan", n + 1, parts.plan - plan), ("launch", n + 1, parts.launch - launch),
-        ]  # fmt: skip
-    spans = []
-    if before is not None and (gap := begin - _ended(before)) > NOISE:
-        left_out = row.cut_ms - before.cut_ms - (parts.gate - gate)
-        spans.append(Span("unaccounted" if parts.commit else "idle", row.step, begin - gap, begin, gap + left_out))
-    for kind, step, ms in (("emit", row.step, emits), *work, ("wait", row.step, parts.wait)):
-        end = begin + (gate if kind == "gate" else ms)
-        spans.append(Span(kind, step, begin, end, ms))
-        begin = end
-    return spans
-
-
-def _derived(before: StepRow | None, row: StepRow, ahead: StepRow | None) -> list[Span]:
-    """Returns the same as `_measured` for a recording without parts, from the moments of the steps.
-
-    After a launch, the host waits. What it does between two steps is not known.
-    """
-    spans: list[Span] = []
-    at, left_out = (None, 0.0) if before is None else (_ended(before), row.cut_ms - before.cut_ms)
-    planned_here = before is None or row.t >= (before.ended or 0.0)
-    for step in ((row,) if planned_here else ()) + ((ahead,) if ahead is not None else ()):
-        if step.plan_ms is None or step.launch_ms is None:  # its times have not arrived
-            return [*spans, Span("unaccounted", row.step, at or _planned(step), _arrival(row), 0.0)]
-        planned = _planned(step)
-        begin = planned - step.plan_ms
-        if at is not None:
-            spans.append(Span("unaccounted", step.step, at, begin, begin - at + left_out))
-        spans.append(Span("plan", step.step, begin, planned, step.plan_ms))
-        at, left_out = min(planned + step.launch_ms, _arrival(row)), 0.0
-        spans.append(Span("launch", step.step, planned, at, step.launch_ms))
-    at = at or _planned(row)
-    return [*spans, Span("wait" if spans else "unaccounted", row.step, at, _arrival(row), _arrival(row) - at)]

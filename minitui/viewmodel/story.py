@@ -52,7 +52,7 @@ def _request(view: View, id: int) -> Story:
             drafting = lane is not None and lane.drafted
             each = "one token and its accepted drafts per step" if drafting else "one token per step"
             doing = f"decoding, {each}" if request.joined_at >= 0 else "prefilling its prompt"
-        story.tell("now", f"{doing}; KV of {count(computed, 'token')}, at most {request.max_total:,}")
+        story.tell("now", f"{doing}; KV of {count(computed, 'token')} (limit: {request.max_total:,})")
         if request.state != "running" and id in state.queue:
             story.tell("queue", f"place {state.queue.index(id) + 1} of {len(state.queue)}")
     elif lane is not None:

@@ -183,7 +183,7 @@ def test_models_that_cannot_have_8_bit_weights_are_refused(
         ({"tensor_parallel_size": 2}, {}, "fp8 weights support only one rank"),
         ({}, {"intermediate_size": 96}, "need intermediate_size to be a multiple of 128, but it is 96"),
         ({}, {"vocab_size": 199}, "need vocab_size to be a multiple of 16, but it is 199"),
-        ({"capability": (8, 9)}, {}, "compute capability 9.0, but Some GPU has 8.9"),
+        ({"capability": (8, 9)}, {}, "compute capability 9.0 or more, but Some GPU has 8.9"),
         ({"triton": None}, {}, "need triton, which is not installed"),
     ],
 )

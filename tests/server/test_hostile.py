@@ -124,7 +124,7 @@ FIELDS: dict[str, list[Any]] = {
     "guided_json": [{"type": "no such type"}],
     "tools": [[{"type": "magic"}], 5, [{"type": "function", "function": {"name": "f"}}] * 129, *(
         [{"type": "function", "function": {"name": name}}]
-        for name in ("", "two words", "naïve", "a/../b", "x" * 65, "<tool_call>", "a\nb", 'a"b', 5))],
+        for name in ("", "two words", "naïve", "a/../b", "x" * 129, "<tool_call>", "a\nb", 'a"b', 5))],
     "tool_choice": ["required", "always", {"type": "function", "function": {"name": "f"}}],
     "stream_options": [{"include_usage": "yes"}, []],
     "chat_template_kwargs": [{"messages": []}, 5],
@@ -245,6 +245,8 @@ MESSAGES: dict[str, list[Any]] = {
               [{"name": "two words", "input_schema": {}}], [{"name": "f", "input_schema": {}}] * 129],
     "tool_choice": ["any", {"type": "tool"}, {"type": "wild"}, {"type": "tool", "name": "g"}],
     "thinking": [True, {"type": "wild"}, {"type": "enabled", "budget_tokens": "5"}],
+    "container": [5, "c_1", {"skills": []}],
+    "mcp_servers": [5, [5], [{"type": "url", "url": "http://127.0.0.1:1"}]],
     "stop_sequences": [5, [5], ["x"] * 17, [""]],
     "output_config": [{"format": {"type": "xml"}}, {"format": {"type": "json_schema", "schema": {"type": "no type"}}}],
     "metadata": [5, {"user_id": 5}],

@@ -191,6 +191,11 @@ def test_continuous_batching_takes_fewer_steps(hear: Callable[[str], Told]) -> N
     assert f"{static} steps" in told.text and f"{continuous} steps" in told.text
     for run in (0, 1):
         assert sum(record[5] for record in told.of("finish", run)) == sum(LENGTHS)
+    size = {record[3]: record[7] for record in told.of("step", 0) if not record[4]}
+    for rows in (1, 4):
+        took = [record[7] for record in told.of("time", 0) if size.get(record[3]) == rows]
+        said = re.search(rf"{rows} rows? took ([\d.]+) ms", told.text)
+        assert said and min(took) - 0.1 <= float(said[1]) <= max(took) + 0.1  # the last time may come after the text
 
 
 async def test_a_demo_is_told_as_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from minitui.tui.widgets.events import Events
 from minitui.tui.widgets.lanes import BatchLanes
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.tree import RadixTree
+from minitui.tui.widgets.waterfall import Waterfall
 from minitui.viewmodel.model import View
 from tests.support.paths import SNAPSHOTS
 from tests.support.simulated import LiveStress
@@ -96,13 +97,13 @@ async def test_tab_goes_through_the_panels_and_on_a_small_screen_shows_one_at_a_
         screen = app.screen
         assert isinstance(screen, InspectScreen) and screen.single
         seen = []
-        for _ in range(7):
+        for _ in range(8):
             await frames(app, pilot, clock)
             shown = [name for name in screen.PANELS if screen.query_one(f"#{name}").region.area]
             assert shown == [screen.current] and app.focused.id == screen.current
             seen.append(screen.current)
             await pilot.press("tab")
-        assert seen == ["map", "table", "lanes", "tree", "timings", "events", "map"]
+        assert seen == ["map", "table", "lanes", "tree", "timings", "waterfall", "events", "map"]
         await pilot.press("shift+tab")
         assert screen.current == "map"
 
@@ -161,7 +162,7 @@ async def test_enter_tells_the_story_and_escape_closes_it(clock):
     async with opened(SMALL, (120, 36), clock) as (app, pilot):
         screen = app.screen
         details = screen.query_one(Details)
-        for panel in [name for name in screen.PANELS if name not in screen.absent]:
+        for panel in [name for name in screen.PANELS if name not in screen.absent | screen.ALONE]:
             screen.query_one(f"#{panel}").focus()
             await pilot.press("down", "enter")
             await frames(app, pilot, clock)
@@ -171,6 +172,40 @@ async def test_enter_tells_the_story_and_escape_closes_it(clock):
             await pilot.press("escape")
             await frames(app, pilot, clock)
             assert not details.display and app.focused.id == panel
+
+
+@pytest.mark.parametrize("size", [(80, 24), (200, 60)])
+async def test_w_shows_the_waterfall_at_the_selected_step_and_goes_back(size, clock):
+    async with opened(SMALL, size, clock) as (app, pilot):
+        screen = app.screen
+        waterfall = screen.query_one(Waterfall)
+        before, step = screen.current, app.view.horizon - 8
+        app.view.select("step", step)
+        await pilot.press("w")
+        await frames(app, pilot, clock)
+        assert app.focused is waterfall and waterfall.size.width == size[0]
+        text = "\n".join(lines(app))
+        assert "Waterfall" in text and f"step {step:,}" in text and "host" in text and "device" in text
+        assert waterfall.step == step and waterfall.scale.left < waterfall.cursor < waterfall.scale.right
+        await pilot.press("w")
+        await frames(app, pilot, clock)
+        assert screen.current == before and app.focused.id == before and not waterfall.region.area
+        assert screen.query_one(f"#{before}").region.area
+        await pilot.press("w", "escape", "escape")  # the selection, then the maximised panel
+        await frames(app, pilot, clock)
+        assert (screen.current == before) == (size != (80, 24)), "a small terminal shows one panel anyway"
+
+
+async def test_the_waterfall_follows_time_travel(clock):
+    async with opened(SMALL, (120, 36), clock) as (app, pilot):
+        await pilot.press("w")
+        await frames(app, pilot, clock)
+        waterfall = app.screen.query_one(Waterfall)
+        assert app.view.travel(-8)
+        await frames(app, pilot, clock)
+        row = app.view.steps.get(app.view.horizon)
+        assert waterfall.scale.right == pytest.approx(row.ended * 1e3 - row.cut_ms)
+        assert f"step {row.step:,}" in waterfall.text
 
 
 async def test_c_changes_what_colours_mean(clock):

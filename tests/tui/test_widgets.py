@@ -30,6 +30,7 @@ from minitui.tui.widgets.step_bar import StepBar
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.tree import RadixTree
 from minitui.tui.widgets.vitals import Vitals, vitals
+from minitui.tui.widgets.waterfall import Waterfall
 from minitui.viewmodel.lanes import DECODING, FINISHED, NOTHING, PREEMPTED, PREFILLING, QUEUED
 from minitui.viewmodel.model import View
 from minitui.viewmodel.story import tell
@@ -38,7 +39,7 @@ from tests.support.paths import SNAPSHOTS
 
 PANELS = (
     BlockMap, BlockTable, BatchLanes, RadixTree, StepTimings, Events, StepBar, Vitals, Occupancy, PromptOrigin,
-    ExpertMap,
+    ExpertMap, Waterfall,
 )  # fmt: skip
 TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
 

@@ -87,6 +87,8 @@ def played(
 def folded(records: list[Record]) -> tuple[Steps, Lanes]:
     steps, lanes = Steps(), Lanes()
     for record in records:
+        if record[2] == "pace":
+            steps.pace(record[3])
         fold = {"step": steps.fold_step, "parts": steps.fold_parts, "time": steps.fold_time}.get(record[2])
         if fold is not None:
             fold(record)
@@ -170,6 +172,25 @@ def test_a_pause_and_idle_time_are_short_on_the_axis_but_keep_their_time(monkeyp
     assert line.at(truth[-1][2] / 1e3) == pytest.approx(line.end)
 
 
+@pytest.mark.parametrize("with_parts", [True, False])
+def test_a_replay_in_slow_motion_shows_the_real_times(with_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "IDLE_SHOWN", 1e9)
+    records = [r for r in played(monkeypatch, True)[0] if with_parts or r[2] != "parts"]
+    slowly = [(0, 0.0, "pace", 10.0), *((seq, 10 * t, *rest) for seq, t, *rest in records)]
+    steps, _ = folded(records)
+    line, slow_line = Timeline(steps, steps.last), Timeline(folded(slowly)[0], steps.last)
+
+    def lengths(spans: list[Span]) -> list[tuple[str, int, float]]:
+        # The first step of a request does not overlap: a delay of slow motion is before it, shortened to 2 ms.
+        return [(s.kind, s.step, round(s.end - s.begin, 1)) for s in spans if s.step not in (0, 1, 6, 7)]
+
+    assert len(lengths(line.host(0, 11))) > 30
+    assert lengths(slow_line.host(0, 11)) == lengths(line.host(0, 11))
+    assert lengths(slow_line.device(0, 11)) == lengths(line.device(0, 11))
+    assert slow_line.planned(4) - slow_line.planned(3) == pytest.approx(line.planned(4) - line.planned(3))
+    assert slow_line.end - slow_line.planned(8) == pytest.approx(line.end - line.planned(8))
+
+
 def test_pauses_end_with_their_step_and_a_stop_is_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     records = [
         (*r[:10], 1_000_000, 2_000_000, 3) if r[2] == "parts" and r[3] == 4 else
@@ -203,7 +224,7 @@ def folded_view(reader: TraceReader) -> View:
     records = list(reader.records())
     for start in range(0, len(records), 97):
         view.fold(records[start : start + 97])
-        view.frame(float(start))
+    view.frame(1.0)
     return view
 
 

@@ -148,7 +148,10 @@ class Conversation(Sampled):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: dict[str, Any] | None = None  # no effect
+    # Fields of Anthropic's clients; no effect.
+    cache_control: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
+    speed: str | None = Field(None, max_length=64)
 
     @field_validator("messages")
     @classmethod
@@ -184,6 +187,15 @@ class MessagesRequest(Conversation):
     stop_sequences: Stop = None
     metadata: Metadata | None = None
     service_tier: str | None = Field(None, max_length=64)  # no effect
+    container: str | dict[str, Any] | None = None
+    mcp_servers: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+
+    @field_validator("container", "mcp_servers")
+    @classmethod
+    def _not_supported(cls, value: Any) -> Any:
+        if value:
+            raise ValueError("this server runs no tools itself: describe them in tools, and run them in the client")
+        return value
 
     def chat_fields(self) -> dict[str, Any]:
         user = self.metadata.user_id[:MAX_USER] if self.metadata and self.metadata.user_id else None

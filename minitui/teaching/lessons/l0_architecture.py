@@ -12,7 +12,7 @@ async def one_question(stage: Stage) -> Seen:
     """Runs a prompt and a reply of REPLY tokens, step by step."""
     session = await stage.write("What is prefill?", REPLY, REPLY - 1, seconds=0.8)
     prompt = stage.request(session).prompt_tokens
-    await stage.step(4, seconds=0.8)  # the remaining steps: none if every step gave a token
+    await stage.step(4, seconds=0.8)  # runs what is left of the reply: nothing if every step sampled a token
     seen = stage.figures()
     first = stage.view.steps.get(stage.view.steps.last - seen.steps + 1)
     assert first is not None

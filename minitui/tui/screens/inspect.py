@@ -24,6 +24,7 @@ from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.top_bar import TopBar
 from minitui.tui.widgets.tree import RadixTree
 from minitui.tui.widgets.vitals import Vitals
+from minitui.tui.widgets.waterfall import Waterfall
 from minitui.viewmodel.model import View
 
 WIDE, TALL = 100, 32  # a smaller terminal shows one panel at a time
@@ -33,7 +34,7 @@ TIMINGS_HEIGHT = 10
 # every frame while the picture does not move (frozen, paused, in the past), all panels are painted.
 EVERY = {
     "step": (1, 0), "occupancy": (1, 0), "map": (2, 0), "table": (2, 1), "lanes": (4, 1), "events": (4, 3),
-    "tree": (5, 1), "vitals": (5, 2), "timings": (10, 4), "experts": (5, 3),
+    "tree": (5, 1), "vitals": (5, 2), "timings": (10, 4), "experts": (5, 3), "waterfall": (2, 1),
 }  # fmt: skip
 
 
@@ -44,6 +45,8 @@ class InspectScreen(BaseScreen[None]):
         Binding("tab", "panel(1)", "next panel", show=False, id="inspect.next"),
         Binding("shift+tab", "panel(-1)", "previous panel", show=False, id="inspect.previous"),
         Binding("z", "maximise", "maximise", show=False, id="inspect.maximise", tooltip="one panel, or all panels"),
+        Binding("w", "waterfall", "waterfall", show=False, id="inspect.waterfall",
+                tooltip="host, device and requests on an axis of time"),
         Binding("c", "colour", "colours", show=False, id="inspect.colour", tooltip="colour by another property"),
         Binding("escape", "back", "back", show=False, id="inspect.back", tooltip="undo the zoom or the selection"),
     ]
@@ -52,7 +55,7 @@ class InspectScreen(BaseScreen[None]):
         layout: vertical; background: $ground; layers: base above;
         & #columns { height: 1fr; }
         & #left, & #right { width: 1fr; }
-        & #lanes, & #tree, & #events { height: 1fr; }
+        & #lanes, & #tree, & #events, & #waterfall { height: 1fr; }
         & #experts { display: none; }
         & #glance { height: auto; }
         & #timings { height: 10; }
@@ -63,13 +66,15 @@ class InspectScreen(BaseScreen[None]):
     """
     FIGURES = True
     LEFT: ClassVar = ("map", "table", "lanes", "experts")
-    PANELS: ClassVar = (*LEFT, "tree", "timings", "events")
+    PANELS: ClassVar = (*LEFT, "tree", "timings", "waterfall", "events")
+    ALONE: ClassVar = frozenset({"waterfall"})  # panels that are never beside others
 
     def __init__(self) -> None:
         super().__init__()
         self.absent = {"experts"}  # panels without data from this engine
         self.current = "map"
         self.maximised = False
+        self._before_alone = ("map", False)  # `current` and `maximised` before a panel of ALONE was shown
         self._frames = 0
         self._painted_moment: object = None
         self._above = 1  # rows of the top bar, which is higher when it shows the story of a demo
@@ -89,6 +94,7 @@ class InspectScreen(BaseScreen[None]):
             with Column(id="right"):
                 yield RadixTree(id="tree")
                 yield StepTimings(id="timings")
+                yield Waterfall(id="waterfall")
                 yield Events(id="events")
         yield Details(id="details")
         yield StatusBar()
@@ -107,7 +113,8 @@ class InspectScreen(BaseScreen[None]):
         first = [("tab", "panel"), *(h for h in hints if h[1] in ("pause", "step", "help"))]
         other_screen = ("1", "chat") if self.app.has_chats else ("3", "lecture")
         left_out = ("write", "chats", "inspect", "fork", "new")
-        return [*first, ("z", "maximise"), other_screen, *(h for h in hints if h not in first and h[1] not in left_out)]
+        rest = (hint for hint in hints if hint not in first and hint[1] not in left_out)
+        return [*first, ("z", "maximise"), ("w", "waterfall"), other_screen, *rest]
 
     # ---- arrangement
 
@@ -124,10 +131,13 @@ class InspectScreen(BaseScreen[None]):
         if not self.is_mounted or not hasattr(self, "_panels"):
             return
         single = self.single
+        if not single and self.current in self.ALONE:
+            self.current, _ = self._before_alone
+            self._panels[self.current].focus()
         self.set_class(single, "-single")
         self.set_class(not single, "-many")
         for name in self.PANELS:
-            self._panels[name].display = name == self.current if single else name not in self.absent
+            self._panels[name].display = name == self.current if single else name not in self.absent | self.ALONE
         self._left.display = not single or self.current in self.LEFT
         self._right.display = not single or self.current not in self.LEFT
         step = self._panels["step"]
@@ -189,12 +199,27 @@ class InspectScreen(BaseScreen[None]):
         """Go to the next or previous panel."""
         if self._details.display:
             self._details.action_close()
-        present = [name for name in self.PANELS if name not in self.absent or name == self.current]
-        self.current = present[(present.index(self.current) + by) % len(present)]
+        absent = self.absent if self.single else self.absent | self.ALONE
+        present = [name for name in self.PANELS if name not in absent or name == self.current]
+        self._show(present[(present.index(self.current) + by) % len(present)])
+
+    def _show(self, name: str) -> None:
+        """Make a panel the current panel."""
+        self.current = name
         self.lay_out()
-        panel = self._panels[self.current]
+        panel = self._panels[name]
         panel.focus()
         panel.refresh(layout=True)
+
+    def action_waterfall(self) -> None:
+        """Show the waterfall alone, or the panels as before."""
+        if self._details.display:
+            self._details.action_close()
+        if self.current == "waterfall":
+            name, self.maximised = self._before_alone
+        else:
+            self._before_alone, name, self.maximised = (self.current, self.maximised), "waterfall", True
+        self._show(name)
 
     def action_maximise(self) -> None:
         """Show the current panel alone, or all panels again."""

@@ -1,4 +1,4 @@
-"""Block table: where are this request's tokens? It shows the logical blocks 0 … n and the physical block of each.
+"""Block table: where are this request's tokens? The panel shows the logical blocks and the physical block of each.
 
 This is paging: the positions of a request are consecutive, but its blocks can be anywhere in the pool.
 """

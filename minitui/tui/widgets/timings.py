@@ -39,7 +39,7 @@ With several ranks (GPUs), each rank computes a part of every layer, and twice p
 During this exchange, no rank computes; the time of the exchange includes the wait for the slowest rank.
 
 The tracks show the work of host and device in the last steps. While the device computes, the host can plan the next
-step.""")
+step. The waterfall (w) shows the tracks with an axis, for all steps that are kept.""")
     BINDINGS: ClassVar = [Binding("enter", "open", "open the slowest step", show=False, id="timings.open")]
 
     def picture(self, view: View, width: int, height: int) -> Picture:

@@ -74,7 +74,7 @@ def _step_units(view: View) -> tuple[str, ...]:
 
 
 def _rolling(cached: np.ndarray, computed: np.ndarray, n: int) -> list[float]:
-    """Returns the hit rates of `n` buckets, each over the last five seconds; without prompts, the previous rate."""
+    """Returns `n` hit rates, each over the five seconds up to its bucket; without prompts, the rate before it."""
     values: list[float] = []
     sums = np.cumsum(cached), np.cumsum(cached + computed)
     rate = 0.0

@@ -1,0 +1,149 @@
+"""Draws spans of time (viewmodel/spans.py) as cells of a track, and the scale above the tracks.
+
+A cell shows the span that fills the largest part of the cell. A moment, such as a preemption, is always shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from minitui.tui.glyphs import glyphs
+from minitui.tui.widgets.rows import Row, Run
+from minitui.viewmodel.spans import Span
+
+UNKNOWN = "unknown"  # a device that does not report its time
+STEP = "step"  # the time between two arrivals
+STYLES = {
+    "commit": "hit", "emit": "pool", "gate": "waiting", "plan": "running", "launch": "owner-6", "wait": "dim",
+    "unaccounted": "dim", "idle": "dim", "gc": "bad", "delayed": "bad", "stop": "bad", "decode": "decode",
+    "mixed": "prefill", "prefill": "prefill", "queued": "dim", "preempted": "bad", "finished": "good",
+    UNKNOWN: "dim", STEP: "faint",
+}  # fmt: skip
+PLAIN = ("dim", "faint")  # labels in these colours are drawn without a background
+TICK = 12  # cells: the least distance of two ticks of the scale
+APART = 8  # cells: the least mean distance of two step numbers
+
+
+class Scale(NamedTuple):
+    """The visible part of the axis: `columns` cells of `ms` milliseconds each, from `left` on."""
+
+    left: float
+    ms: float
+    columns: int
+
+    @property
+    def right(self) -> float:
+        return self.left + self.columns * self.ms
+
+    def column(self, place: float) -> int:
+        """Returns the column of a place on the axis, which may be outside."""
+        return int((place - self.left) // self.ms)
+
+
+def numbered(steps: Sequence[Span], scale: Scale) -> list[Span]:
+    """Returns the steps whose numbers are shown: all, or every second, fifth, tenth …; each lasts until the next."""
+    if len(steps) < 2:
+        return list(steps)
+    mean = (steps[-1].end - steps[0].begin) / len(steps) / scale.ms  # columns of a step
+    k = next((k for k in (1, 2, 5, 10, 20, 50, 100, 200) if k * mean >= APART), 500)
+    shown = [step for step in steps if step.step % k == 0]
+    if k == 1 or not shown:
+        return shown
+    ends = [*(step.begin for step in shown[1:]), steps[-1].end]
+    return [step._replace(end=end, ms=0.0) for step, end in zip(shown, ends, strict=True)]
+
+
+def mark(kind: str, request: bool = False) -> str:
+    """Returns the glyph of a span. `request`: on the track of a request, where "decode" is a line, as in the lanes."""
+    g = glyphs()
+    if request:
+        return {"queued": g.queued, "prefill": g.prefill, "decode": g.decode, "preempted": g.preempted,
+                "finished": g.finished}[kind]  # fmt: skip
+    return {
+        "commit": g.commit, "emit": g.emit, "gate": g.gate, "plan": g.plan, "launch": g.launch, "wait": g.wait,
+        "unaccounted": g.unaccounted, "idle": " ", "gc": g.gc, "delayed": g.delayed, "stop": g.stop,
+        "decode": g.busy, "mixed": g.prompt, "prefill": g.prompt, UNKNOWN: g.dash, STEP: " ",
+    }[kind]  # fmt: skip
+
+
+def track(
+    spans: Sequence[Span], scale: Scale, cursor: int | None, labels: Callable[[Span], Sequence[str]],
+    request: bool = False,
+) -> list[Run]:
+    """Returns the cells of a track. `labels`: the texts for a span, longest first; the first that fits is drawn."""
+    runs: list[Run] = []
+    for first, end, at in _cells(spans, scale):
+        width = end - first
+        if at is None:
+            text, label, style = " " * width, "", "ink"
+        else:
+            span = spans[at]
+            glyph, style = mark(span.kind, request), STYLES[span.kind]
+            text = glyph * width
+            label = next((text for text in labels(span) if len(text) < width), "")
+            if span.kind == STEP:
+                label = ("│" + label)[:width]
+            elif not label and runs and first and width > 1 and runs[-1][1] == style and glyph != " ":
+                text = glyphs().edge + text[1:]
+        label_style = "dim" if style in PLAIN else f"bold on-fill on {style}"
+        for cells, cells_style in ((label, label_style), (text[len(label) :], style)):
+            runs += _marked(cells, cells_style, first, cursor)
+            first += len(cells)
+    return runs
+
+
+def _cells(spans: Sequence[Span], scale: Scale) -> list[tuple[int, int, int | None]]:
+    """Returns (first column, end, index of the span shown there) for runs of cells; None: no span."""
+    shown: list[int | None] = [None] * scale.columns
+    filled = [0.0] * scale.columns
+    for at, span in enumerate(spans):
+        begin, end = (span.begin - scale.left) / scale.ms, (span.end - scale.left) / scale.ms
+        if begin >= scale.columns or end < 0:
+            continue
+        for x in range(max(0, int(begin)), min(scale.columns - 1, int(end)) + 1):
+            amount = min(end, x + 1) - max(begin, x) if end > begin else 2.0  # a moment takes precedence
+            if amount > filled[x]:
+                shown[x], filled[x] = at, amount
+    runs, first = [], 0
+    for x in range(1, scale.columns + 1):
+        if x == scale.columns or shown[x] != shown[first]:
+            runs.append((first, x, shown[first]))
+            first = x
+    return runs
+
+
+def _marked(text: str, style: str, first: int, cursor: int | None) -> list[Run]:
+    """Returns a run; the cell at the cursor has the background of the selection."""
+    if not text:
+        return []
+    if cursor is None or not first <= cursor < first + len(text):
+        return [(text, style)]
+    at = cursor - first
+    ink = "bold ink" if " on " in style else style
+    cells = ((text[:at], style), (text[at], f"{ink} on select"), (text[at + 1 :], style))
+    return [cell for cell in cells if cell[0]]
+
+
+def ruler(scale: Scale, cursor: int | None) -> list[Run]:
+    """Returns the scale: milliseconds from the left edge."""
+    unit = next(unit for unit in UNITS if unit / scale.ms >= TICK)
+    row = Row()
+    for i in range(1, int(scale.columns * scale.ms / unit) + 1):
+        x, text = round(i * unit / scale.ms), f"│+{number(i * unit)} ms"
+        if row.width <= x <= scale.columns - len(text):
+            row.to(x).add(text, "dim")
+    runs = list(row.done(scale.columns))
+    if cursor is None or not 0 <= cursor < scale.columns:
+        return runs
+    text = "".join(text for text, _ in runs)
+    return [(text[:cursor], "dim"), (glyphs().unfolded, "bold accent"), (text[cursor + 1 :], "dim")]
+
+
+def number(value: float) -> str:
+    """Returns milliseconds without superfluous digits: 0.05, 1.5, 2,000."""
+    return f"{value:,.3f}".rstrip("0").rstrip(".")
+
+
+UNITS = tuple(round(digit * 10.0**power, 6) for power in range(-3, 6) for digit in (1, 2, 5))  # ms
+SCALES = UNITS[: -len((1, 2, 5)) * 2]  # ms per column: from a microsecond on

@@ -1,0 +1,302 @@
+"""The waterfall: the work of host and device on an axis of time, and below it a track for each request.
+
+The picture ends with the newest step until it is moved. What it shows equals the export for Perfetto: both draw the
+spans of viewmodel/spans.py. Only the steps in sight are computed.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+from textual import events
+from textual.binding import Binding
+
+from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
+from minitui.tui.widgets.rows import Row, Run, Runs, fit
+from minitui.tui.widgets.tracks import SCALES, UNKNOWN, Scale, number, numbered, ruler, track
+from minitui.tui.widgets.waterfall_texts import at_cursor, covering, figures, labels, request_labels, request_legend
+from minitui.viewmodel.lanes import Lane
+from minitui.viewmodel.model import View
+from minitui.viewmodel.spans import Span, Timeline
+
+LABEL = 11  # cells
+NAME = 11  # cells for the name of a chat
+NAMED = 110  # from this width on, the tracks of requests have names
+STEPS_SHOWN = 4  # at the automatic scale, about this many steps are in sight
+MOST_STEPS = 200  # the most steps in sight
+RECENT = 32  # steps that decide the automatic scale
+TRACKS = 5  # rows of scale, steps, host, device and pauses
+
+
+class Waterfall(LinePanel):
+    """Left and right move the cursor, [ and ] change the scale, page up and page down move the picture."""
+
+    TITLE = "Waterfall"
+    help_text = paragraphs("""\
+Time runs to the right; the scale is in milliseconds from the left edge. The row of steps shows when the results of
+each step arrived on the host. The next rows show what the host did for which step, when the device computed, and what
+delayed the host. With overlap, the host plans and launches the next step while the device computes: then the device
+has no gaps, and the host waits. If the host never waits and the device has gaps, the host limits the speed.
+
+Parts of a step on the host: emit (output and commands between two steps), gate (a pause or slow motion), plan, launch,
+wait (for the device), commit. They add up to the time between two arrivals. Unaccounted is time for which the records
+do not say what the host did; recordings of older versions have no record of emit, gate and wait. A pause and slow
+motion are drawn as at most 2 ms, and time without work as at most 1 second; the figures give the true times.
+
+The row of pauses shows garbage collection (gc), time in which another program used the core (delayed), and signals
+that stopped the process (stop). Their lengths are measured, their places inside the step are not: they are drawn at
+its end. A dash means that the device does not report its time.
+
+The picture follows the newest step. It stops if you move it or the cursor; "end" follows again. The mouse wheel changes
+the scale, dragging moves the picture, and a click sets the cursor.""")
+    BINDINGS: ClassVar = [
+        Binding("left", "part(-1)", "part before", show=False, id="waterfall.left"),
+        Binding("right", "part(1)", "part after", show=False, id="waterfall.right"),
+        Binding("shift+left", "step(-1)", "step before", show=False, id="waterfall.before"),
+        Binding("shift+right", "step(1)", "step after", show=False, id="waterfall.after"),
+        Binding("pageup", "pan(-1)", "earlier", show=False, id="waterfall.earlier"),
+        Binding("pagedown", "pan(1)", "later", show=False, id="waterfall.later"),
+        Binding("left_square_bracket,plus", "zoom(-1)", "zoom in", show=False, id="waterfall.finer"),
+        Binding("right_square_bracket,minus", "zoom(1)", "zoom out", show=False, id="waterfall.coarser"),
+        Binding("end", "latest", "follow", show=False, id="waterfall.latest"),
+        Binding("up", "choose(-1)", "request above", show=False, id="waterfall.up"),
+        Binding("down", "choose(1)", "request below", show=False, id="waterfall.down"),
+        Binding("enter", "open", "details", show=False, id="waterfall.open"),
+    ]
+
+    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
+        super().__init__(id=id, frame=frame)
+        self.right: float | None = None  # the right edge on the axis; None: follows the newest step
+        self.cursor: float | None = None  # a place on the axis
+        self.chosen_ms: float | None = None  # the scale chosen by the user, in ms per column
+        self.scale = Scale(0.0, 1.0, 1)
+        self.host: list[Span] = []  # the spans in sight
+        self.lanes: list[Lane] = []  # the requests on the screen
+        self._alive: list[Lane] = []  # all requests of the steps in sight
+        self._auto_ms = 0.0
+        self._label = LABEL
+        self._lanes_row = TRACKS
+        self._steps = (0, -1)  # the first and last step in sight
+        self.step: int | None = None  # the step at the cursor
+        self._chosen: int | None = None  # the selected step at the last paint
+        self._horizon = -1
+        self._drag: tuple[int, float] | None = None  # where the mouse button was pressed, and the right edge then
+        self._dragged = False
+
+    # ---- the picture
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        line = Timeline(view.steps, view.horizon)
+        if line.last < 0:
+            return Picture([Row("no step is timed yet", "dim").done(width)])
+        named = NAME if width >= NAMED else 0
+        self._label = min(LABEL + named, width // 3)
+        self._look(view, line, max(1, width - self._label))
+        first, last = self._steps
+        scale, cursor = self.scale, self._cursor_column
+        self.host = line.host(first, last)
+        steps = line.arrivals(first, last)
+        known = {span.step: span for span in line.device(first, last)}
+        device = [known.get(step.step, step._replace(kind=UNKNOWN)) for step in steps]
+        rows = [self._track(f"{scale.left / 1e3:.3f} s", ruler(scale, cursor), width)]
+        pauses = line.pauses(first, last)
+        named_spans = (("steps", numbered(steps, scale)), ("host", self.host), ("device", device), ("pauses", pauses))
+        for name, spans in named_spans:
+            rows.append(self._track(name, track(spans, scale, cursor, labels), width))
+        if self.cursor is not None:
+            rows.append(at_cursor(self.cursor, scale.left, self.host, device, width))
+        row = view.steps.get(line.last if self.step is None else self.step)
+        if row is not None:
+            rows += figures(row, self.host, view.timings, width)
+        self._lanes_row = len(rows)
+        rows += self._requests(view, line, named, max(0, height - len(rows)), width)
+        note = [(f"1 column = {number(scale.ms)} ms", "ink"), *self.own_key("[ ]")]
+        if last - first + 1 >= MOST_STEPS:
+            note.append((f" · the last {MOST_STEPS} steps", "dim"))
+        note.append((" · follows" if self.right is None else " · end: follow", "dim"))
+        return Picture(rows, title=self.TITLE, note=note, legend=request_legend())
+
+    def _look(self, view: View, line: Timeline, columns: int) -> None:
+        """Choose the scale and the steps in sight."""
+        if view.exact and view.horizon != self._horizon:  # the picture shows another moment
+            self.right = self.cursor = self.step = None
+        self._horizon = view.horizon
+        scale_ms = self.chosen_ms or self._automatic(view, line, columns)
+        chosen = selected(view, "step")
+        if chosen != self._chosen and chosen is not None and chosen != self.step:  # selected in another panel
+            self.step, self.cursor = chosen, line.arrived(chosen)
+            self.right = self.cursor + columns * scale_ms / 2
+        self._chosen = chosen
+        right = line.end if self.right is None else self.right
+        self.scale = Scale(right - columns * scale_ms, scale_ms, columns)
+        self._steps = line.steps_between(self.scale.left, right, MOST_STEPS)
+
+    def _automatic(self, view: View, line: Timeline, columns: int) -> float:
+        wall = view.steps.column("wall")[view.steps.indices(line.last - RECENT + 1, line.last)]
+        known = wall[~np.isnan(wall)]
+        wanted = STEPS_SHOWN * float(np.median(known)) / columns if len(known) else 1.0
+        # A finer scale is chosen only if it is much finer, so that the scale does not change back and forth.
+        if not wanted <= self._auto_ms < 5 * wanted:
+            self._auto_ms = next((scale for scale in SCALES if scale >= wanted), SCALES[-1])
+        return self._auto_ms
+
+    @property
+    def _cursor_column(self) -> int | None:
+        return None if self.cursor is None else self.scale.column(self.cursor)
+
+    def _track(self, name: str, cells: list[Run], width: int, style: str = "dim") -> Runs:
+        return Row(fit(name, self._label), style).extend(cells).done(width)
+
+    # ---- requests
+
+    def _requests(self, view: View, line: Timeline, named: int, room: int, width: int) -> list[Runs]:
+        first, last = self._steps
+        alive = [
+            lane for lane in (*view.lanes.ended_since(first), *view.lanes.active.values())
+            if lane.submitted_step <= last + 1
+        ]  # fmt: skip
+        alive.sort(key=lambda lane: lane.id)
+        hidden = max(0, len(alive) - room)
+        top = hidden + 1 if hidden else 0  # the newest requests are shown; a line counts the others
+        chosen = selected(view, "request")
+        at = next((i for i, lane in enumerate(alive) if lane.id == chosen), None)
+        if hidden and at is not None and at < top:
+            top = at
+        self._alive = alive
+        self.lanes = alive[top : top + room - (1 if hidden else 0)]
+        rows = []
+        for lane in self.lanes:
+            lit = lane.id in view.links.requests
+            name = f"r{lane.id}"
+            if named:
+                name = fit(name, self._label - named) + fit(view.group_name(lane.group), named - 1)
+            spans = line.request(lane, first, last)
+            cells = track(spans, self.scale, self._cursor_column, request_labels, request=True)
+            rows.append(self._track(name, cells, width, "bold accent" if lit else "ink"))
+        if hidden and room:
+            others = len(alive) - len(self.lanes)
+            rows.append(Row(f"+ {others} more requests: up and down show them", "dim").done(width))
+        return rows
+
+    # ---- keys and mouse
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        if self._dragged:
+            self._dragged = False
+            return
+        if column >= self._label:
+            self._set_cursor(self.scale.left + (column - self._label + 0.5) * self.scale.ms)
+        if 0 <= (index := row - self._lanes_row) < len(self.lanes):
+            view.select("request", self.lanes[index].id)
+
+    def on_mouse_down(self, event: events.MouseDown) -> None:
+        if self.painted:
+            self._drag, self._dragged = (event.x, self.scale.right), False
+            self.capture_mouse()
+
+    def on_mouse_move(self, event: events.MouseMove) -> None:
+        if self._drag is not None and event.x != self._drag[0]:
+            self._dragged = True
+            self._move_to(self._drag[1] - (event.x - self._drag[0]) * self.scale.ms)
+
+    def on_mouse_up(self, event: events.MouseUp) -> None:
+        self._drag = None
+        self.release_mouse()
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        self._wheel(event, -1)
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        self._wheel(event, 1)
+
+    def _wheel(self, event: events.MouseEvent, by: int) -> None:
+        event.stop()
+        if not self.painted:
+            return
+        if event.shift:
+            self._move_to(self.scale.right + by * self.scale.columns * self.scale.ms / 8)
+        else:
+            self._zoom(by, self.scale.left + (event.x - 2 - self._label + 0.5) * self.scale.ms)
+
+    def _move_to(self, right: float) -> None:
+        """Show the time before `right`; stop following the newest step."""
+        line = Timeline(self.view.steps, self.view.horizon)
+        half = self.scale.columns * self.scale.ms / 2
+        self.right = max(line.begin + half, min(right, line.end + half))
+        self.repaint()
+
+    def _zoom(self, by: int, around: float | None) -> None:
+        """Change the scale; the place `around` keeps its column. None: the right edge stays."""
+        at = min(range(len(SCALES)), key=lambda i: abs(SCALES[i] - self.scale.ms))
+        if by > 0 and self._steps[1] - self._steps[0] + 1 >= MOST_STEPS:
+            return
+        self.chosen_ms = SCALES[max(0, min(len(SCALES) - 1, at + by))]
+        if around is not None and self.right is not None:
+            self.right = around + (self.scale.right - around) * self.chosen_ms / self.scale.ms
+        self.repaint()
+
+    def _set_cursor(self, place: float, step: int | None = None) -> None:
+        """Move the cursor and select the step of the host's work there."""
+        self.cursor = place
+        if self.right is None:
+            self.right = self.scale.right
+        if not self.scale.left <= place < self.scale.right:
+            self.right = place + self.scale.columns * self.scale.ms / 2
+        span = covering(self.host, place)
+        step = span.step if step is None and span is not None else step
+        if step is not None and step in self.view.steps:
+            self.step = self._chosen = step
+            self.view.select("step", step)
+
+    def action_part(self, by: int) -> None:
+        """Move the cursor to the part of the host's work before or after it."""
+        line = Timeline(self.view.steps, self.view.horizon)
+        place = self.scale.right if self.cursor is None else self.cursor
+        first, last = line.steps_between(place - self.scale.ms, place + self.scale.ms, 8)
+        spans = line.host(max(line.first, first - 1), min(line.last, last + 1))
+        later = [span for span in spans if span.begin > place]
+        before = [span for span in spans if span.begin < place]
+        if later if by > 0 else before:
+            span = later[0] if by > 0 else before[-1]
+            self._set_cursor(span.begin, span.step)
+        self.repaint()
+
+    def action_step(self, by: int) -> None:
+        """Move the cursor to the arrival of the step before or after."""
+        line = Timeline(self.view.steps, self.view.horizon)
+        step = line.last if self.step is None else self.step + by
+        row = self.view.steps.get(step)
+        while row is not None and row.ended is None:  # a failed step has no times
+            row = self.view.steps.get(row.step + by)
+        if row is not None and row.step <= line.last:
+            self._set_cursor(line.arrived(row.step), row.step)
+        self.repaint()
+
+    def action_pan(self, by: int) -> None:
+        self._move_to(self.scale.right + by * self.scale.columns * self.scale.ms / 2)
+
+    def action_zoom(self, by: int) -> None:
+        visible = self.cursor is not None and self.scale.left <= self.cursor < self.scale.right
+        self._zoom(by, self.cursor if visible else None)
+
+    def action_latest(self) -> None:
+        """Follow the newest step at the automatic scale."""
+        self.right = self.cursor = self.step = self.chosen_ms = None
+        if selected(self.view, "step") is not None:
+            self.view.select(None)
+        self.repaint()
+
+    def action_choose(self, by: int) -> None:
+        """Select the request above or below."""
+        ids = [lane.id for lane in self._alive]
+        chosen = selected(self.view, "request")
+        if chosen in ids:
+            self.view.select("request", ids[max(0, min(len(ids) - 1, ids.index(chosen) + by))])
+        elif self.lanes:
+            self.view.select("request", self.lanes[-1 if by < 0 else 0].id)
+        self.repaint()
+
+    def action_open(self) -> None:
+        if self.view.selection is not None:
+            self.post_message(Opened(self.view.selection.kind, self.view.selection.id))

@@ -1,0 +1,99 @@
+"""The texts of the waterfall: the labels of spans, the figures of a step, and what is at the cursor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minitui.text import duration, ms
+from minitui.tui.glyphs import glyphs
+from minitui.tui.widgets.rows import Row, Run, Runs, legend, runs_width
+from minitui.tui.widgets.step_bar import contents
+from minitui.tui.widgets.tracks import STYLES, UNKNOWN, mark
+from minitui.viewmodel.history import PARTS, StepRow
+from minitui.viewmodel.spans import HOST, REQUESTS, Span
+from minitui.viewmodel.timing import Timings, why_slow
+
+
+def labels(span: Span) -> list[str]:
+    """Returns the texts of a span, the longest first."""
+    if span.kind == "step":
+        number = f"{span.step:,}"
+        return [f"{number}  {_duration(span.ms)}", number] if span.ms else [number]
+    if span.kind in ("idle", "gate", "gc", "delayed"):
+        return [f"{span.kind} {_duration(span.ms)}", span.kind]
+    if span.kind == "unaccounted":
+        return [span.kind, "?"]
+    if span.kind in HOST or not span.tokens:
+        return [f"{span.kind} {span.step:,}", span.kind]
+    return [f"prefill +{span.tokens:,}", f"+{span.tokens:,}"]
+
+
+def request_labels(span: Span) -> list[str]:
+    """Returns the texts of a phase of a request: the tokens of a chunk."""
+    return [f" +{span.tokens:,} ", f"+{span.tokens:,}"] if span.tokens else []
+
+
+def request_legend() -> list[Run]:
+    """Returns the meaning of the glyphs on the tracks of requests."""
+    return legend(*((mark(kind, request=True), STYLES[kind], kind) for kind in REQUESTS.values()))
+
+
+def covering(spans: Sequence[Span], place: float) -> Span | None:
+    """Returns the span at a place on the axis."""
+    return next((span for span in spans if span.begin <= place < span.end), None)
+
+
+def at_cursor(place: float, left: float, host: Sequence[Span], device: Sequence[Span], width: int) -> Runs:
+    """Returns the row that says what host and device do at the cursor."""
+    row = Row("cursor ", "accent").add(f"+{ms(place - left)} ms", "bold accent")
+    for name, spans in (("host", host), ("device", device)):
+        span = covering(spans, place)
+        text = "no work" if span is None else "unknown" if span.kind == UNKNOWN else f"{span.kind} {span.step:,}, "
+        row.add(f" · {name} ", "dim").add(text)
+        if span is not None and span.kind != UNKNOWN:
+            row.add(_duration(span.ms), "bold ink")
+    return row.done(width)
+
+
+def figures(row: StepRow, host: Sequence[Span], timings: Timings, width: int) -> list[Runs]:
+    """Returns the rows with the times of a step's parts, which are the legend of the tracks, too."""
+    head = Row(f"step {row.step:,}", "bold ink").add("  " + contents(row))
+    took = row.wall_ms if row.parts is None else row.parts.took
+    if took is not None:
+        head.add("  took ", "dim").add(_duration(took), "bold ink")
+    why = why_slow(row, timings)
+    if why and head.width + len(why) + 3 <= width:
+        head.add(f" ({why})", "dim")
+    rows = [head.done(width)]
+    flow = Row()
+    for glyph, style, name, value in _entries(row, host):
+        entry = [(glyph, style), (f" {name} ", "dim"), (value, "ink")]
+        if flow.width and flow.width + 2 + runs_width(entry) > width:
+            rows.append(flow.done(width))
+            flow = Row()
+        flow.add("  " if flow.width else "").extend(entry)
+    return [*rows, flow.done(width)]
+
+
+def _entries(row: StepRow, host: Sequence[Span]) -> list[tuple[str, str, str, str]]:
+    """Returns (glyph, style, name, value in ms) of each part."""
+    parts = row.parts
+    known = {"commit": row.commit_ms, "plan": row.plan_ms, "launch": row.launch_ms}
+    values = {name: known.get(name) if parts is None else getattr(parts, name) for name in PARTS}
+    own = [span.ms for span in host if span.step == row.step and span.kind == "unaccounted"]
+    values["unaccounted"] = sum(own)
+    entries = [(mark(name), STYLES[name], name, _value(value)) for name, value in values.items()]
+    device = "prefill" if row.chunks else "decode"
+    entries.append((mark(device), STYLES[device], f"device ({row.kind})", _value(row.device_ms)))
+    for name in ("gc", "delayed"):
+        entries.append((mark(name), STYLES[name], name, _value(None if parts is None else getattr(parts, name))))
+    stops = glyphs().dash if parts is None else f"{parts.stops}"
+    return [*entries, (mark("stop"), STYLES["stop"], "stops", stops)]
+
+
+def _value(value: float | None) -> str:
+    return glyphs().dash if value is None else "0" if value == 0 else ms(value)
+
+
+def _duration(value: float) -> str:
+    return duration(value) if value >= 10_000 else f"{ms(value)} ms"

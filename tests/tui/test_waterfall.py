@@ -1,0 +1,252 @@
+"""The waterfall as a reader uses it: what it shows, and its keys and mouse."""
+
+from __future__ import annotations
+
+import re
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from textual import events
+
+from minitui.dev.panel import Alone, stress_view
+from minitui.dev.simulator import CLASSROOM, SMALL
+from minitui.trace.bundled import bundled
+from minitui.trace.reader import TraceReader
+from minitui.tui.glyphs import use_ascii
+from minitui.tui.widgets.rows import plain
+from minitui.tui.widgets.tracks import SCALES, mark, track
+from minitui.tui.widgets.waterfall import MOST_STEPS, Waterfall
+from minitui.viewmodel.model import View
+from minitui.viewmodel.spans import Span, Timeline
+from tests.support.golden import GOLDEN
+from tests.viewmodel.test_spans import folded_view
+
+
+@pytest.fixture(autouse=True)
+def unicode_again() -> Any:
+    yield
+    use_ascii(False)
+
+
+def drawn(panel: Waterfall, view: View, width: int = 120, height: int = 30) -> list[str]:
+    """Returns the rows of the panel's body."""
+    panel.view = view
+    return [plain(row) for row in panel.picture(view, width, height).rows]
+
+
+def row_of(rows: list[str], name: str) -> str:
+    return next(row for row in rows if row.startswith(name))
+
+
+@pytest.fixture(scope="module")
+def gpu() -> View:
+    return folded_view(TraceReader(bundled()["h200-8b"]))
+
+
+def shown_at(spans: list[Span], begin: float, end: float) -> set[str]:
+    """Returns the kinds of the spans that fill the largest part of a cell; several if they are about equal."""
+    filled = [(min(span.end, end) - max(span.begin, begin), span.kind) for span in spans]
+    most = max((amount for amount, _ in filled), default=0.0)
+    return {kind for amount, kind in filled if amount > 0 and amount >= most - 1e-9}
+
+
+@pytest.mark.parametrize("name", ["gpu", "golden"])
+@pytest.mark.parametrize("scale_ms", [0.02, 0.5, 5.0])
+def test_each_cell_of_the_tracks_shows_what_fills_most_of_it(name: str, scale_ms: float, gpu: View) -> None:
+    view = gpu if name == "gpu" else folded_view(TraceReader(GOLDEN))
+    use_ascii(True)  # one letter for each part
+    line = Timeline(view.steps, view.horizon)
+    panel = Waterfall()
+    panel.chosen_ms = scale_ms
+    everything = line.host(line.first, line.last)
+    seen = set()
+    for share in (0.2, 0.5, 0.9):
+        panel.right = line.begin + share * (line.end - line.begin)
+        drawn(panel, view)
+        left, ms, columns = panel.scale
+        spans = [span for span in everything if span.end > left and span.begin < panel.scale.right]
+        cells = "".join(text for text, _ in track(panel.host, panel.scale, None, lambda span: []))
+        assert len(cells) == columns
+        for x, cell in enumerate(cells):
+            kinds = shown_at(spans, left + x * ms, left + (x + 1) * ms)
+            assert cell in {mark(kind) for kind in kinds} | ({"|"} if kinds else {" "}), (x, kinds, cells)
+            seen.add(cell)
+    assert len(seen) >= 2
+
+
+def test_the_figures_of_a_step_are_the_records(gpu: View) -> None:
+    _, view = stress_view(SMALL, 3.0, 30)
+    row = view.steps.get(view.horizon)
+    text = "\n".join(drawn(Waterfall(), view))
+    assert row is not None and row.parts is not None and row.device_ms is not None
+    for name in ("commit", "plan", "launch", "wait"):
+        assert re.search(rf"{name} {getattr(row.parts, name):.2f}\b", text), name
+    assert f"device ({row.kind}) {row.device_ms:.2f}" in text
+    old = "\n".join(drawn(Waterfall(), gpu))  # recorded before parts were
+    assert "emit –" in old and "gate –" in old and "gc –" in old and "wait –" in old and "unaccounted" in old
+
+
+def test_a_device_that_does_not_report_its_time_shows_dashes() -> None:
+    view = folded_view(TraceReader(GOLDEN))
+    rows = drawn(Waterfall(), view)
+    assert set(row_of(rows, "device")[11:].strip()) <= {"–", "▌"} or "unknown" in row_of(rows, "device")
+    assert "device (" in "\n".join(rows) and ") –" in "\n".join(rows)
+
+
+def test_requests_show_their_phases_and_the_selected_one_is_in_sight(gpu: View) -> None:
+    line = Timeline(gpu.steps, gpu.horizon)
+    panel = Waterfall()
+    chunk = next(lane for lane in gpu.lanes.lanes.values() if lane.id == 40)
+    joined = next(span for span in line.request(chunk, 0, line.last) if span.kind == "prefill")
+    panel.chosen_ms, panel.right = 0.5, joined.end + 20.0
+    rows = drawn(panel, gpu, 120, 16)
+    assert re.search(r"\+ \d+ more requests", rows[-1])
+    gpu.select("request", 40)
+    try:
+        row = row_of(drawn(panel, gpu, 120, 16), "r40")
+    finally:
+        gpu.select(None)
+    assert f"+{joined.tokens:,}" in row and "─" in row
+    assert row.index("█") < row.index("─")
+
+
+def test_the_picture_follows_the_newest_step_until_it_is_moved() -> None:
+    stress, view = stress_view(SMALL, 3.0, 30)
+    panel = Waterfall()
+    drawn(panel, view)
+
+    def forward() -> None:
+        stress.run(0.3)
+        view.fold(stress.drain(), stress.now)
+        view.frame(stress.now)
+        drawn(panel, view)
+
+    before = panel.scale.right
+    forward()
+    assert panel.scale.right == Timeline(view.steps, view.horizon).end > before
+    panel.repaint = lambda: drawn(panel, view)
+    panel.action_zoom(1)
+    assert panel.right is None, "zooming does not stop the picture"
+    panel.action_pan(-1)
+    still = panel.scale
+    forward()
+    assert panel.scale == still
+    panel.action_latest()
+    forward()
+    assert panel.scale.right == Timeline(view.steps, view.horizon).end
+
+
+def test_only_what_is_in_sight_is_computed(gpu: View, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    get = type(gpu.steps).get
+    monkeypatch.setattr(type(gpu.steps), "get", lambda self, step: read.append(step) or get(self, step))
+    panel = Waterfall()
+    drawn(panel, gpu)
+    assert len(read) < 120, "a few steps, and those of the search for them"
+    panel.repaint = lambda: drawn(panel, gpu)
+    panel.chosen_ms = SCALES[-1]
+    read.clear()
+    rows = drawn(panel, gpu)
+    assert len(set(read)) < MOST_STEPS + 120 and f"the last {MOST_STEPS} steps" in "".join(
+        text for text, _ in panel.picture(gpu, 120, 30).note
+    )
+    panel.action_zoom(1)
+    assert panel.chosen_ms == SCALES[-1] and rows
+
+
+@asynccontextmanager
+async def opened() -> Any:
+    app = Alone(Waterfall, CLASSROOM, warm_up=3.0, fps=0)
+    async with app.run_test(size=(100, 24)) as pilot:
+        app.tick()
+        app.stress.gate(True)
+        app.show()
+        await pilot.pause()
+        yield app, pilot, app.panel
+
+
+async def test_keys_move_the_cursor_over_parts_and_steps_and_select_the_step() -> None:
+    async with opened() as (app, pilot, panel):
+        await pilot.press("left")
+        assert panel.cursor is not None and "cursor +" in panel.text
+        assert app.view.selection == ("step", panel.step) or app.view.selection.id == panel.step
+        places = [panel.cursor]
+        for _ in range(6):
+            await pilot.press("left")
+            places.append(panel.cursor)
+        assert places == sorted(places, reverse=True) and len(set(places)) == 7
+        line = Timeline(app.view.steps, app.view.horizon)
+        begins = {span.begin for span in line.host(line.first, line.last)}
+        assert set(places) <= begins, "the cursor stops at each part"
+        await pilot.press("right")
+        assert panel.cursor == places[-2]
+        step = panel.step
+        await pilot.press("shift+left")
+        assert panel.step == step - 1 and panel.cursor == pytest.approx(line.arrived(step - 1))
+        await pilot.press("shift+right", "shift+right")
+        assert panel.step == step + 1
+        assert panel.text.count(f"step {step + 1:,}") >= 1
+        for _ in range(40):
+            await pilot.press("shift+left")
+        assert panel.scale.left <= panel.cursor < panel.scale.right, "the picture moves with the cursor"
+        await pilot.press("end")
+        assert panel.cursor is None and panel.right is None and app.view.selection is None
+
+
+async def test_keys_zoom_around_the_cursor_and_move_the_picture() -> None:
+    async with opened() as (_app, pilot, panel):
+        await pilot.press("left", "left", "left")
+        column = panel.scale.column(panel.cursor)
+        scale = panel.scale.ms
+        await pilot.press("left_square_bracket")
+        assert panel.scale.ms < scale and abs(panel.scale.column(panel.cursor) - column) <= 1
+        await pilot.press("right_square_bracket")
+        assert panel.scale.ms == scale
+        right = panel.scale.right
+        await pilot.press("pageup")
+        assert panel.scale.right == pytest.approx(right - panel.scale.columns * scale / 2)
+        await pilot.press("pagedown")
+        assert panel.scale.right == pytest.approx(right)
+        await pilot.press(*["right_square_bracket"] * 4, *["pageup"] * 30)
+        line = Timeline(panel.view.steps, panel.view.horizon)
+        assert panel.scale.left < line.begin < panel.scale.right, "the picture cannot leave the history"
+
+
+async def test_the_mouse_sets_the_cursor_drags_and_zooms() -> None:
+    async with opened() as (app, pilot, panel):
+        x = panel._label + 42
+        await pilot.click(panel, offset=(x, 3))
+        assert panel.scale.column(panel.cursor) == x - 2 - panel._label
+        place = panel.scale.left + (x - 2 - panel._label + 0.5) * panel.scale.ms
+        assert panel.cursor == pytest.approx(place)
+        request = panel.lanes[1].id
+        await pilot.click(panel, offset=(4, 1 + panel._lanes_row + 1))
+        assert app.view.selection.kind == "request" and app.view.selection.id == request
+        left, ms, cursor = panel.scale.left, panel.scale.ms, panel.cursor
+        await pilot.mouse_down(panel, offset=(40, 3))
+        await pilot.hover(panel, offset=(50, 3))
+        await pilot.mouse_up(panel, offset=(50, 3))
+        assert panel.scale.left == pytest.approx(left - 10 * ms) and panel.cursor == cursor
+        await pilot.hover(panel, offset=(60, 3))
+        assert panel.scale.left == pytest.approx(left - 10 * ms), "the button is up"
+        under = panel.scale.left + (70 - 2 - panel._label + 0.5) * ms
+        scroll: Any = dict.fromkeys(("delta_x", "delta_y", "button"), 0) | {"x": 70, "y": 3}
+        scroll |= dict.fromkeys(("shift", "meta", "ctrl"), False)
+        panel.on_mouse_scroll_up(events.MouseScrollUp(panel, **scroll))
+        assert panel.scale.ms < ms and panel.scale.column(under) == 70 - 2 - panel._label
+        before = panel.scale
+        panel.on_mouse_scroll_down(events.MouseScrollDown(panel, **{**scroll, "shift": True}))
+        assert panel.scale.ms == before.ms and panel.scale.left > before.left
+
+
+async def test_enter_opens_the_step_and_up_and_down_choose_a_request() -> None:
+    async with opened() as (app, pilot, panel):
+        await pilot.press("up")
+        assert app.view.selection.id == panel.lanes[-1].id
+        await pilot.press("up")
+        assert app.view.selection.id == panel.lanes[-2].id
+        for _ in range(len(app.view.lanes.lanes) + 2):
+            await pilot.press("up")
+        assert app.view.selection.id == panel.lanes[0].id
+        assert panel.text.count(f"r{panel.lanes[0].id} ") >= 1
