@@ -108,7 +108,7 @@ async def test_what_is_asked_of_the_engine_while_it_loads_is_done_when_it_is_the
         app.submit("/slow 20")
         app.submit("/pause")
         app.submit("early")
-        await _said(app, pilot, "sent when it has started")
+        await _said(app, pilot, "sent when the engine has started")
         assert app.pace == 1 and not source.info
         source.loaded.set()
         await until(pilot, lambda: app.pace == 20 and app.gated)
