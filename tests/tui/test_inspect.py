@@ -119,7 +119,7 @@ async def test_z_shows_a_panel_alone_and_brings_the_others_back(clock):
         assert tree.size.width == 140 and tree.size.height > small.height
         assert not screen.query_one(BlockMap).region.area
         text = "\n".join(lines(app))
-        assert "KV pool" in text and "of 128 tokens" in text, "the pool and the step stay in sight"
+        assert "hit rate" in text and "of 128 tokens" in text, "the vitals and the step stay in sight"
         await pilot.press("z")
         await frames(app, pilot, clock)
         assert tree.size == small and screen.query_one(BlockMap).region.area

@@ -17,7 +17,6 @@ from minitui.tui.widgets.details import Details
 from minitui.tui.widgets.events import Events
 from minitui.tui.widgets.experts import ExpertMap
 from minitui.tui.widgets.lanes import BatchLanes
-from minitui.tui.widgets.occupancy import Occupancy
 from minitui.tui.widgets.status_bar import StatusBar
 from minitui.tui.widgets.step_bar import StepBar
 from minitui.tui.widgets.timings import StepTimings
@@ -33,7 +32,7 @@ TIMINGS_HEIGHT = 10
 # Panels that change with every step are painted often, panels of figures less often. After a selection, and in
 # every frame while the picture does not move (frozen, paused, in the past), all panels are painted.
 EVERY = {
-    "step": (1, 0), "occupancy": (1, 0), "map": (2, 0), "table": (2, 1), "lanes": (4, 1), "events": (4, 3),
+    "step": (1, 0), "map": (2, 0), "table": (2, 1), "lanes": (4, 1), "events": (4, 3),
     "tree": (5, 1), "vitals": (5, 2), "timings": (10, 4), "experts": (5, 3), "waterfall": (2, 1),
 }  # fmt: skip
 
@@ -57,10 +56,7 @@ class InspectScreen(BaseScreen[None]):
         & #left, & #right { width: 1fr; }
         & #lanes, & #tree, & #events, & #waterfall { height: 1fr; }
         & #experts { display: none; }
-        & #glance { height: auto; }
         & #timings { height: 10; }
-        &.-single #vitals { display: none; }
-        &.-many #occupancy { display: none; }
         &.-single #map, &.-single #table, &.-single #timings { height: 1fr; }
     }
     """
@@ -82,9 +78,7 @@ class InspectScreen(BaseScreen[None]):
     def compose(self) -> ComposeResult:
         yield TopBar()
         yield Vitals(id="vitals")
-        with Column(id="glance"):
-            yield Occupancy(id="occupancy")
-            yield StepBar(id="step")
+        yield StepBar(id="step")
         with Columns(id="columns"):
             with Column(id="left"):
                 yield BlockMap(id="map")

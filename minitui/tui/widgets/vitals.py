@@ -97,7 +97,10 @@ def spark(values: Sequence[float] | np.ndarray, top: float = 0.0) -> str:
 
 
 class Vitals(LinePanel, can_focus=False):
-    """The figures, side by side in two lines. If the panel has five rows or more: in a frame, one below the other."""
+    """The figures in two lines; a wide panel also shows their history.
+
+    A panel of five rows or more has a frame, and the figures are one below the other.
+    """
 
     TITLE = "Engine"
     FRAME = "none"
@@ -110,18 +113,27 @@ class Vitals(LinePanel, can_focus=False):
     def picture(self, view: View, width: int, height: int) -> Picture:
         if self.frame == "box":
             return Picture(self._column(view, width, height), note=[(f"1 bar = {BUCKET:g} s", "dim")])
-        across = 6 if width >= 96 else 3
-        cell = width // across
-        chosen = vitals(view, cell - 2)
-        if across == 3:
-            chosen = [chosen[0], chosen[2], chosen[5]]
+        if width < 96:
+            return Picture(self._figures(view, width))
+        cell = width // 6
+        room = cell - 2
         head, bars = Row(), Row()
-        for i, vital in enumerate(chosen):
+        for i, vital in enumerate(vitals(view, room)):
             at = i * cell + 1
-            room = cell - 2
             head.to(at).extend(_head(vital, room))
             bars.to(at).add(spark(vital.series, vital.top), vital.style)
         return Picture([head.done(width), bars.done(width)])
+
+    def _figures(self, view: View, width: int) -> list[Runs]:
+        """Returns two lines of three figures, without their history."""
+        chosen, cell = vitals(view, 1), width // 3
+        rows: list[Runs] = []
+        for line in (chosen[:3], chosen[3:]):
+            row = Row()
+            for i, vital in enumerate(line):
+                row.to(i * cell + 1).extend(_head(vital, cell - 2))
+            rows.append(row.done(width))
+        return rows
 
     def _column(self, view: View, width: int, height: int) -> list[Runs]:
         chosen = vitals(view, width)
