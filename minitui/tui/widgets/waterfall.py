@@ -106,8 +106,7 @@ the scale, dragging moves the picture, and a click sets the cursor.""")
             rows.append(self._track(name, track(spans, scale, cursor, labels), width))
         if self.cursor is not None:
             rows.append(at_cursor(self.cursor, scale.left, self.host, device, width))
-        row = view.steps.get(line.last if self.step is None else self.step)
-        if row is not None:
+        if (row := view.steps.get(line.last if self.step is None else self.step)) is not None:
             rows += figures(row, self.host, view.timings, width)
         self._lanes_row = len(rows)
         rows += self._requests(view, line, named, max(0, height - len(rows)), width)
@@ -161,8 +160,7 @@ the scale, dragging moves the picture, and a click sets the cursor.""")
         top = hidden + 1 if hidden else 0  # the newest requests are shown; a line counts the others
         chosen = selected(view, "request")
         at = next((i for i, lane in enumerate(alive) if lane.id == chosen), None)
-        if hidden and at is not None and at < top:
-            top = at
+        top = top if at is None else min(top, at)
         self._alive = alive
         self.lanes = alive[top : top + room - (1 if hidden else 0)]
         rows = []
