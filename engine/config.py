@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from engine.errors import EngineError
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-POLICIES = ("fcfs", "longest-prefix", "static")  # the values of scheduling_policy
+POLICIES = ("fcfs", "longest-prefix", "priority", "static")  # the values of scheduling_policy
 CHOICES = {
     "dtype": ("auto", *DTYPES),
     "quantization": ("none", "int8", "fp8"),
@@ -51,7 +51,7 @@ class EngineConfig:
     enforce_eager: bool = False  # True: no CUDA graphs
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    scheduling_policy: str = "fcfs"  # longest-prefix: longest cached prefix first; static: one batch after another
+    scheduling_policy: str = "fcfs"  # how waiting requests are sorted; the help of --scheduling-policy explains each
     speculation: str = "off"  # prompt-lookup: drafts from the request's own text (engine/core/speculation.py)
     speculative_tokens: int = 8  # the most draft tokens of a request in a step, if speculation is on
     overlap: str = "auto"  # on: plan step n+1 while step n runs; off: after step n; auto: on only on a GPU

@@ -13,6 +13,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 1024
 LONGEST_BAD_WORD = 256  # characters
+CONSTRAINTS = ("json_schema", "regex", "choice", "grammar")
 TYPES: dict[str, tuple[type | UnionType, str]] = {  # field -> (its type, the type in words)
     "logit_bias": (dict | None, "a dict of token id to bias"),
     "ignore_eos": (bool, "a bool"),
@@ -21,6 +22,7 @@ TYPES: dict[str, tuple[type | UnionType, str]] = {  # field -> (its type, the ty
     "json_schema": (dict | str | None, "a dict, or JSON as a string"),
     "regex": (str | None, "a string"),
     "disable_additional_properties": (bool, "a bool"),
+    "grammar": (str | None, "a string"),
 }
 
 
@@ -53,11 +55,12 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None  # how many of the most likely tokens to report besides each sampled token
     prompt_logprobs: int | None = None  # how many to report besides each prompt token
-    # Constraints of the reply; at most one of these three may be set. They need minitui's extra "structured" (pip).
+    # Constraints of the reply; at most one of these four may be set. They need minitui's extra "structured" (pip).
     json_schema: dict[str, Any] | str | None = None
     regex: str | None = None
     choice: tuple[str, ...] = ()
     disable_additional_properties: bool = True  # objects of json_schema have only the properties that it declares
+    grammar: str | None = None  # a context-free grammar in the notation of Lark or llama.cpp (GBNF)
 
     def __post_init__(self) -> None:
         # Lists and single strings are accepted, as in vLLM, and are stored as tuples.
@@ -77,7 +80,13 @@ class SamplingParams:
 
     @property
     def structured(self) -> bool:
-        return self.json_schema is not None or self.regex is not None or bool(self.choice)
+        return self.constraint is not None
+
+    @property
+    def constraint(self) -> str | None:
+        """The name of the field that constrains the reply, or None."""
+        given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, ())]
+        return given[0] if given else None
 
     @property
     def has_penalties(self) -> bool:
@@ -131,8 +140,10 @@ class SamplingParams:
             _number("logit_bias", bias, -100.0, 100.0)
         if any(not isinstance(choice, str) for choice in self.choice):
             raise InvalidRequest("choice must contain only strings", "choice")
-        if (self.json_schema is not None) + (self.regex is not None) + bool(self.choice) > 1:
-            raise InvalidRequest("only one of json_schema, regex and choice can constrain a reply", "json_schema")
+        if sum(getattr(self, name) not in (None, ()) for name in CONSTRAINTS) > 1:
+            raise InvalidRequest(
+                "only one of json_schema, regex, choice and grammar can constrain a reply", "json_schema"
+            )
         if self.prompt_logprobs is not None and self.n > 1:
             raise InvalidRequest(f"prompt_logprobs needs n = 1; n is {self.n}", "prompt_logprobs")
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from engine.core.allocator import BlockAllocator
-from engine.core.radix import Match, Node, RadixTree
+from engine.core.radix import Match, Node, RadixTree, block_key
 from engine.core.request import Request
 from engine.trace.records import CLEARED, RecordLog
 
@@ -52,7 +52,8 @@ class KVCache:
         if not self.may_read(request) or request.shared_blocks != request.planned // self.block_size:
             return None
         limit = (len(request.ids) - 1) // self.block_size
-        return self.tree.match(request.ids, limit, request.node or self.tree.root, request.shared_blocks)
+        node, depth = request.node or self.tree.root, request.shared_blocks
+        return self.tree.match(request.ids, limit, node, depth, request.cache_salt)
 
     def may_read(self, request: Request) -> bool:
         """Return False if the request still needs the logits of its whole prompt, or if prefix caching is off."""
@@ -152,7 +153,7 @@ class KVCache:
             if keys[0] not in node.children:
                 self._append(request, keys, -1)
                 return
-            match = self.tree.match(request.ids, end, node, start)
+            match = self.tree.match(request.ids, end, node, start, request.cache_salt)
             copies = request.table[start : start + len(match.blocks)]
             self._hold(request, self.tree.claim(match), match.blocks, dropped=copies)
 
@@ -163,8 +164,7 @@ class KVCache:
         request.shared_blocks = start + len(keys)
 
     def _keys(self, request: Request, start: int, end: int) -> list[tuple[int, ...]]:
-        size = self.block_size
-        return [tuple(request.ids[i * size : (i + 1) * size]) for i in range(start, end)]
+        return [block_key(request.ids, i, self.block_size, request.cache_salt) for i in range(start, end)]
 
     # ---- releasing
 

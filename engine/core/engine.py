@@ -93,14 +93,23 @@ class Engine:
 
     # ---- requests
 
-    def add_request(self, ids: list[int], params: SamplingParams, group: str = "", sample_index: int = 0) -> Request:
+    def add_request(
+        self, ids: list[int], params: SamplingParams, group: str = "", sample_index: int = 0, *, priority: int = 0,
+        cache_salt: str = "",
+    ) -> Request:  # fmt: skip
         """Queue a prompt and return its request.
+
+        `priority`: with the policy "priority", requests with a lower number are admitted first. `cache_salt`: cached
+        blocks are shared only between requests with the same salt.
 
         Raises InvalidRequest, and queues nothing, if an argument is invalid, the prompt can never run or the queue is
         full.
         """
         try:
             request = self._request(ids, params, group, sample_index)
+            _check_type("priority", priority, int)
+            _check_type("cache_salt", cache_salt, str)
+            request.priority, request.cache_salt = priority, cache_salt
             self.scheduler.add(request)
         except InvalidRequest as error:
             self.log.append("refuse", group if isinstance(group, str) else "", str(error))
@@ -111,8 +120,7 @@ class Engine:
     def _request(self, ids: list[int], params: SamplingParams, group: str, sample_index: int) -> Request:
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"the sampling parameters are of type {type(params).__name__}, not SamplingParams")
-        if not isinstance(group, str):
-            raise InvalidRequest(f"group is of type {type(group).__name__}: it must be a string", "group")
+        _check_type("group", group, str)
         if not isinstance(sample_index, int) or not 0 <= sample_index < 1 << 31:
             raise InvalidRequest(f"sample_index is {_short(sample_index)}: it must be a whole number, 0 or more", "n")
         params.validate(self.runner.vocab_size)
@@ -281,6 +289,11 @@ class Engine:
             },
             "pending": tree.pending_blocks(),
         }  # fmt: skip
+
+
+def _check_type(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise InvalidRequest(f"{name} is of type {type(value).__name__}: it must be of type {kind.__name__}", name)
 
 
 def _check_ids(ids: list[int], vocab_size: int) -> None:

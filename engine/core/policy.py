@@ -1,6 +1,6 @@
-"""The policy "longest-prefix": admit the requests with the longest cached prefix first.
+"""The policies that sort the queue: "priority", and "longest-prefix" (the longest cached prefix first).
 
-SGLang (Zheng et al. 2024) uses this order. This engine also limits how often a request may be overtaken. The policy
+SGLang (Zheng et al. 2024) uses longest-prefix. This engine also limits how often a request may be overtaken. It
 helps when many requests share long prefixes and the pool is small: with 400 questions about 24 texts and a pool for
 five texts, the mean time to first token fell from 3.6 s to 0.5 s (engine/kernels/MEASURED.md).
 """
@@ -12,6 +12,7 @@ from collections import deque
 from itertools import islice
 
 from engine.core.cache import KVCache
+from engine.core.radix import block_key
 from engine.core.request import Request, RequestState
 from engine.trace.records import RecordLog
 
@@ -66,7 +67,7 @@ class LongestPrefix:
         found = bisect_left(hashes, True, key=lambda prefix: prefix not in prefixes)
         while found == len(hashes) < limit and self._hashable:
             self._hashable -= 1
-            block = tuple(request.ids[found * size : (found + 1) * size])
+            block = block_key(request.ids, found, size, request.cache_salt)
             hashes.append(hash((hashes[-1] if hashes else 0, block)))
             found += hashes[-1] in prefixes
         return found
@@ -79,4 +80,31 @@ class LongestPrefix:
             request.overtaken += len(ids) - bisect(ids, request.id)
 
 
-ORDERS = {"longest-prefix": LongestPrefix}  # policy -> the class that sorts the queue; other policies do not sort it
+class Priority:
+    """Sorts the queue by the requests' priority: the lowest number first, and then the order of arrival.
+
+    Preempted requests come first, as under the other policies.
+    """
+
+    def __init__(self, cache: KVCache, log: RecordLog) -> None:
+        self._log = log
+
+    def sort(self, waiting: deque[Request]) -> None:
+        """Sort the queue."""
+        order = sorted(waiting, key=self._sort_key)
+        if order != list(waiting):
+            waiting.clear()
+            waiting.extend(order)
+            self._log.append("order", [request.id for request in order])
+
+    @staticmethod
+    def _sort_key(request: Request) -> tuple[int, int, int]:
+        return (0, 0, 0) if request.state is RequestState.PREEMPTED else (1, request.priority, request.id)
+
+    @staticmethod
+    def count_overtaken(waiting: deque[Request], admitted: list[Request]) -> None:
+        """Do nothing: priorities may make a request wait for any time."""
+
+
+# policy -> the class that sorts the queue; other policies do not sort it
+ORDERS: dict[str, type[LongestPrefix | Priority]] = {"longest-prefix": LongestPrefix, "priority": Priority}

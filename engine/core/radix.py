@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -27,6 +27,32 @@ from engine.trace.records import RecordLog
 Key = tuple[int, ...]  # the token ids of one block
 MAX_COMPARED = 64  # a missing block is compared with at most this many siblings, to find the first token that differs
 MAX_GHOSTS = 8192  # number of evicted prefixes that are remembered: a miss can then name the step of the eviction
+
+
+class SaltedKey(tuple[int, ...]):
+    """The key of the first block of a request with a cache salt. It equals only keys with the same salt."""
+
+    salt: str
+
+    def __new__(cls, ids: Iterable[int], salt: str) -> SaltedKey:
+        key = super().__new__(cls, ids)
+        key.salt = salt
+        return key
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SaltedKey) and self.salt == other.salt and tuple.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((self.salt, tuple(self)))
+
+
+def block_key(ids: list[int], index: int, size: int, salt: str) -> Key:
+    """Return the key of block `index` of a sequence. Only the first block has the salt: the others are below it."""
+    key = tuple(ids[index * size : (index + 1) * size])
+    return SaltedKey(key, salt) if salt and not index else key
 
 
 class Node:
@@ -97,16 +123,18 @@ class RadixTree:
 
     # ---- looking up
 
-    def match(self, ids: list[int], limit: int, node: Node | None = None, depth: int = 0) -> Match:
+    def match(
+        self, ids: list[int], limit: int, node: Node | None = None, depth: int = 0, salt: str = ""
+    ) -> Match:  # fmt: skip
         """Return which of the blocks [depth, limit) of `ids` are below `node` (None: the root). Change nothing.
 
-        The path to `node` has the first `depth` blocks of `ids`.
+        The path to `node` has the first `depth` blocks of `ids`. `salt`: the cache salt of the request.
         """
         node = node or self.root
         size = self.block_size
         blocks: list[int] = []
         while depth < limit:
-            key = tuple(ids[depth * size : (depth + 1) * size])
+            key = block_key(ids, depth, size, salt)
             child = node.children.get(key)
             if child is None:
                 return self._miss(ids, node, node.end_hash, depth, key, None, 0, blocks)
@@ -346,8 +374,10 @@ class RadixTree:
 
 
 def _common(a: Key, b: Key) -> int:
-    """Return the number of equal tokens at the beginning of two keys of the same length."""
+    """Return the number of equal tokens at the beginning of two keys of the same length; 0 if their salts differ."""
     n = 0
+    if getattr(a, "salt", "") != getattr(b, "salt", ""):
+        return n
     for x, y in zip(a, b, strict=True):
         if x != y:
             break

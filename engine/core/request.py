@@ -68,6 +68,8 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     group: str = ""  # a label from the caller, such as the id of a chat; the engine does not read it
     sample_index: int = 0  # which of the n samples of a prompt; the noise depends on it
+    priority: int = 0  # with the policy "priority", requests with a lower number are admitted first
+    cache_salt: str = ""  # cached blocks are shared only between requests with the same salt
     prompt_len: int = 0
     state: RequestState = RequestState.WAITING
     finish_reason: str = ""

@@ -45,7 +45,7 @@ class SchedulerConfig:
     max_model_len: int = 4096
     watermark: float = 0.01  # share of the pool that stays free at an admission, so that running requests can grow
     chunked_prefill: bool = True  # False: a prompt is prefilled in one step, even above the budget
-    policy: str = "fcfs"  # longest-prefix: the longest cached prefix first; static: one batch after another
+    policy: str = "fcfs"  # longest-prefix, priority: sort the queue (policy.py); static: one batch after another
     max_waiting: int | None = None  # requests; None: no limit
     speculative_tokens: int = 0  # the longest draft of a request in one step; 0: no speculation
 

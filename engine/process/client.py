@@ -294,11 +294,17 @@ class EngineClient:
 
     # ---- requests and control
 
-    def submit(self, ids: list[int], params: SamplingParams, group: str = "", sample_index: int = 0) -> Stream:
-        """Queue a prompt without waiting. If the engine refuses it, iterating over the stream raises InvalidRequest."""
+    def submit(
+        self, ids: list[int], params: SamplingParams, group: str = "", sample_index: int = 0, *, priority: int = 0,
+        cache_salt: str = "",
+    ) -> Stream:  # fmt: skip
+        """Queue a prompt without waiting. If the engine refuses it, iterating over the stream raises InvalidRequest.
+
+        The arguments are those of `Engine.add_request`.
+        """
         self._tag += 1
         stream = EngineStream(self, self._tag)
-        self._send("submit", self._tag, list(ids), params, group, sample_index)
+        self._send("submit", self._tag, list(ids), params, group, sample_index, priority, cache_salt)
         self._streams[self._tag] = stream
         return stream
 

@@ -235,10 +235,12 @@ class EngineServer:
         elif kind == "start":
             self.writer.send("failed", sentence)
 
-    def _submit(self, tag: int, ids: list[int], params: Any, group: str, sample_index: int) -> None:
+    def _submit(
+        self, tag: int, ids: list[int], params: Any, group: str, sample_index: int, priority: int, cache_salt: str
+    ) -> None:
         if tag in self._id_of:
             raise InvalidRequest(f"the tag {tag} belongs to a request that has not ended", "tag")
-        request = self.engine.add_request(ids, params, group, sample_index)
+        request = self.engine.add_request(ids, params, group, sample_index, priority=priority, cache_salt=cache_salt)
         try:
             self.outputs.open(request)
         except BaseException:

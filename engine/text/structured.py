@@ -1,4 +1,4 @@
-"""Constrains replies to a JSON schema, a regular expression or a list of choices, with the library llguidance.
+"""Constrains replies to a JSON schema, a regular expression, choices or a grammar, with the library llguidance.
 
 Each constraint is compiled to a grammar when its request is submitted. A request with an invalid grammar is refused.
 Before each draw, the grammar computes a mask of the allowed tokens. When the step is committed, the grammar advances by
@@ -64,7 +64,7 @@ class Grammars:
 
     def compile(self, params: SamplingParams) -> Grammar:
         """Returns the compiled grammar of `params`. Raises InvalidRequest, with the field, if it cannot be compiled."""
-        field = "json_schema" if params.json_schema is not None else "regex" if params.regex is not None else "choice"
+        field = params.constraint or "json_schema"
         try:
             import llguidance
         except ImportError as error:
@@ -161,4 +161,8 @@ def _source(matcher: Any, params: SamplingParams) -> str:
         return matcher.grammar_from_json_schema(json.dumps(schema))
     if params.regex is not None:
         return matcher.grammar_from_regex(params.regex)
+    if params.grammar is not None:
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        return matcher.grammar_from_lark(any_to_lark(params.grammar))
     return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in params.choice))

@@ -82,38 +82,63 @@ class Tokenizer:
         return self._decoding.token_bytes(token_id)
 
     def apply_chat_template(
-        self, messages: list[Message], add_generation_prompt: bool = True, **template: Any
-    ) -> list[int]:
+        self, messages: list[Message], add_generation_prompt: bool = True, *, continue_final_message: bool = False,
+        chat_template: str | None = None, any_length: bool = False, **template: Any,
+    ) -> list[int]:  # fmt: skip
         """Returns the ids of a conversation. With `add_generation_prompt`, the model continues them with a reply.
 
-        `template`: further arguments for the template (tools, enable_thinking, …). Only the template can add control
-        tokens: names of control tokens in a message are plain text. Raises InvalidRequest if the model has no template,
-        or if the template refuses the messages.
-        """
-        values = {"messages": messages, **template}
-        if not any(text in part for part in _strings(values) for text in self._control_ids):
-            rendered = self.render_chat(messages, add_generation_prompt, **template)
-            self._check_length(rendered)
-            return _encode(self._tokenizer, rendered, False)
-        mark = "".join(chr(secrets.choice(PRIVATE_USE)) for _ in range(MARK_LENGTH))
-        pattern = self._control_pattern
-        marked = _map_strings(values, lambda text: pattern.sub(lambda found: mark + mark.join(found[0]), text))
-        rendered = self.render_chat(marked.pop("messages"), add_generation_prompt, **marked)
-        escaped = "".join(f"\\u{ord(character):04x}" for character in mark)  # as tojson(ensure_ascii=true) writes it
-        rendered = rendered.replace(escaped, mark)
-        self._check_length(rendered.replace(mark, ""))
-        return self._encode_marked(rendered, mark)
+        continue_final_message   end the ids after the last message's content, so that the model continues this message
+        chat_template            the source of a template that replaces the checkpoint's
+        any_length               do not check `context`, because the caller cuts the ids
+        template                 further arguments for the template (tools, enable_thinking, …)
 
-    def render_chat(self, messages: list[Message], add_generation_prompt: bool = True, **template: Any) -> str:
-        """Returns the conversation as text, with the template's control tokens."""
+        Only the template can add control tokens: names of control tokens in a message are plain text. Raises
+        InvalidRequest if there is no template, or if the template refuses the messages.
+        """
+        generate = add_generation_prompt and not continue_final_message
+        values = {"messages": messages, **template}
+        mark = ""
+        if any(text in part for part in _strings(values) for text in self._control_ids):
+            mark = "".join(chr(secrets.choice(PRIVATE_USE)) for _ in range(MARK_LENGTH))
+            pattern = self._control_pattern
+            values = _map_strings(values, lambda text: pattern.sub(lambda found: mark + mark.join(found[0]), text))
+        shown = values.pop("messages")
+        rendered = self.render_chat(shown, generate, chat_template=chat_template, **values)
+        if mark:
+            escaped = "".join(f"\\u{ord(character):04x}" for character in mark)  # as tojson writes it
+            rendered = rendered.replace(escaped, mark)
+        if continue_final_message:
+            rendered = _up_to_last_message(rendered, shown)
+        if not any_length:
+            self._check_length(rendered.replace(mark, "") if mark else rendered)
+        return self._encode_marked(rendered, mark) if mark else _encode(self._tokenizer, rendered, False)
+
+    def render_chat(
+        self, messages: list[Message], add_generation_prompt: bool = True, *, chat_template: str | None = None,
+        **template: Any,
+    ) -> str:  # fmt: skip
+        """Returns the conversation as text, with the template's control tokens.
+
+        `chat_template`: as in `apply_chat_template`. Such a template is rendered in a process of its own.
+        """
+        values = {"messages": messages, "add_generation_prompt": add_generation_prompt,
+                  "tools": None, "documents": None, **self._names, **template}  # fmt: skip
+        if chat_template is not None:
+            other = ChatTemplate(chat_template, self.directory)
+            try:
+                return other.render(values)
+            except CheckpointError as error:
+                sentence = "chat_template cannot be compiled: it is not a valid Jinja template"
+                raise InvalidRequest(sentence, "chat_template") from error
+            finally:
+                other.stop()
         if self.chat_template is None:
             raise InvalidRequest(
                 f"{self.directory} has no chat template (chat_template.jinja, or chat_template in "
                 "tokenizer_config.json): use a chat model, or send plain text for completion",
                 "messages",
             )
-        values = {"tools": None, "documents": None, **self._names, **template}
-        return self._template.render({"messages": messages, "add_generation_prompt": add_generation_prompt, **values})
+        return self._template.render(values)
 
     def start_rendering(self) -> None:
         """Start the process that renders chats, without waiting for it. Otherwise the first rendering starts it."""
@@ -245,6 +270,22 @@ class Tokenizer:
                 "characters"
             )
         return template
+
+
+def _up_to_last_message(rendered: str, messages: list[Message]) -> str:
+    """Returns the rendered chat up to the end of the last message's content. Raises InvalidRequest if it is not there.
+
+    Templates may strip the content, so its spaces at the end are kept only if the chat contains them.
+    """
+    content = messages[-1].get("content") if messages else None
+    text = content.lstrip() if isinstance(content, str) else ""
+    at = rendered.rfind(text.rstrip()) if text else -1
+    if at < 0:
+        raise InvalidRequest(
+            "continue_final_message needs a last message with a text that the chat template writes unchanged",
+            "continue_final_message",
+        )
+    return rendered[: at + len(text if rendered.startswith(text, at) else text.rstrip())]
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:

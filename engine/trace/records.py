@@ -30,7 +30,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "submit": ("request", "group", "prompt_tokens", "max_total"),  # joins the end of the waiting queue
     "refuse": ("group", "reason"),  # rejected before it became a request; the state does not change
     "wait": ("request", "reason"),  # the head of the queue is not admitted; written when the reason changes
-    "order": ("queue",),  # the head of the queue was sorted (policy longest-prefix); its request ids in the new order
+    "order": ("queue",),  # the head of the queue was sorted (engine/core/policy.py); its request ids in the new order
     "admit": ("request", "row", "reason"),  # leaves the queue and gets a row; reason: "new" or "resumed"
     "match": ("request", "tokens", "stop", "at", "detail"),  # prefix match at admission or before a chunk: the tokens
     #   taken from the tree, and why the match stopped: "whole" (all blocks that can be shared were taken), "differs"

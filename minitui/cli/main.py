@@ -20,7 +20,7 @@ from minitui.cli.chat import chat
 from minitui.cli.chats import chats
 from minitui.cli.doctor import doctor
 from minitui.cli.recordings import replay
-from minitui.cli.serve import serve
+from minitui.cli.serve import ServeCommand, serve
 from minitui.cli.tail import tail
 from minitui.cli.teaching import demo, lesson
 from minitui.cli.verify import verify
@@ -52,8 +52,9 @@ that shows all of it live.
   minitui serve                         serve over HTTP, with OpenAI's and Anthropic's endpoints
   minitui doctor                        list what this machine can run""",
 )
-for command in (chat, ask, chats, demo, lesson, replay, tail, serve, doctor, verify):
+for command in (chat, ask, chats, demo, lesson, replay, tail, doctor, verify):
     app.command()(command)
+app.command(cls=ServeCommand)(serve)
 app.command(context_settings=PASS_ON)(bench)
 
 

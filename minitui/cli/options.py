@@ -103,6 +103,7 @@ def _engine(
         typer.Option(
             help="Order of waiting requests. fcfs: first come, first served. longest-prefix: the longest cached prefix "
             "first, with a limit on overtaking; helps if many prompts share long prefixes and the pool is small. "
+            "priority: the lowest number in a request's field priority first. "
             "static: a new batch starts when the whole previous batch has finished."
         ),
     ] = "fcfs",

@@ -5,10 +5,27 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from minitui.chat.model_choice import choose_model
 from minitui.cli.launch import log_path
 from minitui.cli.options import Model, Record, engine_config, with_options
+
+NAMES = "--served-model-name"
+
+
+class ServeCommand(TyperCommand):
+    """Accepts several names after one --served-model-name, as vLLM does."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        spread: list[str] = []
+        naming = False
+        for argument in args:
+            naming = argument == NAMES or (naming and not argument.startswith("-"))
+            if naming and argument != NAMES and spread[-1] != NAMES:
+                spread.append(NAMES)
+            spread.append(argument)
+        return super().parse_args(ctx, spread)
 
 
 @with_options("engine")
@@ -35,7 +52,13 @@ def serve(
     hide_text: Annotated[
         bool, typer.Option("--hide-text", help="Hide the text of prompts and answers in the telemetry.")
     ] = False,
-    served_model_name: Annotated[str, typer.Option(help="The model's name in requests and answers.")] = "",
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME...", help="Names of the model in requests and answers; the first is the main name."),
+    ] = None,
+    trust_request_chat_template: Annotated[
+        bool, typer.Option("--trust-request-chat-template", help="Let requests replace the model's chat template.")
+    ] = False,
     max_waiting: Annotated[
         int, typer.Option(min=0, help="Maximum number of waiting sequences; further requests are refused (429).")
     ] = 128,
@@ -71,7 +94,8 @@ def serve(
         record=record,
         cors_origins=tuple(cors_origin or ()),
         hide_text=hide_text,
-        served_name=served_model_name or choice.label,
+        served_names=tuple(dict.fromkeys(served_model_name or [choice.label])),
+        trust_request_template=trust_request_chat_template,
         max_waiting=max_waiting,
         stored_responses=stored_responses,
         max_body=max_body_mib << 20,

@@ -7,7 +7,10 @@
     service.py       owns the engine client: loading, restart, admission, drain
     broadcast.py     sends the engine's records to all watchers
     metrics.py       the values of /metrics; prometheus.py writes them as text
-    schema.py        validates the fields of requests and answers
+    strict.py        the base classes of requests; unknown.py finds the fields that are ignored
+    notices.py       tells callers what was ignored: the header X-Minitui-Warning
+    schema.py        the fields that requests share; chat_schema.py, text_schema.py, constraints.py: the other fields
+    reply_schema.py  the fields of answers
     prompts.py       encodes texts and conversations as token ids
     answer.py        answers one request, as a whole or as events
     sse.py           server-sent events

@@ -6,6 +6,8 @@ The checks are plain ASGI middleware, so that endpoints notice a disconnect at o
 from __future__ import annotations
 
 import asyncio
+import re
+import uuid
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -13,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minitui.protocol import is_loopback
 from minitui.server.errors import ApiError, as_api_error
+from minitui.server.notices import HEADER, begin, header
 from minitui.server.origins import authority, is_same_origin
 from minitui.server.service import Service
 from minitui.server.settings import Role, ServerSettings
@@ -49,18 +52,23 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        started = False
+        started, notices = False, begin()
+        headers = Headers(scope=scope)
+        request_id = _request_id(headers)
 
         async def watched_send(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
+                added = [(b"x-request-id", request_id.encode())]
+                if notices:
+                    added.append((HEADER.lower().encode(), header(notices).encode()))
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
                 if message["status"] >= 400:
                     self.service.metrics.refusal(message["status"])
             await send(message)
 
         try:
-            headers = Headers(scope=scope)
             self._check_origin(headers)
             scope.setdefault("state", {})["role"] = self._check_key(scope, headers)
             # Ranges are ignored, because Starlette's error for an invalid Range does not have OpenAI's format.
@@ -141,6 +149,12 @@ class Guard:
             return first.pop() if first else await receive()
 
         return replay
+
+
+def _request_id(headers: Headers) -> str:
+    """Returns the caller's X-Request-Id, or a new one if the caller sent none or one with unusual characters."""
+    given = headers.get("x-request-id", "")
+    return given if re.fullmatch(r"[!-~]{1,128}", given) else uuid.uuid4().hex
 
 
 def _too_large(size: int, limit: int) -> ApiError:

@@ -24,7 +24,9 @@ from engine.params import SamplingParams
 from engine.process.stream import Stream
 from engine.text.output import Delta
 from minitui.server.errors import ApiError
-from minitui.server.schema import PromptDetails, Usage
+from minitui.server.notices import notice
+from minitui.server.reply_schema import PromptDetails, Usage
+from minitui.server.schema import Sampled, StreamOptions
 from minitui.server.service import Service
 from minitui.server.sse import DONE, EventStream, event, failure, unless_disconnected
 
@@ -38,12 +40,14 @@ class Output:
     finish_reason: str = ""
     metrics: dict[str, Any] = field(default_factory=dict)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of all prompt tokens but the first
 
     def add(self, part: Delta | Output) -> None:
         """Append the next part."""
         self.text += part.text
         self.ids += part.ids
         self.logprobs += part.logprobs
+        self.prompt_logprobs += part.prompt_logprobs
         self.finish_reason = part.finish_reason or self.finish_reason
         self.metrics = part.metrics or self.metrics
 
@@ -67,7 +71,7 @@ class Answer:
         self._tasks: list[asyncio.Task[None]] = []
         self._deadline = asyncio.get_running_loop().time() + service.settings.request_s
         self._params = SamplingParams()
-        self.prompt_tokens = 0  # in all prompts together
+        self.prompts: list[list[int]] = []  # their token ids, once they are submitted
 
     # ---- for subclasses
 
@@ -97,11 +101,12 @@ class Answer:
 
     async def submit(
         self, prompts: list[list[int]], params: SamplingParams, group: str = "", field: str = "prompt",
-        names: Mapping[str, str] | None = None,
+        names: Mapping[str, str] | None = None, **options: Any,
     ) -> None:  # fmt: skip
         """Queue `params.n` sequences for each prompt; returns when the engine has accepted all of them.
 
-        `field`: the prompt's field in the request; `names`: the engine's field name -> the request's field name.
+        `field`: the prompt's field in the request; `names`: the engine's field name -> the request's field name;
+        `options`: further arguments of EngineClient.submit.
         """
         try:
             await self.service.check(prompts, params, field)
@@ -112,10 +117,12 @@ class Answer:
             raise InvalidRequest(re.sub(rf"^{error.field}\b", own, str(error)), own) from error
         self.service.check_ready()
         client = self.service.client
-        self._params = params
-        self.prompt_tokens = sum(map(len, prompts))
+        self._params, self.prompts = params, prompts
+        room = self.service.longest - max(map(len, prompts))
+        if params.max_tokens is not None and params.max_tokens > room:
+            notice(f"max_tokens is {params.max_tokens:,}, but the context has room for {room:,}: the reply may be cut")
         self.streams = [
-            client.submit(ids, params, group, sample_index=sample) for ids in prompts for sample in range(params.n)
+            client.submit(ids, params, group, sample, **options) for ids in prompts for sample in range(params.n)
         ]
         for stream in self.streams:
             await stream.started()
@@ -244,16 +251,32 @@ class OpenAIAnswer(Answer):
     def __init__(self, service: Service, body: Any, prompts: int) -> None:
         """`body`: a ChatRequest or CompletionRequest; `prompts`: the number of its prompts."""
         service.check_ready()
-        service.check_model(body.model)
+        name = service.check_model(body.model)
         self.samples = body.n or 1
         super().__init__(service, self.samples * prompts, bool(body.stream))
         self.tokenizer = service.tokenizer
-        self._options = body.stream_options
-        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model}
+        self._options = body.stream_options or StreamOptions()
+        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
+
+    def last_tokens(self, body: Sampled, max_tokens: int | None) -> int | None:
+        """Returns how many of the prompt's last tokens the request keeps; None: all."""
+        asked = body.truncate_prompt_tokens
+        fitting = max(1, self.service.longest - (max_tokens or 1))
+        return asked if asked is None else fitting if asked == -1 else min(asked, fitting)
+
+    def scheduling(self, body: Sampled) -> dict[str, Any]:
+        """Returns the arguments of EngineClient.submit for the request's priority and cache salt."""
+        if body.priority and self.service.config.scheduling_policy != "priority":
+            notice("priority has no effect: this server was not started with --scheduling-policy priority")
+        return {"priority": body.priority or 0, "cache_salt": body.cache_salt or ""}
+
+    def token_ids(self, body: Sampled, output: Output) -> dict[str, Any]:
+        """Returns the field of a choice with its token ids, if the request asks for them."""
+        return {"token_ids": output.ids} if body.return_token_ids else {}
 
     def usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Returns the token counts of all sequences."""
-        return usage_of(outputs, self.samples)
+        return usage_of(self.prompts, outputs)
 
     def whole(self, outputs: list[Output]) -> dict[str, Any]:
         choices = [self.choice(index, output) for index, output in enumerate(outputs)]
@@ -263,22 +286,23 @@ class OpenAIAnswer(Answer):
         """Returns one choice of the whole answer."""
         raise NotImplementedError
 
-    def chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
-        """Returns one event of a streamed answer."""
-        body = {**self._head, "object": self.chunk_object, "choices": choices}
-        return event({**body, "usage": usage} if usage else body)
+    def chunk(self, choices: list[dict[str, Any]], outputs: list[Output] | None = None, **more: Any) -> bytes:
+        """Returns one event of a streamed answer, with the usage of `outputs` if the request asks for that."""
+        body = {**self._head, "object": self.chunk_object, "choices": choices, **more}
+        usage = self._options.continuous_usage_stats and outputs is not None
+        return event({**body, "usage": self.usage(outputs)} if usage and outputs is not None else body)
 
     def closing(self, outputs: list[Output]) -> Iterator[bytes]:
-        if self._options and self._options.include_usage:
-            yield self.chunk([], self.usage(outputs))
+        if self._options.include_usage:
+            yield self.chunk([], usage=self.usage(outputs))
         yield DONE
 
 
-def usage_of(outputs: Sequence[Output], samples: int) -> dict[str, Any]:
+def usage_of(prompts: Sequence[Sequence[int]], outputs: Sequence[Output]) -> dict[str, Any]:
     """Returns the token counts of all sequences, as in OpenAI's API; a prompt with several samples counts once."""
-    first = outputs[::samples]
-    prompt = sum(output.metrics.get("prompt_tokens", 0) for output in first)
+    prompt = sum(map(len, prompts))
     written = sum(len(output.ids) for output in outputs)
+    first = outputs[:: len(outputs) // len(prompts)]
     cached = sum(output.metrics.get("cached_tokens", 0) for output in first)
     return Usage(
         prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written,

@@ -45,6 +45,6 @@ def create_app(service: Service) -> ASGIApp:
         return guarded
     return CORSMiddleware(
         guarded, allow_origins=list(origins), allow_methods=["GET", "POST", "DELETE"],
-        allow_headers=["Authorization", "Content-Type", "X-API-Key", "Anthropic-Version"],
-        expose_headers=["Retry-After"],
+        allow_headers=["Authorization", "Content-Type", "X-API-Key", "Anthropic-Version", "X-Request-Id"],
+        expose_headers=["Retry-After", "X-Request-Id", "X-Minitui-Warning"],
     )  # fmt: skip

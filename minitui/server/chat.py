@@ -14,11 +14,13 @@ from fastapi.responses import Response
 from engine.errors import InvalidRequest
 from engine.params import SamplingParams
 from minitui.server.answer import OpenAIAnswer, Output
+from minitui.server.chat_schema import ChatRequest
+from minitui.server.constraints import Constraint
 from minitui.server.errors import RESPONSES, STREAMED, ApiError
-from minitui.server.logprobs import chat_logprobs, without_end
+from minitui.server.logprobs import chat_logprobs, prompt_logprobs, without_end
 from minitui.server.prompts import conversation
 from minitui.server.reply_parser import THINK, ForcedCallParser, Parts, ReplyParser
-from minitui.server.schema import ChatRequest, NamedTool, OpenAIResponse
+from minitui.server.reply_schema import OpenAIResponse
 from minitui.server.service import Service
 from minitui.server.tools import call_schema
 
@@ -35,26 +37,6 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-def offered_tools(body: ChatRequest) -> list[dict[str, Any]]:
-    """Returns the tools that the model may call."""
-    return [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.tool_choice != "none" else []
-
-
-async def prompt_of(service: Service, body: ChatRequest, tools: list[dict[str, Any]]) -> list[int]:
-    """Returns the ids of a request's prompt. Raises InvalidRequest or ApiError if it has none."""
-    values = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort == "none":
-        values.setdefault("enable_thinking", False)
-    try:
-        return await service.in_thread(
-            conversation, service.tokenizer, body.messages, tools or None, True, values, service.longest
-        )
-    except InvalidRequest as error:
-        if error.field == "prompt":  # the tokenizer's name for the text
-            error.field = "messages"
-        raise
-
-
 class ChatAnswer(OpenAIAnswer):
     """The choices of one request. `tools`: the model may call these; `forced`: the model must call one of these."""
 
@@ -63,73 +45,86 @@ class ChatAnswer(OpenAIAnswer):
     def __init__(self, service: Service, body: ChatRequest) -> None:
         super().__init__(service, body, 1)
         self.body = body
-        choice = body.tool_choice or "auto"
-        self.tools = offered_tools(body)
-        self.forced = self.tools if choice == "required" else []
+        self.tools: list[dict[str, Any]] = []
+        self.forced: list[dict[str, Any]] = []
         self.thinking = False  # True if the prompt ends with an open think tag
         self.choices: list[Choice] = []
 
     async def prepare(self) -> None:
-        service, body = self.service, self.body
-        if isinstance(body.tool_choice, NamedTool):
-            name = body.tool_choice.function.name
-            self.forced = [tool for tool in self.tools if tool["function"]["name"] == name]
-            if not self.forced:
-                raise ApiError(400, f"tool_choice names {name!r}, which is not one of the tools", "tool_choice")
-        ids = await prompt_of(service, body, self.tools)
+        body = self.body
+        described = body.described_tools()
+        names, must_call = body.callable_names()
+        known = [tool["function"]["name"] for tool in described]
+        for name in names:
+            if name not in known:
+                field = "tool_choice" if body.functions is None else "function_call"
+                raise ApiError(400, f"{field} names {name!r}, which is not one of the tools", field)
+        self.tools = [tool for tool in described if tool["function"]["name"] in names]
+        self.forced = self.tools if must_call else []
+        ids = await prompt_of(self.service, body, described, self.last_tokens(body, body.limit))
         prompt_end = self.tokenizer.decode(ids[-8:], skip_special_tokens=False)
         self.thinking = not self.forced and prompt_end.rstrip().endswith(THINK)
         self.choices = [Choice(self) for _ in range(self.samples)]
-        await self.submit([ids], self._sampling_params(), service.label(user=body.user), "messages", body.field_names)
+        await self.submit(
+            [ids], self._sampling_params(), self.service.label(user=body.user), "messages", body.field_names,
+            **self.scheduling(body),
+        )  # fmt: skip
 
     def _sampling_params(self) -> SamplingParams:
-        body = self.body
-        schema = body.response_format.grammar() if body.response_format else None
+        body, info = self.body, self.service.info
+        schemas = []
+        if body.response_format and (schema := body.response_format.grammar()) is not None:
+            schemas.append(Constraint("json_schema", schema, "response_format"))
         if self.forced:
-            if schema is not None:
-                raise InvalidRequest("response_format cannot be combined with a tool_choice that requires a call",
-                                     "response_format")  # fmt: skip
-            schema = call_schema(self.forced)
-        limit = body.max_completion_tokens or body.max_tokens
-        info = self.service.info
+            schemas.append(Constraint("json_schema", call_schema(self.forced), "tool_choice"))
         return body.params(
-            limit, info["generation"], info["vocab_size"], json_schema=schema,
+            body.limit, info["generation"], info["vocab_size"], schemas,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )  # fmt: skip
 
     def whole(self, outputs: list[Output]) -> dict[str, Any]:
-        return {**super().whole(outputs), "system_fingerprint": None}
+        body = self.body
+        more: dict[str, Any] = {"prompt_token_ids": self.prompts[0]} if body.return_token_ids else {}
+        if body.prompt_logprobs is not None:
+            more["prompt_logprobs"] = prompt_logprobs(self.tokenizer, outputs[0].prompt_logprobs, body.prompt_logprobs)
+        return {**super().whole(outputs), "system_fingerprint": None, **more}
 
     def choice(self, index: int, output: Output) -> dict[str, Any]:
         choice = self.choices[index]
         choice.take(output.text, output.finish_reason)
         return {
             "index": index, "message": choice.message(), "logprobs": self._logprobs(output),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": choice.finish_reason, "stop_reason": output.metrics.get("stop_reason"),
+            **self.token_ids(self.body, output),
         }  # fmt: skip
 
     def opening(self) -> Iterator[bytes]:
+        more: dict[str, Any] = {"prompt_token_ids": self.prompts[0]} if self.body.return_token_ids else {}
         for index in range(len(self.choices)):
-            yield self._chunk(index, {"role": "assistant", "content": ""})
+            yield self._chunk(index, {"role": "assistant", "content": ""}, [Output() for _ in self.choices], **more)
 
     def events(self, index: int, part: Output, outputs: list[Output]) -> Iterator[bytes]:
         choice = self.choices[index]
         choice.take(part.text, part.finish_reason)
         logprobs = self._logprobs(part)
-        for change in choice.changes() or ([{}] if logprobs and logprobs["content"] else []):
-            yield self._chunk(index, change, logprobs=logprobs)
-            logprobs = None  # only the first chunk contains logprobs
+        once: dict[str, Any] = {"logprobs": logprobs, **self.token_ids(self.body, part)}  # in the first of the events
+        changes = choice.changes()
+        if not changes and not choice.finish_reason and (once.get("token_ids") or (logprobs and logprobs["content"])):
+            changes = [{}]  # the text of these tokens is held back
+        for change in changes:
+            yield self._chunk(index, change, outputs, choice=once)
+            once = {}
         if choice.finish_reason:
-            with_usage = self._options is not None and self._options.continuous_usage_stats
-            usage = self.usage(outputs) if with_usage else None
-            yield self._chunk(index, {}, choice.finish_reason, logprobs, usage)
+            end = {"finish_reason": choice.finish_reason, "stop_reason": part.metrics.get("stop_reason")}
+            yield self._chunk(index, {}, outputs, choice={**once, **end})
 
     def _chunk(
-        self, index: int, delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any = None,
-        usage: dict[str, Any] | None = None,
+        self, index: int, delta: dict[str, Any], outputs: list[Output], choice: dict[str, Any] | None = None,
+        **more: Any,
     ) -> bytes:  # fmt: skip
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self.chunk([choice], usage)
+        """Returns one event. `choice`: further fields of the choice; `more`: further fields of the event."""
+        first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self.chunk([{**first, **(choice or {})}], outputs, **more)
 
     def _logprobs(self, part: Output) -> dict[str, Any] | None:
         if not self.body.logprobs:
@@ -138,11 +133,40 @@ class ChatAnswer(OpenAIAnswer):
         return chat_logprobs(self.tokenizer, shown, self.body.top_logprobs or 0)
 
 
+async def prompt_of(
+    service: Service, body: ChatRequest, tools: list[dict[str, Any]], last: int | None = None
+) -> list[int]:
+    """Returns the ids of a request's prompt. `tools`: the prompt describes these. `last`: keep only so many ids."""
+    if body.chat_template is not None and not service.settings.trust_request_template:
+        sentence = "requests cannot replace the chat template: start the server with --trust-request-chat-template"
+        raise ApiError(400, sentence, "chat_template")
+    values: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort == "none":
+        values.setdefault("enable_thinking", False)
+    values |= {"chat_template": body.chat_template, "continue_final_message": bool(body.continue_final_message)}
+    generate = body.add_generation_prompt is not False
+    try:
+        ids = await service.in_thread(
+            conversation, service.tokenizer, body.messages, tools or None, generate, values, service.longest, last
+        )
+    except InvalidRequest as error:
+        if error.field == "prompt":  # the tokenizer's name for the text
+            error.field = "messages"
+        raise
+    if body.add_special_tokens:
+        added = service.tokenizer.encode("", add_special_tokens=True)
+        ids = ids if ids[: len(added)] == added else [*added, *ids]
+    return ids
+
+
 class Choice:
     """One of n replies, parsed as it arrives. `parts`: everything parsed so far."""
 
     def __init__(self, answer: ChatAnswer) -> None:
-        self._single = answer.body.parallel_tool_calls is False
+        body = answer.body
+        self._legacy = body.functions is not None  # calls are shown as function_call, and there is at most one
+        self._single = body.parallel_tool_calls is False or self._legacy
+        self._with_reasoning = body.include_reasoning is not False
         free = ReplyParser(answer.thinking, bool(answer.tools))
         self._parser = ForcedCallParser(answer.forced) if answer.forced else free
         self._new = Parts()
@@ -154,7 +178,8 @@ class Choice:
         found = [self._parser.push(text)]
         if finish_reason:
             found.append(self._parser.flush())
-        self._new = Parts("".join(p.content for p in found), "".join(p.reasoning for p in found))
+        reasoning = "".join(p.reasoning for p in found) if self._with_reasoning else ""
+        self._new = Parts("".join(p.content for p in found), reasoning)
         for call in [call for parts in found for call in parts.calls]:
             if not (self._single and (self.parts.calls or self._new.calls)):
                 self._new.calls.append(call)
@@ -162,7 +187,8 @@ class Choice:
         self.parts.reasoning += self._new.reasoning
         self.parts.calls += self._new.calls
         if finish_reason:
-            self.finish_reason = "tool_calls" if self.parts.calls and finish_reason == "stop" else finish_reason
+            called = bool(self.parts.calls) and finish_reason == "stop"
+            self.finish_reason = ("function_call" if self._legacy else "tool_calls") if called else finish_reason
 
     def changes(self) -> list[dict[str, Any]]:
         """Returns the result of the last `take` as deltas for a stream."""
@@ -173,7 +199,8 @@ class Choice:
             changes.append({"content": self._new.content})
         before = len(self.parts.calls) - len(self._new.calls)
         for number, call in enumerate(self._new.calls, before):
-            changes.append({"tool_calls": [{"index": number, **call}]})
+            shown = {"function_call": call["function"]} if self._legacy else {"tool_calls": [{"index": number, **call}]}
+            changes.append(shown)
         return changes
 
     def message(self) -> dict[str, Any]:
@@ -182,6 +209,7 @@ class Choice:
         if self.parts.reasoning:
             message["reasoning_content"] = self.parts.reasoning
         if self.parts.calls:
-            message["tool_calls"] = self.parts.calls
+            calls = self.parts.calls
+            message |= {"function_call": calls[0]["function"]} if self._legacy else {"tool_calls": calls}
             message["content"] = self.parts.content or None
         return message

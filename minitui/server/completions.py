@@ -7,19 +7,27 @@ plain text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from minitui.server.answer import Answer, OpenAIAnswer, Output, usage_of
-from minitui.server.errors import RESPONSES, STREAMED, ApiError
-from minitui.server.logprobs import Offsets, completion_logprobs, without_end
+from minitui.server.answer import Answer, OpenAIAnswer, Output, Part, usage_of
+from minitui.server.errors import RESPONSES, STREAMED
+from minitui.server.logprobs import (
+    Offsets,
+    completion_logprobs,
+    echoed_logprobs,
+    joined,
+    prompt_logprobs,
+    without_end,
+)
 from minitui.server.prompts import encode
-from minitui.server.schema import CompletionRequest, Generated, GenerateRequest, OpenAIResponse
+from minitui.server.reply_schema import Generated, OpenAIResponse
 from minitui.server.service import Service
 from minitui.server.sse import event
+from minitui.server.text_schema import CompletionRequest, GenerateRequest
 
 
 def router(service: Service) -> APIRouter:
@@ -33,7 +41,11 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/generate", response_model=Generated, responses=STREAMED)
     async def generate(body: GenerateRequest, request: Request) -> Response:
-        """Continue a text. A stream consists of events `data: {"text": ...}`, then `data: [DONE]`."""
+        """Continue a text with up to 64 greedy tokens, unless the body says otherwise.
+
+        By default, the answer is a stream of events `data: {"text": ...}`, then `data: [DONE]`. With "stream": false it
+        is one JSON object.
+        """
         return await GenerateAnswer(service, body).respond(request)
 
     return routes
@@ -43,18 +55,17 @@ class GenerateAnswer(Answer):
     """The answer of /generate: one continuation."""
 
     def __init__(self, service: Service, body: GenerateRequest) -> None:
-        super().__init__(service, 1, body.stream)
+        super().__init__(service, 1, body.stream is not False)
         self.body = body
 
     async def prepare(self) -> None:
         service, body = self.service, self.body
         ids = await service.in_thread(encode, service.tokenizer, body.prompt, True, service.longest)
-        info = service.info
-        await self.submit([ids], body.sampled().params(body.max_tokens, info["generation"], info["vocab_size"]))
+        await self.submit([ids], body.params(service.info["vocab_size"]))
 
     def whole(self, outputs: list[Output]) -> dict[str, Any]:
         output = outputs[0]
-        return {"text": output.text, "finish_reason": output.finish_reason, "usage": usage_of(outputs, 1)}
+        return {"text": output.text, "finish_reason": output.finish_reason, "usage": usage_of(self.prompts, outputs)}
 
     def events(self, index: int, part: Output, outputs: list[Output]) -> Iterator[bytes]:
         if part.text:
@@ -68,46 +79,86 @@ class CompletionAnswer(OpenAIAnswer):
 
     def __init__(self, service: Service, body: CompletionRequest) -> None:
         prompt = body.prompt
-        self.prompts: list[str | list[int]]
-        if isinstance(prompt, str) or isinstance(prompt[0], int):
-            self.prompts = [prompt]
-        else:
-            self.prompts = list(prompt)
-        super().__init__(service, body, len(self.prompts))
+        self.given: list[str | list[int]]
+        self.given = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else [*prompt]
+        super().__init__(service, body, len(self.given))
         self.body = body
         self._offsets: dict[int, Offsets] = {}  # choice -> text offsets of its tokens so far
 
     async def prepare(self) -> None:
-        service, body = self.service, self.body
-        if body.echo and body.logprobs is not None:
-            raise ApiError(400, "echo and logprobs cannot be combined: ask for one of them", "echo")
+        service, body, info = self.service, self.body, self.service.info
+        last = self.last_tokens(body, body.max_tokens)
         prompts = [
-            await service.in_thread(encode, self.tokenizer, prompt, body.add_special_tokens, service.longest)
-            if isinstance(prompt, str) else prompt
-            for prompt in self.prompts
+            await service.in_thread(
+                encode, self.tokenizer, prompt, body.add_special_tokens is not False, service.longest, last
+            ) if isinstance(prompt, str) else prompt if last is None else prompt[-last:]
+            for prompt in self.given
         ]  # fmt: skip
-        info = service.info
-        params = body.params(body.max_tokens, info["generation"], info["vocab_size"], logprobs=body.logprobs)
-        await self.submit(prompts, params, service.label(user=body.user), names=body.field_names)
+        scored = [top for top in (body.prompt_logprobs, body.logprobs if body.echo else None) if top is not None]
+        # The engine draws at least one token. With max_tokens 0, that token is not a part of the answer.
+        limit = None if body.max_tokens is None else max(1, body.max_tokens)
+        params = body.params(
+            limit, info["generation"], info["vocab_size"], logprobs=body.logprobs,
+            prompt_logprobs=max(scored, default=None),
+        )  # fmt: skip
+        await self.submit(
+            prompts, params, service.label(user=body.user), names=body.field_names, **self.scheduling(body)
+        )
 
-    def _echo(self, index: int) -> str:
-        if not self.body.echo:
-            return ""
-        prompt = self.prompts[index // self.samples]
-        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, skip_special_tokens=False)
+    async def _parts(self) -> AsyncIterator[Part]:
+        async for index, part in super()._parts():
+            if self.body.max_tokens == 0:
+                ended = part.finish_reason and "length"
+                part = Output(finish_reason=ended, metrics=part.metrics, prompt_logprobs=part.prompt_logprobs)
+            yield index, part
 
     def choice(self, index: int, output: Output) -> dict[str, Any]:
-        return self._choice(index, self._echo(index) + output.text, output.finish_reason, self._logprobs(index, output))
+        body, ids = self.body, self.prompts[index // self.samples]
+        echo = self._echo(index, output)
+        logprobs = self._logprobs(index, output)
+        if "logprobs" in echo and logprobs is not None:
+            logprobs = joined(echo["logprobs"], logprobs)
+        choice = self._choice(index, echo.get("text", "") + output.text, output.finish_reason, logprobs)
+        choice |= {"stop_reason": output.metrics.get("stop_reason"), **self.token_ids(body, output)}
+        if body.return_token_ids:
+            choice["prompt_token_ids"] = ids
+        if body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(self.tokenizer, output.prompt_logprobs, body.prompt_logprobs)
+        return choice
 
-    def opening(self) -> Iterator[bytes]:
-        if self.body.echo:
-            for index in range(len(self.streams)):
-                yield self.chunk([self._choice(index, self._echo(index), None, None)])
+    def _echo(self, index: int, output: Output) -> dict[str, Any]:
+        """Returns the text and the logprobs of the prompt, for a choice of a request with echo.
+
+        `output`: of this choice; it must have the prompt logprobs.
+        """
+        body = self.body
+        if not body.echo:
+            return {}
+        given, ids = self.given[index // self.samples], self.prompts[index // self.samples]
+        whole = isinstance(given, str) and body.truncate_prompt_tokens is None
+        text = str(given) if whole else self.tokenizer.decode(ids, skip_special_tokens=False)
+        self._offsets[index] = Offsets(self.tokenizer, body.skip_special_tokens is not False, len(text))
+        if body.logprobs is None:
+            return {"text": text}
+        scores = echoed_logprobs(self.tokenizer, ids, output.prompt_logprobs, body.logprobs, text)
+        return {"text": text, "logprobs": scores}
 
     def events(self, index: int, part: Output, outputs: list[Output]) -> Iterator[bytes]:
+        if index not in self._offsets and (part.ids or part.finish_reason):  # all of the prompt has been computed
+            self._offsets[index] = Offsets(self.tokenizer, self.body.skip_special_tokens is not False)
+            echo = self._echo(index, outputs[index])
+            if echo or self.body.return_token_ids:
+                choice = self._choice(index, echo.get("text", ""), None, echo.get("logprobs"))
+                if self.body.return_token_ids:
+                    choice["prompt_token_ids"] = self.prompts[index // self.samples]
+                yield self.chunk([choice], outputs)
         logprobs = self._logprobs(index, part)
-        if part.text or part.finish_reason or (logprobs and logprobs["tokens"]):
-            yield self.chunk([self._choice(index, part.text, part.finish_reason or None, logprobs)])
+        more = self.token_ids(self.body, part)
+        if part.text or part.finish_reason or (logprobs and logprobs["tokens"]) or more.get("token_ids"):
+            choice = self._choice(index, part.text, part.finish_reason or None, logprobs)
+            if part.finish_reason:
+                more["stop_reason"] = part.metrics.get("stop_reason")
+            yield self.chunk([{**choice, **more}], outputs)
 
     def _choice(self, index: int, text: str, finish_reason: str | None, logprobs: Any) -> dict[str, Any]:
         return {"index": index, "text": text, "finish_reason": finish_reason, "logprobs": logprobs}
@@ -115,6 +166,8 @@ class CompletionAnswer(OpenAIAnswer):
     def _logprobs(self, index: int, part: Output) -> dict[str, Any] | None:
         if self.body.logprobs is None:
             return None
-        offsets = self._offsets.setdefault(index, Offsets(self.tokenizer, self.body.skip_special_tokens))
-        shown = without_end(part.logprobs, part.finish_reason, self.service.info["eos_ids"])
+        offsets = self._offsets.setdefault(index, Offsets(self.tokenizer, self.body.skip_special_tokens is not False))
+        # With echo the end token is listed, as in vLLM: programs that score texts drop the last entry.
+        ends = () if self.body.echo else self.service.info["eos_ids"]
+        shown = without_end(part.logprobs, part.finish_reason, ends)
         return completion_logprobs(self.tokenizer, shown, self.body.logprobs, offsets)

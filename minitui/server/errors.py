@@ -8,6 +8,7 @@ A message is a sentence for the caller. Tracebacks and paths go to the log, for 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -113,17 +114,36 @@ def install(app: FastAPI) -> None:
 
 def _describe(error: RequestValidationError) -> ApiError:
     """Returns an ApiError that names the first wrong field. The field's value is not quoted: it may be large."""
-    first = error.errors()[0]
-    location = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    found = error.errors()
+    first = found[0]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])
         return ApiError(400, f"the body is not JSON: {reason}", None, "bad_json")
-    # If a field accepts several types, pydantic's location also contains a type's name. Callers know only the field.
-    param = ".".join(part for part in location if "[" not in part and part not in ("str", "float", "int")) or None
-    message = str(first["msg"]).removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{param} is not a field of this request", param, "unknown_field")
-    return ApiError(400, f"{param or 'the body'}: {message[:1].lower()}{message[1:]}", param, first["type"])
+    # A field of several types has an error for each of them. The deepest is about the type that the caller meant.
+    same = [each for each in found if each["loc"][:2] == first["loc"][:2]]
+    fields = [_field(each["loc"], error.body, each["type"] == "missing") for each in same]
+    best = max(range(len(same)), key=lambda i: (len(fields[i]), not same[i]["type"].endswith("_type")))
+    param = ".".join(fields[best]) or None
+    message = str(same[best]["msg"]).removeprefix("Value error, ")
+    return ApiError(400, f"{param or 'the body'}: {message[:1].lower()}{message[1:]}", param, same[best]["type"])
+
+
+def _field(location: Sequence[str | int], body: Any, missing: bool) -> list[str]:
+    """Returns the path of the field at this location; empty for the whole body.
+
+    The parts of the location that are in the body, and the last part if it is missing there, are names that the caller
+    knows. Other parts are pydantic's names for the types that it tried.
+    """
+    kind, *names = location
+    parts: list[str] = []
+    for place, name in enumerate(names, 1):
+        entries: Any = dict(enumerate(body)) if isinstance(body, list) else body
+        if isinstance(entries, dict) and name in entries:
+            body = entries[name]
+        elif kind == "body" and not (missing and place == len(names)):
+            continue
+        parts.append(str(name))
+    return parts
 
 
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}, "event": {"type": "string"}}}

@@ -12,15 +12,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from engine.errors import InvalidRequest
 from minitui.server.answer import Output
 from minitui.server.chat import ChatAnswer
+from minitui.server.chat_schema import ChatRequest
 from minitui.server.errors import ApiError, as_api_error
 from minitui.server.reply_parser import END_THINK
-from minitui.server.schema import ChatRequest, Sampled, Strict
+from minitui.server.schema import Sampled
 from minitui.server.service import Service
+from minitui.server.strict import Strict
 
 Message = dict[str, Any]
 
@@ -38,9 +40,9 @@ class Item:
 
 
 class Open(Strict):
-    """A part of a request whose unknown fields are ignored, because clients of these APIs often get new ones."""
+    """A part of a request whose unknown fields are ignored without a notice: these APIs often get new ones."""
 
-    model_config = ConfigDict(extra="ignore")
+    reports_unknown: ClassVar[bool] = False
 
 
 class Turns:
@@ -89,7 +91,7 @@ class ItemAnswer(ChatAnswer):
     @classmethod
     def chat_request(cls, request: Sampled, fields: Mapping[str, Any]) -> ChatRequest:
         """Returns the request as a chat request. Raises ApiError if it is none, with the caller's names."""
-        given = request.model_dump(include=set(Sampled.model_fields), exclude_unset=True)
+        given = request.model_dump(include=set(Sampled.model_fields), exclude_unset=True, by_alias=True)
         given |= {name: value for name, value in fields.items() if value is not None}
         try:
             return ChatRequest.model_validate(given)

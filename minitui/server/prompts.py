@@ -11,8 +11,8 @@ from typing import Any
 
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.text.tokenizer import Tokenizer
+from minitui.server.chat_schema import ChatMessage
 from minitui.server.errors import ApiError
-from minitui.server.schema import ChatMessage
 from minitui.server.tools import as_plain_messages, with_parsed_arguments
 
 CHARACTERS_PER_TOKEN = 8  # an upper limit: real texts have fewer on average
@@ -31,35 +31,46 @@ def too_long(field: str, tokens: int, most: int, more: str = "") -> ApiError:
     )  # fmt: skip
 
 
-def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
+def encode(
+    tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int | None = None, last: int | None = None
+) -> list[int]:
     """Returns the ids of a prompt. If its text spells out a control token, the ids contain that control token.
 
-    Raises ApiError if the prompt is much longer than `most` tokens.
+    `last`: return only this many ids, the last ones. Raises ApiError if the prompt is much longer than `most` tokens.
     """
-    _check_beginning(tokenizer, text, most, "prompt")
+    if last is not None:
+        text = text[-(last + MARGIN) * CHARACTERS_PER_TOKEN :]  # only the end matters
+    else:
+        _check_beginning(tokenizer, text, most, "prompt")
     try:
-        return tokenizer.encode(text, allow_special=True, add_special_tokens=add_special_tokens)
+        ids = tokenizer.encode(text, allow_special=True, add_special_tokens=add_special_tokens)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"the prompt cannot be encoded: {error}", "prompt") from error
+    return ids if last is None else ids[-last:]
 
 
-def conversation(tokenizer: Tokenizer, messages: list[ChatMessage], tools: list[dict[str, Any]] | None, generate: bool,
-                 values: dict[str, Any], most: int | None = None) -> list[int]:  # fmt: skip
-    """Returns the ids of a conversation. `generate`: add the generation prompt; `values`: variables of the template.
+def conversation(
+    tokenizer: Tokenizer, messages: list[ChatMessage], tools: list[dict[str, Any]] | None, generate: bool,
+    values: dict[str, Any], most: int | None = None, last: int | None = None,
+) -> list[int]:  # fmt: skip
+    """Returns the ids of a conversation. `generate`: add the generation prompt.
 
-    Raises InvalidRequest if the template fails, and ApiError if the conversation is much longer than `most` tokens.
+    `values`: variables of the template, and further arguments of `Tokenizer.apply_chat_template`. `last`: return only
+    this many ids, the last ones. Raises InvalidRequest if the template fails, and ApiError if the conversation is much
+    longer than `most` tokens.
     """
     plain = with_parsed_arguments([message.plain() for message in messages])
-    template = tokenizer.chat_template or ""
+    template = values.get("chat_template") or tokenizer.chat_template or ""
     if tools and "tools" in template:
         values = {**values, "tools": tools}
     elif tools or "tool" not in template:
         plain = as_plain_messages(plain, tools)
     try:
-        if most is not None:
+        if most is not None and last is None:
             text = " ".join([*(str(message.get("content")) for message in plain), json.dumps(tools or [])])
             _check_beginning(tokenizer, text, most, "messages")
-        return tokenizer.apply_chat_template(plain, add_generation_prompt=generate, **values)
+        ids = tokenizer.apply_chat_template(plain, generate, any_length=last is not None, **values)
+        return ids if last is None else ids[-last:]
     except PromptTooLong as error:
         raise ApiError(400, str(error), "messages", "context_length_exceeded") from error
     except (RecursionError, ValueError, TypeError, ArithmeticError, LookupError) as error:

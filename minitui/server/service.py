@@ -194,8 +194,13 @@ class Service:
 
     @property
     def model(self) -> str:
-        """The model's name in requests and answers."""
-        return self.settings.served_name or (str(self._client.info["model"]) if self._client is not None else "")
+        """The model's first name in requests and answers."""
+        return self.names[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model in requests, except "default"."""
+        return self.settings.served_names or (str(self._client.info["model"]) if self._client is not None else "",)
 
     @property
     def condition(self) -> Condition:
@@ -286,12 +291,17 @@ class Service:
             return chat if CHAT_ID.fullmatch(chat) else ""
         return user or chat
 
-    def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404 if `name` is not the model's name. None is accepted."""
-        if name is not None and name != self.model:
-            raise ApiError(
-                404, f"there is no model {name!r}; this server has {self.model!r}", "model", code="model_not_found"
-            )
+    def check_model(self, name: str | None) -> str:
+        """Returns the name of the model in the answer to a request for the model `name`.
+
+        None and "default" stand for the first name. Raises ApiError 404 if the model does not have this name.
+        """
+        if name in (None, "default"):
+            return self.model
+        if name not in self.names:
+            known = " and ".join(map(repr, self.names))
+            raise ApiError(404, f"there is no model {name!r}; this server has {known}", "model", code="model_not_found")
+        return str(name)
 
     async def check(self, prompts: list[list[int]], params: SamplingParams, field: str) -> None:
         """Raises ApiError or InvalidRequest, with the name of the field, if the engine cannot run the request."""

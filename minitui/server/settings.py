@@ -30,7 +30,8 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     keys: dict[str, Role] = field(default_factory=dict, repr=False)  # API key -> role
-    served_name: str = ""  # the model's name in answers; empty: the engine's name
+    served_names: tuple[str, ...] = ()  # the model's names in requests and answers; empty: the engine's name
+    trust_request_template: bool = False  # requests may replace the chat template
     record: Path | None = None  # the trace file to record to
     cors_origins: tuple[str, ...] = ()  # sites whose pages may use this server: "https://example.org", or "*"
     hide_text: bool = False  # token ids of prompts and replies are masked in the telemetry

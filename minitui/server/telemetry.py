@@ -28,10 +28,11 @@ from minitui.protocol import TOKENIZER_FILES
 from minitui.server.answer import Answer, Output
 from minitui.server.broadcast import Watcher, encode_snapshot
 from minitui.server.errors import RESPONSES, STREAMED, ApiError
-from minitui.server.schema import AllowedTokens, BadWords, Finite, Prompt, Stop, Strict
+from minitui.server.schema import AllowedTokens, BadWords, Finite, Prompt, Stop
 from minitui.server.service import Service
 from minitui.server.settings import Role
 from minitui.server.sse import EventStream, event
+from minitui.server.strict import Body, Strict
 
 PRIVATE = ("model_dir", "log_file")  # paths on the server's machine are not sent
 Tag = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
@@ -58,7 +59,7 @@ class Params(Strict):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
 
-class Submission(Strict):
+class Submission(Body):
     """A request. `tag`: its name for /minitui/cancel. `group`: its label in the records."""
 
     tag: Tag
@@ -67,7 +68,7 @@ class Submission(Strict):
     group: str = Field("", max_length=64)
 
 
-class Cancellation(Strict):
+class Cancellation(Body):
     tag: Tag
 
 
@@ -78,7 +79,7 @@ class Until(Strict):
     ms: Finite = Field(0.0, ge=0)
 
 
-class Control(Strict):
+class Control(Body):
     """An action and its argument: `n` for step, `predicate` for run_until, `factor` for pace."""
 
     action: Literal["pause", "resume", "step", "run_until", "pace", "clear_cache"]

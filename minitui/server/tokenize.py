@@ -10,29 +10,29 @@ from fastapi.responses import JSONResponse
 from engine.errors import InvalidRequest
 from minitui.server.errors import RESPONSES, ApiError
 from minitui.server.prompts import conversation, encode
-from minitui.server.schema import DetokenizeRequest, ModelCard, ModelList, Text, TokenizeRequest, Tokens
+from minitui.server.reply_schema import ModelCard, ModelList, Text, Tokens
 from minitui.server.service import Service
+from minitui.server.text_schema import DetokenizeRequest, TokenizeRequest
 
 
 def router(service: Service) -> APIRouter:
     """Returns a router with these endpoints."""
     routes = APIRouter(responses=RESPONSES)
 
-    def card() -> ModelCard:
+    def card(name: str) -> ModelCard:
         return ModelCard(
-            id=service.model, created=service.began, owned_by="minitui", max_model_len=service.info["max_model_len"]
+            id=name, created=service.began, owned_by="minitui", max_model_len=service.info["max_model_len"]
         )
 
     @routes.get("/v1/models", response_model=ModelList)
     async def models() -> ModelList:
-        """Lists the one model that this server serves."""
-        return ModelList(data=[card()])
+        """Lists the names of the one model that this server serves."""
+        return ModelList(data=[card(name) for name in service.names])
 
     @routes.get("/v1/models/{model:path}", response_model=ModelCard)
     async def model(model: str) -> ModelCard:
         """Describes the model with this name."""
-        service.check_model(model)
-        return card()
+        return card(service.check_model(model))
 
     @routes.post("/tokenize", response_model=Tokens)
     async def tokenize(body: TokenizeRequest) -> Any:

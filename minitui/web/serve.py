@@ -103,7 +103,7 @@ class OwnServer:
 
         async def main() -> None:
             keys = {self._key: Role.CONTROL}
-            settings = ServerSettings(port=0, keys=keys, served_name=self._label, drain_s=0.5)
+            settings = ServerSettings(port=0, keys=keys, served_names=(self._label,), drain_s=0.5)
             self._host = Host(self._config, settings, self._log_file)
             await self._host.run(self._up.set)
 

@@ -325,3 +325,19 @@ def test_an_export_that_fails_leaves_no_half_file(here, tmp_path, monkeypatch):
     assert not out.exists()
     told(here("replay", "small-pool", "--export", "svg", "--out", "/dev/full"), 1, "No space left on device")
     assert Path("/dev/full").exists()
+
+
+@pytest.mark.parametrize(("arguments", "names"), [
+    ([], ("tutor",)),
+    (["--served-model-name", "one"], ("one",)),
+    (["--served-model-name", "one", "two", "--port", "0"], ("one", "two")),
+    (["--port", "0", "--served-model-name", "one", "--served-model-name", "two", "one"], ("one", "two")),
+])  # fmt: skip
+def test_a_served_model_has_one_name_or_several(monkeypatch, arguments, names):
+    import minitui.server.command
+
+    served = []
+    monkeypatch.setattr(minitui.server.command, "run_serve", lambda config, settings, log: served.append(settings) or 0)
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    assert result.exit_code == 0, result.output
+    assert served[0].served_names == names

@@ -225,3 +225,26 @@ def test_tree_operations_stay_cheap_with_many_nodes() -> None:
     visit(9_500)
     large = visit(500)
     assert large < 10 * small, f"{small * 1e6:.0f} us with few nodes, {large * 1e6:.0f} us with many"
+
+
+def test_only_requests_with_the_same_salt_share_blocks() -> None:
+    cache = make_cache(40)
+    salts = ["", "a", "b", "a", ""]
+    found = []
+    for number, salt in enumerate(salts):
+        request = make_request(number, [1, 2, 3, 4, 5, 6, 7])
+        request.cache_salt = salt
+        match = cache.look_up(request)
+        assert match is not None
+        found.append((len(match.blocks), match.stop, match.at))
+        cache.take(request, match)
+        assert cache.grow(request, 7)
+        cache.publish_committed(request, 7)
+        cache.check([request])
+        cache.release(request, cache.log.append("finish", number, "stop", 0))
+    assert found == [(0, "empty", 0)] * 3 + [(3, "whole", 6)] * 2
+    cache.tree.evict(9, "test")
+    again = make_request(9, [1, 2, 3, 4, 5, 6, 7])
+    again.cache_salt = "c"
+    match = cache.look_up(again)
+    assert match is not None and match.stop == "empty", "another salt's evictions are not mentioned"

@@ -193,3 +193,19 @@ def test_prompts_hashed_over_several_steps_are_sorted_right_in_the_end(monkeypat
     for _ in range(6):
         engine.step()
     assert [request.id for request in engine.scheduler.waiting] == [queue[i].id for i in (3, 1, 4, 2, 0)]
+
+
+def test_the_lowest_number_is_admitted_first_and_equal_ones_in_order_of_arrival() -> None:
+    engine, _ = make_engine("priority")
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    numbers = [5, 0, 5, -3, 0, 9, 5, -3, 1, 2, 0, 7]  # the engine runs 8 of the 12 requests at the same time
+    for n, number in enumerate(numbers):
+        engine.add_request([n + 1] * 8, params, priority=number)
+    admitted: list[int] = []
+    while engine.has_work:
+        scheduled = engine.scheduler.plan()
+        assert scheduled is not None
+        admitted += [request.id for request in engine.scheduler.running if request.id not in admitted]
+        engine.scheduler.commit(scheduled, engine.runner.launch(scheduled.plan, {}).wait())
+    expected = sorted(range(1, 13), key=lambda i: (numbers[i - 1], i))
+    assert admitted == expected and admitted != sorted(admitted)

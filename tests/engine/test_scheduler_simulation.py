@@ -45,7 +45,7 @@ class Load:
             size,
             budget,
             r.choice([1, 3, 8, 32]),
-            policy=r.choice(["fcfs", "longest-prefix", "static"]),
+            policy=r.choice(["fcfs", "longest-prefix", "static", "priority"]),
             chunked_prefill=r.random() < 0.85,
         )
         self.engine.delay = delay
@@ -64,7 +64,8 @@ class Load:
 
     def arrive(self) -> None:
         params = SamplingParams(max_tokens=self.random.choice([1, 2, 5, 20, 60]), seed=self.random.randrange(100))
-        self.requests.append(self.engine.add_request(self.prompt(), params))
+        salt, priority = self.random.choice(["", "", "a", "b"]), self.random.randrange(3)
+        self.requests.append(self.engine.add_request(self.prompt(), params, cache_salt=salt, priority=priority))
 
     def run(self, steps: int = 300, check_every: int = 1) -> None:
         engine, r = self.engine, self.random

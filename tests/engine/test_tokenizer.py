@@ -312,6 +312,27 @@ def test_user_text_that_spells_control_tokens_makes_none(content: str, tokenizer
     assert decoded.strip(" ") == tokenizer.render_chat(chat)
 
 
+@pytest.mark.parametrize("content", [*HOSTILE, "plain", "  spaces around  "])
+def test_a_continued_message_ends_the_chat_and_its_control_tokens_are_text(content: str, tokenizer: Tokenizer) -> None:
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": content}]
+    ids = tokenizer.apply_chat_template(chat, continue_final_message=True)
+    shown, whole = tokenizer.decode(ids, skip_special_tokens=False), tokenizer.render_chat(chat, False)
+    assert whole.startswith(shown.strip(" ") if shown.endswith(content.strip()) else shown)
+    assert shown.rstrip(" ").endswith(content.rstrip(" ")) and len(shown.strip()) < len(whole.strip())
+    harmless = tokenizer.apply_chat_template([chat[0], {**chat[1], "content": "x"}], continue_final_message=True)
+    assert sum(i in tokenizer.special_ids for i in ids) == sum(i in tokenizer.special_ids for i in harmless)
+
+
+def test_a_template_of_the_caller_replaces_the_checkpoints(tokenizer: Tokenizer) -> None:
+    chat = [{"role": "user", "content": "hello"}]
+    ids = tokenizer.apply_chat_template(chat, chat_template="{{ messages[0].content }}{{ note }}", note="!")
+    assert tokenizer.decode(ids).strip(" ") == "hello!"
+    assert tokenizer.apply_chat_template(chat) != ids
+    with pytest.raises(InvalidRequest, match="not a valid Jinja template") as caught:
+        tokenizer.apply_chat_template(chat, chat_template="{% for %}")
+    assert caught.value.field == "chat_template"
+
+
 def test_a_message_may_hold_every_private_use_character_and_a_control_token(tokenizer: Tokenizer) -> None:
     token = tokenizer.decode(sorted(tokenizer.special_ids)[-1:], skip_special_tokens=False)
     content = "".join(map(chr, [*range(0xE000, 0xF900), *range(0xF0000, 0xF0100)])) + token

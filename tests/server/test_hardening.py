@@ -71,10 +71,10 @@ class Open:
 def test_generate_accepts_a_bare_curl_request(server: Running, kind: str | None) -> None:
     prompt = b'"<|im_start|>user\\nWhat is the KV cache?<|im_end|>\\n<|im_start|>assistant\\n"'
     body = b'{"prompt": %s, "max_tokens": 6, "temperature": 0, "top_k": 5, "top_p": 0.9, "rep_penalty": 1.1}' % prompt
-    whole = server.http.post("/generate", content=body, headers={"content-type": kind} if kind else {})
+    streamed = server.http.post("/generate", content=body, headers={"content-type": kind} if kind else {})
+    whole = server.http.post("/generate", content=body[:-1] + b', "stream": false}')
     assert whole.status_code == 200 and whole.json()["usage"]["completion_tokens"] == 6
-    streamed = server.http.post("/generate", content=body[:-1] + b', "stream": true}').text
-    data = events(streamed)
+    data = events(streamed.text)
     assert data[-1] == "[DONE]" and "".join(json.loads(d)["text"] for d in data[:-1]) == whole.json()["text"]
     assert len(data) > 3
 

@@ -74,7 +74,7 @@ def serving(directory: Path, engine: dict[str, Any] | None = None, **settings: A
 
     options = {"model": str(model_dir()), "device": "cpu", "num_blocks": 512, "max_num_seqs": 8, "cpu_threads": 1}
     config = EngineConfig(**{**options, **(engine or {})})  # type: ignore[arg-type]
-    settings = {"port": 0, "served_name": "tutor", "drain_s": 0.3, **settings}
+    settings = {"port": 0, "served_names": ("tutor",), "drain_s": 0.3, **settings}
     ready = threading.Event()
     box: dict[str, Any] = {}
 

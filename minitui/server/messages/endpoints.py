@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from minitui.server.chat import offered_tools, prompt_of
+from minitui.server.chat import prompt_of
 from minitui.server.errors import RESPONSES, STREAMED
 from minitui.server.messages.answer import MessagesAnswer
 from minitui.server.messages.schema import CountRequest, MessagesRequest
@@ -44,6 +44,6 @@ def router(service: Service) -> APIRouter:
         """Returns the number of tokens that the request's prompt would have."""
         service.check_model(body.model)
         chat = MessagesAnswer.chat_request(body, body.chat_fields())
-        return TokenCount(input_tokens=len(await prompt_of(service, chat, offered_tools(chat))))
+        return TokenCount(input_tokens=len(await prompt_of(service, chat, chat.described_tools())))
 
     return routes

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from engine.errors import InvalidRequest
+from minitui.server.chat_schema import MAX_MESSAGES, MAX_TOOLS
 from minitui.server.items import Open, Turns
-from minitui.server.schema import MAX_MESSAGES, MAX_TOOLS, Sampled, Stop
+from minitui.server.schema import Sampled, Stop
 
 MAX_USER = 256  # characters of metadata.user_id that the records keep
 NEEDS = {  # type of a content block -> the fields that it needs

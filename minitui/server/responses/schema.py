@@ -10,8 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from minitui.server.chat_schema import MAX_MESSAGES, MAX_TOOLS
 from minitui.server.items import Open, Turns
-from minitui.server.schema import MAX_MESSAGES, MAX_METADATA, MAX_TOOLS, Sampled, StreamOptions, at_most
+from minitui.server.schema import MAX_METADATA, Sampled, StreamOptions
+from minitui.server.strict import at_most
 
 TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 NEEDS = {  # type of an item -> the fields that it needs

@@ -1,0 +1,47 @@
+"""The base classes of request bodies: types are strict ("5" is not a number), and unknown fields are ignored."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ModelWrapValidatorHandler, model_validator
+
+from minitui.server.unknown import tell_of_unknown_fields
+
+MAX_FIELDS = 100  # in one object; the largest valid request has about 75
+
+
+def at_most(count: int) -> BeforeValidator:
+    """Returns a validator that refuses an object with more entries than `count` before it checks their values."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > count:
+            raise ValueError(f"it has {len(value):,} entries; the limit is {count:,}")
+        return value
+
+    return BeforeValidator(check)
+
+
+class Strict(BaseModel):
+    """A part of a request body."""
+
+    reports_unknown: ClassVar[bool] = True  # False: its unknown fields are ignored without a notice
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_too_many(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"the object has {len(value):,} fields; the limit is {MAX_FIELDS:,}")
+        return value
+
+
+class Body(Strict):
+    """A whole request body. The caller is told of its unknown fields, and of those of its parts."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _tell(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        body = handler(value)
+        tell_of_unknown_fields(body, value)
+        return body
