@@ -45,6 +45,9 @@ def serve(
     watch_key: Annotated[
         list[str] | None, typer.Option(help="A key for watching only; or set MINITUI_WATCH_KEY.")
     ] = None,
+    metrics_without_key: Annotated[
+        bool, typer.Option("--metrics-without-key", help="Serve /metrics without a key, for Prometheus.")
+    ] = False,
     record: Record = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Origin of web pages that may use this server, as in https://example.org.")
@@ -93,6 +96,7 @@ def serve(
         keys=gather_keys(api_key or [], chat_key or [], watch_key or []),
         record=record,
         cors_origins=tuple(cors_origin or ()),
+        open_metrics=metrics_without_key,
         hide_text=hide_text,
         served_names=tuple(dict.fromkeys(served_model_name or [choice.label])),
         trust_request_template=trust_request_chat_template,

@@ -6,7 +6,7 @@
     errors.py        converts every error to OpenAI's format
     service.py       owns the engine client: loading, restart, admission, drain
     broadcast.py     sends the engine's records to all watchers
-    metrics.py       the values of /metrics; prometheus.py writes them as text
+    metrics.py       the values of /metrics; prometheus.py writes them as text; http_metrics.py: those of HTTP requests
     strict.py        the base classes of requests; unknown.py finds the fields that are ignored
     notices.py       tells callers what was ignored: the header X-Minitui-Warning
     schema.py        the fields that requests share; chat_schema.py, text_schema.py, constraints.py: the other fields

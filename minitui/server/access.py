@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 import uuid
 from typing import Any
 
@@ -20,7 +21,7 @@ from minitui.server.origins import authority, is_same_origin
 from minitui.server.service import Service
 from minitui.server.settings import Role, ServerSettings
 
-OPEN = {"/health": Role.NOBODY, "/ready": Role.NOBODY}
+OPEN = ("/health", "/ping", "/ready", "/version")  # need no key
 ROLES = {
     "/v1/chat/completions": Role.CHAT, "/v1/completions": Role.CHAT, "/v1/responses": Role.CHAT,
     "/v1/messages": Role.CHAT, "/v1/messages/count_tokens": Role.CHAT, "/generate": Role.CHAT, "/tokenize": Role.CHAT,
@@ -30,11 +31,13 @@ ROLES = {
 FORMS = ("", "application/x-www-form-urlencoded")  # read as JSON: `curl -d` sends the second type for every body
 
 
-def role_needed(path: str) -> Role:
+def role_needed(path: str, settings: ServerSettings) -> Role:
     """Returns the role that a path requires; unlisted paths require WATCH."""
+    if path in OPEN or (path == "/metrics" and settings.open_metrics):
+        return Role.NOBODY
     if path.startswith("/v1/responses/"):
         return Role.CHAT  # stored responses contain the texts of chats
-    return OPEN.get(path, ROLES.get(path, Role.WATCH))
+    return ROLES.get(path, Role.WATCH)
 
 
 class Guard:
@@ -52,20 +55,20 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        started, notices = False, begin()
+        began, status, notices = time.monotonic(), 0, begin()
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
 
         async def watched_send(message: Message) -> None:
-            nonlocal started
+            nonlocal status
             if message["type"] == "http.response.start":
-                started = True
+                status = message["status"]
                 added = [(b"x-request-id", request_id.encode())]
                 if notices:
                     added.append((HEADER.lower().encode(), header(notices).encode()))
                 message = {**message, "headers": [*message.get("headers", ()), *added]}
-                if message["status"] >= 400:
-                    self.service.metrics.refusal(message["status"])
+                if status >= 400:
+                    self.service.metrics.refusal(status)
             await send(message)
 
         try:
@@ -78,13 +81,15 @@ class Guard:
                 _set_json_type(scope, headers)
             await self.app(scope, receive, watched_send)
         except Exception as error:
-            if started:
+            if status:
                 return  # too late for an error response; the error was logged
             answer = as_api_error(error)
             response = answer.response(scope["path"])
             if answer.status in (408, 413):  # the connection still has the rest of the body, so it must be closed
                 response.headers["Connection"] = "close"
             await response(scope, receive, watched_send)
+        finally:
+            self.service.http_metrics.ended(scope, status, began)
 
     def _check_origin(self, headers: Headers) -> None:
         """Refuse requests that a page of another site makes through a browser on this machine."""
@@ -112,7 +117,7 @@ class Guard:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")  # Anthropic's header
         role = self.settings.role_of(given)
-        needed = role_needed(scope["path"])
+        needed = role_needed(scope["path"], self.settings)
         if role >= needed:
             return role
         if role == Role.NOBODY:

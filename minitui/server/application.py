@@ -17,24 +17,25 @@ from minitui.server.service import Service
 def create_api(service: Service) -> FastAPI:
     """Returns the endpoints without access checks; their OpenAPI document is at /openapi.json."""
     api = FastAPI(
-        title="minitui", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False,
+        title="minitui", version=__version__, docs_url="/docs", redoc_url=None, redirect_slashes=False,
         description="An LLM inference engine with telemetry, OpenAI's and Anthropic's endpoints, POST /generate.",
     )  # fmt: skip
     errors.install(api)
     for part in (completions, chat, responses, messages, tokenize, health, telemetry):
         api.include_router(part.router(service))
     if service.settings.keys:
-        _document_keys(api)
+        _document_keys(api, service)
     return api
 
 
-def _document_keys(api: FastAPI) -> None:
+def _document_keys(api: FastAPI, service: Service) -> None:
     """Add the API key to the OpenAPI document."""
     document = api.openapi()  # FastAPI caches this object, so changes to it are served
     document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     document["security"] = [{"key": []}]
-    for path in OPEN:
-        document["paths"][path]["get"]["security"] = []
+    for path in (*OPEN, *(["/metrics"] if service.settings.open_metrics else [])):
+        for operation in document["paths"][path].values():
+            operation["security"] = []
 
 
 def create_app(service: Service) -> ASGIApp:

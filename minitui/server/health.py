@@ -1,4 +1,7 @@
-"""/health, /ready and /metrics report the engine's state to load balancers and Prometheus."""
+"""Reports the engine's state to load balancers and Prometheus: /health, /ping, /ready, /metrics.
+
+/version and /server_info describe the server.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,23 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 
 from engine.errors import EngineError
+from minitui import __version__
 from minitui.server.errors import RESPONSES, ApiError, as_api_error
 from minitui.server.prometheus import CONTENT_TYPE
 from minitui.server.service import Service
+from minitui.server.settings import PRIVATE
 
 PAGE: dict[str, Any] = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+
+
+class Version(BaseModel):
+    version: str
 
 
 class Health(BaseModel):
     """The state of the server. `open`: the number of running and waiting sequences.
 
-    `status`: ok | loading | draining | restarting | stalled | busy | failed | stopped. For the last five,
+    `status`: ok | draining | loading | restarting | stalled | busy | failed | stopped. For all but the first two,
     /health answers 503. stalled: the engine process has not responded for `silent_s` seconds. busy: the present step or
     command has taken longer than a minute. `long`: a description of a step or command that takes long.
     """
@@ -34,12 +43,36 @@ class Health(BaseModel):
 def router(service: Service) -> APIRouter:
     """Returns the endpoints."""
     routes = APIRouter()
+    refusals: dict[int | str, dict[str, Any]] = {status: RESPONSES[status] for status in (400, 401, 403)}
 
     @routes.get("/health", response_model=Health, responses={503: {"model": Health}})
     async def health() -> JSONResponse:
-        """Answers 200 while the engine runs or loads its model; 503 while it is dead, does not respond, or is busy."""
+        """Answers 200 while the engine runs; 503 while it loads, is dead, does not respond, or is busy."""
         alive, state = service.health()
-        return JSONResponse(state, 200 if alive else 503)
+        return JSONResponse(state, 200 if alive else 503, {} if alive else {"Retry-After": "2"})
+
+    @routes.get("/ping", response_model=Health, responses={503: {"model": Health}})
+    @routes.post("/ping", response_model=Health, responses={503: {"model": Health}})
+    async def ping() -> JSONResponse:
+        """Answers like /health, under the name that some hosting services ask for."""
+        return await health()
+
+    @routes.get("/version", response_model=Version, responses=refusals)
+    async def version() -> Version:
+        """Returns the version of minitui."""
+        return Version(version=__version__)
+
+    @routes.get("/server_info", responses={**refusals, 503: RESPONSES[503]})
+    async def server_info() -> dict[str, Any]:
+        """Returns facts about the engine, and the server's limits."""
+        settings = service.settings
+        limits = {
+            "max_body": settings.max_body, "max_waiting": settings.max_waiting, "request_s": settings.request_s,
+            "capacity": service.capacity,
+        }  # fmt: skip
+        known = {key: value for key, value in service.info.items() if key not in PRIVATE}
+        return {**known, "version": __version__, "model": service.model, "served_names": service.names,
+                "scheduling_policy": service.config.scheduling_policy, "limits": limits}  # fmt: skip
 
     @routes.get("/ready", response_model=Health, responses={503: {"model": Health}})
     async def ready() -> JSONResponse:
@@ -51,13 +84,12 @@ def router(service: Service) -> APIRouter:
             return JSONResponse(state, 503, dict(as_api_error(error).headers))
         return JSONResponse(state)
 
-    refusals: dict[int | str, dict[str, Any]] = {status: RESPONSES[status] for status in (400, 401, 403)}
-
     @routes.get("/metrics", response_class=Response, responses={200: PAGE, **refusals})
     async def metrics() -> Any:
-        """Returns metrics for Prometheus, with vLLM's names."""
+        """Returns metrics for Prometheus, with vLLM's names; and of the process and of HTTP requests."""
         service.broadcast.pump()
         service.metrics.read(service.broadcast.state)
-        return PlainTextResponse(service.metrics.page(service.model), media_type=CONTENT_TYPE)
+        page = service.metrics.page(service.model) + service.http_metrics.page()
+        return PlainTextResponse(page, media_type=CONTENT_TYPE)
 
     return routes

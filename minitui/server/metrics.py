@@ -35,6 +35,12 @@ class Metrics:
         self.usage = Gauge("vllm:kv_cache_usage_perc", "Share of KV blocks that requests use, 0 to 1.")
         self.cached = Gauge("minitui:kv_cache_cached_perc", "Share of KV blocks that are cached but unused, 0 to 1.")
         self.cache_config = Info("vllm:cache_config_info", "The configuration of the KV cache.")
+        self.old_usage = Gauge("vllm:gpu_cache_usage_perc", "Older name of kv_cache_usage_perc.")
+        self.old_queries = Counter("vllm:gpu_prefix_cache_queries_total", "Older name of prefix_cache_queries_total.")
+        self.old_hits = Counter("vllm:gpu_prefix_cache_hits_total", "Older name of prefix_cache_hits_total.")
+        self.swapped = Gauge("vllm:num_requests_swapped", "0: requests are never swapped to the host's memory.")
+        self.lora = Info("vllm:lora_requests_info", "The LoRA adapters in use: none.")
+        self.lora.set(max_lora=0, running_lora_adapters="", waiting_lora_adapters="")
         self.preemptions = Counter(
             "vllm:num_preemptions_total", "Requests put back into the queue, for lack of blocks or after a failed step."
         )
@@ -118,9 +124,11 @@ class Metrics:
         elif kind == "match":
             if fields[0] not in self._resumed:
                 self.hits.add(fields[1])
+                self.old_hits.add(fields[1])
         elif kind == "admit":
             if fields[0] not in self._resumed:
                 self.queries.add(state.requests[fields[0]].prompt_tokens)
+                self.old_queries.add(state.requests[fields[0]].prompt_tokens)
         elif kind == "accept":
             for _, drafted, accepted in fields[1]:
                 self.drafts.add()
@@ -190,7 +198,8 @@ class Metrics:
         for name in ("awake", "weights_offloaded", "discard_all"):  # minitui is never in the last two states
             self.awake.set(name == "awake", name)
         total = max(1, state.num_blocks - 1)
-        self.usage.set((state.counts[ACTIVE] + state.counts[SHARED]) / total)
+        for gauge in (self.usage, self.old_usage):
+            gauge.set((state.counts[ACTIVE] + state.counts[SHARED]) / total)
         self.cached.set(state.counts[CACHED] / total)
 
     def page(self, model: str) -> str:

@@ -27,6 +27,7 @@ from engine.text.structured import Grammars
 from engine.text.tokenizer import Tokenizer
 from minitui.server.broadcast import Broadcast
 from minitui.server.errors import ApiError
+from minitui.server.http_metrics import HttpMetrics
 from minitui.server.metrics import Metrics
 from minitui.server.prompts import too_long
 from minitui.server.settings import ServerSettings
@@ -51,6 +52,7 @@ class Service:
         self.progress = "starting"
         self.draining = False
         self.metrics = Metrics()
+        self.http_metrics = HttpMetrics()
         self.recording = None if settings.record is None else Recording(settings.record)
         self.broadcast = Broadcast(self.metrics, recording=self.recording)
         self.open = 0  # number of admitted sequences that have not ended
@@ -213,14 +215,14 @@ class Service:
         return bool(self.condition.long) and self.condition.task_s > self.settings.stalled_engine_s
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Returns (True if the engine is loading or runs without a problem, the body of /health)."""
+        """Returns (True if the engine runs without a problem, the body of /health)."""
         condition = self.condition
         if condition.hung:
             return False, {"status": "stalled", "silent_s": round(condition.silent_s, 1)}
         if self.state in ("restarting", "failed", "stopped"):
             return False, {"status": self.state}
         if self.state == "loading":
-            return True, {"status": "loading", "progress": self.progress}
+            return False, {"status": "loading", "progress": self.progress}
         long = {"long": condition.long} if condition.long else {}
         if self.overdue:
             return False, {"status": "busy", "open": self.open, **long}

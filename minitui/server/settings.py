@@ -12,6 +12,7 @@ from engine.errors import EngineError
 from minitui.protocol import is_loopback
 
 MIN_KEY_LENGTH = 8
+PRIVATE = ("model_dir", "log_file")  # facts of the engine that callers do not get: paths on the server's machine
 
 
 class Role(IntEnum):
@@ -34,6 +35,7 @@ class ServerSettings:
     trust_request_template: bool = False  # requests may replace the chat template
     record: Path | None = None  # the trace file to record to
     cors_origins: tuple[str, ...] = ()  # sites whose pages may use this server: "https://example.org", or "*"
+    open_metrics: bool = False  # /metrics needs no key
     hide_text: bool = False  # token ids of prompts and replies are masked in the telemetry
     max_body: int = 4 << 20
     body_s: float = 30.0  # a request's body must arrive within this time

@@ -30,11 +30,10 @@ from minitui.server.broadcast import Watcher, encode_snapshot
 from minitui.server.errors import RESPONSES, STREAMED, ApiError
 from minitui.server.schema import AllowedTokens, BadWords, Finite, Prompt, Stop
 from minitui.server.service import Service
-from minitui.server.settings import Role
+from minitui.server.settings import PRIVATE, Role
 from minitui.server.sse import EventStream, event
 from minitui.server.strict import Body, Strict
 
-PRIVATE = ("model_dir", "log_file")  # paths on the server's machine are not sent
 Tag = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
 
 

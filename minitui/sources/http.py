@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import ssl
@@ -102,11 +103,8 @@ async def check(response: httpx.Response) -> httpx.Response:
         return response
     body = await response.aread()
     message, param = f"{response.request.url} answered {response.status_code} {response.reason_phrase}", None
-    try:
-        error = load_json(body)["error"]
-        message, param = str(error["message"])[:MAX_MESSAGE], error.get("param")
-    except (EngineError, KeyError, TypeError, AttributeError):
-        pass
+    with contextlib.suppress(EngineError):
+        message, param, _ = error_in(load_json(body)) or (message, param, "")
     if response.status_code == 401:
         message += " (set the key with MINITUI_KEY or --key)"
     if response.status_code == 503:
@@ -116,6 +114,29 @@ async def check(response: httpx.Response) -> httpx.Response:
     if response.status_code in (400, 404, 413, 422):
         raise InvalidRequest(message, str(param or "request")[:MAX_MESSAGE])
     raise EngineError(message)
+
+
+def error_in(value: Any) -> tuple[str, str | None, str] | None:
+    """Returns the message, the field and the code of an error in JSON, or None if `value` is not an error.
+
+    The forms: {"error": {"message", "param", "code"}} (OpenAI, vLLM, SGLang), {"object": "error", "message", …} (older
+    vLLM, SGLang), {"error": "message"} (llama.cpp, Ollama), {"detail": "message"} or a list of them (FastAPI).
+    """
+    if not isinstance(value, dict):
+        return None
+    error: Any = value.get("error") or (value if value.get("object") == "error" else value.get("detail"))
+    if isinstance(error, list) and error:  # FastAPI: one entry for each wrong field
+        found = error[0] if isinstance(error[0], dict) else {}
+        place = found.get("loc")
+        fields = [str(part) for part in place if part != "body"] if isinstance(place, list) else []
+        error = {"message": ": ".join([*fields[:1], str(found.get("msg"))]), "param": ".".join(fields[:8])}
+    if isinstance(error, str):
+        error = {"message": error}
+    if not isinstance(error, dict):
+        return None
+    param = error.get("param")
+    message = str(error.get("message") or "an error without a message")[:MAX_MESSAGE]
+    return message, str(param)[:MAX_MESSAGE] if param else None, str(error.get("code"))
 
 
 def reason_of(error: Exception) -> str:
@@ -194,7 +215,8 @@ def parse(data: str) -> dict[str, Any]:
     value = load_json(data)
     if "\\u" in data:  # JSON can hold lone surrogates, which cannot be shown, stored or sent
         value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
-    if isinstance(value, dict) and "error" in value and isinstance(value["error"], dict):
-        message = str(value["error"].get("message", "an error"))[:MAX_MESSAGE]
-        raise EngineDead(message) if value["error"].get("code") in ("engine_dead", "stopping") else EngineError(message)
+    error = error_in(value)
+    if error is not None:
+        message, _, code = error
+        raise EngineDead(message) if code in ("engine_dead", "stopping") else EngineError(message)
     return value

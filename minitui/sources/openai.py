@@ -205,16 +205,24 @@ class OpenAISource(Source):
         """
         try:
             response = await self.http.get("/v1/models")
-            if response.status_code in (401, 403) or not self._model:
+            if response.status_code in (401, 403) or (response.status_code in (429, 503) and not self._model):
                 await check(response)
             if response.status_code != 200:
+                if not self._model:
+                    raise EngineError(
+                        f"{self.url} does not list its models (/v1/models answered {response.status_code}): is the "
+                        "address right? If it is, name the model with --model"
+                    )
                 return []
             return [str(entry["id"])[:MAX_NAME] for entry in load_json(response.content)["data"][:MAX_MODELS]]
         except (httpx.HTTPError, OSError) as error:
             raise unreachable(self.url, error) from error
         except (KeyError, TypeError, ValueError) as error:
+            if self._model:
+                return []
             raise EngineError(
-                f"{self.url} is not an OpenAI-compatible server: /v1/models has an unexpected form"
+                f"{self.url} answers /v1/models in an unexpected form: if this server has OpenAI's endpoints, name the "
+                "model with --model"
             ) from error
 
     @property

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from typing import Any
 
 import pytest
 
 from tests.support.serving import Running
 
-# The queries of vLLM's Grafana dashboards, without those for hardware and for features that minitui lacks
+# The queries of vLLM's and Ray's Grafana dashboards, without those for hardware and for features that minitui lacks
 # (transfers between machines, offloading, LoRA, mixture-of-experts balancing, block residency samples).
 DASHBOARDS = """
     vllm:cache_config_info vllm:engine_sleep_state vllm:num_requests_running vllm:num_requests_waiting
@@ -27,6 +28,8 @@ DASHBOARDS = """
     vllm:request_prompt_tokens_bucket vllm:request_generation_tokens_bucket
     vllm:request_max_num_generation_tokens_sum vllm:request_prefill_kv_computed_tokens_sum
     vllm:request_params_n_sum vllm:request_params_max_tokens_sum vllm:iteration_tokens_total_bucket
+    vllm:gpu_cache_usage_perc vllm:gpu_prefix_cache_queries_total vllm:gpu_prefix_cache_hits_total
+    vllm:num_requests_swapped vllm:lora_requests_info
 """
 SAMPLE = re.compile(r'^[a-z0-9_:]+\{model_name="tutor",engine="0"(,[a-z_]+="[^"]*")*\} (\d+(\.\d+)?(e[+-]\d+)?)$')
 
@@ -35,7 +38,8 @@ def test_every_name_that_dashboards_ask_for_is_on_the_page(server: Running) -> N
     page = server.get("/metrics")
     assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
     lines = page.text.splitlines()
-    samples = [line for line in lines if not line.startswith("#")]
+    own = [line for line in lines if not re.match(r"(process|python|http)_", line)]
+    samples = [line for line in own if not line.startswith("#")]
     assert all(SAMPLE.match(line) for line in samples), [line for line in samples if not SAMPLE.match(line)]
     names = {line.partition("{")[0] for line in samples}
     assert not [name for name in DASHBOARDS.split() if name not in names]
@@ -53,7 +57,8 @@ def test_the_values_match_the_requests(server: Running) -> None:
         "prompt_tokens_total", "prompt_tokens_cached_total", "prompt_tokens_by_source_total", "request_success_total",
         "generation_tokens_total", "request_params_n_sum", "request_params_n_count", "request_params_max_tokens_sum",
         "request_max_num_generation_tokens_sum", "request_prefill_kv_computed_tokens_sum",
-        "request_inference_time_seconds_count", "request_prompt_tokens_sum",
+        "request_inference_time_seconds_count", "request_prompt_tokens_sum", "prefix_cache_hits_total",
+        "gpu_prefix_cache_hits_total", "prefix_cache_queries_total", "gpu_prefix_cache_queries_total",
     )  # fmt: skip
     before = figures(server, *names)
     prompt = "Figures of a page that says what was computed and what was found. " * 3
@@ -72,6 +77,8 @@ def test_the_values_match_the_requests(server: Running) -> None:
     assert (got["request_params_n_sum"], got["request_params_n_count"]) == (4, 2)
     assert got["request_params_max_tokens_sum"] == got["request_max_num_generation_tokens_sum"] == 12
     assert got["request_inference_time_seconds_count"] == 4
+    assert got["gpu_prefix_cache_hits_total"] == got["prefix_cache_hits_total"] > 0
+    assert got["gpu_prefix_cache_queries_total"] == got["prefix_cache_queries_total"] == 4 * length
 
 
 @pytest.mark.parametrize("held", [True, False])
@@ -89,3 +96,28 @@ def test_waiting_requests_are_counted_by_reason(server: Running, held: bool) -> 
     metrics.read(None)
     page = metrics.page("m")
     assert "sleep_state=" not in page and "reason=" not in page.replace("finished_reason=", "")
+
+
+def test_the_process_and_its_http_requests_are_measured(server: Running) -> None:
+    pytest.importorskip("prometheus_client", reason="the extra 'serve' is not installed")
+
+    def value(line: str) -> float:
+        found = [row for row in server.get("/metrics").text.splitlines() if row.startswith(line + " ")]
+        return float(found[0].split()[-1]) if found else 0.0
+
+    labels = '{handler="/tokenize",method="POST",status="%s"}'
+    fine, wrong = (value("http_requests_total" + labels % status) for status in ("2xx", "4xx"))
+    server.post("/tokenize", {"prompt": "x"})
+    server.post("/tokenize", {"prompt": 5})
+    for number in range(3):
+        server.http.request("PROPFIND", f"/nowhere/{number}")
+    assert value("http_requests_total" + labels % "2xx") == fine + 1
+    assert value("http_requests_total" + labels % "4xx") == wrong + 1
+    assert value('http_requests_total{handler="none",method="other",status="4xx"}') >= 3
+    assert value('http_request_duration_seconds_count{handler="/tokenize",method="POST"}') == fine + wrong + 2
+    text = server.get("/metrics").text
+    assert "nowhere" not in text and "PROPFIND" not in text, "a caller can add labels"
+    names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(names) == len(set(names)) and "python_info" in names
+    if sys.platform == "linux":
+        assert value("process_resident_memory_bytes") > 10e6 and value("process_open_fds") > 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import subprocess
@@ -296,3 +297,64 @@ async def test_a_chat_on_transformers_own_server(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize("status", [404, 405, 500, 501])
+async def test_a_server_that_does_not_list_its_models_is_used_with_model(status: int) -> None:
+    from minitui.sources.openai import OpenAISource
+
+    fake = await FakeServer().start()
+    fake.models_status = status
+    source = OpenAISource(fake.url)
+    with pytest.raises(EngineError, match="name the model with --model"):
+        await source.start(lambda progress: None)
+    await source.close()
+    named = OpenAISource(fake.url, model="m2")
+    await named.start(lambda progress: None)
+    async for _ in named.submit(named.codec.apply_chat_template([{"role": "user", "content": "x"}]), SamplingParams()):
+        pass
+    assert fake.asked[-1]["model"] == "m2"
+    await named.close()
+    await fake.kill()
+
+
+@pytest.mark.parametrize(("body", "said", "field"), [
+    ({"error": {"message": "too hot", "type": "BadRequestError", "param": "temperature", "code": 400}},
+     "too hot", "temperature"),
+    ({"object": "error", "message": "too hot", "type": "BadRequestError", "param": None, "code": 400},
+     "too hot", "request"),
+    ({"error": "too hot"}, "too hot", "request"),
+    ({"detail": "too hot"}, "too hot", "request"),
+    ({"detail": [{"loc": ["body", "temperature"], "msg": "too hot", "type": "value_error"}]},
+     "temperature: too hot", "temperature"),
+    ({"error": {"message": ["odd"]}}, "odd", "request"), ({"error": {}}, "answered 400", "request"),
+    ({"detail": [5]}, "None", "request"), ({"detail": 5}, "answered 400", "request"), ([], "answered 400", "request"),
+], ids=["OpenAI", "vLLM", "a text", "a detail", "FastAPI", "a list", "empty", "a number in a list", "a number", "none"])
+async def test_errors_of_other_servers_are_read(body: Any, said: str, field: str) -> None:
+    from minitui.sources.openai import OpenAISource
+
+    fake = await FakeServer().start()
+    fake.status, fake.refusal = 400, body or [1]
+    source = OpenAISource(fake.url)
+    await source.start(lambda progress: None)
+    stream = source.submit(source.codec.apply_chat_template([{"role": "user", "content": "x"}]), SamplingParams())
+    with pytest.raises(InvalidRequest, match=said) as caught:
+        async for _ in stream:
+            pass
+    assert caught.value.field == field
+    await source.close()
+    await fake.kill()
+
+
+SPENT = "out of memory"
+
+
+@pytest.mark.parametrize(
+    "body", [{"error": {"message": SPENT}}, {"object": "error", "message": SPENT}, {"error": SPENT}]
+)
+def test_an_error_inside_a_stream_is_read_in_every_form(body: Any) -> None:
+    from minitui.sources.http import parse
+
+    with pytest.raises(EngineError, match=SPENT):
+        parse(json.dumps(body))
+    assert parse(json.dumps({"error": None, "choices": []})) == {"error": None, "choices": []}

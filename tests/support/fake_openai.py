@@ -15,6 +15,8 @@ class FakeServer:
     def __init__(self, models: tuple[str, ...] = ("m",), page: str | None = None, port: int = 0) -> None:
         self.models, self.page, self.port = models, page, port
         self.status = 200
+        self.refusal: Any = None  # the body of an answer with another status; None: OpenAI's form
+        self.models_status = 200
         self.pieces = ("one ", "two ", "three")
         self.hold: asyncio.Event | None = None  # an answer waits here before its last piece
         self.dies_after: int | None = None
@@ -64,9 +66,10 @@ class FakeServer:
             if self.status == 200:
                 await self._stream(writer)
             else:
-                self._reply(writer, self.status, json.dumps({"error": {"message": f"status {self.status}"}}))
+                refusal = self.refusal or {"error": {"message": f"status {self.status}"}}
+                self._reply(writer, self.status, json.dumps(refusal))
         elif path == "/v1/models":
-            self._reply(writer, 200, json.dumps({"data": [{"id": name} for name in self.models]}))
+            self._reply(writer, self.models_status, json.dumps({"data": [{"id": name} for name in self.models]}))
         elif path == "/metrics" and self.page is not None:
             self._reply(writer, 200, self.page)
         else:
