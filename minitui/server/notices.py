@@ -36,8 +36,8 @@ def notice(sentence: str) -> None:
 
 
 def header(notices: list[str]) -> str:
-    """Returns the header's value."""
-    return "; ".join(notices)[:LONGEST]
+    """Returns the header's value. HTTP allows no spaces at its end."""
+    return "; ".join(notices)[:LONGEST].strip()
 
 
 def as_ascii(text: str) -> str:

@@ -75,6 +75,8 @@ def test_unknown_fields_are_ignored_with_a_header_and_one_log_line(
         assert answer.headers["X-Minitui-Warning"] == expected
     logged = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
     assert logged == [f"notice to a caller: {expected}"]
+    blank = server.post("/tokenize", {"prompt": "x", "": 1, " ": 2, "y ": 3, f"{'z' * 63} z": 4})
+    assert blank.headers["X-Minitui-Warning"] == f'ignored unknown fields "", y, {"z" * 63}'
     stream = server.post(CHAT, {**body, "stream": True})
     assert stream.headers["X-Minitui-Warning"] == expected
     known = server.post(CHAT, {"messages": [QUESTION], "max_tokens": 2, "store": True, "verbosity": "low"})
