@@ -16,7 +16,8 @@ LONGEST = 64  # characters of a field's name that are shown
 
 def tell_of_unknown_fields(body: BaseModel, raw: Any) -> None:
     """Add a notice with the names of the fields in `raw` that `body`, made from `raw`, does not have."""
-    names = list(dict.fromkeys(as_ascii(name).strip()[:LONGEST] or '""' for name in islice(_unknown(body, raw), 10 * MAX_NAMED)))
+    found = islice(_unknown(body, raw), 10 * MAX_NAMED)
+    names = list(dict.fromkeys(as_ascii(name).strip()[:LONGEST] or '""' for name in found))
     if names:
         more = ", ..." if len(names) > MAX_NAMED else ""
         notice(f"ignored unknown field{'s' if names[1:] else ''} {', '.join(names[:MAX_NAMED])}{more}")
