@@ -636,7 +636,8 @@ def test_timings_show_the_summarys_figures():
     for row, (label, name) in zip(rows[1:4], kinds, strict=True):
         stats = getattr(view.timings, name)
         assert row.startswith(label)
-        figures = row[13:34].split()
+        steps, *figures = row[13:41].split()
+        assert steps == f"{stats.steps:,}"
         if stats.steps:
             assert [float(f) for f in figures] == pytest.approx([stats.p50, stats.p99, stats.worst], abs=0.06)
             assert f"{100 * stats.share:.0f} %" in row

@@ -65,14 +65,14 @@ step. The waterfall (w) shows the tracks with an axis, for all steps that are ke
 
     def _head(self, width: int) -> Runs:
         row = Row("kind of step", "dim").to(LABEL)
-        for i, name in enumerate(("p50", "p99", "max")):
+        for i, name in enumerate(("steps", "p50", "p99", "max")):
             row.right(name, LABEL + FIGURE * (i + 1), "dim")
-        row.to(LABEL + FIGURE * 3 + 3)
+        row.to(LABEL + FIGURE * 4 + 3)
         return row.add("share of time" if width - row.width >= 13 else "share", "dim").done(width)
 
     def _kind(self, label: str, stats: KindStats, style: str, width: int) -> Runs:
-        row = Row(label, "ink").to(LABEL)
-        at = LABEL
+        at = LABEL + FIGURE
+        row = Row(label, "ink").right(f"{stats.steps:,}", at, "ink" if stats.steps else "dim")
         for value in (stats.p50, stats.p99, stats.worst):
             at += FIGURE
             row.right(ms(value) if stats.steps else glyphs().dash, at, "ink" if stats.steps else "dim")
