@@ -37,7 +37,7 @@ def ms(value: float) -> str:
 
 
 def short(value: float) -> str:
-    """Returns a number in at most five characters: 812, 9,999, 18.4k, 2.1M."""
+    """Returns a number in a short form: "812", "9,999", "18.4k", "2.1M"."""
     if abs(value) < 10_000:
         return f"{value:,.0f}"
     if abs(value) < 999_950:

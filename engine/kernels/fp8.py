@@ -161,7 +161,7 @@ def product(
 
 def fp8_linear(x: torch.Tensor, w: ScaledMatrix, out: torch.Tensor | None = None) -> torch.Tensor:
     """Returns x W^T [T, N] for x [T, K] bfloat16; writes it to `out` if given."""
-    if not len(x):  # no token's logits are needed in this step; a tensor descriptor must have rows
+    if not len(x):  # this step needs no logits, so x has no rows; a tensor descriptor needs at least one
         return x.new_empty(0, w.shape[0])
     if len(x) == 1:
         return gemv(x, w, out=out)

@@ -196,7 +196,7 @@ class Decoder:
     def nbytes_per_token(self) -> int:
         """Bytes of the weights that one token needs: all weights except idle experts and the embedding.
 
-        An embedding that is also the head is excluded too.
+        If the embedding is also the head, the head is not counted either.
         """
         experts = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
         idle = sum(mlp.nbytes * (mlp.config.count - mlp.config.per_token) // mlp.config.count for mlp in experts)

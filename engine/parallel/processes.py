@@ -31,7 +31,7 @@ from engine.model.config import ModelConfig
 
 CLOSE_S = 3.0  # seconds; a rank that takes longer to end is killed
 CAUSE_S = 2.0  # after a failed collective: seconds to wait for the report of the rank whose failure is the cause
-DEATH_S = 0.3  # after a rank reports an error: seconds to wait for the end of another rank, a likely cause
+DEATH_S = 0.3  # seconds to wait after a rank reports an error: often the cause is that another rank has ended
 
 
 def device_of(device: torch.device, rank: int, size: int) -> torch.device:

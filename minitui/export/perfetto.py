@@ -1,7 +1,7 @@
 """Writes a trace for ui.perfetto.dev: the spans that the waterfall shows (viewmodel/spans.py), marks and counters.
 
-The format is Chrome's trace events, which Perfetto reads. Times are on the axis of the spans and begin with the
-recording: long pauses, slow motion and long times without work are shortened. The details of a slice of the host give
+The format is Chrome's trace events, which Perfetto reads. Times begin with the recording. As in the
+waterfall, long pauses, slow motion and long times without work are shortened. The details of a slice of the host give
 its measured time.
 
     requests   for each request: spans for waiting, the chunks of its prompt and decoding, and marks for decisions

@@ -37,10 +37,10 @@ PANELS: dict[str, type[LinePanel]] = {
     "timings": StepTimings, "events": Events, "occupancy": Occupancy,
 }  # fmt: skip
 WIDE = 120  # columns; if the screen is at least this wide, panels are beside the text, otherwise below it
-HEIGHTS = {"step": 4, "occupancy": 1}  # rows of these panels; below the text, the other panels have PANEL_ROWS
+HEIGHTS = {"step": 4, "occupancy": 1}  # rows of these panels; on a narrow screen, all other panels have PANEL_ROWS
 PANEL_ROWS = 9
 MIN_PANEL_ROWS = 5  # below the text, a panel with nothing to show is hidden if fewer rows are left
-# Panel -> the second panel that is shown below it if the panels are beside the text.
+# Panel -> the panel under it. A narrow screen shows only the first of the two.
 PARTNERS = {"step": "lanes", "occupancy": "map"}
 
 
@@ -55,7 +55,7 @@ class HasLesson(Protocol):
 
 
 class LessonScreen(BaseScreen[None]):
-    """The arrow keys turn pages, a to d predict, enter runs an experiment, v opens the code."""
+    """The arrow keys turn pages, the keys a to d choose a prediction, enter runs an experiment, v opens the code."""
 
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (WIDE, "-wide")]  # noqa: RUF012 (as in Textual)
     BINDINGS: ClassVar[list[BindingType]] = [
