@@ -53,6 +53,7 @@ class MinituiApp(AppBase):
     ModalScreen { background: $ground 40%; }
     Toast { background: $empty-chip; width: 44; }
     ToastRack { align: right bottom; margin-bottom: 4; }  /* above the prompt */
+    InspectScreen ToastRack { dock: top; align: right top; margin: 3 0 0 0; }  /* over the step bar, not the events */
     .-ascii Prompt, .-ascii ModalScreen > Vertical { border: ascii $accent; }
     .-ascii Toast { border: none; }
     .-ascii Transcript:focus { border-left: ascii $accent; }
