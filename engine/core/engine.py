@@ -1,7 +1,7 @@
 """The engine: each step is planned, launched and committed.
 
 A token passes seven stages. The second column says when: before the request's first step, during the plan, launch or
-commit of a step, or after the commit.
+commit of a step, or after the commit. So stage 7 begins before stage 6; clients get the text after stage 6.
 
     1 tokenize     before: the prompt becomes ids (engine/text/tokenizer.py)
     2 schedule     plan:   choose the requests of the step, and how many tokens of each (engine/core/scheduler.py)

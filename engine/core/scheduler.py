@@ -6,8 +6,8 @@ of arrival, but preempted requests before new ones. No blocks are reserved for `
 cached blocks are evicted first, then the youngest request is preempted. The full blocks of a preempted request stay in
 the tree until they are evicted.
 
-`plan()` may plan step n+1 while step n runs: planning needs the lengths of sequences, which are known before the ids
-that step n draws. `commit()` takes the ids of the oldest step that is not committed. A request may have finished,
+`plan()` may plan step n+1 while step n runs: planning needs the lengths of sequences, which are known before step n
+has drawn its ids. `commit()` takes the ids of the oldest step that is not committed. A request may have finished,
 failed, been aborted or been requeued since that step was planned: then its entry is void and is skipped.
 
 With speculation (engine/core/speculation.py), drafts use the part of the budget that decodes and chunks do not use. A
@@ -294,7 +294,7 @@ class Scheduler:
             # count as available now, but cannot be evicted once this request holds them.
             needed -= sum(1 for block in match.blocks if self.cache.allocator.holders(block))
         if self.running:
-            # Running prefills need no reserve: if budget is left, each already has the blocks of its whole prompt.
+            # The reserve is for decodes: if budget is left, each running prefill has the blocks of its whole prompt.
             needed += self._watermark
         if needed > self.cache.available:
             return f"blocks: needs {needed}, {self.cache.available} available"

@@ -25,7 +25,7 @@ BEAT_S = 1.0  # between two heartbeats
 TICK_S = 0.5  # how often the client checks
 LONG_S = 5.0  # tasks that take longer are reported
 SILENCE_S = 5.0  # a process without a sign of life for this long seems to hang
-WORKING_S = 0.1  # this much processor time is a sign of life; threads that wait for Python's lock use a tenth
+WORKING_S = 0.1  # this much processor time is a sign of life; a wait for Python's lock uses less in SILENCE_S
 STOPPED, ON_DISK = "Tt", "D"  # states of a process in /proc/PID/stat and in ps
 IDLE = ""  # the task while the main thread waits for a command
 

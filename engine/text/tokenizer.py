@@ -27,7 +27,9 @@ Message = dict[str, Any]
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 PRIVATE_USE = range(0xE000, 0xF900)  # characters without a standard meaning
-MARK_LENGTH = 8  # random PRIVATE_USE characters in the mark of a chat; no message contains the mark by chance
+# The mark of a chat consists of random PRIVATE_USE characters. It is put into the names of control tokens in messages,
+# so that these names stay text. No message contains it by chance.
+MARK_LENGTH = 8  # characters
 LONG_TEXT = 4096  # characters
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 CHARACTERS_PER_TOKEN = 8  # almost every text has fewer on average

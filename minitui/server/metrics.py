@@ -3,7 +3,7 @@
 Metrics that vLLM does not have begin with "minitui:".
 
 Most metrics are computed from the engine's records, so they include requests whose client has disconnected. answer.py
-counts the generated tokens, and the n, the max_tokens and the longest sample of each request.
+reports the generated tokens and, for each request, its n, its max_tokens and the length of its longest sample.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ COLUMNS = (("tokens", 7), ("users", 6), ("saved", 6), ("evict #", 8))
 
 def _last_children(rows: Sequence[TreeRow]) -> list[bool]:
     """Returns for each row whether it is its parent's last child."""
-    last, depths = [False] * len(rows), set[int]()  # depths at which a later row is a sibling
+    last, depths = [False] * len(rows), set[int]()  # a row has a later sibling if its depth is in depths
     for i in range(len(rows) - 1, -1, -1):
         depth = rows[i].depth
         last[i] = depth not in depths
