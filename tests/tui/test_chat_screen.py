@@ -63,7 +63,7 @@ async def running(
     )
     try:
         with patch("minitui.tui.screens.chat.TEXT_EVERY", 0.0):  # every frame has the text of its moment
-            async with app.run_test(size=size) as pilot:
+            async with app.run_test(size=size, notifications=True) as pilot:
                 screen = app.screen
                 assert isinstance(screen, ChatScreen)
                 yield app, pilot, screen
@@ -117,6 +117,15 @@ async def test_what_is_asked_of_the_engine_while_it_loads_is_done_when_it_is_the
         app.submit("/pause")
         app.submit("/slow 1")
         await until(pilot, lambda: not app.session.busy)
+
+
+async def test_a_notice_in_inspect_does_not_cover_the_events():
+    async with running(size=(140, 40)) as (app, pilot, _screen):
+        await press(pilot, "escape", "2")
+        app.say("the engine is paused")
+        await until(pilot, lambda: any(toast.region.area for toast in app.screen.query("Toast")))
+        events = app.screen.query_one("#events").region
+        assert events.area and not any(toast.region.overlaps(events) for toast in app.screen.query("Toast"))
 
 
 async def test_a_dialog_stands_before_the_dimmed_picture_which_costs_little_meanwhile():

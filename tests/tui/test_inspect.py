@@ -108,14 +108,6 @@ async def test_tab_goes_through_the_panels_and_on_a_small_screen_shows_one_at_a_
         assert screen.current == "map"
 
 
-async def test_a_notice_does_not_cover_the_events(clock):
-    async with opened(SMALL, (140, 40), clock) as (app, pilot):
-        app.say("the engine is paused")
-        await frames(app, pilot, clock)
-        [notice] = app.screen.query("Toast")
-        assert notice.region.area and not notice.region.overlaps(app.screen.query_one("#events").region)
-
-
 async def test_z_shows_a_panel_alone_and_brings_the_others_back(clock):
     async with opened(SMALL, (140, 40), clock) as (app, pilot):
         screen = app.screen
