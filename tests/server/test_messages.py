@@ -63,6 +63,16 @@ def test_each_stop_reason_is_reported(server: Running) -> None:
     assert ask(server, **ALL_KINDS)["stop_reason"] == "tool_use"
 
 
+def test_the_reply_continues_the_assistants_last_message(server: Running) -> None:
+    text = ask(server, temperature=0)["content"][0]["text"]
+    start = text[: text.index(" ", 20)]
+    messages = [*QUESTION, {"role": "assistant", "content": start}]
+    assert start + ask(server, messages=messages, temperature=0)["content"][0]["text"] == text
+    call = {"type": "tool_use", "id": "toolu_1", "name": "count_blocks", "input": {}}
+    refused = server.post(URL, {**ASK, "messages": [*QUESTION, {"role": "assistant", "content": [call]}]})
+    assert refused.status_code == 400 and "does not end with text" in refused.text
+
+
 def test_a_stream_has_all_events_in_order_and_says_the_same(server: Running) -> None:
     whole = ask(server, **ALL_KINDS)
     events = events_of(server.post(URL, {**ASK, **ALL_KINDS, "stream": True}).text)

@@ -156,9 +156,10 @@ class Conversation(Sampled):
 
     @field_validator("messages")
     @classmethod
-    def _ends_with_the_user(cls, value: list[InputMessage]) -> list[InputMessage]:
-        if value[-1].role == "assistant":
-            raise ValueError("the last message is the assistant's, which this server does not continue")
+    def _can_be_continued(cls, value: list[InputMessage]) -> list[InputMessage]:
+        last = value[-1]
+        if last.role == "assistant" and not (last.content and last.content[-1].type == "text"):
+            raise ValueError("the last message is the assistant's, and it does not end with text to continue")
         return value
 
     def chat_fields(self) -> dict[str, Any]:
@@ -168,6 +169,7 @@ class Conversation(Sampled):
         thinks = self.thinking is not None and self.thinking.type != "disabled"
         return {
             "messages": chat_messages(self.system, self.messages),
+            "continue_final_message": True if self.messages[-1].role == "assistant" else None,
             "tools": [tool.chat_tool() for tool in self.tools] if self.tools else None,
             "tool_choice": choice.chat_choice() if choice is not None else None,
             "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
