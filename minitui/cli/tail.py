@@ -8,6 +8,9 @@
 
 Consecutive steps that only decode share one line. The line names the slowest step if that step took more than twice the
 mean.
+
+With `--requests`, there is one line for each request, when the request has finished: its time to first token, the gaps
+between its tokens, and the cause of the longest gap.
 """
 
 from __future__ import annotations
@@ -17,11 +20,11 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from engine.errors import EngineDead
+from engine.errors import EngineDead, EngineError
 from minitui.chat.conversation import Sampling
 from minitui.chat.describe import describe_answer
 from minitui.chat.model_choice import choose_model, load_codec
@@ -29,6 +32,10 @@ from minitui.chat.sessions import Chats
 from minitui.cli.launch import live_source
 from minitui.cli.options import KvBlocks
 from minitui.sources.base import Source
+
+if TYPE_CHECKING:
+    from minitui.viewmodel.model import View
+    from minitui.viewmodel.teller import Teller
 
 POLL_S = 0.05
 
@@ -42,57 +49,72 @@ def tail(
         ),
     ] = None,
     kv_blocks: KvBlocks = None,
+    requests: Annotated[
+        bool,
+        typer.Option("--requests", help="Print one line for each request, with the cause of its longest token gap."),
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="With --requests: print each line as JSON.")] = False,
 ) -> None:
     """Print the engine's work as lines of text.
 
     \b
       minitui tail class.trace
+      minitui tail class.trace --requests
       minitui tail http://localhost:8000
       echo "What is a KV cache?" | minitui tail
     """
+    if json and not requests:
+        raise EngineError("--json needs --requests: without it, the lines are text")
+    kind = ("json" if json else "requests") if requests else "steps"
     if source is not None and source.startswith(("http://", "https://")):
         from minitui.sources.remote import RemoteSource
 
         server = RemoteSource(source, os.environ.get("MINITUI_KEY", ""))
-        raise typer.Exit(asyncio.run(tail_server(server, print)))
+        raise typer.Exit(asyncio.run(tail_server(server, print, kind=kind)))
     if source is not None:
         from minitui.trace.bundled import find_trace
 
-        raise typer.Exit(tail_trace(find_trace(source), print))
+        raise typer.Exit(tail_trace(find_trace(source), print, kind))
     choice = choose_model(None)
     live = live_source(choice, {"kv_blocks": kv_blocks, "no_prefix_caching": False})
     if sys.stdin.isatty():
         print("Type a question and press Enter; Ctrl+D ends.", file=sys.stderr)
-    raise typer.Exit(asyncio.run(tail_live(live, choice.system, Sampling(), sys.stdin, print)))
+    raise typer.Exit(asyncio.run(tail_live(live, choice.system, Sampling(), sys.stdin, print, kind=kind)))
 
 
-def tail_trace(path: str | Path, out: Callable[[str], None]) -> int:
-    """Prints a whole recording; returns the exit code."""
+def teller_for(view: View, kind: str) -> Teller:
+    """Returns what turns records into lines. kind: "steps"; "requests" or "json" for one line for each request."""
+    from minitui.viewmodel.request_teller import RequestTeller
+    from minitui.viewmodel.teller import Teller
+
+    return Teller(view) if kind == "steps" else RequestTeller(view, json=kind == "json")
+
+
+def tail_trace(path: str | Path, out: Callable[[str], None], kind: str = "steps") -> int:
+    """Prints a whole recording; returns the exit code. kind: as in `teller_for`."""
     from minitui.trace.reader import TraceReader
     from minitui.viewmodel.model import View
-    from minitui.viewmodel.teller import Teller
 
     reader = TraceReader(path)
     view = View()
     view.ids_to_text = reader.decode
     view.group_names = reader.names
-    for line in Teller(view).tell_all(reader):
+    for line in teller_for(view, kind).tell_all(reader):
         out(str(line))
-    if not reader.complete:
+    if not reader.complete and kind != "json":
         out("(the recording is incomplete: it was cut off here)")
     return 0
 
 
 async def tail_live(
     source: Source, system: str, sampling: Sampling, questions: TextIO, out: Callable[[str], None],
-    load: Any = load_codec,
+    load: Any = load_codec, *, kind: str = "steps",
 ) -> int:  # fmt: skip
     """Starts the engine, asks the questions one after the other in one chat, and prints the records and answers.
 
-    Returns the exit code.
+    Returns the exit code. kind: as in `teller_for`.
     """
     from minitui.viewmodel.model import View
-    from minitui.viewmodel.teller import Teller
 
     try:
         await source.start(lambda progress: None)
@@ -102,7 +124,7 @@ async def tail_live(
         assert chats.codec is not None
         view.ids_to_text = chats.codec.decode
         view.reset(await source.snapshot())
-        teller = Teller(view)
+        teller = teller_for(view, kind)
         session = chats.new(system, "chat")
         view.group_names = {session.id: "chat"}
         while question := (await asyncio.to_thread(questions.readline)):
@@ -116,6 +138,8 @@ async def tail_live(
             await source.snapshot()  # all records of this answer arrive before the snapshot
             for line in [*teller.tell(source.drain_records()), *teller.rest()]:
                 out(str(line))
+            if kind == "json":
+                continue
             answer = session.messages[-1]
             out(f"answer: {' '.join((answer.text or answer.error).split())}")
             out("        " + " · ".join(text for text, _ in describe_answer(answer)))
@@ -124,24 +148,27 @@ async def tail_live(
         await source.close()
 
 
-async def tail_server(source: Source, out: Callable[[str], None], load: Any = load_codec) -> int:
-    """Prints the work of a server's engine until the user interrupts. Raises EngineDead when the server ends."""
+async def tail_server(
+    source: Source, out: Callable[[str], None], load: Any = load_codec, *, kind: str = "steps"
+) -> int:
+    """Prints the work of a server's engine until the user interrupts; kind: as in `teller_for`. Raises EngineDead when
+    the server ends."""
     from minitui.viewmodel.model import View
-    from minitui.viewmodel.teller import Teller
 
     try:
         await source.start(lambda progress: None)
         view = View()
         view.ids_to_text = (await asyncio.to_thread(load, source.info)).decode
         view.reset(await source.snapshot())
-        teller = Teller(view)
+        teller = teller_for(view, kind)
         while source.error is None:
             for line in teller.tell(source.drain_records()):
                 out(str(line))
             if view.gap:
-                out(f"({view.dropped:,} records were lost; the lines continue from here)")
+                if kind != "json":
+                    out(f"({view.dropped:,} records were lost; the lines continue from here)")
                 view.reset(await source.snapshot())
-                teller = Teller(view)
+                teller = teller_for(view, kind)
             await asyncio.sleep(POLL_S)
         raise EngineDead(source.error)
     finally:

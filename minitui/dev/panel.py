@@ -27,7 +27,9 @@ from minitui.tui.widgets.first_token import FirstTokens
 from minitui.tui.widgets.lanes import BatchLanes
 from minitui.tui.widgets.occupancy import Occupancy
 from minitui.tui.widgets.origin import PromptOrigin
+from minitui.tui.widgets.requests import RequestTable
 from minitui.tui.widgets.step_bar import StepBar
+from minitui.tui.widgets.timeline import RequestTimeline
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.tree import RadixTree
 from minitui.tui.widgets.vitals import Vitals
@@ -118,7 +120,9 @@ PANELS: dict[str, type[LinePanel]] = {
     "lanes": BatchLanes,
     "occupancy": Occupancy,
     "origin": PromptOrigin,
+    "requests": RequestTable,
     "step-bar": StepBar,
+    "timeline": RequestTimeline,
     "timings": StepTimings,
     "tree": RadixTree,
     "vitals": Vitals,

@@ -54,7 +54,7 @@ class _Converter:
         self.lanes.step = self.state.step
         self.moments: list[tuple[float, Event]] = []  # marks and counters: engine time, event
         for request in self.state.requests.values():
-            self.lanes.adopt(request)
+            self.lanes.adopt(request, self.state.computed(request))
         self.section_t = part.snapshot["t"] or (part.records[0][1] if part.records else 0.0)
 
     def events(self) -> Iterator[Event]:

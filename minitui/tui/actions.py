@@ -114,6 +114,8 @@ _TABLE = {
         Action("chat", "Chat", key="1", slash="chat", help="Show the chats."),
         Action("inspect", "Inspect", key="2", slash="inspect", footer="inspect",
             help="Show the engine: step, blocks, tree, batches, timings, events."),
+        Action("requests", "Requests", key="5", slash="requests",
+            help="Show every request with its times and token gaps, and why one stalled (inspect). Again: all panels."),
         Action("lecture", "Lecture", key="3", slash="lecture",
             help="Show one sentence for each step: what the step did, and why."),
         Action("theme", "Theme", key="T", slash="theme", takes="[name]",

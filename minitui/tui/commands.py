@@ -10,6 +10,7 @@ from engine.errors import EngineError
 from minitui.tui.actions import BY_ID, BY_SLASH, key_label
 from minitui.tui.chat_commands import ChatCommands, whole_number
 from minitui.tui.screens.bindings import CURSOR_KEYS, bindings_here
+from minitui.tui.screens.inspect import REQUESTS, InspectScreen
 
 PACES = (1, 2, 5, 10, 20, 50, 100, 200)
 UNTIL = {
@@ -171,6 +172,13 @@ class Commands(ChatCommands):
         self.app.run_worker(guarded(), group="control")
 
     # --- the application
+
+    def do_requests(self, _: str) -> None:
+        inspecting = self.app.current_mode == "inspect"
+        self.app.open_mode("inspect")
+        screen = self.app.screen
+        if isinstance(screen, InspectScreen) and (inspecting or screen.current not in REQUESTS):
+            screen.action_requests()
 
     def do_theme(self, name: str) -> None:
         ours = [t for t in self.app.available_themes if t.startswith("minitui-")]

@@ -52,6 +52,8 @@ class AnnotatedState:
         self.node_changed: dict[int, float] = {}
         self.evicted: dict[int, Sequence[int]] = {}  # seq of an evict record -> the first evicted token ids
         self.computing: dict[int, int] = {}  # seq of a match record -> the request still computing the matched blocks
+        # seq of a finish, preempt or requeue record -> (tokens with KV, blocks) that the request had
+        self.released: dict[int, tuple[int, int]] = {}
         self._writers: dict[int, int] = {}  # pending block -> the request that computes it
         self.step_began = LONG_AGO  # engine time of the first record of the last step
         self._between_steps = True
@@ -149,6 +151,7 @@ class AnnotatedState:
     def _release(self, record: Record) -> None:
         request = self.state.requests[record[3]]
         self._touch(request.table, record[1])
+        self.released[record[0]] = (self.state.computed(request), len(request.table))
         if record[2] == "finish":
             # The new entry must become the last: the entries are in the order in which the requests finished.
             self._forget_table(request.group)

@@ -120,6 +120,9 @@ class Steps:
         self.ranks = 1  # GPUs that share the model
         self._ended = array("d", [0.0]) * capacity
         self._end_seq = array("q", [0]) * capacity
+        self._arrived = array("d", [0.0]) * capacity  # when its tokens arrived: seconds, without pauses; NaN: unknown
+        self._paused = array("d", [0.0]) * capacity  # seconds of pauses and slow motion since the history began
+        self._paused_s = 0.0
         self._bucket = array("q", [0]) * capacity  # the bucket of Rates in which the step was planned
         self._cut = array("d", [0.0]) * capacity
         self.cut_ms = 0.0  # time left out of the axis so far
@@ -136,6 +139,7 @@ class Steps:
         self._chunks: list[list[Chunk] | None] = [None] * capacity
         self._drafts: dict[int, array[int]] = {}  # step -> the fields of all its Drafts, in one flat array
         self._nan = float("nan")
+        self._views: dict[str, np.ndarray] = {}
 
     def fold_draft(self, record: Record) -> None:
         """Fold a `draft` record. It comes before the `step` record of the same step."""
@@ -178,7 +182,7 @@ class Steps:
         self._drafted[i], self._accepted[i] = drafted, 0
         self._step[i], self._t[i], self._tokens[i], self._decodes[i] = step, t, tokens, decodes
         self._waiting[i], self._wall[i], self._device[i], self._end_seq[i] = waiting, self._nan, self._nan, 0
-        self._comm[i] = self._nan
+        self._comm[i] = self._arrived[i] = self._nan
         self._chunks[i], self._bucket[i], self._cut[i] = prefills or None, bucket, self.cut_ms
         self._held[i] = self._closed or self._pace > 1
         if self.first < 0:
@@ -199,7 +203,8 @@ class Steps:
         self._plan[i], self._launch[i], self._commit[i] = plan_us / 1e3, launch_us / 1e3, commit_us / 1e3
         self._wall[i] = wall_ms
         self._device[i] = self._nan if device_ms is None else device_ms
-        self._ended[i], self._end_seq[i] = t, seq
+        self._ended[i], self._end_seq[i], self._paused[i] = t, seq, self._paused_s
+        self._arrived[i] = t - commit_us / 1e6 - self._paused_s
         self._cut_axis(step, i)
 
     def _cut_axis(self, step: int, i: int) -> None:
@@ -246,6 +251,7 @@ class Steps:
     def fold_parts(self, record: Record) -> None:
         """Fold a `parts` record."""
         _seq, _t, _kind, step, *us, delayed, stops = record
+        self._paused_s += us[2] / 1e6
         if step not in self:
             return
         i = step % self.capacity
@@ -316,10 +322,18 @@ class Steps:
         at = steps % self.capacity
         return at[np.frombuffer(self._step, np.int64)[at] == steps]
 
+    @property
+    def committed(self) -> int:
+        """The last step that is committed; -1: none."""
+        return self._timed
+
     def column(self, name: str) -> np.ndarray:
         """Returns a whole column as a numpy array; index it with `indices`."""
-        store = self._parts[name.partition(":")[2]] if name.startswith("part:") else getattr(self, f"_{name}")
-        return np.frombuffer(store, store.typecode)
+        view = self._views.get(name)
+        if view is None:
+            store = self._parts[name.partition(":")[2]] if name.startswith("part:") else getattr(self, f"_{name}")
+            view = self._views[name] = np.frombuffer(store, store.typecode)
+        return view
 
     def prefilled(self, at: np.ndarray) -> np.ndarray:
         """Returns, for each step at these column indices, the number of prompt tokens computed."""

@@ -6,12 +6,14 @@ column of `k` steps shows the code with the highest priority: preempted, finishe
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
 
 from engine.trace.records import Record
 from engine.trace.state import RequestView
+from minitui.viewmodel.token_gaps import Earlier, GapStats
 
 NOTHING, QUEUED, DECODING, GAINING, PREFILLING, FINISHED, PREEMPTED = range(7)  # lowest priority first;
 #   GAINING: a decode step in which drafts were accepted
@@ -49,6 +51,14 @@ class Lane:
     stop: str = ""  # why the last prefix match stopped (`stop` and `at` of the match record)
     stop_at: int = 0
     ttft: tuple[float, float] | None = None  # queue and prefill, in ms
+    blocks: int | None = None  # blocks that it held when it finished
+    highest: int = 0  # the largest number of its tokens that had KV when it lost its blocks
+    again: list[tuple[int, int]] = field(default_factory=list)  # (step, tokens): computed a second time
+    taken: array[int] = field(default_factory=lambda: array("q"))  # (step, accepted drafts), one after the other
+    void: list[int] = field(default_factory=list)  # steps whose token was dropped
+    earlier: Earlier | None = None
+    lost: bool = False  # some of its tokens are neither kept nor summarised
+    final: GapStats | None = None  # of a finished request whose first tokens are no longer kept
 
     def close(self, step: int) -> None:
         """End the open span at `step`; remove the span if it would be empty."""
@@ -80,6 +90,15 @@ class Lane:
         if self.gains and self.gains[0][1] < step - SLACK:
             self.gains = [gain for gain in self.gains if gain[1] >= step]
 
+    def forget_tokens(self, step: int) -> None:
+        """Drop what was kept for the tokens of the steps before this one. `again` is added up."""
+        kept = next((i for i in range(0, len(self.taken), 2) if self.taken[i] >= step), len(self.taken))
+        del self.taken[:kept]
+        self.void = [at for at in self.void if at >= step]
+        old = [tokens for at, tokens in self.again if at < step]
+        if len(old) > 1:
+            self.again = [(step - 1, sum(old)), *self.again[len(old) :]]
+
     def code_at(self, step: int, code: int) -> bool:
         """Returns True if the lane has `code` at `step`."""
         return any(kind == code and first <= step <= last for kind, first, last in self.spans)
@@ -102,6 +121,10 @@ class Lane:
                 if code > out[column]:
                     out[column] = code
         return out
+
+    def recomputed(self, step: int) -> int:
+        """Returns how many of its tokens were computed a second time, up to this step."""
+        return sum(tokens for at, tokens in self.again if at <= step)
 
     @property
     def tok_s(self) -> float:
@@ -132,6 +155,7 @@ class Lanes:
         self.newest = -1  # the highest request id seen
         self.step = -1  # the last planned step
         self.now = 0.0  # working time at the record being folded
+        self._unnumbered: set[int] = set()  # requests from the snapshot; their next token's number is not certain yet
 
     def fold(self, record: Record, now: float) -> None:
         """Fold one record; `now` is its working time."""
@@ -140,8 +164,9 @@ class Lanes:
         if handler is not None:
             handler(self, record)
 
-    def adopt(self, request: RequestView) -> None:
-        """Add a request from the snapshot with which the history begins; its lane starts at the next step."""
+    def adopt(self, request: RequestView, computed: int) -> None:
+        """Add a request from the snapshot with which the history begins; its lane starts at the next step. `computed`
+        of its tokens have KV."""
         begin = self.step + 1
         lane = Lane(
             request.id, request.group, request.prompt_tokens, None, begin, cached_tokens=request.cached_tokens,
@@ -154,6 +179,10 @@ class Lanes:
             lane.mark(QUEUED, begin, OPEN)
         elif request.joined_at >= 0:
             lane.mark(DECODING, begin, OPEN)
+        if lane.running and computed >= lane.prompt_tokens:
+            lane.earlier = Earlier(GapStats(computed + 1 - lane.prompt_tokens))  # the last token has no KV yet
+        if request.joined_at < 0:
+            self._unnumbered.add(lane.id)
 
     def forget_before(self, step: int) -> None:
         """Drop lanes that ended before this step, lanes beyond LANES_KEPT, and old spans of the others."""
@@ -208,11 +237,17 @@ class Lanes:
         for id in joined:
             if id in lanes:
                 lanes[id].mark(DECODING, step, OPEN)
-        for id, _start, n, _samples in prefills:
+        self._unnumbered.difference_update(joined)
+        for id, start, n, samples in prefills:
             lane = lanes.get(id)
             if lane is not None:
                 lane.mark(PREFILLING, step, step)
                 lane.computed_tokens += n
+                if lane.highest > start:
+                    lane.again.append((step, min(n, lane.highest - start)))
+                if samples and id in self._unnumbered:
+                    self._unnumbered.discard(id)
+                    lane.earlier = Earlier(GapStats(start + n - lane.prompt_tokens))
 
     def _preempt(self, record: Record) -> None:
         lane = self.lanes.get(record[3])
@@ -223,6 +258,18 @@ class Lanes:
         lane.preemptions += 1
         lane.mark(PREEMPTED, self.step + 1, self.step + 1)
         lane.mark(QUEUED, self.step + 1, OPEN)
+
+    def release(self, record: Record, computed: int, blocks: int, committed: int) -> None:
+        """Fold a `finish`, `preempt` or `requeue` record. `computed`: the request's tokens with KV, `blocks`: its
+        blocks, both before the record. `committed`: the last step that is committed."""
+        lane = self.lanes.get(record[3])
+        if lane is None:
+            return
+        lane.highest = max(lane.highest, computed)
+        if record[2] == "finish":
+            lane.blocks = blocks
+        elif record[2] == "requeue":  # its tokens in flight are dropped
+            lane.void += range(committed + 1, self.step + 1)
 
     def _first(self, record: Record) -> None:
         lane = self.lanes.get(record[3])
@@ -248,6 +295,7 @@ class Lanes:
                 lane.accepted += accepted
                 if accepted:
                     lane.gain(record[3])
+                    lane.taken.extend((record[3], accepted))
 
     _HANDLERS = {  # noqa: RUF012  a table of methods, never changed
         "submit": _submit, "admit": _admit, "match": _match, "step": fold_step, "preempt": _preempt,

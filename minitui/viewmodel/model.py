@@ -3,7 +3,7 @@
 View              call `reset` with a snapshot, `fold` with records, and `frame` before each painted frame;
                   `select` and `travel` change what the panels show
 AnnotatedState    the state at one moment: `view.live` is the newest, `view.shown` the one on screen, live or past
-Steps, Rates, Lanes, Events, FirstTokens    the history, in rings of fixed size
+Steps, Rates, Lanes, TokenTimes, Events, FirstTokens    the history, in rings of fixed size
 Tree              the radix tree in display order
 """
 
@@ -26,6 +26,7 @@ from minitui.viewmodel.lanes import Lane, Lanes
 from minitui.viewmodel.selection import Links, Selection, resolve
 from minitui.viewmodel.time_travel import PastStates
 from minitui.viewmodel.timing import Timings, summarise
+from minitui.viewmodel.tokens import TokenTimes
 from minitui.viewmodel.tree import Tree, quoted, without_markup
 
 __all__ = ["AnnotatedState", "Event", "Frame", "Lane", "Links", "Selection", "StepRow", "View"]
@@ -76,6 +77,7 @@ class View:
         self.steps = Steps()
         self.rates = Rates()
         self.lanes = Lanes()
+        self.tokens = TokenTimes(self.steps, self.lanes)
         self.events = Events()
         self.first_tokens = FirstTokens()
         self.experts = ExpertLoads()
@@ -122,7 +124,7 @@ class View:
         self.steps.gate(state.gate == "closed")
         self.steps.pace(state.pace)
         for request in state.requests.values():
-            self.lanes.adopt(request)
+            self.lanes.adopt(request, state.computed(request))
             if request.joined_at >= 0:
                 self.steps.adopt(request.id, state.computed(request), state.step + 1)
 
@@ -157,7 +159,7 @@ class View:
 
     def _fold_history(self, records: list[Record]) -> None:
         steps, rates, lanes, events = self.steps, self.rates, self.lanes, self.events
-        evicted, computing = self.live.evicted, self.live.computing
+        evicted, computing, released = self.live.evicted, self.live.computing, self.live.released
         for record in records:
             kind = record[2]
             if kind == "evict":  # the most frequent kind; it belongs to no lane
@@ -177,6 +179,7 @@ class View:
                 continue
             if kind == "step":
                 rates.advance(record[1])
+                self.tokens.before_step(record[3])
                 prefill = steps.fold_step(record, rates.bucket)
                 rates.add_step(steps.decoded(record[3]), prefill)
                 lanes.fold_step(record)
@@ -206,6 +209,7 @@ class View:
                 self.first_tokens.fold(record)
             elif kind in ("finish", "preempt", "requeue"):
                 steps.fold_release(record)
+                lanes.release(record, *released[record[0]], steps.committed)
             elif kind == "gate":
                 rates.gate(record[3] == "closed")
                 steps.gate(record[3] == "closed")
@@ -215,6 +219,7 @@ class View:
                 steps.pace(record[3])
         evicted.clear()
         computing.clear()
+        released.clear()
         state = self.live.state
         free = state.counts[0]
         rates.level("running", len(state.requests) - len(state.queue))

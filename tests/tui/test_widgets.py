@@ -25,8 +25,10 @@ from minitui.tui.widgets.experts import ExpertMap
 from minitui.tui.widgets.lanes import BatchLanes
 from minitui.tui.widgets.occupancy import Occupancy, shares
 from minitui.tui.widgets.origin import PromptOrigin
+from minitui.tui.widgets.requests import RequestTable
 from minitui.tui.widgets.rows import cells, cut, fit, plain
 from minitui.tui.widgets.step_bar import StepBar
+from minitui.tui.widgets.timeline import RequestTimeline
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.tree import RadixTree
 from minitui.tui.widgets.vitals import Vitals, vitals
@@ -39,7 +41,7 @@ from tests.support.paths import SNAPSHOTS
 
 PANELS = (
     BlockMap, BlockTable, BatchLanes, RadixTree, StepTimings, Events, StepBar, Vitals, Occupancy, PromptOrigin,
-    ExpertMap, Waterfall,
+    ExpertMap, Waterfall, RequestTable, RequestTimeline,
 )  # fmt: skip
 TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
 

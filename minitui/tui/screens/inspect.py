@@ -17,8 +17,10 @@ from minitui.tui.widgets.details import Details
 from minitui.tui.widgets.events import Events
 from minitui.tui.widgets.experts import ExpertMap
 from minitui.tui.widgets.lanes import BatchLanes
+from minitui.tui.widgets.requests import RequestTable, TimelineOpened
 from minitui.tui.widgets.status_bar import StatusBar
 from minitui.tui.widgets.step_bar import StepBar
+from minitui.tui.widgets.timeline import JumpRequested, RequestTimeline, TimelineClosed
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.top_bar import TopBar
 from minitui.tui.widgets.tree import RadixTree
@@ -28,12 +30,15 @@ from minitui.viewmodel.model import View
 
 WIDE, TALL = 100, 32  # a smaller terminal shows one panel at a time
 TIMINGS_HEIGHT = 10
+REQUESTS = ("requests", "timeline")
+BOTH = 44  # a terminal with fewer rows shows either the requests or the timeline of one
 # Panel -> (n, k): the panel is painted in frame k of every n frames (k from 0), which spreads the work over the frames.
 # Panels that change with every step are painted often, panels of figures less often. After a selection, and in
 # every frame while the picture does not move (frozen, paused, in the past), all panels are painted.
 EVERY = {
     "step": (1, 0), "map": (2, 0), "table": (2, 1), "lanes": (4, 1), "events": (4, 3),
     "tree": (5, 1), "vitals": (5, 2), "timings": (10, 4), "experts": (5, 3), "waterfall": (2, 1),
+    "requests": (5, 0), "timeline": (5, 3),
 }  # fmt: skip
 
 
@@ -54,7 +59,7 @@ class InspectScreen(BaseScreen[None]):
         layout: vertical; background: $ground; layers: base above;
         & #columns { height: 1fr; }
         & #left, & #right { width: 1fr; }
-        & #lanes, & #tree, & #events, & #waterfall { height: 1fr; }
+        & #lanes, & #tree, & #events, & #waterfall, & #requests, & #timeline { height: 1fr; }
         & #experts { display: none; }
         & #timings { height: 10; }
         &.-single #map, &.-single #table, &.-single #timings { height: 1fr; }
@@ -62,8 +67,8 @@ class InspectScreen(BaseScreen[None]):
     """
     FIGURES = True
     LEFT: ClassVar = ("map", "table", "lanes", "experts")
-    PANELS: ClassVar = (*LEFT, "tree", "timings", "waterfall", "events")
-    ALONE: ClassVar = frozenset({"waterfall"})  # panels that are never beside others
+    PANELS: ClassVar = (*LEFT, "tree", "timings", "waterfall", "events", *REQUESTS)
+    ALONE: ClassVar = frozenset({"waterfall", *REQUESTS})  # panels that are never beside others
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,6 +95,8 @@ class InspectScreen(BaseScreen[None]):
                 yield StepTimings(id="timings")
                 yield Waterfall(id="waterfall")
                 yield Events(id="events")
+                yield RequestTable(id="requests")
+                yield RequestTimeline(id="timeline")
         yield Details(id="details")
         yield StatusBar()
 
@@ -108,7 +115,8 @@ class InspectScreen(BaseScreen[None]):
         other_screen = ("1", "chat") if self.app.has_chats else ("3", "lecture")
         left_out = ("write", "chats", "inspect", "fork", "new")
         rest = (hint for hint in hints if hint not in first and hint[1] not in left_out)
-        return [*first, ("z", "maximise"), ("w", "waterfall"), other_screen, *rest]
+        requests = (self.app.key_of("requests"), "requests")
+        return [*first, requests, ("w", "waterfall"), other_screen, ("z", "maximise"), *rest]
 
     # ---- arrangement
 
@@ -132,6 +140,9 @@ class InspectScreen(BaseScreen[None]):
         self.set_class(not single, "-many")
         for name in self.PANELS:
             self._panels[name].display = name == self.current if single else name not in self.absent | self.ALONE
+        if self.current in REQUESTS and self.size.height >= BOTH:
+            for name in REQUESTS:
+                self._panels[name].display = True
         self._left.display = not single or self.current in self.LEFT
         self._right.display = not single or self.current not in self.LEFT
         step = self._panels["step"]
@@ -198,22 +209,48 @@ class InspectScreen(BaseScreen[None]):
         self._show(present[(present.index(self.current) + by) % len(present)])
 
     def _show(self, name: str) -> None:
-        """Make a panel the current panel."""
+        """Make a panel the current panel. Before the screen is mounted, only the name is kept."""
         self.current = name
-        self.lay_out()
-        panel = self._panels[name]
-        panel.focus()
-        panel.refresh(layout=True)
+        if hasattr(self, "_panels"):
+            self.lay_out()
+            panel = self._panels[name]
+            panel.focus()
+            panel.refresh(layout=True)
 
     def action_waterfall(self) -> None:
         """Show the waterfall alone, or the panels as before."""
-        if self._details.display:
+        self._toggle("waterfall")
+
+    def action_requests(self) -> None:
+        """Show the table of requests alone, or the panels as before."""
+        self._toggle(self.current if self.current in REQUESTS else "requests")
+
+    def _toggle(self, name: str) -> None:
+        """Show a panel of ALONE; if it is shown, the panels as before."""
+        if hasattr(self, "_details") and self._details.display:
             self._details.action_close()
-        if self.current == "waterfall":
+        if self.current == name:
             name, self.maximised = self._before_alone
         else:
-            self._before_alone, name, self.maximised = (self.current, self.maximised), "waterfall", True
+            if self.current not in self.ALONE:
+                self._before_alone = (self.current, self.maximised)
+            self.maximised = True
         self._show(name)
+
+    def on_timeline_opened(self, message: TimelineOpened) -> None:
+        self._show("timeline")
+
+    def on_timeline_closed(self, message: TimelineClosed) -> None:
+        self._show("requests")
+
+    def on_jump_requested(self, message: JumpRequested) -> None:
+        """Show the engine as it was after a step."""
+        view = self.app.view
+        if not view.travel_to(message.step) and message.step < view.steps.last:
+            self.app.say(f"step {message.step:,} is no longer kept: the picture cannot go back so far", error=True)
+        elif self.size.width >= WIDE and self.size.height >= TALL:
+            self.maximised = False
+            self._show("events")  # in the lanes, the key "end" does not return to now
 
     def action_maximise(self) -> None:
         """Show the current panel alone, or all panels again."""
@@ -225,10 +262,12 @@ class InspectScreen(BaseScreen[None]):
         self.query_one(BlockMap).action_colour()
 
     def action_back(self) -> None:
-        """Undo the first of these that is active: popover, zoom of the map, selection, maximised panel."""
+        """Undo the first of these that is active: popover, requests, zoom, selection, maximised panel."""
         block_map = self.query_one(BlockMap)
         if self._details.display:
             self._details.action_close()
+        elif self.current in REQUESTS:
+            self.action_requests()
         elif block_map.zoomed_at is not None:
             block_map.action_unzoom()
         elif self.app.view.selection is not None:

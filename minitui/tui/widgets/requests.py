@@ -1,0 +1,253 @@
+"""Requests: how fast is each request, and which one stalled? A row is a request, running or finished recently."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from textual.binding import Binding
+from textual.message import Message
+
+from minitui.text import ms
+from minitui.tui.glyphs import glyphs
+from minitui.tui.widgets.base import LinePanel, Picture, paragraphs, selected
+from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, wrapped
+from minitui.viewmodel.model import View
+from minitui.viewmodel.requests import RequestFigures, Requests
+from minitui.viewmodel.stalls import Stalls
+
+Value = float | str | None
+STATES = {"decode": "decode", "prefill": "prefill", "waits": "waiting", "preempted": "bad", "error": "bad"}
+WHY_FROM = 24  # cells; a narrower column of causes is left out
+FOOT = 2  # rows for the longest gap in words
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """A column. `rank`: columns with the lowest rank get their place first. Numbers are aligned to the right."""
+
+    name: str
+    width: int
+    rank: int
+    value: Callable[[RequestFigures], Value]
+    text: Callable[[Value], str] = lambda value: f"{value:,}"
+    words: bool = False
+
+
+def _ms(value: Value) -> str:
+    return ms(float(value or 0.0))
+
+
+COLUMNS = (
+    Heading("request", 9, 0, lambda row: row.id, lambda value: f"r{value}", words=True),
+    Heading("state", 10, 0, lambda row: row.state, str, words=True),
+    Heading("chat", 14, 6, lambda row: row.group, words=True),  # the picture shows the name of the group
+    Heading("prompt", 7, 1, lambda row: row.prompt_tokens),
+    Heading("cached", 7, 1, lambda row: row.cached_tokens),
+    Heading("queue", 8, 3, lambda row: row.queue_ms, _ms),
+    Heading("prefill", 8, 3, lambda row: row.prefill_ms, _ms),
+    Heading("first", 7, 1, lambda row: row.first_ms, _ms),
+    Heading("tokens", 7, 5, lambda row: row.gaps.tokens if row.gaps is not None else None),
+    Heading("p50", 7, 2, lambda row: row.gaps.p50 if row.gaps is not None else None, _ms),
+    Heading("p99", 7, 1, lambda row: row.gaps.p99 if row.gaps is not None else None, _ms),
+    Heading("longest", 8, 0, lambda row: row.gaps.longest.ms if row.gaps and row.gaps.longest else None, _ms),
+    Heading("tok/s", 7, 2, lambda row: row.gaps.tok_s if row.gaps is not None else None, lambda value: f"{value:,.0f}"),
+    Heading("blocks", 7, 2, lambda row: row.blocks),
+    Heading("preempt", 8, 3, lambda row: row.preemptions),
+    Heading("twice", 7, 4, lambda row: row.recomputed_tokens),
+)
+
+
+class TimelineOpened(Message):
+    """Asks the screen to show the timeline of the selected request."""
+
+
+class RequestTable(LinePanel):
+    """Up and down choose a request, left and right the column by which the rows are sorted, Enter its timeline."""
+
+    TITLE = "Requests"
+    help_text = paragraphs("""\
+One row for each request that runs, waits, or finished recently. All times are in milliseconds; pauses and slow
+motion do not count. "first" is the time to first token: queue + prefill. A gap is the time between two tokens of a
+request; accepted drafts arrive together with a token. p50 and p99 are percentiles of the last gaps (at most 4,096),
+"longest" is the longest gap, and the text at the end says what caused this gap. "cached" counts prompt tokens that
+came from the tree, "blocks" the blocks that the request holds (after its end: held at the end), "preempt" how often it
+lost its blocks, and "twice" the tokens that were then computed again.
+
+A dash means: not known, or not yet. Where the panel is narrow, some columns are left out; the column by which the rows
+are sorted is always shown. Click a heading to sort by it. Enter opens the timeline of a request: the gap before each of
+its tokens.""")
+    BINDINGS: ClassVar = [
+        Binding("up", "choose(-1)", "request above", show=False, id="requests.up"),
+        Binding("down", "choose(1)", "request below", show=False, id="requests.down"),
+        Binding("pageup", "choose(-10)", "ten rows up", show=False, id="requests.pageup"),
+        Binding("pagedown", "choose(10)", "ten rows down", show=False, id="requests.pagedown"),
+        Binding("home", "choose(-100000)", "first row", show=False, id="requests.first"),
+        Binding("left", "sort(-1)", "sort by the column before", show=False, id="requests.left"),
+        Binding("right", "sort(1)", "sort by the next column", show=False, id="requests.right"),
+        Binding("s", "reverse", "reverse the order", show=False, id="requests.reverse"),
+        Binding("enter", "open", "timeline", show=False, id="requests.open"),
+    ]
+
+    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
+        super().__init__(id=id, frame=frame)
+        self.sorted_by = 0  # index in COLUMNS
+        self.descending = True
+        self.top = 0
+        self.rows: list[RequestFigures] = []  # in the order of the picture
+        self._requests, self._stalls = Requests(), Stalls()
+        self._shown: list[RequestFigures] = []
+        self._ends: list[tuple[int, int]] = []  # (index of a column in COLUMNS, where it ends)
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        self.rows = self._in_order(view)
+        foot = FOOT if height >= 8 else 0
+        room = max(1, height - 1 - foot)
+        self._scroll(view, room)
+        self._shown = self.rows[self.top : self.top + room]
+        columns = self._columns(width)
+        used = sum(COLUMNS[index].width for index in columns)
+        why = width - used - 2 if width - used - 2 >= WHY_FROM else 0
+        worst = max(self.rows, key=lambda row: COLUMNS[11].value(row) or 0.0, default=None)
+        rows = [self._head(columns, why, width)]
+        rows += [self._row(view, row, columns, why, width, row is worst) for row in self._shown]
+        if not self.rows:
+            rows.append(Row("no requests yet", "dim").done(width))
+        if foot:
+            rows += [Row().done(width)] * (height - foot - len(rows))
+            rows += self._foot(view, worst, width)
+        live = sum(row.live for row in self.rows)
+        arrows = "← →" if glyphs().rule != "-" else "< >"
+        note: list[Run] = [(f"{live:,} live, {len(self.rows) - live:,} finished", "ink")]
+        note += self.own_key(f"{arrows} sort · s reverse · enter timeline")
+        below = len(self.rows) - self.top - len(self._shown)
+        more: list[Run] = [(f"{self.top:,} above, {below:,} below · ", "dim")] if self.top or below > 0 else []
+        return Picture(rows, note=note, legend=[*more, ("times in ms", "dim")])
+
+    def _in_order(self, view: View) -> list[RequestFigures]:
+        """Returns the rows by the column of the order; rows without a value are the last."""
+        rows = self._requests.figures(view, {row.id for row in self._shown})
+        column = COLUMNS[self.sorted_by]
+        known = [row for row in rows if column.value(row) is not None]
+        known.sort(key=lambda row: column.value(row), reverse=self.descending)  # type: ignore[arg-type,return-value]
+        return known + [row for row in rows if column.value(row) is None]
+
+    def _scroll(self, view: View, room: int) -> None:
+        """Keep the selected request among the rows that are shown."""
+        at = self._chosen(view)
+        if at is not None:
+            self.top = min(max(self.top, at - room + 1), at)
+        self.top = max(0, min(self.top, len(self.rows) - room))
+
+    def _chosen(self, view: View) -> int | None:
+        chosen = selected(view, "request")
+        return next((i for i, row in enumerate(self.rows) if row.id == chosen), None)
+
+    def _columns(self, width: int) -> list[int]:
+        """Returns the indices of the columns that fit."""
+        by_rank = sorted(range(len(COLUMNS)), key=lambda i: (i != self.sorted_by, COLUMNS[i].rank))
+        shown, left = [], width
+        for index in by_rank:
+            if COLUMNS[index].width <= left:
+                shown.append(index)
+                left -= COLUMNS[index].width
+        return sorted(shown)
+
+    def _head(self, columns: list[int], why: int, width: int) -> Runs:
+        row, end, self._ends = Row(), 0, []
+        for index in columns:
+            column = COLUMNS[index]
+            end += column.width
+            self._ends.append((index, end))
+            sign = (glyphs().unfolded if self.descending else glyphs().peak) if index == self.sorted_by else ""
+            style = "bold accent" if index == self.sorted_by else "dim"
+            if column.words:
+                row.add(sign + column.name, style).to(end)
+            else:
+                row.right(sign + column.name, end, style)
+        if why:
+            row.add("  cause of the longest gap", "dim")
+        return row.done(width)
+
+    def _row(self, view: View, figures: RequestFigures, columns: list[int], why: int, width: int, worst: bool) -> Runs:
+        ground = " on select" if figures.id in view.links.requests else ""
+        row, end = Row(), 0
+        for index in columns:
+            column = COLUMNS[index]
+            end += column.width
+            value = column.value(figures)
+            style = ("ink" if figures.live else "dim") + ground
+            if column.name == "chat":
+                row.add(fit(clean(view.group_name(figures.group)), column.width - 1, glyphs().dots), style)
+            elif column.words:
+                style = (STATES.get(figures.state, "dim") + ground) if column.name == "state" else style
+                row.add(fit(column.text(value), column.width - 1, glyphs().dots), style)
+            else:
+                text = glyphs().dash if value is None else column.text(value)
+                if column.name == "longest" and worst and value is not None:
+                    style = "bold bad" + ground
+                row.to(end - len(text), " ", style).add(text, style)
+            row.to(end, " ", style)
+        if why:
+            gap = figures.gaps.longest if figures.gaps is not None else None
+            lane = view.lanes.lanes.get(figures.id)
+            text = str(self._stalls.reason(view, lane, gap)) if gap is not None and lane is not None else ""
+            row.add("  " + fit(text, why, glyphs().dots), "dim" + ground)
+        row.to(width, " ", "ink" + ground)
+        return row.done(width)
+
+    def _foot(self, view: View, worst: RequestFigures | None, width: int) -> list[Runs]:
+        """Returns the longest gap of the selected request in words; without a selection, of all requests."""
+        at = self._chosen(view)
+        row = worst if at is None else self.rows[at]
+        gap = row.gaps.longest if row is not None and row.gaps is not None else None
+        lane = view.lanes.lanes.get(row.id) if row is not None else None
+        if row is None or gap is None or lane is None:
+            return [Row("no gap between two tokens yet", "dim").done(width), Row().done(width)]
+        whose = "the longest gap of all" if at is None else "its longest gap"
+        lines = wrapped(f"r{row.id}, {whose}: {self._stalls.words(view, lane, gap)}", "ink", width)
+        return [*lines[:FOOT], *[Row().done(width)] * (FOOT - len(lines))]
+
+    # ---- keys and the mouse
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        if row == 0:
+            found = next((index for index, end in self._ends if column < end), None)
+            if found is not None:
+                self._sort_by(found)
+        elif row <= len(self._shown):
+            request = self._shown[row - 1].id
+            if selected(view, "request") == request:
+                self.action_open()
+            else:
+                view.select("request", request)
+
+    def _sort_by(self, index: int) -> None:
+        """Sort by a column: numbers from the largest, words from a to z; again: in reverse."""
+        words = COLUMNS[index].words and index > 0
+        self.descending = not self.descending if index == self.sorted_by else not words
+        self.sorted_by = index
+        self.top = 0
+
+    def action_sort(self, by: int) -> None:
+        self._sort_by((self.sorted_by + by) % len(COLUMNS))
+        self.repaint()
+
+    def action_reverse(self) -> None:
+        self._sort_by(self.sorted_by)
+        self.repaint()
+
+    def action_choose(self, by: int) -> None:
+        """Select the request `by` rows below."""
+        if not self.rows:
+            return
+        at = self._chosen(self.view)
+        at = self.top if at is None else max(0, min(len(self.rows) - 1, at + by))
+        self.view.select("request", self.rows[at].id)
+        self.repaint()
+
+    def action_open(self) -> None:
+        if self._chosen(self.view) is None and self._shown:
+            self.view.select("request", self._shown[0].id)
+        self.post_message(TimelineOpened())

@@ -1,0 +1,245 @@
+"""The timeline of a request: the gap before each of its tokens, and why the longest gap was so long."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import numpy as np
+from textual.binding import Binding
+from textual.message import Message
+
+from minitui.text import ms
+from minitui.tui.glyphs import glyphs
+from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
+from minitui.tui.widgets.rows import Row, Run, Runs, legend, wrapped
+from minitui.viewmodel.lanes import Lane
+from minitui.viewmodel.model import View
+from minitui.viewmodel.request_words import figures_in_words
+from minitui.viewmodel.requests import Requests
+from minitui.viewmodel.stalls import Stalls
+from minitui.viewmodel.tokens import Arrivals
+
+LABEL = 9  # cells for the scale
+LEAST = 4  # rows of the smallest chart
+UNEVEN = 8.0  # if the longest gap is so many times the median, the scale is logarithmic
+
+
+class JumpRequested(Message):
+    """Asks the screen to show the engine as it was after a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+
+class TimelineClosed(Message):
+    """Asks the screen to show the table of requests again."""
+
+
+class RequestTimeline(LinePanel):
+    """Left and right choose a token, up and down a longer or shorter gap, Enter goes to its step in time."""
+
+    TITLE = "Timeline"
+    help_text = paragraphs("""\
+The gap before each token of one request: the selected one, else the newest. A column is one arrival of tokens; with
+more arrivals than columns, a column shows the longest of several gaps. The colour is that of the step in which the
+token arrived: the step only decoded; it also computed prompts of other requests; it accepted drafts; or it computed
+this request again after a preemption. Pauses and slow motion are not part of a gap.
+
+The mark above the chart is the longest gap. The line below the chart explains the chosen gap, at first the longest: the
+step of the token and the causes in milliseconds. They come from the records of the engine: prompts of other requests,
+time in the queue after a preemption, tokens computed again, pauses of the host. "Unexplained" is the rest, for which no
+cause was measured. "Usually" is what the step should take without prompts.
+
+If the longest gap is much longer than the others, the scale is logarithmic.""")
+    BINDINGS: ClassVar = [
+        Binding("left", "move(-1)", "token before", show=False, id="timeline.left"),
+        Binding("right", "move(1)", "next token", show=False, id="timeline.right"),
+        Binding("pageup", "move(-10)", "ten columns back", show=False, id="timeline.pageup"),
+        Binding("pagedown", "move(10)", "ten columns on", show=False, id="timeline.pagedown"),
+        Binding("up", "rank(-1)", "longer gap", show=False, id="timeline.up"),
+        Binding("down", "rank(1)", "shorter gap", show=False, id="timeline.down"),
+        Binding("home", "longest", "the longest gap", show=False, id="timeline.longest"),
+        Binding("enter", "jump", "go to its step in time", show=False, id="timeline.jump"),
+        Binding("escape", "close", "all requests", show=False, id="timeline.close"),
+    ]
+
+    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
+        super().__init__(id=id, frame=frame)
+        self.request: int | None = None  # the request of the picture
+        self.token: int | None = None  # the chosen gap is the one before this token; None: the longest
+        self.per_column = 1
+        self._requests, self._stalls = Requests(), Stalls()
+        self._found: Arrivals | None = None
+        self._gaps = np.empty(0)
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        request = view.subject()
+        lane = view.lanes.lanes.get(request) if request is not None else None
+        if request != self.request:
+            self.request, self.token = request, None
+        if lane is None:
+            self._found = None
+            return Picture([Row("no request yet", "dim").done(width)])
+        figures = self._requests.of(view, lane)
+        self._found = view.tokens.arrivals(lane, view.horizon) if figures.gaps is not None else None
+        self._gaps = np.diff(self._found.at) * 1e3 if self._found is not None else np.empty(0)
+        words = [figures.state, *figures_in_words(figures)]
+        rows = wrapped(" · ".join(words), "ink", width)[:2]
+        chat = view.group_name(lane.group)
+        title = f"Timeline of r{lane.id}" + (f" · {chat}" if chat else "")
+        chosen = self._chosen()
+        if chosen is None or self._found is None:
+            gone = figures.gaps is None
+            rows.append(Row("its tokens are no longer kept" if gone else "no gap yet: two tokens make one").done(width))
+            return Picture(rows, title=title)
+        gap = self._found.gap(chosen + 1)
+        longest = int(self._gaps.argmax())
+        before = lane.earlier.stats.longest if lane.earlier is not None else None
+        foot = wrapped(self._stalls.words(view, lane, gap), "bold ink", width)
+        if before is not None and before.ms > self._gaps[longest]:
+            longer = f"longer, but no longer kept: {ms(before.ms)} ms before token {before.token:,}"
+            foot += wrapped(longer, "dim", width)
+        if len(self._found) - 1 < figures.gaps.count:  # type: ignore[union-attr]
+            foot += wrapped(f"the chart begins at token {int(self._found.last[0]):,}: older are not kept", "dim", width)
+        room = height - len(rows) - len(foot)
+        if room >= LEAST:
+            rows += self._chart(view, lane, width, room, chosen, longest)
+        rows += foot
+        steps = f"1 column = {self.per_column} gaps, the longest of them" if self.per_column > 1 else "1 column = 1 gap"
+        arrows = "← → ↑ ↓" if glyphs().rule != "-" else "arrows"
+        note: list[Run] = [(steps, "ink"), *self.own_key(f"{arrows} choose · enter jump · esc all")]
+        if sum(len(text) for text, _ in note) + len(title) > width - 8:
+            note = [(f"1 column = {self.per_column}", "ink"), *self.own_key("enter jump · esc all")]
+        return Picture(rows[:height], title=title, note=note, legend=self._legend())
+
+    @staticmethod
+    def _legend() -> list[Run]:
+        g = glyphs()
+        return legend(
+            (g.busy, "decode", "decode"), (g.busy, "prefill", "with prompts"), (g.busy, "hit", "drafts"),
+            (g.busy, "bad", "computed again"),
+        )  # fmt: skip
+
+    def _chosen(self) -> int | None:
+        """Returns the index of the chosen gap; None if there is no gap."""
+        if self._found is None or not len(self._gaps):
+            return None
+        if self.token is not None:
+            at = int(np.searchsorted(self._found.first[1:], self.token))
+            if at < len(self._gaps):
+                return at
+        return int(self._gaps.argmax())
+
+    def _chart(self, view: View, lane: Lane, width: int, height: int, chosen: int, longest: int) -> list[Runs]:
+        """Returns a row of marks, the bars, and a row of token numbers."""
+        columns = max(1, width - LABEL)
+        k = self.per_column = max(1, math.ceil(len(self._gaps) / columns))
+        begins = np.arange(0, len(self._gaps), k)
+        highest = np.maximum.reduceat(self._gaps, begins)
+        places = [int(begin + self._gaps[begin : begin + k].argmax()) for begin in begins]
+        styles = [self._style(view, lane, place + 1) for place in places]
+        bars = height - 2
+        low, high = self._scale()
+        unit = "ms, log" if low else "ms"
+        levels = np.clip(np.ceil(_height(highest, low, high) * bars * 8), 1, bars * 8).astype(int)
+        marks = Row(unit.rjust(LABEL - 2), "dim").to(LABEL + longest // k).add(glyphs().unfolded, "bold bad")
+        rows: list[Runs] = [marks.done(width)]
+        for y in range(bars, 0, -1):
+            label = _value_at(y / bars, low, high) if y in (1, bars, (bars + 1) // 2) else None
+            row = Row("" if label is None else f"{ms(label)}".rjust(LABEL - 2), "dim").to(LABEL)
+            for x, level in enumerate(levels.tolist()):
+                part = min(8, level - 8 * (y - 1))
+                ground = " on select" if x == chosen // k else ""
+                row.add(glyphs().spark[part - 1] if part > 0 else " ", styles[x] + ground)
+            rows.append(row.done(width))
+        return [*rows, self._axis(width, len(begins), chosen)]
+
+    def _style(self, view: View, lane: Lane, arrival: int) -> str:
+        assert self._found is not None
+        step = int(self._found.steps[arrival])
+        requests = {request for request, *_ in view.steps.chunks(step)} if step in view.steps else set()
+        if lane.id in requests:
+            return "bad"
+        if requests:
+            return "prefill"
+        return "hit" if self._found.last[arrival] > self._found.first[arrival] else "decode"
+
+    def _scale(self) -> tuple[float, float]:
+        """Returns (the lowest, the highest value of the chart). A lowest value of 0: the scale is linear."""
+        high, median = float(self._gaps.max()), float(np.median(self._gaps))
+        return (median / 4 if median and high > UNEVEN * median else 0.0), max(high, 1e-6)
+
+    def _axis(self, width: int, columns: int, chosen: int) -> Runs:
+        """Returns the numbers of the first, the chosen and the last token, below their columns."""
+        assert self._found is not None
+        first, last = f"{int(self._found.first[1]):,}", f"{int(self._found.last[-1]):,}"
+        here = f"{glyphs().peak}{int(self._found.first[chosen + 1]):,}"
+        row = Row("token", "dim").to(LABEL).add(first, "dim")
+        at, end = LABEL + chosen // self.per_column, LABEL + columns
+        if at + len(here) > width:
+            at = width - len(here)
+        if at <= row.width:
+            row = Row("token", "dim").to(at).add(here, "bold accent")
+        else:
+            row.to(at).add(here, "bold accent")
+        if row.width + len(last) + 1 <= end:
+            row.right(last, end, "dim")
+        return row.done(width)
+
+    # ---- keys and the mouse
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        if self._found is not None and column >= LABEL:
+            begin = (column - LABEL) * self.per_column
+            part = self._gaps[begin : begin + self.per_column]
+            if len(part):
+                self._choose(begin + int(part.argmax()))
+
+    def _choose(self, gap: int) -> None:
+        assert self._found is not None
+        self.token = int(self._found.first[max(0, min(len(self._gaps) - 1, gap)) + 1])
+
+    def action_move(self, by: int) -> None:
+        """Choose the longest gap of another column."""
+        chosen = self._chosen()
+        if chosen is not None:
+            k = self.per_column
+            begin = max(0, min((len(self._gaps) - 1) // k, chosen // k + by)) * k
+            self._choose(begin + int(self._gaps[begin : begin + k].argmax()))
+            self.repaint()
+
+    def action_rank(self, by: int) -> None:
+        """Choose the next longer or shorter gap."""
+        chosen = self._chosen()
+        if chosen is not None:
+            order = np.argsort(-self._gaps, kind="stable")
+            at = int(np.flatnonzero(order == chosen)[0])
+            self._choose(int(order[max(0, min(len(order) - 1, at + by))]))
+            self.repaint()
+
+    def action_longest(self) -> None:
+        self.token = None
+        self.repaint()
+
+    def action_jump(self) -> None:
+        chosen = self._chosen()
+        if chosen is not None and self._found is not None and self.request is not None:
+            self.view.select("request", self.request)
+            self.post_message(JumpRequested(int(self._found.steps[chosen + 1])))
+
+    def action_close(self) -> None:
+        self.post_message(TimelineClosed())
+
+
+def _height(values: np.ndarray, low: float, high: float) -> np.ndarray:
+    """Returns the heights of bars, from 0 to 1."""
+    if not low:
+        return values / high
+    return np.log(np.maximum(values, low) / low) / math.log(high / low)
+
+
+def _value_at(height: float, low: float, high: float) -> float:
+    """Returns the value of a bar of this height."""
+    return high * height if not low else float(low * (high / low) ** height)

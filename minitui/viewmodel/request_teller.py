@@ -1,0 +1,98 @@
+"""Turns the engine's records into one line for each request, when the request has finished: text or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from engine.trace.records import Record
+from minitui.viewmodel.lanes import Lane
+from minitui.viewmodel.model import View
+from minitui.viewmodel.request_words import request_json, request_text
+from minitui.viewmodel.requests import Requests
+from minitui.viewmodel.stalls import Stalls
+from minitui.viewmodel.teller import Line, Teller
+from minitui.visible import json_text
+
+if TYPE_CHECKING:
+    from minitui.trace.reader import TraceReader
+
+FORGET_EVERY = 256  # steps
+
+
+class RequestTeller(Teller):
+    """Tells each request that finishes, with its figures. `json`: a line is a JSON object."""
+
+    def __init__(self, view: View, json: bool = False) -> None:
+        super().__init__(view)
+        self._json = json
+        self._requests, self._stalls = Requests(), Stalls()
+        self._ended: list[int] = []  # finished, not told yet: the time of their last step is not known
+        self._longest: tuple[float, str] | None = None  # the longest gap so far, and what is said about it
+
+    def tell(self, records: Iterable[Record]) -> Iterator[Line]:
+        new = False
+        for record in records:
+            new = True
+            self._batch.append(record)
+            if record[2] == "time":
+                yield from self._fold()
+                yield from self._told()
+                if record[3] % FORGET_EVERY == 0:
+                    self.view.lanes.forget_before(self.view.steps.first)
+        yield from self._fold()
+        if not new:
+            yield from self._told()
+
+    def rest(self) -> Iterator[Line]:
+        yield from self._fold()
+        yield from self._told()
+
+    def tell_all(self, reader: TraceReader) -> Iterator[Line]:
+        for line in super().tell_all(reader):
+            if not self._json or line.kind != "gap":
+                yield line
+        yield from self._unfinished()
+
+    def _unfinished(self) -> Iterator[Line]:
+        """Yields the requests that have not finished, and a line about the longest gap of all."""
+        for lane in sorted(self.view.lanes.active.values(), key=lambda lane: lane.id):
+            yield self._line(lane)
+        if self._longest is not None and not self._json:
+            yield Line(self.view.live.state.t, self.view.live.state.step, "longest", self._longest[1])
+
+    def _fold(self) -> Iterator[Line]:
+        batch, self._batch = self._batch, []
+        self.view.fold(batch)
+        self._ended += [record[3] for record in batch if record[2] == "finish"]
+        yield from ()
+
+    def _told(self) -> Iterator[Line]:
+        ended, self._ended = self._ended, []
+        for id in ended:
+            lane = self.view.lanes.lanes.get(id)
+            if lane is not None:
+                yield self._line(lane)
+
+    def _line(self, lane: Lane) -> Line:
+        view = self.view
+        figures = self._requests.of(view, lane)
+        gap = figures.gaps.longest if figures.gaps is not None else None
+        why = self._stalls.words(view, lane, gap) if gap is not None else ""
+        if gap is not None and (self._longest is None or gap.ms > self._longest[0]):
+            self._longest = (gap.ms, f"the longest gap of all requests: r{lane.id}, {why}")
+        if not self._json:
+            text = request_text(figures, view.group_name(lane.group), why)
+            return Line(view.live.state.t, view.live.state.step, "request", text)
+        reason = self._stalls.reason(view, lane, gap) if gap is not None else None
+        causes = {cause.name: round(cause.ms, 3) for cause in reason.causes} if reason is not None else {}
+        if reason is not None and reason.unexplained:
+            causes["unexplained"] = round(reason.unexplained, 3)
+        return JsonLine(0.0, 0, "request", json_text(request_json(figures, view.group_name(lane.group), causes, why)))
+
+
+class JsonLine(Line):
+    """A line that is JSON, without the time and the step of other lines."""
+
+    def __str__(self) -> str:
+        return self.text

@@ -1,0 +1,68 @@
+"""The figures of a request in words, and as plain data for JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minitui.text import count, ms
+from minitui.viewmodel.requests import RequestFigures
+from minitui.viewmodel.token_gaps import Gap
+
+
+def request_text(row: RequestFigures, name: str, why: str) -> str:
+    """Returns the figures as one line. `name`: of its chat. `why`: the longest gap in words, empty without a gap."""
+    tokens = "" if row.gaps is None else f" after {count(row.gaps.tokens, 'token')}"
+    end = "not finished" if row.live else "finished"
+    parts = [f"r{row.id}{f' of {name}' if name else ''} {end} ({row.state}){tokens}", *figures_in_words(row)]
+    if why:
+        parts.append(f"longest gap {why}")
+    return " · ".join(parts)
+
+
+def figures_in_words(row: RequestFigures) -> list[str]:
+    """Returns one part of a sentence for each figure that is known."""
+    gaps = row.gaps
+    parts = [f"prompt {count(row.prompt_tokens, 'token')}, {row.cached_tokens:,} cached"]
+    if row.first_ms is not None and row.queue_ms is not None and row.prefill_ms is not None:
+        parts.append(f"queue {ms(row.queue_ms)} + prefill {ms(row.prefill_ms)} = first token {ms(row.first_ms)} ms")
+    elif row.queue_ms is not None:
+        parts.append(f"queue {ms(row.queue_ms)} ms")
+    if gaps is not None and gaps.tok_s:
+        parts.append(f"{gaps.tok_s:,.0f} tok/s")
+    if row.blocks is not None:
+        parts.append(count(row.blocks, "block"))
+    if row.preemptions:
+        again = f"{count(row.recomputed_tokens, 'token')} computed twice"
+        parts.append(f"preempted {count(row.preemptions, 'time')}, {again}")
+    if gaps is not None and gaps.p50 is not None and gaps.p99 is not None:
+        parts.append(f"{count(gaps.count, 'gap')}: p50 {ms(gaps.p50)}, p99 {ms(gaps.p99)} ms")
+    return parts
+
+
+def request_json(row: RequestFigures, name: str, causes: dict[str, float], why: str) -> dict[str, Any]:
+    """Returns the figures as plain data; durations in milliseconds, null for what is unknown."""
+    gaps = row.gaps
+    return {
+        "request": row.id, "chat": name, "state": row.state, "finished": not row.live,
+        "prompt_tokens": row.prompt_tokens, "cached_tokens": row.cached_tokens,
+        "output_tokens": gaps.tokens if gaps is not None else None, "queue_ms": _rounded(row.queue_ms),
+        "prefill_ms": _rounded(row.prefill_ms), "first_token_ms": _rounded(row.first_ms),
+        "gaps": gaps.count if gaps is not None else None,
+        "gap_p50_ms": _rounded(gaps.p50) if gaps is not None else None,
+        "gap_p99_ms": _rounded(gaps.p99) if gaps is not None else None,
+        "longest_gap": _gap(gaps.longest, causes, why) if gaps is not None and gaps.longest is not None else None,
+        "tokens_per_second": _rounded(gaps.tok_s) if gaps is not None else None, "blocks": row.blocks,
+        "preemptions": row.preemptions, "tokens_computed_twice": row.recomputed_tokens,
+    }  # fmt: skip
+
+
+def _gap(gap: Gap, causes: dict[str, float], why: str) -> dict[str, Any]:
+    paused = round(gap.paused_ms, 3)
+    return {
+        "ms": round(gap.ms, 3), "token": gap.token, "step": gap.step, "paused_ms": paused, "causes_ms": causes,
+        "text": why,
+    }  # fmt: skip
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)

@@ -1,0 +1,116 @@
+"""The figures of each request, live or finished recently, at the moment of the picture: the rows of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from minitui.viewmodel.lanes import Lane, Lanes
+from minitui.viewmodel.token_gaps import GapStats
+from minitui.viewmodel.tokens import FINISHED_KEPT
+
+if TYPE_CHECKING:
+    from engine.trace.state import RequestView
+    from minitui.viewmodel.model import View
+
+REFRESHED = 48  # the most requests whose gaps are computed at a time for a moving picture
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFigures:
+    """One request. Durations are in ms; None: not known, or not yet."""
+
+    id: int
+    group: str
+    state: str  # waits | preempted | prefill | decode; of a finished request, its finish reason
+    live: bool
+    prompt_tokens: int
+    cached_tokens: int
+    queue_ms: float | None  # while the request waits: until now
+    prefill_ms: float | None
+    gaps: GapStats | None  # None: the tokens at this moment are no longer known
+    blocks: int | None  # of a finished request: when it finished
+    preemptions: int
+    recomputed_tokens: int  # tokens whose KV was computed again after a preemption
+
+    @property
+    def first_ms(self) -> float | None:
+        """The time to first token."""
+        return None if self.queue_ms is None or self.prefill_ms is None else self.queue_ms + self.prefill_ms
+
+
+class Requests:
+    """Computes the figures. Keeps the gaps of requests, because computing the gaps of hundreds takes milliseconds."""
+
+    def __init__(self) -> None:
+        self._lanes: Lanes | None = None
+        self._gaps: dict[int, tuple[int, GapStats | None]] = {}  # request -> (horizon, its gaps up to there)
+
+    def figures(self, view: View, first: Collection[int] = ()) -> list[RequestFigures]:
+        """Returns the requests of the picture, the newest first.
+
+        A still picture is exact. In a moving picture, at most REFRESHED gaps are computed at a time: those of the
+        requests `first`, then the oldest.
+        """
+        shown = view.shown.state
+        live = [view.lanes.lanes[id] for id in shown.requests if id in view.lanes.lanes]
+        lanes = [*live, *islice(self._ended(view), FINISHED_KEPT)]
+        if self._lanes is not view.lanes:
+            self._lanes, self._gaps = view.lanes, {}
+        elif len(self._gaps) > 2 * len(lanes):
+            self._gaps = {lane.id: self._gaps[lane.id] for lane in lanes if lane.id in self._gaps}
+        stale = [lane for lane in lanes if self._stale(view, lane)]
+        if not view.still:
+            stale.sort(key=lambda lane: (lane.id not in first, self._gaps.get(lane.id, (-1,))[0]))
+            del stale[REFRESHED:]
+        for lane in stale:
+            self._gaps[lane.id] = (view.horizon, view.tokens.stats(lane, view.horizon))
+        return sorted((self._figures(view, lane) for lane in lanes), key=lambda row: -row.id)
+
+    def of(self, view: View, lane: Lane) -> RequestFigures:
+        """Returns the exact figures of one request."""
+        if self._lanes is not view.lanes:
+            self._lanes, self._gaps = view.lanes, {}
+        self._gaps[lane.id] = (view.horizon, view.tokens.stats(lane, view.horizon))
+        return self._figures(view, lane)
+
+    def _stale(self, view: View, lane: Lane) -> bool:
+        """True if tokens may have arrived, or left the picture, since the gaps were computed."""
+        horizon, _ = self._gaps.get(lane.id, (-1, None))
+        return horizon != view.horizon and min(horizon, view.horizon) <= lane.finish_step
+
+    @staticmethod
+    def _ended(view: View) -> Iterator[Lane]:
+        """Yields the lanes of the requests that had finished at the moment of the picture, the last first."""
+        shown = view.shown.state
+        ended = (lane for lane in reversed(view.lanes.ended) if lane.submitted_t <= shown.t)
+        return (lane for lane in ended if lane.id not in shown.requests)
+
+    def _figures(self, view: View, lane: Lane) -> RequestFigures:
+        request = view.shown.state.requests.get(lane.id)
+        _, gaps = self._gaps.get(lane.id, (-1, None))
+        queue, prefill = _first_token(view, lane, request, gaps)
+        if request is None:
+            doing, cached, blocks = lane.finish_reason.partition(":")[0], lane.cached_tokens, lane.blocks
+        else:
+            doing = {"waiting": "waits", "preempted": "preempted"}.get(request.state, "")
+            doing = doing or ("decode" if request.joined_at >= 0 else "prefill")
+            cached, blocks = request.cached_tokens, len(request.table)
+        return RequestFigures(
+            lane.id, lane.group, doing, request is not None, lane.prompt_tokens, cached, queue, prefill, gaps, blocks,
+            lane.preemptions if request is None else request.preemptions, lane.recomputed(view.horizon),
+        )  # fmt: skip
+
+
+def _first_token(
+    view: View, lane: Lane, request: RequestView | None, gaps: GapStats | None
+) -> tuple[float | None, float | None]:
+    """Returns (time in the queue, time of the prefill), as far as they are known at the moment of the picture."""
+    if lane.ttft is not None and (gaps is None or gaps.tokens):
+        return lane.ttft
+    if request is not None and not request.admitted and not view.travel_text and lane.submitted is not None:
+        return (view.rates.now - lane.submitted) * 1e3, None
+    admitted = request is None or request.admitted
+    return (lane.waited_ms if admitted and lane.ttft is None else None), None

@@ -1,0 +1,124 @@
+"""Explains the gap before a token from records: what the engine did between two tokens of one request.
+
+A gap covers whole steps. The time of the steps in which the request was back in the queue, or in which its tokens were
+computed again, has these causes. The last step of any other gap is compared with the cost model of
+minitui/viewmodel/causes.py: the prompts of other requests and the measured causes get at most what they cost. The rest
+is unexplained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minitui.text import count, duration, ms
+from minitui.viewmodel.causes import NOISE, TOLERANCE, WORTH, Cause, CostModel, explain, fit
+from minitui.viewmodel.history import StepRow
+from minitui.viewmodel.lanes import PREEMPTED, PREFILLING, Lane
+from minitui.viewmodel.token_gaps import Gap
+
+if TYPE_CHECKING:
+    from minitui.viewmodel.model import View
+
+REFIT = 128  # steps: a model is fitted again after so many
+SHORTEST_PAUSE_MS = 1.0  # shorter pauses are not mentioned
+NAMED = 2  # requests named in a cause; more are counted
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a gap was as long as it was, in ms. `usual`, the causes, `variation` and `unexplained` add up to the gap."""
+
+    usual: float | None  # what the step should take without prompts; None: too few steps have a time
+    causes: tuple[Cause, ...] = ()
+    unexplained: float = 0.0
+    variation: float = 0.0  # a rest that is too small to need an explanation
+
+    def __str__(self) -> str:
+        if self.usual is None and not self.causes:
+            return "cause unknown: too few steps have a time"
+        parts = [f"{cause.name} {ms(cause.ms)}" for cause in self.causes]
+        if self.unexplained:
+            parts.append(f"unexplained {ms(self.unexplained)}")
+        if not parts:
+            return f"within the usual variation around {ms(self.usual or 0.0)} ms"
+        return ", ".join(parts) + (f" ms; usually {ms(self.usual)} ms" if self.usual else " ms")
+
+
+class Stalls:
+    """Explains gaps. Keeps the last cost model that it fitted."""
+
+    def __init__(self) -> None:
+        self._fitted: tuple[object, int, CostModel | None] = (None, -1, None)
+
+    def words(self, view: View, lane: Lane, gap: Gap) -> str:
+        """Returns the gap in words: "12.4 ms before token 17, step 132: garbage collection 8.1 ms"."""
+        text = f"{ms(gap.ms)} ms before token {gap.token:,}, step {gap.step:,}: {self.reason(view, lane, gap)}"
+        if gap.paused_ms >= SHORTEST_PAUSE_MS:
+            text += f" · {duration(gap.paused_ms)} of pause or slow motion are not counted"
+        return text
+
+    def reason(self, view: View, lane: Lane, gap: Gap) -> Reason:
+        """Returns what took the time of a gap."""
+        row = view.steps.get(gap.step)
+        if row is None or gap.since not in view.steps:
+            return Reason(None, (Cause("the steps are no longer kept, cause unknown", gap.ms),))
+        if any(code == PREEMPTED and gap.since < first <= gap.step for code, first, _ in lane.spans):
+            return _after_preemption(view, lane, gap)
+        steps, times = view.tokens.clock(gap.since, gap.step)
+        before = 0.0
+        causes: tuple[Cause, ...] = ()
+        if len(steps) > 2:
+            before = float(times[-2] - times[0]) * 1e3
+            causes = (Cause(f"{count(len(steps) - 2, 'step')} without it", before),)
+        reason = _of_step(row, self._model(view), gap.ms - before)
+        return Reason(reason.usual, causes + reason.causes, reason.unexplained, reason.variation)
+
+    def _model(self, view: View) -> CostModel | None:
+        """Returns the model of the timings panel; where no frames are painted, one of the last steps."""
+        if view.timings.model is not None:
+            return view.timings.model
+        last = max(view.horizon // REFIT * REFIT, min(view.horizon, REFIT))
+        if self._fitted[:2] != (view.steps, last):
+            self._fitted = (view.steps, last, fit(view.steps, last))
+        return self._fitted[2]
+
+
+def _of_step(row: StepRow, model: CostModel | None, took: float) -> Reason:
+    """Returns the causes of the time that one step took."""
+    found = explain(row, model) if model is not None else None
+    if found is None or model is None:
+        return Reason(None, (), took)
+    usual = min(took, found.expected - found.prefill)
+    left, causes = took - usual, []
+    prompts = [Cause(_prompts(row), found.prefill)] if row.chunks else []
+    for cause in (*prompts, *found.causes):
+        cost = min(cause.ms, left)
+        if cost > WORTH * (took - usual):
+            causes.append(Cause(cause.name, cost))
+            left -= cost
+    if left <= max(TOLERANCE * found.expected, NOISE * model.spread):  # the usual variation
+        return Reason(usual, tuple(causes), variation=left)
+    return Reason(usual, tuple(causes), left)
+
+
+def _prompts(row: StepRow) -> str:
+    requests = [request for request, *_ in row.chunks]
+    many = len(requests) > NAMED
+    names = count(len(requests), "request") if many else " and ".join(f"r{request}" for request in requests)
+    return f"prefill of {names} ({count(row.prefill_tokens, 'token')})"
+
+
+def _after_preemption(view: View, lane: Lane, gap: Gap) -> Reason:
+    """Returns the time in the queue, and the time of the steps that computed tokens again."""
+    steps, times = view.tokens.clock(gap.since, gap.step)
+    taken = np.diff(times) * 1e3
+    own = np.zeros(len(taken), bool)
+    for code, first, last in lane.spans:
+        if code == PREFILLING:
+            own |= (steps[1:] >= first) & (steps[1:] <= last)
+    tokens = lane.recomputed(gap.step) - lane.recomputed(gap.since)
+    waited = Cause("queue after a preemption", float(taken[~own].sum()))
+    return Reason(None, (waited, Cause(f"computing {count(tokens, 'token')} again", float(taken[own].sum()))))

@@ -1,0 +1,218 @@
+"""The table of requests and the timeline of one, as a reader of a recording uses them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minitui.dev.panel import stress_view
+from minitui.dev.simulator import Load
+from minitui.text import ms
+from minitui.trace.reader import TraceReader
+from minitui.tui.replay_app import ReplayApp, replay_app
+from minitui.tui.screens.inspect import InspectScreen
+from minitui.tui.widgets.details import Details
+from minitui.tui.widgets.requests import COLUMNS, RequestTable
+from minitui.tui.widgets.rows import plain
+from minitui.tui.widgets.timeline import RequestTimeline
+from minitui.viewmodel.requests import RequestFigures
+from tests.support.driving import press, until
+from tests.support.golden import GOLDEN
+from tests.support.stills import picture
+
+TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
+
+
+@asynccontextmanager
+async def replayed(tmp_path: Path, size: tuple[int, int]) -> AsyncIterator[tuple[ReplayApp, Any, InspectScreen]]:
+    """The recording at its end, in Inspect. It was folded at once: how far it was played does not matter."""
+    shutil.copy(GOLDEN, tmp_path / "a.trace")
+    app = replay_app(str(tmp_path / "a.trace"), speed=0.005)
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: app.feed.live)
+        await app.replay.control("pause")
+        app._frame()
+        reader = TraceReader(GOLDEN)
+        app.view.reset(reader.part(0).snapshot)
+        app.view.fold(list(reader.records()))
+        app._frame()
+        assert isinstance(app.screen, InspectScreen)
+        yield app, pilot, app.screen
+
+
+async def pressed(app: ReplayApp, pilot: Any, *keys: str) -> None:
+    for key in keys:
+        await press(pilot, key)
+    for _ in range(2):  # in the first frame, a panel may not have its size yet
+        await pilot.pause()
+        app._frame()
+
+
+def table_of(screen: InspectScreen) -> RequestTable:
+    return screen.query_one(RequestTable)
+
+
+def timeline_of(screen: InspectScreen) -> RequestTimeline:
+    return screen.query_one(RequestTimeline)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 36), (200, 60)])
+async def test_five_opens_the_requests_enter_a_timeline_and_enter_goes_to_the_stall(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
+    async with replayed(tmp_path, size) as (app, pilot, screen):
+        await pressed(app, pilot, "3", "5")
+        assert app.current_mode == "inspect" and screen.current == "requests"
+        table, timeline = table_of(screen), timeline_of(screen)
+        await until(pilot, lambda: app.focused is table and table.region.area)
+        assert timeline.display == (size[1] >= 44)
+        await pressed(app, pilot)
+        assert "finished · " in picture(app) and "Batch lanes" not in picture(app)
+        # which request stalled longest, and why: in words at the bottom, and by sorting
+        while COLUMNS[table.sorted_by].name != "longest":
+            await pressed(app, pilot, "left")
+        stalled = table.rows[0]
+        assert stalled.gaps is not None and stalled.gaps.longest is not None
+        gap = stalled.gaps.longest
+        foot = " ".join(line.strip("│ ") for line in table.text.splitlines()[-3:-1])
+        longest = f"{ms(gap.ms)} ms before token {gap.token}, step {gap.step}"
+        assert f"r{stalled.id}, the longest gap of all: {longest}" in foot
+        assert "queue after a preemption" in foot
+        await pressed(app, pilot, "down", "enter")
+        assert app.focused is timeline and app.view.selection is not None and app.view.selection.id == stalled.id
+        assert f"Timeline of r{stalled.id} " in timeline.text and f"before token {gap.token}, step {gap.step}" in (
+            " ".join(line.strip("│ ") for line in timeline.text.splitlines())
+        )
+        await pressed(app, pilot, "enter")
+        assert app.view.horizon == gap.step and f"PAST step {gap.step}" in app.view.travel_text
+        assert screen.current == ("timeline" if size == (80, 24) else "events")
+        await pressed(app, pilot, "end", *(["5"] if size == (80, 24) else ["5", "5"]))
+        assert screen.current == ("map" if size == (80, 24) else "events") and not app.view.travel_text
+
+
+async def test_escape_goes_back_from_the_timeline_to_the_table_to_all_panels(tmp_path: Path) -> None:
+    async with replayed(tmp_path, (120, 36)) as (app, pilot, screen):
+        await pressed(app, pilot, "5", "down", "enter")
+        assert app.focused is timeline_of(screen)
+        await pressed(app, pilot, "escape")
+        assert app.focused is table_of(screen)
+        await pressed(app, pilot, "tab")
+        assert screen.current == "timeline"
+        await pressed(app, pilot, "shift+tab", "escape")
+        assert screen.current == "map"
+        await until(pilot, lambda: screen.query_one("#lanes").region.area and not table_of(screen).region.area)
+        assert not screen.query_one(Details).display
+
+
+async def test_a_click_on_a_heading_sorts_and_a_click_on_a_row_chooses(tmp_path: Path) -> None:
+    async with replayed(tmp_path, (200, 60)) as (app, pilot, screen):
+        await pressed(app, pilot, "5")
+        table = table_of(screen)
+        await until(pilot, lambda: table.region.area)
+        head = table.text.splitlines()[1]
+        for name in ("prompt", "tok/s", "state", "twice"):
+            value = next(column.value for column in COLUMNS if column.name == name)
+            for order in (name == "state", name != "state"):
+                await pilot.click(table, offset=(head.index(name) + 1, 1))
+                app._frame()
+                values = [value(row) for row in table.rows if value(row) is not None]
+                assert values == sorted(values, reverse=not order), name  # type: ignore[type-var]
+                assert len(set(values)) > 1 and len(table.rows) > 20
+        await pilot.click(table, offset=(5, 4))
+        assert app.view.selection is not None and app.view.selection.id == table.rows[2].id
+        await pilot.click(table, offset=(5, 4))
+        app._frame()
+        assert app.focused is timeline_of(screen)
+
+
+async def test_in_the_past_the_table_shows_the_requests_of_that_step(tmp_path: Path) -> None:
+    async with replayed(tmp_path, (120, 36)) as (app, pilot, screen):
+        await pressed(app, pilot, "5")
+        table, view = table_of(screen), app.view
+        now = {row.id for row in table.rows}
+        waited = [step for step in range(view.steps.last // 2) if view.steps.column("waiting")[step]]
+        assert view.travel_to(waited[-1] + 1)
+        await pressed(app, pilot, "comma")
+        rows = {row.id: row for row in table.rows}
+        assert set(rows) < now and {id for id, row in rows.items() if row.live} == set(app.view.shown.state.requests)
+        assert view.horizon == waited[-1] and {row.state for row in rows.values()} & {"waits", "preempted"}
+
+
+def cell(name: str, row: RequestFigures) -> str:
+    column = next(column for column in COLUMNS if column.name == name)
+    value = column.value(row)
+    return "–" if value is None else column.text(value)
+
+
+def test_every_cell_of_the_table_is_the_figure_of_its_request() -> None:
+    _, view = stress_view(TIGHT, 6.0, 60)
+    table = RequestTable()
+    lines = [plain(row) for row in table.picture(view, 200, 60).rows]
+    assert len(table.rows) > 30 and any(row.preemptions for row in table.rows)
+    names = [column.name for column in COLUMNS if column.name != "chat"]
+    for line, row in zip(lines[1:], table.rows, strict=False):
+        assert line.split()[0] == f"r{row.id}" and line.split()[1] == row.state
+        figures = line[9 + 10 + 14 :].split()[: len(names) - 2]
+        assert figures == [cell(name, row) for name in names[2:]]
+
+
+def test_a_narrow_table_shows_the_column_by_which_it_is_sorted() -> None:
+    _, view = stress_view(TIGHT, 3.0, 30)
+    table = RequestTable()
+    for index, column in enumerate(COLUMNS):
+        table.sorted_by = index
+        head = plain(table.picture(view, 76, 18).rows[0])
+        assert f"▾{column.name}" in head and "longest" in head
+
+
+def test_the_chart_has_its_highest_bar_under_the_mark_and_shows_every_token() -> None:
+    _, view = stress_view(TIGHT, 6.0, 60)
+    checked = 0
+    for lane in list(view.lanes.lanes.values()):
+        view.select("request", lane.id)
+        for width in (40, 76, 196):
+            timeline = RequestTimeline()
+            rows = [plain(row) for row in timeline.picture(view, width, 24).rows]
+            found = view.tokens.arrivals(lane, view.horizon)
+            gaps = np.diff(found.at) * 1e3
+            if not len(gaps):
+                continue
+            marks = next(i for i, row in enumerate(rows) if row.lstrip().startswith("ms") and "▾" in row)
+            column = rows[marks].index("▾")
+            assert column == 9 + int(gaps.argmax()) // timeline.per_column
+            assert rows[marks + 1][column] == "█" and ms(gaps.max()) in rows[marks + 1]
+            axis = next(i for i, row in enumerate(rows) if row.startswith("token  "))
+            bars = rows[axis - 1][9:].rstrip()
+            assert len(bars) == -(-len(gaps) // timeline.per_column) and " " not in bars
+            assert f"▲{found.first[int(gaps.argmax()) + 1]}" in rows[axis]
+            checked += 1
+    assert checked > 60
+
+
+def test_keys_of_the_timeline_choose_tokens_in_order_and_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, view = stress_view(TIGHT, 6.0, 60)
+    lane = next(lane for lane in view.lanes.lanes.values() if lane.preemptions and lane.output_tokens > 40)
+    view.select("request", lane.id)
+    timeline = RequestTimeline()
+    monkeypatch.setattr(timeline, "repaint", lambda: timeline.picture(view, 200, 24))
+    timeline.repaint()
+    gaps = np.diff(view.tokens.arrivals(lane, view.horizon).at)
+    order = np.argsort(-gaps, kind="stable").tolist()
+    seen = [timeline._chosen()]
+    for _ in range(5):
+        timeline.action_rank(1)
+        seen.append(timeline._chosen())
+    assert seen == order[:6]
+    timeline.action_move(-10_000)
+    assert timeline._chosen() == 0
+    for expected in range(1, 6):
+        timeline.action_move(1)
+        assert timeline._chosen() == expected
+    timeline.action_longest()
+    assert timeline._chosen() == order[0]

@@ -1,0 +1,242 @@
+"""Why a token came late: stalls of known kinds are put into simulated runs, and the words must name them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.params import SamplingParams
+from engine.trace.records import Record
+from engine.trace.state import State
+from minitui.cli.tail import tail_trace
+from minitui.dev.simulator import SMALL, Load, Stress
+from minitui.trace.bundled import find_trace
+from minitui.trace.reader import TraceReader
+from minitui.viewmodel.lanes import PREEMPTED, Lane
+from minitui.viewmodel.model import View
+from minitui.viewmodel.request_teller import RequestTeller
+from minitui.viewmodel.requests import Requests
+from minitui.viewmodel.stalls import Stalls
+from minitui.viewmodel.token_gaps import Gap
+from tests.engine.test_scheduler_simulation import make_engine
+from tests.engine.test_scheduler_simulation import run as drive
+from tests.support.golden import GOLDEN
+from tests.viewmodel.test_requests import played
+
+STEP = 150  # the step that stalls
+STALL_MS = 80.0
+LONG = Load(blocks=600, chats=6, rows=6, budget=512, context=2048, reply=(60, 160), turns=3, think=0.05, paste=0.3)
+TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
+PLAN, GATE, GC, DELAYED, STOPS = 7, 6, 10, 11, 12  # fields of a `parts` record
+
+
+def run(load: Load, steps: int, change: Callable[[list[Any]], float] | None = None) -> View:
+    """The view of a simulated run. `change` alters the `parts` of STEP; it returns how much longer the step took."""
+    stress, view, records, later = Stress(load), View(), [], 0.0
+    view.reset(State(load.blocks + 1, load.block_size, load.budget, load.rows).snapshot())
+    stress.run_steps(steps)
+    for record in stress.drain():
+        fields: list[Any] = list(record)
+        if change is not None and fields[2] == "parts" and fields[3] == STEP:
+            later = change(fields)
+        fields[1] += later / 1e3
+        records.append(tuple(fields))
+    view.fold(records)
+    view.frame(stress.now)
+    return view
+
+
+def decoding_in_step(view: View) -> list[Lane]:
+    found = [lane for lane in view.lanes.lanes.values() if gap_at(view, lane) is not None]
+    assert found
+    return found
+
+
+def gap_at(view: View, lane: Lane, step: int = STEP) -> Gap | None:
+    found = view.tokens.arrivals(lane, view.horizon)
+    return next((found.gap(i) for i in range(1, len(found)) if found.steps[i] == step), None)
+
+
+def stalled(field: int, part: int = PLAN) -> Callable[[list[Any]], float]:
+    def change(fields: list[Any]) -> float:
+        fields[part] += STALL_MS * 1e3
+        if field != part:
+            fields[field] += 1 if field == STOPS else STALL_MS * 1e3
+        return STALL_MS
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [(GC, "garbage collection"), (DELAYED, "another program on the core"), (STOPS, "process stopped"), (PLAN, "plan")],
+)
+def test_the_longest_gap_of_every_request_in_a_stalled_step_has_its_cause(field: int, name: str) -> None:
+    view = run(SMALL, 400, stalled(field))
+    for lane in decoding_in_step(view):
+        stats = view.tokens.stats(lane, view.horizon)
+        assert stats is not None and stats.longest == gap_at(view, lane)
+        reason = Stalls().reason(view, lane, stats.longest)
+        assert [cause.name for cause in reason.causes] == [name]
+        assert reason.causes[0].ms == pytest.approx(STALL_MS, rel=0.05) and reason.unexplained == 0
+        words = Stalls().words(view, lane, stats.longest)
+        assert f"ms before token {stats.longest.token:,}, step {STEP}: {name} " in words
+
+
+def test_a_device_that_stalls_without_a_measured_cause_is_not_given_one() -> None:
+    def change(fields: list[Any]) -> float:
+        fields[9] += STALL_MS * 1e3  # it waits longer, but the device's own time is as usual
+        return STALL_MS
+
+    view = run(SMALL, 400, change)
+    for lane in decoding_in_step(view):
+        gap = gap_at(view, lane)
+        assert gap is not None
+        reason = Stalls().reason(view, lane, gap)
+        assert not reason.causes and reason.unexplained == pytest.approx(STALL_MS, rel=0.05)
+
+
+def test_a_pause_is_not_part_of_a_gap_but_is_mentioned() -> None:
+    usual, paused = run(SMALL, 400), run(SMALL, 400, stalled(GATE, GATE))
+    for lane in decoding_in_step(paused):
+        before, gap = gap_at(usual, usual.lanes.lanes[lane.id]), gap_at(paused, lane)
+        assert before is not None and gap is not None
+        assert gap.ms == pytest.approx(before.ms) and gap.paused_ms == pytest.approx(STALL_MS)
+        assert "80 ms of pause or slow motion are not counted" in Stalls().words(paused, lane, gap)
+        assert paused.tokens.stats(lane, paused.horizon).tok_s == pytest.approx(  # type: ignore[union-attr]
+            usual.tokens.stats(lane, usual.horizon).tok_s  # type: ignore[union-attr]
+        )
+
+
+def test_a_long_prompt_of_another_request_is_named_with_its_tokens() -> None:
+    view, named = run(LONG, 1_500), 0
+    for lane in view.lanes.lanes.values():
+        stats = view.tokens.stats(lane, view.horizon)
+        if stats is None or stats.longest is None:
+            continue
+        row = view.steps.get(stats.longest.step)
+        assert row is not None
+        if row.prefill_tokens > 200:
+            requests = [chunk[0] for chunk in row.chunks]
+            whose = f"r{requests[0]}" if len(requests) == 1 else ""
+            assert f"prefill of {whose}" in Stalls().words(view, lane, stats.longest)
+            assert f"({row.prefill_tokens:,} tokens)" in Stalls().words(view, lane, stats.longest)
+            named += lane.id not in requests
+    assert named > 5
+
+
+def preempted_in(lane: Lane, gap: Gap) -> bool:
+    return any(code == PREEMPTED and gap.since < first <= gap.step for code, first, _ in lane.spans)
+
+
+def test_a_preemption_is_the_cause_of_the_gap_around_it() -> None:
+    view, queued = run(TIGHT, 1_500), 0
+    for lane in view.lanes.lanes.values():
+        found = view.tokens.arrivals(lane, view.horizon)
+        for gap in (found.gap(i) for i in range(1, len(found))):
+            reason = Stalls().reason(view, lane, gap)
+            names = [cause.name for cause in reason.causes]
+            assert ("queue after a preemption" in names) == preempted_in(lane, gap)
+            if preempted_in(lane, gap):
+                tokens = sum(n for step, n in lane.again if gap.since < step <= gap.step)
+                assert names[1] == f"computing {tokens:,} token{'' if tokens == 1 else 's'} again"
+                assert sum(cause.ms for cause in reason.causes) == pytest.approx(gap.ms)
+                queued += 1
+    assert queued > 10
+
+
+@pytest.mark.parametrize("kind", ["sync", "overlap", "drafts"])
+def test_the_parts_of_every_gap_add_up(kind: str) -> None:
+    for seed in range(5):
+        view, stalls = played(seed, kind).view(), Stalls()
+        for lane in view.lanes.lanes.values():
+            found = view.tokens.arrivals(lane, view.horizon)
+            for gap in (found.gap(i) for i in range(1, len(found))):
+                reason = stalls.reason(view, lane, gap)
+                parts = [reason.usual or 0.0, reason.unexplained, reason.variation, *(c.ms for c in reason.causes)]
+                assert sum(parts) == pytest.approx(gap.ms) and min(parts) >= 0
+
+
+class AnyToken:
+    """A grammar that allows every token. Its request cannot decode while its last token is in flight."""
+
+    failed = ""
+
+    def mask(self) -> Any:
+        raise AssertionError("the simulated device asks for no mask")
+
+    def advance(self, token_id: int) -> bool:
+        return False
+
+
+def test_steps_in_which_a_request_did_not_decode_are_part_of_its_gaps() -> None:
+    engine = make_engine(overlap=True)
+    view = View()
+    view.reset(engine.snapshot())
+    requests = [engine.add_request([1, 2], SamplingParams(max_tokens=12, ignore_eos=True)) for _ in range(2)]
+    requests[0].grammar = AnyToken()
+    drive(engine)
+    view.fold(engine.log.drain())
+    found = view.tokens.arrivals(view.lanes.lanes[requests[0].id], view.horizon)
+    assert len(found) == 12
+    for gap in (found.gap(i) for i in range(1, len(found))):
+        without = gap.step - gap.since - 1
+        names = [cause.name for cause in Stalls().reason(view, view.lanes.lanes[requests[0].id], gap).causes]
+        assert [name for name in names if "without" in name] == ([f"{without} step without it"] if without else [])
+    assert max(np.diff(found.steps)) > 1
+
+
+# ---- minitui tail --requests
+
+
+@pytest.mark.parametrize("path", [GOLDEN, find_trace("small-pool"), find_trace("h200-8b")], ids=lambda path: path.stem)
+def test_a_recording_is_told_request_by_request_as_text_and_as_json(path: Any) -> None:
+    reader = TraceReader(path)
+    records = list(reader.records())
+    finished = [record[3] for record in records if record[2] == "finish"]
+    asked = [record[3] for record in records if record[2] == "submit"]
+    text: list[str] = []
+    assert tail_trace(path, text.append, "requests") == 0
+    rows: list[str] = []
+    assert tail_trace(path, rows.append, "json") == 0
+    data = [json.loads(row) for row in rows]
+    told = [row["request"] for row in data]
+    assert [row["request"] for row in data if row["finished"]] == finished
+    assert sorted(told) == sorted({*asked, *reader.part(0).snapshot["requests"]})
+    view = View()
+    view.reset(reader.part(0).snapshot)
+    view.fold(records)
+    view.live.state.gate = "closed"
+    figures = {row.id: row for row in Requests().figures(view)}
+    for line, row in zip(text, data, strict=False):
+        assert f"  r{row['request']} " in line and ("not finished" in line) != row["finished"]
+        expected = figures[row["request"]]
+        assert row["output_tokens"] == expected.gaps.tokens  # type: ignore[union-attr]
+        assert (row["prompt_tokens"], row["cached_tokens"]) == (expected.prompt_tokens, expected.cached_tokens)
+        assert (row["preemptions"], row["tokens_computed_twice"]) == (expected.preemptions, expected.recomputed_tokens)
+        if row["longest_gap"]:
+            gap = row["longest_gap"]
+            assert gap["ms"] == pytest.approx(expected.gaps.longest.ms, abs=1e-3)  # type: ignore[union-attr]
+            assert line.endswith(f"longest gap {gap['text']}") and row["gap_p50_ms"] <= row["gap_p99_ms"] <= gap["ms"]
+    longest = max((row for row in data if row["longest_gap"]), key=lambda row: row["longest_gap"]["ms"])
+    assert len(text) == len(data) + 1
+    assert f"the longest gap of all requests: r{longest['request']}, {longest['longest_gap']['text']}" in text[-1]
+
+
+def test_a_request_is_told_when_its_last_step_is_timed_and_an_aborted_one_soon_after() -> None:
+    truth = played(3, "overlap")
+    view = View()
+    view.reset(truth.snapshots[0])
+    teller, told, records = RequestTeller(view, json=True), [], list[Record]()
+    for record in truth.records:
+        records.append(record)
+        told += [json.loads(str(line)) for line in teller.tell([record])]
+    told += [json.loads(str(line)) for line in teller.tell([])]
+    requests = {request.id: request for request in truth.load.requests}
+    assert {row["request"] for row in told} == set(requests)
+    for row in told:
+        assert row["output_tokens"] == len(requests[row["request"]].output_ids)
