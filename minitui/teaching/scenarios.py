@@ -6,9 +6,12 @@ the same. All figures are counted from the records of the run.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import takewhile
+from statistics import median
 from typing import Any
 
 from engine.errors import EngineError
@@ -16,6 +19,10 @@ from engine.trace.state import CACHED, FREE, SHARED, NodeView, State
 from minitui.chat.conversation import Session
 from minitui.teaching.stage import Figures, Stage
 from minitui.text import match_reason
+from minitui.trace.bundled import bundled
+from minitui.trace.reader import TraceReader
+
+GPU_RECORDING = "h200-8b"  # a bundled recording
 
 
 @dataclass(frozen=True)
@@ -307,7 +314,8 @@ async def preemption(stage: Stage) -> None:
     stage.tell(
         f"{stage.verdict(ids.index(record[3]))}r{record[3]}, the youngest, releases its {record[5]} blocks and waits "
         f"at the head of the queue: {record[4]}. "
-        "Its text is not lost, and its full blocks stay in the tree until other requests need the memory."
+        "The tokens of its reply are kept, but not its keys and values: its full blocks stay in the tree only until "
+        "other requests need the memory. What is gone by then is computed again, like a prompt."
     )
     await stage.pause(4)
     await stage.slow(0.03)
@@ -410,21 +418,37 @@ async def batching(stage: Stage) -> None:
             f"{continuous.steps} steps, {sum(LENGTHS) / continuous.steps:.1f} tokens a step",
         ),
     ]
+    times = await _step_times(static.decode_step_ms, "row", "rows")
     stage.tell(
-        f"The same {sum(LENGTHS)} tokens in the same four rows:\n{stage.bars(rows)}\n"
-        f"{_step_times(static.decode_step_ms, 'row', 'rows')} Continuous batching keeps the rows full, so it needs "
-        "fewer steps."
+        f"The same {sum(LENGTHS)} tokens in the same four rows:\n{stage.bars(rows)}\n{times} "
+        "Continuous batching keeps the rows full, so it needs fewer steps."
     )
 
 
-def _step_times(times: dict[int, float], one: str, several: str) -> str:
-    """Returns a sentence on the smallest and the largest decode steps. `times`: tokens -> ms, of several sizes."""
+async def _step_times(times: dict[int, float], one: str, several: str) -> str:
+    """Returns sentences on the smallest and the largest decode steps, here and on a GPU. `times`: tokens -> ms."""
     least, most = min(times), max(times)
+    model, device, there = await asyncio.to_thread(recorded_decode_ms, GPU_RECORDING)
+    few, many = min(there), max(n for n in there if n <= most)
     return (
         f"Here, a decode step with {least} {one if least == 1 else several} took {times[least]:.1f} ms, and one with "
-        f"{most} {several} took {times[most]:.1f} ms. On a GPU both take nearly the same time, because reading the "
-        "weights takes most of either."
+        f"{most} {several} took {times[most]:.1f} ms. In the recording of {model} on an {device}: {there[few]:.1f} ms "
+        f"with {few}, {there[many]:.1f} ms with {many}."
     )
+
+
+@cache
+def recorded_decode_ms(name: str) -> tuple[str, str, dict[int, float]]:
+    """Returns the model and the device of a bundled recording, and {rows: median ms} of its decode steps."""
+    reader = TraceReader(bundled()[name])
+    rows: dict[int, int] = {}  # step -> rows
+    times: dict[int, list[float]] = {}
+    for record in reader.records():
+        if record[2] == "step" and not record[4]:
+            rows[record[3]] = record[7]
+        elif record[2] == "time" and record[3] in rows:
+            times.setdefault(rows[record[3]], []).append(record[7])
+    return reader.info["model"], reader.info["device"], {n: median(some) for n, some in times.items()}
 
 
 # ---- speculation
@@ -488,12 +512,12 @@ async def speculation(stage: Stage) -> None:
         ("one by one", without.steps, f"{without.steps} steps, {without.decode_ms:,.0f} ms"),
         ("with drafts", drafting.steps, f"{drafting.steps} steps, {drafting.decode_ms:,.0f} ms"),
     ]
+    times = await _step_times(without.decode_step_ms | drafting.decode_step_ms, "token", "tokens")
     right = 2 if drafting.steps < without.steps // 4 else 1 if drafting.steps < without.steps else 0
     stage.tell(
         f"{stage.verdict(right)}The same {tokens} tokens:\n{stage.bars(rows)}\n"
-        f"{drafting.accepted} of {drafting.drafted} guessed tokens were right. "
-        f"{_step_times(without.decode_step_ms | drafting.decode_step_ms, 'token', 'tokens')} "
-        "A reply without repetition gains nothing. After wrong guesses, a request gets fewer guesses."
+        f"{drafting.accepted} of {drafting.drafted} guessed tokens were right. {times} A reply without repetition "
+        "gains nothing. After wrong guesses, a request gets fewer guesses."
     )
 
 

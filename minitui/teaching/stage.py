@@ -23,6 +23,7 @@ from minitui.chat.prompt import Codec
 from minitui.chat.sessions import Chats
 from minitui.sources.base import Source
 from minitui.viewmodel.model import Event, StepRow, View
+from minitui.viewmodel.timing import Timings
 from minitui.viewmodel.updater import Updater
 
 WAIT_SECONDS = 30.0  # a longer wait fails
@@ -110,6 +111,12 @@ class Stage:
         row = self.view.steps.get(self.view.steps.last)
         assert row is not None
         return row
+
+    def timings(self) -> Timings:
+        """Returns the figures of the timings panel, up to the last step of a paused engine."""
+        self.state()
+        self.view.frame(time.monotonic())
+        return self.view.timings
 
     def begin_count(self) -> None:
         """Makes `figures` and `events` count from now on."""

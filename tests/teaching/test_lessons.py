@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from minitui.cli.options import engine_config
 from minitui.settings import Settings
 from minitui.sources.local import LocalSource
 from minitui.teaching.lessons import LESSONS, lesson
+from minitui.teaching.lessons.l1_model import tensors
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, find_code, fresh, paragraphs
 from minitui.teaching.lessons.plain import print_with_own_engine
 from minitui.teaching.stage import Stage
@@ -38,15 +40,15 @@ RIGHT = {  # what each experiment must prove, by lesson and page title
     (0, "One question, step by step"): "5: the prompt's step samples the first token",
     (1, "The cost of reading weights"): "several times as long as one token of the prompt",
     (2, "What a token costs"): "4,096 bytes: 4 KiB",
-    (2, "Two tables"): "mixed: each chat took the next free block when it needed one",
+    (2, "Two chats, one pool"): "mixed: each chat took the next free block when it needed one",
     (2, "Four states"): "the full blocks stay cached until their memory is needed",
     (3, "From position to slot"): "the keys of all tokens so far",
-    (3, "Causal attention after a cache hit"): "all cached tokens, and itself",
+    (3, "Causal attention after a cache hit"): "keys 0 to 112",
     (4, "Random numbers without state"): "the same, token for token",
     (5, "Joining and leaving"): "40: as many as the longest reply takes",
     (5, "A long prompt"): "61",
     (5, "Waiting, with a reason"): "in the step after another request has ended",
-    (6, "Byte by byte"): "nothing yet",
+    (6, "Byte by byte"): "6: of each character, all bytes but the last",
     (6, "Stop strings"): "no, the reply ends before it, unless the request asks for it",
     (7, "A client disconnects"): "at once, or after one",
     (8, "The same beginning, another question"): "everything after the last whole block that both have in common",
@@ -157,11 +159,35 @@ def test_the_radix_lesson_tells_why_a_hit_ended_and_what_an_eviction_was_for(out
 
 def test_the_figures_in_the_text_are_those_of_the_pool_on_screen(outcome: Callable[[int], Taught]) -> None:
     blocks = lesson(2).options["kv_blocks"]
-    text = " ".join(page.text for page in lesson(2).pages)
+    text = " ".join(" ".join(page.text.split()) for page in lesson(2).pages)
     assert f"here {blocks}." in text and f"for {blocks} blocks it is 0" in text
-    assert f"pool of {16 * blocks} tokens." in text
+    assert f"pool of {16 * blocks} tokens." in text and f"two blocks each: 8 blocks of {blocks}" in text
     assert int(SchedulerConfig().watermark * blocks) == 0 and 16 * blocks == 4 * 192
     assert f"pool of {blocks} blocks" in outcome(2).seen["What a token costs"].text
+
+
+def test_each_wrong_choice_is_explained_and_the_right_one_is_not() -> None:
+    for one in LESSONS:
+        for page in one.pages:
+            if page.predict is not None:
+                explained = [page.predict.explain(i) != "" for i in range(len(page.predict.choices))]
+                right = RIGHT.get((one.number, page.title), "MLP")
+                assert explained == [choice != right for choice in page.predict.choices], page.title
+
+
+def test_the_sizes_before_the_question_of_parameters_are_those_of_the_model() -> None:
+    text = next(page for page in lesson(1).pages if page.title == "Where the parameters are").text
+    shapes = tensors(choose_model(None).name)
+    lines = {line.split()[0]: line for line in text.split("\n") if line.startswith("              ")}
+    for part, mark in (("embeddings", "embed"), ("attention", "attn"), ("MLP", "mlp")):
+        line = lines[part]
+        own = Counter(tuple(shape) for name, shape in shapes.items() if mark in name and len(shape) == 2)
+        layers = 1 if mark == "embed" else 4
+        for shape, n in own.items():
+            assert " x ".join(map(str, shape)) + (" twice" if n == 2 * layers else "") in line
+            assert n in (layers, 2 * layers)
+        assert len(own) == line.count(" x ")
+    assert f"has {1 + max(int(name.split('.')[2]) for name in shapes if '.layers.' in name)} layers" in text
 
 
 @pytest.mark.parametrize("one", LESSONS, ids=lambda one: one.name)

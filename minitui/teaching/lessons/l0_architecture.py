@@ -17,10 +17,12 @@ async def one_question(stage: Stage) -> Seen:
     first = stage.view.steps.get(stage.view.steps.last - seen.steps + 1)
     assert first is not None
     answers = {prompt + REPLY: 0, REPLY + 1: 1, REPLY: 2, 1: 3}
+    stage.view.select("step", first.step)
     return Seen(
-        f"{seen.steps} steps. The first computed all {first.prefill_tokens} prompt tokens and sampled the first token "
-        f"of the reply. Each of the other {seen.steps - 1} computed the token that the step before it "
-        "sampled, and sampled the next token. The last token is never computed, because no token follows it.",
+        f"{seen.steps} steps, with the numbers {first.step} to {stage.view.steps.last}. Step {first.step}, which the "
+        f"step bar shows again, computed all {first.prefill_tokens} prompt tokens and sampled the first token of the "
+        "reply. Each later step computed the token that the step before it sampled, and sampled the next token. "
+        "The last token is never computed, because no token follows it.",
         answers.get(seen.steps),
     )
 
@@ -64,7 +66,7 @@ LESSON = Lesson(
               2 schedule     engine/core/scheduler.py   chooses the requests of a step, and how many tokens of each
               3 allocate     engine/core/allocator.py   chooses the memory blocks for these tokens
               4 forward      engine/model/              the model computes these tokens
-              5 sample       engine/worker/sampler.py   one token is sampled from each row of logits
+              5 sample       engine/worker/sampler.py   one token is drawn for each request
               6 detokenize   engine/text/tokenizer.py   ids become text again
               7 emit         engine/core/engine.py      ids are appended, ended replies are found, clients get text
 
@@ -106,6 +108,15 @@ LESSON = Lesson(
                     f"{REPLY}: the prompt's step samples the first token",
                     "one: the whole reply is computed at once",
                 ),
+                (
+                    "a step could compute only one token. But all tokens of a prompt are known at the start, so "
+                    "one step can compute them together.",
+                    "the prompt's step would sample nothing. But the forward pass of the prompt's last token "
+                    "already gives the scores of the token that follows it.",
+                    "",
+                    "a token would not depend on the tokens before it. But the model needs the first token of the "
+                    "reply as input before it can compute the second.",
+                ),
             ),
         ),
         Page(
@@ -135,13 +146,13 @@ LESSON = Lesson(
         Check(
             "Which request arrived later, and which step computed its prompt?",
             "lanes",
-            "the batch lanes: one row for each request; prefill and decode look different.",
+            "the batch lanes: one line for each request; prefill and decode look different.",
             _second,
         ),
         Check(
             "In how many steps has each request run so far?",
             "lanes",
-            "the batch lanes: one column is one step; count the columns of each row.",
+            "the batch lanes: one column is one step; count the columns of each line.",
             _steps_in,
         ),
     ),

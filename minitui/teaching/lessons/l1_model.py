@@ -9,6 +9,7 @@ from typing import Any
 
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.stage import Stage
+from minitui.text import ms
 
 PARTS = {"embeddings": ("embed_tokens", "lm_head"), "attention": ("self_attn",), "MLP": ("mlp",), "norms": ("norm",)}
 
@@ -56,19 +57,17 @@ async def many_or_one(stage: Stage) -> Seen:
     steps = stage.view.steps
     rows = [steps.get(s) for s in range(steps.last - stage.figures().steps + 1, steps.last + 1)]
     prompt = next(row for row in rows if row is not None and row.chunks)
-    decodes = sorted(row.wall_ms or 0.0 for row in rows if row is not None and not row.chunks)
-    one, many = decodes[len(decodes) // 2], prompt.wall_ms or 0.0
+    one, many = stage.timings().decode.p50, prompt.wall_ms or 0.0
     ratio = one / (many / prompt.tokens)
     return Seen(
-        f"{prompt.tokens} prompt tokens took {many:.1f} ms in one step, {many / prompt.tokens:.2f} ms each. A single "
-        f"token took {one:.1f} ms (median): {ratio:.0f} times as long as one prompt token. The figures vary.",
-        0 if ratio < 1.5 else 1 if ratio < 200 else 2,
+        f"{prompt.tokens} prompt tokens took {ms(many)} ms in one step, {ms(many / prompt.tokens)} ms each. A step "
+        f"with a single token took {ms(one)} ms (median): {ratio:.0f} times as long as one prompt token.",
+        0 if ratio < 1.5 else 1 if ratio < 1000 else 2,
     )
 
 
 def _decode_ms(stage: Stage) -> str:
-    p50 = stage.view.timings.decode.p50
-    return f"about {p50:.1f} ms (median of the decode steps here)" if p50 else "the panel shows it after some steps"
+    return f"{ms(stage.timings().decode.p50)} ms (the median of the decode steps here)"
 
 
 def _prefill_ms(stage: Stage) -> str:
@@ -76,11 +75,11 @@ def _prefill_ms(stage: Stage) -> str:
         (stage.view.steps.get(s) for s in range(stage.view.steps.last, -1, -1) if stage.view.steps.chunks(s)), None
     )
     assert row is not None
-    return f"step {row.step}: {row.prefill_tokens} prompt tokens in {row.wall_ms or 0:.1f} ms"
+    return f"step {row.step}: {row.prefill_tokens} prompt tokens in {ms(row.wall_ms or 0)} ms"
 
 
 def _host(stage: Stage) -> str:
-    return f"{stage.view.timings.host_ms:.2f} ms on average"
+    return f"{ms(stage.timings().host_ms)} ms per step (mean)"
 
 
 LESSON = Lesson(
@@ -109,26 +108,49 @@ LESSON = Lesson(
         Page(
             "Weights on disk",
             """
-            A checkpoint is a set of named tensors in safetensors files. A header says where each tensor begins. So
-            every name and shape is checked before the first byte is copied. A missing tensor, an unexpected tensor or a
-            wrong shape is an error that names the tensor; nothing is ignored. Then each tensor is copied directly to
-            its place. The three matrices for queries, keys and values are copied into one matrix, so that one
-            multiplication replaces three. The MLP's gate and up matrices are joined in the same way.
+            A checkpoint is a set of named tensors in safetensors files. Every name and shape is checked before the
+            first byte is copied. A missing tensor, an unexpected tensor or a wrong shape is an error that names the
+            tensor; nothing is ignored. Then each tensor is copied directly to its place.
+
+            The matrices for queries, keys and values become one matrix, so that one multiplication replaces three. So
+            do the MLP's gate and up matrices.
             """,
             code="engine.model.weights:load_weights",
+        ),
+        Page(
+            "Where the parameters are",
+            """
+            A parameter is one number of a tensor. The bundled model has 4 layers and these tensors:
+
+              embeddings  2560 x 384, as the first and as the last matrix
+              attention   each layer: 384 x 384 twice, 128 x 384 twice
+              MLP         each layer: 1024 x 384 twice, 384 x 1024
+              norms       each layer: 384 twice, 64 twice; at the end 384
+            """,
+            code="engine.model.decoder:Decoder",
             run=weigh,
             predict=Prediction(
-                "Which part of this small model has most of its parameters?",
+                "Which part of this model has most of its parameters?",
                 ("embeddings", "attention", "MLP", "norms"),
+                (
+                    "the vocabulary would need more than 12,288 tokens: 12 MLP matrices of 1024 x 384 outweigh a "
+                    "table of 2560 x 384. In other small models, with a vocabulary of 150,000 tokens, this is so.",
+                    "the MLP would have to be narrower: here each of its three matrices has as many numbers as "
+                    "the four matrices of attention together.",
+                    "",
+                    "norms would have to be matrices. But a norm has only one number for each number of a vector.",
+                ),
             ),
         ),
         Page(
             "The cost of reading weights",
             """
-            To compute one token, all weights must be read once. To compute a hundred tokens in one step, the weights
-            are also read once: only the arithmetic grows. If reading takes longer than computing, more tokens in a step
-            cost little. This is why a prompt is computed many tokens at a time, why many requests decode in one batch,
-            and why one chat alone leaves most of a device idle.
+            To compute one token, nearly all weights must be read once. The exceptions are the embedding table, of
+            which one line is read (unless the table is also the last matrix), and models with experts: only the
+            experts chosen for the token are read. To compute a hundred tokens in one step, a weight is also read only
+            once; the arithmetic grows. If reading takes longer than computing, more tokens in a step cost little. This
+            is why a prompt is computed many tokens at a time, why many requests decode in one batch, and why one chat
+            alone uses only a small part of a GPU's arithmetic.
             """,
             panel="timings",
             run=many_or_one,
@@ -137,7 +159,14 @@ LESSON = Lesson(
                 (
                     "as long as one token of the prompt",
                     "several times as long as one token of the prompt",
-                    "hundreds of times as long",
+                    "thousands of times as long",
+                ),
+                (
+                    "a step's time would grow exactly with its tokens, and reading the weights would cost "
+                    "nothing. But a step with one token reads as many weights as the prompt's step.",
+                    "",
+                    "the arithmetic of more tokens would cost nothing, and a prompt of thousands of tokens would "
+                    "take as long as one token. But from some number of tokens on, arithmetic takes most of the time.",
                 ),
             ),
         ),
@@ -146,8 +175,11 @@ LESSON = Lesson(
             """
             Attention alone ignores the order of tokens. So queries and keys are rotated by an angle that grows with the
             position (RoPE). Their product then depends on the distance between the two tokens. Keys are rotated before
-            they are stored, so a cached key is valid for one position only. This is one reason why prompts can share a
-            cached block only if they are equal from their first token on.
+            they are stored, so a cached key is valid for one position only.
+
+            Positions are not the reason why prompts can share a cached block only if they are equal from their first
+            token on: a key could be rotated again. The reason is attention. From the second layer on, the key and the
+            value of a token are computed from a vector that contains what attention collected from all tokens before.
 
             Several query heads share one key/value head (grouped-query attention). Fewer key/value heads mean a smaller
             cache. The cache's size often limits how many requests run at once.
@@ -160,13 +192,13 @@ LESSON = Lesson(
         Check(
             "How long does a step with one decoding request take?",
             "timings",
-            "the timings panel: the row for decode steps; p50 is the median.",
+            "the timings panel: the line for decode steps; p50 is the median.",
             _decode_ms,
         ),
         Check(
             "How long did the prompt's step take?",
             "timings",
-            "the timings panel: the row for prefill steps.",
+            "the timings panel: the line for prefill steps.",
             _prefill_ms,
         ),
         Check(

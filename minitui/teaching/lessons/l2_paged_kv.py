@@ -24,7 +24,7 @@ async def two_tables(stage: Stage) -> Seen:
     waste = sum(len(table) * size - n for n, table in zip(computed, tables, strict=True))
     return Seen(
         "\n".join(lines) + f"\n\nEach chat takes a free block whenever its length passes a multiple of {size} tokens. "
-        f"{waste} token slots are still empty, {waste / 2:.1f} per chat on average.",
+        f"{waste} slots at the ends of the two last blocks are still empty.",
         1 if not contiguous else 0,
     )
 
@@ -126,19 +126,30 @@ LESSON = Lesson(
             predict=Prediction(
                 "Here, with 4 layers, 2 key heads of size 64 and 4 bytes per number, a token needs …",
                 ("512 bytes", "4,096 bytes: 4 KiB", "24,576 bytes: 24 KiB"),
+                (
+                    "only one layer would store a key, or only one head in each layer both: 2 x 64 x 4 bytes.",
+                    "",
+                    "queries would be stored, or every query head would have its own key and value.",
+                ),
             ),
         ),
         Page(
-            "Two tables",
+            "Two chats, one pool",
             """
             Two chats without a system prompt write at the same time. The panel shows the block table of the first
-            chat: each column is a logical block with its physical number. The last block is still being filled.
+            chat: each column is a logical block with its physical number. The last block is still being filled. After
+            the experiment, the text has the tables of both chats.
             """,
             panel="table",
             run=two_tables,
             predict=Prediction(
                 "Two chats grow at the same time. Where in the pool are the blocks of each chat?",
                 ("side by side, in order", "mixed: each chat took the next free block when it needed one"),
+                (
+                    "the blocks after a chat's last block would have to be kept free for it. But its length is "
+                    "not known, and the other chat needs blocks now.",
+                    "",
+                ),
             ),
         ),
         Page(
@@ -164,6 +175,13 @@ LESSON = Lesson(
                     "all of them become free at once",
                     "the full blocks stay cached until their memory is needed",
                 ),
+                (
+                    "the memory of a chat that never asks again would be lost. A chat keeps its text, but no "
+                    "blocks: its next prompt finds those that are still cached.",
+                    "the next question of the same chat would have to be computed from its first token. Keeping "
+                    "full blocks costs nothing while others are free.",
+                    "",
+                ),
             ),
         ),
         Page(
@@ -171,8 +189,9 @@ LESSON = Lesson(
             """
             A request is admitted if its prompt fits and a small reserve stays free for running requests. The reserve
             is the watermark: 1 % of the blocks, rounded down, so for 48 blocks it is 0. No blocks are reserved for the
-            reply. Four requests that may each write 192 tokens could fill this pool of 768 tokens. But if their replies
-            have 20 tokens, they use a tenth of the pool.
+            reply. Four requests that may each have 192 tokens, prompt and reply together, could fill this pool of 768
+            tokens. But if each of them ends after 20 tokens, they use two blocks each: 8 blocks of 48, a sixth of the
+            pool.
 
             The price: all running requests together may need more blocks than the pool has. Then cached blocks are
             evicted, the least recently used first. If no cached block is left, the youngest request is preempted: it

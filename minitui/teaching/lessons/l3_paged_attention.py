@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
+from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, fresh
+from minitui.teaching.scenarios import QUESTIONS
 from minitui.teaching.stage import Stage
+
+CACHED, PROMPT = 112, 126  # tokens in the question of page 3; `after_a_hit` compares them with the engine's
+
+
+async def scramble(stage: Stage) -> None:
+    """Lets chats take and release blocks, so that the free blocks are no longer in order."""
+    await stage.answers(await stage.write_all(QUESTIONS[:3], [40] * 3, system=""))
+    await fresh(stage)
 
 
 async def find_slots(stage: Stage) -> Seen:
-    """Finds the slots of one request's keys."""
+    """Finds the slots of one request's keys, in blocks that are not in order."""
+    await scramble(stage)
     request = stage.request(await stage.write("What is paged attention?", 30, 6, seconds=0.4))
     size, n = stage.source.info["block_size"], stage.state().computed(request)
     lines = []
     for position in sorted({0, size - 1, size, 2 * size + 5, n - 1}):
-        block = request.table[position // size]
-        lines.append(
-            f"   token {position:>4}  logical block {position // size:>2}, offset {position % size:>2}  ->  "
-            f"block {block:>3}, slot {block * size + position % size}"
-        )
+        logical, offset = divmod(position, size)
+        block = request.table[logical]
+        slot = block * size + offset
+        lines.append(f"   token {position:>3}  table[{logical}] = {block:>2}  slot {block}*{size} + {offset} = {slot}")
     return Seen(
         "\n".join(lines)
-        + f"\n\nThe last step had one query, for token {n - 1}. In every layer this query read the {n} keys "
-        f"of tokens 0 to {n - 1}, including its own, through {len(request.table)} entries of the block table.",
+        + f"\n\nThe last step computed token {n - 1}. In every layer each of its queries read {n} keys of one key "
+        f"head, of tokens 0 to {n - 1}, its own included, through the {len(request.table)} entries of the block table.",
         2,
     )
 
@@ -30,17 +39,19 @@ async def after_a_hit(stage: Stage) -> Seen:
     await stage.write("What is paged attention?", 6, 6)
     await stage.write("What is a block table?", 6, 1, seconds=0.6)
     request, start, n, _ = stage.last_row().chunks[0]
-    await stage.step(2, seconds=0.4)
+    assert (start, start + n) == (CACHED, PROMPT), f"{start} of {start + n} prompt tokens are cached"
     return Seen(
-        f"r{request} had {start + n} prompt tokens, {start} of them cached. The step had {n} queries: tokens {start} "
-        f"to {start + n - 1}. The first query read {start + 1} keys, the last query {start + n} keys: cached tokens "
-        "count as earlier tokens, and no query sees a later token.",
+        f"r{request} had {start + n} prompt tokens. The step computed {n} of them; the keys of the other {start} were "
+        f"cached. The first query saw keys 0 to {start}, the last query keys 0 to {start + n - 1}. In general: if a "
+        f"chunk has Q queries and K keys, its own keys included, query i sees keys 0 to K - Q + i. Here K - Q is "
+        f"{start}. The triangle has become a wide rectangle with a slanted end.",
         1,
     )
 
 
 async def close(stage: Stage) -> None:
-    """Stops the engine in the middle of one reply."""
+    """Stops the engine in the middle of one reply, whose blocks are not in order."""
+    await scramble(stage)
     await stage.write("What is a block table?", 60, 10)
 
 
@@ -74,43 +85,55 @@ LESSON = Lesson(
             So a request can use keys that another request's chunk writes in the same step.
 
             Reading uses the block table. This engine's simplest backend copies the slots of each sequence into one
-            tensor and passes it to torch. A GPU kernel reads block by block through the table, without a copy. Both
-            must pass the same tests; the simple backend is the specification of the GPU kernel.
+            tensor (unless they are side by side) and passes it to torch. A GPU kernel reads block by block through the
+            table, without a copy. Both must pass the same tests; the simple backend is the specification of the GPU
+            kernel.
             """,
             code="engine.attention.torch_backend:TorchAttention",
         ),
         Page(
             "From position to slot",
             """
-            One chat writes a reply. Each of its decode steps has one new token, and so one query for each head. The
-            keys of all earlier tokens are already in the cache.
+            One chat writes a reply. Each of its decode steps computes one new token, and so one query for each query
+            head. Before the experiment, other chats use and release the blocks of the pool in another order. So the
+            blocks of this chat are not side by side.
             """,
             panel="table",
             run=find_slots,
             predict=Prediction(
-                "How many keys does this one query read in a layer?",
+                "How many keys does one query of the last step read in a layer?",
                 ("one: its own", "the keys of its last block", "the keys of all tokens so far", "the whole pool"),
+                (
+                    "the model could not see any earlier token: every token would be predicted from one alone.",
+                    "the model would forget everything but the last 16 tokens. Some layers of some models see "
+                    "only a window of tokens like this, but not those of this model.",
+                    "",
+                    "the reply would depend on other chats. The block table restricts a query to its own request.",
+                ),
             ),
         ),
         Page(
             "Causal attention after a cache hit",
             """
             A token may attend to itself and to earlier tokens, never to later ones. If a prompt is computed in one
-            piece, the mask is a triangle. If the beginning of the prompt is cached, only the rest has queries, and the
-            triangle becomes a wide rectangle with a slanted end.
+            piece, query i, counted from 0, sees keys 0 to i: the mask is a triangle.
 
-            A chunk has Q queries and K keys; the K keys include the keys of the chunk. Query i, counted from 0, sees
-            keys 0 to K - Q + i. A common mistake is to forget the offset K - Q. The reply then looks almost right.
+            If the beginning of the prompt is cached, its keys are in the pool, and only the other tokens have queries
+            in this step. Queries are again counted from 0.
             """,
             panel="step",
             code="engine.attention.base:ForwardMeta",
             run=after_a_hit,
             predict=Prediction(
-                "Most of a prompt is cached. Which tokens does the first query of the rest see?",
+                f"A prompt has {PROMPT} tokens, and the first {CACHED} are cached. Which keys does query 0 of the step "
+                "see?",
+                ("key 0", f"keys 0 to {CACHED}", f"keys 0 to {PROMPT - 1}"),
                 (
-                    "only the tokens of its own chunk",
-                    "all cached tokens, and itself",
-                    "the whole prompt, later tokens included",
+                    "query 0 would be the first token of the prompt. This is a common mistake: the mask forgets "
+                    "the cached tokens, and the reply looks almost right.",
+                    "",
+                    "a token would see tokens after it. But in a reply these do not exist yet, and the model was "
+                    "trained without them.",
                 ),
             ),
         ),
@@ -122,8 +145,10 @@ LESSON = Lesson(
             it is harmless; a mask gives these keys no weight. A free block may contain any old data; a test fills free
             blocks with NaN and checks that no output changes.
 
-            Decode reads much and computes little: it reads every key once, for one query. Prefill computes much: many
-            queries share the keys that they read. So the two use different kernels for the same formula.
+            Decode reads much and computes little: it reads each key and value of a request for one token only, for the
+            few query heads that share the key head. Prefill computes much: many tokens share the keys and values that
+            they read. So this engine has a GPU kernel for each of the two. Other engines compute both with one kernel:
+            FlashAttention takes sequences with any number of queries.
             """,
             code="engine.attention.torch_backend:TorchAttention._plan_decodes",
         ),
@@ -146,7 +171,7 @@ LESSON = Lesson(
             "How many queries did the last step have?",
             "step",
             "the step bar: D×1 is one decoding request, with one query for each head.",
-            lambda stage: f"{stage.last_row().tokens} (one token)",
+            lambda stage: f"{stage.last_row().tokens} for each query head: the step computed one token",
         ),
     ),
     {"kv_blocks": 64},

@@ -8,6 +8,7 @@ from typing import Any
 from engine.params import SamplingParams
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.stage import Stage
+from minitui.text import ms
 
 QUESTION = "What is temperature?"
 
@@ -74,7 +75,7 @@ async def close(stage: Stage) -> None:
 
 def _first(stage: Stage) -> str:
     item = stage.view.first_tokens.items[-1]
-    return f"{item.prefill_ms:.1f} ms: computing the prompt, and sampling from the logits of its last token"
+    return f"{ms(item.prefill_ms)} ms: computing the prompt, and sampling from the logits of its last token"
 
 
 def _drawn(stage: Stage) -> str:
@@ -91,24 +92,24 @@ def _prompt_drew(stage: Stage) -> str:
 LESSON = Lesson(
     4,
     "Sampler",
-    "How does a row of scores become one token?",
+    "How do the scores of all tokens become one token?",
     (
         Page(
             "The order of the stages",
             """
-            The model computes a score for every token of the vocabulary: the logits. The sampler has these stages:
+            The model computes a score for every token: the logits. This engine's sampler has these stages:
 
               1 allow and favour   grammar, allowed_token_ids, bad_words, logit_bias
               2 min_tokens         forbids the end until the reply has this many tokens
-              3 penalties          repetition, presence, frequency: lower the scores of tokens that already occurred
+              3 penalties          lower the scores of tokens that already occurred
               4 temperature        divides the scores: below 1 the best tokens become likelier, above 1 less likely
               5 top_k              keeps the k best tokens
               6 top_p              keeps the best tokens up to a total probability of p
               7 min_p              keeps tokens at least p times as likely as the best
               8 draw               samples one of the remaining tokens, by probability
 
-            Temperature 0 is greedy: it takes the largest logit. Stages that no row of the batch uses are skipped:
-            without top_k and top_p, nothing is sorted.
+            Temperature 0 is greedy: it takes the largest logit. A stage that no request uses is skipped. The order
+            differs between engines: vLLM applies min_p before top_k.
             """,
             code="engine.worker.sampler:Sampler.sample",
         ),
@@ -136,6 +137,11 @@ LESSON = Lesson(
                 "A reply is sampled twice at a high temperature with seed 7: alone, then with three others in the "
                 "batch. The second reply is …",
                 ("the same, token for token", "different: the batch uses random numbers in another order"),
+                (
+                    "",
+                    "all requests would have to draw from one generator, whose state the other requests change. "
+                    "But this noise depends on the request's own seed and position alone.",
+                ),
             ),
         ),
         Page(
@@ -150,7 +156,7 @@ LESSON = Lesson(
             tokens that are almost equally likely. So the tests of this engine compare tokens in double precision, where
             they must be equal.
 
-            If the logits of a row are not finite numbers, that request ends with an error and the others continue.
+            If the logits of a request are not finite numbers, it ends with an error and the others continue.
             """,
             code="engine.kernels.noise:request_keys",
         ),
@@ -160,7 +166,7 @@ LESSON = Lesson(
         Check(
             "How many tokens did the last step sample?",
             "step",
-            "the step bar: every decoding request samples one token.",
+            "the step bar: without speculation, every decoding request samples one token.",
             _drawn,
         ),
         Check(

@@ -6,6 +6,7 @@ from minitui.chat.conversation import Session
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.scenarios import paste
 from minitui.teaching.stage import Stage
+from minitui.text import ms
 
 LENGTHS = (5, 10, 20, 40, 15, 15)  # lengths of the replies in tokens
 WRITERS = ("What is prefill?", "What is decode?", "What is a token budget?")
@@ -20,10 +21,13 @@ async def _writers(stage: Stage, tokens: int = 60) -> list[Session]:
 async def long_paste(stage: Stage) -> Seen:
     """Sends a long prompt while three requests decode."""
     await _writers(stage)
+    await stage.step(4, seconds=0.2)
+    alone = stage.timings().decode.p50
     budget = stage.source.info["max_num_batched_tokens"]
     pasted = stage.chat("", "paste", max_tokens=5, whole=True)
     request = await stage.ask(pasted, paste(12))
     chunks: list[tuple[int, int]] = []
+    slowest = 0.0
     while True:
         await stage.step(1, seconds=1.0)
         row = stage.last_row()
@@ -31,12 +35,14 @@ async def long_paste(stage: Stage) -> Seen:
         if not mine:
             break
         chunks.append((row.decodes, mine[0]))
+        slowest = max(slowest, row.wall_ms or 0.0)
     decodes, first = chunks[0]
     return Seen(
         f"The {sum(n for _, n in chunks)} tokens of the pasted prompt were computed in {len(chunks)} steps: "
         f"{' + '.join(str(n) for _, n in chunks)}. The first of these steps computed {decodes} tokens of decoding "
-        f"requests and {first} of the prompt: {decodes + first} tokens of a budget of {budget}. The three decoding "
-        "requests got a token in each of these steps.",
+        f"requests and {first} of the prompt: {decodes + first} tokens of a budget of {budget}. The {decodes} decoding "
+        f"requests got a token in each of these steps, but later: a decode step before took {ms(alone)} ms (median), "
+        f"the slowest step with a chunk {ms(slowest)} ms.",
         {budget: 0, budget - 3: 1, 0: 3}.get(first, 2),
     )
 
@@ -56,13 +62,15 @@ async def join_and_leave(stage: Stage) -> Seen:
     began = {event.request: event.step for event in stage.events("admit")}
     first = min(began.values())
     rows, tokens = stage.source.info["max_num_seqs"], sum(LENGTHS)
-    late = " and ".join(f"r{id} in step {began[id] - first + 1}" for id in ids[4:])
+    late_ids = ids[rows:]
+    late = " and ".join(f"r{id} in step {began[id]}" for id in late_ids)
     static = static_steps(rows)
     return Seen(
-        f"{figures.steps} steps. Each of the two waiting requests took the next free row: {late}, counted from the "
-        f"first step. {tokens} tokens in {figures.steps} steps of {rows} rows: {tokens / figures.steps / rows:.0%} of "
-        f"the rows were used. Static batches would take {static} steps and use {tokens / static / rows:.0%} of the "
-        "rows. These two numbers are calculated; the demo `batching` runs static batches.",
+        f"{figures.steps} steps, from step {first} to step {stage.view.steps.last}. Each of the {len(late_ids)} "
+        f"waiting requests took the next free row: {late}. {tokens} tokens in {figures.steps} steps of {rows} rows: "
+        f"{tokens / figures.steps / rows:.0%} of the rows were used. Static batches would take {static} steps and use "
+        f"{tokens / static / rows:.0%} of the rows. These two numbers are calculated; the demo `batching` runs static "
+        "batches.",
         0 if figures.steps < static else 1,
     )
 
@@ -126,11 +134,11 @@ LESSON = Lesson(
               3 the queue           first come, first served; preempted requests first
 
             One forward pass computes all these tokens. A prompt that is longer than the rest of the budget is computed
-            in chunks, over several steps. So a long prompt never blocks the decoding requests.
+            in chunks. So a long prompt makes the steps of the decoding requests longer, but no step computes more than
+            the budget. vLLM mixes prompts and decodes, too; SGLang only with --enable-mixed-chunk.
 
-            For a reply without grammar or speculation, the scheduler needs only the length of the reply, not its
-            tokens. So it can plan a step before the tokens of the previous step are known. If a reply turns out to
-            have ended, its extra token is discarded.
+            Without grammar and speculation, the scheduler needs only the lengths of replies. So it can plan a step
+            before the tokens of the previous step are known (see L0).
             """,
             code="engine.core.scheduler:Scheduler.plan",
         ),
@@ -138,9 +146,9 @@ LESSON = Lesson(
             "Joining and leaving",
             f"""
             Static batching fills a batch, computes it until its longest reply has ended, and then starts the next
-            batch. When a short reply has ended, its row stays empty, and a new request waits until the whole batch has
-            ended. Continuous batching fills the rows again in every step: a finished reply frees its row at once, and
-            the next request in the queue takes the row in the following step. The other rows continue.
+            batch. When a short reply has ended, its row (its place in the batch) stays empty, and new requests wait for
+            the end of the whole batch. Continuous batching fills the rows again in every step: a finished reply frees
+            its row at once, and the next request in the queue takes the row in the following step.
 
             This engine has four rows. Four replies of {", ".join(map(str, LENGTHS[:4]))} tokens start. Two more
             replies, of {LENGTHS[4]} tokens each, wait. A reply of n tokens takes n steps.
@@ -154,6 +162,13 @@ LESSON = Lesson(
                     f"{max(LENGTHS)}: as many as the longest reply takes",
                     f"{static_steps(4)}: the last two start when the first four have ended",
                     f"{sum(LENGTHS)}: one reply after the other",
+                ),
+                (
+                    "",
+                    f"the two waiting replies could not start before the reply of {max(LENGTHS)} tokens has "
+                    f"ended: {max(LENGTHS)} + {LENGTHS[4]} steps. This is static batching.",
+                    "a step could compute only one request. But this engine has four rows, and a step computes "
+                    "one token for each of them.",
                 ),
             ),
         ),
@@ -169,6 +184,14 @@ LESSON = Lesson(
             predict=Prediction(
                 "How many tokens of the pasted prompt does its first step compute?",
                 ("64", "61", "all of them", "none: it waits until the other requests have ended"),
+                (
+                    "the tokens of the decoding requests would not count, or these requests would get no token in "
+                    "this step. But they are planned first, one token each.",
+                    "",
+                    "the step would be as long as the prompt, and the decoding requests would wait for all of it. "
+                    "The budget prevents this.",
+                    "a new request could wait for as long as others write, although the step has room.",
+                ),
             ),
         ),
         Page(
@@ -188,6 +211,12 @@ LESSON = Lesson(
                     "at once: the batch grows",
                     "in the step after another request has ended",
                     "when all four running requests have ended",
+                ),
+                (
+                    "the number of rows would have no limit. But each row needs memory of its own, and the "
+                    "buffers of a step have a fixed size.",
+                    "",
+                    "the batch would be static. One free row is enough for one request.",
                 ),
             ),
         ),
@@ -222,7 +251,7 @@ LESSON = Lesson(
         Check(
             "Which request is computing its prompt?",
             "lanes",
-            "the batch lanes: one row has prefill in the last column.",
+            "the batch lanes: one line has prefill in the last column.",
             lambda stage: ", ".join(f"r{c[0]}" for c in stage.view.steps.chunks(stage.view.steps.last)),
         ),
     ),

@@ -10,7 +10,9 @@ from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.stage import Stage
 from minitui.viewmodel.model import Lane
 
-TEXT = "a🫨b漢é"
+TEXT = "a😀b漢é"
+
+SILENT = (0, 3, 6, 9)  # choices of the question: tokens that emit nothing
 
 
 async def byte_by_byte(stage: Stage) -> Seen:
@@ -18,15 +20,17 @@ async def byte_by_byte(stage: Stage) -> Seen:
     tokenizer = Tokenizer(Path(stage.source.info["model_dir"]))
     ids = tokenizer.encode(TEXT)
     stream = tokenizer.detokenizer()
-    lines, answer = [], None
+    lines, silent = [], 0
     for token in ids:
         raw = tokenizer.token_bytes(token)
         text = stream.push([token])
-        if raw[:1] == b"\xf0" and answer is None:
-            answer = 0 if not text else 1 if "\ufffd" in text else 2
+        silent += not text
         lines.append(f"   token {token:>5}   bytes {raw.hex(' '):<12} emitted “{text}”")
     lines.append(f"   at the end                       “{stream.flush()}”")
-    return Seen("\n".join(lines), answer)
+    lines.append(
+        f"\n{silent} of the {len(ids)} tokens emitted nothing: a character is emitted with the last of its bytes."
+    )
+    return Seen("\n".join(lines), SILENT.index(silent) if silent in SILENT else None)
 
 
 async def held_back(stage: Stage) -> Seen:
@@ -53,8 +57,8 @@ async def held_back(stage: Stage) -> Seen:
     cut = "".join(stopped)
     return Seen(
         f"Without a stop string the reply is “{' '.join(words[:9])} …”. With stop={stop!r} it ends after “{cut}”, with "
-        f"the reason “{reason}”, in {len(stopped)} deltas. {sum(not piece for piece in stopped)} of them were empty: "
-        "their text could still have become the stop string, so it was held back.",
+        f"the reason “{reason}”, in {len(stopped)} deltas. Empty deltas: {sum(not piece for piece in stopped)}. "
+        "Their text could still have become the stop string, so it was held back.",
         1 if stop not in cut and text.startswith(cut) else 0,
     )
 
@@ -87,26 +91,40 @@ LESSON = Lesson(
             belong to two, three or four tokens.
 
             When a reply streams, its tokens arrive one by one. Decoding each token alone would print a replacement
-            character for half an emoji. Decoding the whole reply again with every token would give the right text, but
-            would take longer with every token.
+            character for half an emoji. Decoding the whole reply with every token would take longer and longer.
 
             So the detokenizer of a reply has state: the last bytes, if they may be the beginning of a character. These
-            bytes are held back until the rest of the character arrives. All emitted texts together always equal the
-            decoding of all ids at once.
+            bytes are held back until the rest of the character arrives. With byte-level BPE the emitted texts together
+            equal the decoding of all ids at once: the text is the joined bytes. With other tokenizers a token's text
+            can depend on the token before. So two decodings are compared: of the last token without and with the new
+            one.
             """,
             code="engine.text.tokenizer:Tokenizer.detokenizer",
         ),
         Page(
             "Byte by byte",
             f"""
-            The bundled model's tokenizer encodes the text {TEXT}. Its vocabulary is small, so many tokens are single
-            bytes.
+            The bundled model's tokenizer encodes the text {TEXT}. Its vocabulary is small: here every token is a single
+            byte. In UTF-8, a and b have one byte each, é has two, 漢 has three and 😀 has four.
             """,
             code="engine.text.detokenizer:_ByteDetokenizer",
             run=byte_by_byte,
             predict=Prediction(
-                "The first bytes of the emoji arrive. What is emitted?",
-                ("nothing yet", "a replacement character", "the emoji"),
+                f"The {len(TEXT.encode())} tokens of this text arrive one by one. How many of them emit nothing?",
+                (
+                    f"{SILENT[0]}: each token emits something",
+                    f"{SILENT[1]}: only the first bytes of the emoji",
+                    f"{SILENT[2]}: of each character, all bytes but the last",
+                    f"{SILENT[3]}: all bytes of the characters outside ASCII",
+                ),
+                (
+                    "each incomplete character would be emitted as a replacement character, which later text "
+                    "cannot take back.",
+                    "漢 and é would have one byte, as in an encoding for one language.",
+                    "",
+                    "these characters would appear only at the end of the reply. But the last byte of a character "
+                    "completes it, so it can be emitted.",
+                ),
             ),
         ),
         Page(
@@ -122,6 +140,11 @@ LESSON = Lesson(
             predict=Prediction(
                 "Is the stop string itself part of the reply?",
                 ("yes, the reply ends after it", "no, the reply ends before it, unless the request asks for it"),
+                (
+                    "text up to the stop string could be sent at once, and none would have to be held back. But "
+                    "the stop string is a mark for the program that asked, and seldom a part of the answer.",
+                    "",
+                ),
             ),
         ),
         Page(

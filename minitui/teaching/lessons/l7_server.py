@@ -25,7 +25,7 @@ async def disconnect(stage: Stage) -> Seen:
         f"system prompt and were shared with r{other.id}. "
         f"{f'{later} step later' if later else 'Before the next step'} r{cancelled.id} had ended (reason “abort”) "
         f"and its row was free. Of its other {held - shared} blocks {state.counts[FREE] - free_before} became free; "
-        f"{state.counts[CACHED]} were full and stay cached. Now only r{other.id} holds the shared blocks; "
+        f"{state.counts[CACHED]} stayed in the tree as cached. Now only r{other.id} holds the shared blocks; "
         f"r{other.id} continues unchanged.",
         0 if later <= 1 else 1,
     )
@@ -63,9 +63,9 @@ LESSON = Lesson(
         Page(
             "Client, server, engine",
             """
-            `minitui serve` offers the same engine over HTTP. The engine runs in its own process, as it does here.
-            The server is another process. It sends requests to the engine over a socket, and receives text and token
-            ids. The server has these endpoints:
+            `minitui serve` offers the same engine over HTTP. Server and engine are two processes: requests go to the
+            engine over a socket; text and token ids come back. No server runs in this lesson: its experiments send
+            requests to the engine directly. The server has these endpoints:
 
               /v1/chat/completions, /v1/responses     the APIs of OpenAI; /v1/messages: Anthropic's
               /generate, /tokenize, /detokenize       simpler endpoints
@@ -74,7 +74,7 @@ LESSON = Lesson(
 
             The server tokenizes and checks each request before it sends the request to the engine. An invalid request
             (a negative temperature, an unknown field that could change the answer, a prompt that can never fit) is
-            refused with an error that names the field. Such a request never reaches the engine.
+            refused with an error that names the field.
             """,
             code="minitui.server.service:Service",
         ),
@@ -100,6 +100,13 @@ LESSON = Lesson(
             predict=Prediction(
                 "After how many steps are the blocks of the request released?",
                 ("at once, or after one", "when its answer would have ended", "when another request needs them"),
+                (
+                    "",
+                    "every closed browser tab would cost a row and blocks until an answer is complete that no "
+                    "client reads.",
+                    "its row would still be used. Only full blocks in the tree wait for another need, as cached "
+                    "blocks, and any request can take their place.",
+                ),
             ),
         ),
         Page(

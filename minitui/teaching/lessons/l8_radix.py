@@ -44,7 +44,10 @@ async def shared_system_prompt(stage: Stage) -> Seen:
         "All six arrived at the same moment, and none was cached. The system prompt was computed only once: "
         f"of {figures.prompt_tokens:,} prompt tokens the engine computed {figures.computed:,} and shared "
         f"{figures.cached:,}, {figures.share_cached:.0%} of the prefill saved. These figures are counted from the "
-        f"records of all six requests. Each of {shared} blocks was held by several requests."
+        f"records of all six requests. Each of {shared} blocks was held by several requests.\n\nWhen the engine "
+        "planned the first prompt, it added the prompt's blocks to the tree and marked them as pending. So the other "
+        "requests of the same step found them. Blocks of a reply are added when their step is committed: only then "
+        "does the engine know their tokens."
         f"\n\n{stage.bars(rows)}",
         2 if figures.share_cached > 0.5 else 0,
     )
@@ -102,15 +105,16 @@ LESSON = Lesson(
         Page(
             "What can be shared",
             """
-            The keys and values of a token depend on all earlier tokens and on nothing else. So two prompts with the
-            same beginning have, for that beginning, the same keys and values, apart from rounding. Computing them once
-            is enough.
+            The keys and values of a token depend on the token itself and on all tokens before it, and on nothing after
+            it. So two prompts with the same beginning have, for that beginning, the same keys and values, apart from
+            rounding. Computing them once is enough.
 
             Two prompts that begin differently cannot share a passage in the middle, even if it is the same word for
             word: its keys and values depend on the text before it.
 
             Sharing saves prefill: the first token comes sooner, and the device has more time for other requests.
-            Decoding is not faster. The reply is the same as without the cache, apart from rounding (see L4).
+            Sharing saves memory: requests that run at the same time hold a common beginning only once. A decode step
+            of one request is not faster. The reply is the same as without the cache, apart from rounding (see L4).
             """,
         ),
         Page(
@@ -123,8 +127,10 @@ LESSON = Lesson(
 
             Only whole blocks are shared, and a shared block is never written again. The block that a request is
             filling belongs to it alone. The last token of a prompt is never taken from the tree, because its logits
-            are needed: even a prompt that is completely cached computes at least one token. (The idea is SGLang's
-            RadixAttention.)
+            are needed: even a prompt that is completely cached computes at least one token.
+
+            The tree is SGLang's idea (RadixAttention). By default, SGLang's blocks have one token, so a match can end
+            at any token. vLLM has no tree: it finds each block by a hash of the block's tokens and of the hash before.
             """,
             code="engine.core.radix:RadixTree.match",
         ),
@@ -144,16 +150,24 @@ LESSON = Lesson(
                     "exactly the tokens that differ",
                     "only its last token",
                 ),
+                (
+                    "the engine would look up prompts as a whole. But it compares them block by block.",
+                    "",
+                    "part of a block could be shared. But the rest of that block belongs to the first chat, which "
+                    "still writes to it.",
+                    "the two questions would have to be the same.",
+                ),
             ),
         ),
         Page(
             "All at the same time",
             """
-            Six chats with one system prompt arrive together, in an empty engine. When the first step is planned, no
-            prompt has been computed. But when the engine plans the step of a prompt, it adds the prompt's blocks to
-            the tree and marks them as pending. Every layer writes all keys and values of a step before it reads any,
-            so other requests can use these blocks in the same step. (The blocks of a reply are added when their step
-            is committed: the engine learns the reply's tokens only then.)
+            Six chats with one system prompt arrive together, in an empty engine. The budget has room for all six
+            prompts in one step. When this step is planned, no prompt has been computed.
+
+            Remember two things. The engine plans one request after the other, and it knows all tokens of a prompt when
+            it plans (L0). In every layer, the keys and values of all tokens of a step are stored before attention
+            reads any (L3).
             """,
             panel="tree",
             code="engine.core.cache:KVCache.publish_planned",
@@ -161,6 +175,13 @@ LESSON = Lesson(
             predict=Prediction(
                 "How often is the system prompt computed?",
                 ("six times: it is not cached yet", "twice: the others wait for the next step", "once"),
+                (
+                    "a block could be shared only after its step has ended. But it can be shared as soon as it is "
+                    "known which tokens it will have.",
+                    "blocks could be used only in a later step. But attention reads after all keys of the step are "
+                    "stored, so no request has to wait.",
+                    "",
+                ),
             ),
         ),
         Page(
@@ -179,6 +200,13 @@ LESSON = Lesson(
             predict=Prediction(
                 "Whose blocks are evicted first?",
                 ("A's: it came first", "B's: it is the least recently used", "both, in equal parts"),
+                (
+                    "the order of arrival would decide, and a system prompt that is used all day would be evicted "
+                    "before one that was used once.",
+                    "",
+                    "both prompts would lose their ends. But a chat that asks again gains most from a whole prompt, "
+                    "and the chat that was used last is the likeliest to ask again.",
+                ),
             ),
         ),
         Page(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.stage import Stage
-from minitui.text import count
+from minitui.text import count, ms
 
 LARGEST_BATCH = 5  # requests
 SIZES = (1, 2, 4, 8)  # the smallest graphs
@@ -13,18 +13,15 @@ SIZES = (1, 2, 4, 8)  # the smallest graphs
 async def host_share(stage: Stage) -> Seen:
     """Measures the host's share of a decode step."""
     await stage.write("What is a CUDA graph?", 30, 24, seconds=0.05)
-    rows = [stage.view.steps.get(s) for s in range(stage.view.steps.last - 20, stage.view.steps.last + 1)]
-    decodes = [row for row in rows if row is not None and not row.chunks and row.wall_ms]
-    wall = sorted(row.wall_ms or 0.0 for row in decodes)[len(decodes) // 2]
-    plan = sorted((row.plan_ms or 0.0) + (row.commit_ms or 0.0) for row in decodes)[len(decodes) // 2]
+    timings = stage.timings()
     gpu = "cpu" not in str(stage.source.info["device"]).lower()
     device_note = (
         "This engine runs on a GPU: a decode step replays a graph." if gpu
         else "This engine runs on a CPU: the host itself computes, so there are no launches and no graphs."
     )  # fmt: skip
     return Seen(
-        f"In this run a decode step took {wall:.1f} ms (median). Plan and commit took {plan:.2f} ms of it. "
-        f"{device_note}"
+        f"In this run a decode step took {ms(timings.decode.p50)} ms (median). Plan, launch and commit took "
+        f"{ms(timings.host_ms)} ms per step (mean). {device_note}"
     )
 
 
@@ -61,7 +58,7 @@ def _prefills(stage: Stage) -> int:
 
 
 def _host(stage: Stage) -> str:
-    return f"{stage.view.timings.host_ms:.2f} ms on average"
+    return f"{ms(stage.timings().host_ms)} ms per step (mean)"
 
 
 LESSON = Lesson(
@@ -106,6 +103,12 @@ LESSON = Lesson(
             predict=Prediction(
                 f"{LARGEST_BATCH} requests decode. Which graph is replayed?",
                 ("the graph for 4 rows, twice", f"a graph for exactly {LARGEST_BATCH} rows", "the graph for 8 rows"),
+                (
+                    "all weights would be read twice. Three rows of padding cost much less.",
+                    "there would have to be a graph for every number of rows up to the largest: more memory, and "
+                    "a longer start.",
+                    "",
+                ),
             ),
         ),
         Page(
@@ -114,16 +117,16 @@ LESSON = Lesson(
             There are three kinds of graphs (speculation adds a fourth). The word in brackets is the unit of the sizes:
 
               decode (requests)  one token for each request
-              extend (tokens)    few short chunks, such as the uncached ends of prompts
+              extend (tokens)    chunks of a few requests: ends of prompts
               sample (rows)      greedy, with noise, or with noise and top-k or top-p
 
-            Long prompts need no graph: their kernels are launched one by one. Sampling has its own graphs because its
-            settings differ from step to step. Lengths, block numbers and settings are data in the buffers, not part of
-            the recording.
+            Long prompts need no graph: their kernels take longer than the launches. (vLLM captures them too, in pieces
+            between attention kernels, up to a number of tokens.) Sampling has its own graphs because its
+            settings differ from step to step. Lengths, block numbers and settings are data in the buffers.
 
             Graphs and overlap together hide the host's time. The limit that remains is the speed of the memory: a
-            decode step must read all weights, and all keys and values of the batch, once. `minitui bench` prints the
-            share of this limit that the engine reaches.
+            decode step must read the weights, and the keys and values of the batch, once. `minitui bench` prints how
+            close this engine gets.
             """,
             code="engine.worker.cuda_graphs:DecodeGraphs.launch",
         ),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError
-from minitui.teaching.stage import Stage
+from minitui.teaching.stage import LETTERS, Stage
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,19 @@ class Seen:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A question asked before an experiment. The experiment shows which choice is right."""
+    """A question asked before an experiment. The experiment shows which choice is right.
+
+    `why_not`: for each choice, the end of a sentence that begins with "If it were true, "; "" for the right choice.
+    """
 
     question: str
     choices: tuple[str, ...]
+    why_not: tuple[str, ...] = ()
+
+    def explain(self, choice: int) -> str:
+        """Returns what would have to be true for a wrong choice, and why that is not so; "" for the right choice."""
+        why = self.why_not[choice] if self.why_not else ""
+        return why and f"If {LETTERS[choice]} were true, {why}"
 
 
 @dataclass(frozen=True)
@@ -150,7 +159,8 @@ def find_code(reference: str) -> Code:
 
 
 async def fresh(stage: Stage) -> None:
-    """Pauses the engine and resets it: no chats, an empty cache, figures from zero, no slow motion."""
+    """Pauses the engine and resets it: no chats, an empty cache, no slow motion. The picture and the figures start
+    again, so the panels show no earlier request."""
     await stage.gate()
     await stage.source.control("pace", factor=1)
     for session in list(stage.chats.sessions):
@@ -161,4 +171,6 @@ async def fresh(stage: Stage) -> None:
     stage.show(stage.chat(title="lesson"))
     await stage.source.control("clear_cache")
     await stage.until("an empty tree", lambda: len(stage.state().nodes) == 1)
+    stage.view.select(None)
+    await stage.feed.sync()
     stage.begin_count()

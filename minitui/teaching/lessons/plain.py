@@ -48,6 +48,10 @@ async def _print_page(page: Page, stage: Stage, out: Callable[[str], None]) -> N
         seen = await page.run(stage)
         if page.predict is not None and seen.answer is not None:
             out(f"\nThe answer is {LETTERS[seen.answer]}) {page.predict.choices[seen.answer]}")
+            for wrong in range(len(page.predict.choices)):
+                if why := page.predict.explain(wrong):
+                    for line in paragraphs(why, WIDTH):
+                        out(line)
         out("")
         for line in paragraphs(seen.text, WIDTH):
             out(line)

@@ -130,7 +130,10 @@ def page_lines(reading: Reading, width: int) -> list[tuple[str, str]]:
     elif seen is not None:
         lines.append(("", "ink"))
         if seen.answer is not None:
-            lines.append((_verdict(reading.predicted.get(reading.at), seen.answer), "bold good"))
+            predicted = reading.predicted.get(reading.at)
+            lines.append((_verdict(predicted, seen.answer), "bold good"))
+            if page.predict is not None and predicted is not None and (why := page.predict.explain(predicted)):
+                lines += [(line, "ink") for line in paragraphs(why, width)]
         lines += [(line, "hit") for line in paragraphs(seen.text, width)]
     elif page.run is not None:
         hint = "Press enter to run the experiment." if reading.ready else "The engine is starting. Please wait."
