@@ -5,13 +5,14 @@ The names and labels of the HTTP metrics are those of vLLM's server. metrics.py 
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import time
 from typing import Any
 
-try:
-    import prometheus_client as library
-except ImportError:  # an installation from before the extra "serve" had it
-    library = None
+library: Any = None
+with contextlib.suppress(ImportError):  # an installation from before the extra "serve" had it
+    library = importlib.import_module("prometheus_client")
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
 SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
