@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import re
 import subprocess
@@ -22,13 +23,15 @@ from minitui.cli.options import engine_config
 from minitui.settings import Settings
 from minitui.sources.local import LocalSource
 from minitui.teaching.lessons import LESSONS, lesson
+from minitui.teaching.lessons import page as page_module
 from minitui.teaching.lessons.l1_model import tensors
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, find_code, fresh, paragraphs
 from minitui.teaching.lessons.plain import print_with_own_engine
 from minitui.teaching.stage import Stage
+from minitui.tui.glyphs import glyphs
 from minitui.tui.lesson_app import LessonApp
 from minitui.tui.screens.code import CodePanel, CodeScreen, wrap_code
-from minitui.tui.screens.lesson import LessonScreen
+from minitui.tui.screens.lesson import HEIGHTS, PANEL_ROWS, PANELS, LessonScreen
 from minitui.tui.widgets.lesson_text import Reading, page_lines
 from minitui.viewmodel.model import View
 from minitui.viewmodel.updater import Updater
@@ -36,6 +39,7 @@ from tests.support.driving import press, until
 from tests.support.fake_client import ByteCodec, FakeSource
 from tests.support.sampling import sampling
 
+LESSON_FILES = Path(page_module.__file__).parent
 RIGHT = {  # what each experiment must prove, by lesson and page title
     (0, "One question, step by step"): "5: the prompt's step samples the first token",
     (1, "The cost of reading weights"): "several times as long as one token of the prompt",
@@ -64,6 +68,7 @@ class Taught:
     def __init__(self) -> None:
         self.seen: dict[str, Seen] = {}
         self.answers: list[str] = []
+        self.panels: list[str] = []  # beside each question, in its smallest size
 
 
 async def teach(one: Lesson, source: LocalSource) -> Taught:
@@ -83,8 +88,17 @@ async def teach(one: Lesson, source: LocalSource) -> Taught:
     await one.close(stage)
     stage.view.frame(time.monotonic())
     taught.answers = [check.answer(stage) for check in one.checks]
+    taught.panels = [panel_text(check.panel, stage.view) for check in one.checks]
     assert not feed.dropped
     return taught
+
+
+def panel_text(name: str, view: View) -> str:
+    """The panel as it is below the text on a screen of 80 by 24."""
+    picture = PANELS[name]().picture(view, 76, HEIGHTS.get(name, PANEL_ROWS) - 2 if name != "occupancy" else 1)
+    rows = ["".join(text for text, _ in row) for row in picture.rows]
+    frame = "".join(text for text, *_ in (*picture.note, *picture.legend))
+    return "\n".join([picture.title, *rows, frame])
 
 
 async def teach_all(log: Path) -> dict[int, Taught | Exception]:
@@ -190,6 +204,56 @@ def test_the_sizes_before_the_question_of_parameters_are_those_of_the_model() ->
     assert f"has {1 + max(int(name.split('.')[2]) for name in shapes if '.layers.' in name)} layers" in text
 
 
+def numbers(text: str) -> set[str]:
+    return {number.replace(",", "") for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)}
+
+
+def derived(one: Lesson, question: int, panel: str) -> set[str]:
+    """The numbers that the text beside the question tells the reader to count or to calculate from the panel."""
+    known = [int(number) for number in numbers(panel) if "." not in number]
+    g, size = glyphs(), 16
+    marked = [line for line in panel.split("\n") if re.match(r"r\d+ ", line)]
+    if one.checks[question].panel == "lanes":  # steps (one a column) and requests (one a line) are counted
+        phases = [re.findall(f"[{g.prefill}{g.decode}]", line) for line in marked]
+        prefills = [len(cells) - cells.index(g.prefill) for cells in phases if g.prefill in cells]
+        last = max(int(step) for step in re.findall(r"step (\d+)", panel))
+        counts = {len(cells) for cells in phases} | {sum(map(bool, phases)), len(marked) - sum(map(bool, phases))}
+        return {str(n) for n in counts | {last - back + 1 for back in prefills} | {phases[0].count(g.prefill)}}
+    if one.number in (2, 3):
+        filled, of = re.findall(r"(\d+)/(\d+)", panel)[0]  # the last block of the table; then the legend
+        [tokens] = re.findall(r"for (\d+) tokens", panel)
+        assert int(of) == size
+        slots = {block * size + int(filled) for block in known}
+        return {str(size - int(filled)), str(int(tokens) + 1), *map(str, slots)}
+    if one.number == 8:
+        return {str(n // size) for n in known if n and n % size == 0}
+    return numbers(one.checks[question].where + one.checks[question].question)
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_every_number_of_an_answer_can_be_read_in_the_panel_beside_it(
+    number: int, outcome: Callable[[int], Taught]
+) -> None:
+    result, one = outcome(number), lesson(number)
+    for question, (answer, panel) in enumerate(zip(result.answers, result.panels, strict=True)):
+        if missing := numbers(answer) - numbers(panel):
+            assert missing <= derived(one, question, panel), f"{answer}\n{panel}"
+
+
+def test_no_experiment_and_no_answer_has_a_number_typed_into_its_text() -> None:
+    """Every number there is read from the stage: a literal has digits only as a part of a word, such as L4, and 0 as
+    the first of the numbers that are counted from 0."""
+    for path in sorted(LESSON_FILES.glob("l[0-9]_*.py")):
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            formats = [node.format_spec for node in ast.walk(function) if isinstance(node, ast.FormattedValue)]
+            for node in ast.walk(function):
+                if isinstance(node, ast.JoinedStr) and node not in formats:
+                    typed = "".join(str(part.value) for part in node.values if isinstance(part, ast.Constant))
+                    assert not re.search(r"(?<![A-Za-z\d])[1-9]", typed), f"{path.name}, {function.name}: {typed}"
+
+
 @pytest.mark.parametrize("one", LESSONS, ids=lambda one: one.name)
 def test_every_page_fits_a_screen_of_80_by_24_before_it_is_run(one: Lesson) -> None:
     reading = Reading(one)
@@ -202,7 +266,7 @@ def test_every_page_fits_a_screen_of_80_by_24_before_it_is_run(one: Lesson) -> N
     reading.at, reading.prepared = len(one.pages), True
     for question, check in enumerate(one.checks):
         reading.question = question
-        room = 20 - (4 if check.panel == "step" else 1 if check.panel == "occupancy" else 9)
+        room = 20 - HEIGHTS.get(check.panel, PANEL_ROWS)
         assert len(page_lines(reading, 76)) - 1 <= room, f"{one.name}: the questions beside {check.panel}"
 
 

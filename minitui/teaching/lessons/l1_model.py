@@ -75,7 +75,7 @@ def _prefill_ms(stage: Stage) -> str:
         (stage.view.steps.get(s) for s in range(stage.view.steps.last, -1, -1) if stage.view.steps.chunks(s)), None
     )
     assert row is not None
-    return f"step {row.step}: {row.prefill_tokens} prompt tokens in {ms(row.wall_ms or 0)} ms"
+    return f"{ms(row.wall_ms or 0)} ms"
 
 
 def _host(stage: Stage) -> str:

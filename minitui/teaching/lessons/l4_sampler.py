@@ -11,6 +11,7 @@ from minitui.teaching.stage import Stage
 from minitui.text import ms
 
 QUESTION = "What is temperature?"
+SEED = 7
 
 
 async def draw(stage: Stage, **params: Any) -> tuple[str, list[Any]]:
@@ -49,17 +50,15 @@ async def look_at_logits(stage: Stage) -> Seen:
 async def same_seed(stage: Stage) -> Seen:
     """Samples a reply with one seed, alone and in a batch, and then with other seeds."""
     hot: dict[str, Any] = {"temperature": 2.5, "max_tokens": 9, "ignore_eos": True}
-    alone, _ = await draw(stage, **hot, seed=7)
+    alone, _ = await draw(stage, **hot, seed=SEED)
     crowd = [stage.chat(max_tokens=30, whole=True) for _ in range(3)]
     for session in crowd:
         await stage.ask(session, "What is top-k sampling?")
     await stage.step(2)
-    together, _ = await draw(stage, **hot, seed=7)
-    others = [(await draw(stage, **hot, seed=seed))[0] for seed in (8, 9)]
-    lines = [
-        f"   seed 7, alone         {_short(alone)}", f"   seed 7, with 3 others {_short(together)}",
-        *(f"   seed {seed}                {_short(text)}" for seed, text in zip((8, 9), others, strict=True)),
-    ]  # fmt: skip
+    together, _ = await draw(stage, **hot, seed=SEED)
+    replies = [(f"seed {SEED}, alone", alone), (f"seed {SEED}, with {len(crowd)} others", together)]
+    replies += [(f"seed {seed}", (await draw(stage, **hot, seed=seed))[0]) for seed in (SEED + 1, SEED + 2)]
+    lines = [f"   {name:<22}{_short(text)}" for name, text in replies]
     return Seen("\n".join(lines), 0 if alone == together else 1)
 
 
@@ -134,8 +133,8 @@ LESSON = Lesson(
             code="engine.kernels.noise:gumbel",
             run=same_seed,
             predict=Prediction(
-                "A reply is sampled twice at a high temperature with seed 7: alone, then with three others in the "
-                "batch. The second reply is …",
+                f"A reply is sampled twice at a high temperature with seed {SEED}: alone, then with three others in "
+                "the batch. The second reply is …",
                 ("the same, token for token", "different: the batch uses random numbers in another order"),
                 (
                     "",

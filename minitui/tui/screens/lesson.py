@@ -37,7 +37,8 @@ PANELS: dict[str, type[LinePanel]] = {
     "timings": StepTimings, "events": Events, "occupancy": Occupancy,
 }  # fmt: skip
 WIDE = 120  # columns; if the screen is at least this wide, panels are beside the text, otherwise below it
-HEIGHTS = {"step": 4, "occupancy": 1}  # rows of these panels; on a narrow screen, all other panels have PANEL_ROWS
+# Rows of these panels; on a narrow screen, all other panels have PANEL_ROWS. The timings need 10 for their tracks.
+HEIGHTS = {"step": 4, "occupancy": 1, "timings": 10}
 PANEL_ROWS = 9
 MIN_PANEL_ROWS = 5  # below the text, a panel with nothing to show is hidden if fewer rows are left
 # Panel -> the panel under it. A narrow screen shows only the first of the two.
