@@ -203,9 +203,9 @@ class Steps:
         self._plan[i], self._launch[i], self._commit[i] = plan_us / 1e3, launch_us / 1e3, commit_us / 1e3
         self._wall[i] = wall_ms
         self._device[i] = self._nan if device_ms is None else device_ms
-        self._ended[i], self._end_seq[i], self._paused[i] = t, seq, self._paused_s
-        self._arrived[i] = t - commit_us / 1e6 - self._paused_s
+        self._ended[i], self._end_seq[i] = t, seq
         self._cut_axis(step, i)
+        self._paused[i], self._arrived[i] = self._paused_s, t - commit_us / 1e6 - self._paused_s
 
     def _cut_axis(self, step: int, i: int) -> None:
         """Shorten the pause, slow motion or idle time before this step on the axis of time.
@@ -226,6 +226,8 @@ class Steps:
             if self._t[i] < ended:  # planned while the step before ran
                 outside += self._commit[before % self.capacity] if parts is None else 0.0
                 longest = 0.0 if self._held[i] else longest
+        if self._held[i]:
+            self._paused_s += max(0.0, outside) / 1e3
         gate = 0.0 if parts is None else parts.gate
         self.cut_ms += max(0.0, gate - GATE_SHOWN) + max(0.0, outside - longest)
         for n in range(step, self.last + 1):  # the next step may be planned already

@@ -258,6 +258,18 @@ def test_accepted_drafts_count_as_keys_of_the_next_step():
     assert [steps.get(step).keys for step in (5, 6, 7)] == [10, 11, 14]
 
 
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_replay_in_slow_motion_does_not_lengthen_the_gaps_between_tokens(parts: bool):
+    steps = Steps()
+    steps.pace(10.0)
+    for n in range(5):  # each step takes 5 ms, and its records come every 50 ms
+        steps.fold_step((3 * n, n * 0.05, "step", n, [], [], [], 1, 0))
+        if parts:
+            steps.fold_parts((3 * n + 1, n * 0.05, "parts", n, 0, 0, 0, 1_000, 1_000, 3_000, 0, None, 0))
+        steps.fold_time((3 * n + 2, n * 0.05 + 0.05, "time", n, 1_000, 1_000, 0, 5.0, 3.0, "decode"))
+    assert np.diff(steps.column("arrived")[:5]) == pytest.approx([0.005] * 4)
+
+
 def test_the_median_of_two_first_tokens_lies_between_them():
     firsts = FirstTokens()
     for seq, prefill_ms in enumerate((60.0, 12.0)):
