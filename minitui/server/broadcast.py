@@ -140,6 +140,7 @@ class Broadcast:
                 busy = self.pump()
                 if self.state is None and self._client is not None:
                     self.state = State.from_snapshot(await self._client.snapshot())
+                    self.metrics.records_lost()
                     busy = True
                     if self.recording is not None:
                         self.recording.resume(self._masked(self.state.snapshot()))

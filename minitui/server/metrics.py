@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from engine.trace.records import Record
 from engine.trace.state import ACTIVE, CACHED, SHARED, RequestView, State
+from minitui.server.block_times import BLOCK_KINDS, BlockTimes
 from minitui.server.prometheus import Counter, Gauge, Histogram, Info, Metric, page
 
 LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+RESIDENCY = (*(m * 10**e for e in (-3, -2, -1, 0) for m in (1, 2, 5)), 10, 20, 30, 60, 120, 300, 600, 1200, 1800)
 SAMPLES = (1, 2, 5, 10, 20)
 COMPUTED, FOUND = "local_compute", "local_cache_hit"
 REASONS = ("stop", "length", "abort", "error")
@@ -93,6 +95,17 @@ class Metrics:
         self.params_n = Histogram("vllm:request_params_n", "The n of a request.", SAMPLES)
         self.params_max_tokens = Histogram("vllm:request_params_max_tokens", "The max_tokens of a request.", TOKENS)
         self.iteration = Histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", TOKENS)
+        self.block_lifetime = Histogram(
+            "vllm:kv_block_lifetime_seconds", "Seconds from a KV block's allocation to its eviction.", RESIDENCY
+        )
+        self.block_idle = Histogram(
+            "vllm:kv_block_idle_before_evict_seconds",
+            "Seconds from the end of the last request that held a KV block to the block's eviction.", RESIDENCY,
+        )  # fmt: skip
+        self.block_reuse_gap = Histogram(
+            "vllm:kv_block_reuse_gap_seconds", "Seconds between two requests' uses of a cached KV block.", RESIDENCY
+        )
+        self._block_times = BlockTimes(self.block_lifetime, self.block_idle, self.block_reuse_gap)
         self._first_at: dict[int, float] = {}
         self._resumed: set[int] = set()  # preempted requests: their cache hits on resumption are not counted
 
@@ -100,10 +113,15 @@ class Metrics:
         """Forget the requests of the previous engine, and describe the KV cache of the new one."""
         self._first_at.clear()
         self._resumed.clear()
+        self._block_times.forget()
         self.cache_config.set(
             block_size=info.get("block_size"), num_gpu_blocks=info.get("num_blocks"),
             enable_prefix_caching=info.get("prefix_caching"),
         )  # fmt: skip
+
+    def records_lost(self) -> None:
+        """Forget the times of the blocks: lost records may have evicted and allocated blocks."""
+        self._block_times.forget()
 
     def refusal(self, status: int) -> None:
         """Count an HTTP answer with an error status."""
@@ -119,6 +137,8 @@ class Metrics:
     def observe(self, record: Record, state: State) -> None:
         """Count one record; `state` is the state before the record."""
         _, t, kind, *fields = record
+        if kind in BLOCK_KINDS:
+            self._block_times.observe(record, state)
         if kind == "step":
             self.iteration.observe(fields[4])
         elif kind == "match":

@@ -12,11 +12,13 @@ import pytest
 from tests.support.serving import Running
 
 # The queries of vLLM's and Ray's Grafana dashboards, without those for hardware and for features that minitui lacks
-# (transfers between machines, offloading, LoRA, mixture-of-experts balancing, block residency samples).
+# (transfers between machines, offloading, LoRA, mixture-of-experts balancing).
 DASHBOARDS = """
     vllm:cache_config_info vllm:engine_sleep_state vllm:num_requests_running vllm:num_requests_waiting
     vllm:num_requests_waiting_by_reason vllm:kv_cache_usage_perc vllm:num_preemptions_total
     vllm:prefix_cache_queries_total vllm:prefix_cache_hits_total
+    vllm:kv_block_lifetime_seconds_bucket vllm:kv_block_idle_before_evict_seconds_bucket
+    vllm:kv_block_reuse_gap_seconds_bucket
     vllm:prompt_tokens_total vllm:prompt_tokens_cached_total vllm:prompt_tokens_by_source_total
     vllm:generation_tokens_total vllm:request_success_total
     vllm:spec_decode_num_drafts_total vllm:spec_decode_num_draft_tokens_total
