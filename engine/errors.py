@@ -11,7 +11,7 @@ class CheckpointError(EngineError):
     """A model directory cannot be used. The message names the file and the fault, and says what to do."""
 
 
-class InvalidRequest(EngineError):
+class InvalidRequest(EngineError, ValueError):
     """A request was refused when it was submitted; the engine is unchanged. `field` names the parameter to change."""
 
     def __init__(self, message: str, field: str = "prompt") -> None:

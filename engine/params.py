@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import InitVar, dataclass, replace
 from types import UnionType
 from typing import Any
 
@@ -27,6 +29,40 @@ TYPES: dict[str, tuple[type | UnionType, str]] = {  # field -> (its type, the ty
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """vLLM's form of a constraint, for `SamplingParams(structured_outputs=…)`. One of the first five may be given."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None  # any JSON object
+    disable_additional_properties: bool | None = None  # None: as SamplingParams says
+    # No effect: JSON is always on one line, and there is one library for grammars.
+    disable_any_whitespace: bool = False
+    disable_fallback: bool = False
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the constraint as fields of SamplingParams. Raises InvalidRequest if there is more than one."""
+        schema = {"type": "object"} if self.json_object else None
+        given = [
+            (name, value)
+            for name, value in (
+                ("json_schema", self.json), ("json_schema", schema), ("regex", self.regex),
+                ("choice", self.choice), ("grammar", self.grammar),
+            ) if value is not None
+        ]  # fmt: skip
+        if len(given) != 1:
+            raise InvalidRequest(
+                f"structured_outputs has {len(given)} constraints: give one of json, regex, choice, grammar and "
+                "json_object",
+                "structured_outputs",
+            )
+        closed = self.disable_additional_properties
+        return dict(given) | ({} if closed is None else {"disable_additional_properties": closed})
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How a reply is drawn and when it ends. Names, meanings and defaults are the same as in vLLM.
 
@@ -47,7 +83,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None  # None: all. End tokens are excluded too, unless they are listed
     min_tokens: int = 0  # no stop token or stop string ends a reply that has fewer tokens
     max_tokens: int | None = 16  # None: as many as the context and the pool allow
-    seed: int | None = None  # None: a random seed, chosen when the request is added
+    seed: int | None = None  # None or -1: a random seed, chosen when the request is added
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -61,18 +97,61 @@ class SamplingParams:
     choice: tuple[str, ...] = ()
     disable_additional_properties: bool = True  # objects of json_schema have only the properties that it declares
     grammar: str | None = None  # a context-free grammar in the notation of Lark or llama.cpp (GBNF)
+    # Arguments, not fields. structured_outputs sets the fields of one constraint; the other two are refused.
+    structured_outputs: InitVar[StructuredOutputsParams | dict[str, Any] | None] = None
+    guided_decoding: InitVar[Any] = None
+    logits_processors: InitVar[Any] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, structured_outputs: Any, guided_decoding: Any, logits_processors: Any) -> None:
+        if guided_decoding is not None:
+            raise InvalidRequest("guided_decoding is vLLM's old name: use structured_outputs", "guided_decoding")
+        if logits_processors:
+            raise InvalidRequest(
+                "logits_processors are not supported: use logit_bias, allowed_token_ids, bad_words, a penalty or a "
+                "constraint (json_schema, regex, choice, grammar)",
+                "logits_processors",
+            )
+        if structured_outputs is not None:
+            self._constrain(structured_outputs)
         # Lists and single strings are accepted, as in vLLM, and are stored as tuples.
-        for name in ("stop", "stop_token_ids", "choice", "bad_words"):
+        for name in ("stop", "choice", "bad_words"):
             value = getattr(self, name)
             if isinstance(value, str):
                 value = (value,)
             object.__setattr__(self, name, tuple(value or ()))
-        if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        if self.stop_token_ids is None:
+            object.__setattr__(self, "stop_token_ids", ())
+        for name in ("stop_token_ids", "allowed_token_ids"):  # of numpy or torch, too
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(plain_ids(value)))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
+
+    def _constrain(self, given: Any) -> None:
+        if isinstance(given, dict):
+            try:
+                given = StructuredOutputsParams(**given)
+            except TypeError as error:
+                known = ", ".join(StructuredOutputsParams.__dataclass_fields__)
+                sentence = f"structured_outputs: {error}; its fields are {known}"
+                raise InvalidRequest(sentence, "structured_outputs") from None
+        if not isinstance(given, StructuredOutputsParams):
+            kind = type(given).__name__
+            sentence = f"structured_outputs is of type {kind}: it must be StructuredOutputsParams or a dict"
+            raise InvalidRequest(sentence, "structured_outputs")
+        for name, value in given.fields().items():
+            if name in CONSTRAINTS and self.constraint is not None:
+                raise InvalidRequest(
+                    f"structured_outputs and {self.constraint} constrain the reply in two ways: use only one",
+                    "structured_outputs",
+                )
+            object.__setattr__(self, name, value)
+
+    def clone(self, **changes: Any) -> SamplingParams:
+        """Returns a copy with some fields changed, such as `params.clone(temperature=0)`."""
+        return replace(self, **changes)
 
     @property
     def greedy(self) -> bool:
@@ -146,6 +225,19 @@ class SamplingParams:
             )
         if self.prompt_logprobs is not None and self.n > 1:
             raise InvalidRequest(f"prompt_logprobs needs n = 1; n is {self.n}", "prompt_logprobs")
+
+
+def plain_ids(ids: Iterable[Any]) -> list[Any]:
+    """Returns ids of any integer type, such as numpy's or torch's, as a list of int. Other values stay as they are."""
+    values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    return [value if isinstance(value, (int, str)) else _whole(value) for value in values]
+
+
+def _whole(value: Any) -> Any:
+    try:
+        return value if getattr(value, "ndim", 0) else operator.index(value)  # an array is not an id
+    except TypeError:
+        return value
 
 
 def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:

@@ -22,13 +22,16 @@ ENGINE_LEVELS = (
     ("files",),
     ("params", "kernels", "trace", "eos"),
     ("config",),
+    ("options",),
     ("core", "attention"),
     ("model", "text"),
     ("parallel",),
     ("worker",),
     ("hub",),
-    ("build",),
+    ("prompts",),
+    ("build", "outputs"),
     ("llm", "process"),
+    ("async_llm",),
 )
 MINITUI_LEVELS = (
     ("text", "visible", "lifeline", "protocol", "settings", "tutor"),

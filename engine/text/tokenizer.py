@@ -26,6 +26,7 @@ Message = dict[str, Any]
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+OF_TRANSFORMERS = (("tokenize", True), ("return_dict", False), ("return_tensors", None))  # its arguments and our values
 PRIVATE_USE = range(0xE000, 0xF900)  # characters without a standard meaning
 # The mark of a chat consists of random PRIVATE_USE characters. It is put into the names of control tokens in messages,
 # so that these names stay text. No message contains it by chance.
@@ -97,6 +98,12 @@ class Tokenizer:
         Only the template can add control tokens: names of control tokens in a message are plain text. Raises
         InvalidRequest if there is no template, or if the template refuses the messages.
         """
+        if any(template.pop(name, default) is not default for name, default in OF_TRANSFORMERS):
+            raise InvalidRequest(
+                f"{', '.join(name for name, _ in OF_TRANSFORMERS)} are not arguments of this tokenizer: "
+                "apply_chat_template returns a list of ids, which generate() takes; render_chat returns the text",
+                "chat_template_kwargs",
+            )
         generate = add_generation_prompt and not continue_final_message
         values = {"messages": messages, **template}
         mark = ""

@@ -11,9 +11,9 @@ from typing import Any
 
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.text.tokenizer import Tokenizer
+from engine.text.tool_messages import for_template
 from minitui.server.chat_schema import ChatMessage
 from minitui.server.errors import ApiError
-from minitui.server.tools import as_plain_messages, with_parsed_arguments
 
 CHARACTERS_PER_TOKEN = 8  # an upper limit: real texts have fewer on average
 MARGIN = 16  # tokens: cutting a text can add a few tokens where it is cut
@@ -44,6 +44,8 @@ def encode(
         _check_beginning(tokenizer, text, most, "prompt")
     try:
         ids = tokenizer.encode(text, allow_special=True, add_special_tokens=add_special_tokens)
+    except InvalidRequest:
+        raise
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"the prompt cannot be encoded: {error}", "prompt") from error
     return ids if last is None else ids[-last:]
@@ -59,12 +61,10 @@ def conversation(
     this many ids, the last ones. Raises InvalidRequest if the template fails, and ApiError if the conversation is much
     longer than `most` tokens.
     """
-    plain = with_parsed_arguments([message.plain() for message in messages])
     template = values.get("chat_template") or tokenizer.chat_template or ""
-    if tools and "tools" in template:
+    plain, tools = for_template([message.plain() for message in messages], tools, template)
+    if tools:
         values = {**values, "tools": tools}
-    elif tools or "tool" not in template:
-        plain = as_plain_messages(plain, tools)
     try:
         if most is not None and last is None:
             text = " ".join([*(str(message.get("content")) for message in plain), json.dumps(tools or [])])
@@ -73,6 +73,8 @@ def conversation(
         return ids if last is None else ids[-last:]
     except PromptTooLong as error:
         raise ApiError(400, str(error), "messages", "context_length_exceeded") from error
+    except InvalidRequest:
+        raise
     except (RecursionError, ValueError, TypeError, ArithmeticError, LookupError) as error:
         fault = type(error).__name__
         raise InvalidRequest(f"the chat template cannot encode these messages ({fault})", "messages") from error

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+from itertools import pairwise
+from typing import Any
 
-from engine import LLM, EngineError, InvalidRequest, SamplingParams
+import numpy as np
+import pytest
+import torch
+
+from engine import LLM, AsyncLLM, EngineError, InvalidRequest, SamplingParams, StructuredOutputsParams
 from engine.process.server import MAX_WAITING
 from minitui.tutor import model_dir
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+ASKED = [{"role": "user", "content": "What is a KV cache?"}]
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +80,20 @@ def test_there_may_be_more_prompts_than_a_server_would_let_wait(llm: LLM) -> Non
 def test_logprobs_come_with_the_reply_and_with_the_prompt(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=5, logprobs=3, prompt_logprobs=2, ignore_eos=True)
     output = llm.generate(["What is a token?"], params, use_tqdm=False)[0]
-    assert len(output.prompt_logprobs) == len(output.prompt_token_ids) - 1
-    assert [entry.token_id for entry in output.prompt_logprobs] == output.prompt_token_ids[1:]
-    for entry, token in zip(output.outputs[0].logprobs, output.outputs[0].token_ids, strict=True):
-        assert entry.token_id == token and entry.rank == 1 and len(entry.top) == 3
-        assert entry.top[0] == (token, pytest.approx(entry.logprob))
+    assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
+    for listed, token in zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True):
+        assert listed and next(iter(listed)) == token and {1, 2} <= {each.rank for each in listed.values()}
+        assert len(listed) == (2 if (listed[token].rank or 0) <= 2 else 3)
+    sample = output.outputs[0]
+    assert sample.logprobs is not None
+    for listed, token in zip(sample.logprobs, sample.token_ids, strict=True):
+        assert [each.rank for each in listed.values()] == [1, 2, 3] and next(iter(listed)) == token
+        assert listed[token].decoded_token == llm.get_tokenizer().decode([token], skip_special_tokens=False)
+    drawn = [listed[token].logprob for listed, token in zip(sample.logprobs, sample.token_ids, strict=True)]
+    assert sample.cumulative_logprob == pytest.approx(sum(drawn))
+    without = llm.generate(["What is a token?"], GREEDY)[0]
+    assert without.prompt_logprobs is None
+    assert without.outputs[0].logprobs is None and without.outputs[0].cumulative_logprob is None
 
 
 def test_progress_is_drawn_on_stderr(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,3 +104,198 @@ def test_progress_is_drawn_on_stderr(llm: LLM, capsys: pytest.CaptureFixture[str
 def test_an_unknown_option_names_the_known_ones() -> None:
     with pytest.raises(EngineError, match="num_blocks"):
         LLM(str(model_dir()), nonsense=1)
+
+
+# ---- what a user of vLLM types
+
+
+def ids_of(llm: LLM, prompts: Any, **more: Any) -> list[list[int]]:
+    return [output.prompt_token_ids for output in llm.generate(prompts, SamplingParams(max_tokens=1), False, **more)]
+
+
+@pytest.mark.parametrize("form", [
+    [5, 6], (5, 6), np.array([5, 6]), torch.tensor([5, 6]), [np.int32(5), np.int64(6)], list(torch.tensor([5, 6])),
+    {"prompt_token_ids": [5, 6]}, {"prompt_token_ids": np.array([5, 6])}, {"prompt_token_ids": torch.tensor([5, 6])},
+], ids=repr)  # fmt: skip
+def test_ids_may_have_every_form_alone_and_in_a_list(llm: LLM, form: Any) -> None:
+    assert ids_of(llm, form) == [[5, 6]]
+    assert ids_of(llm, [form, "Hello", form])[::2] == [[5, 6]] * 2
+
+
+def test_rows_of_an_array_and_arrays_of_one_id_are_prompts(llm: LLM) -> None:
+    assert ids_of(llm, np.array([[5, 6], [7, 8]])) == [[5, 6], [7, 8]]
+    assert ids_of(llm, [torch.tensor([5]), np.array([6])]) == [[5], [6]]
+
+
+def test_a_dict_may_have_a_text_or_a_text_with_its_ids(llm: LLM) -> None:
+    [by_text] = llm.generate({"prompt": "Hello"}, GREEDY)
+    assert by_text.prompt == "Hello" and by_text.prompt_token_ids == llm.get_tokenizer().encode("Hello")
+    [both] = llm.generate([{"prompt": "Hello", "prompt_token_ids": [5]}], GREEDY)
+    assert (both.prompt, both.prompt_token_ids) == ("Hello", [5])
+
+
+@pytest.mark.parametrize(("prompt", "sentence"), [
+    ({"prompt_embeds": [1.0]}, "prompt_embeds"), ({"prompt": "a", "multi_modal_data": {}}, "only text"),
+    ({}, "needs the key"), ({"prompt": 5}, "needs the key"), (5, "type int"), (None, "type NoneType"),
+    (b"text", "type bytes"), ([None], "type NoneType"), ([1.5, 2], "token 0"), ([[5], 6], "type int"),
+    ([5, "six"], "token 1"), (np.array([0.5]), "token 0"), ([True], "token 0"),
+    ({"prompt": "a", "cache_salt": 5}, "cache_salt"),
+], ids=repr)  # fmt: skip
+def test_other_prompts_are_refused(llm: LLM, prompt: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):  # InvalidRequest is a ValueError
+        llm.generate(prompt, GREEDY)
+    assert not llm.engine.has_work
+
+
+def test_a_text_that_spells_out_a_control_token_gets_its_id(llm: LLM) -> None:
+    [asked] = llm.chat(ASKED, GREEDY)
+    assert asked.prompt and asked.prompt.startswith("<|im_start|>user")
+    assert ids_of(llm, asked.prompt, add_special_tokens=False) == [asked.prompt_token_ids]
+
+
+def test_a_chat_takes_a_template_its_variables_and_a_message_to_continue(llm: LLM) -> None:
+    template = "{{ mood }}:{{ messages[0].content }}{% if add_generation_prompt %}!{% endif %}"
+    given = {"chat_template": template, "chat_template_kwargs": {"mood": "calm"}}
+    assert llm.chat(ASKED, GREEDY, **given)[0].prompt == "calm:What is a KV cache?!"
+    assert llm.chat(ASKED, GREEDY, add_generation_prompt=False, **given)[0].prompt == "calm:What is a KV cache?"
+    begun = [
+        *ASKED,
+        {"role": "assistant", "content": [{"type": "text", "text": "A KV"}, {"type": "text", "text": " c"}]},
+    ]
+    assert (llm.chat(begun, GREEDY, continue_final_message=True)[0].prompt or "").endswith("assistant\nA KV c")
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
+    answered = [*ASKED, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "five"}]
+    prompt = llm.chat(answered, GREEDY, tools=[{"type": "function", "function": {"name": "look"}}])[0].prompt or ""
+    assert '"name": "look", "arguments": {"at": 1}' in prompt and "five" in prompt and "# Tools" in prompt
+
+
+@pytest.mark.parametrize(("messages", "sentence"), [
+    ([{"role": "user", "content": [{"type": "image_url"}]}], "image_url: only text"), ("hi", "type str"),
+    ([{"content": "hi"}], '"role"'), ([{"role": "user", "content": 5}], "content"),
+    ([{"role": "assistant", "tool_calls": [{"name": "f"}]}], "tool_calls"),
+], ids=repr)  # fmt: skip
+def test_messages_that_cannot_be_used_are_refused(llm: LLM, messages: Any, sentence: str) -> None:
+    with pytest.raises(InvalidRequest, match=sentence):
+        llm.chat(messages, GREEDY)
+
+
+def test_unknown_names_are_errors_and_vllms_name_the_equivalent(llm: LLM) -> None:
+    with pytest.raises(TypeError, match="nonsense"):
+        llm.generate("a", GREEDY, nonsense=1)
+    with pytest.raises(TypeError, match="merge the adapter"):
+        llm.generate("a", GREEDY, lora_request=object())
+    with pytest.raises(TypeError, match="chat_template_kwargs"):
+        llm.chat(ASKED, GREEDY, enable_thinking=True)
+    with pytest.raises(InvalidRequest, match="render_chat"):
+        llm.get_tokenizer().apply_chat_template(ASKED, tokenize=False)
+    assert llm.generate("a", GREEDY, lora_request=None)
+
+
+def test_an_output_has_vllms_fields(llm: LLM) -> None:
+    llm.reset_prefix_cache()
+    ids = list(range(10, 50))
+    first, again = (llm.generate(ids, GREEDY.clone(ignore_eos=True), False)[0] for _ in range(2))
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 32) and first.finished
+    assert llm.reset_prefix_cache() and llm.generate(ids, GREEDY)[0].num_cached_tokens == 0
+    assert int(again.request_id) == int(first.request_id) + 1
+    times = first.metrics
+    assert times is not None and times.num_generation_tokens == 8 and times.first_token_latency > 0
+    assert times.queued_ts <= times.scheduled_ts <= times.first_token_ts < times.last_token_ts
+    text = llm.chat(ASKED, GREEDY)[0].outputs[0]
+    assert text.finish_reason == "length" and text.stop_reason is None
+    word = text.text.split()[-1]
+    assert llm.chat(ASKED, GREEDY.clone(stop=word))[0].outputs[0].stop_reason == word
+    by_id = llm.chat(ASKED, GREEDY.clone(stop_token_ids=text.token_ids[3:4]))[0].outputs[0]
+    assert (by_id.finish_reason, by_id.stop_reason) == ("stop", text.token_ids[3])
+
+
+def test_without_parameters_the_checkpoints_own_are_used(llm: LLM) -> None:
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0)
+    assert (
+        llm.chat(ASKED)[0].outputs[0].token_ids
+        == llm.chat(ASKED, SamplingParams(temperature=0))[0].outputs[0].token_ids
+    )
+
+
+def test_vllms_options_are_accepted_or_refused_with_the_equivalent() -> None:
+    options = {
+        "quantization": None, "dtype": "half", "load_format": "dummy", "max_num_seqs": 7, "trust_remote_code": False,
+        "tokenizer": None, "seed": None, "swap_space": 4, "enable_prefix_caching": None,
+    }  # fmt: skip
+    with LLM(model=str(model_dir()), device="cpu", num_blocks=16, **options) as llm:
+        assert llm.info["dtype"] == "float16" and llm.info["max_num_seqs"] == 7 and llm.info["dummy_weights"]
+        assert llm.info["quantization"] == "none" and llm.info["prefix_caching"]
+    for name, value, sentence in (
+        ("trust_remote_code", True, "never runs"),
+        ("load_format", "gguf", "safetensors"),
+        ("speculative_config", {"method": "ngram"}, "prompt-lookup"),
+        ("num_gpu_blocks_override", 5, "num_blocks"),
+    ):
+        with pytest.raises(EngineError, match=sentence):
+            LLM(str(model_dir()), **{name: value})
+
+
+def test_a_seed_of_minus_one_is_random(llm: LLM) -> None:
+    params = SamplingParams(temperature=2.0, max_tokens=12, seed=-1, ignore_eos=True)
+    assert len({tuple(output.outputs[0].token_ids) for output in llm.generate(["Hello"] * 4, params)}) == 4
+
+
+def test_sampling_params_take_vllms_arguments(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, allowed_token_ids=np.array([9, 11]), stop_token_ids=torch.tensor([12]))
+    assert params.allowed_token_ids == (9, 11) and params.stop_token_ids == (12,)
+    assert params.clone() == params and params.clone(seed=3).seed == 3
+    assert set(llm.generate("Hello", params)[0].outputs[0].token_ids) <= {9, 11}
+    for given in (StructuredOutputsParams(choice=["yes", "no"]), {"choice": ["yes", "no"]}):
+        chosen = SamplingParams(temperature=0, structured_outputs=given)
+        assert chosen.choice == chosen.clone().choice == ("yes", "no")
+        assert llm.chat(ASKED, chosen)[0].outputs[0].text in ("yes", "no")
+    assert SamplingParams(structured_outputs={"json_object": True}).json_schema == {"type": "object"}
+    for wrong, sentence in (
+        ({"structured_outputs": {}}, "0 constraints"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "2"),
+        ({"structured_outputs": {"xml": 1}}, "its fields are"),
+        ({"structured_outputs": 5}, "type int"),
+        ({"structured_outputs": {"regex": "a"}, "choice": ["b"]}, "two ways"),
+        ({"logits_processors": [print]}, "logit_bias"),
+        ({"guided_decoding": {}}, "structured_outputs"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            SamplingParams(**wrong)  # type: ignore[arg-type]
+
+
+async def test_the_asynchronous_engine_yields_the_reply_so_far(llm: LLM) -> None:
+    params = GREEDY.clone(logprobs=1, ignore_eos=True)
+    expected = llm.generate("What is a token?", params, False)[0]
+    async with AsyncLLM(str(model_dir()), device="cpu", num_blocks=256) as engine:
+        outputs = [output async for output in engine.generate("What is a token?", params, "mine")]
+        texts = [output.outputs[0].text for output in outputs]
+        assert len(outputs) > 2 and all(b.startswith(a) for a, b in pairwise(texts))
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        last = outputs[-1].outputs[0]
+        assert last.token_ids == expected.outputs[0].token_ids and texts[-1] == expected.outputs[0].text
+        assert outputs[-1].request_id == "mine" and len(last.logprobs or ()) == len(last.token_ids)
+        assert (await engine.get_tokenizer()).encode("a") == llm.get_tokenizer().encode("a")
+        assert await engine.get_default_sampling_params() == llm.get_default_sampling_params()
+        assert await engine.reset_prefix_cache()
+
+        several = GREEDY.clone(n=3, temperature=1.5, seed=5, ignore_eos=True)
+        samples = [output async for output in engine.generate([5, 6], several)][-1].outputs
+        together = llm.generate([5, 6], several)[0]
+        assert [s.token_ids for s in samples] == [s.token_ids for s in together.outputs]
+
+        endless = SamplingParams(max_tokens=3000, ignore_eos=True)
+        running = engine.generate([5, 6], endless, "endless")
+        await anext(running)
+        with pytest.raises(InvalidRequest, match="in use"):
+            await anext(engine.generate([5], GREEDY, "endless"))
+        await engine.abort("endless")
+        assert [output async for output in running][-1].outputs[0].finish_reason == "abort"
+        for wrong in ([10**9], {"prompt": 5}):
+            with pytest.raises(InvalidRequest):
+                await anext(engine.generate(wrong, GREEDY))
+        with pytest.raises(TypeError, match="nonsense"):
+            await anext(engine.generate([5], GREEDY, nonsense=1))
+        left = engine.generate([5, 6], endless)
+        await anext(left)
+        await left.aclose()
+        assert [output async for output in engine.generate([5, 6], GREEDY)][-1].finished

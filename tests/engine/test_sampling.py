@@ -131,7 +131,7 @@ def test_draws_of_different_positions_seeds_and_samples_are_independent() -> Non
         "one seed": {"seed": 1},
         "next seed": {"seed": 2},
         "high bits": {"seed": 1 + (1 << 40)},
-        "negative": {"seed": -1},
+        "negative": {"seed": -2},
         "next sample": {"seed": 1, "sample_index": 1},
     }.items():
         batch = Batch(10, 1)

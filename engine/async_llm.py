@@ -1,0 +1,145 @@
+"""AsyncLLM runs the engine in a process of its own; `generate` is an async iterator, as in vLLM.
+
+async with AsyncLLM("Qwen/Qwen3-0.6B") as llm:
+    async for output in llm.generate("The capital of France is", SamplingParams(max_tokens=20)):
+        print(output.outputs[0].text)  # the reply so far
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from engine.errors import EngineError, InvalidRequest
+from engine.options import engine_config
+from engine.outputs import Collector, RequestOutput
+from engine.params import SamplingParams
+from engine.process.client import EngineClient
+from engine.process.stream import Stream
+from engine.prompts import check_names, needed, read
+from engine.text.output import Delta
+from engine.text.tokenizer import Tokenizer
+
+
+class AsyncLLM:
+    """A model and its engine, for one event loop. The options are those of LLM. The first use starts the process."""
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self._config = engine_config(model, options)
+        self._client: EngineClient | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._starting = asyncio.Lock()
+        self._streams: dict[str, list[Stream]] = {}  # request id -> the streams of its samples
+        self._prompts = 0
+
+    async def start(self) -> EngineClient:
+        """Start the process, unless it runs, and wait until the model is loaded. Raises EngineError if it cannot."""
+        async with self._starting:
+            if self._client is None:
+                client = await EngineClient.start(self._config)
+                if self._config.load_tokenizer:
+                    self._tokenizer = await asyncio.to_thread(Tokenizer, client.info["model_dir"])
+                    self._tokenizer.context = client.info["max_model_len"]
+                self._client = client
+            return self._client
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams | None = None, request_id: str | None = None, *,
+        add_special_tokens: bool = True, priority: int = 0, **others: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
+        """Yields the reply so far to one prompt, after each new text; the last output is `finished`.
+
+        The arguments are those of LLM.generate. `request_id`: the name for `abort`; None: a number. If the caller
+        leaves the iteration, the request ends.
+        """
+        check_names("generate", others)
+        client = await self.start()
+        params = await self.get_default_sampling_params() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            kind = type(params).__name__
+            raise InvalidRequest(f"sampling_params is of type {kind}: it must be SamplingParams", "sampling_params")
+        params.validate(client.info["vocab_size"])
+        found = await asyncio.to_thread(read, prompt, self._tokenizer, add_special_tokens)
+        name = str(self._prompts) if request_id is None else request_id
+        self._prompts += 1
+        if name in self._streams:
+            raise InvalidRequest(f"request_id {name!r} is in use: another request with this name has not ended",
+                                 "request_id")  # fmt: skip
+        collector = Collector(name, found, params, self._tokenizer)
+        streams = self._streams[name] = []
+        try:
+            for index in range(params.n):
+                streams.append(client.submit(
+                    found.ids, params, sample_index=index, priority=priority, cache_salt=found.cache_salt
+                ))  # fmt: skip
+            async with contextlib.aclosing(_merged(streams)) as deltas:
+                async for index, delta in deltas:
+                    collector.add(index, delta)
+                    yield collector.snapshot()
+        finally:
+            await self.abort(name)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request. Its last output has finish_reason "abort". Does nothing if the request has ended."""
+        for stream in self._streams.pop(request_id, ()):
+            if not stream.finish_reason:
+                with contextlib.suppress(EngineError):  # the process has ended
+                    stream.cancel()
+
+    async def get_tokenizer(self) -> Tokenizer:
+        """Returns the model's tokenizer. Raises InvalidRequest if it was not loaded."""
+        await self.start()
+        return needed(self._tokenizer)
+
+    async def get_default_sampling_params(self) -> SamplingParams:
+        """Returns the settings that the checkpoint's generation_config.json recommends."""
+        return SamplingParams(**(await self.start()).info["generation"])
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. Returns True, as in vLLM."""
+        await (await self.start()).control("clear_cache")
+        return True
+
+    async def close(self) -> None:
+        """End the process. Open requests end with an error."""
+        if self._client is not None:
+            await self._client.close()
+
+    def shutdown(self) -> None:
+        """End the process at once. Safe without a running event loop."""
+        if self._client is not None:
+            self._client.kill()
+
+
+async def _merged(streams: list[Stream]) -> AsyncGenerator[tuple[int, Delta], None]:
+    """Yields (index of the stream, delta) as the deltas arrive. Raises the first error of a stream."""
+    arrived: asyncio.Queue[tuple[int, Delta | Exception]] = asyncio.Queue()
+
+    async def read_all(index: int, stream: Stream) -> None:
+        try:
+            async for delta in stream:
+                arrived.put_nowait((index, delta))
+        except Exception as error:
+            arrived.put_nowait((index, error))
+
+    tasks = [asyncio.ensure_future(read_all(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        left = len(streams)
+        while left:
+            index, delta = await arrived.get()
+            if isinstance(delta, Exception):
+                raise delta
+            left -= bool(delta.finish_reason)
+            yield index, delta
+    finally:
+        for task in tasks:
+            task.cancel()
