@@ -1,4 +1,4 @@
-"""Metrics of this process (process_*, python_*) and of HTTP requests, by prometheus_client.
+"""Metrics of this process (process_*, python_*) and of HTTP requests, collected with prometheus_client.
 
 The names and labels of the HTTP metrics are those of vLLM's server. metrics.py has the metrics of the engine.
 """
@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 library: Any = None
-with contextlib.suppress(ImportError):  # an installation from before the extra "serve" had it
+with contextlib.suppress(ImportError):  # installed before the extra "serve" contained it
     library = importlib.import_module("prometheus_client")
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
@@ -39,7 +39,7 @@ class HttpMetrics:
         library.disable_created_metrics()
 
     def ended(self, scope: Any, status: int, began: float) -> None:
-        """Count a request that has ended. `status` 0: it had no answer; `began`: on the clock of time.monotonic."""
+        """Count a request that has ended. `status` 0: it got no answer; `began`: on the clock of time.monotonic."""
         if library is None:
             return
         method = scope["method"] if scope["method"] in METHODS else "other"

@@ -1,4 +1,4 @@
-"""The base of the APIs beside chat: their requests become chat requests, and their replies are lists of items.
+"""The base of the Responses and the Messages API: requests become chat requests, and replies are lists of items.
 
 An item is reasoning, text or a tool call. OpenAI's Responses API calls such parts output items, Anthropic's Messages
 API calls them content blocks. Both APIs stream one item after the other.
@@ -40,7 +40,7 @@ class Item:
 
 
 class Open(Strict):
-    """A part of a request whose unknown fields are ignored without a notice: these APIs often get new ones."""
+    """A part of a request whose unknown fields are ignored without a notice: these APIs often get new fields."""
 
     reports_unknown: ClassVar[bool] = False
 
@@ -78,7 +78,7 @@ class Turns:
 
 
 class ItemAnswer(ChatAnswer):
-    """The answer to a request that became a ChatRequest. Subclasses write the events of an item, and the whole."""
+    """The answer to a request that became a ChatRequest. Subclasses write the events of an item and the whole reply."""
 
     names: ClassVar[Mapping[str, str]]  # a field of the chat request -> the field that the caller knows
 
@@ -90,7 +90,7 @@ class ItemAnswer(ChatAnswer):
 
     @classmethod
     def chat_request(cls, request: Sampled, fields: Mapping[str, Any]) -> ChatRequest:
-        """Returns the request as a chat request. Raises ApiError if it is none, with the caller's names."""
+        """Returns the request as a chat request. Raises ApiError, which names the caller's field, if it is invalid."""
         given = request.model_dump(include=set(Sampled.model_fields), exclude_unset=True, by_alias=True)
         given |= {name: value for name, value in fields.items() if value is not None}
         try:
@@ -149,7 +149,7 @@ class ItemAnswer(ChatAnswer):
             yield from self._end_last(complete=part.finish_reason != "length")
 
     def reasoning_tokens(self, output: Output) -> int:
-        """Returns how many of a reply's tokens are reasoning, with the end tag."""
+        """Returns how many of a reply's tokens are reasoning, including the end tag."""
         if not any(item.kind == "reasoning" for item in self.items):
             return 0
 

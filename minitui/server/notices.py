@@ -1,4 +1,4 @@
-"""Tells a caller what the server did not do as asked: in the header X-Minitui-Warning, and once in the log."""
+"""Tells a caller where the server does not follow the request: in the header X-Minitui-Warning, and once in the log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def begin() -> list[str]:
 
 
 def notice(sentence: str) -> None:
-    """Add a notice to the current request. The log gets every different notice once, because clients repeat them."""
+    """Add a notice to the current request. The log gets each notice only once, because clients repeat requests."""
     sentence = as_ascii(sentence)
     notices = _notices.get(None)
     if notices is None or sentence in notices:

@@ -37,7 +37,7 @@ class Strict(BaseModel):
 
 
 class Body(Strict):
-    """A whole request body. The caller is told of its unknown fields, and of those of its parts."""
+    """A whole request body. The caller is told which fields are unknown, in the body and in its parts."""
 
     @model_validator(mode="wrap")
     @classmethod

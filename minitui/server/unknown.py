@@ -15,7 +15,7 @@ LONGEST = 64  # characters of a field's name that are shown
 
 
 def tell_of_unknown_fields(body: BaseModel, raw: Any) -> None:
-    """Add a notice with the names of the fields in `raw` that `body`, made from `raw`, does not have."""
+    """Add a notice that names the unknown fields: those in `raw`, from which `body` was made, but not in `body`."""
     found = islice(_unknown(body, raw), 10 * MAX_NAMED)
     names = list(dict.fromkeys(as_ascii(name).strip()[:LONGEST] or '""' for name in found))
     if names:

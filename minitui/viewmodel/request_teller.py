@@ -1,4 +1,4 @@
-"""Turns the engine's records into one line for each request, when the request has finished: text or JSON."""
+"""Reads the engine's records and writes a line, as text or JSON, for each request that has finished."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RequestTeller(Teller):
         super().__init__(view)
         self._json = json
         self._requests, self._stalls = Requests(), Stalls()
-        self._ended: list[int] = []  # finished, not told yet: the time of their last step is not known
+        self._ended: list[int] = []  # finished, but not told until the time of their last step is known
         self._longest: tuple[float, str] | None = None  # the longest gap so far, and what is said about it
 
     def tell(self, records: Iterable[Record]) -> Iterator[Line]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from engine.trace.state import RequestView
     from minitui.viewmodel.model import View
 
-REFRESHED = 48  # the most requests whose gaps are computed at a time for a moving picture
+REFRESHED = 48  # in a moving picture, the gaps of at most this many requests are computed at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class RequestFigures:
     cached_tokens: int
     queue_ms: float | None  # while the request waits: until now
     prefill_ms: float | None
-    gaps: GapStats | None  # None: the tokens at this moment are no longer known
+    gaps: GapStats | None  # None: the tokens up to this moment are no longer known
     blocks: int | None  # of a finished request: when it finished
     preemptions: int
     recomputed_tokens: int  # tokens whose KV was computed again after a preemption
@@ -51,8 +51,8 @@ class Requests:
     def figures(self, view: View, first: Collection[int] = ()) -> list[RequestFigures]:
         """Returns the requests of the picture, the newest first.
 
-        A still picture is exact. In a moving picture, at most REFRESHED gaps are computed at a time: those of the
-        requests `first`, then the oldest.
+        A still picture is exact. In a moving picture, the gaps of at most REFRESHED requests are computed at a time:
+        first those of the requests `first`, then those that were computed the longest ago.
         """
         shown = view.shown.state
         live = [view.lanes.lanes[id] for id in shown.requests if id in view.lanes.lanes]
@@ -83,7 +83,7 @@ class Requests:
 
     @staticmethod
     def _ended(view: View) -> Iterator[Lane]:
-        """Yields the lanes of the requests that had finished at the moment of the picture, the last first."""
+        """Yields the lanes of requests that had finished at the moment of the picture; the last to finish is first."""
         shown = view.shown.state
         ended = (lane for lane in reversed(view.lanes.ended) if lane.submitted_t <= shown.t)
         return (lane for lane in ended if lane.id not in shown.requests)

@@ -27,7 +27,7 @@ from minitui.viewmodel.lanes import DECODING, FINISHED, OPEN, PREEMPTED, PREFILL
 HOST = ("commit", "emit", "gate", "plan", "launch", "wait", "unaccounted", "idle")
 PAUSES = ("gc", "delayed", "stop")
 REQUESTS = {QUEUED: "queued", PREFILLING: "prefill", DECODING: "decode", PREEMPTED: "preempted", FINISHED: "finished"}
-NOISE = 0.1  # ms: the moments of two records differ by up to this from the sum of the measured parts
+NOISE = 0.1  # ms: the time between two records may differ by this much from the sum of the measured parts
 
 
 class Span(NamedTuple):
@@ -40,7 +40,7 @@ class Span(NamedTuple):
     step: int  # the step that the work is for
     begin: float
     end: float
-    ms: float  # the measured time: longer than the span if the axis or a neighbour shortens the span
+    ms: float  # the measured time; the span is shorter if the axis is shortened or a neighbour covers a part
     tokens: int = 0  # prompt tokens of a chunk
 
 
@@ -79,7 +79,7 @@ class Timeline:
         return self._place(t, self.steps.since(t, self.steps.last)) if self.steps.last >= 0 else t * 1e3
 
     def planned(self, step: int) -> float:
-        """Returns the moment at which a kept step was planned. Older steps: the first kept step; later: the end."""
+        """Returns the moment at which a kept step was planned. Before the first step: its moment; later: the end."""
         step = max(step, self.first)
         row = self.row(step)
         return self.end if row is None else self._place(row.t, step)
@@ -95,7 +95,7 @@ class Timeline:
         if row is None or row.ended is None or before is None:
             known = row or before
             return place - (0.0 if known is None else known.cut_ms)
-        if row.t < (before.ended or 0.0):  # the same slope in the whole time between the ends of both steps
+        if row.t < (before.ended or 0.0):  # between the ends of both steps, the axis has one slope
             share = (t - (before.ended or 0.0)) / max(row.ended - (before.ended or 0.0), 1e-9)
             return _ended(before) + share * (_ended(row) - _ended(before))
         # In a shortened time, the axis stands still until the step begins.
@@ -144,8 +144,10 @@ class Timeline:
         return spans
 
     def host(self, first: int, last: int) -> list[Span]:
-        """Returns the host's work for the arrivals of these steps, each from the commit of the step before to its own
-        commit. No two spans overlap."""
+        """Returns what the host did from the commit of the step before `first` to the commit of step `last`.
+
+        No two spans overlap.
+        """
         spans: list[Span] = []
         until = float("-inf")
         for before, row in self._rows(first, last):
@@ -170,7 +172,7 @@ class Timeline:
         parts = row.parts
         assert parts is not None
         gate = min(parts.gate, GATE_SHOWN)
-        planned_here = before is None or row.t >= (before.ended or 0.0)  # not already while the step before ran
+        planned_here = before is None or row.t >= (before.ended or 0.0)  # not while the step before ran
         n = row.step if planned_here else row.step + 1
         work = [("gate", row.step, parts.gate), ("plan", n, parts.plan), ("launch", n, parts.launch)]
         begin = _arrival(row) - (parts.took - parts.commit + gate)

@@ -1,9 +1,9 @@
 """Explains the gap before a token from records: what the engine did between two tokens of one request.
 
-A gap covers whole steps. The time of the steps in which the request was back in the queue, or in which its tokens were
-computed again, has these causes. The last step of any other gap is compared with the cost model of
-minitui/viewmodel/causes.py: the prompts of other requests and the measured causes get at most what they cost. The rest
-is unexplained.
+A gap covers whole steps. If the request was preempted in the gap, there are two causes: the steps in which it was in
+the queue, and the steps that computed its tokens again. Otherwise the cost model of minitui/viewmodel/causes.py
+explains the last step of the gap: the prompts of other requests and each measured cause get at most what they cost, and
+the rest is unexplained. The steps before the last one did not compute the request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from minitui.viewmodel.token_gaps import Gap
 if TYPE_CHECKING:
     from minitui.viewmodel.model import View
 
-REFIT = 128  # steps: a model is fitted again after so many
+REFIT = 128  # steps: after this many, a model is fitted again
 SHORTEST_PAUSE_MS = 1.0  # shorter pauses are not mentioned
 NAMED = 2  # requests named in a cause; more are counted
 
@@ -38,7 +38,7 @@ class Reason:
 
     def __str__(self) -> str:
         if self.usual is None and not self.causes:
-            return "cause unknown: too few steps have a time"
+            return "cause unknown: the times of too few steps are known"
         parts = [f"{cause.name} {ms(cause.ms)}" for cause in self.causes]
         if self.unexplained:
             parts.append(f"unexplained {ms(self.unexplained)}")
@@ -72,12 +72,12 @@ class Stalls:
         causes: tuple[Cause, ...] = ()
         if len(steps) > 2:
             before = float(times[-2] - times[0]) * 1e3
-            causes = (Cause(f"{count(len(steps) - 2, 'step')} without it", before),)
+            causes = (Cause(f"{count(len(steps) - 2, 'step')} without this request", before),)
         reason = _of_step(row, self._model(view), gap.ms - before)
         return Reason(reason.usual, causes + reason.causes, reason.unexplained, reason.variation)
 
     def _model(self, view: View) -> CostModel | None:
-        """Returns the model of the timings panel; where no frames are painted, one of the last steps."""
+        """Returns the model of the timings panel. Without a panel (`minitui tail`), one of recent steps."""
         if view.timings.model is not None:
             return view.timings.model
         last = max(view.horizon // REFIT * REFIT, min(view.horizon, REFIT))

@@ -186,7 +186,8 @@ def test_steps_in_which_a_request_did_not_decode_are_part_of_its_gaps() -> None:
     for gap in (found.gap(i) for i in range(1, len(found))):
         without = gap.step - gap.since - 1
         names = [cause.name for cause in Stalls().reason(view, view.lanes.lanes[requests[0].id], gap).causes]
-        assert [name for name in names if "without" in name] == ([f"{without} step without it"] if without else [])
+        expected = [f"{without} step without this request"] if without else []
+        assert [name for name in names if "without" in name] == expected
     assert max(np.diff(found.steps)) > 1
 
 

@@ -17,11 +17,11 @@ Branch = list[Part]  # a value follows a branch if it follows all of its parts
 CHILDREN = {"properties", "patternProperties", "additionalProperties", "items", "prefixItems", "propertyNames"}
 KEYWORDS = PLAIN - {"dependentRequired", "minContains", "maxContains"} | CHILDREN
 REPLACED = {"propertyNames", "uniqueItems"}
-SILENT = "silent"  # marks a part whose properties and items do not count as evaluated, because it was negated
+SILENT = "silent"  # marks a part, such as a negated one, whose properties and items do not count as evaluated
 MAX_BRANCHES = 1_000
-MAX_STEPS = 20_000  # takes about 0.3 s, in which the engine runs no step
+MAX_STEPS = 20_000  # of the expansion; they take about 0.3 s, and the engine waits
 MAX_SETS = 1_024
-MAX_DEPTH = 4  # of the properties that show that two objects differ
+MAX_DEPTH = 4  # `disjoint` compares the properties of objects down to this depth
 
 
 class Branches:
@@ -44,7 +44,7 @@ class Branches:
         part = {keyword: value for keyword, value in schema.items() if keyword in KEYWORDS}
         for keyword in schema:
             if keyword in KEYWORDS and keyword != next(iter(part)):
-                continue  # the first of these keywords brings in the others
+                continue  # `part` has all of these keywords; it was added at the first of them
             try:
                 found = self._both(found, self._part(part) if keyword in part else self._expand(keyword, schema, refs))
             except Unsupported:
@@ -81,7 +81,7 @@ class Branches:
         value = schema[keyword]
         if keyword == "$ref":
             if value in refs:
-                raise Unsupported("a $ref leads back to itself: no value is described")
+                raise Unsupported("a $ref leads back to itself, so it describes no value")
             return self.of(self._targets[value], refs | {value})
         if keyword == "allOf":
             found: list[Branch] = [[]]
@@ -105,7 +105,7 @@ class Branches:
             return found
         if keyword == "contains" and (schema.get("minContains") != 0 or "maxContains" in schema):
             raise Unsupported("contains is not supported: remove it, or describe the items with items and prefixItems")
-        return [[]]  # other keywords, such as "then", refine one of these
+        return [[]]  # another keyword: it belongs to one of these, as "then" belongs to "if", or restricts nothing
 
     def _none_of(self, schema: Schema) -> list[Branch]:
         return [[{**part, SILENT: True} for part in branch] for branch in self.of(negate(schema, self._targets))]

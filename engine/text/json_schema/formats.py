@@ -1,4 +1,4 @@
-"""Patterns of strings: `format`, and patterns that have to be spelled differently for llguidance."""
+"""Patterns for the values of `format`, and patterns that llguidance needs in another spelling."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MONTH_AND_DAY = (
 DATE = f"(?:{YEAR}-{MONTH_AND_DAY}|{LEAP_YEAR}-02-29)"
 CLOCK = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 TIME = rf"{CLOCK}:[0-5][0-9](?:\.[0-9]{{1,6}})?(?:Z|[+-]{CLOCK})"
-NUMBER = "[0-9]{1,5}"  # of a duration: longer durations do not fit into Python's timedelta
+NUMBER = "[0-9]{1,5}"  # in a duration; longer durations do not fit into Python's timedelta
 CLOCK_PARTS = f"T(?:{NUMBER}H(?:{NUMBER}M)?(?:{NUMBER}S)?|{NUMBER}M(?:{NUMBER}S)?|{NUMBER}S)"
 DATE_PARTS = f"(?:{NUMBER}Y(?:{NUMBER}M(?:{NUMBER}D)?)?|{NUMBER}M(?:{NUMBER}D)?|{NUMBER}D)"
 UUID = "[0-9a-fA-F]{{8}}-[0-9a-fA-F]{{4}}-{}[0-9a-fA-F]{{3}}-[89abAB][0-9a-fA-F]{{3}}-[0-9a-fA-F]{{12}}"
 BASE64 = "(?:[{0}]{{4}})*(?:[{0}]{{2}}==|[{0}]{{3}}=)?"
 
-# llguidance's own patterns of dates and times have days and seconds that no calendar has: February 29 of each year.
+# llguidance's own patterns accept days and seconds that do not exist, for example February 29 in every year.
 PATTERNS = {
     "date": DATE,
     "time": TIME,
@@ -30,13 +30,14 @@ PATTERNS = {
     "base64url": BASE64.format("A-Za-z0-9_-"),
     **{f"uuid{version}": UUID.format(version) for version in range(1, 9)},
 }
-# format -> formats that llguidance has; one of these. An address is also a network and an interface.
+# format -> formats that llguidance has: the string must follow one of them. Networks and interfaces are
+# written as addresses, which are valid networks and interfaces too.
 OTHERS = {
     **{name: (name,) for name in ("email", "hostname", "ipv4", "ipv6", "uuid", "uri")},
     **{f"ipv{n}{kind}": (f"ipv{n}",) for n in (4, 6) for kind in ("network", "interface")},
     **{f"ipvany{kind}": ("ipv4", "ipv6") for kind in ("address", "network", "interface")},
 }
-# A look-ahead, which llguidance does not have, at the beginning of pydantic's pattern for Decimal: "not only these".
+# pydantic's pattern for Decimal begins with a look-ahead, "not only these characters". llguidance has no look-ahead.
 NOT_ONLY = re.compile(r"\^\(\?!\^(\[[^\]\\^]+\])\*\$\)(?P<rest>.*)", re.DOTALL)
 
 

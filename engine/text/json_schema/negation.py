@@ -34,7 +34,7 @@ def negate(schema: Schema, targets: dict[str, Schema], depth: int = 0) -> Schema
 
 
 def _options(keyword: str, value: Any, targets: dict[str, Schema], depth: int) -> list[Schema]:
-    """Returns schemas; values that violate this keyword follow one of them."""
+    """Returns schemas: a value violates the keyword if it follows one of them."""
     if keyword in LIMITS and isinstance(value, (int, float)):
         kind, opposite, step = LIMITS[keyword]
         return [{"type": kind, opposite: value + step}] if step >= 0 or value > 0 else []
@@ -61,15 +61,15 @@ def _options(keyword: str, value: Any, targets: dict[str, Schema], depth: int) -
     if keyword == "$ref":
         return [negate(targets[value], targets, depth + 1)]
     raise Unsupported(
-        f"{keyword} cannot be negated, which not, if or oneOf needs here: state what is allowed instead"
+        f"{keyword} cannot be negated, but not, if or oneOf requires that here: state what is allowed instead"
     )
 
 
 def _others(values: list[Any]) -> list[Schema]:
-    """Returns schemas of all values that are none of these."""
+    """Returns schemas for all values except these."""
     kinds = {type_of(value) for value in values}
     if kinds & {"array", "object"}:
-        raise Unsupported(f"a negated list of values contains {json.dumps(values)[:80]}: only scalars are supported")
+        raise Unsupported(f"the values {json.dumps(values)[:80]} cannot be negated: only scalars are supported")
     found: list[Schema] = [{"type": name} for name in TYPES if name not in kinds]
     if "boolean" in kinds:
         found += [{"const": value} for value in (True, False) if not any(other is value for other in values)]

@@ -1,6 +1,6 @@
-"""Resolves the references of a JSON schema, so that its parts can be moved.
+"""Resolves the references of a JSON schema, so that its parts no longer depend on their places.
 
-The parts of older drafts are spelled as in draft 2020-12 afterwards, and annotations such as `title` are removed.
+Keywords of older drafts are replaced by those of draft 2020-12, and annotations such as `title` are removed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LIST = {"allOf", "anyOf", "oneOf", "prefixItems"}
 MAP = {"properties", "patternProperties", "dependentSchemas"}
 DEFINITIONS = {"$defs", "definitions"}
 REFERENCES = {"$ref", "$dynamicRef", "$recursiveRef"}
-# Keywords with other values that restrict what is valid. All other keywords are annotations.
+# Keywords that restrict what is valid and contain no schemas. All keywords not listed here are annotations.
 NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minContains", "maxContains", "minProperties",
           "maxProperties"}  # fmt: skip
@@ -80,7 +80,7 @@ class _Resolver:
         return found
 
     def convert_targets(self) -> dict[str, Schema]:
-        """Returns a copy of each schema that a reference means, those in such schemas included."""
+        """Returns a copy of each schema that a reference means, also of references inside these schemas."""
         found: dict[str, Schema] = {}
         while len(found) < len(self._targets):
             for key, target in list(self._targets.items())[len(found) :]:

@@ -12,12 +12,12 @@ from engine.text.json_schema.references import Schema, Unsupported, resolve
 from engine.text.json_schema.values import types_of
 
 # One line, because a small model may write spaces inside JSON until its reply reaches the length limit. No \u escapes,
-# because llguidance would allow a declared property under a name that is spelled with them, with any value.
+# because llguidance does not recognise the name of a declared property in them, and would allow any value for it.
 OPTIONS = {
     "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "json_allowed_escapes": 'nrbtf\\"',
 }  # fmt: skip
-MAX_LEVELS = 200  # of nested lists and objects; fewer if each of them is a schema
-CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00[01]")  # in JSON
+MAX_LEVELS = 200  # of nested lists and objects; nested schemas reach Python's recursion limit earlier
+CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00[01]")  # a control character as JSON escapes it
 
 
 def rewrite(document: Any, closed: bool) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def _closing(branch: Branch) -> Branch:
 
 
 def _merged(branch: Branch) -> Branch:
-    """Returns the branch with all schemas of one property in one part, because each place is closed as a whole."""
+    """Returns the branch with all schemas of a property in one part, so that `closed` applies to them together."""
     children: dict[str, list[Schema]] = {}
     for part in branch:
         for name, child in part.get("properties", {}).items():

@@ -64,7 +64,7 @@ class MessagesAnswer(ItemAnswer):
     # ---- events
 
     def opening(self) -> Iterator[bytes]:
-        # How much of the prompt is cached is known when the engine has begun it: message_delta says it.
+        # The number of cached tokens is not known before the engine begins the prompt: message_delta tells it.
         usage = {"input_tokens": len(self.prompts[0]), "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0,
                  "output_tokens": 0}  # fmt: skip
         yield _event("message_start", message=self._message([], {"stop_reason": None, "stop_sequence": None}, usage))

@@ -97,7 +97,7 @@ class ToolDefinition(Open):
         return self
 
     def chat_tool(self) -> dict[str, Any]:
-        """Returns the tool as chat writes it."""
+        """Returns the tool in the form of a chat request."""
         function = self.model_dump(include={"name", "description", "strict"}, exclude_none=True)
         return {"type": "function", "function": {**function, "parameters": self.input_schema}}
 
@@ -114,7 +114,7 @@ class ToolChoice(Open):
         return self
 
     def chat_choice(self) -> Any:
-        """Returns the choice as chat writes it."""
+        """Returns the choice in the form of a chat request."""
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name}}
         return "required" if self.type == "any" else self.type
@@ -159,7 +159,7 @@ class Conversation(Sampled):
     def _can_be_continued(cls, value: list[InputMessage]) -> list[InputMessage]:
         last = value[-1]
         if last.role == "assistant" and not (last.content and last.content[-1].type == "text"):
-            raise ValueError("the last message is the assistant's, and it does not end with text to continue")
+            raise ValueError("the last message is the assistant's, but does not end with text that can be continued")
         return value
 
     def chat_fields(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class _Entry:
 
 
 class ResponseStore:
-    """At most `count` responses of together at most `size` bytes. A response that is used counts as new."""
+    """Holds at most `count` responses and at most `size` bytes. A response that is used becomes the newest."""
 
     def __init__(self, count: int, size: int) -> None:
         self.used = 0  # bytes
@@ -52,7 +52,7 @@ class ResponseStore:
         return found
 
     def history(self, name: str) -> list[JsonObject]:
-        """Returns the items of the conversation up to and with a response. Raises ApiError 404 if it is not stored."""
+        """Returns the items of the conversation, including this response. Raises ApiError 404 if it is not stored."""
         found: list[JsonObject] = json.loads(self._find(name, "previous_response_id").history)
         return found
 

@@ -64,16 +64,16 @@ class TimelineOpened(Message):
 
 
 class RequestTable(LinePanel):
-    """Up and down choose a request, left and right the column by which the rows are sorted, Enter its timeline."""
+    """Up and down choose a request, left and right sort by another column, Enter opens the timeline."""
 
     TITLE = "Requests"
     help_text = paragraphs("""\
 One row for each request that runs, waits, or finished recently. All times are in milliseconds; pauses and slow
 motion do not count. "first" is the time to first token: queue + prefill. A gap is the time between two tokens of a
 request; accepted drafts arrive together with a token. p50 and p99 are percentiles of the last gaps (at most 4,096),
-"longest" is the longest gap, and the text at the end says what caused this gap. "cached" counts prompt tokens that
-came from the tree, "blocks" the blocks that the request holds (after its end: held at the end), "preempt" how often it
-lost its blocks, and "twice" the tokens that were then computed again.
+"longest" is the longest gap, and the text at the end says what caused this gap. "cached" is the number of prompt tokens
+that came from the tree. "blocks" is the number of blocks that the request holds, or held when it finished. "preempt"
+is how often the request lost its blocks, and "twice" is how many tokens were computed again because of that.
 
 A dash means: not known, or not yet. Where the panel is narrow, some columns are left out; the column by which the rows
 are sorted is always shown. Click a heading to sort by it. Enter opens the timeline of a request: the gap before each of
@@ -126,7 +126,7 @@ its tokens.""")
         return Picture(rows, note=note, legend=[*more, ("times in ms", "dim")])
 
     def _in_order(self, view: View) -> list[RequestFigures]:
-        """Returns the rows by the column of the order; rows without a value are the last."""
+        """Returns the rows in the order of the chosen column; rows without a value come last."""
         rows = self._requests.figures(view, {row.id for row in self._shown})
         column = COLUMNS[self.sorted_by]
         known = [row for row in rows if column.value(row) is not None]

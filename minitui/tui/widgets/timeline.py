@@ -38,7 +38,7 @@ class TimelineClosed(Message):
 
 
 class RequestTimeline(LinePanel):
-    """Left and right choose a token, up and down a longer or shorter gap, Enter goes to its step in time."""
+    """Left and right choose a token, up and down a longer or shorter gap, Enter goes back in time to its step."""
 
     TITLE = "Timeline"
     help_text = paragraphs("""\
@@ -61,7 +61,7 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
         Binding("up", "rank(-1)", "longer gap", show=False, id="timeline.up"),
         Binding("down", "rank(1)", "shorter gap", show=False, id="timeline.down"),
         Binding("home", "longest", "the longest gap", show=False, id="timeline.longest"),
-        Binding("enter", "jump", "go to its step in time", show=False, id="timeline.jump"),
+        Binding("enter", "jump", "go back in time to its step", show=False, id="timeline.jump"),
         Binding("escape", "close", "all requests", show=False, id="timeline.close"),
     ]
 
@@ -99,15 +99,16 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
         before = lane.earlier.stats.longest if lane.earlier is not None else None
         foot = wrapped(self._stalls.words(view, lane, gap), "bold ink", width)
         if before is not None and before.ms > self._gaps[longest]:
-            longer = f"longer, but no longer kept: {ms(before.ms)} ms before token {before.token:,}"
+            longer = f"an older gap was longer: {ms(before.ms)} ms before token {before.token:,}, not in the chart"
             foot += wrapped(longer, "dim", width)
         if len(self._found) - 1 < figures.gaps.count:  # type: ignore[union-attr]
-            foot += wrapped(f"the chart begins at token {int(self._found.last[0]):,}: older are not kept", "dim", width)
+            kept = f"the chart begins at token {int(self._found.last[0]):,}: older tokens are not kept"
+            foot += wrapped(kept, "dim", width)
         room = height - len(rows) - len(foot)
         if room >= LEAST:
             rows += self._chart(view, lane, width, room, chosen, longest)
         rows += foot
-        steps = f"1 column = {self.per_column} gaps, the longest of them" if self.per_column > 1 else "1 column = 1 gap"
+        steps = f"1 column = the longest of {self.per_column} gaps" if self.per_column > 1 else "1 column = 1 gap"
         arrows = "← → ↑ ↓" if glyphs().rule != "-" else "arrows"
         note: list[Run] = [(steps, "ink"), *self.own_key(f"{arrows} choose · enter jump · esc all")]
         if sum(len(text) for text, _ in note) + len(title) > width - 8:

@@ -1,6 +1,6 @@
 """The waterfall: the work of host and device on an axis of time, and below it a track for each request.
 
-The picture ends with the newest step until it is moved. What it shows equals the export for Perfetto: both draw the
+The picture ends with the newest step until it is moved. It shows the same as the export for Perfetto: both draw the
 spans of viewmodel/spans.py. Only the steps in sight are computed.
 """
 
@@ -48,8 +48,8 @@ The row of pauses shows garbage collection (gc), time in which another program u
 that stopped the process (stop). Their lengths are measured, their places inside the step are not: they are drawn at
 its end. A dash means that the device does not report its time.
 
-The picture follows the newest step. It stops if you move it or the cursor; "end" follows again. The mouse wheel changes
-the scale, dragging moves the picture, and a click sets the cursor.""")
+The picture follows the newest step. It stops if you move it or the cursor; press "end" to follow again. The mouse
+wheel changes the scale, dragging moves the picture, and a click sets the cursor.""")
     BINDINGS: ClassVar = [
         Binding("left", "part(-1)", "part before", show=False, id="waterfall.left"),
         Binding("right", "part(1)", "part after", show=False, id="waterfall.right"),

@@ -56,7 +56,7 @@ def at_cursor(place: float, left: float, host: Sequence[Span], device: Sequence[
 
 
 def figures(row: StepRow, host: Sequence[Span], timings: Timings, width: int) -> list[Runs]:
-    """Returns the rows with the times of a step's parts, which are the legend of the tracks, too."""
+    """Returns the rows with the times of a step's parts. They are also the legend of the tracks."""
     head = Row(f"step {row.step:,}", "bold ink").add("  " + contents(row))
     took = row.wall_ms if row.parts is None else row.parts.took
     if took is not None:
