@@ -39,9 +39,13 @@ class AsyncLLM:
         async with self._starting:
             if self._client is None:
                 client = await EngineClient.start(self._config)
-                if self._config.load_tokenizer:
-                    self._tokenizer = await asyncio.to_thread(Tokenizer, client.info["model_dir"])
-                    self._tokenizer.context = client.info["max_model_len"]
+                try:
+                    if self._config.load_tokenizer:
+                        self._tokenizer = await asyncio.to_thread(Tokenizer, client.info["model_dir"])
+                        self._tokenizer.context = client.info["max_model_len"]
+                except BaseException:  # also a cancelled start: the process must not outlive it
+                    client.kill()
+                    raise
                 self._client = client
             return self._client
 

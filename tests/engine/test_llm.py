@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 
 from engine import LLM, AsyncLLM, EngineError, InvalidRequest, SamplingParams, StructuredOutputsParams
@@ -151,6 +154,20 @@ def test_a_text_that_spells_out_a_control_token_gets_its_id(llm: LLM) -> None:
     [asked] = llm.chat(ASKED, GREEDY)
     assert asked.prompt and asked.prompt.startswith("<|im_start|>user")
     assert ids_of(llm, asked.prompt, add_special_tokens=False) == [asked.prompt_token_ids]
+
+
+def test_the_tokens_around_a_text_are_added_unless_the_caller_adds_them(tmp_path: Path) -> None:
+    shutil.copytree(model_dir(), tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "tokenizer.json"
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    around = tokenizers.processors.TemplateProcessing("<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    tokenizer.post_processor = around
+    tokenizer.save(str(path))
+    with LLM(str(tmp_path), device="cpu", num_blocks=16, load_format="dummy") as llm:
+        [bare] = ids_of(llm, "Hello", add_special_tokens=False)
+        assert bare and ids_of(llm, ["Hello", {"prompt": "Hello"}]) == [[0, *bare]] * 2
+        assert ids_of(llm, {"prompt_token_ids": bare}) == [bare]
+        assert llm.chat(ASKED, GREEDY)[0].prompt_token_ids[0] != 0  # the template adds its own
 
 
 def test_a_chat_takes_a_template_its_variables_and_a_message_to_continue(llm: LLM) -> None:
