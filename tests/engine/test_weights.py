@@ -197,7 +197,7 @@ def test_with_dummy_weights_only_the_config_is_read(tmp_path: Path) -> None:
     config = read_model_config(directory)
     runner = plain_runner(config, EngineConfig(device="cpu", dummy_weights=True, num_blocks=8, cpu_threads=1))
     assert len(Driver(runner).generate(make_request([5, 6, 7], 0), 4)) == 4
-    with pytest.raises(EngineError, match="no model directory was given"):
+    with pytest.raises(EngineError, match="neither a model directory nor dummy_weights"):
         plain_runner(config, EngineConfig(device="cpu", num_blocks=8, cpu_threads=1))
 
 
