@@ -221,12 +221,12 @@ async def send(client: Any, planned: Planned, began: float) -> Outcome:
                     ended = ended or bool(choice.get("finish_reason"))  # after this, some servers send no [DONE]
         if not ended:
             outcome.error, outcome.detail = "cut off", "the answer ended without a finish_reason"
-    except (TypeError, AttributeError, ValueError) as error:  # JSON with another structure
-        outcome.error, outcome.detail = "no answer", f"this is not an OpenAI-compatible server ({error})"
     except EngineDead as error:
         outcome.error, outcome.detail = "not available", str(error)
     except EngineError as error:
         outcome.error, outcome.detail = outcome.error or "error", str(error)
+    except (TypeError, AttributeError, ValueError) as error:  # JSON with another structure
+        outcome.error, outcome.detail = "no answer", f"this is not an OpenAI-compatible server ({error})"
     except (httpx.HTTPError, OSError) as error:
         outcome.error, outcome.detail = type(error).__name__, str(error)
     finally:

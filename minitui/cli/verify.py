@@ -189,11 +189,12 @@ def _worst_logprob(llm: Any, reference: Reference) -> float:
     worst = 0.0
     for prompt, reply, expected in zip(reference.prompts, reference.replies, reference.logprobs, strict=True):
         output = llm.generate([prompt + reply], params, use_tqdm=False)[0]
-        for position, entry in enumerate(output.prompt_logprobs):
-            for token, logprob in [(entry.token_id, entry.logprob), *entry.top]:
-                difference = abs(float(expected[position, token]) - logprob)
+        entries = output.prompt_logprobs or []
+        for position, entry in enumerate(entries[1:]):  # the first token has none
+            for token, found in entry.items():
+                difference = abs(float(expected[position, token]) - found.logprob)
                 worst = max(worst, difference if math.isfinite(difference) else math.inf)
-        if len(output.prompt_logprobs) != len(prompt + reply) - 1:  # the engine ends a request whose logits are NaN
+        if len(entries) != len(prompt + reply):  # the engine ends a request whose logits are NaN
             worst = math.inf
     return worst
 

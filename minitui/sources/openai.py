@@ -217,6 +217,8 @@ class OpenAISource(Source):
             return [str(entry["id"])[:MAX_NAME] for entry in load_json(response.content)["data"][:MAX_MODELS]]
         except (httpx.HTTPError, OSError) as error:
             raise unreachable(self.url, error) from error
+        except EngineError:
+            raise
         except (KeyError, TypeError, ValueError) as error:
             if self._model:
                 return []

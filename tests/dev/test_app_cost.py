@@ -20,6 +20,7 @@ from minitui.viewmodel.history import Steps
 from minitui.viewmodel.lanes import LANES_KEPT, PREFILLING, Lane, Lanes
 from minitui.viewmodel.model import View
 from minitui.viewmodel.time_travel import PastStates
+from minitui.viewmodel.tokens import TokenTimes
 
 LOAD = replace(SMALL, chats=6, step_ms=12.0)
 
@@ -42,6 +43,7 @@ def watched() -> tuple[View, Stress]:
     view.ids_to_text = stress.words.decode
     view.reset(bench_app.blank(LOAD).snapshot())
     view.steps = Steps(400)
+    view.tokens = TokenTimes(view.steps, view.lanes)
     view.past = PastStates(kept=2_000, every=400)
     view.past.begin(view.live)
     view.events.items = deque(maxlen=300)

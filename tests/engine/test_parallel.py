@@ -419,6 +419,9 @@ def test_a_rank_that_cannot_start_says_why(tmp_path: Path) -> None:
     workers = Workers(model, EngineConfig(device="cpu", tensor_parallel_size=2), tmp_path, lost.append)
     with pytest.raises(EngineError, match=r"holds neither model\.safetensors"):
         workers.meet()
+    end = time.monotonic() + 60
+    while not lost and time.monotonic() < end:  # a thread reports it
+        time.sleep(0.01)
     workers.close()
     assert len(lost) == 1 and not any(map(running, workers.pids))
 

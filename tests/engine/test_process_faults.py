@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import pickle
 import random
@@ -162,7 +163,7 @@ def junk(random: random.Random, depth: int = 0) -> Any:
 def hostile_message(random: random.Random) -> bytes:
     """What no client of ours would send."""
     tag = random.choice([random.randrange(-9999, -1), junk(random)])
-    fields = list(SamplingParams.__dataclass_fields__)
+    fields = [field.name for field in dataclasses.fields(SamplingParams)]
     actions = ["pause", "resume", "step", "run_until", "pace", "records", "clear_cache", "check", "snapshot"]
     kind = random.choice(["submit", "submit", "call", "call", "arguments", "bytes", "pickle"])
     if kind == "submit":
