@@ -371,7 +371,7 @@ def test_usage_comes_with_every_event(server: Running, path: str) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     usages = [chunk["usage"] for chunk in streamed(server, path, stream_options=options)]
     counts = [usage["completion_tokens"] for usage in usages]
-    assert counts == sorted(counts) and counts[0] <= 1 and counts[-1] == 8
+    assert counts == sorted(counts) and counts[-1] == 8
     assert len({usage["prompt_tokens"] for usage in usages}) == 1 and usages[0]["prompt_tokens"] > 5
     assert all("usage" not in chunk for chunk in streamed(server, path))
 
