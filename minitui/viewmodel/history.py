@@ -208,7 +208,7 @@ class Steps:
         self._paused[i], self._arrived[i] = self._paused_s, t - commit_us / 1e6 - self._paused_s
 
     def _cut_axis(self, step: int, i: int) -> None:
-        """Shorten the pause, slow motion or idle time before this step on the axis of time.
+        """Shorten the time without work before this step on the axis; count a pause or slow motion as paused.
 
         A replay in slow motion delays every record, so steps that overlap are then apart by more than their times.
         """

@@ -10,7 +10,7 @@ from minitui.viewmodel.lanes import Lane
 from minitui.viewmodel.model import View
 from minitui.viewmodel.request_words import request_json, request_text
 from minitui.viewmodel.requests import Requests
-from minitui.viewmodel.stalls import Stalls
+from minitui.viewmodel.stalls import Stalls, in_words
 from minitui.viewmodel.teller import Line, Teller
 from minitui.visible import json_text
 
@@ -78,13 +78,13 @@ class RequestTeller(Teller):
         view = self.view
         figures = self._requests.of(view, lane)
         gap = figures.gaps.longest if figures.gaps is not None else None
-        why = self._stalls.words(view, lane, gap) if gap is not None else ""
+        reason = self._stalls.reason(view, lane, gap) if gap is not None else None
+        why = in_words(gap, reason) if gap is not None and reason is not None else ""
         if gap is not None and (self._longest is None or gap.ms > self._longest[0]):
             self._longest = (gap.ms, f"the longest gap of all requests: r{lane.id}, {why}")
         if not self._json:
             text = request_text(figures, view.group_name(lane.group), why)
             return Line(view.live.state.t, view.live.state.step, "request", text)
-        reason = self._stalls.reason(view, lane, gap) if gap is not None else None
         causes = {cause.name: round(cause.ms, 3) for cause in reason.causes} if reason is not None else {}
         if reason is not None and reason.unexplained:
             causes["unexplained"] = round(reason.unexplained, 3)

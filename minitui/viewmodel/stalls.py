@@ -54,11 +54,8 @@ class Stalls:
         self._fitted: tuple[object, int, CostModel | None] = (None, -1, None)
 
     def words(self, view: View, lane: Lane, gap: Gap) -> str:
-        """Returns the gap in words: "12.4 ms before token 17, step 132: garbage collection 8.1 ms"."""
-        text = f"{ms(gap.ms)} ms before token {gap.token:,}, step {gap.step:,}: {self.reason(view, lane, gap)}"
-        if gap.paused_ms >= SHORTEST_PAUSE_MS:
-            text += f" · {duration(gap.paused_ms)} of pause or slow motion are not counted"
-        return text
+        """Returns the gap in words, with its reason."""
+        return in_words(gap, self.reason(view, lane, gap))
 
     def reason(self, view: View, lane: Lane, gap: Gap) -> Reason:
         """Returns what took the time of a gap."""
@@ -84,6 +81,14 @@ class Stalls:
         if self._fitted[:2] != (view.steps, last):
             self._fitted = (view.steps, last, fit(view.steps, last))
         return self._fitted[2]
+
+
+def in_words(gap: Gap, reason: Reason) -> str:
+    """Returns the gap in words: "12.4 ms before token 17, step 132: garbage collection 8.1 ms"."""
+    text = f"{ms(gap.ms)} ms before token {gap.token:,}, step {gap.step:,}: {reason}"
+    if gap.paused_ms >= SHORTEST_PAUSE_MS:
+        text += f" · {duration(gap.paused_ms)} of pause or slow motion are not counted"
+    return text
 
 
 def _of_step(row: StepRow, model: CostModel | None, took: float) -> Reason:
