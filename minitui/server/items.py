@@ -10,9 +10,9 @@ import bisect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from engine.errors import InvalidRequest
 from minitui.server.answer import Output
@@ -43,6 +43,24 @@ class Open(Strict):
     """A part of a request whose unknown fields are ignored without a notice: these APIs often get new fields."""
 
     reports_unknown: ClassVar[bool] = False
+
+
+class Typed(Open):
+    """A part of a request whose type decides which fields it needs."""
+
+    kind: ClassVar[str]  # the part in an error: "a block"
+    needs: ClassVar[Mapping[str, tuple[str, ...]]]  # type -> the fields that it needs
+
+    type: str = Field(max_length=64)
+
+    @model_validator(mode="after")
+    def _has_its_fields(self) -> Self:
+        if self.type not in self.needs:
+            raise ValueError(f"{self.kind} of type {self.type!r} is not supported; known: {', '.join(self.needs)}")
+        for name in self.needs[self.type]:
+            if getattr(self, name) is None:
+                raise ValueError(f"{self.kind} of type {self.type} needs {name}")
+        return self
 
 
 class Turns:

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from engine.errors import InvalidRequest
 from minitui.server.chat_schema import MAX_MESSAGES, MAX_TOOLS
-from minitui.server.items import Open, Turns
+from minitui.server.items import Open, Turns, Typed
 from minitui.server.schema import Sampled, Stop
 
 MAX_USER = 256  # characters of metadata.user_id that the records keep
@@ -50,10 +50,12 @@ TextBlocks = Annotated[
 ]  # fmt: skip
 
 
-class Block(Open):
+class Block(Typed):
     """A content block of a message."""
 
-    type: str = Field(max_length=64)
+    kind = "a block"
+    needs = NEEDS
+
     text: str | None = None
     thinking: str | None = None
     id: str | None = Field(None, max_length=256)
@@ -62,15 +64,6 @@ class Block(Open):
     tool_use_id: str | None = Field(None, max_length=256)
     content: TextBlocks | None = None
     is_error: bool | None = None
-
-    @model_validator(mode="after")
-    def _has_its_fields(self) -> Block:
-        if self.type not in NEEDS:
-            raise ValueError(f"a block of type {self.type!r} is not supported; known: {', '.join(NEEDS)}")
-        for name in NEEDS[self.type]:
-            if getattr(self, name) is None:
-                raise ValueError(f"a block of type {self.type} needs {name}")
-        return self
 
 
 class InputMessage(Open):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from minitui.server.chat_schema import MAX_MESSAGES, MAX_TOOLS
-from minitui.server.items import Open, Turns
+from minitui.server.items import Open, Turns, Typed
 from minitui.server.schema import MAX_METADATA, Sampled, StreamOptions
 from minitui.server.strict import at_most
 
@@ -61,8 +61,11 @@ Parts = Annotated[
 ]  # fmt: skip
 
 
-class InputItem(Open):
+class InputItem(Typed):
     """A message, a tool call, its result, reasoning, or a reference to an item of a stored response."""
+
+    kind = "an item"
+    needs = NEEDS
 
     type: str = Field("message", max_length=64)
     id: str | None = Field(None, max_length=256)
@@ -80,15 +83,6 @@ class InputItem(Open):
         if isinstance(value, dict) and value.get("type") is None:  # OpenAI's clients may leave the type out
             value = {**value, "type": "item_reference" if "id" in value and "role" not in value else "message"}
         return value
-
-    @model_validator(mode="after")
-    def _has_its_fields(self) -> InputItem:
-        if self.type not in NEEDS:
-            raise ValueError(f"an item of type {self.type!r} is not supported; known: {', '.join(NEEDS)}")
-        for name in NEEDS[self.type]:
-            if getattr(self, name) is None:
-                raise ValueError(f"an item of type {self.type} needs {name}")
-        return self
 
     def plain(self) -> dict[str, Any]:
         """Returns the item as JSON."""
