@@ -74,7 +74,7 @@ def demo(
 
 
 def lesson(
-    number: Annotated[str | None, typer.Argument(help="0 to 9. Default: list the lessons.")] = None,
+    number: Annotated[str | None, typer.Argument(help="1 to 10. Default: list the lessons.")] = None,
     plain: Annotated[
         bool,
         typer.Option(
@@ -86,15 +86,15 @@ def lesson(
 
     \b
       minitui lesson              list the lessons
-      minitui lesson 8            the radix cache
-      minitui lesson 8 --plain    print lesson 8 as text
+      minitui lesson 9            the radix cache
+      minitui lesson 9 --plain    print lesson 9 as text
     """
     from minitui.teaching.lessons import LESSONS
     from minitui.teaching.lessons import lesson as find_lesson
     from minitui.teaching.lessons.plain import print_with_own_engine
 
     if number is None:
-        print(_columns([(f"minitui lesson {one.number}   {one.title}", one.question) for one in LESSONS]))
+        print(_columns([(f"minitui lesson {one.number:<2}   {one.title}", one.question) for one in LESSONS]))
         return
     chosen = find_lesson(number)
     choice, source, restart = lesson_source(chosen.number)

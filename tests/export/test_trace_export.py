@@ -299,7 +299,7 @@ async def test_an_engine_is_told_live_and_a_server_is_watched() -> None:
 def test_the_commands_are_there(tmp_path: Path) -> None:
     run = CliRunner().invoke
     listed = run(app, ["lesson"]).output
-    assert "minitui lesson 8   Radix cache" in listed and all(len(line) <= 80 for line in listed.splitlines())
+    assert "minitui lesson 9    Radix cache" in listed and all(len(line) <= 80 for line in listed.splitlines())
     assert "minitui demo fork  " in run(app, ["demo"]).output
     told = run(app, ["tail", str(GOLDEN)])
     assert told.exit_code == 0 and "eviction: " in told.output

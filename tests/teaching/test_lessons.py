@@ -24,7 +24,7 @@ from minitui.settings import Settings
 from minitui.sources.local import LocalSource
 from minitui.teaching.lessons import LESSONS, lesson
 from minitui.teaching.lessons import page as page_module
-from minitui.teaching.lessons.l1_model import tensors
+from minitui.teaching.lessons.l2_model import tensors
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, find_code, fresh, paragraphs
 from minitui.teaching.lessons.plain import print_with_own_engine
 from minitui.teaching.stage import Stage
@@ -41,24 +41,24 @@ from tests.support.sampling import sampling
 
 LESSON_FILES = Path(page_module.__file__).parent
 RIGHT = {  # what each experiment must prove, by lesson and page title
-    (0, "One question, step by step"): "5: the prompt's step samples the first token",
-    (1, "The cost of reading weights"): "several times as long as one token of the prompt",
-    (2, "What a token costs"): "4,096 bytes: 4 KiB",
-    (2, "Two chats, one pool"): "mixed: each chat took the next free block when it needed one",
-    (2, "Four states"): "the full blocks stay cached until their memory is needed",
-    (3, "From position to slot"): "the keys of all tokens so far",
-    (3, "Causal attention after a cache hit"): "keys 0 to 112",
-    (4, "Random numbers without state"): "the same, token for token",
-    (5, "Joining and leaving"): "40: as many as the longest reply takes",
-    (5, "A long prompt"): "61",
-    (5, "Waiting, with a reason"): "in the step after another request has ended",
-    (6, "Byte by byte"): "6: of each character, all bytes but the last",
-    (6, "Stop strings"): "no, the reply ends before it, unless the request asks for it",
-    (7, "A client disconnects"): "at once, or after one",
-    (8, "The same beginning, another question"): "everything after the last whole block that both have in common",
-    (8, "All at the same time"): "once",
-    (8, "What is evicted, and when"): "B's: it is the least recently used",
-    (9, "A ladder of sizes"): "the graph for 8 rows",
+    (1, "One question, step by step"): "5: the prompt's step samples the first token",
+    (2, "The cost of reading weights"): "several times as long as one token of the prompt",
+    (3, "What a token costs"): "4,096 bytes: 4 KiB",
+    (3, "Two chats, one pool"): "mixed: each chat took the next free block when it needed one",
+    (3, "Four states"): "the full blocks stay cached until their memory is needed",
+    (4, "From position to slot"): "the keys of all tokens so far",
+    (4, "Causal attention after a cache hit"): "keys 0 to 112",
+    (5, "Random numbers without state"): "the same, token for token",
+    (6, "Joining and leaving"): "40: as many as the longest reply takes",
+    (6, "A long prompt"): "61",
+    (6, "Waiting, with a reason"): "in the step after another request has ended",
+    (7, "Byte by byte"): "6: of each character, all bytes but the last",
+    (7, "Stop strings"): "no, the reply ends before it, unless the request asks for it",
+    (8, "A client disconnects"): "at once, or after one",
+    (9, "The same beginning, another question"): "everything after the last whole block that both have in common",
+    (9, "All at the same time"): "once",
+    (9, "What is evicted, and when"): "B's: it is the least recently used",
+    (10, "A ladder of sizes"): "the graph for 8 rows",
 }
 
 
@@ -139,7 +139,7 @@ def outcome(taught: dict[int, Taught | Exception]) -> Callable[[int], Taught]:
     return of
 
 
-@pytest.mark.parametrize("number", range(10))
+@pytest.mark.parametrize("number", [one.number for one in LESSONS])
 def test_it_runs_to_its_end_and_proves_what_it_teaches(number: int, outcome: Callable[[int], Taught]) -> None:
     result = outcome(number)
     for page in lesson(number).pages:
@@ -152,7 +152,7 @@ def test_it_runs_to_its_end_and_proves_what_it_teaches(number: int, outcome: Cal
 
 
 def test_the_radix_lesson_counts_the_share_that_was_saved(outcome: Callable[[int], Taught]) -> None:
-    text = outcome(8).seen["All at the same time"].text
+    text = outcome(9).seen["All at the same time"].text
     total, computed, cached = (
         int(re.search(pattern, text)[1].replace(",", ""))  # type: ignore[index]
         for pattern in (r"of ([\d,]+) prompt tokens", r"computed ([\d,]+)", r"shared ([\d,]+)")
@@ -162,7 +162,7 @@ def test_the_radix_lesson_counts_the_share_that_was_saved(outcome: Callable[[int
 
 
 def test_the_radix_lesson_tells_why_a_hit_ended_and_what_an_eviction_was_for(outcome: Callable[[int], Taught]) -> None:
-    seen = outcome(8).seen
+    seen = outcome(9).seen
     assert "all full blocks were cached" in seen["The same beginning, another question"].text
     text = seen["What is evicted, and when"].text
     needed, free = (int(re.search(p, text)[1]) for p in (r"needs (\d+)", r"only (\d+) were"))  # type: ignore[index]
@@ -171,13 +171,24 @@ def test_the_radix_lesson_tells_why_a_hit_ended_and_what_an_eviction_was_for(out
     assert [whose for _, whose in out] == ["B", "A"], "A's blocks are evicted only after all of B's"
 
 
+def test_a_reference_to_another_lesson_has_its_number_and_its_title() -> None:
+    names = [one.name for one in LESSONS]
+    for one in LESSONS:
+        for page in one.pages:
+            text = " ".join(page.text.split())
+            for found in re.finditer(r"\bL\d+\b", text):
+                assert any(text.startswith(name, found.start()) for name in names), (
+                    f"{one.name}: {text[found.start() :][:40]}"
+                )
+
+
 def test_the_figures_in_the_text_are_those_of_the_pool_on_screen(outcome: Callable[[int], Taught]) -> None:
-    blocks = lesson(2).options["kv_blocks"]
-    text = " ".join(" ".join(page.text.split()) for page in lesson(2).pages)
+    blocks = lesson(3).options["kv_blocks"]
+    text = " ".join(" ".join(page.text.split()) for page in lesson(3).pages)
     assert f"here {blocks}." in text and f"for {blocks} blocks it is 0" in text
     assert f"pool of {16 * blocks} tokens." in text and f"two blocks each: 8 blocks of {blocks}" in text
     assert int(SchedulerConfig().watermark * blocks) == 0 and 16 * blocks == 4 * 192
-    assert f"pool of {blocks} blocks" in outcome(2).seen["What a token costs"].text
+    assert f"pool of {blocks} blocks" in outcome(3).seen["What a token costs"].text
 
 
 def test_each_wrong_choice_is_explained_and_the_right_one_is_not() -> None:
@@ -190,7 +201,7 @@ def test_each_wrong_choice_is_explained_and_the_right_one_is_not() -> None:
 
 
 def test_the_sizes_before_the_question_of_parameters_are_those_of_the_model() -> None:
-    text = next(page for page in lesson(1).pages if page.title == "Where the parameters are").text
+    text = next(page for page in lesson(2).pages if page.title == "Where the parameters are").text
     shapes = tensors(choose_model(None).name)
     lines = {line.split()[0]: line for line in text.split("\n") if line.startswith("              ")}
     for part, mark in (("embeddings", "embed"), ("attention", "attn"), ("MLP", "mlp")):
@@ -219,18 +230,18 @@ def derived(one: Lesson, question: int, panel: str) -> set[str]:
         last = max(int(step) for step in re.findall(r"step (\d+)", panel))
         counts = {len(cells) for cells in phases} | {sum(map(bool, phases)), len(marked) - sum(map(bool, phases))}
         return {str(n) for n in counts | {last - back + 1 for back in prefills} | {phases[0].count(g.prefill)}}
-    if one.number in (2, 3):
+    if one.number in (3, 4):
         filled, of = re.findall(r"(\d+)/(\d+)", panel)[0]  # the last block of the table; then the legend
         [tokens] = re.findall(r"for (\d+) tokens", panel)
         assert int(of) == size
         slots = {block * size + int(filled) for block in known}
         return {str(size - int(filled)), str(int(tokens) + 1), *map(str, slots)}
-    if one.number == 8:
+    if one.number == 9:
         return {str(n // size) for n in known if n and n % size == 0}
     return numbers(one.checks[question].where + one.checks[question].question)
 
 
-@pytest.mark.parametrize("number", range(10))
+@pytest.mark.parametrize("number", [one.number for one in LESSONS])
 def test_every_number_of_an_answer_can_be_read_in_the_panel_beside_it(
     number: int, outcome: Callable[[int], Taught]
 ) -> None:
@@ -243,7 +254,7 @@ def test_every_number_of_an_answer_can_be_read_in_the_panel_beside_it(
 def test_no_experiment_and_no_answer_has_a_number_typed_into_its_text() -> None:
     """Every number there is read from the stage: a literal has digits only as a part of a word, such as L4, and 0 as
     the first of the numbers that are counted from 0."""
-    for path in sorted(LESSON_FILES.glob("l[0-9]_*.py")):
+    for path in sorted(LESSON_FILES.glob("l[0-9]*_*.py")):
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
@@ -295,8 +306,8 @@ def test_code_that_is_not_there_is_told() -> None:
         find_code("engine.core.engine:Nobody")
     with pytest.raises(EngineError, match="has no module"):
         find_code("engine.nowhere:Nobody")
-    with pytest.raises(EngineError, match="no lesson 10"):
-        lesson(10)
+    with pytest.raises(EngineError, match="no lesson 12"):
+        lesson(12)
 
 
 def test_paragraphs_keep_tables_and_wrap_the_rest() -> None:
@@ -470,7 +481,7 @@ async def test_the_code_opens_and_closes_and_the_lesson_can_be_changed() -> None
         await room.press("0")
         room.app.run_worker(room.app._change(LESSONS[8]))
         await room.until(lambda: room.restarts and room.reading.lesson is LESSONS[8])
-        assert room.restarts == [LESSONS[8].options] and "L8 Radix cache · 1 of" in room.text()
+        assert room.restarts == [LESSONS[8].options] and "L9 Radix cache · 1 of" in room.text()
 
 
 async def test_leaving_a_page_stops_its_experiment() -> None:

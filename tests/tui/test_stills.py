@@ -82,7 +82,7 @@ async def test_lessons_look_as_they_did(size: tuple[int, int]) -> None:
     with clock.everywhere():
         source = StillSource(clock, by_hand=False, num_blocks=129, answer=lambda prompt: ANSWERS["KV cache"])
         app = LessonApp(
-            source, Chats(source, sampling=sampling(60)), Settings(), system=SYSTEM, lesson=lesson(8),
+            source, Chats(source, sampling=sampling(60)), Settings(), system=SYSTEM, lesson=lesson(9),
             load_codec=lambda info: ByteCodec(), restart=None,
         )  # fmt: skip
         async with app.run_test(size=size) as pilot:

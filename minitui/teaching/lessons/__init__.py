@@ -1,25 +1,25 @@
-"""The lessons L0 to L9: text about this engine, experiments on it, and questions that the panels answer."""
+"""The lessons L1 to L10: text about this engine, experiments on it, and questions that the panels answer."""
 
 from __future__ import annotations
 
 from engine.errors import EngineError
 from minitui.teaching.lessons import (
-    l0_architecture,
-    l1_model,
-    l2_paged_kv,
-    l3_paged_attention,
-    l4_sampler,
-    l5_scheduler,
-    l6_detokenizer,
-    l7_server,
-    l8_radix,
-    l9_cuda_graphs,
+    l1_architecture,
+    l2_model,
+    l3_paged_kv,
+    l4_paged_attention,
+    l5_sampler,
+    l6_scheduler,
+    l7_detokenizer,
+    l8_server,
+    l9_radix,
+    l10_cuda_graphs,
 )
 from minitui.teaching.lessons.page import Lesson
 
 LESSONS: tuple[Lesson, ...] = (
-    l0_architecture.LESSON, l1_model.LESSON, l2_paged_kv.LESSON, l3_paged_attention.LESSON, l4_sampler.LESSON,
-    l5_scheduler.LESSON, l6_detokenizer.LESSON, l7_server.LESSON, l8_radix.LESSON, l9_cuda_graphs.LESSON,
+    l1_architecture.LESSON, l2_model.LESSON, l3_paged_kv.LESSON, l4_paged_attention.LESSON, l5_sampler.LESSON,
+    l6_scheduler.LESSON, l7_detokenizer.LESSON, l8_server.LESSON, l9_radix.LESSON, l10_cuda_graphs.LESSON,
 )  # fmt: skip
 
 
@@ -28,4 +28,4 @@ def lesson(number: int | str) -> Lesson:
     for candidate in LESSONS:
         if str(number) == str(candidate.number):
             return candidate
-    raise EngineError(f"there is no lesson {number}: the lessons are 0 to {len(LESSONS) - 1}")
+    raise EngineError(f"there is no lesson {number}: the lessons are {LESSONS[0].number} to {LESSONS[-1].number}")

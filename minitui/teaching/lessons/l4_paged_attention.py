@@ -1,4 +1,4 @@
-"""L3: attention over blocks."""
+"""L4: attention over blocks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _next_slot(stage: Stage) -> str:
 
 
 LESSON = Lesson(
-    3,
+    4,
     "Paged attention",
     "How does a query find its keys if blocks can be anywhere?",
     (

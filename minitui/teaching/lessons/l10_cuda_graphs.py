@@ -1,4 +1,4 @@
-"""Lesson 9: a CUDA graph replaces many kernel launches."""
+"""L10: a CUDA graph replaces many kernel launches."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _host(stage: Stage) -> str:
 
 
 LESSON = Lesson(
-    9,
+    10,
     "CUDA graphs",
     "Why does a GPU wait for its host in a short step, and what helps?",
     (

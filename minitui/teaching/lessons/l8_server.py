@@ -1,4 +1,4 @@
-"""L7: from HTTP to the engine and back."""
+"""L8: from HTTP to the engine and back."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def close(stage: Stage) -> None:
 
 
 LESSON = Lesson(
-    7,
+    8,
     "Server",
     "How do many people use one engine?",
     (

@@ -1,4 +1,4 @@
-"""L1: the decoder, its weights, and the cost of reading them."""
+"""L2: the decoder, its weights, and the cost of reading them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _host(stage: Stage) -> str:
 
 
 LESSON = Lesson(
-    1,
+    2,
     "Model and weights",
     "What does a forward pass compute, and what must it read?",
     (

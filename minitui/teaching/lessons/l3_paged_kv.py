@@ -1,4 +1,4 @@
-"""L2: the KV cache in blocks."""
+"""L3: the KV cache in blocks."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _missing(stage: Stage) -> int:
 
 
 LESSON = Lesson(
-    2,
+    3,
     "Paged KV cache",
     "Where are keys and values stored, and which request owns them?",
     (

@@ -1,4 +1,4 @@
-"""L0: the seven stages, and one step through them."""
+"""L1: the seven stages, and one step through them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _steps_in(stage: Stage) -> str:
 
 
 LESSON = Lesson(
-    0,
+    1,
     "Architecture",
     "What happens between a question and its answer?",
     (

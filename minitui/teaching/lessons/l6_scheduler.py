@@ -1,4 +1,4 @@
-"""L5: which requests run in a step."""
+"""L6: which requests run in a step."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _waits(stage: Stage) -> str:
 
 
 LESSON = Lesson(
-    5,
+    6,
     "Scheduler",
     "Which requests run in the next step, and how many tokens of each?",
     (
@@ -138,7 +138,7 @@ LESSON = Lesson(
             the budget. vLLM mixes prompts and decodes, too; SGLang only with --enable-mixed-chunk.
 
             Without grammar and speculation, the scheduler needs only the lengths of replies. So it can plan a step
-            before the tokens of the previous step are known (see L0).
+            before the tokens of the previous step are known (see L1 Architecture).
             """,
             code="engine.core.scheduler:Scheduler.plan",
         ),

@@ -1,4 +1,4 @@
-"""L4: from logits to a token."""
+"""L5: from logits to a token."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _prompt_drew(stage: Stage) -> str:
 
 
 LESSON = Lesson(
-    4,
+    5,
     "Sampler",
     "How do the scores of all tokens become one token?",
     (

@@ -1,4 +1,4 @@
-"""L6: token ids become text while a reply streams."""
+"""L7: token ids become text while a reply streams."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _written(stage: Stage) -> str:
 
 
 LESSON = Lesson(
-    6,
+    7,
     "Detokenizer",
     "Why can a token not simply be printed?",
     (

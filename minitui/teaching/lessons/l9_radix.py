@@ -1,4 +1,4 @@
-"""L8: the tree of cached prefixes."""
+"""L9: the tree of cached prefixes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _hit(stage: Stage) -> str:
 
 
 LESSON = Lesson(
-    8,
+    9,
     "Radix cache",
     "How does a prompt find what earlier prompts have computed?",
     (
@@ -114,7 +114,8 @@ LESSON = Lesson(
 
             Sharing saves prefill: the first token comes sooner, and the device has more time for other requests.
             Sharing saves memory: requests that run at the same time hold a common beginning only once. A decode step
-            of one request is not faster. The reply is the same as without the cache, apart from rounding (see L4).
+            of one request is not faster. The reply is the same as without the cache, apart from rounding (see L5
+            Sampler).
             """,
         ),
         Page(
@@ -166,8 +167,8 @@ LESSON = Lesson(
             prompts in one step. When this step is planned, no prompt has been computed.
 
             Remember two things. The engine plans one request after the other, and it knows all tokens of a prompt when
-            it plans (L0). In every layer, the keys and values of all tokens of a step are stored before attention
-            reads any (L3).
+            it plans (L1 Architecture). In every layer, the keys and values of all tokens of a step are stored before
+            attention reads any (L4 Paged attention).
             """,
             panel="tree",
             code="engine.core.cache:KVCache.publish_planned",
