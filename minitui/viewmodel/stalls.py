@@ -70,10 +70,10 @@ class Stalls:
         if len(steps) > 2:
             before = float(times[-2] - times[0]) * 1e3
             causes = (Cause(f"{count(len(steps) - 2, 'step')} without this request", before),)
-        reason = _of_step(row, self._model(view), gap.ms - before)
+        reason = _of_step(view, row, self.model(view), gap.ms - before)
         return Reason(reason.usual, causes + reason.causes, reason.unexplained, reason.variation)
 
-    def _model(self, view: View) -> CostModel | None:
+    def model(self, view: View) -> CostModel | None:
         """Returns the model of the timings panel. Without a panel (`minitui tail`), one of recent steps."""
         if view.timings.model is not None:
             return view.timings.model
@@ -91,14 +91,14 @@ def in_words(gap: Gap, reason: Reason) -> str:
     return text
 
 
-def _of_step(row: StepRow, model: CostModel | None, took: float) -> Reason:
+def _of_step(view: View, row: StepRow, model: CostModel | None, took: float) -> Reason:
     """Returns the causes of the time that one step took."""
     found = explain(row, model) if model is not None else None
     if found is None or model is None:
         return Reason(None, (), took)
     usual = min(took, found.expected - found.prefill)
     left, causes = took - usual, []
-    prompts = [Cause(_prompts(row), found.prefill)] if row.chunks else []
+    prompts = [Cause(_prompts(view, row), found.prefill)] if row.chunks else []
     for cause in (*prompts, *found.causes):
         cost = min(cause.ms, left)
         if cost > WORTH * (took - usual):
@@ -109,11 +109,14 @@ def _of_step(row: StepRow, model: CostModel | None, took: float) -> Reason:
     return Reason(usual, tuple(causes), left)
 
 
-def _prompts(row: StepRow) -> str:
+def _prompts(view: View, row: StepRow) -> str:
     requests = [request for request, *_ in row.chunks]
     many = len(requests) > NAMED
     names = count(len(requests), "request") if many else " and ".join(f"r{request}" for request in requests)
-    return f"prefill of {names} ({count(row.prefill_tokens, 'token')})"
+    lanes = [view.lanes.lanes[request] for request in requests if request in view.lanes.lanes]
+    again = sum(tokens for lane in lanes for step, tokens in lane.again if step == row.step)
+    recomputed = f", {again:,} of them again after a preemption" if again else ""
+    return f"prefill of {names} ({count(row.prefill_tokens, 'token')}{recomputed})"
 
 
 def _after_preemption(view: View, lane: Lane, gap: Gap) -> Reason:

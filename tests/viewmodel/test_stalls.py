@@ -13,6 +13,7 @@ from engine.params import SamplingParams
 from engine.trace.records import Record
 from engine.trace.state import State
 from minitui.cli.tail import tail_trace
+from minitui.dev import stalls as live
 from minitui.dev.simulator import SMALL, Load, Stress
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
@@ -147,6 +148,34 @@ def test_a_preemption_is_the_cause_of_the_gap_around_it() -> None:
                 assert sum(cause.ms for cause in reason.causes) == pytest.approx(gap.ms)
                 queued += 1
     assert queued > 10
+
+
+def test_a_prompt_that_is_computed_again_says_so_in_the_gaps_of_the_others() -> None:
+    view, told = run(TIGHT, 1_500), 0
+    for lane in view.lanes.lanes.values():
+        for at, tokens in lane.again:
+            for other in view.lanes.lanes.values():
+                gap = gap_at(view, other, at) if other is not lane else None
+                row = view.steps.get(at)
+                if gap is None or row is None or preempted_in(other, gap) or len(row.chunks) > 1:
+                    continue
+                causes = [cause.name for cause in Stalls().reason(view, other, gap).causes]
+                whole = row.prefill_tokens
+                named = f"({whole:,} token{'' if whole == 1 else 's'}, {tokens:,} of them again after a preemption)"
+                prefills = [name for name in causes if name.startswith(f"prefill of r{lane.id} ")]
+                assert all(name.endswith(named) for name in prefills)
+                told += len(prefills)
+    assert told > 10
+
+
+def test_stalls_in_a_live_engine_are_named() -> None:
+    """The pauses are real; only the device is simulated. On a busy machine one of them may have another cause."""
+    rig = live.Rig(make_engine(150, 16, 512, 16, overlap=True), seed=1, on_gpu=False)
+    for _ in range(64):
+        rig.step()
+    findings = [rig.stall(kind) for kind in ("plan", "launch", "commit", "emit", "collection", "pool")]
+    assert sum(finding.named for finding in findings) >= 5, findings
+    assert all(finding.gap_ms > 0.9 * finding.stalled_ms for finding in findings)
 
 
 @pytest.mark.parametrize("kind", ["sync", "overlap", "drafts"])
