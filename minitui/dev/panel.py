@@ -28,6 +28,7 @@ from minitui.tui.widgets.lanes import BatchLanes
 from minitui.tui.widgets.occupancy import Occupancy
 from minitui.tui.widgets.origin import PromptOrigin
 from minitui.tui.widgets.requests import RequestTable
+from minitui.tui.widgets.side_by_side import SideBySide
 from minitui.tui.widgets.step_bar import StepBar
 from minitui.tui.widgets.timeline import RequestTimeline
 from minitui.tui.widgets.timings import StepTimings
@@ -121,6 +122,7 @@ PANELS: dict[str, type[LinePanel]] = {
     "occupancy": Occupancy,
     "origin": PromptOrigin,
     "requests": RequestTable,
+    "runs": SideBySide,
     "step-bar": StepBar,
     "timeline": RequestTimeline,
     "timings": StepTimings,

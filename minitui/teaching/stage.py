@@ -335,10 +335,28 @@ class Stage:
         factor = max((pace for pace in PACES if pace <= wanted), default=1)
         await self.source.control("pace", factor=factor)
 
+    async def begin_run(self, name: str, first: bool = False) -> None:
+        """Begins a run. The panel of two runs (minitui/tui/widgets/side_by_side.py) shows it below the run before it.
+
+        `first`: there is no run before it. The second run is in the same engine, or in the next (`other_engine`).
+        """
+        self._end_run()
+        if first:
+            self.view.earlier = None
+        self.feed.pump()
+        await self.feed.sync()
+        self.view.run_name = name
+
+    def _end_run(self) -> None:
+        if self.view.run_name:
+            self.state()
+            self.view.keep_run()
+
     async def other_engine(self, **options: Any) -> None:
         """Replaces the engine by one with the same model and other options. `said` is kept."""
         if self.restart is None:
             raise EngineError("this engine cannot be started with other options")
+        self._end_run()
         self.feed.restart()
         await self.restart(options)
         self.feed.replaced()

@@ -10,6 +10,7 @@ Tree              the radix tree in display order
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,8 @@ class View:
         self.gap = False  # records are missing: `reset` with a snapshot is needed
         self.loaded = False
         self.version = 0  # increases with each selection: screens then paint again
+        self.run_name = ""  # of a run that is compared with another run (see `keep_run`)
+        self.earlier: View | None = None  # the run to compare with
         self._now = 0.0
         self._start(AnnotatedState(EMPTY))
 
@@ -127,6 +130,14 @@ class View:
             self.lanes.adopt(request, state.computed(request))
             if request.joined_at >= 0:
                 self.steps.adopt(request.id, state.computed(request), state.step + 1)
+
+    def keep_run(self) -> None:
+        """Keep what was folded since the last snapshot as `earlier`, the run to compare the next run with. The next
+        call must be `reset`: until then, the two share their history."""
+        self.earlier = copy(self)
+        self.earlier.earlier = None
+        self.earlier.past = PastStates()  # frees the records: figures and lanes do not need them
+        self.run_name = ""
 
     def fold(self, records: list[Record], now: float = 0.0, packed: bytes | None = None) -> None:
         """Fold records; skip records that were folded before. If records are missing, nothing is folded and `gap` is

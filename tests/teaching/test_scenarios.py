@@ -21,6 +21,7 @@ from minitui.teaching.demo import print_demo
 from minitui.teaching.scenarios import DEMOS, LENGTHS, Demo
 from minitui.teaching.stage import Stage
 from minitui.trace.reader import TraceReader
+from minitui.viewmodel.comparison import Comparison
 from minitui.viewmodel.model import View
 from minitui.viewmodel.updater import Updater
 from tests.support.fake_client import ByteCodec, FakeSource
@@ -208,11 +209,39 @@ async def test_a_demo_is_told_as_plain_lines(capsys: pytest.CaptureFixture[str])
     assert source.closed
 
 
-async def test_a_recorded_demo_knows_its_chats_in_the_files_of_all_its_engines(tmp_path: Path) -> None:
-    class Changeable(FakeSource):
-        async def reconfigure(self, config: object) -> None:
-            await self.restart(lambda progress: None)
+class Changeable(FakeSource):
+    async def reconfigure(self, config: object) -> None:
+        await self.restart(lambda progress: None)
 
+
+@pytest.mark.parametrize("same_engine", [False, True])
+async def test_two_runs_of_a_scenario_are_kept_to_be_compared(same_engine: bool) -> None:
+    kept = []
+
+    async def twice(stage: Stage) -> None:
+        for name, questions in (("one chat", 1), ("two chats", 2)):
+            if name == "two chats" and not same_engine:
+                await stage.other_engine()
+            await stage.begin_run(name, first=name == "one chat")
+            await stage.gate()
+            chats = [stage.chat(max_tokens=8, whole=True) for _ in range(questions)]
+            for chat in chats:
+                await stage.ask(chat, "What is a block?")
+            await stage.answers(chats)
+        stage.state()
+        kept.append(Comparison.of(stage.view))
+
+    source = Changeable()
+    demo = Demo("two runs", twice, 8)
+    await print_demo(demo, source, "Answer.", sampling(8), load=lambda info: ByteCodec(), restart=source.reconfigure)
+    [comparison] = kept
+    assert [run.name for run in comparison.runs] == ["one chat", "two chats"]
+    first, second = (run.figures for run in comparison.runs)
+    assert (first.requests, first.finished, first.replies) == (1, 1, 8)
+    assert (second.requests, second.finished, second.replies) == (2, 2, 16)
+
+
+async def test_a_recorded_demo_knows_its_chats_in_the_files_of_all_its_engines(tmp_path: Path) -> None:
     async def twice(stage: Stage) -> None:
         for change in (False, True):
             if change:

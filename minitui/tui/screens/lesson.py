@@ -25,6 +25,7 @@ from minitui.tui.widgets.events import Events
 from minitui.tui.widgets.lanes import BatchLanes
 from minitui.tui.widgets.lesson_text import LessonText, Reading, page_lines
 from minitui.tui.widgets.occupancy import Occupancy
+from minitui.tui.widgets.side_by_side import SideBySide
 from minitui.tui.widgets.status_bar import StatusBar
 from minitui.tui.widgets.step_bar import StepBar
 from minitui.tui.widgets.timings import StepTimings
@@ -34,7 +35,7 @@ from minitui.viewmodel.model import View
 
 PANELS: dict[str, type[LinePanel]] = {
     "step": StepBar, "map": BlockMap, "table": BlockTable, "lanes": BatchLanes, "tree": RadixTree,
-    "timings": StepTimings, "events": Events, "occupancy": Occupancy,
+    "timings": StepTimings, "events": Events, "occupancy": Occupancy, "runs": SideBySide,
 }  # fmt: skip
 WIDE = 120  # columns; if the screen is at least this wide, panels are beside the text, otherwise below it
 # Rows of these panels; on a narrow screen, all other panels have PANEL_ROWS. The timings need 10 for their tracks.

@@ -125,12 +125,16 @@ def _marked(text: str, style: str, first: int, cursor: int | None) -> list[Run]:
     return [cell for cell in cells if cell[0]]
 
 
-def ruler(scale: Scale, cursor: int | None) -> list[Run]:
-    """Returns the scale: milliseconds from the left edge."""
-    unit = next(unit for unit in UNITS if unit / scale.ms >= TICK)
+def ruler(
+    scale: Scale, cursor: int | None, words: str = "+{} ms", zero: float | None = None, least: float = 0.0
+) -> list[Run]:
+    """Returns the scale with its numbers: milliseconds from the left edge. `zero`: the place to count from, if it is
+    not the left edge. `least`: the smallest distance of two numbers."""
+    unit = next((unit for unit in UNITS if unit / scale.ms >= TICK and unit >= least), UNITS[-1])
     row = Row()
-    for i in range(1, int(scale.columns * scale.ms / unit) + 1):
-        x, text = round(i * unit / scale.ms), f"│+{number(i * unit)} ms"
+    before = 0.0 if zero is None else scale.left - zero  # from zero to the left edge
+    for i in range(int(before // unit) + 1, int((before + scale.columns * scale.ms) / unit) + 1):
+        x, text = round((i * unit - before) / scale.ms), f"│{words.format(number(i * unit))}"
         if row.width <= x <= scale.columns - len(text):
             row.to(x).add(text, "dim")
     runs = list(row.done(scale.columns))

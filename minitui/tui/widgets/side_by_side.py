@@ -1,0 +1,288 @@
+"""Two runs side by side: the lanes of both, one below the other, on one clock with one cursor.
+
+The panel shows the run of its view, and above it `view.earlier` (see View.keep_run).
+"""
+
+from __future__ import annotations
+
+from math import floor, log10
+from typing import ClassVar
+
+from textual import events
+from textual.binding import Binding
+
+from minitui.text import count, duration, ms
+from minitui.tui.glyphs import glyphs
+from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
+from minitui.tui.widgets.rows import Row, Run, Runs, cells, clean, fit
+from minitui.tui.widgets.tracks import Scale, number, ruler, track
+from minitui.tui.widgets.waterfall_texts import request_legend
+from minitui.viewmodel.comparison import Comparison
+from minitui.viewmodel.model import View
+from minitui.viewmodel.runs import Run as OneRun
+from minitui.viewmodel.spans import Span
+
+LABEL, NAME = 7, 11  # cells of a lane's label: the request, and the name of its chat
+NAMED = 110  # from this width on, the lanes have names
+SIZES = (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0, 10.0)  # widths of a picture that grows, times 10^n
+ROOMY = 12  # with fewer rows, the steps are left out
+MOST_ZOOM = 1 << 16
+UNITS = {"ms": ("{} ms", "clock: time, the same for both runs"), "steps": ("step {}", "clock: steps")}
+DOING = {"decode": "decode", "prefill": "prefill", "queued": "wait", "finished": "done"}
+NO_RUN = "no step yet"
+
+
+class SideBySide(LinePanel):
+    """Left and right move the cursor, [ and ] change the scale, T changes the clock, up and down choose a request."""
+
+    TITLE = "Two runs"
+    help_text = paragraphs("""\
+Two runs of the engine on one clock. Both begin at the left edge, and a column is the same time in both, so the shorter
+run is the faster one. The row of steps shows what the steps of a run computed: only prompts, prompts and decodes, or
+only decodes. Each row below is a request: it waits, its prompt is computed, it decodes one token in each step, it
+finishes. The nth row of one run and the nth row of the other are the nth request; up and down choose a pair.
+
+Pauses and slow motion do not count. A time without work is drawn as at most one second.
+
+The cursor is at the same moment of both runs. The lines at the bottom say what each run does at that moment, and how
+many tokens it has written by then. The second clock counts steps instead of milliseconds: steps are the same on every
+machine, times are not.""")
+    BINDINGS: ClassVar = [
+        Binding("left", "move(-1)", "cursor left", show=False, id="runs.left"),
+        Binding("right", "move(1)", "cursor right", show=False, id="runs.right"),
+        Binding("pageup", "pan(-1)", "earlier", show=False, id="runs.earlier"),
+        Binding("pagedown", "pan(1)", "later", show=False, id="runs.later"),
+        Binding("left_square_bracket,plus", "zoom(-1)", "zoom in", show=False, id="runs.finer"),
+        Binding("right_square_bracket,minus", "zoom(1)", "zoom out", show=False, id="runs.coarser"),
+        Binding("end,home", "whole", "the whole runs", show=False, id="runs.whole"),
+        Binding("up", "choose(-1)", "request above", show=False, id="runs.up"),
+        Binding("down", "choose(1)", "request below", show=False, id="runs.down"),
+        Binding("k", "clock", "time or steps", show=False, id="runs.clock"),
+    ]
+
+    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
+        super().__init__(id=id, frame=frame)
+        self.comparison: Comparison | None = None
+        self.key = ""  # the quantity that the setting is meant to change (minitui.viewmodel.comparison)
+        self.unit = "ms"
+        self.cursor: float | None = None  # a place on the clock
+        self.chosen: int | None = None  # the index of a request
+        self.zoom = 1  # the whole width shows 1/zoom of the longer run
+        self.left = 0.0
+        self.scale = Scale(0.0, 1.0, 1)
+        self._label = LABEL
+        self._rows: list[int | None] = []  # the index of the request in each row of the picture
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        comparison = self.compared(view)
+        if not comparison.end("steps"):
+            return Picture([Row(NO_RUN, "dim").done(width)])
+        named = NAME if width >= NAMED else 0
+        self._label = min(LABEL + named, width // 3)
+        self._look(comparison, max(1, width - self._label))
+        words, title = UNITS[self.unit]
+        cursor = None if self.cursor is None else self.scale.column(self.cursor)
+        scale = ruler(self.scale, cursor, words, 0.0, 1.0 if self.unit == "steps" else 0.0)
+        at = self.unit if self.cursor is None else _place(self.cursor, self.unit)
+        rows = [self._track(at, scale, width, "dim" if cursor is None else "bold accent")]
+        self._rows = [None]
+        feet = [self._at_cursor(run, width) for run in comparison.runs] if self.cursor is not None else []
+        heads = 2 if height >= ROOMY else 1  # rows above the lanes of a run
+        rooms = _shared_out([len(run.lanes) for run in comparison.runs], height - 1 - len(feet), heads)
+        for run, room in zip(comparison.runs, rooms, strict=True):
+            shown = self._shown(len(run.lanes), room)
+            rows += [self._head(run, width), self._steps(run, cursor, width)][:heads]
+            rows += [self._lane(run, at, cursor, named, width) for at in shown]
+            self._rows += [*[None] * heads, *shown]
+            if len(shown) < min(len(run.lanes), room):
+                others = len(run.lanes) - len(shown)
+                rows.append(Row(f"+ {count(others, 'more request')}: up and down show them", "dim").done(width))
+                self._rows.append(None)
+        rows += [Row().done(width)] * (height - len(rows) - len(feet))
+        note: list[Run] = [(self._column_text(), "ink"), *self.own_key("[ ] zoom · k clock")]
+        return Picture(rows + feet, title=f"{self.TITLE} · {title}", note=note, legend=request_legend())
+
+    def compared(self, view: View) -> Comparison:
+        """Returns the comparison of the view's runs, up to date."""
+        if self.comparison is None or not self.comparison.shows(view):
+            self.comparison = Comparison.of(view, self.key)
+            self.cursor = self.chosen = None
+            self.zoom, self.left = 1, 0.0
+        else:
+            self.comparison.refresh()
+        return self.comparison
+
+    # ---- the clock
+
+    def _look(self, comparison: Comparison, columns: int) -> None:
+        """Choose the scale: the longer run fills the width."""
+        whole = _rounded_up(comparison.end(self.unit)) if self.unit == "ms" else comparison.end("steps")
+        each = whole / columns / self.zoom
+        if self.unit == "steps" and each < 1:
+            each = 1 / floor(1 / each)  # a step has whole columns
+        self.left = max(0.0, min(self.left, whole - columns * each))
+        self.scale = Scale(self.left, each, columns)
+
+    def _column_text(self) -> str:
+        each = self.scale.ms
+        if self.unit == "ms":
+            return f"1 column = {ms(each)} ms"
+        if each < 1:
+            return f"1 step = {count(round(1 / each), 'column')}"
+        return f"1 column = {number(round(each, 1))} steps" if each > 1 else "1 column = 1 step"
+
+    # ---- rows
+
+    def _shown(self, lanes: int, room: int) -> range:
+        """Returns the indices of the requests in sight. The chosen one is always in sight."""
+        if lanes <= room:
+            return range(lanes)
+        room = max(0, room - 1)  # a row counts the others
+        top = 0 if self.chosen is None else max(0, min(self.chosen - room // 2, lanes - room))
+        return range(top, top + room)
+
+    def _track(self, name: str, track: list[Run], width: int, style: str = "dim") -> Runs:
+        return Row(fit(name, self._label), style).extend(track).done(width)
+
+    def _head(self, run: OneRun, width: int) -> Runs:
+        figures = run.figures
+        row = Row(clean(run.name) or "this run", "bold accent")
+        parts = [duration(figures.time), count(figures.steps, "step")]
+        if figures.tok_s:
+            parts.append(f"{figures.tok_s:,.0f} tok/s")
+        if figures.longest is not None:
+            parts.append(f"longest gap {ms(figures.longest.ms)} ms (r{figures.longest.request})")
+        parts.append(f"{figures.computed:,} prompt tokens computed")
+        for part in parts:
+            if row.width + len(part) + 3 <= width:
+                row.add(f" {glyphs().middot} ", "dim").add(part)
+        return row.done(width)
+
+    def _steps(self, run: OneRun, cursor: int | None, width: int) -> Runs:
+        spans = run.steps_between(self.unit, self.scale.left, self.scale.right)
+        return self._track("steps", track(spans, self.scale, cursor, _no_labels), width)
+
+    def _lane(self, run: OneRun, at: int, cursor: int | None, named: int, width: int) -> Runs:
+        lit = at == self.chosen
+        lane = run.lanes[at]
+        name = f"r{lane.id}"
+        if named:
+            group = run.view.group_name(lane.group)
+            name = fit(name, self._label - named) + fit(clean(group), named - 1, glyphs().dots)
+        phases = track(run.phases(self.unit, lane), self.scale, cursor, _no_labels, request=True)
+        return self._track(name, phases, width, "bold accent on select" if lit else "ink")
+
+    def _at_cursor(self, run: OneRun, width: int) -> Runs:
+        """Returns what a run does at the cursor."""
+        assert self.cursor is not None and self.comparison is not None
+        place, widest = self.cursor, max(cells(run.name) for run in self.comparison.runs)
+        row = Row(fit(clean(run.name), min(16, widest), glyphs().dots) + "  ", "accent")
+        step = run.clocks[self.unit].step_at(place)
+        found = None if step is None else run.view.steps.get(step)
+        if found is not None:
+            row.add(f"step {found.step:,} ").add(f"({count(found.tokens, 'token')}", "dim")
+            row.add(f", {duration(found.wall_ms)})" if found.wall_ms is not None else ")", "dim")
+        else:
+            row.add("has ended" if place >= run.clocks[self.unit].end else "no step")
+        doing = run.doing(self.unit, place)
+        for part in (
+            ", ".join(f"{doing[kind]} {word}" for kind, word in DOING.items() if doing[kind]),
+            f"{run.written_by(self.unit, place):,} of {count(run.figures.replies, 'reply token')}",
+        ):
+            row.add(f" {glyphs().middot} ", "dim").add(part)
+        return row.done(width)
+
+    # ---- keys and the mouse
+
+    def _moved(self, place: float) -> None:
+        """Set the cursor, and keep it in sight."""
+        assert self.comparison is not None
+        each, columns = self.scale.ms, self.scale.columns
+        self.cursor = max(0.0, min(place, self.comparison.end(self.unit)))
+        if not self.scale.left <= self.cursor < self.scale.right:
+            self.left = self.cursor - columns * each / 2
+        self.repaint()
+
+    def action_move(self, columns: int) -> None:
+        """Move the cursor by columns; the first time, it appears in the middle."""
+        if self.cursor is None:
+            self._moved(self.scale.left + (self.scale.columns // 2 + 0.5) * self.scale.ms)
+        else:
+            self._moved(self.cursor + columns * self.scale.ms)
+
+    def action_pan(self, by: int) -> None:
+        self.left += by * self.scale.columns * self.scale.ms / 2
+        self.repaint()
+
+    def action_zoom(self, by: int) -> None:
+        """Show half or twice the time; the cursor keeps its column."""
+        self._zoom(by, self.cursor if self.cursor is not None else (self.scale.left + self.scale.right) / 2)
+
+    def _zoom(self, by: int, around: float) -> None:
+        before = self.zoom
+        self.zoom = min(MOST_ZOOM, before * 2) if by < 0 else max(1, before // 2)
+        self.left = around - (around - self.scale.left) * before / self.zoom
+        self.repaint()
+
+    def action_whole(self) -> None:
+        """Show the whole runs, without a cursor."""
+        self.zoom, self.left, self.cursor = 1, 0.0, None
+        self.repaint()
+
+    def action_choose(self, by: int) -> None:
+        """Choose a pair of requests above or below; beyond the ends, none."""
+        if self.comparison is not None:
+            most = max(len(run.lanes) for run in self.comparison.runs)
+            at = (0 if by > 0 else most - 1) if self.chosen is None else self.chosen + by
+            self.chosen = at if 0 <= at < most else None
+            self.repaint()
+
+    def action_clock(self) -> None:
+        """Change between time and steps."""
+        self.unit = "steps" if self.unit == "ms" else "ms"
+        self.action_whole()
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        if column >= self._label:
+            self._moved(self.scale.left + (column - self._label + 0.5) * self.scale.ms)
+        if row < len(self._rows) and self._rows[row] is not None:
+            self.chosen = self._rows[row]
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        self._wheel(event, -1)
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        self._wheel(event, 1)
+
+    def _wheel(self, event: events.MouseEvent, by: int) -> None:
+        event.stop()
+        if self.painted:
+            self._zoom(by, self.scale.left + (event.x - 2 - self._label + 0.5) * self.scale.ms)
+
+
+def _shared_out(lanes: list[int], height: int, heads: int) -> list[int]:
+    """Returns how many rows the lanes of each run get, beside `heads` rows above them. A short list gives rows away."""
+    rooms, left = [0] * len(lanes), max(0, height - heads * len(lanes))
+    for n, at in enumerate(sorted(range(len(lanes)), key=lambda i: lanes[i])):
+        rooms[at] = min(lanes[at], left // (len(lanes) - n))
+        left -= rooms[at]
+    return rooms
+
+
+def _place(place: float, unit: str) -> str:
+    """Returns a place on the clock, in a few cells."""
+    if unit == "steps":
+        return f"+{int(place):,}"
+    return f"{place:,.1f}" if place < 100 else f"{place:,.0f}" if place < 100_000 else f"{place / 1e3:,.0f} s"
+
+
+def _no_labels(span: Span) -> list[str]:
+    return []
+
+
+def _rounded_up(value: float) -> float:
+    """Returns the next of SIZES times a power of 10, so that a growing picture changes its scale seldom."""
+    if value <= 0:
+        return 1.0
+    power = 10.0 ** floor(log10(value))
+    return next((size * power for size in SIZES if size * power >= value * (1 - 1e-9)), 10 * power)

@@ -1,0 +1,209 @@
+"""Two runs compared: what differs in figures, and one sentence about it. Does not import Textual."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log
+
+from minitui.text import count, duration
+from minitui.viewmodel.model import View
+from minitui.viewmodel.runs import Run, RunFigures
+
+CLEAR = 0.1  # durations that differ by a smaller share are called about the same
+Value = float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A figure of a run. `name`: its field in RunFigures; `words`: its name in a sentence.
+
+    `unit`: "ms", "/s" or "" (a count). `less`: True if less is better, False if more is better, None for neither.
+    """
+
+    name: str
+    title: str
+    words: str
+    unit: str = ""
+    less: bool | None = True
+
+    def of(self, figures: RunFigures) -> Value:
+        value = getattr(figures, self.name)
+        return None if value is None else float(value)
+
+    def text(self, value: Value) -> str:
+        """Returns a value with its unit; a dash if it is not known."""
+        if value is None:
+            return "–"
+        if self.unit == "ms":
+            return duration(value)
+        if self.unit == "/s":
+            return f"{value:,.0f}/s"
+        return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
+
+
+QUANTITIES = (
+    Quantity("requests", "requests", "requests", less=None),
+    Quantity("time", "time", "time of the run", "ms"),
+    Quantity("steps", "steps", "number of steps"),
+    Quantity("replies", "reply tokens", "number of reply tokens", less=None),
+    Quantity("tok_s", "reply tokens", "speed", "/s", less=False),
+    Quantity("tokens_a_step", "reply tokens a step", "number of reply tokens a step", less=False),
+    Quantity("prompt_tokens", "prompt tokens", "number of prompt tokens", less=None),
+    Quantity("cached", "… from the cache", "number of prompt tokens from the cache", less=False),
+    Quantity("computed", "… computed", "number of prompt tokens computed"),
+    Quantity("twice", "tokens computed twice", "number of tokens computed twice"),
+    Quantity("first_p50", "first token p50", "median time to first token", "ms"),
+    Quantity("first_p99", "first token p99", "time to first token (p99)", "ms"),
+    Quantity("gap_p50", "token gap p50", "median gap between tokens", "ms"),
+    Quantity("gap_p99", "token gap p99", "gap between tokens (p99)", "ms"),
+    Quantity("gap_longest", "longest token gap", "longest gap between tokens", "ms"),
+    Quantity("preemptions", "preemptions", "number of preemptions"),
+    Quantity("evicted", "blocks evicted", "number of evicted blocks"),
+    Quantity("drafted", "drafts checked", "number of drafts checked", less=None),
+    Quantity("accepted", "drafts accepted", "number of drafts accepted", less=None),
+)
+BY_NAME = {quantity.name: quantity for quantity in QUANTITIES}
+EACH = ("tok_s", "first_p50", "first_p99", "gap_p50", "gap_p99", "gap_longest")  # not totals: also for unlike runs
+OPTIONAL = ("twice", "preemptions", "evicted", "drafted", "accepted")  # left out if both runs have none
+# The candidates for the sentence about two runs of which nothing else is known, and for "In return".
+TOLD = ("time", "steps", "tok_s", "computed", "first_p50", "first_p99", "gap_p99", "gap_longest", "preemptions")
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One quantity of both runs."""
+
+    quantity: Quantity
+    first: Value
+    second: Value
+
+    @property
+    def share(self) -> float | None:
+        """The change from the first run to the second, as a share of the first; None if it is not known."""
+        if self.first is None or self.second is None:
+            return None
+        if self.first == self.second:
+            return 0.0
+        return (self.second - self.first) / self.first if self.first else None
+
+    @property
+    def weight(self) -> float:
+        """The size of the change: the same for a half and for twice as much. 0: about the same, or not known."""
+        if self.first is None or self.second is None or self.first == self.second:
+            return 0.0
+        if min(self.first, self.second) <= 0:
+            return log(1 + abs(self.second - self.first))
+        size = abs(log(self.second / self.first))
+        return 0.0 if self.quantity.unit and size < log(1 + CLEAR) else size
+
+    @property
+    def better(self) -> bool | None:
+        """True if the second run is clearly better, False if it is clearly worse, else None."""
+        if self.quantity.less is None or not self.weight:
+            return None
+        assert self.first is not None and self.second is not None
+        return (self.second < self.first) == self.quantity.less
+
+    @property
+    def change(self) -> str:
+        """The change in a few characters: "-54 %", "×2.6", "+2" (from zero), "same", "–"."""
+        if self.first is None or self.second is None:
+            return "–"
+        if self.first == self.second:
+            return "same"
+        if self.share is None:
+            return "+" + self.quantity.text(self.second)
+        if self.share >= 1:
+            return f"×{1 + self.share:,.1f}"
+        return f"{self.share:+.0%}".replace("%", " %")
+
+
+class Comparison:
+    """One or two runs on clocks that begin together. `key`: the quantity that the setting is meant to change."""
+
+    def __init__(self, runs: Sequence[Run], key: str = "") -> None:
+        self.runs, self.key = list(runs), key
+
+    @classmethod
+    def of(cls, view: View, key: str = "") -> Comparison:
+        """Returns the comparison of the run that the view shows with `view.earlier`, if there is one."""
+        views = [view] if view.earlier is None else [view.earlier, view]
+        return cls([Run(one) for one in views], key)
+
+    def refresh(self) -> None:
+        """Read what the views of the runs have folded since the last call."""
+        for run in self.runs:
+            run.refresh()
+
+    def shows(self, view: View) -> bool:
+        """True if these are still the runs that `Comparison.of(view)` compares."""
+        views = [view] if view.earlier is None else [view.earlier, view]
+        return len(views) == len(self.runs) and all(
+            run.view is one and run.name == one.run_name for run, one in zip(self.runs, views, strict=True)
+        )
+
+    def end(self, unit: str) -> float:
+        """Returns the end of the longer run on a clock ("ms" or "steps")."""
+        return max(run.clocks[unit].end for run in self.runs)
+
+    @property
+    def differences(self) -> list[Difference]:
+        """All quantities of two runs, in the order of QUANTITIES. Empty with one run."""
+        if len(self.runs) < 2:
+            return []
+        first, second = (run.figures for run in self.runs)
+        every = [Difference(one, one.of(first), one.of(second)) for one in QUANTITIES]
+        return [one for one in every if one.quantity.name not in OPTIONAL or one.first or one.second]
+
+    @property
+    def unlike(self) -> str:
+        """What makes the comparison unfair: a sentence if the runs had different requests, else empty."""
+        if len(self.runs) < 2:
+            return ""
+        first, second = (run.figures for run in self.runs)
+        if any(run.forgotten for run in self.runs):
+            return "Only the last steps of a long run are kept: the figures leave out its beginning."
+        if any(figures.finished < figures.requests for figures in (first, second)):
+            unfinished = [count(f.requests - f.finished, "request") for f in (first, second)]
+            return f"Not finished: {unfinished[0]} of the first run, {unfinished[1]} of the second."
+        parts = []
+        for name, noun in (("requests", "request"), ("prompt_tokens", "prompt token"), ("replies", "reply token")):
+            a, b = getattr(first, name), getattr(second, name)
+            if a != b:
+                parts.append(f"{a:,} and {count(b, noun)}")
+        return f"The two runs did not do the same work: {'; '.join(parts)}." if parts else ""
+
+    @property
+    def sentence(self) -> str:
+        """What differs most, in one or two sentences. Empty with one run."""
+        if len(self.runs) < 2 or not all(run.figures.steps for run in self.runs):
+            return ""
+        by_name = {one.quantity.name: one for one in self.differences}
+        names = EACH if self.unlike else TOLD
+        told = [by_name[name] for name in names if name in by_name and by_name[name].weight]
+        main = by_name.get(self.key)
+        if main is None or not main.weight or (self.unlike and self.key not in EACH):
+            main = max(told, key=lambda one: one.weight, default=None)
+        if main is None:
+            return f"No figure of the two runs differs by more than {CLEAR:.0%}.".replace("%", " %")
+        parts = [main]
+        time = by_name["time"]
+        if time is not main and time.weight and not self.unlike:
+            parts.append(time)
+        name = self.runs[1].name or "the second run"
+        words = f"With {name}, " + ", and ".join(_told(part) for part in parts) + "."
+        against = [one for one in told if one.better is not None and main.better is not None
+                   and one.better != main.better and one not in parts]  # fmt: skip
+        if against:
+            words += f" In return, {_told(max(against, key=lambda one: one.weight))}."
+        return words
+
+
+def _told(one: Difference) -> str:
+    """Returns "the longest gap between tokens was 14 ms instead of 230 ms (-94 %)"."""
+    quantity = one.quantity
+    share = "" if one.share is None else f" ({one.share:+.0%})".replace("%", " %")
+    if one.share is not None and one.share >= 1:
+        share = f" ({1 + one.share:,.1f} times)"
+    return f"the {quantity.words} was {quantity.text(one.second)} instead of {quantity.text(one.first)}{share}"

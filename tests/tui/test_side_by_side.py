@@ -1,0 +1,139 @@
+"""The panel of two runs: both on one clock, with one cursor, at every size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from textual.app import App, ComposeResult
+
+from minitui.trace.bundled import bundled
+from minitui.tui.glyphs import use_ascii
+from minitui.tui.theme import THEMES
+from minitui.tui.widgets.rows import plain
+from minitui.tui.widgets.side_by_side import SideBySide
+from minitui.viewmodel.model import View
+from tests.viewmodel.test_runs import played, recorded_view, viewed
+
+
+@pytest.fixture(autouse=True)
+def unicode_again() -> Any:
+    yield
+    use_ascii(False)
+
+
+@pytest.fixture
+def batching(monkeypatch: pytest.MonkeyPatch) -> View:
+    """Returns the view of five requests with continuous batching; the earlier run had static batching."""
+    view = viewed(played(monkeypatch), "continuous")
+    view.earlier = viewed(played(monkeypatch, policy="static"), "static")
+    return view
+
+
+class Alone(App[None]):
+    def __init__(self, view: View) -> None:
+        super().__init__()
+        for theme in THEMES:
+            self.register_theme(theme)
+        self.theme = THEMES[0].name
+        self.view = view
+
+    def compose(self) -> ComposeResult:
+        yield SideBySide()
+
+    def on_mount(self) -> None:
+        self.query_one(SideBySide).focus()
+        self.query_one(SideBySide).paint(self.view)
+
+
+def drawn(panel: SideBySide, view: View, width: int = 100, height: int = 24) -> list[str]:
+    panel.view = view
+    return [plain(row) for row in panel.picture(view, width, height).rows]
+
+
+def of_run(rows: list[str], name: str) -> list[str]:
+    at = next(i for i, row in enumerate(rows) if row.startswith(name + " "))
+    return rows[at : at + 7]
+
+
+def test_a_column_is_the_same_time_in_both_runs(batching: View) -> None:
+    panel = SideBySide()
+    panel.unit = "steps"
+    rows = drawn(panel, batching)
+    each = round(1 / panel.scale.ms)  # columns of a step
+    static, continuous = of_run(rows, "static"), of_run(rows, "continuous")
+    assert static[0].split(" · ")[2] == "21 steps" and continuous[0].split(" · ")[2] == "17 steps"
+
+    def ends(row: str) -> int:
+        return (row.index("■") - panel._label) // each
+
+    # The first two requests are the same; continuous batching gives the row of the first to the third at once.
+    assert [ends(row) for row in static[2:]] == [3, 9, 13, 11, 21]
+    assert [ends(row) for row in continuous[2:]] == [3, 9, 7, 9, 17]
+    assert all(row.startswith(f"r{i} ") for i, row in enumerate(static[2:], 1))
+    panel.unit = "ms"
+    rows = drawn(panel, batching)
+    places = [ends(row) * each * panel.scale.ms for row in of_run(rows, "static")[2:4]]
+    clock = panel.comparison.runs[0].clocks["ms"]
+    assert places == pytest.approx([clock.ends[2], clock.ends[8]], abs=each * panel.scale.ms)
+
+
+async def test_one_cursor_tells_what_both_runs_do(batching: View) -> None:
+    app = Alone(batching)
+    async with app.run_test(size=(110, 24)) as pilot:
+        panel = app.query_one(SideBySide)
+        await pilot.press("k", "right")
+        panel.cursor = 3.5
+        panel.repaint()
+        static, continuous = (line.strip("│ ") for line in panel.text.splitlines()[-3:-1])
+        assert static.split(" · ")[1:] == ["1 decode, 3 wait, 1 done", "6 of 26 reply tokens"], static
+        assert continuous.split(" · ")[1:] == ["1 decode, 1 prefill, 2 wait, 1 done", "6 of 26 reply tokens"]
+        await pilot.press("right")
+        assert panel.cursor == pytest.approx(3.5 + panel.scale.ms)
+        each = panel.scale.ms
+        column = panel.scale.column(panel.cursor)
+        await pilot.press("left_square_bracket")
+        assert panel.scale.ms < each
+        assert panel.scale.column(panel.cursor) == pytest.approx(column, abs=1) or panel.left == 0.0
+        await pilot.press("end")
+        assert panel.cursor is None and panel.scale.ms == each
+        await pilot.press("down", "down")
+        assert panel.chosen == 1
+        lit = [row for row in panel.drawn_rows if any("accent on select" in style for _, style in row)]
+        assert [plain(row)[2:4] for row in lit] == ["r2", "r2"]
+
+
+@pytest.mark.parametrize("ascii", [False, True])
+@pytest.mark.parametrize("size", [(80, 9), (80, 20), (240, 66), (30, 6), (8, 3)])
+def test_every_size_shows_whole_rows(batching: View, size: tuple[int, int], ascii: bool) -> None:
+    use_ascii(ascii)
+    small, _ = recorded_view(bundled()["small-pool"])
+    large, _ = recorded_view(bundled()["h200-8b"])
+    large.earlier = small
+    large.group_names = {lane.group: "\x1b[31m名前" for lane in large.lanes.lanes.values()}
+    large.run_name = "\x1b[2J a name from outside"
+    for view in (batching, large, View()):
+        panel = SideBySide(frame="none")
+        panel.view = view
+        for cursor in (None, 4.0):
+            panel.picture(view, *size)
+            panel.cursor = cursor
+            for unit in ("ms", "steps"):
+                panel.unit = unit
+                rows = panel.drawn(view, *size)
+                assert len(rows) == size[1]
+                text = [plain(row) for row in rows]
+                assert all("\x1b" not in line for line in text)
+                if ascii and view is batching:
+                    assert all(line.isascii() for line in text)
+
+
+def test_more_requests_than_rows_are_counted_and_can_be_reached() -> None:
+    large, _ = recorded_view(bundled()["h200-8b"])
+    large.earlier, _ = recorded_view(bundled()["small-pool"])
+    panel = SideBySide()
+    rows = drawn(panel, large, 100, 24)
+    seen = sum(row.startswith("r") for row in rows) - 4
+    assert f"+ {64 - seen} more requests: up and down show them" in [row.rstrip() for row in rows]
+    panel.chosen = 63
+    assert any(row.startswith("r68") for row in drawn(panel, large, 100, 24))

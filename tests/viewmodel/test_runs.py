@@ -1,0 +1,180 @@
+"""Two runs on one clock: their lanes, figures and sentence are what the records say."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from engine.core.engine import Engine
+from engine.core.scheduler import SchedulerConfig
+from engine.params import SamplingParams
+from engine.trace.records import Record, RecordLog
+from minitui.trace.bundled import bundled
+from minitui.trace.reader import TraceReader
+from minitui.viewmodel.comparison import Comparison
+from minitui.viewmodel.model import View
+from minitui.viewmodel.runs import Run
+from tests.engine.test_step_clock import Timed
+from tests.support.golden import GOLDEN
+
+LENGTHS = (3, 9, 4, 2, 8)
+
+
+def played(monkeypatch: pytest.MonkeyPatch, pause_s: float = 0.0, idle_s: float = 0.0, **config: Any) -> list[Record]:
+    """Returns the records of five requests, two at a time, on a clock that moves only by the work of the engine."""
+    runner = Timed(monkeypatch)
+    log = RecordLog(clock=lambda: runner.now)
+    engine = Engine(runner, SchedulerConfig(max_num_seqs=2, **config), overlap=False, log=log)
+    for tokens in LENGTHS:
+        engine.add_request(list(range(1, 30)), SamplingParams(max_tokens=tokens, ignore_eos=True), group="chat")
+    while engine.has_work:
+        engine.step()
+        if pause_s and engine.has_work:
+            log.append("gate", "closed", "paused")
+            log.held += pause_s
+            runner.now += pause_s
+            log.append("gate", "open", "resumed")
+    if idle_s:
+        runner.now += idle_s
+        engine.add_request(list(range(1, 30)), SamplingParams(max_tokens=2, ignore_eos=True), group="chat")
+        while engine.has_work:
+            engine.step()
+    return log.drain()
+
+
+EMPTY = View().live.state.snapshot() | {"num_blocks": 65, "block_size": 16, "max_num_seqs": 2}
+
+
+def viewed(records: list[Record], name: str = "") -> View:
+    view = View()
+    view.reset(EMPTY)
+    view.fold(records)
+    view.run_name = name
+    return view
+
+
+def compared(first: View, second: View, key: str = "") -> Comparison:
+    second.earlier = first
+    return Comparison.of(second, key)
+
+
+def recorded_view(path: Any) -> tuple[View, list[Record]]:
+    reader = TraceReader(path)
+    view = View()
+    view.reset(reader.part(0).snapshot)
+    records = list(reader.records())
+    view.fold(records)
+    return view, records
+
+
+@pytest.mark.parametrize("name", ["golden", "h200-8b", "small-pool"])
+def test_the_figures_of_a_run_are_counted_from_its_records(name: str) -> None:
+    view, records = recorded_view(GOLDEN if name == "golden" else bundled()[name])
+    figures = Run(view).figures
+    kinds = [record[2] for record in records]
+    assert figures.requests == kinds.count("submit")
+    assert figures.steps == kinds.count("step")
+    assert figures.preemptions == kinds.count("preempt")
+    assert figures.firsts == kinds.count("first")
+    assert figures.computed == sum(chunk[2] for r in records if r[2] == "step" for chunk in r[4])
+    assert figures.evicted == sum(record[4] for record in records if record[2] == "evict")
+    finished = {record[3]: record[5] for record in records if record[2] == "finish"}
+    assert figures.finished == len(finished)
+    if figures.finished == figures.requests:
+        assert figures.replies == sum(finished.values())
+    gaps = {row.id: view.tokens.stats(view.lanes.lanes[row.id], view.horizon) for row in view.lanes.lanes.values()}
+    assert figures.gap_longest == max(g.longest.ms for g in gaps.values() if g is not None and g.longest is not None)
+
+
+@pytest.mark.parametrize("name", ["golden", "h200-8b", "small-pool"])
+@pytest.mark.parametrize("unit", ["ms", "steps"])
+def test_the_phases_of_a_request_follow_each_other_and_hold_its_tokens(name: str, unit: str) -> None:
+    view, _ = recorded_view(GOLDEN if name == "golden" else bundled()[name])
+    run = Run(view)
+    for lane in run.lanes:
+        spans = run.phases(unit, lane)
+        assert all(a.end <= b.begin + 1e-9 for a, b in pairwise(spans))
+        found = run.arrivals[lane.id]
+        working = [span for span in spans if span.kind in ("prefill", "decode")]
+        for step in found.steps.tolist():
+            end = run.clocks[unit].end_of(step)
+            assert any(span.begin - 1e-6 <= end <= span.end + 1e-6 for span in working), (lane.id, step)
+    end = run.clocks[unit].end
+    assert run.written_by(unit, end) == run.figures.replies == sum(len(f) and f.last[-1] for f in run.arrivals.values())
+    assert run.written_by(unit, -1.0) == 0
+
+
+def test_pauses_do_not_move_the_clock_and_idle_time_is_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, paused = Run(viewed(played(monkeypatch))), Run(viewed(played(monkeypatch, pause_s=5.0)))
+    assert paused.clocks["ms"].ends == pytest.approx(plain.clocks["ms"].ends)
+    assert paused.figures.time == pytest.approx(plain.figures.time)
+    assert paused.figures.gap_longest == pytest.approx(plain.figures.gap_longest)
+    idle = Run(viewed(played(monkeypatch, idle_s=60.0))).clocks["ms"]
+    n = len(plain.clocks["ms"].ends)
+    assert idle.begins[n] - idle.ends[n - 1] == pytest.approx(1_000.0)
+
+
+def test_static_and_continuous_batching_differ_in_steps_not_in_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    static = viewed(played(monkeypatch, policy="static"), "static batching")
+    continuous = viewed(played(monkeypatch), "continuous batching")
+    both = compared(static, continuous, key="steps")
+    first, second = (run.figures for run in both.runs)
+    assert (first.steps, second.steps) == (9 + 4 + 8, 3 + 4 + 2 + 8)
+    assert first.replies == second.replies == sum(LENGTHS)
+    assert both.unlike == ""
+    assert both.sentence.startswith(
+        f"With continuous batching, the number of steps was {second.steps} instead of 21 ({second.steps / 21 - 1:+.0%}"
+        .replace("%", " %")
+    )
+    waits = [run.doing("steps", 0.5) for run in both.runs]
+    assert waits[0] == waits[1] == {"decode": 0, "prefill": 2, "queued": 3, "finished": 0}
+    at = 3.5  # the first request has finished; only continuous batching gives its row to the third
+    assert [run.doing("steps", at)["queued"] for run in both.runs] == [3, 2]
+    assert [run.written_by("steps", at) for run in both.runs] == [6, 6]
+
+
+def test_the_sentence_names_the_key_figure_the_time_and_what_got_worse(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = viewed(played(monkeypatch), "a")
+    same = compared(one, viewed(played(monkeypatch), "b"))
+    assert same.sentence == "No figure of the two runs differs by more than 10 %."
+    assert all(one.change == "same" for one in same.differences)
+    slow = compared(viewed(played(monkeypatch, policy="static"), "a"), viewed(played(monkeypatch), "b"), key="computed")
+    assert slow.sentence.startswith("With b, the ") and "number of prompt tokens" not in slow.sentence  # did not change
+    fewer = viewed(played(monkeypatch)[:-40], "cut off")
+    assert "Not finished: 0 requests of the first run" in compared(one, fewer).unlike
+
+
+def test_a_kept_run_does_not_change_and_the_panel_finds_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = played(monkeypatch)
+    view = viewed(records, "first")
+    before = Run(view).figures
+    view.keep_run()
+    view.reset(EMPTY)
+    view.run_name = "second"
+    half = len(records) // 2
+    view.fold(records[:half])
+    both = Comparison.of(view)
+    assert [run.name for run in both.runs] == ["first", "second"]
+    assert both.runs[0].figures == before
+    some = both.runs[1].figures
+    assert some.steps < before.steps
+    view.fold(records[half:])
+    both.refresh()
+    assert both.runs[1].figures == before
+    assert both.shows(view)
+    view.reset(EMPTY)
+    both.refresh()
+    assert both.runs[1].figures.steps == 0
+    assert both.sentence == ""
+
+
+def test_runs_of_different_work_are_not_compared_by_totals() -> None:
+    small, _ = recorded_view(bundled()["small-pool"])
+    large, _ = recorded_view(bundled()["h200-8b"])
+    both = compared(small, large, key="computed")
+    assert both.unlike.startswith("The two runs did not do the same work: 4 and 64 requests; ")
+    assert "time of the run" not in both.sentence
+    assert "number of" not in both.sentence
+    assert "longest gap" in compared(small, large, key="gap_longest").sentence
