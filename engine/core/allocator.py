@@ -37,6 +37,11 @@ class BlockAllocator:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def free_blocks(self) -> list[int]:
+        """The free blocks. The next allocation takes the last of them."""
+        return list(self._free)
+
     def holders(self, block: int) -> int:
         return self._holders[block]
 

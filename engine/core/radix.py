@@ -2,8 +2,8 @@
 
 The tree works in whole blocks. A node is a run of blocks, and its children are keyed by the tokens of their first
 block. So siblings differ in their first block, and a lookup costs one dictionary access per node. Nodes are split
-between blocks only. A request's partly filled last block is never in the tree. (The idea is SGLang's RadixAttention,
-Zheng et al. 2024.)
+between blocks only, and a node is merged with its only child if the same requests hold both. A request's partly filled
+last block is never in the tree. (The idea is SGLang's RadixAttention, Zheng et al. 2024.)
 
 Ownership: the tree keeps the blocks of a node, and the requests that hold the node hold its blocks too. `users` counts
 these requests. A request holds the whole path from the root, so a node has at least as many users as its children
@@ -83,6 +83,19 @@ class Node:
     def evictable(self) -> bool:
         return self.users == 0 and not self.children and self.parent is not None
 
+    @property
+    def same_child(self) -> Node | None:
+        """The only child, if this node can be merged with it: the same requests hold both.
+
+        Each request that holds a child holds its parent too, so equal counts mean the same requests. If no request
+        holds the two, they must have the same age: then the order of evictions does not change.
+        """
+        if len(self.children) != 1 or self.parent is None:
+            return None
+        (child,) = self.children.values()
+        same = self.users == child.users and (self.users or self.last_used == child.last_used)
+        return child if same else None
+
     def path(self) -> Iterator[Node]:
         """Yield this node and its ancestors, without the root."""
         node: Node = self
@@ -115,7 +128,6 @@ class RadixTree:
         self.step = -1  # the step that is being planned; it is remembered with every evicted prefix
         self.prefixes: set[int] = set()  # `hashes` of all nodes
         self._next_id = 1
-        self._node_of: dict[int, Node] = {}  # block -> its node
         self._pending: dict[int, int] = {}  # block -> the step that writes it
         self._pending_of: dict[int, list[int]] = {}  # step -> the blocks that it writes
         self._oldest: list[tuple[int, int]] = []  # heap of (last_used, node id); stale entries are skipped
@@ -177,6 +189,7 @@ class RadixTree:
             if not held:
                 each.users += 1
             each.last_used = clock
+        self._merge_path(node)
 
     def unlock(self, node: Node, clock: int) -> None:
         """Let a request release the path to `node`."""
@@ -185,6 +198,7 @@ class RadixTree:
             each.last_used = clock
             if each.evictable:
                 self._push(each)
+        self._merge_path(node)
 
     # ---- growing
 
@@ -213,8 +227,6 @@ class RadixTree:
             leaf.hashes.append(end)
             self.prefixes.add(end)
         self.allocator.tree_add(blocks)
-        for block in blocks:
-            self._node_of[block] = leaf
         if step >= 0:
             self._pending.update(dict.fromkeys(blocks, step))
             self._pending_of.setdefault(step, []).extend(blocks)
@@ -232,9 +244,39 @@ class RadixTree:
         parent.children[upper.keys[0]] = upper
         node.keys, node.blocks, node.parent = node.keys[n:], node.blocks[n:], upper
         upper.children[node.keys[0]] = node
-        for block in upper.blocks:
-            self._node_of[block] = upper
         return upper
+
+    def _merge_path(self, node: Node) -> None:
+        """Merge each node from `node` up to the root with its only child, where `_merge` allows it."""
+        while node.parent is not None:
+            if len(node.children) == 1:
+                node = self._merge(node)
+            node = node.parent or self.root
+
+    def _merge(self, upper: Node) -> Node:
+        """Merge a node with its only child if the same requests hold both; return the node that has `upper`'s blocks.
+
+        These requests refer to the child, so its object stays. It takes the older of the two ids, so a node that was
+        split gets its id back.
+        """
+        lower = upper.same_child
+        if lower is None:
+            return upper
+        self.log.append("merge", upper.id, lower.id)
+        upper.keys += lower.keys  # the list of `upper` grows, because the child is usually shorter
+        upper.blocks += lower.blocks
+        upper.hashes += lower.hashes
+        lower.keys, lower.blocks, lower.hashes = upper.keys, upper.blocks, upper.hashes
+        lower.parent = upper.parent
+        if lower.parent is not None:
+            lower.parent.children[lower.keys[0]] = lower
+        lower.last_used = max(upper.last_used, lower.last_used)
+        lower.id, gone = sorted((upper.id, lower.id))
+        self.nodes[lower.id] = lower
+        del self.nodes[gone]
+        if lower.evictable:
+            self._push(lower)
+        return lower
 
     # ---- shrinking
 
@@ -256,6 +298,8 @@ class RadixTree:
             self._cut(node, keep)
             if keep:
                 self._push(node)
+            elif node.parent is not None and len(node.parent.children) == 1:
+                self._merge(node.parent)
             freed += take
         return freed
 
@@ -267,6 +311,8 @@ class RadixTree:
         """Evict a whole leaf."""
         self.log.append("evict", node.id, len(node.blocks), reason)
         self._cut(node, 0)
+        if node.parent is not None:
+            self._merge(node.parent)
 
     def _cut(self, node: Node, keep: int) -> None:
         """Drop all but the first `keep` blocks of a node without children. A node that becomes empty is removed."""
@@ -275,9 +321,9 @@ class RadixTree:
         dropped, first = node.blocks[keep:], node.keys[0]
         self.prefixes.difference_update(node.hashes[keep:])
         del node.keys[keep:], node.blocks[keep:], node.hashes[keep:]
-        for block in dropped:
-            del self._node_of[block]
-            self._pending.pop(block, None)
+        if self._pending:
+            for block in dropped:
+                self._pending.pop(block, None)
         self.allocator.tree_drop(dropped)
         if not keep:
             del parent.children[first]
@@ -316,11 +362,10 @@ class RadixTree:
         complete are removed too: their first tokens may be tokens of the failed step.
         """
         kept: dict[Node, int] = {}
-        for block, written_by in self._pending.items():
-            if written_by >= step:
-                node = self._node_of[block]
-                index = node.blocks.index(block)
-                kept[node] = min(index, kept.get(node, index))
+        for node in self.nodes.values():
+            valid = next((i for i, block in enumerate(node.blocks) if self._pending.get(block, -1) >= step), None)
+            if valid is not None:
+                kept[node] = valid
         stack = list(kept)
         while stack:
             for child in stack.pop().children.values():
@@ -338,6 +383,9 @@ class RadixTree:
             self._cut(node, keep)
             if keep and node.evictable:
                 self._push(node)
+        for node, keep in invalid:  # after all cuts, because one record reports them
+            if not keep and node.parent is not None and self.nodes.get(node.parent.id) is node.parent:
+                self._merge(node.parent)
 
     def pending_blocks(self) -> dict[int, int]:
         """Return the pending blocks, each with the step that writes it."""
@@ -347,7 +395,7 @@ class RadixTree:
 
     def check(self) -> None:
         """Raise AssertionError unless parents, children, keys and users are consistent."""
-        seen: dict[int, Node] = {}
+        seen: set[int] = set()
         stack = [self.root]
         while stack:
             node = stack.pop()
@@ -356,7 +404,7 @@ class RadixTree:
             assert node is self.root or node.keys, f"node {node.id} is empty"
             for block in node.blocks:
                 assert block not in seen, f"block {block} is in two nodes"
-                seen[block] = node
+                seen.add(block)
                 assert self.allocator.in_tree(block), f"block {block} of node {node.id} is not marked as in the tree"
                 assert self.allocator.holders(block) == node.users, f"block {block}: holders differ from users"
             users = 0
@@ -365,10 +413,10 @@ class RadixTree:
                 users += child.users
                 stack.append(child)
             assert node is self.root or node.users >= users, f"node {node.id}: {node.users} users, children {users}"
+            assert node.same_child is None, f"node {node.id} is not merged with its child"
             assert not node.evictable or (node.last_used, node.id) in self._oldest, f"leaf {node.id} cannot be evicted"
-        assert seen.keys() == self._node_of.keys() and all(self._node_of[b] is n for b, n in seen.items())
         assert self.prefixes == {prefix for node in self.nodes.values() for prefix in node.hashes}
-        assert self._pending.keys() <= seen.keys(), "a pending block is not in the tree"
+        assert self._pending.keys() <= seen, "a pending block is not in the tree"
         in_tree = sum(self.allocator.in_tree(b) for b in range(self.allocator.num_blocks))
         assert in_tree == len(seen), f"{in_tree} blocks are marked as in the tree, {len(seen)} are in nodes"
 

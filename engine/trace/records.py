@@ -47,6 +47,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     #   blocks. They are pending until `step` commits (-1: already written). The request now holds `node`
     "extend": ("node", "request", "ids", "blocks", "step"),  # like insert, for a leaf that only this request holds
     "split": ("node", "upper", "blocks"),  # the first `blocks` blocks of node become a new parent, `upper`
+    "merge": ("upper", "lower"),  # a node and its only child, which the same requests hold, become one node. It has the
+    #   smaller of the two ids
     "evict": ("node", "blocks", "reason"),  # the last `blocks` blocks of a leaf are evicted; an empty leaf is removed
     "settle": ("step",),  # the pending blocks of this step are now written
     "withdraw": ("step", "nodes"),  # the step failed. nodes: [(node, blocks kept)], deepest first; 0 removes the node

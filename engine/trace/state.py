@@ -229,6 +229,23 @@ class State:
         for block in upper.blocks:
             self.node_of[block] = upper_id
 
+    def _merge(self, upper: int, lower: int) -> None:
+        node, child = self.nodes.pop(upper), self.nodes.pop(lower)
+        id = min(upper, lower)
+        for block in child.blocks if id == upper else node.blocks:
+            self.node_of[block] = id
+        siblings = self.nodes[node.parent].children
+        siblings[siblings.index(upper)] = id
+        for each in child.children:
+            self.nodes[each].parent = id
+        for request in self.requests.values():
+            if request.node == lower:
+                request.node = id
+        node.id, node.children, node.last_used = id, child.children, max(node.last_used, child.last_used)
+        node.ids += child.ids
+        node.blocks += child.blocks
+        self.nodes[id] = node
+
     def _cut(self, id: int, keep: int) -> None:
         node = self.nodes[id]
         holders, node_of, pending = self.holders, self.node_of, self.pending
@@ -309,8 +326,8 @@ class State:
     CHANGES: ClassVar[dict[str, Callable[..., None]]] = {
         "submit": _submit, "order": _order, "admit": _admit, "match": _match, "preempt": _preempt, "requeue": _preempt,
         "finish": _finish, "alloc": _alloc, "hold": _hold, "insert": _insert, "extend": _extend, "split": _split,
-        "evict": _evict, "settle": _settle, "withdraw": _withdraw, "step": _step, "accept": _accept, "gate": _gate,
-        "pace": _pace,
+        "merge": _merge, "evict": _evict, "settle": _settle, "withdraw": _withdraw, "step": _step, "accept": _accept,
+        "gate": _gate, "pace": _pace,
     }  # kind of record -> its change, called with the state and the record's fields
 
     # ---- snapshots

@@ -116,6 +116,13 @@ class Follower:
         if upper in self.state.nodes:
             yield f"node {upper} exists already"
 
+    def _merge(self, upper: int, lower: int) -> Iterator[str]:
+        node, child = self.state.nodes.get(upper), self.state.nodes.get(lower)
+        if node is None or child is None or not upper or node.children != [lower]:
+            yield f"node {lower} is not the only child of node {upper}"
+        elif node.users != child.users:
+            yield f"node {upper} has {node.users:,} users, node {lower} has {child.users:,}"
+
     def _evict(self, id: int, n: int, _reason: str) -> Iterator[str]:
         node = self.state.nodes.get(id)
         if node is None or not id or node.children or n > len(node.blocks):
@@ -172,7 +179,8 @@ class Follower:
 
     _CHECKS: ClassVar[dict[str, Callable[..., Iterator[str]]]] = {
         "submit": _submit, "order": _order, "admit": _admit, "match": _match, "alloc": _alloc, "hold": _hold,
-        "insert": _insert, "extend": _extend, "split": _split, "evict": _evict, "withdraw": _withdraw, "step": _step,
+        "insert": _insert, "extend": _extend, "split": _split, "merge": _merge, "evict": _evict,
+        "withdraw": _withdraw, "step": _step,
         "draft": _drafted, "accept": _drafted, "time": _timed, "comm": _timed, "parts": _timed, "fail": _timed,
         "experts": _timed, "preempt": _released, "requeue": _released, "finish": _finish, "wait": _one_request,
     }  # fmt: skip

@@ -18,10 +18,10 @@ STATE_NAMES = {FREE: "free", ACTIVE: "active", SHARED: "shared", CACHED: "cached
 LONG_AGO = -1e9
 # Kinds of records: those written while a step is planned, and those that the history does not need.
 _PLANNING = frozenset({"admit", "hold", "match", "alloc", "evict", "preempt", "wait", "draft", "step"})
-_NOT_IN_HISTORY = frozenset({"alloc", "hold", "insert", "extend", "split", "settle", "withdraw", "order"})
-_ALLOC, _EXTEND, _INSERT, _SETTLE, _HOLD, _MATCH, _SPLIT, _EVICT, _WITHDRAW = (
+_NOT_IN_HISTORY = frozenset({"alloc", "hold", "insert", "extend", "split", "merge", "settle", "withdraw", "order"})
+_ALLOC, _EXTEND, _INSERT, _SETTLE, _HOLD, _MATCH, _SPLIT, _MERGE, _EVICT, _WITHDRAW = (
     State.CHANGES[kind]
-    for kind in ("alloc", "extend", "insert", "settle", "hold", "match", "split", "evict", "withdraw")
+    for kind in ("alloc", "extend", "insert", "settle", "hold", "match", "split", "merge", "evict", "withdraw")
 )
 GROUPS_KEPT = 512
 LAST_BLOCKS_KEPT = 4_000_000  # blocks in the last tables of all groups together
@@ -51,6 +51,7 @@ class AnnotatedState:
         self._born = array("q", [0]) * n  # seq of each block's last `alloc` record
         self.node_changed: dict[int, float] = {}
         self.evicted: dict[int, Sequence[int]] = {}  # seq of an evict record -> the first evicted token ids
+        self.merged: dict[int, int] = {}  # a node that was merged with another -> the node that is left of both
         self.computing: dict[int, int] = {}  # seq of a match record -> the request still computing the matched blocks
         # seq of a finish, preempt or requeue record -> (tokens with KV, blocks) that the request had
         self.released: dict[int, tuple[int, int]] = {}
@@ -172,6 +173,13 @@ class AnnotatedState:
         _SPLIT(self.state, *record[3:])
         self.node_changed[record[4]] = record[1]
 
+    def _merge(self, record: Record) -> None:
+        _MERGE(self.state, *record[3:])
+        kept, gone = sorted(record[3:])
+        self.merged[gone] = kept
+        if gone in self.node_changed:
+            self.node_changed[kept] = max(self.node_changed.pop(gone), self.node_changed.get(kept, LONG_AGO))
+
     def _evict(self, record: Record) -> None:
         seq, t, _kind, id, n, reason = record
         node = self.state.nodes[id]
@@ -196,7 +204,7 @@ class AnnotatedState:
     _OWN = {  # noqa: RUF012  a table of methods, never changed
         "alloc": _alloc, "evict": _evict, "extend": _extend, "insert": _insert, "settle": _settle, "time": _time,
         "hold": _hold, "match": _match, "finish": _release, "preempt": _release, "requeue": _release,
-        "split": _split, "withdraw": _withdraw,
+        "split": _split, "merge": _merge, "withdraw": _withdraw,
     }  # fmt: skip
 
     # ---- reading

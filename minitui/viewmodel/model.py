@@ -228,6 +228,8 @@ class View:
             elif kind == "pace":
                 rates.pace(record[3])
                 steps.pace(record[3])
+        if self.live.merged:
+            self._follow_merges(self.live.merged)
         evicted.clear()
         computing.clear()
         released.clear()
@@ -236,6 +238,17 @@ class View:
         rates.level("running", len(state.requests) - len(state.queue))
         rates.level("waiting", len(state.queue))
         rates.level("used", (self.live.total - free) / self.live.total)
+
+    def _follow_merges(self, merged: dict[int, int]) -> None:
+        """Let the selection and the folded nodes refer to the nodes that are left."""
+        chosen = self.selection
+        if chosen is not None and chosen.kind == "node":
+            while chosen.id in merged:
+                chosen = self.selection = Selection("node", merged[chosen.id])
+        for id in self.tree.folded & merged.keys():
+            self.tree.folded.remove(id)
+            self.tree.folded.add(merged[id])
+        merged.clear()
 
     def frame(self, now: float) -> None:
         """Prepare a frame: summarise its steps, age the highlights, resolve the selection. The percentiles and

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from engine.core.engine import Engine
+from engine.core.radix import Node
 from engine.core.request import Request
 from engine.core.scheduler import SchedulerConfig
 from engine.core.step import StepPlan
@@ -127,6 +128,47 @@ def test_a_failing_step_fails_its_requests_and_nothing_else(seed: int, delay: in
         got = request.output_ids
         assert got == alone(request.ids[: request.prompt_len], request.seed, len(got), stop=request.stop_ids)
         assert request.finish_reason.split(":")[0] in ("stop", "length", "abort", "error")
+
+
+def nodes_of(engine: Engine) -> list[Node]:
+    return [node for node in engine.cache.tree.nodes.values() if node.parent is not None]
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_the_same_prompt_again_leaves_one_node(together: int) -> None:
+    """One request after the other, or several at once: prefilled in chunks, decoded token by token."""
+    engine = make_engine(blocks=200, budget=8, overlap=True)
+    prompt = list(range(1, 24))
+    for _ in range(3):
+        for _ in range(together):
+            engine.add_request(prompt, SamplingParams(max_tokens=40, seed=1, ignore_eos=True))
+        while engine.has_work:
+            engine.step()
+            engine.check()  # also: no node is left that could be merged with its only child
+            assert len(nodes_of(engine)) <= 1 + 2 * together  # the shared part, and a rest for each request
+        (node,) = nodes_of(engine)
+        assert len(node.blocks) == (23 + 40 - 1) // 4
+    engine.add_request(prompt[:9], SamplingParams(max_tokens=1))
+    run(engine)
+    first, rest = sorted(nodes_of(engine), key=lambda node: -node.last_used)
+    assert rest.parent is first and len(first.blocks) == 2, "the age of a part that was used later stays its own"
+
+
+@pytest.mark.parametrize("seed", [2, 6, 13, 20, 23])
+def test_merging_nodes_changes_no_decision(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which texts are cached and evicted, which requests run: all as in a tree that keeps its chains of nodes."""
+    kinds = ("admit", "match", "wait", "alloc", "preempt", "finish", "step")
+    decided, merges = [], []
+    for _ in range(2):
+        load = Load(seed, seed % 2)
+        kept: list[tuple[object, ...]] = []
+        load.engine.log.watch = lambda record, k=kept: k.append(record[2:])  # type: ignore[misc]
+        load.run(check_every=50)
+        decided.append([record[: 2 if record[0] == "alloc" else None] for record in kept if record[0] in kinds])
+        merges.append(sum(record[0] == "merge" for record in kept))
+        monkeypatch.setattr(Node, "same_child", None)
+    assert merges[0] > 0 == merges[1]
+    assert decided[0] == decided[1]
 
 
 @pytest.mark.parametrize("seed", [3, 4])

@@ -288,6 +288,7 @@ async def source(server: Running, tmp_path: Any) -> AsyncIterator[Any]:
         ("finish", (10**9, "stop", 3), "there is no request"),
         ("insert", (5, 5, 10**9, [], [], -1), "there is no request"),
         ("evict", (0, 1, "room"), "not a leaf"),
+        ("merge", (10**6, 10**6 + 1), "not the only child"),
         ("settle", (10**30,), "out of range"),
         ("step", (10**6, [], [], [], 0, 0), "does not follow"),
     ],

@@ -281,11 +281,12 @@ def test_the_median_of_two_first_tokens_lies_between_them():
 @pytest.mark.parametrize("seed", range(4))
 def test_the_order_of_eviction_is_that_of_the_engines_tree(seed):
     stress, view, _ = followed(CLASSROOM, 700 + 50 * seed, seed)
-    expected = eviction_order(view.live.state)
+    nodes = view.live.state.nodes
+    expected = [block for id in eviction_order(view.live.state) for block in reversed(nodes[id].blocks)]
     assert expected, "nothing is evictable: this would test nothing"
-    stress.drain()
-    stress.cache.tree.evict(stress.cache.allocator.num_cached, "test")
-    went = [record[3] for record in stress.drain() if record[2] == "evict"]
+    went, tree, pool = [], stress.cache.tree, stress.cache.allocator
+    while tree.evict(1, "test"):
+        went.append(pool.free_blocks[-1])  # the block freed last
     assert went == expected
 
 
@@ -460,6 +461,25 @@ def test_glow_marks_recent_changes_and_while_paused_the_changes_of_the_last_step
     view.fold(stress.drain(), stress.now + 100)
     view.frame(stress.now + 200)
     assert not view.glow().any(), "running, it fades"
+
+
+def test_a_selected_and_folded_node_that_is_merged_stays_selected_and_folded():
+    stress, view, _ = followed(TIGHT, 1)
+    merges = 0
+    for _ in range(600):
+        stress.run_steps(1)
+        batch = stress.drain()
+        left = {max(record[3:]): min(record[3:]) for record in batch if record[2] == "merge"}
+        for gone in left.keys() & view.live.state.nodes.keys():
+            view.select("node", gone)
+            view.tree.folded = {gone}
+            view.fold(batch, stress.now)
+            kept = left[gone]
+            assert kept in view.live.state.nodes and gone not in view.live.state.nodes
+            assert view.selection.id == kept and view.tree.folded == {kept}
+            merges += 1
+        view.fold(batch, stress.now)
+    assert merges > 0
 
 
 def test_a_selection_is_linked_to_its_requests_nodes_and_blocks():
