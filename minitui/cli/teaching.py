@@ -74,7 +74,7 @@ def demo(
 
 
 def lesson(
-    number: Annotated[str | None, typer.Argument(help="1 to 10. Default: list the lessons.")] = None,
+    number: Annotated[str | None, typer.Argument(help="0 to 10. Default: list the lessons.")] = None,
     plain: Annotated[
         bool,
         typer.Option(
@@ -86,6 +86,7 @@ def lesson(
 
     \b
       minitui lesson              list the lessons
+      minitui lesson 0            begin here: text, tokens, a forward pass, one more token
       minitui lesson 9            the radix cache
       minitui lesson 9 --plain    print lesson 9 as text
     """

@@ -27,6 +27,7 @@ from minitui.tui.widgets.first_token import FirstTokens
 from minitui.tui.widgets.lanes import BatchLanes
 from minitui.tui.widgets.occupancy import Occupancy
 from minitui.tui.widgets.origin import PromptOrigin
+from minitui.tui.widgets.pieces import TextPieces
 from minitui.tui.widgets.requests import RequestTable
 from minitui.tui.widgets.side_by_side import SideBySide
 from minitui.tui.widgets.step_bar import StepBar
@@ -121,6 +122,7 @@ PANELS: dict[str, type[LinePanel]] = {
     "lanes": BatchLanes,
     "occupancy": Occupancy,
     "origin": PromptOrigin,
+    "pieces": TextPieces,
     "requests": RequestTable,
     "runs": SideBySide,
     "step-bar": StepBar,

@@ -17,6 +17,8 @@ from typing import Any
 
 from engine.core.gate import RUNNING
 from engine.errors import EngineError
+from engine.params import SamplingParams
+from engine.text.output import Delta
 from engine.trace.state import RequestView, State
 from minitui.chat.conversation import Sampling, Session
 from minitui.chat.prompt import Codec
@@ -77,6 +79,7 @@ class Stage:
     bar: str = "█"
     held: Callable[[], bool] = lambda: False  # True while the user freezes the view: pauses and waits do not end
     keys: bool = False  # True if the user can answer a prediction with a key, which calls `guess`
+    typed: str = ""  # the text that the reader typed for the experiment; empty: the experiment's own text
     said: list[str] = field(default_factory=list)  # the texts shown so far
     _choices: Sequence[str] = ()  # choices of the open prediction
     _guessed: int | None = None
@@ -229,6 +232,15 @@ class Stage:
         for session, question in zip(sessions, questions, strict=True):
             await self.ask(session, question)
         return sessions
+
+    async def complete(self, ids: list[int], params: SamplingParams) -> list[Delta]:
+        """Runs a request for these ids to its end, and pauses the engine again. Returns the request's deltas."""
+        stream = self.source.submit(ids, params, group="lesson")
+        await self.open()
+        deltas = [delta async for delta in stream]
+        self.state()
+        await self.gate()
+        return deltas
 
     async def until(self, what: str, condition: Callable[[], Any]) -> None:
         """Waits until `condition()` is true. Raises EngineError, which names `what`, after WAIT_SECONDS."""

@@ -20,6 +20,7 @@ from engine.core.gate import RUNNING
 from engine.trace.records import Record
 from engine.trace.state import State
 from minitui.viewmodel.annotated_state import AnnotatedState
+from minitui.viewmodel.board import Board
 from minitui.viewmodel.events import Event, Events, describe
 from minitui.viewmodel.experts import ExpertLoads
 from minitui.viewmodel.history import FirstTokens, Rates, StepRow, Steps
@@ -63,12 +64,13 @@ class View:
         self.ids_to_text: Callable[[list[int]], str] | None = None
         self.caching = True  # prefix caching is on
         self.selection: Selection | None = None
+        self.board: Board | None = None  # what a lesson shows besides the records
         self.home: str | None = None  # panels of a single request show only requests of this group; None: of all groups
         self.frozen = False  # the user froze the picture: no record is folded
         self.dropped = 0  # records missing from the history: lost, or dropped from a long backlog
         self.gap = False  # records are missing: `reset` with a snapshot is needed
         self.loaded = False
-        self.version = 0  # increases with each selection: screens then paint again
+        self.version = 0  # increases with each selection and each `put`: screens then paint again
         self.run_name = ""  # of a run that is compared with another run (see `keep_run`)
         self.earlier: View | None = None  # the run to compare with
         self._now = 0.0
@@ -401,6 +403,11 @@ class View:
         self.selection = None if kind is None else Selection(kind, id)
         self.version += 1
         self.links = resolve(self.selection, self.shown, self.steps, self.requests_of)
+
+    def put(self, board: Board | None) -> None:
+        """Show what a lesson shows besides the records; None: nothing."""
+        self.board = board
+        self.version += 1
 
     def requests_of(self, group: str) -> list[int]:
         """Returns the known requests of a group, oldest first."""

@@ -17,6 +17,7 @@ import pytest
 
 from engine.core.scheduler import SchedulerConfig
 from engine.errors import EngineError
+from engine.text.tokenizer import Tokenizer
 from minitui.chat.model_choice import choose_model, load_codec
 from minitui.chat.sessions import Chats
 from minitui.cli.options import engine_config
@@ -25,14 +26,16 @@ from minitui.sources.local import LocalSource
 from minitui.teaching.lessons import LESSONS, lesson
 from minitui.teaching.lessons import page as page_module
 from minitui.teaching.lessons.l2_model import tensors
-from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, find_code, fresh, paragraphs
+from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, TypeIn, find_code, fresh, paragraphs
 from minitui.teaching.lessons.plain import print_with_own_engine
+from minitui.teaching.merges import merges, shown_piece
 from minitui.teaching.stage import Stage
 from minitui.tui.glyphs import glyphs
 from minitui.tui.lesson_app import LessonApp
 from minitui.tui.screens.code import CodePanel, CodeScreen, wrap_code
 from minitui.tui.screens.lesson import HEIGHTS, PANEL_ROWS, PANELS, LessonScreen
 from minitui.tui.widgets.lesson_text import Reading, page_lines
+from minitui.viewmodel.board import Pieces
 from minitui.viewmodel.model import View
 from minitui.viewmodel.updater import Updater
 from tests.support.driving import press, until
@@ -41,6 +44,9 @@ from tests.support.sampling import sampling
 
 LESSON_FILES = Path(page_module.__file__).parent
 RIGHT = {  # what each experiment must prove, by lesson and page title
+    (0, "Text becomes tokens"): "prefill is one token, Anna has several",
+    (0, "A forward pass"): "one number for each token of the vocabulary",
+    (0, "Again and again"): "only the first reply token",
     (1, "One question, step by step"): "5: the prompt's step samples the first token",
     (2, "The cost of reading weights"): "several times as long as one token of the prompt",
     (3, "What a token costs"): "4,096 bytes: 4 KiB",
@@ -229,7 +235,12 @@ def derived(one: Lesson, question: int, panel: str) -> set[str]:
         prefills = [len(cells) - cells.index(g.prefill) for cells in phases if g.prefill in cells]
         last = max(int(step) for step in re.findall(r"step (\d+)", panel))
         counts = {len(cells) for cells in phases} | {sum(map(bool, phases)), len(marked) - sum(map(bool, phases))}
-        return {str(n) for n in counts | {last - back + 1 for back in prefills} | {phases[0].count(g.prefill)}}
+        return {
+            str(n)
+            for n in counts
+            | {last - back + 1 for back in prefills}
+            | {phases[0].count(mark) for mark in (g.prefill, g.decode)}
+        }
     if one.number in (3, 4):
         filled, of = re.findall(r"(\d+)/(\d+)", panel)[0]  # the last block of the table; then the legend
         [tokens] = re.findall(r"for (\d+) tokens", panel)
@@ -331,6 +342,11 @@ async def stumble(stage: Stage) -> Seen:
     raise EngineError("the experiment was not possible")
 
 
+async def echo(stage: Stage) -> Seen:
+    stage.view.put(Pieces("Typed", tuple(stage.typed or "own"), "one piece a letter"))
+    return Seen(f"typed: {stage.typed!r}")
+
+
 SMALL = Lesson(
     3, "Test", "Does it work?",
     (
@@ -340,6 +356,7 @@ SMALL = Lesson(
             Prediction("What?", ("this", "that")),
         ),
         Page("Third", "\nThis fails.\n", "tree", "", stumble),
+        Page("Fourth", "\nType.\n", "pieces", "", echo, type_in=TypeIn("Your text", "own", 12)),
     ),
     greet,
     (
@@ -405,7 +422,7 @@ class Classroom:
 @pytest.mark.parametrize("size", [(80, 24), (140, 40)])
 async def test_a_lesson_is_read_predicted_run_and_answered(size: tuple[int, int]) -> None:
     async with Classroom(size) as room:
-        assert "L3 Test · 1 of 4" in room.text() and "Some text." in room.text()
+        assert "L3 Test · 1 of 5" in room.text() and "Some text." in room.text()
         await room.press("right")
         assert "Predict: What?" in room.text() and "Press enter to run" in room.text()
         await room.press("b")
@@ -421,14 +438,14 @@ async def test_a_lesson_is_read_predicted_run_and_answered(size: tuple[int, int]
         await room.press("right", "enter")
         await room.until(lambda: 2 in room.reading.failed)
         assert "was not possible" in room.text()
-        await room.press("right")
+        await room.press("right", "right")
         await room.until(lambda: room.reading.prepared)
         assert "See the lanes." in room.text() and "Batch lanes" in room.text()
         await room.press("enter")
         assert "1 request" in room.text()
         await room.press("tab", "enter", "tab", "enter")
         assert "because" in room.text() and len(room.reading.revealed) == 3
-        await room.press("right", "left", "left", "left", "left", "left")
+        await room.press("right", *["left"] * 6)
         assert room.reading.at == 0
 
 
@@ -450,10 +467,42 @@ async def test_a_lesson_is_read_while_its_engine_starts() -> None:
         await room.until(lambda: 1 in room.reading.seen)
         assert "You said b" in room.text()
     async with Classroom((80, 24), loaded=False) as room:
-        await room.press("right", "right", "right")
+        await room.press(*["right"] * 4)
         assert "The engine is starting." in room.text()
         await room.up()
         await room.until(lambda: room.reading.prepared)
+
+
+async def test_the_reader_types_a_text_for_an_experiment() -> None:
+    async with Classroom((80, 24)) as room:
+        await room.press("i", *["right"] * 3, "enter")
+        await room.until(lambda: 3 in room.reading.seen)
+        assert room.reading.seen[3].text == "typed: ''" and "o│w│n" in room.text()
+        await room.press("i", "ctrl+u", *"a b", "enter")
+        await room.until(lambda: room.reading.seen.get(3, Seen("")).text == "typed: 'a b'")
+        await room.until(lambda: "a│ │b│" in room.text())
+        await room.press("i", *"0123456789", "enter")
+        said = [notice.message for notice in room.app._notifications]
+        assert said == ["the text has 13 characters: type at most 12"]
+        assert room.reading.typed == {3: "a b"}
+        await room.press("left", "left", "i")
+        assert isinstance(room.app.screen, LessonScreen), "this page takes no text"
+
+
+def test_merges_end_with_the_tokenizers_own_tokens() -> None:
+    tokenizer = Tokenizer(Path(choose_model(None).name))
+    for text in ("What is prefill? My name is Anna.", "aaaa héllo 漢字  b\n\n!!", "", "  ", "\x1b[31m"):
+        begin, done = merges(tokenizer, text)
+        assert begin == tuple(bytes([byte]) for byte in text.encode())
+        before, rules = begin, []
+        for merge in done:
+            assert len(merge.pieces) < len(before) and all(merge.pieces[i] == b"".join(merge.pair) for i in merge.new)
+            assert b"".join(merge.pieces) == text.encode()
+            before = merge.pieces
+            rules.append(merge.rule)
+        assert before == tuple(map(tokenizer.token_bytes, tokenizer.encode(text)))
+        assert rules == sorted(rules), "the earliest rule that fits comes first"
+    assert shown_piece("é".encode()) == "é" and shown_piece(b"\xf0\x9f") == "<f0 9f>"
 
 
 def test_long_lines_of_code_go_on_below() -> None:
@@ -479,9 +528,9 @@ async def test_the_code_opens_and_closes_and_the_lesson_can_be_changed() -> None
         await room.press("2")
         assert not isinstance(room.app.screen, LessonScreen)
         await room.press("0")
-        room.app.run_worker(room.app._change(LESSONS[8]))
-        await room.until(lambda: room.restarts and room.reading.lesson is LESSONS[8])
-        assert room.restarts == [LESSONS[8].options] and "L9 Radix cache · 1 of" in room.text()
+        room.app.run_worker(room.app._change(LESSONS[9]))
+        await room.until(lambda: room.restarts and room.reading.lesson is LESSONS[9])
+        assert room.restarts == [LESSONS[9].options] and "L9 Radix cache · 1 of" in room.text()
 
 
 async def test_leaving_a_page_stops_its_experiment() -> None:

@@ -25,6 +25,7 @@ from minitui.tui.widgets.experts import ExpertMap
 from minitui.tui.widgets.lanes import BatchLanes
 from minitui.tui.widgets.occupancy import Occupancy, shares
 from minitui.tui.widgets.origin import PromptOrigin
+from minitui.tui.widgets.pieces import TextPieces
 from minitui.tui.widgets.requests import RequestTable
 from minitui.tui.widgets.rows import cells, cut, fit, plain
 from minitui.tui.widgets.step_bar import StepBar
@@ -33,6 +34,7 @@ from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.tree import RadixTree
 from minitui.tui.widgets.vitals import Vitals, vitals
 from minitui.tui.widgets.waterfall import Waterfall
+from minitui.viewmodel.board import Pieces
 from minitui.viewmodel.lanes import DECODING, FINISHED, NOTHING, PREEMPTED, PREFILLING, QUEUED
 from minitui.viewmodel.model import View
 from minitui.viewmodel.story import tell
@@ -85,6 +87,31 @@ def test_every_row_has_exactly_the_width_of_the_panel(panel, load):
                     assert sum(cells(text) for text, _ in row) == width, plain(row)
                 if ascii_only:
                     assert all(plain(row).isascii() for row in rows), [plain(r) for r in rows if not plain(r).isascii()]
+
+
+BOARDS = [
+    Pieces("Merge 1 of 2", ("a", " wörld", "<f0 9f>", "\x1b[31m", "x" * 90), "rule 3", lit=frozenset({1})),
+    Pieces("The text so far", ("What", " is") * 60, "120 tokens", prompt=4, ids=tuple(range(1000, 1120))),
+]
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.title)
+def test_what_a_lesson_shows_fits_its_panel(board):
+    _, view = stress_view(SMALL, 1.0, 5)
+    view.put(board)
+    for ascii_only in (False, True):
+        use_ascii(ascii_only)
+        for width, height in SHAPES:
+            rows = TextPieces().drawn(view, width, height)
+            assert [sum(cells(text) for text, _ in row) for row in rows] == [width] * height
+            assert not any("\x1b" in plain(row) for row in rows)
+
+
+def test_the_end_of_a_long_text_stays_visible():
+    _, view = stress_view(SMALL, 1.0, 5)
+    view.put(BOARDS[1])
+    rows = body(TextPieces(), view, 40, 7)
+    assert rows[-1].strip() == "120 tokens" and "1119" in rows[-2] and "1000" not in "".join(rows)
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.__name__)

@@ -1,9 +1,12 @@
-"""The lessons L1 to L10: text about this engine, experiments on it, and questions that the panels answer."""
+"""The lessons L0 to L10: text about this engine, experiments on it, and questions that the panels answer.
+
+L0 explains the words that the other lessons use; L1 to L10 explain one idea each."""
 
 from __future__ import annotations
 
 from engine.errors import EngineError
 from minitui.teaching.lessons import (
+    l0_tokens,
     l1_architecture,
     l2_model,
     l3_paged_kv,
@@ -18,8 +21,9 @@ from minitui.teaching.lessons import (
 from minitui.teaching.lessons.page import Lesson
 
 LESSONS: tuple[Lesson, ...] = (
-    l1_architecture.LESSON, l2_model.LESSON, l3_paged_kv.LESSON, l4_paged_attention.LESSON, l5_sampler.LESSON,
-    l6_scheduler.LESSON, l7_detokenizer.LESSON, l8_server.LESSON, l9_radix.LESSON, l10_cuda_graphs.LESSON,
+    l0_tokens.LESSON, l1_architecture.LESSON, l2_model.LESSON, l3_paged_kv.LESSON, l4_paged_attention.LESSON,
+    l5_sampler.LESSON, l6_scheduler.LESSON, l7_detokenizer.LESSON, l8_server.LESSON, l9_radix.LESSON,
+    l10_cuda_graphs.LESSON,
 )  # fmt: skip
 
 

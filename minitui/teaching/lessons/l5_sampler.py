@@ -19,16 +19,8 @@ async def draw(stage: Stage, **params: Any) -> tuple[str, list[Any]]:
     assert stage.chats.codec is not None
     messages = [{"role": "system", "content": stage.system}, {"role": "user", "content": QUESTION}]
     ids = stage.chats.codec.apply_chat_template(messages, add_generation_prompt=True)
-    stream = stage.source.submit(ids, SamplingParams(**params), group="sampler")
-    await stage.open()
-    text = ""
-    logprobs: list[Any] = []
-    async for delta in stream:
-        text += delta.text
-        logprobs += getattr(delta, "logprobs", [])
-    stage.state()
-    await stage.gate()
-    return text, logprobs
+    deltas = await stage.complete(ids, SamplingParams(**params))
+    return "".join(delta.text for delta in deltas), [one for delta in deltas for one in delta.logprobs]
 
 
 async def look_at_logits(stage: Stage) -> Seen:

@@ -40,14 +40,8 @@ async def held_back(stage: Stage) -> Seen:
     ids = stage.chats.codec.apply_chat_template(messages, add_generation_prompt=True)
 
     async def pieces(stop: tuple[str, ...]) -> tuple[list[str], str]:
-        stream = stage.source.submit(ids, SamplingParams(temperature=0.0, max_tokens=24, stop=stop), group="stop")
-        await stage.open()
-        out, reason = [], ""
-        async for delta in stream:
-            out.append(delta.text)
-            reason = delta.finish_reason or reason
-        await stage.gate()
-        return out, reason
+        deltas = await stage.complete(ids, SamplingParams(temperature=0.0, max_tokens=24, stop=stop))
+        return [delta.text for delta in deltas], deltas[-1].finish_reason
 
     free, _ = await pieces(())
     text = "".join(free)

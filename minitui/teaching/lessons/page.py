@@ -45,11 +45,21 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class TypeIn:
+    """A text that the reader may type for an experiment, in place of `default`. `longest`: its limit in characters."""
+
+    title: str
+    default: str
+    longest: int
+
+
+@dataclass(frozen=True)
 class Page:
     """A page. Empty lines separate paragraphs of `text`. A line that begins with a space is not joined to other lines.
 
     `panel`: a key of minitui.tui.screens.lesson.PANELS; that panel is shown beside the text. `code`: the source to
-    show, as "package.module:Class.function". `run`: the experiment.
+    show, as "package.module:Class.function". `run`: the experiment. `type_in`: the text that the reader may type for
+    the experiment, which finds the text in `Stage.typed`.
     """
 
     title: str
@@ -58,6 +68,7 @@ class Page:
     code: str = ""
     run: Callable[[Stage], Awaitable[Seen]] | None = None
     predict: Prediction | None = None
+    type_in: TypeIn | None = None
 
 
 @dataclass(frozen=True)
@@ -172,5 +183,6 @@ async def fresh(stage: Stage) -> None:
     await stage.source.control("clear_cache")
     await stage.until("an empty tree", lambda: len(stage.state().nodes) == 1)
     stage.view.select(None)
+    stage.view.put(None)
     await stage.feed.sync()
     stage.begin_count()

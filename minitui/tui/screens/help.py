@@ -28,6 +28,7 @@ A lesson has pages of text beside a real engine. The figures of an experiment ar
   right, left    the next page, the previous page; also page down and page up, the keys of a presenter's remote
   a b c d        predict the result, before the experiment has run
   enter, r       run the experiment, or run it again; on the last page, answer the question
+  i              type your own text for the experiment, on pages that offer this
   tab            on the last page: the next question, and the panel that shows its answer
   v              the installed code that this page explains
   L              all lessons

@@ -25,6 +25,7 @@ from minitui.tui.widgets.events import Events
 from minitui.tui.widgets.lanes import BatchLanes
 from minitui.tui.widgets.lesson_text import LessonText, Reading, page_lines
 from minitui.tui.widgets.occupancy import Occupancy
+from minitui.tui.widgets.pieces import TextPieces
 from minitui.tui.widgets.side_by_side import SideBySide
 from minitui.tui.widgets.status_bar import StatusBar
 from minitui.tui.widgets.step_bar import StepBar
@@ -35,7 +36,7 @@ from minitui.viewmodel.model import View
 
 PANELS: dict[str, type[LinePanel]] = {
     "step": StepBar, "map": BlockMap, "table": BlockTable, "lanes": BatchLanes, "tree": RadixTree,
-    "timings": StepTimings, "events": Events, "occupancy": Occupancy, "runs": SideBySide,
+    "timings": StepTimings, "events": Events, "occupancy": Occupancy, "pieces": TextPieces, "runs": SideBySide,
 }  # fmt: skip
 WIDE = 120  # columns; if the screen is at least this wide, panels are beside the text, otherwise below it
 # Rows of these panels; on a narrow screen, all other panels have PANEL_ROWS. The timings need 10 for their tracks.
@@ -70,6 +71,7 @@ class LessonScreen(BaseScreen[None]):
         ),
         Binding("tab", "question(1)", "next question", show=False, id="lesson.question"),
         Binding("shift+tab", "question(-1)", "previous question", show=False, id="lesson.question.back"),
+        Binding("i", "type", "type a text for the experiment", show=False, id="lesson.type"),
         Binding("v", "code", "the code", show=False, id="lesson.code"),
         Binding("L", "lessons", "all lessons", show=False, id="lesson.list"),
     ]
@@ -119,6 +121,8 @@ class LessonScreen(BaseScreen[None]):
         else:
             if page.run is not None:
                 hints.append(("enter", "run again" if reading.at in reading.seen else "run"))
+            if page.type_in is not None:
+                hints.append(("i", "your text"))
             if page.code:
                 hints.append(("v", "code"))
         return [*hints, ("L", "lessons"), ("n", "step"), ("2", "inspect"), ("?", "help"), ("q", "quit")]
@@ -226,11 +230,28 @@ class LessonScreen(BaseScreen[None]):
         elif reading.page.run is not None:
             self.run_worker(self._run(reading, stage, reading.page.run), group="lesson", exclusive=True)
 
+    def action_type(self) -> None:
+        """Let the reader type a text for the experiment, and run the experiment with this text."""
+        reading, page = self.reading, self.reading.page
+        type_in = page.type_in if page is not None else None
+        if type_in is None or reading.running:
+            return
+
+        def then(text: str) -> None:
+            if len(text) > type_in.longest:
+                self.app.say(f"the text has {len(text)} characters: type at most {type_in.longest}", error=True)
+            elif self.reading is reading and reading.page is page:
+                reading.typed[reading.at] = text
+                self.action_go()
+
+        self.app.ask_text(type_in.title, reading.typed.get(reading.at, type_in.default), then)
+
     async def _run(self, reading: Reading, stage: Stage, run: Callable[[Stage], Awaitable[Seen]]) -> None:
         at = reading.at
         reading.seen.pop(at, None)
         reading.failed.pop(at, None)
         reading.running, reading.prepared = True, False
+        stage.typed = reading.typed.get(at, "")
         self.text.follow()
         try:
             await fresh(stage)

@@ -23,6 +23,7 @@ class Reading:
         self.lesson = lesson
         self.at = 0
         self.predicted: dict[int, int] = {}  # page -> choice
+        self.typed: dict[int, str] = {}  # page -> the text that the reader typed for its experiment
         self.seen: dict[int, Seen] = {}  # page -> result of its experiment
         self.failed: dict[int, str] = {}  # page -> error of its experiment
         self.ready = False  # the engine has started
@@ -101,6 +102,8 @@ def _keys(reading: Reading) -> str:
         else:
             letters = " ".join(LETTERS[: len(page.predict.choices)]) if page.predict else ""
             parts.append(f"{letters} predict, enter runs" if letters else "enter runs")
+    if page is not None and page.type_in is not None:
+        parts.append("i your text")
     if page is not None and page.code:
         parts.append("v code")
     return f" {glyphs().middot} ".join([*parts, "left/right pages"])

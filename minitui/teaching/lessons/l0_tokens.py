@@ -1,0 +1,314 @@
+"""L0: text becomes tokens, and a forward pass gives one more token, again and again."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from engine.errors import EngineError
+from engine.params import SamplingParams
+from engine.text.tokenizer import Tokenizer
+from minitui.chat.conversation import Session
+from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, TypeIn
+from minitui.teaching.merges import merges, shown_piece
+from minitui.teaching.stage import Stage
+from minitui.text import count
+from minitui.viewmodel.board import Pieces
+
+TEXT = "What is prefill? My name is Anna."
+WORDS = (" prefill", " Anna")  # compared by the first prediction
+QUESTION = "What is prefill?"
+LONGEST = 120  # characters of a typed text
+LISTED = 24  # merges in the text of the result
+REPLY = 8
+CANDIDATES = 4
+NO_BREAK = "\xa0"  # a space at which no line ends
+TYPE = TypeIn("Your text", TEXT, LONGEST)
+ASK = TypeIn("Your question", QUESTION, LONGEST)
+
+
+def _tokenizer(stage: Stage) -> Tokenizer:
+    return Tokenizer(Path(stage.source.info["model_dir"]))
+
+
+def _quoted(piece: str) -> str:
+    return f"“{piece}”".replace(" ", NO_BREAK)
+
+
+def _pieces(tokenizer: Tokenizer, ids: list[int]) -> tuple[str, ...]:
+    return tuple(shown_piece(tokenizer.token_bytes(token)) for token in ids)
+
+
+async def cut_up(stage: Stage) -> Seen:
+    """Cuts the typed text into tokens, one merge rule after the other."""
+    text = stage.typed or TEXT
+    tokenizer = _tokenizer(stage)
+    begin, done = merges(tokenizer, text)
+    pieces = tuple(map(shown_piece, begin))
+    stage.view.put(Pieces("Text", pieces, f"{count(len(pieces), 'byte')}, one by one"))
+    await stage.pause(1.5)
+    for n, merge in enumerate(done, 1):
+        left, right = map(shown_piece, merge.pair)
+        stage.view.put(
+            Pieces(
+                f"Merge {n} of {len(done)}",
+                tuple(map(shown_piece, merge.pieces)),
+                f"rule {merge.rule}: “{left}” and “{right}” become “{left}{right}”",
+                lit=merge.new,
+            )
+        )
+        await stage.pause(min(0.7, 15 / len(done)))
+    ids = tokenizer.encode(text)
+    pieces = _pieces(tokenizer, ids)
+    stage.view.put(Pieces("Tokens", pieces, f"{count(len(ids), 'token')} with their ids", tuple(ids)))
+    pairs = [" + ".join(_quoted(shown_piece(half)) for half in merge.pair) for merge in done[:LISTED]]
+    listed = f" In order: {', '.join(pairs)}{' …' if len(done) > LISTED else ''}." if pairs else ""
+    common, name = (_pieces(tokenizer, tokenizer.encode(word)) for word in WORDS)
+    rules = f"{count(len(done), 'rule')} fitted.{listed}" if done else "No rule fitted."
+    return Seen(
+        f"{count(len(begin), 'byte')} became {count(len(ids), 'token')}. {rules} The tokens, and their ids:\n\n   "
+        + " | ".join(pieces) + "\n   " + " ".join(map(str, ids))
+        + f"\n\nThe vocabulary has {tokenizer.vocab_size:,} tokens. {_quoted(WORDS[0])} becomes "
+        f"{count(len(common), 'token')}, {_quoted(WORDS[1])} becomes {count(len(name), 'token')}.",
+        {(True, True): 0, (True, False): 1}.get((len(common) == 1, len(name) == 1), 2),
+    )  # fmt: skip
+
+
+async def score(stage: Stage) -> Seen:
+    """Runs one forward pass over the typed question, and lists the tokens with the best scores."""
+    assert stage.chats.codec is not None
+    question = stage.typed or QUESTION
+    ids = stage.chats.codec.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
+    tokenizer = _tokenizer(stage)
+    stage.view.put(
+        Pieces("Prompt", _pieces(tokenizer, ids), f"{count(len(ids), 'prompt token')}", tuple(ids), prompt=len(ids))
+    )
+    await stage.pause(1.5)
+    deltas = await stage.complete(ids, SamplingParams(temperature=0.0, max_tokens=1, logprobs=CANDIDATES))
+    best = deltas[0].logprobs[0].top
+    rows = [(repr(_pieces(tokenizer, [token])[0]), math.exp(value), f"{math.exp(value):.1%}") for token, value in best]
+    return Seen(
+        f"One forward pass computed the {len(ids)} prompt tokens. After the last of them, each of the "
+        f"{tokenizer.vocab_size:,} tokens has a score, and so a probability. The {len(rows)} most likely tokens:\n\n"
+        f"{stage.bars(rows)}",
+        2 if sum(chunk[2] for chunk in stage.last_row().chunks) == len(ids) and len(rows) > 1 else 0,
+    )
+
+
+def show_tokens(stage: Stage, session: Session, prompt: int) -> None:
+    """Shows the prompt and the reply so far, token by token."""
+    pieces = _pieces(_tokenizer(stage), session.ids)
+    line = f"{count(prompt, 'prompt token')}, {count(len(pieces) - prompt, 'reply token')}"
+    if len(pieces) > prompt:
+        line += f"; the last one is “{pieces[-1]}”"
+    stage.view.put(Pieces("The text so far", pieces, line, lit=frozenset({len(pieces) - 1}), prompt=prompt))
+
+
+async def grow(stage: Stage, steps: int, seconds: float) -> tuple[Session, int]:
+    """Writes a reply to the typed question, token by token; returns its chat and the length of the prompt."""
+    session = await stage.write(stage.typed or QUESTION, REPLY, 0, system="")
+    prompt = stage.request(session).prompt_tokens
+    for n in range(1, steps + 1):
+        await stage.step(1)
+        await stage.until("the token", lambda n=n: len(session.ids) >= prompt + n)  # type: ignore[misc]
+        show_tokens(stage, session, prompt)
+        await stage.pause(seconds)
+    return session, prompt
+
+
+async def again(stage: Stage) -> Seen:
+    """Writes a reply token by token, and counts what each step computed."""
+    session, prompt = await grow(stage, REPLY, 1.0)
+    steps = stage.view.steps
+    rows = [steps.get(step) for step in range(steps.last - stage.figures().steps + 1, steps.last + 1)]
+    computed = [row.tokens for row in rows if row is not None]
+    if len(computed) < 2:
+        raise EngineError("the reply ended after one token: type another question")
+    return Seen(
+        f"{len(computed)} forward passes gave {len(session.ids) - prompt} tokens. The first pass computed "
+        f"{computed[0]} tokens: this is the prefill. Each later pass computed {computed[1]}: this is decode.\n\n"
+        f"The tokens computed in each pass: {' '.join(map(str, computed))}",
+        1 if set(computed[1:]) == {1} else 0,
+    )
+
+
+async def close(stage: Stage) -> None:
+    """Stops the engine in the middle of a reply."""
+    stage.typed = ""
+    await grow(stage, REPLY - 2, 0.0)
+
+
+def _board(stage: Stage) -> Pieces:
+    board = stage.view.board
+    assert isinstance(board, Pieces)
+    return board
+
+
+def _tokens(stage: Stage) -> str:
+    board = _board(stage)
+    return f"{board.prompt} of the prompt, {len(board.pieces) - (board.prompt or 0)} of the reply"
+
+
+def _last(stage: Stage) -> str:
+    return f"“{_board(stage).pieces[-1]}”: no step has computed it yet; it is the input of the next step"
+
+
+def _passes(stage: Stage) -> str:
+    decodes = stage.figures().steps - 1
+    return f"{decodes + 1}: one prefill and {decodes} decode steps"
+
+
+LESSON = Lesson(
+    0,
+    "Tokens",
+    "What does a language model read, and what does it write?",
+    (
+        Page(
+            "Text becomes tokens",
+            """
+            A model computes with numbers. So text is cut into tokens, pieces with a number each: the token id. The
+            model's vocabulary is all its tokens.
+
+            This tokenizer first cuts a text into words and signs; a space belongs to the word after it. It cuts each
+            word into bytes: a letter is one byte or more. Then it joins pieces by a list of merge rules. A rule names
+            two pieces that become one if they are neighbours. Frequent pairs are early in the list. The earliest rule
+            that fits is applied first, until no rule fits.
+            """,
+            panel="pieces",
+            code="minitui.teaching.merges:merges",
+            run=cut_up,
+            type_in=TYPE,
+            predict=Prediction(
+                "The list was made from texts about inference engines. How are the words prefill and Anna cut?",
+                ("each is one token", "prefill is one token, Anna has several", "each letter is a token"),
+                (
+                    "the vocabulary would contain every word of the language, names included.",
+                    "",
+                    "no rule would fit. But the rules join letters that often stand together.",
+                ),
+            ),
+        ),
+        Page(
+            "A forward pass",
+            """
+            A prompt is a text that a model has to continue. A reply is the continuation. In a chat, the prompt also has
+            tokens such as <|im_start|>, which mark who speaks.
+
+            The model consists of layers with many fixed numbers, the weights. The ids go in at the first layer. To
+            compute all layers once is a forward pass. Its result depends on all tokens of the prompt.
+            """,
+            panel="pieces",
+            code="engine.model.decoder:Decoder.forward",
+            run=score,
+            type_in=ASK,
+            predict=Prediction(
+                "What does one forward pass give?",
+                ("the whole reply", "one token", "one number for each token of the vocabulary"),
+                (
+                    "the model would have to know how long the reply is before its first token is chosen.",
+                    "the model would always give the same reply. But a reply can be drawn: several tokens are "
+                    "possible, and some are likelier than others.",
+                    "",
+                ),
+            ),
+        ),
+        Page(
+            "Logits and sampling",
+            """
+            A forward pass gives one number for each token of the vocabulary: the logits. A higher logit means a more
+            likely token. A formula (softmax) makes probabilities from the logits: they are positive, and their sum is
+            1. To sample is to choose one token by these probabilities. The sampled token is the next token of the
+            reply.
+
+            Then the token is appended, and the model runs again. A reply of 100 tokens needs 100
+            forward passes, one after the other: each pass needs the token that the pass before it gave. The reply ends
+            when the model samples an end token, or when the reply has as many tokens as the user allowed.
+
+            An engine calls one forward pass a step. In one step, an engine can compute tokens of several prompts and
+            replies.
+            """,
+            code="engine.worker.sampler:Sampler.sample",
+        ),
+        Page(
+            "Query, key and value",
+            """
+            How can a pass for one token depend on all tokens before it? Through attention. Every layer computes three
+            lists of numbers for each token:
+
+              query   what this token looks for in the tokens before it
+              key     what this token can be found by
+              value   what this token hands over when it is found
+
+            The query of a token is compared with the keys of all tokens up to itself. The better a key fits, the more
+            of its value is taken. The sum of these values goes on to the next part of the layer. No token looks at
+            tokens after it.
+
+            So the key and the value of a token depend on this token and on those before it, and never change when the
+            text gets longer.
+            """,
+            code="engine.attention.torch_backend:TorchAttention",
+        ),
+        Page(
+            "Again and again",
+            f"""
+            The same question, now with a reply of {REPLY} tokens, one step at a time. The panel shows the prompt, and
+            each token of the reply when it is sampled.
+            """,
+            panel="pieces",
+            code="engine.core.engine:Engine.step",
+            run=again,
+            type_in=ASK,
+            predict=Prediction(
+                "Which tokens does the second forward pass compute?",
+                ("the prompt and the first reply token", "only the first reply token", "only the last prompt token"),
+                (
+                    "the keys and values of the prompt would be computed twice. But they have not changed, so the "
+                    "engine keeps them.",
+                    "",
+                    "the second pass would give the same result as the first. The new token must go in.",
+                ),
+            ),
+        ),
+        Page(
+            "The words of the other lessons",
+            """
+            Each word has one meaning in all lessons:
+
+              request    a prompt, with the reply's largest length and the way to sample
+              step       one forward pass, with the planning before it and the sampling after it
+              prefill    to compute the tokens of a prompt: many in one step
+              decode     to compute the reply token that was sampled last: one in a step
+              KV cache   the memory in which keys and values are kept for later steps
+              block      a part of the KV cache with room for 16 tokens
+              pool       all blocks
+              batch      the requests that run together; each has a row, its place in the batch
+              prefix     the beginning of a prompt; a cached prefix is one whose keys are kept
+              host       the CPU: it plans the steps
+              device     the processor that computes steps: a GPU, or the same CPU
+            """,
+            code="engine.core.request:Request",
+        ),
+    ),
+    close,
+    (
+        Check(
+            "How many tokens are computed or sampled so far, of the prompt and of the reply?",
+            "pieces",
+            "the panel of tokens: the line under the tokens.",
+            _tokens,
+        ),
+        Check(
+            "Which token is the input of the next step?",
+            "pieces",
+            "the panel of tokens: the token that was sampled last.",
+            _last,
+        ),
+        Check(
+            "How many forward passes has this request needed so far?",
+            "lanes",
+            "the batch lanes: one column is one step, and a step is one forward pass.",
+            _passes,
+        ),
+    ),
+    {"kv_blocks": 48},
+)
