@@ -44,8 +44,8 @@ BEFORE = 200  # steps before the first stall
 AFTER_S = 0.05  # a gap that begins this long after the stall's end still counts
 HELPED = ("stop", "program", "device")  # kinds that the helper process causes
 STALL_S = (0.04, 0.12)  # the range of a stall's duration
-BLOCKS = 200  # of the pool; a full pool needs more requests than ROWS
 MORE = 12  # requests that fill the pool
+OVERFILL = 1.3  # their tokens, as a multiple of the pool's
 BALLAST = 1_000_000  # objects that a garbage collection visits
 NAMES = {  # kind of the stall -> how the cause begins
     "plan": "plan", "launch": "launch", "commit": "commit", "emit": "output and commands",
@@ -73,6 +73,8 @@ class Rig:
         self.engine, self.view, self.stalls = engine, View(), Stalls()
         self.random = random.Random(seed)
         self.kinds = [kind for kind in NAMES if kind != "device" or on_gpu]
+        vocab, most = min(1_000, engine.runner.vocab_size), engine.scheduler.config.max_num_batched_tokens
+        self.ids = self.random.choices(range(vocab), k=2 * most)
         self.view.reset(engine.snapshot())
         self.ballast = [[] for _ in range(BALLAST)]  # type: ignore[var-annotated]
         self._late: dict[str, float] = {}
@@ -109,8 +111,8 @@ class Rig:
         self.view.fold(self.engine.log.drain())
 
     def ask(self, prompt: int, reply: int) -> Request:
-        vocab = min(1_000, self.engine.runner.vocab_size)
-        ids = [self.random.randrange(vocab) for _ in range(prompt)]
+        at = self.random.randrange(len(self.ids) - prompt)
+        ids = self.ids[at : at + prompt]
         return self.engine.add_request(ids, SamplingParams(max_tokens=reply, ignore_eos=True, temperature=1.0))
 
     def stall(self, kind: str) -> Finding:
@@ -146,7 +148,8 @@ class Rig:
     def full_pool(self) -> Finding:
         """Adds requests until one is preempted and has drawn a token again; returns what is said about this gap."""
         first = self.view.live.state.step + 1
-        more = [self.ask(self.random.randint(60, 160), 200) for _ in range(MORE)]
+        tokens = int(OVERFILL * self.view.live.total * self.engine.cache.block_size / MORE)
+        more = [self.ask(tokens - 200, 200) for _ in range(MORE)]
         found: list[tuple[Gap, Lane]] = []
         while not found:
             self.step()
@@ -235,7 +238,11 @@ def measure(rig: Rig, stalls: int) -> tuple[list[Finding], list[str], int]:
     for _ in range(BEFORE):
         rig.step()
     for i in range(stalls):
+        for _ in range(8):  # what this loop does between two steps delays the next step
+            rig.step()
         findings.append(rig.stall(rig.kinds[i % len(rig.kinds)]))
+        for _ in range(8):
+            rig.step()
         first = rig.view.live.state.step + 1
         for _ in range(rig.random.randint(20, 40)):
             rig.step()
@@ -253,6 +260,8 @@ def main(
     model: Annotated[str, typer.Option(help="The model, as for minitui chat; by default the bundled one.")] = "",
     device: str = "auto",
     dummy_weights: Annotated[bool, typer.Option("--dummy-weights", help="Use random weights.")] = False,
+    blocks: Annotated[int, typer.Option(help="Size of the pool, in blocks.")] = 200,
+    budget: Annotated[int, typer.Option(help="Tokens of a step; a long prompt has almost as many.")] = 512,
     stalls: Annotated[int, typer.Option(help="Number of stalls.")] = 200,
     seed: int = 0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -261,8 +270,8 @@ def main(
     watch_stops()
     os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[:2]))
     config = EngineConfig(
-        model=model or str(tutor.model_dir()), device=device, dummy_weights=dummy_weights, num_blocks=BLOCKS,
-        max_num_seqs=16, max_num_batched_tokens=512, load_tokenizer=False,
+        model=model or str(tutor.model_dir()), device=device, dummy_weights=dummy_weights, num_blocks=blocks,
+        max_num_seqs=16, max_num_batched_tokens=budget, load_tokenizer=False,
     )  # fmt: skip
     built = build_engine(config)
     rig = Rig(built.engine, seed, on_gpu=not built.engine.runner.synchronous)

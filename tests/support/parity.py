@@ -101,9 +101,8 @@ def below_best(reference: LLM, prompts: list[list[int]], replies: list[list[int]
     found = []
     outputs = reference.generate(asked, params, use_tqdm=False)
     for ids, reply, output in zip(prompts, replies, outputs, strict=True):
-        for token, entry in zip(reply, output.prompt_logprobs[len(ids) - 1 :], strict=True):
-            assert entry.token_id == token
-            found.append(entry.top[0][1] - entry.logprob)
+        for token, listed in zip(reply, output.prompt_logprobs[len(ids) :], strict=True):
+            found.append(max(each.logprob for each in listed.values()) - listed[token].logprob)
     return found
 
 

@@ -170,7 +170,7 @@ def test_a_prompt_that_is_computed_again_says_so_in_the_gaps_of_the_others() -> 
 
 def test_stalls_in_a_live_engine_are_named() -> None:
     """The pauses are real; only the device is simulated. On a busy machine one of them may have another cause."""
-    rig = live.Rig(make_engine(150, 16, 512, 16, overlap=True), seed=1, on_gpu=False)
+    rig = live.Rig(make_engine(200, 16, 512, 16, overlap=True), seed=1, on_gpu=False)
     for _ in range(64):
         rig.step()
     findings = [rig.stall(kind) for kind in ("plan", "launch", "commit", "emit", "collection", "pool")]

@@ -118,8 +118,9 @@ def test_logprobs_of_a_decode_graph_are_the_reference_s(model: str, reference: L
     again = [p + o.outputs[0].token_ids for p, o in zip(asked, outputs, strict=True)]
     judged = reference.generate(again, greedy(1, prompt_logprobs=0), use_tqdm=False)
     for prompt, output, judge in zip(asked, outputs, judged, strict=True):
-        mine = [found.logprob for found in output.outputs[0].logprobs]
-        theirs = [found.logprob for found in judge.prompt_logprobs[len(prompt) - 1 :]]
+        reply, listed = output.outputs[0].token_ids, judge.prompt_logprobs[len(prompt) :]
+        mine = [found[token].logprob for token, found in zip(reply, output.outputs[0].logprobs, strict=True)]
+        theirs = [found[token].logprob for token, found in zip(reply, listed, strict=True)]
         assert np.abs(np.array(mine) - np.array(theirs)).max() < TOLERANCE
 
 

@@ -114,7 +114,8 @@ def test_rows_with_penalties_and_logprobs_are_drawn_from_the_graph_s_logits(mode
     for llm in (plain, drafting):
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert all(len(o.outputs[0].logprobs) == 40 for o in outputs)
-        found.append([[(entry.token_id, entry.logprob) for entry in o.outputs[0].logprobs] for o in outputs])
+        replies = [output.outputs[0] for output in outputs]
+        found.append([[(t, e[t].logprob) for t, e in zip(r.token_ids, r.logprobs, strict=True)] for r in replies])
     assert drafts(drafting)["accepted"] > 0
     for mine, theirs in zip(*found, strict=True):
         for (token, logprob), (other, theirs_logprob) in zip(mine, theirs, strict=True):
