@@ -17,6 +17,7 @@ from engine.errors import EngineError
 from engine.hub.resolve import resolve_model
 from engine.model.config import ModelConfig
 from engine.model.hf_config import read_model_config
+from engine.model.traits import lacking
 from engine.progress import Progress
 from engine.text.tokenizer import Tokenizer
 from engine.worker.limits import resolve
@@ -158,6 +159,8 @@ def without_graphs(model: ModelConfig, config: EngineConfig) -> str:
     prefill, decode = backend_names(config.attention_backend)
     if decode not in ("auto", "triton") or prefill == "torch":
         return f"attention_backend is {config.attention_backend}, but CUDA graphs need triton; prefill may use flash"
+    if lacks := lacking(model, "graphs"):
+        return f"this {model.architecture} has {lacks}, which our CUDA graphs do not support"
     ranks, experts = config.tensor_parallel_size, model.experts
     if ranks > 1 and config.speculation != "off":
         return f"steps with drafts are captured on one GPU only, but tensor_parallel_size is {ranks}"

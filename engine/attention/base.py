@@ -22,6 +22,12 @@ class AttentionShape(Protocol):
     def num_kv_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
+    @property
+    def scale(self) -> float: ...  # the factor of query · key
+    @property
+    def sinks(self) -> bool: ...  # True: each query head has a sink
+    @property
+    def softcap(self) -> float: ...  # scores become softcap · tanh(score / softcap); 0: scores stay
 
     def window(self, layer: int) -> int:
         """Return how many keys a query of this layer attends to, the key of its own token included; 0: no limit."""
@@ -55,8 +61,15 @@ class ForwardMeta:
     fresh: bool = False  # True: every chunk starts at position 0, so it attends only to keys of this step
 
 
+Sinks = list[torch.Tensor] | None  # of each layer: [Hq], one more score of each query head, without a value
+
+
 class AttentionBackend(Protocol):
-    """Causal grouped-query attention over the paged KV cache."""
+    """Causal grouped-query attention over the paged KV cache.
+
+    A score is scale · query · key, then capped if the model has a soft cap. If the model has sinks (Xiao et al. 2023),
+    the sink of the query head takes part in the softmax as one more score, and its weight is dropped.
+    """
 
     name: str
 

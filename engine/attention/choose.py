@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from engine.attention.base import AttentionBackend, AttentionShape
+from engine.attention.base import AttentionBackend, AttentionShape, Sinks
 from engine.errors import EngineError
 
 BACKENDS = ("auto", "torch", "triton", "flash")
@@ -33,12 +33,12 @@ def backend_names(name: str) -> tuple[str, str]:
 
 def choose_attention(
     name: str, config: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device, max_rows: int,
-    max_model_len: int = 8192, kv_dtype: torch.dtype | None = None,
+    max_model_len: int = 8192, kv_dtype: torch.dtype | None = None, sinks: Sinks = None,
 ) -> AttentionBackend:  # fmt: skip
     """Return the backend for `name` (see `backend_names`). "auto" picks the fastest for the device and the model.
 
     Raises EngineError if the device or the model does not support the backend. `kv_dtype`: the type of the KV cache;
-    None means the model's type.
+    None means the model's type. `sinks`: of each layer; None: the model has none.
     """
     from engine.attention.torch_backend import TorchAttention
 
@@ -58,7 +58,7 @@ def choose_attention(
             from engine.attention.flash_backend import FlashAttention
 
             return FlashAttention(config, block_size, dtype, kv_dtype or dtype, device)
-        return TorchAttention(config, block_size, dtype, device)
+        return TorchAttention(config, block_size, dtype, device, sinks)
 
     if (prefill, decode) == ("auto", "triton"):
         from engine.attention.flash_backend import installed_for

@@ -45,12 +45,17 @@ class FlashAttention:
         The import takes a few seconds. The first call of each variant of the kernel also takes a few seconds, because
         the library then compiles this variant.
         """
-        self._scale = config.head_dim**-0.5
+        self._scale = config.scale
         self._windows = [config.window(i) for i in range(config.num_layers)]
         if dtype not in (torch.bfloat16, torch.float16):
             raise EngineError(
                 f"attention_backend flash computes in half precision, but this model runs in "
                 f"{str(dtype).removeprefix('torch.')}: choose triton or torch, or --dtype bfloat16"
+            )
+        if config.softcap or config.sinks:
+            raise EngineError(
+                f"attention_backend flash lacks {'soft caps' if config.softcap else 'attention sinks'}, which this "
+                "model has: choose auto"
             )
         if kv_dtype != dtype:
             raise EngineError(

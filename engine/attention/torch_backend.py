@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention import kv_fp8
-from engine.attention.base import AttentionShape, ForwardMeta
+from engine.attention.base import AttentionShape, ForwardMeta, Sinks
 
 SMALL_GATHER = 1 << 21  # key elements; up to this number, numpy with one thread copies faster than torch with several
 
@@ -69,9 +69,13 @@ class TorchAttention:
 
     name = "torch"
 
-    def __init__(self, config: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device, sinks: Sinks = None
+    ) -> None:
+        self._scale, self._softcap, self._sinks = config.scale, config.softcap, sinks
         self._windows = [config.window(i) for i in range(config.num_layers)]
         self._heads = (config.num_kv_heads, config.head_dim)
+        self._group = config.num_heads // config.num_kv_heads
         self._block_size = block_size
         self._dtype = dtype
         self._device = device
@@ -124,17 +128,51 @@ class TorchAttention:
         keys, values = self._read(layer, decodes.gather, k_cache, v_cache)
         # The query heads that share a key head are passed as several queries of one head, so no key is copied.
         grouped = q.reshape(n, kv_heads, -1, dim)
-        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=decodes.mask).reshape(n, -1)
+        if self._softcap or self._sinks is not None:
+            return self._attend(layer, grouped, keys, values, decodes.mask).reshape(n, -1)
+        return F.scaled_dot_product_attention(
+            grouped, keys, values, attn_mask=decodes.mask, scale=self._scale
+        ).reshape(n, -1)
 
     def _run_prefill(
         self, layer: int, chunk: _Prefill, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
     ) -> torch.Tensor:
         keys, values = self._read(layer, chunk.gather, k_cache, v_cache)
+        if self._softcap or self._sinks is not None:
+            tokens, (kv_heads, dim) = len(q), self._heads
+            mask = chunk.mask
+            if mask is None:
+                mask = torch.full((tokens, tokens), -torch.inf, dtype=self._dtype, device=self._device).triu_(1)
+            grouped = q.view(tokens, kv_heads, -1, dim).permute(1, 2, 0, 3)  # [Hkv, Hq / Hkv, T, D]
+            found = self._attend(layer, grouped[None].flatten(2, 3), keys, values, mask)
+            return found.view(kv_heads, -1, tokens, dim).permute(2, 0, 1, 3).reshape(tokens, -1)
         queries, causal = q.transpose(0, 1)[None], chunk.mask is None
         out = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=chunk.mask, is_causal=causal, enable_gqa=True
+            queries, keys, values, attn_mask=chunk.mask, is_causal=causal, scale=self._scale, enable_gqa=True
         )
         return out[0].transpose(0, 1).flatten(1)
+
+    def _attend(
+        self, layer: int, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the output [n, Hkv, R, D] with soft cap and sinks, which torch's function lacks.
+
+        q [n, Hkv, R, D]; keys and values [n, Hkv, L, D]. The R rows of a key head are the tokens of its first query
+        head, then those of its next one. mask [n, 1, 1, L], or [tokens, L]; it is added to the scores.
+        """
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores = torch.matmul(q, keys.transpose(2, 3)).to(wide) * self._scale
+        if self._softcap:
+            scores = torch.tanh(scores / self._softcap) * self._softcap
+        group = self._group
+        scores = scores.unflatten(2, (group, -1))  # [n, Hkv, Hq / Hkv, tokens, L]
+        if mask is not None:
+            scores = scores + (mask[:, :, None] if mask.dim() == 4 else mask)
+        if self._sinks is not None:
+            sinks = self._sinks[layer].to(wide).view(1, -1, group, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, sinks), -1)
+        weights = scores.softmax(-1)[..., : keys.shape[2]].to(q.dtype)
+        return torch.matmul(weights.flatten(2, 3), values)
 
     def _read(
         self, layer: int, gather: _Gather | _InPlace, k_cache: torch.Tensor, v_cache: torch.Tensor

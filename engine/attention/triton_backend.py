@@ -28,7 +28,7 @@ class TritonAttention:
             self.name = "flash + triton"
         self._flash, self.flash_from = flash, 0
         self.group = config.num_heads // config.num_kv_heads
-        self.scale = config.head_dim**-0.5
+        self.scale = config.scale
         self.workspace = DecodeWorkspace(
             max_rows, config.num_kv_heads, self.group, config.head_dim, device, max_model_len
         )
@@ -117,6 +117,15 @@ def why_unsupported(config: AttentionShape, dtype: torch.dtype) -> str:
         return f"the triton backend computes in half precision; this model runs in {str(dtype).removeprefix('torch.')}"
     if config.head_dim not in (16, 32, 64, 128, 256):
         return f"the triton backend needs a head dimension of 16, 32, 64, 128 or 256; this model has {config.head_dim}"
-    if any(config.window(layer) for layer in range(config.num_layers)):
-        return "the triton backend does not support sliding windows, which this model uses"
+    lacks = [
+        words
+        for words, it_has in {
+            "sliding windows": any(config.window(layer) for layer in range(config.num_layers)),
+            "soft caps": config.softcap,
+            "attention sinks": config.sinks,
+        }.items()
+        if it_has
+    ]
+    if lacks:
+        return f"the triton backend does not support {' and '.join(lacks)}, which this model uses"
     return ""

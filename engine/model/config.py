@@ -1,4 +1,4 @@
-"""The architectures that the decoder supports, and ModelConfig, the description of one model."""
+"""ModelConfig, the description of one model. engine/model/families.py has the table of the supported families."""
 
 from __future__ import annotations
 
@@ -9,44 +9,8 @@ if TYPE_CHECKING:
     import torch  # for types only: a client must not load torch
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """The properties of an architecture that config.json does not contain."""
-
-    qkv_bias: bool | None = False  # None: attention_bias in config.json decides, also about output_bias
-    qk_norm: bool = False
-    mlp_bias: bool = False  # True: mlp_bias in config.json decides; False: no bias
-    head_dim: int | None = None  # the default for a missing head_dim; None: hidden_size / num_attention_heads
-    # The default for a missing num_key_value_heads; None: num_attention_heads. A null always means num_attention_heads.
-    kv_heads: int | None = None
-    # The layers with a sliding window:
-    #   "none"    no layer
-    #   "always"  the layers that layer_types marks; without layer_types, all layers
-    #   "layers"  if use_sliding_window is true: the layers that layer_types marks; without layer_types, the layers from
-    #             max_window_layers on
-    #   "used"    if use_sliding_window is true: all layers
-    window: str = "none"
-    experts: bool = False  # the MLPs of some or all layers are mixtures of experts
-
-
-ARCHITECTURES = {
-    "Qwen3ForCausalLM": Architecture(qkv_bias=None, qk_norm=True, head_dim=128, kv_heads=32, window="layers"),
-    "Qwen2ForCausalLM": Architecture(qkv_bias=True, kv_heads=32, window="layers"),
-    "LlamaForCausalLM": Architecture(qkv_bias=None, mlp_bias=True),
-    "MistralForCausalLM": Architecture(kv_heads=8, window="always"),
-    "MinistralForCausalLM": Architecture(kv_heads=8, window="always"),  # Mistral with layer_types in config.json
-    "Qwen3MoeForCausalLM": Architecture(qkv_bias=None, qk_norm=True, kv_heads=4, window="used", experts=True),
-}
-MODEL_TYPES = {
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "ministral": "MinistralForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
+LONGROPE = "longrope"  # Phi-3 only: a factor per frequency, with one list for short and another for long contexts
+NO_ROPE = "none"  # layers without positions
 
 
 @dataclass(frozen=True)
@@ -65,6 +29,13 @@ class RopeConfig:
     truncate: bool = True
     low_freq_factor: float = 1.0  # for llama3, like the next field
     high_freq_factor: float = 4.0
+    short_factors: tuple[float, ...] = ()  # for longrope, like the next field
+    long_factors: tuple[float, ...] = ()
+    rotary_dim: int = 0  # how many numbers of a head are rotated; 0: the whole head
+    # True: the checkpoint rotates neighbouring numbers (2i, 2i + 1); False: numbers i and i + rotary_dim / 2.
+    interleaved: bool = False
+    # Llama 4's scaling: queries at position p are multiplied by 1 + beta · ln(1 + ⌊p / original_max_position⌋).
+    query_beta: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +47,9 @@ class ExpertsConfig:
     inner_size: int  # intermediate size of one expert
     normalised: bool  # True: the weights of a token's experts are scaled to sum to 1
     layers: tuple[bool, ...]  # for each layer, True if it has a mixture
+    biases: bool = False  # of the router and of the experts
+    limit: float = 0.0  # gpt-oss: gates and ups are clamped to this number; 0: plain silu(gate) · up
+    alpha: float = 0.0  # for clamped gates: gate · sigmoid(alpha · gate) · (up + 1)
 
 
 @dataclass(frozen=True)
@@ -98,6 +72,22 @@ class ModelConfig:
     output_bias: bool = False  # of the attention's output projection
     mlp_bias: bool = False
     qk_norm: bool = False
+    full_qk_norm: bool = False  # one norm over all query heads and one over all key heads, instead of one per head
+    layer_norm: bool = False  # LayerNorm with biases instead of RMSNorm
+    wide_norms: bool = False  # norm weights are float32, and a norm is rounded once, after the weight
+    pre_norms: bool = True  # norms before attention and before the MLP
+    post_norms: bool = False  # norms of the outputs of attention and MLP, before they are added to the residual
+    activation: str = "silu"  # or "gelu", in its tanh form
+    gated: bool = True  # False: the MLP is down(activation(up(x)))
+    attention_scale: float = 0.0  # the factor of query · key; 0: 1 / √head_dim
+    softcap: float = 0.0  # scores become softcap · tanh(score / softcap); 0: scores stay
+    sinks: bool = False  # each query head has one more score, which takes part in the softmax and has no value
+    logit_softcap: float = 0.0  # like softcap, for the logits
+    # Factors that are multiplied into the weights when they are loaded (engine/model/checkpoint.py).
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of the outputs of attention and MLP
+    logit_scale: float = 1.0
+    layer_ropes: tuple[RopeConfig, ...] = ()  # of each layer, if layers differ; empty: `rope` in every layer
     windows: tuple[int, ...] = ()  # `window` of each layer; empty: no windows
     experts: ExpertsConfig | None = None  # None: every layer's MLP is dense
     dtype: str = "bfloat16"  # of the checkpoint
@@ -110,6 +100,29 @@ class ModelConfig:
         if self.rope.kind == "yarn":
             return max(self.max_position, int(self.rope.original_max_position * self.rope.factor))
         return self.max_position
+
+    @property
+    def default_context(self) -> int:
+        """The largest number of positions without a choice of the user.
+
+        It is smaller than max_context for longrope: a longer context takes other frequencies for all positions.
+        """
+        original = self.rope.original_max_position if self.rope.kind == LONGROPE else 0
+        return min(self.max_context, original or self.max_context)
+
+    @property
+    def scale(self) -> float:
+        """The factor of query · key."""
+        return self.attention_scale or self.head_dim**-0.5
+
+    @property
+    def mlp_width(self) -> int:
+        """The rows of the matrix before the MLP's activation."""
+        return (1 + self.gated) * self.intermediate_size
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        """Returns the rotary positions of a layer."""
+        return self.layer_ropes[layer] if self.layer_ropes else self.rope
 
     def window(self, layer: int) -> int:
         """The number of keys that a query of this layer sees, including its own; 0: all keys."""
@@ -130,13 +143,17 @@ class ModelConfig:
         h, d = self.hidden_size, self.head_dim
         qkv = (self.num_heads + 2 * self.num_kv_heads) * d
         attention = h * qkv + self.num_heads * d * h + self.qkv_bias * qkv + self.output_bias * h
-        mlp = 3 * h * self.intermediate_size + self.mlp_bias * (2 * self.intermediate_size + h)
-        norms = 2 * h + self.qk_norm * 2 * d
+        attention += self.sinks * self.num_heads
+        mlp = h * (self.mlp_width + self.intermediate_size) + self.mlp_bias * (self.mlp_width + h)
+        norm = h * (1 + self.layer_norm)
+        norms = 2 * norm * (self.pre_norms + self.post_norms) + self.qk_norm * 2 * d
+        norms += self.full_qk_norm * (self.num_heads + self.num_kv_heads) * d
         embeddings = self.vocab_size * h * (1 if self.tie_word_embeddings else 2)
-        total = self.num_layers * (attention + norms) + embeddings + h
+        total = self.num_layers * (attention + norms) + embeddings + norm
         if self.experts is None:
             return total + self.num_layers * mlp
-        mixture = h * (self.experts.count + 3 * experts * self.experts.inner_size)
+        size, biases = self.experts.inner_size, self.experts.biases
+        mixture = self.experts.count * (h + biases) + experts * (3 * h * size + biases * (2 * size + h))
         mixtures = sum(self.experts.layers)
         return total + mixtures * mixture + (self.num_layers - mixtures) * mlp
 

@@ -1,13 +1,15 @@
-"""One decoder for Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE.
+"""One decoder for all supported families, from Llama to Gemma and gpt-oss.
 
-A layer has two parts, each after a norm: grouped-query attention, then a gated MLP or a mixture of experts
-(engine/model/experts.py). The architectures differ only in their configuration (engine/model/config.py).
-Decoder.forward computes the model; the rest of this file defines the parameters and their names in a checkpoint.
+A layer has two parts: grouped-query attention, then an MLP or a mixture of experts (engine/model/experts.py). Each part
+has a norm before it, after it, or both. The families differ only in their configuration (engine/model/families.py),
+and much of what differs is multiplied into the weights when they are loaded (engine/model/checkpoint.py).
+Decoder.forward computes the model; the rest of this file defines the parameters and their names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -18,7 +20,7 @@ from engine.model.config import ModelConfig
 from engine.model.experts import Experts, Ops
 from engine.model.group import ALONE, Group
 from engine.model.linear import ByteWeight, Matrix, linear
-from engine.model.rope import rope_table
+from engine.model.rope import query_scales, rope_table
 from engine.model.weights import Slot
 
 Quantised = type[ByteWeight] | None  # the class of 8-bit matrices; None: matrices are plain tensors
@@ -31,41 +33,57 @@ def empty_matrix(rows: int, columns: int, dtype: torch.dtype, device: torch.devi
     return torch.empty(rows, columns, dtype=dtype, device=device)
 
 
+def norm_weight(config: ModelConfig, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns an uninitialised norm weight [size]; for LayerNorm, weight and bias [2, size]."""
+    wide = torch.promote_types(dtype, torch.float32) if config.wide_norms else dtype
+    return torch.empty((2, size) if config.layer_norm else (size,), dtype=wide, device=device)
+
+
+def norm_slots(name: str, weight: torch.Tensor | None) -> Iterator[Slot]:
+    """Yields the slots of a norm weight of the hidden size; none if the model does not have this norm."""
+    if weight is not None:
+        for leaf, view in zip(("weight", "bias"), weight.view(-1, weight.shape[-1]), strict=False):
+            yield Slot(f"{name}.{leaf}", view)
+
+
 class DenseMLP:
-    """Computes down(silu(gate(x)) · up(x)). Experts has the same methods."""
+    """Computes down(silu(gate(x)) · up(x)), or another activation, or no gate. Experts has the same methods."""
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: Ops,
         quantised: Quantised = None,
     ) -> None:  # fmt: skip
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self._ops = ops
-        self.gate_up = empty_matrix(2 * inner, hidden, dtype, device, quantised)
+        hidden, inner, width = config.hidden_size, config.intermediate_size, config.mlp_width
+        self.gated = config.gated
+        # [T, width] -> [T, inner]; may overwrite its argument.
+        self.activate = ops.silu_mul if config.activation == "silu" else torch_ops.gelu_mul
+        if not config.gated:
+            self.activate = torch_ops.gelu
+        self.gate_up = empty_matrix(width, hidden, dtype, device, quantised)
         self.down = empty_matrix(hidden, inner, dtype, device, quantised)
         self.gate_up_bias = self.down_bias = None
         if config.mlp_bias:
-            self.gate_up_bias = torch.empty(2 * inner, dtype=dtype, device=device)
+            self.gate_up_bias = torch.empty(width, dtype=dtype, device=device)
             self.down_bias = torch.empty(hidden, dtype=dtype, device=device)
 
     def __call__(self, x: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the output [T, H] for x [T, H]. `live` has an effect in Experts only."""
-        inner = self._ops.silu_mul(linear(x, self.gate_up, self.gate_up_bias))
+        inner = self.activate(linear(x, self.gate_up, self.gate_up_bias))
         return linear(inner, self.down, self.down_bias)
 
     def slots(self, prefix: str) -> Iterator[Slot]:
-        gate, up = self.gate_up.chunk(2)
-        yield Slot(f"{prefix}gate_proj.weight", gate)
-        yield Slot(f"{prefix}up_proj.weight", up)
+        names = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
+        for name, view in zip(names, self.gate_up.chunk(len(names)), strict=True):
+            yield Slot(f"{prefix}{name}.weight", view)
         yield Slot(f"{prefix}down_proj.weight", self.down)
         if self.gate_up_bias is not None and self.down_bias is not None:
-            gate, up = self.gate_up_bias.chunk(2)
-            yield Slot(f"{prefix}gate_proj.bias", gate)
-            yield Slot(f"{prefix}up_proj.bias", up)
+            for name, view in zip(names, self.gate_up_bias.chunk(len(names)), strict=True):
+                yield Slot(f"{prefix}{name}.bias", view)
             yield Slot(f"{prefix}down_proj.bias", self.down_bias)
 
 
 class Layer:
-    """The weights of one layer, with q/k/v in one matrix and gate/up in another."""
+    """The weights of one layer, with q/k/v in one matrix and gate/up in another. None: the model does not have it."""
 
     def __init__(
         self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device, ops: Ops,
@@ -74,27 +92,44 @@ class Layer:
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
+        def norm(has_it: bool, size: int = config.hidden_size) -> torch.Tensor | None:
+            return norm_weight(config, size, dtype, device) if has_it else None
+
         hidden, dim = config.hidden_size, config.head_dim
         self._heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         self._dim = dim
-        width = sum(self._heads) * dim
-        self.input_norm = empty(hidden)
+        width, normed = sum(self._heads) * dim, sum(self._heads[:2]) * dim
+        # None without pre_norms. The fast paths refuse such models, so the types leave the None out.
+        self.input_norm: Any = norm(config.pre_norms)
         self.qkv = empty_matrix(width, hidden, dtype, device, quantised)
         self.qkv_bias = empty(width) if config.qkv_bias else None
         # One row per head, so that one kernel normalises queries and keys together.
-        self.qk_norm = empty(config.num_heads + config.num_kv_heads, dim) if config.qk_norm else None
+        head_norm = norm(config.qk_norm, normed)
+        self.qk_norm = None if head_norm is None else head_norm.view(-1, dim)
+        self.full_qk_norm = norm(config.full_qk_norm, normed)  # the weight of all queries, then that of all keys
+        self.sinks = empty(config.num_heads) if config.sinks else None
         self.output = empty_matrix(hidden, config.num_heads * dim, dtype, device, quantised)
         self.output_bias = empty(hidden) if config.output_bias else None
-        self.post_norm = empty(hidden)
+        self.after_attention = norm(config.post_norms)
+        self.post_norm: Any = norm(config.pre_norms)  # before the MLP
         self.mlp: DenseMLP | Experts
         if config.experts is not None and config.experts.layers[index]:
             self.mlp = Experts(config.experts, hidden, dtype, device, ops)
         else:
             self.mlp = DenseMLP(config, dtype, device, ops, quantised)
+        self.after_mlp = norm(config.post_norms)
+
+    def normalise_qk(self, qkv: torch.Tensor, eps: float) -> torch.Tensor:
+        """Returns qkv [T, (Hq + 2·Hkv)·D] with one norm over all queries and one over all keys."""
+        assert self.full_qk_norm is not None
+        sizes = [heads * self._dim for heads in self._heads]
+        q, k, v = qkv.split(sizes, -1)
+        weights = self.full_qk_norm.split(sizes[:2])
+        return torch.cat((torch_ops.norm(q, weights[0], eps), torch_ops.norm(k, weights[1], eps), v), -1)
 
     def slots(self, prefix: str) -> Iterator[Slot]:
         sizes = [heads * self._dim for heads in self._heads]
-        yield Slot(f"{prefix}input_layernorm.weight", self.input_norm)
+        yield from norm_slots(f"{prefix}input_layernorm", self.input_norm)
         for name, view in zip("qkv", self.qkv.split(sizes), strict=True):
             yield Slot(f"{prefix}self_attn.{name}_proj.weight", view)
         if self.qkv_bias is not None:
@@ -103,11 +138,18 @@ class Layer:
         if self.qk_norm is not None:
             for name, view in zip("qk", self.qk_norm.split(self._heads[:2]), strict=True):
                 yield Slot(f"{prefix}self_attn.{name}_norm.weight", view, repeated=True)
+        if self.full_qk_norm is not None:
+            for name, view in zip("qk", self.full_qk_norm.split(sizes[:2]), strict=True):
+                yield Slot(f"{prefix}self_attn.{name}_norm.weight", view)
+        if self.sinks is not None:
+            yield Slot(f"{prefix}self_attn.sinks", self.sinks)
         yield Slot(f"{prefix}self_attn.o_proj.weight", self.output)
         if self.output_bias is not None:
             yield Slot(f"{prefix}self_attn.o_proj.bias", self.output_bias)
-        yield Slot(f"{prefix}post_attention_layernorm.weight", self.post_norm)
+        yield from norm_slots(f"{prefix}after_attention_norm", self.after_attention)
+        yield from norm_slots(f"{prefix}post_attention_layernorm", self.post_norm)
         yield from self.mlp.slots(f"{prefix}mlp.")
+        yield from norm_slots(f"{prefix}after_mlp_norm", self.after_mlp)
 
 
 class Decoder:
@@ -132,10 +174,16 @@ class Decoder:
         vocabulary = (config.vocab_size, config.hidden_size, dtype, device, quantised)
         self.embedding = empty_matrix(*vocabulary)
         self.layers = [Layer(config, i, dtype, device, ops, quantised) for i in range(config.num_layers)]
-        self.norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
+        self.norm = norm_weight(config, config.hidden_size, dtype, device)
         self.head = self.embedding if config.tie_word_embeddings else empty_matrix(*vocabulary)
-        table = rope_table(config.rope, config.head_dim, max_positions, config.max_position)
-        self.rope_table = table.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        tables = {
+            rope: rope_table(rope, config.head_dim, max_positions, config.max_position).to(device, exact)
+            for rope in config.layer_ropes or (config.rope,)
+        }
+        self.rope_tables = [tables[config.rope_of(i)] for i in range(config.num_layers)]  # of each layer
+        scales = query_scales(config.rope, max_positions)
+        self.query_scales = None if scales is None else scales.to(device, dtype)
 
     def forward(
         self, token_ids: torch.Tensor, meta: ForwardMeta, attention: AttentionBackend, pool: KVPool
@@ -145,36 +193,61 @@ class Decoder:
         Writes the keys and values of all T tokens to the pool. Call `attention.plan(meta)` first.
         """
         ops, eps, group = self._ops, self.config.rms_norm_eps, self._group
-        rope = ops.rope_rows(self.rope_table, meta.positions)
+        ropes = {id(table): ops.rope_rows(table, meta.positions) for table in self.rope_tables}
         residual = group.embed(token_ids, self.embedding)
-        x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
+        before = self.layers[0].input_norm
+        x = residual if before is None else ops.norm(residual, before, eps)
         last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
             keys, values, scales = pool.keys[i], pool.values[i], pool.scales[i]
             qkv = linear(x, layer.qkv, layer.qkv_bias)
+            if layer.full_qk_norm is not None:
+                qkv = layer.normalise_qk(qkv, eps)
+            rope = ropes[id(self.rope_tables[i])]
             q = ops.qk_norm_rope_store(qkv, layer.qk_norm, eps, rope, keys, values, meta.slot_mapping, scales)
+            if self.query_scales is not None:
+                q = q * self.query_scales[meta.positions][:, None, None]
             x = attention.run(i, q, keys, values, scales)
             live = meta.live
             if i == last and meta.logit_rows is not None:  # from here on, only the tokens in logit_rows are needed
                 live = meta.live_rows
                 x, residual = x.index_select(0, meta.logit_rows), residual.index_select(0, meta.logit_rows)
             x = linear(x, layer.output, layer.output_bias)
-            x = layer.mlp(group.add_norm(ops, x, residual, layer.post_norm, eps), live)
-            x = group.add_norm(ops, x, residual, self.norm if i == last else self.layers[i + 1].input_norm, eps)
+            x = self._add(x, residual, layer.after_attention, layer.post_norm)
+            following = self.norm if i == last else self.layers[i + 1].input_norm
+            x = self._add(layer.mlp(x, live), residual, layer.after_mlp, following)
         return x
+
+    def _add(
+        self, x: torch.Tensor, residual: torch.Tensor, after: torch.Tensor | None, before: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Add x, or its norm with the weight `after`, to the residual; return the residual, or its norm `before`."""
+        ops, eps, group = self._ops, self.config.rms_norm_eps, self._group
+        if after is None and before is not None:
+            return group.add_norm(ops, x, residual, before, eps)
+        x = group.sum(x)
+        if after is not None:
+            x = ops.norm(x, after, eps)
+        return residual.add_(x) if before is None else ops.add_norm(x, residual, before, eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the logits [s, V] of hidden [s, H]."""
-        return self._group.gather(linear(hidden, self.head))
+        return torch_ops.cap(self._group.gather(linear(hidden, self.head)), self.config.logit_softcap)
 
     def slots(self) -> Iterator[Slot]:
-        """Yields a Slot for every tensor that a checkpoint of this model contains."""
+        """Yields a Slot for every parameter, with the name that a Llama checkpoint gives it."""
         yield Slot("model.embed_tokens.weight", self.embedding)
         for i, layer in enumerate(self.layers):
             yield from layer.slots(f"model.layers.{i}.")
-        yield Slot("model.norm.weight", self.norm)
+        yield from norm_slots("model.norm", self.norm)
         if not self.config.tie_word_embeddings:
             yield Slot("lm_head.weight", self.head)
+
+    @property
+    def sinks(self) -> list[torch.Tensor] | None:
+        """The attention sinks of each layer; None if the model has none."""
+        found = [layer.sinks for layer in self.layers if layer.sinks is not None]
+        return found or None
 
     def take_expert_load(self) -> tuple[list[int], torch.Tensor]:
         """Returns the indices of the layers with experts, and the token counts of each expert since the last call.

@@ -20,9 +20,9 @@ from engine.model.weights import Slot
 class Ops(Protocol):
     """The decoder's small operations. engine/model/ops.py specifies them; engine/worker/fused_ops.py fuses them."""
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, /) -> torch.Tensor: ...
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, /) -> torch.Tensor: ...
 
-    def add_rms_norm(
+    def add_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, /
     ) -> torch.Tensor: ...
 
@@ -41,8 +41,8 @@ class Ops(Protocol):
 class Experts:
     """Computes the weighted sum of down_e(silu(gate_e(x)) · up_e(x)) over the chosen experts e of a token.
 
-    It takes the place of a DenseMLP. Shapes: T tokens of hidden size H; E experts of inner size I; K chosen experts for
-    each token.
+    gpt-oss has biases, and clamps gates and ups. An Experts object takes the place of a DenseMLP. Shapes: T tokens of
+    hidden size H; E experts of inner size I; K chosen experts for each token.
     """
 
     def __init__(self, config: ExpertsConfig, hidden: int, dtype: torch.dtype, device: torch.device, ops: Ops) -> None:
@@ -51,6 +51,11 @@ class Experts:
         self.router = torch.empty(config.count, hidden, dtype=dtype, device=device)
         self.gate_up = torch.empty(config.count, 2 * config.inner_size, hidden, dtype=dtype, device=device)
         self.down = torch.empty(config.count, hidden, config.inner_size, dtype=dtype, device=device)
+        self.router_bias = self.gate_up_bias = self.down_bias = None
+        if config.biases:
+            self.router_bias = torch.empty(config.count, dtype=dtype, device=device)
+            self.gate_up_bias = torch.empty(config.count, 2 * config.inner_size, dtype=dtype, device=device)
+            self.down_bias = torch.empty(config.count, hidden, dtype=dtype, device=device)
         # The number of tokens of each expert since the last call of Decoder.take_expert_load.
         self.load = torch.zeros(config.count, dtype=torch.int64, device=device)
 
@@ -69,9 +74,16 @@ class Experts:
         for expert, pairs in enumerate(order.split(counts.tolist())):
             if len(pairs):
                 rows = x.index_select(0, pairs // per_token)
-                inner = self._ops.silu_mul(F.linear(rows, self.gate_up[expert]))
-                outputs.index_copy_(0, pairs, F.linear(inner, self.down[expert]))
+                inner = self._activate(F.linear(rows, self.gate_up[expert], _of(self.gate_up_bias, expert)))
+                outputs.index_copy_(0, pairs, F.linear(inner, self.down[expert], _of(self.down_bias, expert)))
         return torch.bmm(weights[:, None], outputs.view(len(x), per_token, x.shape[1]))[:, 0]
+
+    def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if not self.config.limit:
+            return self._ops.silu_mul(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        gate, up = gate.clamp(max=self.config.limit), up.clamp(-self.config.limit, self.config.limit)
+        return gate * torch.sigmoid(gate * self.config.alpha) * (up + 1)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the weights [T, K] and the indices int64 [T, K] of the experts chosen for each token of x [T, H].
@@ -80,7 +92,7 @@ class Experts:
         config.normalised, the weights of the chosen experts are scaled to sum to 1.
         """
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        probabilities = F.linear(x, self.router).softmax(-1, dtype=wide)
+        probabilities = F.linear(x, self.router, self.router_bias).softmax(-1, dtype=wide)
         weights, chosen = probabilities.topk(self.config.per_token)
         if self.config.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -95,6 +107,10 @@ class Experts:
         gate, up = self.gate_up.chunk(2, 1)
         names = [f"{prefix}experts.{expert}." for expert in range(self.config.count)]
         yield Slot(f"{prefix}gate.weight", self.router)
+        if self.router_bias is not None and self.gate_up_bias is not None and self.down_bias is not None:
+            yield Slot(f"{prefix}gate.bias", self.router_bias)
+            yield Slot(f"{prefix}experts.gate_up_proj_bias", self.gate_up_bias)
+            yield Slot(f"{prefix}experts.down_proj_bias", self.down_bias)
         yield Slot(
             f"{prefix}experts.gate_up_proj",
             self.gate_up,
@@ -108,3 +124,7 @@ class Experts:
             self.down,
             parts=tuple(Slot(f"{name}down_proj.weight", view) for name, view in zip(names, self.down, strict=True)),
         )
+
+
+def _of(biases: torch.Tensor | None, expert: int) -> torch.Tensor | None:
+    return None if biases is None else biases[expert]

@@ -45,12 +45,11 @@ FACTORS = """
     mlp_alpha_factor mlp_beta_factor
 """
 
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
+
 # Neutral: null or one of the listed values.
 ACCEPTED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "hidden_activation": ("silu", "swish"),
-    "activation_function": ("silu", "swish"),
-    "mlp_hidden_act": ("silu", "swish"),
+    **dict.fromkeys(ACTIVATIONS, ("silu", "swish")),
     "scoring_func": ("softmax",),
     "expert_selection_fn": ("softmax",),
     "topk_method": ("greedy",),

@@ -52,7 +52,7 @@ class Group:
         self, ops: Ops, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
         """Add the sum of x over all ranks to residual [T, H] in place; return the norm of the residual."""
-        return ops.add_rms_norm(self.sum(x), residual, weight, eps)
+        return ops.add_norm(self.sum(x), residual, weight, eps)
 
     def direct(self, rows: int) -> bool:
         """Returns True if add_norm accepts x as fp32 [parts, rows, H], provided that its `ops` accept such an x."""

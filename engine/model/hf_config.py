@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,35 +11,15 @@ from engine.config import DTYPES
 from engine.errors import CheckpointError
 from engine.fields import Fields, shown
 from engine.files import read_json
-from engine.model.config import (
-    ARCHITECTURES,
-    MODEL_TYPES,
-    ROPE_KINDS,
-    Architecture,
-    ExpertsConfig,
-    ModelConfig,
-    RopeConfig,
-)
-from engine.model.foreign_keys import neutral_values
+from engine.model.config import NO_ROPE, ExpertsConfig, ModelConfig, RopeConfig
+from engine.model.families import ARCHITECTURES, MODEL_TYPES, WITH_IMAGES, Architecture
+from engine.model.foreign_keys import ACTIVATIONS, neutral_values
+from engine.model.hf_rope import MOST_POSITIONS, RopeReader
 
 MOST_LAYERS = 10_000
 MOST_EXPERTS = 65_536
-MOST_POSITIONS = 1 << 24  # limits the size of the RoPE table; the longest published context is 10 million
-LARGEST_FACTOR = 1e6  # of RoPE scaling
-LEAST_TURNS, MOST_TURNS = 1e-6, 1e6  # the limits of a frequency band (yarn, llama3) must be in this range
 DEFAULT_WINDOW = 4096  # the same in all families with windows
 SLIDING, FULL = "sliding_attention", "full_attention"
-
-ROPE_COMMON = {
-    "rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "finetuned",
-}  # fmt: skip
-ROPE_KEYS = {
-    "default": set[str](),
-    "linear": {"factor"},
-    "dynamic": {"factor"},
-    "yarn": {"factor", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"},
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
-}  # fmt: skip
 
 
 class ConfigReader:
@@ -56,15 +38,16 @@ class ConfigReader:
         fields = self._fields
         name = self._architecture()
         arch = ARCHITECTURES[name]
+        self._fill_in(arch)
         if self._raw.get("quantization_config"):
             raise self._error("has a quantization_config: quantised checkpoints are not supported; use the original")
         hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
         layers = fields.count("num_hidden_layers", most=MOST_LAYERS)
-        kv_heads = self._kv_heads(arch, heads)
-        head_dim = fields.count("head_dim", arch.head_dim or hidden // heads)
+        head_dim = fields.count("head_dim", hidden // heads)
         if head_dim % 2:
             raise self._error(f"has head_dim {head_dim}: rotary positions need an even number")
-        bias = arch.qkv_bias is None and fields.flag("attention_bias")
+        windows = self._windows(arch, layers)
+        rope, layer_ropes = self._ropes(arch, head_dim, layers, windows)
         config = ModelConfig(
             architecture=name,
             vocab_size=fields.count("vocab_size"),
@@ -72,18 +55,33 @@ class ConfigReader:
             intermediate_size=fields.count("intermediate_size"),
             num_layers=layers,
             num_heads=heads,
-            num_kv_heads=kv_heads,
+            num_kv_heads=self._kv_heads(heads),
             head_dim=head_dim,
             max_position=fields.count("max_position_embeddings", most=MOST_POSITIONS),
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            rope=self._rope(head_dim),
+            rms_norm_eps=fields.number(arch.eps, 1e-6),
+            rope=rope,
             tie_word_embeddings=fields.flag("tie_word_embeddings"),
-            qkv_bias=bias if arch.qkv_bias is None else arch.qkv_bias,
-            output_bias=bias,
-            mlp_bias=arch.mlp_bias and fields.flag("mlp_bias"),
+            qkv_bias=self._bias(arch.qkv_bias),
+            output_bias=self._bias(arch.output_bias),
+            mlp_bias=self._bias(arch.mlp_bias),
             qk_norm=arch.qk_norm,
-            windows=self._windows(arch, layers),
-            experts=self._experts(layers) if arch.experts else None,
+            full_qk_norm=arch.full_qk_norm,
+            layer_norm=arch.layer_norm,
+            wide_norms=arch.wide_norms,
+            pre_norms=arch.pre_norms,
+            post_norms=arch.post_norms,
+            activation=arch.activation,
+            gated=arch.gated,
+            attention_scale=self._attention_scale(arch),
+            softcap=self._own(arch, "attn_logit_softcapping", 0.0),
+            sinks=arch.sinks,
+            logit_softcap=self._own(arch, "final_logit_softcapping", 0.0),
+            embedding_scale=hidden**0.5 if arch.scaled_embedding else self._own(arch, "embedding_multiplier", 1.0),
+            residual_scale=self._own(arch, "residual_multiplier", 1.0),
+            logit_scale=1 / self._own(arch, "logits_scaling", 1.0),
+            layer_ropes=layer_ropes,
+            windows=windows,
+            experts=self._experts(arch, layers) if arch.experts else None,
             dtype=self._dtype(),
         )
         if config.max_context > MOST_POSITIONS:
@@ -93,6 +91,48 @@ class ConfigReader:
             )
         self._refuse_foreign(arch, config)
         return config
+
+    def _fill_in(self, arch: Architecture) -> None:
+        """Give the fields that the file lacks the values that the family's own code gives them."""
+        has_rope = bool({"rope_parameters", "rope_scaling"} & self._raw.keys())
+        for key, value in arch.defaults.items():
+            if not (key == "rope_parameters" and has_rope):
+                self._raw.setdefault(key, value)
+
+    def _bias(self, setting: bool | str) -> bool:
+        return self._fields.flag(setting) if isinstance(setting, str) else setting
+
+    def _own(self, arch: Architecture, key: str, default: float) -> float:
+        """Returns a factor that only some families have; `default` for the others and for null. It is above 0."""
+        if key not in arch.reads.split() or self._raw.get(key) is None:
+            return default
+        return self._fields.number(key, open_low=True)
+
+    def _attention_scale(self, arch: Architecture) -> float:
+        scalar = self._own(arch, "query_pre_attn_scalar", 0.0)
+        return scalar**-0.5 if scalar else self._own(arch, "attention_multiplier", 0.0)
+
+    def _ropes(
+        self, arch: Architecture, head_dim: int, layers: int, windows: tuple[int, ...]
+    ) -> tuple[RopeConfig, tuple[RopeConfig, ...]]:
+        """Returns the rotary positions of the model, and those of each layer (empty if all layers are equal)."""
+        reader = RopeReader(self._fields, arch, head_dim)
+        if arch.two_ropes:
+            whole, local = reader.two()
+            return whole, tuple(local if window else whole for window in windows)
+        rope, rotated = reader.one(), self._rotated_layers(arch, layers)
+        return rope, () if all(rotated) else tuple(rope if yes else RopeConfig(NO_ROPE) for yes in rotated)
+
+    def _rotated_layers(self, arch: Architecture, layers: int) -> list[bool]:
+        """Returns for each layer whether it rotates queries and keys by their positions."""
+        if "no_rope_layers" not in arch.reads:
+            return [True] * layers
+        rotated, every = self._raw.get("no_rope_layers"), self._fields.count("no_rope_layer_interval", 4)
+        if rotated is None:
+            return [(layer + 1) % every != 0 for layer in range(layers)]
+        if not isinstance(rotated, list) or len(rotated) < layers or any(each not in (0, 1) for each in rotated):
+            raise self._fields.refuse("no_rope_layers", f"a list with 1 (rotated) or 0 for each of the {layers} layers")
+        return [bool(each) for each in rotated[:layers]]
 
     def _architecture(self) -> str:
         kind = self._raw.get("model_type")
@@ -105,7 +145,8 @@ class ConfigReader:
         name = next((each for each in named if isinstance(each, str) and each in ARCHITECTURES), None)
         if name is None:
             what = ", ".join(str(each) for each in named if each) or kind or "no architecture"
-            raise self._error(f"names {shown(what)[1:-1]}: supported are {', '.join(ARCHITECTURES)}")
+            titles = ", ".join(each.title for each in ARCHITECTURES.values())
+            raise self._error(f"names {shown(what)[1:-1]}{_nearest(what)}: supported are {titles}")
         if of_kind is not None and ARCHITECTURES[of_kind] != ARCHITECTURES[name]:
             raise self._error(
                 f"has the architecture {name} and the model_type {kind!r}, which belong to different "
@@ -113,9 +154,8 @@ class ConfigReader:
             )
         return name
 
-    def _kv_heads(self, arch: Architecture, heads: int) -> int:
-        default = heads if "num_key_value_heads" in self._raw else arch.kv_heads or heads
-        kv_heads = self._fields.count("num_key_value_heads", default)
+    def _kv_heads(self, heads: int) -> int:
+        kv_heads = self._fields.count("num_key_value_heads", heads)
         if heads % kv_heads:
             raise self._error(
                 f"has {heads} attention heads and {kv_heads} key/value heads: the first must be a "
@@ -129,98 +169,7 @@ class ConfigReader:
             raise self._error(f"has dtype {shown(value)}: supported are {', '.join(DTYPES)}")
         return value
 
-    def _rope(self, head_dim: int) -> RopeConfig:
-        """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (older versions).
-
-        `type` is an older name of `rope_type`.
-        """
-        fields, raw = self._fields, self._rope_table()
-        rope = Fields(self._path, raw, " in its rope parameters")
-        named = [raw[key] for key in ("rope_type", "type") if raw.get(key) is not None]
-        kind = named[0] if named else "default"
-        if any(other != kind for other in named):
-            raise self._error(f"has two rope types, {' and '.join(map(shown, named))}: remove the wrong one")
-        if kind not in ROPE_KINDS:
-            raise self._error(
-                f"asks for rope type {shown(kind)}: supported are {', '.join(ROPE_KINDS)}; "
-                "name one of them"
-            )
-        for key in raw.keys() - ROPE_COMMON - ROPE_KEYS[kind]:
-            if raw[key] is not None and not (key.endswith("factor") and raw[key] == 1):
-                raise self._error(
-                    f"has {shown(key)[1:-1]} = {shown(raw[key])} in its rope parameters, which is not "
-                    f"supported with rope type {kind!r}: use another model, or remove the field if it has no effect"
-                )
-        if raw.get("partial_rotary_factor", self._raw.get("partial_rotary_factor") or 1.0) not in (None, 1):
-            raise self._error("has a partial_rotary_factor: only whole heads can be rotated")
-        theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0, 1.0, True), 1.0, True)
-        if kind == "default":
-            return RopeConfig(theta=theta)
-        context, original = fields.count("max_position_embeddings", most=MOST_POSITIONS), self._original_context(rope)
-        if kind == "dynamic" and (original != context or head_dim == 2):
-            raise self._error(
-                f"has rope type 'dynamic' with {context:,} positions, {original:,} before stretching, and "
-                f"head_dim {head_dim}: the two numbers of positions must be equal, and head_dim above 2"
-            )
-        low = high = 1.0
-        if kind == "llama3":  # the bands of llama3 have no defaults
-            low, high = (self._turns(rope, key) for key in ("low_freq_factor", "high_freq_factor"))
-            if high <= low:
-                raise rope.refuse("high_freq_factor", f"above low_freq_factor, {low:g}")
-        return RopeConfig(
-            kind=kind,
-            theta=theta,
-            factor=rope.number(
-                "factor", max(1.0, context / original) if kind == "yarn" else None, 1.0, most=LARGEST_FACTOR
-            ),
-            original_max_position=original,
-            attention_factor=rope.optional_number("attention_factor", True, LARGEST_FACTOR),
-            mscale=rope.optional_number("mscale"),
-            mscale_all_dim=rope.optional_number("mscale_all_dim"),
-            beta_fast=self._turns(rope, "beta_fast", 32.0),
-            beta_slow=self._turns(rope, "beta_slow", 1.0),
-            truncate=rope.flag("truncate", True),
-            low_freq_factor=low,
-            high_freq_factor=high,
-        )
-
-    def _turns(self, rope: Fields, key: str, default: float | None = None) -> float:
-        """Returns the limit of a band: how many turns a dimension makes within the original context.
-
-        If there is a default, 0 means the default.
-        """
-        if default is not None and not rope.number(key, default, most=MOST_TURNS):
-            return default
-        return rope.number(key, default, LEAST_TURNS, most=MOST_TURNS)
-
-    def _rope_table(self) -> dict[str, Any]:
-        tables = []
-        for key in ("rope_parameters", "rope_scaling"):
-            value = self._raw.get(key)
-            if value is not None and not isinstance(value, dict):
-                raise self._error(f"has rope parameters {shown(value)}: they must be an object")
-            if value:
-                tables.append(value)
-        if len(tables) == 2 and tables[0] != tables[1]:
-            raise self._error("has rope_parameters and rope_scaling, which differ: remove the wrong one")
-        table = tables[0] if tables else {}
-        nested = [key for key, value in table.items() if isinstance(value, dict)]
-        if nested:
-            raise self._error(
-                f"has separate rope parameters for {shown(', '.join(nested))}: they must be the same for all layers, "
-                "in one object"
-            )
-        return table
-
-    def _original_context(self, rope: Fields) -> int:
-        key = "original_max_position_embeddings"
-        outer = self._fields.count(key, self._fields.count("max_position_embeddings"), most=MOST_POSITIONS)
-        original = rope.count(key, outer, most=MOST_POSITIONS)
-        if self._raw.get(key) is not None and original != outer:
-            raise self._error(f"has {key} {outer:,}, and {original:,} in its rope parameters: correct the wrong one")
-        return original
-
-    def _experts(self, layers: int) -> ExpertsConfig | None:
+    def _experts(self, arch: Architecture, layers: int) -> ExpertsConfig | None:
         fields = self._fields
         counts = {fields.count(k, most=MOST_EXPERTS) for k in ("num_experts", "num_local_experts") if k in self._raw}
         if len(counts) == 2:
@@ -242,9 +191,12 @@ class ConfigReader:
         return ExpertsConfig(
             count=count,
             per_token=per_token,
-            inner_size=fields.count("moe_intermediate_size"),
+            inner_size=fields.count(arch.experts),
             normalised=fields.flag("norm_topk_prob"),
             layers=sparse,
+            biases=arch.clamped,
+            limit=self._own(arch, "swiglu_limit", 0.0),
+            alpha=self._own(arch, "swiglu_alpha", 0.0),
         )
 
     def _windows(self, arch: Architecture, layers: int) -> tuple[int, ...]:
@@ -259,7 +211,13 @@ class ConfigReader:
         first = fields.count("max_window_layers", 28, least=0) if arch.window == "layers" else 0
         kinds = self._raw.get("layer_types")
         if kinds is None:
-            kinds = [SLIDING if window and i >= first else FULL for i in range(layers)]
+            every, whole = arch.full_layers or (1, 1)
+            every = fields.count("sliding_window_pattern", every) if "sliding_window_pattern" in arch.reads else every
+            whole = min(whole, every - 1) if arch.full_layers else whole
+            local = [window and i >= first and i % every != whole for i in range(layers)]
+            if "no_rope_layers" in arch.reads:
+                local = [window and not rotated for rotated in self._rotated_layers(arch, layers)]
+            kinds = [SLIDING if each else FULL for each in local]
         if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (SLIDING, FULL) for kind in kinds):
             raise self._error(
                 f"has layer_types {shown(kinds)}: it must name '{SLIDING}' or '{FULL}' for each of the {layers} layers"
@@ -282,13 +240,17 @@ class ConfigReader:
         supported = {
             "layer_types": arch.window != "none",
             "use_sliding_window": arch.window in ("layers", "used"),
-            "attention_bias": arch.qkv_bias is not False,
-            "mlp_bias": arch.mlp_bias,
-            "use_qk_norm": arch.qk_norm,
-            "qk_norm": arch.qk_norm,
+            "attention_bias": arch.qkv_bias in (True, "attention_bias"),
+            "mlp_bias": arch.mlp_bias == "mlp_bias",
+            "use_qk_norm": arch.qk_norm or arch.full_qk_norm,
+            "qk_norm": arch.qk_norm or arch.full_qk_norm,
         }
-        own = {key for key, is_supported in supported.items() if is_supported}
+        own = {key for key, is_supported in supported.items() if is_supported} | set(arch.reads.split())
         neutral = neutral_values(config.hidden_size, config.head_dim, config.num_layers)
+        if arch.activation == "gelu":
+            neutral |= dict.fromkeys(ACTIVATIONS, ("gelu_pytorch_tanh",))
+        if arch.layer_norm:
+            neutral["norm_type"] = ("layer_norm",)
         if arch.window == "none":
             neutral["sliding_window"] = ()
             if isinstance(self._raw.get("sliding_window"), int) and self._raw["sliding_window"] >= config.max_context:
@@ -310,7 +272,35 @@ class ConfigReader:
             )
 
 
+def _nearest(name: str) -> str:
+    """Returns a clause that names the supported family whose name is most like `name`; "" if none is."""
+
+    def stem(name: str) -> str:
+        return re.match("[a-z]*", name.lower().partition("for")[0]).group()  # type: ignore[union-attr]
+
+    def common(other: str) -> int:
+        pairs = zip(name.lower(), other.lower(), strict=False)
+        return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+    alike = [each for each in ARCHITECTURES if stem(name).startswith(stem(each))]
+    return f", and the nearest family is {ARCHITECTURES[max(alike, key=common)].title}" if alike else ""
+
+
 def read_model_config(directory: str | Path) -> ModelConfig:
     """Returns the configuration in a checkpoint's config.json. Raises CheckpointError if it is not supported."""
     path = Path(directory) / "config.json"
-    return ConfigReader(Fields(path, read_json(path))).model_config()
+    return ConfigReader(Fields(path, _text_part(path, read_json(path)))).model_config()
+
+
+def _text_part(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns the configuration of the text model, for a model that also reads images; else `raw` itself."""
+    names = raw.get("architectures")
+    named = [each for each in names if isinstance(each, str)] if isinstance(names, list) else []
+    name = next((each for each in named if each in WITH_IMAGES), None)
+    if name is None:
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        raise CheckpointError(f"{path} names {name}, but has no text_config: download the file again")
+    outer = {key: raw[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in raw}
+    return {**outer, "model_type": WITH_IMAGES[name], **text, "architectures": None}

@@ -23,8 +23,10 @@ LEAST = 2.0**-14  # the smallest scale; it is also the smallest float16 number w
 
 def kv_scales(model: Decoder) -> list[torch.Tensor]:
     """Returns the scales of keys and values for each layer, fp32 [2, Hkv], powers of two."""
-    rotation = _largest_rotation(model.rope_table)
-    return [_layer_scales(model, layer, rotation) for layer in model.layers]
+    return [
+        _layer_scales(model, layer, _largest_rotation(table))
+        for layer, table in zip(model.layers, model.rope_tables, strict=True)
+    ]
 
 
 def _layer_scales(model: Decoder, layer: Layer, rotation: float) -> torch.Tensor:
@@ -34,6 +36,7 @@ def _layer_scales(model: Decoder, layer: Layer, rotation: float) -> torch.Tensor
     rows = layer.qkv
     if not isinstance(rows, torch.Tensor):  # an 8-bit matrix
         rows = rows.rows(torch.arange(rows.shape[0], device=rows.device))
+    assert layer.input_norm is not None, "engine/model/traits.py refuses models without this norm"
     bounds = (rows[first_key_row:].float() * layer.input_norm.float()).norm(dim=1) * config.hidden_size**0.5
     if layer.qkv_bias is not None:
         bounds += layer.qkv_bias[first_key_row:].float().abs()

@@ -1,7 +1,7 @@
 """The decoder's small operations in plain torch. They are the reference for the fused kernels, and CPUs use them.
 
 The decoder calls `ops.<name>` for everything except matrix products and attention. So another module with the same six
-functions can replace this one (Decoder's argument `ops`).
+functions of the protocol Ops can replace this one (Decoder's argument `ops`).
 
 Shapes: T tokens, hidden size H, Hq query heads, Hkv key/value heads, head dimension D, intermediate size I.
 Activations have the model's dtype: float64, float32, bfloat16 or float16. For a float64 model, read "fp32" as float64.
@@ -18,21 +18,23 @@ from engine.attention import kv_fp8
 from engine.model.experts import Experts
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Returns the RMSNorm of x [..., H] with weight [H].
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Returns the RMSNorm of x [..., H] with weight [H], or the LayerNorm with weight and bias [2, H].
 
-    x is normalised in fp32, cast back to x.dtype, then multiplied by the weight. This order is the same as in
-    transformers; in bfloat16 another order would change the result.
+    For RMSNorm, x is normalised in fp32, cast back to x.dtype, then multiplied by the weight. This order is the same as
+    in transformers; in bfloat16 another order would change the result. A weight in fp32 is multiplied before the cast.
     """
+    if weight.dim() == 2:
+        return F.layer_norm(x, x.shape[-1:], weight[0], weight[1], eps)
     if x.dtype in (torch.float32, torch.float64):  # no cast is needed, so one call is enough
         return F.rms_norm(x, weight.shape, weight, eps)
-    return weight * F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype)
+    return (weight * F.rms_norm(x.float(), weight.shape, None, eps).to(weight.dtype)).to(x.dtype)
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Add x [T, H] to residual [T, H] in place, rounded to the residual's dtype; return rms_norm(residual) [T, H]."""
+def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Add x [T, H] to residual [T, H] in place, rounded to the residual's dtype; return norm(residual) [T, H]."""
     residual.add_(x)
-    return rms_norm(residual, weight, eps)
+    return norm(residual, weight, eps)
 
 
 def rope_rows(table: torch.Tensor, positions: torch.Tensor) -> Any:
@@ -72,7 +74,7 @@ def qk_norm_rope_store(
     qk, v = heads[:, :-kv_heads], heads[:, -kv_heads:]
     if qk_weight is not None:
         wide = qk if qk.dtype in (torch.float32, torch.float64) else qk.float()
-        qk = F.rms_norm(wide, (dim,), None, eps).to(qk.dtype) * qk_weight
+        qk = (F.rms_norm(wide, (dim,), None, eps).to(qk_weight.dtype) * qk_weight).to(qk.dtype)
     cos, sin = rope
     halves = qk.unflatten(-1, (2, dim // 2))
     rotated = torch.addcmul(halves * cos, halves.flip(2), sin).to(qkv.dtype).flatten(2)
@@ -89,6 +91,22 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Returns silu(gate) · up [T, I] for gate_up [T, 2·I], gates before ups; may overwrite gate_up."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate).mul_(up)
+
+
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Returns gelu(gate) · up [T, I] for gate_up [T, 2·I], with GELU in its tanh form."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """Returns gelu(x), in its tanh form."""
+    return F.gelu(x, approximate="tanh")
+
+
+def cap(scores: torch.Tensor, softcap: float) -> torch.Tensor:
+    """Returns softcap · tanh(scores / softcap); the scores themselves if softcap is 0."""
+    return torch.tanh(scores / softcap) * softcap if softcap else scores
 
 
 def experts(x: torch.Tensor, mixture: Experts, live: torch.Tensor | None) -> torch.Tensor:

@@ -6,8 +6,8 @@ mapped into memory and only one tensor is held, so the host needs little memory 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,15 @@ class Slot:
     repeated: bool = False  # the checkpoint has one row, which is copied to every row of the view
     parts: tuple[Slot, ...] = ()  # the checkpoint may have these tensors instead of `name`
     cut: Cut | None = None  # the part of the tensor that fills the view (shards.py); None: the whole tensor
+    # Changes the part before it is copied (checkpoint.py). `stored`: the shape of the tensor, if it is not the view's.
+    fold: Callable[[torch.Tensor], torch.Tensor] | None = None
+    stored: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> list[int]:
         """The shape of the tensor in the checkpoint."""
+        if self.stored is not None:
+            return list(self.stored)
         shape = list(self.view.shape[1:] if self.repeated else self.view.shape)
         if self.cut is not None:
             shape[self.cut.dim] = self.cut.whole
@@ -79,16 +84,15 @@ def load_weights(slots: Iterable[Slot], directory: Path, tied: bool, on_progress
     for path in files:
         with _opened(path) as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
-                slot = wanted.get(name)
-                if slot is not None:
-                    tensor = _read(slot, file, path)
-                    slot.view.copy_(tensor)
+                for slot in wanted.get(plain_name(name), ()):
+                    tensor = _read(slot, file, path, name)
+                    slot.view.copy_(tensor if slot.fold is None else slot.fold(tensor))
                     done += tensor.nbytes
                     if on_progress is not None:
                         text = f"{path.name}: {done / 1e9:.2f} of {total / 1e9:.2f} GB"
                         on_progress({"stage": "weights", "done": done, "total": total, "text": text})
     if tied:
-        _check_tied(wanted["model.embed_tokens.weight"], files)
+        _check_tied(wanted["model.embed_tokens.weight"][0], files)
 
 
 def dummy_weights(slots: Iterable[Slot], seed: int) -> None:
@@ -101,24 +105,35 @@ def dummy_weights(slots: Iterable[Slot], seed: int) -> None:
         if generator is None:
             generator = torch.Generator(slot.view.device).manual_seed(seed)
         if "norm" in slot.name:
-            slot.view.fill_(1)
+            slot.view.fill_(slot.name.endswith("weight"))
         elif slot.cut is None:
             slot.view.normal_(0, 0.02, generator=generator)
         else:  # draw the whole tensor, so that the numbers do not depend on the number of ranks
             slot.view.copy_(slot.take(slot.view.new_empty(slot.shape).normal_(0, 0.02, generator=generator)))
 
 
-def _wanted(slots: Iterable[Slot], files: list[Path]) -> dict[str, Slot]:
-    """Returns the slots by name. If the files lack the tensor of a slot, the slot's parts replace the slot."""
+def _wanted(slots: Iterable[Slot], files: list[Path]) -> dict[str, list[Slot]]:
+    """Returns the slots of each tensor. If the files lack the tensor of a slot, the slot's parts replace the slot."""
     held: set[str] = set()
     for path in files:
         with _opened(path) as file:
-            held.update(file.keys())
-    whole_or_parts = (slot.parts if slot.parts and slot.name not in held else (slot,) for slot in slots)
-    return {slot.name: slot for several in whole_or_parts for slot in several}
+            held.update(map(plain_name, file.keys()))
+    wanted: dict[str, list[Slot]] = {}
+    for slot in slots:
+        for each in slot.parts if slot.parts and slot.name not in held else (slot,):
+            wanted.setdefault(each.name, []).append(each)
+    return wanted
 
 
-def _check(wanted: dict[str, Slot], files: list[Path], directory: Path, tied: bool) -> int:
+def plain_name(name: str) -> str:
+    """Returns the name that a tensor has in a checkpoint without images: the text model is there the whole model."""
+    for prefix, plain in (("language_model.model.", "model."), ("model.language_model.", "model.")):
+        if name.startswith(prefix):
+            return plain + name.removeprefix(prefix)
+    return name.removeprefix("language_model.") if name.startswith("language_model.lm_head") else name
+
+
+def _check(wanted: dict[str, list[Slot]], files: list[Path], directory: Path, tied: bool) -> int:
     """Compare the headers of the files with the slots; return the number of bytes to read."""
     total = 0
     missing = dict.fromkeys(wanted)
@@ -126,20 +141,21 @@ def _check(wanted: dict[str, Slot], files: list[Path], directory: Path, tied: bo
     misshapen: list[str] = []
     for path in files:
         with _opened(path) as file:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
+            for stored in file.keys():  # noqa: SIM118 (not a dict)
+                name = plain_name(stored)
                 if name not in wanted:
-                    if not _is_derived(name) and not (tied and name == "lm_head.weight"):
+                    if not _is_unused(name) and not (tied and name == "lm_head.weight"):
                         unexpected.append(name)
                     continue
-                part, slot = file.get_slice(name), wanted[name]
+                part, expected = file.get_slice(stored), wanted[name][0].shape
                 shape, dtype = part.get_shape(), part.get_dtype()
                 missing.pop(name, None)
-                if shape != slot.shape:
-                    misshapen.append(f"{name} is {shape} and should be {slot.shape}")
+                if shape != expected:
+                    misshapen.append(f"{name} is {shape} and should be {expected}")
                 elif dtype not in FLOAT_BYTES:
                     misshapen.append(f"{name} is of type {dtype} and should be one of {', '.join(FLOAT_BYTES)}")
                 else:
-                    total += FLOAT_BYTES[dtype] * slot.scalars
+                    total += FLOAT_BYTES[dtype] * sum(slot.scalars for slot in wanted[name])
     faults = []
     if missing:
         faults.append(f"lacks {listed(list(missing))}")
@@ -158,11 +174,14 @@ def _check(wanted: dict[str, Slot], files: list[Path], directory: Path, tied: bo
 def _check_tied(embedding: Slot, files: list[Path]) -> None:
     for path in files:
         with _opened(path) as file:
-            if "lm_head.weight" not in file.keys():  # noqa: SIM118 (not a dict)
+            name = next((each for each in file.keys() if plain_name(each) == "lm_head.weight"), None)  # noqa: SIM118
+            if name is None:
                 continue
-            fits = file.get_slice("lm_head.weight").get_shape() == embedding.shape
-            head = replace(embedding, name="lm_head.weight")
-            if not fits or not _equal(_read(head, file, path), embedding.view):
+            fits = file.get_slice(name).get_shape() == embedding.shape
+            head = _read(embedding, file, path, name) if fits else None
+            if head is not None and embedding.fold is not None:
+                head = embedding.fold(head)
+            if head is None or not _equal(head, embedding.view):
                 raise CheckpointError(
                     f"{path} has an lm_head.weight that differs from the embedding, but config.json ties them: "
                     "set tie_word_embeddings to false"
@@ -184,14 +203,18 @@ def _opened(path: Path) -> Any:
         raise CheckpointError(f"{path} is not a complete safetensors file ({error}): download it again") from error
 
 
-def _read(slot: Slot, file: Any, path: Path) -> torch.Tensor:
-    """Returns the part of the tensor that fills the slot's view."""
+def _read(slot: Slot, file: Any, path: Path, name: str) -> torch.Tensor:
+    """Returns the part of the tensor `name` of the file that fills the slot's view, before the slot's fold."""
     try:
-        return file.get_tensor(slot.name) if slot.cut is None else slot.take(file.get_slice(slot.name))
+        return file.get_tensor(name) if slot.cut is None else slot.take(file.get_slice(name))
     except (SafetensorError, OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path} cannot be read at {slot.name} ({error}): download it again") from error
+        raise CheckpointError(f"{path} cannot be read at {name} ({error}): download it again") from error
 
 
-def _is_derived(name: str) -> bool:
-    """Returns True for rotary frequencies: older Llama checkpoints have them, but the configuration determines them."""
-    return name.endswith(".rotary_emb.inv_freq")
+def _is_unused(name: str) -> bool:
+    """Returns True for tensors without an effect: rotary frequencies, and the parts of a model that read images.
+
+    Older Llama checkpoints have rotary frequencies, but the configuration determines them.
+    """
+    parts = ("vision_tower.", "multi_modal_projector.")
+    return name.endswith(".rotary_emb.inv_freq") or name.removeprefix("model.").startswith(parts)

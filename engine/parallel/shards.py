@@ -17,11 +17,17 @@ from dataclasses import replace
 
 from engine.errors import EngineError
 from engine.model.config import ModelConfig
+from engine.model.traits import lacking
 from engine.model.weights import Cut, Slot
 
 
 def check(config: ModelConfig, size: int) -> None:
     """Raise EngineError unless the model can be split over `size` ranks."""
+    if lacks := lacking(config, "ranks"):
+        raise EngineError(
+            f"tensor_parallel_size is {size}, but this {config.architecture} has {lacks}, which several ranks cannot "
+            "share: use 1"
+        )
     heads, kv_heads = config.num_heads, config.num_kv_heads
     fitting = [n for n in range(2, heads + 1) if _fits(heads, kv_heads, n)]
     if not _fits(heads, kv_heads, size):
@@ -81,6 +87,8 @@ def shard_slots(slots: Iterable[Slot], config: ModelConfig, rank: int, size: int
             begin = min(rank * len(slot.view), config.vocab_size)
             slot.view.zero_()  # the last pieces may be padded
             return replace(slot, view=slot.view[: config.vocab_size - begin], cut=Cut(0, (begin,), config.vocab_size))
+        if leaf == "sinks":
+            return replace(slot, cut=Cut(0, (queries // dim,), config.num_heads))
         if owner == "q_proj":
             return replace(slot, cut=Cut(0, (queries,), q_width))
         if owner in ("k_proj", "v_proj"):

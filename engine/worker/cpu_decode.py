@@ -19,6 +19,7 @@ from engine.attention.base import AttentionBackend
 from engine.attention.kv_pool import KVPool
 from engine.model.decoder import Decoder, DenseMLP
 from engine.model.linear import INT8_MAX, Int8Weight, Matrix
+from engine.model.traits import lacking
 
 TINY = float(np.finfo(np.float32).tiny)
 KEPT_SIZES = 8  # buffers are kept for at most this many different numbers of sequences
@@ -75,12 +76,12 @@ class CPUDecode:
         self._norms = [layer.input_norm.numpy() for layer in decoder.layers] + [decoder.norm.numpy()]
         self._post_norms = [layer.post_norm.numpy() for layer in decoder.layers]
         self._qk_norms = [None if layer.qk_norm is None else layer.qk_norm.numpy() for layer in decoder.layers]
-        self._embed, self._table = _lookup(decoder.embedding), decoder.rope_table.numpy()
+        self._embed, self._table = _lookup(decoder.embedding), decoder.rope_tables[0].numpy()
         self._columns: dict[int, Columns] = {}
 
     @staticmethod
     def supports(decoder: Decoder, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
-        return dtype == kv_dtype == torch.float32 and all(isinstance(layer.mlp, DenseMLP) for layer in decoder.layers)
+        return dtype == kv_dtype == torch.float32 and not lacking(decoder.config, "cpu_decode")
 
     @np.errstate(invalid="ignore")  # NaN becomes an arbitrary int8 number, but its scale is NaN, so the product is NaN
     def logits(

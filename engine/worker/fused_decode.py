@@ -137,14 +137,14 @@ class DecodeLayers:
         out = torch.empty(len(qkv), config.num_heads * config.head_dim, dtype=qkv.dtype, device=qkv.device)
         decode_attention(
             qkv, self._pool.keys[i], self._pool.values[i], out, attention.workspace, self._block_table, rows, seq_lens,
-            attention.scale, attention.group, fused=(layer.qk_norm, self._model.rope_table, config.rms_norm_eps),
+            attention.scale, attention.group, fused=(layer.qk_norm, self._model.rope_tables[i], config.rms_norm_eps),
             kv_scales=self._pool.scales[i],
         )  # fmt: skip
         return out
 
     def _attend_chunks(self, i: int, layer: Layer, qkv: torch.Tensor, meta: ForwardMeta) -> torch.Tensor:
         keys, values, eps = self._pool.keys[i], self._pool.values[i], self._model.config.rms_norm_eps
-        rope = self._model.rope_table, meta.positions
+        rope = self._model.rope_tables[i], meta.positions
         scales = self._pool.scales[i]
         q = norms.qk_norm_rope_store(qkv, layer.qk_norm, eps, rope, keys, values, meta.slot_mapping, scales)
         return self._attention.run(i, q, keys, values, scales)

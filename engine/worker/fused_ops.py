@@ -7,12 +7,12 @@ import torch
 from engine.kernels import moe, norms
 from engine.model.experts import Experts
 
-rms_norm = norms.rms_norm
+norm = norms.rms_norm
 qk_norm_rope_store = norms.qk_norm_rope_store
 silu_mul = norms.silu_mul
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Add x to residual [T, H] in place; return the norm of the sum."""
     return norms.rms_norm(x, weight, eps, residual)
 

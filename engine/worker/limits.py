@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch  # only for types: a client can describe an engine without loading torch
 from engine.config import EngineConfig
 from engine.model.config import ModelConfig
+from engine.model.traits import lacking
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,12 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
         from engine.worker.quantised import check
 
         check(config, model, device, name)
-    length = config.max_model_len or model.max_context
+    if config.kv_cache_dtype == "fp8" and (lacks := lacking(model, "fp8_cache")):
+        raise EngineError(
+            f"kv_cache_dtype is fp8, but this {model.architecture} has {lacks}, so the range of its keys and values is "
+            "not known from the weights: leave --kv-cache-dtype at auto"
+        )
+    length = config.max_model_len or model.default_context
     if length > model.max_context:
         raise EngineError(
             f"max_model_len is {length:,}, but this {model.architecture} has {model.max_context:,} positions: "
@@ -60,9 +66,16 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
     # (engine/kernels/MEASURED.md).
     budget = config.max_num_batched_tokens or max(512 if cpu else 8192, sequences)
     notes: tuple[str, ...] = ()
+    if model.default_context < model.max_context:
+        short = length <= model.default_context
+        notes += (
+            f"this model has two lists of rotary factors, for up to {model.default_context:,} positions and for up to "
+            f"{model.max_context:,}: max_model_len is {length:,}, so all positions use the "
+            f"{'first' if short else 'second'} one",
+        )
     if config.tensor_parallel_size > 1:
         how = "gloo between processes on the CPU" if cpu else "NCCL between GPUs"
-        notes = (f"the model is split over {config.tensor_parallel_size} ranks: {how}",)
+        notes += (f"the model is split over {config.tensor_parallel_size} ranks: {how}",)
     dtype = getattr(torch, name)
     kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
     return Limits(device, dtype, kv_dtype, sequences, budget, length, notes)

@@ -22,6 +22,7 @@ from engine.config import EngineConfig
 from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.errors import EngineError
+from engine.model.checkpoint import checkpoint_slots
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.experts import Ops
@@ -100,7 +101,7 @@ class LoadedModel:
             max_rows = limits.max_num_seqs
             self.attention = choose_attention(
                 engine_config.attention_backend, self.shard, self.block_size, self.dtype, self.device, max_rows,
-                self.max_model_len, self.kv_dtype,
+                self.max_model_len, self.kv_dtype, self.model.sinks,
             )  # fmt: skip
             self.attention_name = self.attention.name
             self.memory = MemoryReport(weights=self.model.nbytes, kv_cache=0)
@@ -208,6 +209,7 @@ class LoadedModel:
         elif model_dir is None:
             raise EngineError("there is neither a model directory nor dummy_weights: give one of these two options")
         else:
+            slots = checkpoint_slots(slots, self.model_config, self.dtype)
             load_weights(slots, model_dir, self.model_config.tie_word_embeddings, on_progress)
         return model
 

@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from engine.core.request import Request
 from engine.core.step import PromptTargets, RowSettings, StepPlan
 from engine.model import ops
+from engine.model.checkpoint import checkpoint_slots
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.hf_config import read_model_config
@@ -98,7 +99,7 @@ def load_decoder(directory: Path, dtype: torch.dtype = torch.float32, **options:
     model = Decoder(config, dtype, torch.device("cpu"), 16)
     for slot in model.slots():
         slot.view.fill_(torch.nan)
-    load_weights(model.slots(), directory, config.tie_word_embeddings, **options)
+    load_weights(checkpoint_slots(model.slots(), config, dtype), directory, config.tie_word_embeddings, **options)
     return model
 
 

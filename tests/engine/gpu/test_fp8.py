@@ -44,7 +44,7 @@ def test_gemv_equals_the_product_of_the_rounded_matrix(n: int, k: int) -> None:
     x, norm, residual = normal(1, k), normal(k), normal(1, n)
     assert error(gemv(x, weight), x.double() @ wide.T) < BOUND
     assert error(gemv(x, weight, residual=residual), x.double() @ wide.T + residual.double()) < BOUND
-    normed = reference_ops.rms_norm(x, norm, 1e-6).double()
+    normed = reference_ops.norm(x, norm, 1e-6).double()
     gate, up = (normed @ wide.T).chunk(2, -1)
     assert error(gemv(x, weight, norm=(norm, 1e-6), gate_up=True), F.silu(gate) * up) < 2 * BOUND
 

@@ -142,7 +142,7 @@ def test_one_token_equals_norm_experts_and_residual(
     live = torch.ones(1, dtype=torch.int32, device=DEVICE)
     for _ in range(5):
         x, weight = normal(1, hidden), normal(hidden)
-        normed = reference_ops.rms_norm(x, weight, 1e-6)
+        normed = reference_ops.norm(x, weight, 1e-6)
         logits = gemv(x, experts.router, norm=(weight, 1e-6))
         experts.load.zero_()
         found = one_token(

@@ -1,0 +1,92 @@
+"""Maps the decoder's parameters to the tensors of a family's checkpoint.
+
+Families name tensors differently, and some store several matrices as one. What can be computed once is computed here,
+while the weights are loaded, so no step computes it and no fast path can forget it:
+
+    multipliers          into the embedding, the projections to the hidden size, and the last norm
+    norms by 1 + w       into the weight
+    other rotary pairs   into the order of the rows of q and k (engine/model/rope.py, row_order)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+import torch
+
+from engine.model.config import ModelConfig
+from engine.model.families import ARCHITECTURES
+from engine.model.rope import row_order
+from engine.model.weights import Cut, Slot
+
+Fold = Callable[[torch.Tensor], torch.Tensor]
+
+
+def checkpoint_slots(slots: Iterable[Slot], config: ModelConfig, dtype: torch.dtype) -> Iterator[Slot]:
+    """Returns the slots with the names and the layout of the family's checkpoint.
+
+    `slots`: of a decoder of this dtype, or of one rank's shard of it. `config`: the configuration of the whole model.
+    """
+    arch = ARCHITECTURES[config.architecture]
+    dim, inner = config.head_dim, config.intermediate_size
+    kv_width = config.num_kv_heads * dim
+    widths = {"q_proj": config.num_heads * dim, "k_proj": kv_width, "v_proj": kv_width}
+
+    def mapped(slot: Slot) -> Slot:
+        module, _, leaf = slot.name.rpartition(".")
+        owner = module.rpartition(".")[2]
+        fold = _fold(slot, config, dtype, owner)
+        slot = replace(slot, fold=fold, parts=tuple(map(mapped, slot.parts)))
+        if arch.clamped and owner == "experts":
+            return _transposed(slot, leaf)
+        if arch.fused_qkv and owner in widths:
+            first = sum(width for name, width in list(widths.items())[: list(widths).index(owner)])
+            return _part_of(slot, owner, "qkv_proj", first, sum(widths.values()))
+        if arch.fused_gate_up and owner in ("gate_proj", "up_proj"):
+            return _part_of(slot, owner, "gate_up_proj", inner * (owner == "up_proj"), 2 * inner)
+        return replace(slot, name=".".join(arch.names.get(part, part) for part in slot.name.split(".")))
+
+    return map(mapped, slots)
+
+
+def _part_of(slot: Slot, owner: str, fused: str, first: int, whole: int) -> Slot:
+    """Returns the slot as rows of the tensor `fused`, which has `whole` rows; those of `owner` begin at `first`."""
+    starts = slot.cut.starts if slot.cut is not None else (0,)
+    cut = Cut(0, tuple(first + start for start in starts), whole)
+    name = ".".join(fused if part == owner else part for part in slot.name.split("."))
+    return replace(slot, name=name, cut=cut)
+
+
+def _fold(slot: Slot, config: ModelConfig, dtype: torch.dtype, owner: str) -> Fold | None:
+    arch = ARCHITECTURES[config.architecture]
+    if owner in ("q_proj", "k_proj", "q_norm", "k_norm"):
+        order = row_order(config.rope, config.head_dim)
+        if order is not None:
+            return lambda tensor: tensor.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
+    factor, offset = 1.0, float(arch.offset_norms and "norm" in owner)
+    embedding = config.embedding_scale
+    if arch.scaled_embedding:  # transformers rounds this factor to the model's type
+        embedding = float(torch.tensor(embedding).to(dtype))
+    if owner == "embed_tokens":
+        factor = embedding
+    elif slot.name.startswith("model.norm."):
+        factor = config.logit_scale / (embedding if config.tie_word_embeddings else 1.0)
+    elif owner in ("o_proj", "down_proj") or slot.name.endswith("experts.down_proj"):
+        factor = config.residual_scale
+    if (factor, offset) == (1.0, 0.0):
+        return None
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    return lambda tensor: (tensor.to(exact) + offset) * factor
+
+
+def _transposed(slot: Slot, leaf: str) -> Slot:
+    """Returns the slot for gpt-oss's experts: [E, in, out], where gates and ups alternate in gate_up_proj."""
+    interleaved, matrix = leaf.startswith("gate_up"), slot.view.dim() == 3
+
+    def fold(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.transpose(1, 2) if matrix else tensor
+        return torch.cat((tensor[:, 0::2], tensor[:, 1::2]), 1) if interleaved else tensor
+
+    shape = slot.view.shape
+    return replace(slot, fold=fold, stored=(shape[0], shape[2], shape[1]) if matrix else None)

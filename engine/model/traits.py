@@ -1,0 +1,62 @@
+"""Which fast path supports which trait of a family. The decoder with the torch backend (the specification) has all.
+
+A path that lacks a trait is not chosen, or refuses the model with a sentence; no path ignores a trait.
+"""
+
+from __future__ import annotations
+
+from engine.model.config import ModelConfig
+
+WORDS = {
+    "experts": "experts",
+    "layer_norm": "LayerNorm",
+    "no_pre_norms": "no norms before attention",
+    "post_norms": "norms after attention",
+    "full_qk_norm": "norms over all heads",
+    "gelu": "GELU",
+    "no_gate": "MLPs without gates",
+    "clamped": "clamped experts with biases",
+    "softcap": "soft caps of attention scores",
+    "sinks": "attention sinks",
+    "windows": "sliding windows",
+    "logit_softcap": "soft caps of logits",
+    "several_ropes": "layers with different rotary positions",
+    "query_scales": "queries scaled by their positions",
+}
+SUPPORTED: dict[str, frozenset[str]] = {
+    "cpu_decode": frozenset({"softcap", "sinks", "windows"}),  # engine/worker/cpu_decode.py
+    "graphs": frozenset({"experts"}),  # engine/worker/cuda_graphs.py and fused_decode.py
+    "ranks": frozenset(WORDS) - {"full_qk_norm", "clamped"},  # engine/parallel/shards.py
+    # The bounds of engine/model/kv_scales.py assume an RMSNorm before the projections.
+    "fp8_cache": frozenset(WORDS) - {"layer_norm", "no_pre_norms", "full_qk_norm"},
+}
+
+
+def traits(config: ModelConfig) -> frozenset[str]:
+    """Returns the traits by which a model differs from Llama in a way that a fast path may lack.
+
+    The traits that weights absorb (multipliers, the offset of norms, other pairs of rotary positions) are not among
+    them, and neither are those that every path has (biases, norms of heads).
+    """
+    has = {
+        "experts": config.experts is not None,
+        "layer_norm": config.layer_norm,
+        "no_pre_norms": not config.pre_norms,
+        "post_norms": config.post_norms,
+        "full_qk_norm": config.full_qk_norm,
+        "gelu": config.activation == "gelu",
+        "no_gate": not config.gated,
+        "clamped": config.experts is not None and config.experts.biases,
+        "softcap": config.softcap > 0,
+        "sinks": config.sinks,
+        "windows": any(config.windows),
+        "logit_softcap": config.logit_softcap > 0,
+        "several_ropes": len(set(config.layer_ropes)) > 1,
+        "query_scales": config.rope.query_beta > 0,
+    }
+    return frozenset(name for name, it_has in has.items() if it_has)
+
+
+def lacking(config: ModelConfig, path: str) -> str:
+    """Returns the traits of the model that a path lacks, in words; "" if the path supports the model."""
+    return ", ".join(WORDS[name] for name in WORDS if name in traits(config) - SUPPORTED[path])

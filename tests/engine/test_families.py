@@ -1,0 +1,268 @@
+"""Every family of the table against transformers, on tiny random configurations and on every path of a CPU.
+
+FAMILY_CONFIGS=20 runs 20 configurations of each family; the default is 2.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import CheckpointError, EngineError
+from engine.model.config import ModelConfig
+from engine.model.families import ARCHITECTURES, MODEL_TYPES
+from engine.model.hf_config import read_model_config
+from engine.model.traits import SUPPORTED, WORDS, lacking, traits
+from engine.parallel.shards import check
+from engine.params import SamplingParams
+from engine.worker import rank_runner
+from engine.worker.cpu import CPUDecodeSteps
+from engine.worker.limits import resolve
+from tests.engine.test_engine_model import make_engine
+from tests.engine.test_parallel import play
+from tests.support import paths
+from tests.support.families import FAMILIES, checkpoint
+from tests.support.models import VOCAB, Driver, make_request, make_runner, plain_runner, prompt, rewrite
+from tests.support.parity import PROMPT, decodes_on_a_cpu, our_logits, their_logits
+from tests.support.ranks import ThreadRanks, ThreadWorkers
+
+SEEDS = range(int(os.environ.get("FAMILY_CONFIGS", "2")))
+REPLY = 10
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """(kind, seed) -> (model of transformers in float64, directory), each made once."""
+    found: dict[tuple[str, int], tuple[Any, Path]] = {}
+
+    def get(kind: str, seed: int = 0) -> tuple[Any, Path]:
+        if (kind, seed) not in found:
+            directory = tmp_path_factory.mktemp(f"{kind}-{seed}")
+            found[kind, seed] = checkpoint(kind, seed, directory), directory
+        return found[kind, seed]
+
+    yield get
+
+
+def wordy(seed: int) -> list[list[int]]:
+    """Prompts that share a prefix, of few words: the words repeat, so drafts are made."""
+    r = random.Random(seed)
+    words = [r.randrange(3, VOCAB) for _ in range(4)]
+    prefix = [r.choice(words) for _ in range(9)]
+    return [prefix[: r.randrange(5, 10)] + [r.choice(words) for _ in range(count)] for count in (1, 6, 14)]
+
+
+def greedy(model: Any, ids: list[int], count: int) -> list[int]:
+    """The greedy reply of transformers, whose cache the whole prompt fills at once."""
+    cache, tokens, reply = None, torch.tensor([ids]), []
+    with torch.no_grad():
+        for _ in range(count):
+            out = model(tokens, past_key_values=cache, use_cache=True)
+            cache, tokens = out.past_key_values, out.logits[:, -1:].argmax(-1)
+            reply.append(int(tokens))
+    return reply
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_logits_equal_those_of_transformers(kind: str, seed: int, made: Any) -> None:
+    """In float64, from a config.json that transformers has not put in order before."""
+    theirs, directory = made(kind, seed)
+    ids = prompt(seed, PROMPT)
+    ours = our_logits(Driver(make_runner(directory, "float64")), make_request(ids, 0), [PROMPT])
+    expected = their_logits(theirs, ids)
+    torch.testing.assert_close(ours.log_softmax(-1), expected.log_softmax(-1), rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    assert read_model_config(directory).num_parameters == sum(p.numel() for p in theirs.parameters())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_tokens_equal_those_of_transformers_on_every_schedule(kind: str, seed: int, made: Any) -> None:
+    """Prefixes cached, prompts in chunks of 7, batched, preempted, with drafts."""
+    theirs, directory = made(kind, seed)
+    prompts = wordy(seed)
+    expected = [greedy(theirs, ids, REPLY) for ids in prompts]
+    engine = make_engine(directory, budget=7, blocks=14, watermark=0.0, speculative_tokens=4)
+    params = SamplingParams(temperature=0.0, max_tokens=REPLY, ignore_eos=True)
+    requests = []
+    for ids in prompts:
+        requests.append(engine.add_request(ids, params))
+        for _ in range(3):
+            engine.step()
+    while engine.has_work:
+        engine.step()
+    assert [request.output_ids for request in requests] == expected
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_decode_steps_on_a_cpu_compute_what_the_decoder_does(kind: str, count: int, made: Any) -> None:
+    """The path that lacks a trait of the family is not chosen; the other families get the same logits and keys."""
+    _, directory = made(kind)
+    runner = make_runner(directory)
+    fast = runner.executors[0]
+    assert isinstance(fast, CPUDecodeSteps)
+    if lacking(read_model_config(directory), "cpu_decode"):
+        assert fast._decode is None
+        return
+    for ours, plainly in zip(*decodes_on_a_cpu(directory, count), strict=True):
+        torch.testing.assert_close(ours, plainly, rtol=0, atol=2e-5 * float(plainly.abs().max()))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_two_ranks_draw_what_one_does(kind: str, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_runner, "Workers", ThreadWorkers)
+    monkeypatch.setattr(rank_runner, "Ranks", ThreadRanks)
+    # A key/value head for each rank, and a half of a head in neither.
+    _, directory = made(kind, next(s for s in range(99) if read_config_of(kind, s)["num_key_value_heads"] > 1))
+    config = read_model_config(directory)
+    if lacks := lacking(config, "ranks"):
+        with pytest.raises(EngineError, match=f"this {config.architecture} has {lacks}, which several ranks"):
+            check(config, 2)
+        return
+    options: dict[str, Any] = {
+        "device": "cpu", "dtype": "float64", "block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "cpu_threads": 1,
+    }  # fmt: skip
+    alone, expected = play(plain_runner(config, EngineConfig(model=str(directory), **options), directory))
+    runner = make_runner(directory, "float64", tensor_parallel_size=2)
+    together, found = play(runner)
+    runner.close()
+    assert together == alone
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+
+
+def read_config_of(kind: str, seed: int) -> dict[str, Any]:
+    from tests.support.families import random_config
+
+    return random_config(kind, seed)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_half_precision_stays_close_to_transformers(kind: str, made: Any) -> None:
+    """In bfloat16, the log-probabilities differ by rounding only; no other order of operations shows."""
+    from transformers import AutoModelForCausalLM
+
+    _, directory = made(kind)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.bfloat16, experts_implementation="eager", attn_implementation="eager"
+    ).eval()
+    ids = prompt(0, PROMPT)
+    ours = our_logits(Driver(make_runner(directory, "bfloat16")), make_request(ids, 0), [PROMPT]).float()
+    exact = their_logits(made(kind)[0], ids).float().log_softmax(-1)
+    distance = (their_logits(theirs, ids).float().log_softmax(-1) - exact).square().mean().sqrt()
+    assert (ours.log_softmax(-1) - exact).square().mean().sqrt() < 1.5 * distance + 1e-3
+
+
+# ---- longrope: two lists of factors
+
+
+def test_the_context_decides_which_factors_of_longrope_are_used(tmp_path: Path) -> None:
+    """transformers takes the long factors for a sequence beyond the original context."""
+    seed = next(s for s in range(99) if "rope_scaling" in read_config_of("phi3", s))
+    theirs = checkpoint("phi3", seed, tmp_path)
+    model = read_model_config(tmp_path)
+    assert (model.default_context, model.max_context) == (128, 256)
+    assert resolve(EngineConfig(device="cpu"), model).max_model_len == 128
+    assert "so all positions use the first one" in resolve(EngineConfig(device="cpu"), model).notes[0]
+    ids = prompt(0, 140)
+    driver = Driver(make_runner(tmp_path, "float64", max_model_len=256))
+    ours = our_logits(driver, make_request(ids, 0), [140]).log_softmax(-1)
+    torch.testing.assert_close(ours, their_logits(theirs, ids).log_softmax(-1), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("factors", [[1.0], "x", [0.0] * 8, [float("nan")] * 8, [1e9] * 8])
+def test_factors_of_longrope_that_cannot_be_are_refused(factors: Any, tmp_path: Path) -> None:
+    import json
+
+    scaling = {"type": "longrope", "short_factor": factors, "long_factor": [1.0] * 8}
+    raw = read_config_of("phi3", 0) | {"rope_scaling": scaling, "partial_rotary_factor": 1.0}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=r"short_factor = .* in its rope parameters: it must be a list of 8"):
+        read_model_config(tmp_path)
+
+
+# ---- a model of text and images
+
+
+@pytest.mark.parametrize("layout", [4, 5])
+def test_the_text_part_of_a_model_with_images_is_loaded(layout: int, made: Any, tmp_path: Path) -> None:
+    import json
+    import shutil
+
+    theirs, directory = made("gemma3_text")
+    shutil.copytree(directory, tmp_path / "m")
+    raw = json.loads((directory / "config.json").read_text())
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": raw}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(whole))
+    prefix = "language_model.model." if layout == 4 else "model.language_model."
+    images = "vision_tower.x" if layout == 4 else "model.vision_tower.x"
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.replace("model.", prefix, 1)] = tensors.pop(name)
+        tensors[images] = torch.zeros(3)
+
+    rewrite(tmp_path / "m", rename)
+    ids = prompt(0, PROMPT)
+    ours = our_logits(Driver(make_runner(tmp_path / "m", "float64")), make_request(ids, 0), [PROMPT])
+    torch.testing.assert_close(ours.log_softmax(-1), their_logits(theirs, ids).log_softmax(-1), rtol=0, atol=1e-5)
+
+
+# ---- the tables
+
+
+def test_every_family_is_tested_and_has_a_model_type() -> None:
+    elsewhere = {"qwen3", "qwen2", "llama", "mistral", "qwen3_moe"}  # tests/engine/test_model_parity.py, test_moe.py
+    assert set(MODEL_TYPES) == set(FAMILIES) | elsewhere
+    assert set(MODEL_TYPES.values()) == set(ARCHITECTURES)
+
+
+def test_the_readme_lists_the_families_of_the_table() -> None:
+    text = (paths.ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| ([^|`]+) \| `(\w+)` \| ([^|`]+) \|$", text, re.MULTILINE)
+    assert rows == [(arch.title, name, arch.example) for name, arch in ARCHITECTURES.items()]
+
+
+def test_every_trait_that_a_path_may_lack_is_named() -> None:
+    """A field of ModelConfig that changes the computation is a trait, or every path has it."""
+    for supported in SUPPORTED.values():
+        assert supported <= set(WORDS)
+    plain = ModelConfig("LlamaForCausalLM", 100, 64, 64, 2, 4, 2, 16, 512)
+    assert not traits(plain)
+    everywhere = {
+        "architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+        "head_dim", "max_position", "rms_norm_eps", "tie_word_embeddings", "qkv_bias", "output_bias", "mlp_bias",
+        "qk_norm", "wide_norms", "attention_scale", "dtype", "embedding_scale", "residual_scale", "logit_scale",
+        "rope", "experts",
+    }  # fmt: skip
+    others = {field.name for field in fields(ModelConfig)} - everywhere
+    assert others == {
+        "full_qk_norm", "layer_norm", "pre_norms", "post_norms", "activation", "gated", "softcap", "sinks",
+        "logit_softcap", "layer_ropes", "windows",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("Gemma3nForCausalLM", "Gemma 3 (text)"), ("Qwen2MoeForCausalLM", "Qwen2, Qwen2.5"),
+        ("PhiForCausalLM", "Phi-3"),
+        ("GraniteMoeHybridForCausalLM", "Granite 3"), ("OlmoForCausalLM", "OLMo 2"), ("Llama4ForCausalLM", "Llama"),
+    ],
+)  # fmt: skip
+def test_the_nearest_family_of_an_unknown_one_is_named(name: str, nearest: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(f'{{"architectures": ["{name}"]}}')
+    match = rf"names {name}, and the nearest family is {re.escape(nearest)}.*: supported are"
+    with pytest.raises(CheckpointError, match=match):
+        read_model_config(tmp_path)

@@ -1,0 +1,174 @@
+"""Tiny random configurations of each supported family, as config.json has them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from tests.support.models import SMALL
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64, "rope_theta": 10000.0,
+}  # fmt: skip
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+
+
+def random_config(kind: str, seed: int) -> dict[str, Any]:
+    """A config.json of the family with the model_type `kind`: fields that have defaults are there or not."""
+    random = Random(f"{kind} {seed}")
+    layers = random.choice([2, 3, 4])
+    raw = {**SMALL, "model_type": kind, "num_hidden_layers": layers, "num_key_value_heads": random.choice([1, 2, 4])}
+    raw |= {"tie_word_embeddings": random.random() < 0.5}
+    raw |= FAMILIES[kind](random, layers)
+    return {key: value for key, value in raw.items() if value is not ...}
+
+
+def _maybe(random: Random, **fields: Any) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if random.random() < 0.6}
+
+
+def _layer_types(random: Random, layers: int) -> dict[str, Any]:
+    """Half of the time, one of the layers at least has a window and one has none."""
+    if random.random() < 0.5:
+        return {}
+    kinds = ["full_attention", "sliding_attention"]
+    kinds += random.choices(kinds, k=layers - 2)
+    random.shuffle(kinds)
+    return {"layer_types": kinds}
+
+
+def _granite(random: Random, layers: int) -> dict[str, Any]:
+    return _maybe(
+        random, embedding_multiplier=random.choice([12.0, 0.7]), residual_multiplier=0.22, logits_scaling=8.0,
+        mlp_bias=True, attention_bias=True, rope_theta=5000.0, rope_scaling=LLAMA3,
+    ) | {"attention_multiplier": random.choice([0.015625, 0.3]), "head_dim": 16}  # fmt: skip
+
+
+def _seed_oss(random: Random, layers: int) -> dict[str, Any]:
+    return _maybe(
+        random, attention_bias=random.random() < 0.5, attention_out_bias=True, mlp_bias=True, rope_theta=1e5,
+        rope_scaling=random.choice([YARN, LINEAR]),
+    )  # fmt: skip
+
+
+def _cwm(random: Random, layers: int) -> dict[str, Any]:
+    window = {"sliding_window": random.choice([3, 11])}
+    return _maybe(random, rope_scaling=LLAMA3) | _layer_types(random, layers) | window
+
+
+def _ministral(random: Random, layers: int) -> dict[str, Any]:
+    return _layer_types(random, layers) | {"sliding_window": random.choice([3, 11])}
+
+
+def _ministral3(random: Random, layers: int) -> dict[str, Any]:
+    scaling = {
+        "type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 32.0,
+        "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.3,
+        "max_position_embeddings": 128,
+    }  # fmt: skip
+    return {"rope_parameters": scaling, **_maybe(random, sliding_window=9)}
+
+
+def _smollm3(random: Random, layers: int) -> dict[str, Any]:
+    fields = _maybe(random, attention_bias=True, mlp_bias=True, rope_theta=5000.0)
+    fields |= random.choice([{}, {"no_rope_layer_interval": 2}, {"no_rope_layers": [1, 0, 1, 1, 0][:layers]}])
+    if random.random() < 0.5:
+        fields |= {"use_sliding_window": True, "sliding_window": 5}
+    return fields | {"head_dim": 16}
+
+
+def _mixtral(random: Random, layers: int) -> dict[str, Any]:
+    return {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40} | _maybe(
+        random, sliding_window=random.choice([None, 9]), rope_theta=5000.0
+    )
+
+
+def _phi3(random: Random, layers: int) -> dict[str, Any]:
+    share = random.choice([0.5, 0.75, 1.0])
+    fields: dict[str, Any] = {"head_dim": ..., "original_max_position_embeddings": 128}
+    fields |= _maybe(random, sliding_window=7) | ({} if share == 1.0 else {"partial_rotary_factor": share})
+    half = int(16 * share) // 2
+    if random.random() < 0.7:
+        factors = {name: [random.uniform(1, 4) for _ in range(half)] for name in ("short_factor", "long_factor")}
+        fields["rope_scaling"] = {"type": "longrope", **factors}
+    return fields
+
+
+def _olmo(random: Random, layers: int) -> dict[str, Any]:
+    return _maybe(random, attention_bias=True) | {"head_dim": 16}
+
+
+def _olmo3(random: Random, layers: int) -> dict[str, Any]:
+    scaling = {key: value for key, value in YARN.items() if key != "rope_theta"}
+    fields = _maybe(random, attention_bias=True, rope_scaling=scaling)
+    return fields | _layer_types(random, layers) | {"head_dim": 16, "sliding_window": random.choice([3, 11])}
+
+
+def _glm4(random: Random, layers: int) -> dict[str, Any]:
+    return _maybe(random, attention_bias=False, partial_rotary_factor=random.choice([0.25, 1.0]), rope_theta=5000.0)
+
+
+def _gemma2(random: Random, layers: int) -> dict[str, Any]:
+    fields = _maybe(
+        random, attn_logit_softcapping=random.choice([None, 5.0]), final_logit_softcapping=random.choice([None, 3.0]),
+        attention_bias=True,
+    )  # fmt: skip
+    fields |= {"query_pre_attn_scalar": random.choice([16, 37]), "sliding_window": 9}
+    return fields | _layer_types(random, layers)
+
+
+def _gemma3(random: Random, layers: int) -> dict[str, Any]:
+    scaling = random.choice([None, {"rope_type": "linear", "factor": 8.0}])
+    fields = _maybe(random, rope_theta=20000.0, rope_local_base_freq=500.0, rope_scaling=scaling)
+    fields |= {"query_pre_attn_scalar": random.choice([16, 37]), "sliding_window": 9, "head_dim": 32}
+    return fields | (_layer_types(random, layers) or {"sliding_window_pattern": 2})
+
+
+def _stablelm(random: Random, layers: int) -> dict[str, Any]:
+    return {"head_dim": ...} | _maybe(random, use_qkv_bias=True, partial_rotary_factor=0.5, layer_norm_eps=1e-4)
+
+
+def _starcoder2(random: Random, layers: int) -> dict[str, Any]:
+    return {"head_dim": ...} | _maybe(random, use_bias=random.random() < 0.5, sliding_window=7, norm_epsilon=1e-4)
+
+
+def _gpt_oss(random: Random, layers: int) -> dict[str, Any]:
+    fields = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40, "sliding_window": 9}
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False}
+    fields |= _maybe(random, swiglu_limit=0.5, rope_scaling=scaling)
+    return fields | _layer_types(random, layers)
+
+
+FAMILIES = {
+    "granite": _granite, "seed_oss": _seed_oss, "cwm": _cwm, "ministral": _ministral, "ministral3": _ministral3,
+    "smollm3": _smollm3, "mixtral": _mixtral, "phi3": _phi3, "olmo2": _olmo, "olmo3": _olmo3, "glm4": _glm4,
+    "gemma2": _gemma2, "gemma3_text": _gemma3, "stablelm": _stablelm, "starcoder2": _starcoder2, "gpt_oss": _gpt_oss,
+}  # fmt: skip
+
+
+def checkpoint(kind: str, seed: int, directory: Path) -> Any:
+    """Write a checkpoint with a random config of the family; return the model of transformers, in float64.
+
+    The config.json stays as it was before transformers put it in order.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    raw = random_config(kind, seed)
+    path = directory / "config.json"
+    path.write_text(json.dumps(raw))
+    torch.manual_seed(seed)
+    config = AutoConfig.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager", attn_implementation="eager")
+    model = model.double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.2 if "norm" in name else 0.1 if "bias" in name else 0.05))
+    model.save_pretrained(directory, save_original_format=True)
+    path.write_text(json.dumps(raw))
+    return model
