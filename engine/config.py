@@ -14,6 +14,7 @@ CHOICES = {
     "kv_cache_dtype": ("auto", "fp8"),
     "scheduling_policy": POLICIES,
     "speculation": ("off", "prompt-lookup"),
+    "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
 }
 MOST_SPECULATIVE_TOKENS = 32
 # The largest value of each setting; a larger value must be a typo. engine/worker/memory.py checks whether smaller
@@ -54,6 +55,9 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"  # how waiting requests are sorted; the help of --scheduling-policy explains each
     speculation: str = "off"  # prompt-lookup: drafts from the request's own text (engine/core/speculation.py)
     speculative_tokens: int = 8  # the most draft tokens of a request in a step, if speculation is on
+    # The logprobs of sampled tokens: of the model's own distribution, or of the distribution after grammar, bias,
+    # penalties, temperature and cuts (−inf: a token that was cut). Prompt logprobs are always raw.
+    logprobs_mode: str = "raw_logprobs"
     overlap: str = "auto"  # on: plan step n+1 while step n runs; off: after step n; auto: on only on a GPU
     seed: int = 0  # for dummy weights; a request without a seed gets a random seed
     tensor_parallel_size: int = 1  # ranks that share the model, each a process with its own device

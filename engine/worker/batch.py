@@ -18,8 +18,9 @@ class Batch:
     """
 
     def __init__(
-        self, max_rows: int, max_model_len: int, block_size: int, vocab_size: int, device: torch.device
-    ) -> None:
+        self, max_rows: int, max_model_len: int, block_size: int, vocab_size: int, device: torch.device,
+        processed_logprobs: bool = False,
+    ) -> None:  # fmt: skip
         self.max_rows = max_rows
         self.block_size = block_size
         self.device = device
@@ -29,7 +30,7 @@ class Batch:
         self.indices = np.arange(max_rows + 1)
         self.bounds = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self.last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.sampler = Sampler(max_rows, vocab_size, device, self.upload)
+        self.sampler = Sampler(max_rows, vocab_size, device, self.upload, processed_logprobs)
         self._joined: StepPlan | None = None  # the last plan whose joins have been applied
 
     def apply(self, plan: StepPlan) -> None:

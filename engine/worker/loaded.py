@@ -105,7 +105,10 @@ class LoadedModel:
             )  # fmt: skip
             self.attention_name = self.attention.name
             self.memory = MemoryReport(weights=self.model.nbytes, kv_cache=0)
-            self.batch = Batch(max_rows, self.max_model_len, self.block_size, self.vocab_size, self.device)
+            self.batch = Batch(
+                max_rows, self.max_model_len, self.block_size, self.vocab_size, self.device,
+                engine_config.logprobs_mode == "processed_logprobs",
+            )  # fmt: skip
             self.num_blocks = group.least(self._count_blocks()) + 1  # plus the null block
             self.pool = self._make_pool(self.num_blocks)
         self.memory.kv_cache = self.pool.nbytes

@@ -55,7 +55,8 @@ class Wants:
 
 @dataclass(slots=True)
 class Logprobs:
-    """Log-probabilities of l tokens, before grammar, bias, penalties or temperature change the logits."""
+    """Log-probabilities of l tokens: before grammar, bias, penalties and temperature change the logits, or after all
+    changes and cuts (`logprobs_mode` of EngineConfig)."""
 
     token: torch.Tensor  # [l]  the log-probability of each token
     rank: torch.Tensor  # int64 [l]  the rank of each token; 1: the most likely token
@@ -133,8 +134,12 @@ class Sampler:
     Call `sample` once per step. A row's counts and biases are kept until the next request takes the row.
     """
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, upload: Upload) -> None:
+    def __init__(
+        self, max_rows: int, vocab_size: int, device: torch.device, upload: Upload, processed_logprobs: bool = False
+    ) -> None:
+        """`processed_logprobs`: logprobs are those of the distribution that a token is drawn from."""
         self.vocab_size = vocab_size
+        self._processed = processed_logprobs
         self._device = device
         self._upload = upload
         self._wants = np.zeros(max_rows, dtype=np.int32)
@@ -229,7 +234,8 @@ class Sampler:
         if not asked:
             return Drawn(logits.argmax(-1), bad, wants[:0], None)
         logprob_rows = np.flatnonzero(wants & Wants.LOGPROBS)
-        raw = logits[self._upload(logprob_rows)].log_softmax(-1) if len(logprob_rows) else None
+        logprob_where = self._upload(logprob_rows) if len(logprob_rows) else None
+        listed = None if logprob_where is None or self._processed else logits[logprob_where].log_softmax(-1)
         if grammars:
             self._apply_grammars(logits, grammars)
         if asked & Wants.BIAS:
@@ -243,17 +249,20 @@ class Sampler:
         if len(penalised):
             self._apply_penalties(logits, settings, rows, penalised)
         if asked & Wants.NOISE:
-            scores = logits.div_(settings[:, TEMPERATURE, None])
+            logits.div_(settings[:, TEMPERATURE, None])
             if asked & Wants.TRUNCATION:
-                self._truncate(scores, settings, rows, wants)
+                self._truncate(logits, settings, rows, wants)
+        if logprob_where is not None and self._processed:
+            listed = logits[logprob_where].log_softmax(-1)
+        if asked & Wants.NOISE:
             if self._device.type == "cpu":
                 noise = host_gumbel(self._keys[rows], positions, self.vocab_size)
             else:
                 noise = gumbel(self._device_keys.index_select(0, device_rows), device_positions, self.vocab_size)
             if (wants & Wants.NOISE).all():
-                scores.add_(noise)
+                logits.add_(noise)
             else:
-                scores.addcmul_(noise, settings[:, NOISE, None])
+                logits.addcmul_(noise, settings[:, NOISE, None])
         ids = logits.argmax(-1)
         if asked & (Wants.GRAMMAR | Wants.MIN_TOKENS):
             bad |= logits.gather(1, ids[:, None])[:, 0] == -torch.inf  # the masks allow no token
@@ -262,9 +271,9 @@ class Sampler:
             drawn = ids.index_select(0, self._upload(penalised)) + lines
             self._counts.lines.view(-1).index_add_(0, drawn, torch.ones_like(drawn, dtype=torch.int32))
         logprobs = None
-        if raw is not None:
+        if listed is not None and logprob_where is not None:
             most = int(self._logprobs[rows[logprob_rows]].max())
-            logprobs = pick_logprobs(raw, ids.index_select(0, self._upload(logprob_rows)), most)
+            logprobs = pick_logprobs(listed, ids.index_select(0, logprob_where), most)
         return Drawn(ids, bad, logprob_rows, logprobs)
 
     def logprob_counts(self, rows: np.ndarray) -> list[int]:

@@ -21,6 +21,7 @@ from minitui.tui.theme import THEMES
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.block_map import BlockMap
 from minitui.tui.widgets.block_table import BlockTable
+from minitui.tui.widgets.candidates import CandidateBars
 from minitui.tui.widgets.events import Events
 from minitui.tui.widgets.experts import ExpertMap
 from minitui.tui.widgets.first_token import FirstTokens
@@ -116,6 +117,7 @@ class Alone(App[None]):
 PANELS: dict[str, type[LinePanel]] = {
     "block-map": BlockMap,
     "block-table": BlockTable,
+    "candidates": CandidateBars,
     "events": Events,
     "experts": ExpertMap,
     "first-token": FirstTokens,

@@ -17,4 +17,27 @@ class Pieces:
     prompt: int | None = None
 
 
-Board = Pieces
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A token that may be drawn next. `now`: its probability with the present settings; None: it was cut.
+
+    `at_most`: the probability is not known exactly, because the engine lists only the likeliest tokens.
+    """
+
+    text: str
+    before: float  # its probability in the model's own distribution
+    now: float | None
+    at_most: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The likeliest next tokens with some sampling settings. `drawn`: the index of the token that was drawn."""
+
+    title: str
+    tokens: tuple[Candidate, ...]
+    line: str = ""  # a sentence about the picture
+    drawn: int | None = None
+
+
+Board = Pieces | Candidates

@@ -36,9 +36,9 @@ VOCAB = 50
 class Batch:
     """A sampler and the requests in its rows."""
 
-    def __init__(self, vocab: int = VOCAB, rows: int = 8) -> None:
+    def __init__(self, vocab: int = VOCAB, rows: int = 8, processed_logprobs: bool = False) -> None:
         self.vocab = vocab
-        self.sampler = Sampler(rows, vocab, CPU, Uploader(CPU))
+        self.sampler = Sampler(rows, vocab, CPU, Uploader(CPU), processed_logprobs)
         self.requests: dict[int, Request] = {}
 
     def add(self, row: int, ids: list[int] | None = None, prompt: int | None = None, **params: Any) -> Request:
@@ -583,6 +583,42 @@ def test_logprobs_are_of_the_models_own_distribution() -> None:
         assert [token for token, _ in found.top] == best.indices.tolist()
         assert [value for _, value in found.top] == pytest.approx(best.values.tolist(), abs=1e-6)
     assert listed[1].rank == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.5}, {"temperature": 1.6, "top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2},
+        {"repetition_penalty": 1.5, "frequency_penalty": 0.6, "logit_bias": {3: 2.0, 4: -100.0}, "top_k": 12},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_processed_logprobs_are_of_the_distribution_that_is_drawn_from(settings: dict[str, Any]) -> None:
+    vocab = 16
+    logits = random_logits(1, 21, vocab)
+    batch = Batch(vocab, processed_logprobs=True)
+    batch.add(0, [1, 2, 2, 3], 1, logprobs=vocab, **settings)
+    drawn = batch.sample(logits, [0])
+    assert drawn.logprobs is not None
+    [listed] = drawn.logprobs.listed(drawn.ids.tolist(), [vocab])
+    found = torch.zeros(vocab)
+    for token, logprob in listed.top:
+        found[token] = math.exp(logprob)
+    assert float(found.sum()) == pytest.approx(1.0, abs=1e-5)
+    assert int((found == 0).sum()) >= vocab - settings.get("top_k", vocab) and found[listed.token_id] > 0
+    assert_drawn_from(found, draws(logits[0], 20_000, ids=[1, 2, 2, 3], prompt=1, **settings))
+
+
+def test_processed_logprobs_of_a_greedy_row_leave_out_temperature_and_cuts() -> None:
+    logits = random_logits(2, 22)
+    batch = Batch(processed_logprobs=True)
+    batch.add(0, temperature=0.0, top_k=2, logprobs=3, logit_bias={7: 50.0})
+    batch.add(1, temperature=2.0)
+    drawn = batch.sample(logits, [0, 1])
+    assert drawn.logprobs is not None
+    biased = logits[0].clone()
+    biased[7] += 50.0
+    assert drawn.logprobs.top[0].tolist() == pytest.approx(biased.log_softmax(-1).topk(3).values.tolist(), abs=1e-5)
 
 
 # ---- grammars

@@ -26,6 +26,7 @@ from minitui.sources.local import LocalSource
 from minitui.teaching.lessons import LESSONS, lesson
 from minitui.teaching.lessons import page as page_module
 from minitui.teaching.lessons.l2_model import tensors
+from minitui.teaching.lessons.l5_sampler import parse_settings
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, TypeIn, find_code, fresh, paragraphs
 from minitui.teaching.lessons.plain import print_with_own_engine
 from minitui.teaching.merges import merges, shown_piece
@@ -54,6 +55,7 @@ RIGHT = {  # what each experiment must prove, by lesson and page title
     (3, "Four states"): "the full blocks stay cached until their memory is needed",
     (4, "From position to slot"): "the keys of all tokens so far",
     (4, "Causal attention after a cache hit"): "keys 0 to 112",
+    (5, "Settings move the bars"): "they grow, all by the same factor",
     (5, "Random numbers without state"): "the same, token for token",
     (6, "Joining and leaving"): "40: as many as the longest reply takes",
     (6, "A long prompt"): "61",
@@ -155,6 +157,41 @@ def test_it_runs_to_its_end_and_proves_what_it_teaches(number: int, outcome: Cal
         assert seen.answer is not None, f"{page.title}: the experiment decided nothing: {seen.text}"
         assert page.predict.choices[seen.answer] == RIGHT.get((number, page.title), "MLP"), seen.text
     assert len(result.answers) == 3 and all(len(answer) > 0 for answer in result.answers)
+
+
+def test_the_bars_of_the_sampler_lesson_are_those_of_its_rules(outcome: Callable[[int], Taught]) -> None:
+    """The table has one line for each setting, with the probabilities that the engine's sampler has drawn from."""
+    text = outcome(5).seen["Settings move the bars"].text
+    table: dict[str, list[float | None]] = {}
+    for line in text.split("\n"):
+        if found := re.match(r"   (\S.*?)((?: +(?:[\d.]+%|cut)){5})$", line):
+            table[found[1].strip()] = [None if w == "cut" else float(w[:-1]) / 100 for w in found[2].split()]
+    before = table["temperature 1"]
+    assert all(share is not None for share in before) and len(table) == 8, text
+    known = [share or 0.0 for share in before]
+    for name, power in (("temperature 0.5", 2.0), ("temperature 2", 0.5)):
+        ratios = [(share or 0.0) / base**power for share, base in zip(table[name][:3], known[:3], strict=True)]
+        assert max(ratios) / min(ratios) < 1.15, f"{name}: the shares are the powers of the others, rounded"
+    kept = table["top_k 3"]
+    assert sum(share or 0.0 for share in kept) == pytest.approx(1.0, abs=0.002) and kept[3:] == [None, None]
+    assert table["top_p 0.7"][:2] == pytest.approx([known[i] / sum(known[:2]) for i in (0, 1)], abs=0.002)
+    assert [share is None for share in table["min_p 0.1"]] == [base < 0.1 * known[0] for base in known]
+    assert (table["repetition_penalty 2"][1] or 0.0) < known[1] / 10, "The prompt has the token “The”"
+    assert (table["logit_bias “In” +2"][4] or 0.0) > 3 * known[4]
+    first, again = re.findall(r"7: “(.*?)”", text)
+    assert first == again and "gave the same token" in text
+
+
+def test_typed_settings_are_read_or_refused_with_a_sentence() -> None:
+    assert parse_settings("temperature 0.7, top_k=5 seed 3") == {"temperature": 0.7, "top_k": 5, "seed": 3}
+    assert parse_settings(" ") == {}
+    for wrong, sentence in (
+        ("heat 2", "no setting 'heat'"),
+        ("top_k many", "top_k needs a number"),
+        ("top_p", "a number"),
+    ):
+        with pytest.raises(EngineError, match=sentence):
+            parse_settings(wrong)
 
 
 def test_the_radix_lesson_counts_the_share_that_was_saved(outcome: Callable[[int], Taught]) -> None:

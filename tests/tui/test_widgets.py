@@ -20,6 +20,7 @@ from minitui.tui.theme import COLOURS, Palette, palette
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.block_map import MODES, BlockMap, grid
 from minitui.tui.widgets.block_table import BlockTable
+from minitui.tui.widgets.candidates import CandidateBars
 from minitui.tui.widgets.events import Events
 from minitui.tui.widgets.experts import ExpertMap
 from minitui.tui.widgets.lanes import BatchLanes
@@ -34,7 +35,7 @@ from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.tree import RadixTree
 from minitui.tui.widgets.vitals import Vitals, vitals
 from minitui.tui.widgets.waterfall import Waterfall
-from minitui.viewmodel.board import Pieces
+from minitui.viewmodel.board import Candidate, Candidates, Pieces
 from minitui.viewmodel.lanes import DECODING, FINISHED, NOTHING, PREEMPTED, PREFILLING, QUEUED
 from minitui.viewmodel.model import View
 from minitui.viewmodel.story import tell
@@ -92,7 +93,15 @@ def test_every_row_has_exactly_the_width_of_the_panel(panel, load):
 BOARDS = [
     Pieces("Merge 1 of 2", ("a", " wörld", "<f0 9f>", "\x1b[31m", "x" * 90), "rule 3", lit=frozenset({1})),
     Pieces("The text so far", ("What", " is") * 60, "120 tokens", prompt=4, ids=tuple(range(1000, 1120))),
-]
+    Candidates(
+        "top_k 2",
+        (
+            Candidate(" the", 0.5, 0.8), Candidate("\x1b\n", 0.2, 0.2), Candidate("漢" * 20, 0.2, None),
+            Candidate("rare", 0.0, 0.001, at_most=True),
+        ),
+        "drawn with seed 1: “ the”", 0,
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.title)
@@ -102,7 +111,8 @@ def test_what_a_lesson_shows_fits_its_panel(board):
     for ascii_only in (False, True):
         use_ascii(ascii_only)
         for width, height in SHAPES:
-            rows = TextPieces().drawn(view, width, height)
+            panel = TextPieces() if isinstance(board, Pieces) else CandidateBars()
+            rows = panel.drawn(view, width, height)
             assert [sum(cells(text) for text, _ in row) for row in rows] == [width] * height
             assert not any("\x1b" in plain(row) for row in rows)
 
@@ -112,6 +122,16 @@ def test_the_end_of_a_long_text_stays_visible():
     view.put(BOARDS[1])
     rows = body(TextPieces(), view, 40, 7)
     assert rows[-1].strip() == "120 tokens" and "1119" in rows[-2] and "1000" not in "".join(rows)
+
+
+def test_a_cut_candidate_is_crossed_out_and_the_drawn_one_has_an_arrow():
+    _, view = stress_view(SMALL, 1.0, 5)
+    view.put(BOARDS[2])
+    the, escape, cut, rare, line = body(CandidateBars(), view, 60, 8)
+    assert the.startswith("→ “ the”") and round(the.count("█") / escape.count("█")) == 4
+    assert the.endswith(" 80.0%   (50.0%)")
+    assert "×" in cut and "█" not in cut and " cut " in cut and "␛␊" in escape
+    assert "<0.1%" in rare and line.startswith("drawn with seed 1")
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.__name__)

@@ -3,53 +3,159 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
-from engine.params import SamplingParams
-from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
+from engine.errors import EngineError
+from engine.params import MAX_LOGPROBS, SamplingParams
+from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, TypeIn
 from minitui.teaching.stage import Stage
 from minitui.text import ms
+from minitui.viewmodel.board import Candidate, Candidates
 
 QUESTION = "What is temperature?"
 SEED = 7
+UNKNOWN = "The blocks"  # the model has no answer to this prompt: several first tokens are likely
+SHOWN = 8  # tokens in the panel
+COLUMNS = 5  # tokens in the text
+NAME_WIDTH = 22
+BIAS = 2.0
+KEPT = 3
+PICTURES: tuple[dict[str, float], ...] = (
+    {"temperature": 0.5}, {"temperature": 1.0}, {"temperature": 2.0}, {"top_k": KEPT}, {"top_p": 0.7}, {"min_p": 0.1},
+    {"repetition_penalty": 2.0},
+)  # fmt: skip
+SETTINGS: dict[str, Callable[[str], float]] = {
+    "temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float, "seed": int,
+}  # fmt: skip
 
 
-async def draw(stage: Stage, **params: Any) -> tuple[str, list[Any]]:
-    """Asks QUESTION with these sampling parameters; returns the reply's text and, if requested, its logprobs."""
+async def draw(stage: Stage, **params: Any) -> str:
+    """Asks QUESTION with these sampling parameters; returns the reply's text."""
     assert stage.chats.codec is not None
     messages = [{"role": "system", "content": stage.system}, {"role": "user", "content": QUESTION}]
     ids = stage.chats.codec.apply_chat_template(messages, add_generation_prompt=True)
     deltas = await stage.complete(ids, SamplingParams(**params))
-    return "".join(delta.text for delta in deltas), [one for delta in deltas for one in delta.logprobs]
+    return "".join(delta.text for delta in deltas)
 
 
-async def look_at_logits(stage: Stage) -> Seen:
-    """Shows the candidates for the first token."""
-    assert stage.chats.codec is not None
-    text, logprobs = await draw(stage, temperature=0.0, max_tokens=3, logprobs=4)
-    first = logprobs[0]
-    rows = [
-        (repr(stage.chats.codec.decode([token])), math.exp(logprob), f"{math.exp(logprob):6.1%}")
-        for token, logprob in first.top
+def parse_settings(text: str) -> dict[str, Any]:
+    """Returns sampling settings from pairs such as "temperature 0.7 top_k 5". Raises EngineError."""
+    words = text.replace("=", " ").replace(",", " ").split()
+    settings: dict[str, Any] = {}
+    for name, value in zip_longest(words[::2], words[1::2], fillvalue=""):
+        if name not in SETTINGS:
+            raise EngineError(f"there is no setting {name[:40]!r} here; the settings are {', '.join(SETTINGS)}")
+        try:
+            settings[name] = SETTINGS[name](value)
+        except ValueError:
+            raise EngineError(f"{name} needs a number, not {value[:40]!r}") from None
+    return settings
+
+
+async def likeliest(stage: Stage, ids: list[int], **settings: Any) -> tuple[dict[int, float], int]:
+    """Draws one token after `ids`. Returns {token: probability} of the likeliest tokens, and the drawn token.
+
+    The probabilities are those of the engine's own sampler, after all its stages; a token that was cut is absent.
+    """
+    params = SamplingParams(**({"seed": SEED} | settings), max_tokens=1, logprobs=MAX_LOGPROBS)
+    [entry] = (await stage.complete(ids, params))[0].logprobs
+    return {token: math.exp(value) for token, value in entry.top if value > -math.inf}, entry.token_id
+
+
+def candidates(
+    stage: Stage, title: str, before: dict[int, float], now: dict[int, float], drawn: int, seed: int
+) -> Candidates:
+    """Returns the picture of one draw: the tokens that are likeliest by themselves, and the drawn token."""
+    shown = list(before)[:SHOWN]
+    if drawn not in shown:
+        shown = [*shown[:-1], drawn]
+    rest = min(now.values()) if len(now) == MAX_LOGPROBS else None  # an unlisted token has at most this probability
+    tokens = [
+        Candidate(
+            _text(stage, token), before.get(token, 0.0), now.get(token, rest), token not in now and rest is not None
+        )
+        for token in shown
     ]
+    line = f"drawn with seed {seed}: “{_text(stage, drawn)}”"
+    return Candidates(title, tuple(tokens), line, shown.index(drawn))
+
+
+def _text(stage: Stage, token: int) -> str:
+    assert stage.chats.codec is not None
+    return stage.chats.codec.decode([token], skip_special_tokens=False)
+
+
+async def move_the_bars(stage: Stage) -> Seen:
+    """Redraws the probabilities of a reply's first token with other settings, or with the settings that were typed."""
+    assert stage.chats.codec is not None
+    ids = stage.chats.codec.apply_chat_template([{"role": "user", "content": UNKNOWN}], add_generation_prompt=True)
+    before, _ = await likeliest(stage, ids)
+    columns = list(before)[:COLUMNS]
+    if typed := parse_settings(stage.typed):
+        pictures = [{}, typed]
+    else:
+        pictures = [*PICTURES, {"logit_bias": {columns[-1]: BIAS}}]
+    lines = [f"   {'':<{NAME_WIDTH}}" + "".join(f"{_text(stage, token)!r:>9}" for token in columns)]
+    top_k: dict[int, float] = {}
+    for settings in pictures:
+        now, drawn = await likeliest(stage, ids, **settings)
+        title = _title(stage, settings)
+        top_k = now if "top_k" in settings else top_k
+        stage.view.put(candidates(stage, title, before, now, drawn, settings.get("seed", SEED)))
+        shares = [
+            f"{now[token]:.1%}" if token in now else "cut" if len(now) < MAX_LOGPROBS else "-" for token in columns
+        ]
+        lines.append(f"   {title:<{NAME_WIDTH}}" + "".join(f"{share:>9}" for share in shares))
+        await stage.pause(2.5)
+    last = {"temperature": 2.0} | typed
+    seed = last.pop("seed", SEED)
+    draws, tokens = [], []
+    for again in (seed, seed, seed + 1, seed + 2, seed + 3):
+        now, drawn = await likeliest(stage, ids, **last, seed=again)
+        stage.view.put(candidates(stage, _title(stage, last), before, now, drawn, again))
+        draws.append(f"{again}: “{_text(stage, drawn)}”")
+        tokens.append(drawn)
+        await stage.pause(1.5)
+    same = "the same token" if tokens[0] == tokens[1] else "two different tokens"
     return Seen(
-        f"The reply begins with {text!r}. The four most likely first tokens, in the model's own "
-        f"distribution:\n\n{stage.bars(rows)}\n\n"
-        "Greedy sampling (temperature 0) always takes the first of these tokens.",
+        "\n".join(lines)
+        + f"\n\nDrawn with {_title(stage, last)}, by seed: {', '.join(draws)}. The same seed gave {same}.",
+        None if typed else _kept_in_proportion(before, top_k),
     )
+
+
+def _title(stage: Stage, settings: dict[str, Any]) -> str:
+    if not settings:
+        return "no setting"
+    named = {
+        name: ", ".join(f"“{_text(stage, token)}” {bias:+g}" for token, bias in value.items())
+        if isinstance(value, dict) else f"{value:g}"
+        for name, value in settings.items()
+    }  # fmt: skip
+    return ", ".join(f"{name} {value}" for name, value in named.items())
+
+
+def _kept_in_proportion(before: dict[int, float], kept: dict[int, float]) -> int:
+    """Returns the right choice: did the probabilities of the kept tokens grow, and by one factor?"""
+    factors = [kept[token] / before[token] for token in kept]
+    if max(factors) < 1.001:
+        return 0
+    return 1 if max(factors) / min(factors) < 1.001 else 2
 
 
 async def same_seed(stage: Stage) -> Seen:
     """Samples a reply with one seed, alone and in a batch, and then with other seeds."""
     hot: dict[str, Any] = {"temperature": 2.5, "max_tokens": 9, "ignore_eos": True}
-    alone, _ = await draw(stage, **hot, seed=SEED)
+    alone = await draw(stage, **hot, seed=SEED)
     crowd = [stage.chat(max_tokens=30, whole=True) for _ in range(3)]
     for session in crowd:
         await stage.ask(session, "What is top-k sampling?")
     await stage.step(2)
-    together, _ = await draw(stage, **hot, seed=SEED)
+    together = await draw(stage, **hot, seed=SEED)
     replies = [(f"seed {SEED}, alone", alone), (f"seed {SEED}, with {len(crowd)} others", together)]
-    replies += [(f"seed {seed}", (await draw(stage, **hot, seed=seed))[0]) for seed in (SEED + 1, SEED + 2)]
+    replies += [(f"seed {seed}", await draw(stage, **hot, seed=seed)) for seed in (SEED + 1, SEED + 2)]
     lines = [f"   {name:<22}{_short(text)}" for name, text in replies]
     return Seen("\n".join(lines), 0 if alone == together else 1)
 
@@ -105,13 +211,26 @@ LESSON = Lesson(
             code="engine.worker.sampler:Sampler.sample",
         ),
         Page(
-            "Candidates",
-            """
-            This is the first step of a reply, with the model's own probabilities (logprobs=4): the probabilities before
-            temperature is applied and before any token is removed.
+            "Settings move the bars",
+            f"""
+            The bars are probabilities of the first reply token, after all stages, as the engine's sampler computed
+            them. Each picture is a request with other settings. A token that was cut is crossed out. The prompt is
+            “{UNKNOWN}”: the model has no answer to it, so several first tokens are possible. With the key i you type
+            your own settings, such as: temperature 1.5 top_p 0.9 seed 3.
             """,
-            panel="step",
-            run=look_at_logits,
+            panel="candidates",
+            code="engine.worker.sampler:Sampler._truncate",
+            run=move_the_bars,
+            type_in=TypeIn("Your settings", "temperature 1.5 top_p 0.9 seed 3", 200),
+            predict=Prediction(
+                f"top_k {KEPT} keeps the {KEPT} likeliest tokens. What happens to their probabilities?",
+                ("they stay as they were", "they grow, all by the same factor", "the three become equally likely"),
+                (
+                    "the probabilities of all tokens together would be less than 1.",
+                    "",
+                    "the sampler would forget the scores. But the scores of the kept tokens do not change.",
+                ),
+            ),
         ),
         Page(
             "Random numbers without state",
@@ -174,5 +293,5 @@ LESSON = Lesson(
             _first,
         ),
     ),
-    {"kv_blocks": 96},
+    {"kv_blocks": 96, "logprobs_mode": "processed_logprobs"},
 )

@@ -21,6 +21,7 @@ from minitui.tui.widgets.bar import Bar
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.block_map import BlockMap
 from minitui.tui.widgets.block_table import BlockTable
+from minitui.tui.widgets.candidates import CandidateBars
 from minitui.tui.widgets.events import Events
 from minitui.tui.widgets.lanes import BatchLanes
 from minitui.tui.widgets.lesson_text import LessonText, Reading, page_lines
@@ -37,10 +38,11 @@ from minitui.viewmodel.model import View
 PANELS: dict[str, type[LinePanel]] = {
     "step": StepBar, "map": BlockMap, "table": BlockTable, "lanes": BatchLanes, "tree": RadixTree,
     "timings": StepTimings, "events": Events, "occupancy": Occupancy, "pieces": TextPieces, "runs": SideBySide,
+    "candidates": CandidateBars,
 }  # fmt: skip
 WIDE = 120  # columns; if the screen is at least this wide, panels are beside the text, otherwise below it
 # Rows of these panels; on a narrow screen, all other panels have PANEL_ROWS. The timings need 10 for their tracks.
-HEIGHTS = {"step": 4, "occupancy": 1, "timings": 10}
+HEIGHTS = {"step": 4, "occupancy": 1, "timings": 10, "candidates": 11}
 PANEL_ROWS = 9
 MIN_PANEL_ROWS = 5  # below the text, a panel with nothing to show is hidden if fewer rows are left
 # Panel -> the panel under it. A narrow screen shows only the first of the two.

@@ -1,0 +1,58 @@
+"""Candidates: how likely is each possible next token, and which tokens were cut?"""
+
+from __future__ import annotations
+
+from minitui.tui.glyphs import glyphs
+from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
+from minitui.tui.widgets.rows import Row, Runs, cells, clip, legend, wrapped
+from minitui.viewmodel.board import Candidate, Candidates
+from minitui.viewmodel.model import View
+from minitui.visible import visible_line
+
+LONGEST_TOKEN = 16  # cells
+FIGURES = 18  # cells for the two probabilities after a bar
+
+
+class CandidateBars(LinePanel):
+    """Shows a bar for each candidate, with its probability now and, in brackets, in the model's own distribution."""
+
+    TITLE = "Candidates"
+    help_text = paragraphs("""\
+The likeliest next tokens. A bar is the probability with which a token is drawn; the number in brackets is its
+probability in the model's own distribution, without settings. A token that was cut by top_k, top_p or min_p is crossed
+out: it cannot be drawn. The drawn token has an arrow.""")
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        board = view.board
+        if not isinstance(board, Candidates):
+            return Picture(wrapped("no candidates yet: the experiment has not run", "dim", width))
+        return candidates_picture(board, width, height)
+
+
+def candidates_picture(board: Candidates, width: int, height: int) -> Picture:
+    """Returns the picture of the candidates in `height` rows. A full bar is 100 %. The last row is the sentence."""
+    names = [clip(visible_line(f"“{token.text}”"), LONGEST_TOKEN) for token in board.tokens]
+    label = max(map(cells, names), default=0) + 3
+    room = width - label - FIGURES
+    rows = [
+        _row(token, name, label, room, i == board.drawn, width)
+        for i, (token, name) in enumerate(zip(board.tokens, names, strict=True))
+    ][: max(0, height - 1)]
+    if board.line:
+        rows.append(Row(clip(visible_line(board.line), width), "bold ink").done(width))
+    g = glyphs()
+    key = legend((g.active, "hit", "now"), (g.times, "bad", "cut"), ("(%)", "dim", "without settings"))
+    return Picture(rows, f"Candidates {g.middot} {visible_line(board.title)}", legend=key)
+
+
+def _row(token: Candidate, name: str, label: int, room: int, drawn: bool, width: int) -> Runs:
+    g = glyphs()
+    line = Row(f"{g.arrow} " if drawn else "  ", "accent").to(2)
+    line.add(name, "bold accent" if drawn else "dim" if token.now is None else "ink").to(label)
+    if token.now is None:
+        line.add(g.times * max(1, round(token.before * room)), "bad")
+    else:
+        line.add(g.active * (max(1, round(token.now * room)) if token.now > 0 else 0), "hit")
+    now = "cut" if token.now is None else f"{'<' if token.at_most else ''}{token.now:.1%}"
+    line.to(label + max(0, room)).right(now, label + max(0, room) + 8, "bad" if token.now is None else "ink")
+    return line.right(f"({token.before:.1%})", width, "dim").done(width)
