@@ -18,6 +18,7 @@ from minitui.bench.main import bench
 from minitui.cli.ask import ask
 from minitui.cli.chat import chat
 from minitui.cli.chats import chats
+from minitui.cli.compare import compare
 from minitui.cli.doctor import doctor
 from minitui.cli.recordings import replay
 from minitui.cli.serve import ServeCommand, serve
@@ -49,10 +50,11 @@ that shows all of it live.
   minitui chat --model Qwen/Qwen3-0.6B  chat with a checkpoint from disk, the local cache or the hub
   minitui ask "What is a KV cache?"     one answer on stdout
   minitui demo shared-prefix            watch four chats share a system prompt
+  minitui compare batching              two settings side by side on one clock
   minitui serve                         serve over HTTP, with OpenAI's and Anthropic's endpoints
   minitui doctor                        list what this machine can run""",
 )
-for command in (chat, ask, chats, demo, lesson, replay, tail, doctor, verify):
+for command in (chat, ask, chats, demo, lesson, compare, replay, tail, doctor, verify):
     app.command()(command)
 app.command(cls=ServeCommand)(serve)
 app.command(context_settings=PASS_ON)(bench)

@@ -66,11 +66,17 @@ def demo(
     if plain or not has_terminal():
         playing = print_demo(chosen, source, choice.system, sampling, beat=beat or 0.0, restart=restart)
         raise typer.Exit(report_recording(source, asyncio.run(playing)))
+    from minitui.teaching.contrasts import CONTRASTS
+    from minitui.tui.compare_app import DemoApp
+
     pauses = 1.0 if beat is None else beat
     settings = settings_file.load()
-    raise typer.Exit(
-        run_app(source, choice, settings, sampling, script=lambda app: play_in_app(chosen, app, restart, pauses))
-    )
+
+    def script(app: Any) -> Any:
+        return play_in_app(chosen, app, restart, pauses)
+
+    make = DemoApp if name in CONTRASTS else None
+    raise typer.Exit(run_app(source, choice, settings, sampling, script=script, make=make))
 
 
 def lesson(

@@ -17,10 +17,20 @@ from typing import Any
 from engine.errors import EngineError
 from engine.trace.state import CACHED, FREE, SHARED, NodeView, State
 from minitui.chat.conversation import Session
+from minitui.teaching.contrasts import (
+    CONTRASTS,
+    LENGTHS,
+    QUESTIONS,
+    WRITERS,
+    Contrast,
+    ask_again,
+    paste,
+)
 from minitui.teaching.stage import Figures, Stage
 from minitui.text import match_reason
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
+from minitui.viewmodel.runs import Run
 
 GPU_RECORDING = "h200-8b"  # a bundled recording
 
@@ -35,22 +45,12 @@ class Demo:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-QUESTIONS = (
-    "What is the KV cache?", "What is paged attention?", "What is a radix cache?", "What is continuous batching?",
-    "What is prefill?", "What is a block table?",
-)  # fmt: skip
 VOICES = (  # system prompts: their first words differ, and each fills at least one block
     "Alpha is the name you answer to. You explain inference engines to people who have never seen one, in short words.",
     "Bravo is the name you answer to. You explain inference engines to people who build them, with exact numbers.",
     "Charlie is the name you answer to. You explain inference engines to students, and you always give an example.",
     "Delta is the name you answer to. You explain inference engines to operators at night: first what to do, then why.",
 )
-
-
-def paste(lines: int) -> str:
-    """Returns a long prompt, as a user might paste it."""
-    notes = (f"Note {i}: block {i} holds the tokens {16 * i} to {16 * i + 15}." for i in range(lines))
-    return "What is the KV cache? Here are my notes. " + " ".join(notes)
 
 
 def paste_of(stage: Stage, system: str, blocks: int) -> str:
@@ -114,28 +114,39 @@ async def shared_prefix(stage: Stage) -> None:
 # ---- cache
 
 
-async def _six_chats(stage: Stage) -> Figures:
+async def _first(stage: Stage, contrast: Contrast) -> Figures:
+    """Does the work of a contrast under its first setting, which the engine already has."""
+    await stage.begin_run(contrast.first.name, first=True)
+    return await _worked(stage, contrast)
+
+
+async def _second(stage: Stage, contrast: Contrast) -> Figures:
+    """Does the work under the second setting, in another engine, and shows both runs side by side."""
+    await stage.other_engine(**contrast.second.options)
+    await stage.begin_run(contrast.second.name)
+    figures = await _worked(stage, contrast)
+    stage.look("compare")
+    return figures
+
+
+async def _worked(stage: Stage, contrast: Contrast) -> Figures:
     stage.begin_count()
-    await stage.gate()
-    sessions = await stage.write_all(QUESTIONS, [12] * len(QUESTIONS))
-    stage.look("inspect")
-    await stage.step(3, seconds=1.0)
-    await stage.slow(0.12)
-    await stage.answers(sessions)
+    await contrast.work(stage)
+    await stage.settle()
     return stage.figures()
 
 
 async def cache_on_off(stage: Stage) -> None:
     """Runs the same six requests without the prefix cache, and then with it."""
+    contrast = CONTRASTS["cache"]
     stage.tell("The prefix cache is off. Six chats with the same system prompt ask at once. Every prompt is computed.")
     await stage.pause(1.5)
-    without = await _six_chats(stage)
+    without = await _first(stage, contrast)
     stage.tell(
         f"Without the cache {without.computed} prompt tokens were computed. "
         "Now the same six requests run in an engine with the cache on."
     )
-    await stage.other_engine(no_prefix_caching=False)
-    with_cache = await _six_chats(stage)
+    with_cache = await _second(stage, contrast)
     rows = [
         ("cache off", without.computed, f"{without.computed:,} tokens computed"),
         ("cache on", with_cache.computed, f"{with_cache.computed:,} computed, {with_cache.cached:,} shared"),
@@ -150,46 +161,34 @@ async def cache_on_off(stage: Stage) -> None:
 
 # ---- chunked-prefill
 
-WRITERS = 3
-
-
-async def _long_paste(stage: Stage) -> tuple[float, int, int, float]:
-    """Pastes a long prompt while chats write. Returns (longest wait of a writing chat for a token in ms, tokens of the
-    prompt, number of steps that computed the prompt, time of these steps in ms)."""
-    await stage.gate()
-    writers = await stage.write_all(QUESTIONS[:WRITERS], [60] * WRITERS, system="")
-    stage.look("inspect")
-    await stage.step(5, seconds=0.25)
-    pasted = stage.chat("", "the paste", max_tokens=4, whole=True)
-    request = await stage.ask(pasted, paste(40))
-    stage.begin_count()
-    await stage.step_until(
-        "the long prompt's first token", lambda: stage.view.lanes.lanes[request].first_token is not None, seconds=0.3
-    )
-    figures = stage.figures()
+def _pasted(stage: Stage) -> tuple[float, int, int, float]:
+    """Returns (longest gap between two tokens of a reply in ms, tokens of the long prompt, number of steps that
+    computed the prompt, time from its first step to its first token in ms)."""
+    run = Run(stage.view)
+    lane = run.lanes[-1]
+    assert lane.ttft is not None and run.figures.longest is not None
     chunks = sum(
-        1 for step in range(stage.view.steps.last - figures.steps + 1, stage.view.steps.last + 1)
-        if any(chunk[0] == request for chunk in stage.view.steps.chunks(step))
-    )  # fmt: skip
-    await stage.step(3, seconds=0.25)
-    await stage.answers([*writers, pasted])
-    return figures.slowest_ms, stage.view.lanes.lanes[request].prompt_tokens, chunks, figures.prefill_ms
+        any(chunk[0] == lane.id for chunk in stage.view.steps.chunks(step)) for step in range(run.first, run.last + 1)
+    )
+    return run.figures.longest.ms, lane.prompt_tokens, chunks, lane.ttft[1]
 
 
 async def chunked_prefill(stage: Stage) -> None:
     """Computes a long prompt at once, and then in chunks, while three chats write."""
+    contrast = CONTRASTS["chunked-prefill"]
     stage.tell(
         f"Chunked prefill is off. {WRITERS} chats write, each one token in a step. Then a user pastes a long text."
     )
     await stage.pause(1.5)
-    at_once, tokens, _, whole = await _long_paste(stage)
+    await _first(stage, contrast)
+    at_once, tokens, _, whole = _pasted(stage)
     stage.tell(
-        f"All {tokens:,} tokens of the long prompt were computed in one step of {at_once:,.0f} ms. The {WRITERS} "
-        "writing chats waited for it. Now the same with chunks: no step may compute more than "
+        f"All {tokens:,} tokens of the long prompt were computed in one step. The {WRITERS} writing chats waited for "
+        f"it: {at_once:,.0f} ms without a token. Now the same with chunks: no step may compute more than "
         f"{stage.source.info['max_num_batched_tokens']} tokens."
     )
-    await stage.other_engine(enable_chunked_prefill=True)
-    chunked, tokens, chunks, in_chunks = await _long_paste(stage)
+    await _second(stage, contrast)
+    chunked, tokens, chunks, in_chunks = _pasted(stage)
     rows = [
         ("at once", at_once, f"{at_once:,.0f} ms without a token"),
         ("in chunks", chunked, f"{chunked:,.0f} ms at most, {chunks} chunks"),
@@ -379,23 +378,6 @@ async def fork(stage: Stage) -> None:
 
 # ---- batching
 
-LENGTHS = (6, 30, 8, 6, 26, 6, 8, 10)
-
-
-async def _eight_replies(stage: Stage) -> Figures:
-    sessions = [stage.chat("", f"wants {n}", max_tokens=n, whole=True) for n in LENGTHS]
-    stage.show(sessions[0])
-    await stage.gate()
-    stage.begin_count()
-    for session in sessions:
-        await stage.ask(session, "What is decode?")
-    stage.look("inspect")
-    await stage.step(2, seconds=0.5)
-    await stage.slow(0.09)
-    await stage.answers(sessions)
-    return stage.figures()
-
-
 async def batching(stage: Stage) -> None:
     """Writes eight replies of different lengths in four rows, with static and then with continuous batching."""
     stage.tell(
@@ -403,13 +385,13 @@ async def batching(stage: Stage) -> None:
         "The next four start when all of the first four have ended."
     )
     await stage.pause(2)
-    static = await _eight_replies(stage)
+    contrast = CONTRASTS["batching"]
+    static = await _first(stage, contrast)
     stage.tell(
         f"That took {static.steps} steps. Now the same replies with continuous batching: a finished request frees its "
         "row at once."
     )
-    await stage.other_engine(scheduling_policy="fcfs")
-    continuous = await _eight_replies(stage)
+    continuous = await _second(stage, contrast)
     rows = [
         ("static", static.steps, f"{static.steps} steps, {sum(LENGTHS) / static.steps:.1f} tokens a step"),
         (
@@ -454,22 +436,6 @@ def recorded_decode_ms(name: str) -> tuple[str, str, dict[int, float]]:
 # ---- speculation
 
 
-async def _asked_again(stage: Stage) -> Session:
-    """Asks a question twice in a new chat, and pauses the engine before the second prompt's step. Returns the chat."""
-    session = stage.chat("", max_tokens=70)
-    stage.show(session)
-    await stage.gate()
-    await stage.ask(session, QUESTIONS[0])
-    stage.look("inspect")
-    await stage.step(3, seconds=0.4)
-    await stage.slow(0.02)
-    await stage.answers([session])
-    await stage.gate()
-    stage.begin_count()
-    await stage.ask(session, QUESTIONS[0])
-    return session
-
-
 async def speculation(stage: Stage) -> None:
     """Writes the same answer without and with speculation, which guesses tokens from the text and checks them."""
     stage.tell(
@@ -477,14 +443,17 @@ async def speculation(stage: Stage) -> None:
         "token. Without speculation each token still needs its own step."
     )
     await stage.pause(2)
-    session = await _asked_again(stage)
+    contrast = CONTRASTS["speculation"]
+    await stage.begin_run(contrast.first.name, first=True)
+    session = await ask_again(stage)
     await stage.slow(0.05)
     [metrics] = await stage.answers([session])
     without = stage.figures()
     tokens = metrics["output_tokens"]
     stage.tell(f"The second answer has {tokens} tokens and took {without.steps} steps. Now with prompt lookup.")
-    await stage.other_engine(speculation="prompt-lookup")
-    session = await _asked_again(stage)
+    await stage.other_engine(**contrast.second.options)
+    await stage.begin_run(contrast.second.name)
+    session = await ask_again(stage)
     stage.tell(
         "Prompt lookup searches the earlier text for the last three tokens. The tokens that follow the place found "
         "are the guesses. The next step computes the guesses together with the last token, and samples at each "
@@ -508,6 +477,7 @@ async def speculation(stage: Stage) -> None:
     await stage.slow(0.25)
     await stage.answers([session])
     drafting = stage.figures()
+    stage.look("compare")
     rows = [
         ("one by one", without.steps, f"{without.steps} steps, {without.decode_ms:,.0f} ms"),
         ("with drafts", drafting.steps, f"{drafting.steps} steps, {drafting.decode_ms:,.0f} ms"),
@@ -521,26 +491,23 @@ async def speculation(stage: Stage) -> None:
     )
 
 
+def _of(name: str, title: str, play: Callable[[Stage], Awaitable[None]]) -> Demo:
+    """Returns the demo of a contrast; its engine begins with the first setting."""
+    contrast = CONTRASTS[name]
+    return Demo(title, play, contrast.max_tokens, contrast.engine(contrast.first))
+
+
 DEMOS = {
     "shared-prefix": Demo("four chats share the blocks of one system prompt", shared_prefix, 48, {"kv_blocks": 64}),
-    "cache": Demo(
-        "the same six requests with the prefix cache off and on", cache_on_off, 48,
-        {"kv_blocks": 96, "no_prefix_caching": True},
-    ),
-    "chunked-prefill": Demo(
-        "a long prompt beside running answers: at once and in chunks", chunked_prefill, 48,
-        {"kv_blocks": 128, "max_num_batched_tokens": 64, "enable_chunked_prefill": False, "no_prefix_caching": True},
+    "cache": _of("cache", "the same six requests with the prefix cache off and on", cache_on_off),
+    "chunked-prefill": _of(
+        "chunked-prefill", "a long prompt beside running answers: at once and in chunks", chunked_prefill
     ),
     "eviction": Demo("a full pool: predict whose blocks are evicted", eviction, 24, {"kv_blocks": 18}),
     "preemption": Demo(
         "a pool that is too small: predict which request is preempted", preemption, 120, {"kv_blocks": 24}
     ),
     "fork": Demo("one conversation with four continuations", fork, 24, {"kv_blocks": 64}),
-    "batching": Demo(
-        "static and continuous batching", batching, 30,
-        {"kv_blocks": 64, "max_num_seqs": 4, "scheduling_policy": "static", "no_prefix_caching": True},
-    ),
-    "speculation": Demo(
-        "draft tokens copied from the text, several checked in one step", speculation, 70, {"kv_blocks": 64}
-    ),
-}  # fmt: skip
+    "batching": _of("batching", "static and continuous batching", batching),
+    "speculation": _of("speculation", "draft tokens copied from the text, several checked in one step", speculation),
+}

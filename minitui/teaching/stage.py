@@ -293,6 +293,16 @@ class Stage:
             await self.until(f"step {last + 1}", partial(self._ended_after, last))
             await self.pause(seconds)
 
+    async def watch(self, n: int, seconds: float) -> None:
+        """Runs `n` steps with a pause of `seconds` after each. Without pauses, runs none: the user sees no steps."""
+        if self.beat:
+            await self.step(n, seconds)
+
+    async def watch_until(self, what: str, condition: Callable[[], bool], seconds: float) -> None:
+        """Runs single steps as `step_until`, with pauses; without pauses, runs none."""
+        if self.beat:
+            await self.step_until(what, condition, seconds)
+
     def _ended_after(self, last: int) -> bool:
         state = self.state()
         row = self.view.steps.get(state.step) if state.step > last else None
@@ -352,23 +362,27 @@ class Stage:
 
         `first`: there is no run before it. The second run is in the same engine, or in the next (`other_engine`).
         """
-        self._end_run()
+        await self._end_run()
         if first:
             self.view.earlier = None
-        self.feed.pump()
         await self.feed.sync()
         self.view.run_name = name
 
-    def _end_run(self) -> None:
+    async def _end_run(self) -> None:
         if self.view.run_name:
-            self.state()
+            await self.settle()
             self.view.keep_run()
+
+    async def settle(self) -> None:
+        """Waits until the records of all requests and steps have arrived. The requests must have ended."""
+        steps = self.view.steps
+        await self.until("the last records", lambda: not self.state().requests and steps.committed == steps.last)
 
     async def other_engine(self, **options: Any) -> None:
         """Replaces the engine by one with the same model and other options. `said` is kept."""
         if self.restart is None:
             raise EngineError("this engine cannot be started with other options")
-        self._end_run()
+        await self._end_run()
         self.feed.restart()
         await self.restart(options)
         self.feed.replaced()

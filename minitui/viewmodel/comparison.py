@@ -26,6 +26,7 @@ class Quantity:
     words: str
     unit: str = ""
     less: bool | None = True
+    samples: str = ""  # of a percentile: the field with the number of values
 
     def of(self, figures: RunFigures) -> Value:
         value = getattr(figures, self.name)
@@ -47,17 +48,18 @@ QUANTITIES = (
     Quantity("time", "time", "time of the run", "ms"),
     Quantity("steps", "steps", "number of steps"),
     Quantity("replies", "reply tokens", "number of reply tokens", less=None),
-    Quantity("tok_s", "reply tokens", "speed", "/s", less=False),
+    Quantity("tok_s", "reply tokens a second", "speed", "/s", less=False),
     Quantity("tokens_a_step", "reply tokens a step", "number of reply tokens a step", less=False),
     Quantity("prompt_tokens", "prompt tokens", "number of prompt tokens", less=None),
-    Quantity("cached", "… from the cache", "number of prompt tokens from the cache", less=False),
-    Quantity("computed", "… computed", "number of prompt tokens computed"),
+    Quantity("cached", "  from the cache", "number of prompt tokens from the cache", less=False),
+    Quantity("computed", "  computed", "number of prompt tokens computed"),
     Quantity("twice", "tokens computed twice", "number of tokens computed twice"),
-    Quantity("first_p50", "first token p50", "median time to first token", "ms"),
-    Quantity("first_p99", "first token p99", "time to first token (p99)", "ms"),
-    Quantity("gap_p50", "token gap p50", "median gap between tokens", "ms"),
-    Quantity("gap_p99", "token gap p99", "gap between tokens (p99)", "ms"),
+    Quantity("first_p50", "first token p50", "median time to first token", "ms", samples="firsts"),
+    Quantity("first_p99", "first token p99", "time to first token (p99)", "ms", samples="firsts"),
+    Quantity("gap_p50", "token gap p50", "median gap between tokens", "ms", samples="gaps"),
+    Quantity("gap_p99", "token gap p99", "gap between tokens (p99)", "ms", samples="gaps"),
     Quantity("gap_longest", "longest token gap", "longest gap between tokens", "ms"),
+    Quantity("delayed", "host waited for a core", "time for which the host waited for a core", "ms"),
     Quantity("preemptions", "preemptions", "number of preemptions"),
     Quantity("evicted", "blocks evicted", "number of evicted blocks"),
     Quantity("drafted", "drafts checked", "number of drafts checked", less=None),
@@ -65,7 +67,7 @@ QUANTITIES = (
 )
 BY_NAME = {quantity.name: quantity for quantity in QUANTITIES}
 EACH = ("tok_s", "first_p50", "first_p99", "gap_p50", "gap_p99", "gap_longest")  # not totals: also for unlike runs
-OPTIONAL = ("twice", "preemptions", "evicted", "drafted", "accepted")  # left out if both runs have none
+OPTIONAL = ("twice", "delayed", "preemptions", "evicted", "drafted", "accepted")  # left out if both runs have none
 # The candidates for the sentence about two runs of which nothing else is known, and for "In return".
 TOLD = ("time", "steps", "tok_s", "computed", "first_p50", "first_p99", "gap_p99", "gap_longest", "preemptions")
 
@@ -77,6 +79,7 @@ class Difference:
     quantity: Quantity
     first: Value
     second: Value
+    alike: bool = True  # the runs did the same work, so their totals can be compared
 
     @property
     def share(self) -> float | None:
@@ -99,8 +102,8 @@ class Difference:
 
     @property
     def better(self) -> bool | None:
-        """True if the second run is clearly better, False if it is clearly worse, else None."""
-        if self.quantity.less is None or not self.weight:
+        """True if the second run is clearly better, False if it is clearly worse, None if that cannot be said."""
+        if self.quantity.less is None or not self.weight or not (self.alike or self.quantity.name in EACH):
             return None
         assert self.first is not None and self.second is not None
         return (self.second < self.first) == self.quantity.less
@@ -153,7 +156,8 @@ class Comparison:
         if len(self.runs) < 2:
             return []
         first, second = (run.figures for run in self.runs)
-        every = [Difference(one, one.of(first), one.of(second)) for one in QUANTITIES]
+        alike = not self.unlike
+        every = [Difference(one, one.of(first), one.of(second), alike) for one in QUANTITIES]
         return [one for one in every if one.quantity.name not in OPTIONAL or one.first or one.second]
 
     @property
@@ -167,12 +171,24 @@ class Comparison:
         if any(figures.finished < figures.requests for figures in (first, second)):
             unfinished = [count(f.requests - f.finished, "request") for f in (first, second)]
             return f"Not finished: {unfinished[0]} of the first run, {unfinished[1]} of the second."
-        parts = []
+        parts: list[str] = []
         for name, noun in (("requests", "request"), ("prompt_tokens", "prompt token"), ("replies", "reply token")):
             a, b = getattr(first, name), getattr(second, name)
             if a != b:
                 parts.append(f"{a:,} and {count(b, noun)}")
         return f"The two runs did not do the same work: {'; '.join(parts)}." if parts else ""
+
+    @property
+    def disturbed(self) -> str:
+        """A sentence if other programs delayed a run by a clear share of its time; else empty."""
+        for run in self.runs:
+            figures = run.figures
+            if figures.delayed is not None and figures.delayed > CLEAR * figures.time:
+                return (
+                    f"Other programs used the core for {duration(figures.delayed)} of {run.name or 'a run'}: its times "
+                    "are too long."
+                )
+        return ""
 
     @property
     def sentence(self) -> str:
@@ -187,17 +203,16 @@ class Comparison:
             main = max(told, key=lambda one: one.weight, default=None)
         if main is None:
             return f"No figure of the two runs differs by more than {CLEAR:.0%}.".replace("%", " %")
-        parts = [main]
+        words = f"With {self.runs[1].name or 'the second run'}, {_told(main)}"
+        against = [one for one in told if {one.better, main.better} == {True, False}]
         time = by_name["time"]
+        if time in against:
+            return f"{words}. But {_told(time)}."
         if time is not main and time.weight and not self.unlike:
-            parts.append(time)
-        name = self.runs[1].name or "the second run"
-        words = f"With {name}, " + ", and ".join(_told(part) for part in parts) + "."
-        against = [one for one in told if one.better is not None and main.better is not None
-                   and one.better != main.better and one not in parts]  # fmt: skip
+            words += f", and {_told(time)}"
         if against:
-            words += f" In return, {_told(max(against, key=lambda one: one.weight))}."
-        return words
+            words += f". In return, {_told(max(against, key=lambda one: one.weight))}"
+        return words + "."
 
 
 def _told(one: Difference) -> str:

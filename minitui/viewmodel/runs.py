@@ -45,6 +45,7 @@ class RunFigures:
     replies: int  # tokens of the replies
     drafted: int
     accepted: int
+    delayed: float | None  # time for which the host waited while another program had the core
     preemptions: int
     evicted: int | None  # blocks
     tok_s: float | None  # tokens of the replies per second
@@ -254,7 +255,8 @@ class Run:
             prompt_tokens=sum(lane.prompt_tokens for lane in lanes), computed=int(steps.prefilled(self._at).sum()),
             cached=sum(lane.cached_tokens for lane in lanes), twice=sum(lane.recomputed(self.last) for lane in lanes),
             replies=replies, drafted=sum(lane.drafted for lane in lanes),
-            accepted=sum(lane.accepted for lane in lanes), preemptions=sum(lane.preemptions for lane in lanes),
+            accepted=sum(lane.accepted for lane in lanes), delayed=self._delayed(),
+            preemptions=sum(lane.preemptions for lane in lanes),
             evicted=self._evicted(), tok_s=replies / time * 1e3 if time else None,
             tokens_a_step=replies / n if n else None, firsts=len(firsts), first_p50=first_p50, first_p99=first_p99,
             gaps=len(gaps), gap_p50=gap_p50, gap_p99=gap_p99, longest=longest,
@@ -270,6 +272,11 @@ class Run:
                 at = int(own.argmax())
                 longest = Longest(float(own[at]), id, int(found.first[at + 1]))
         return np.concatenate(gaps), longest
+
+    def _delayed(self) -> float | None:
+        delayed, wait = (self.view.steps.column(f"part:{name}")[self._at] for name in ("delayed", "wait"))
+        known = delayed[~np.isnan(delayed) & ~np.isnan(wait)]  # without a wait, the parts of a step are not recorded
+        return float(known.sum()) if len(known) else None
 
     def _evicted(self) -> int | None:
         """Returns the number of evicted blocks; None if some events of the run are no longer kept."""

@@ -25,7 +25,7 @@ from minitui.settings import ChatSettings, Settings
 from minitui.tui.terminal import has_terminal
 from tests.support.fake_client import ByteCodec, FakeSource
 
-COMMANDS = ("chat", "ask", "demo", "doctor", "bench", "verify")
+COMMANDS = ("chat", "ask", "demo", "compare", "doctor", "bench", "verify")
 
 
 def minitui(*arguments: str, home: Path, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -42,7 +42,7 @@ def test_help_names_every_command_and_gives_examples():
     assert 'minitui ask "What is a KV cache?"' in text
 
 
-@pytest.mark.parametrize("command", ["chat", "ask", "demo", "verify"])
+@pytest.mark.parametrize("command", ["chat", "ask", "demo", "compare", "verify"])
 def test_the_help_of_a_command_has_examples_that_stand_one_to_a_line(command):
     result = CliRunner().invoke(app, [command, "--help"])
     assert result.exit_code == 0
@@ -89,6 +89,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         (("replay", "any.trace"), 2, "minitui replay needs a terminal"),
         (("chat", "--theme", "pink"), 1, "dark, light and projector"),
         (("dance",), 2, "dance"),
+        (("compare", "nothing"), 1, "no comparison 'nothing': the comparisons are cache, batching"),
+        (("compare", "cache", "--pools", "24,64"), 1, "--pools belongs to `minitui compare pool`"),
+        (("compare", "pool", "--pools", "24"), 1, "as in 24,64"),
+        (("compare", "small-pool", "h200-8b", "--device", "cpu"), 1, "belong to a new run"),
+        (("compare", "a.trace", "b.trace", "c.trace"), 1, "3 recordings were given"),
+        (("compare", "small-pool", "no-such-file"), 1, "no bundled recording of that name"),
     ],
 )
 def test_what_is_asked_wrongly_is_told_in_a_sentence(here, arguments, code, words):
@@ -134,6 +140,19 @@ def test_a_demo_and_a_lesson_without_a_terminal_are_told_as_text(tmp_path):
     assert told.returncode == 0, told.stderr
     assert "\x1b" not in told.stdout + told.stderr
     assert len(told.stdout.splitlines()) > 20
+
+
+def test_two_recordings_are_compared_as_text_and_as_json(here):
+    text = here("compare", "small-pool", "h200-8b", "--plain")
+    assert text.returncode == 0 and "\x1b" not in text.stdout
+    assert "longest token gap" in text.stdout and "KV blocks 24 and 48,871" in text.stdout
+    data = json.loads(here("compare", "small-pool", "h200-8b", "--json").stdout)
+    assert [run["figures"]["steps"] for run in data["runs"]] == [159, 710]
+    assert [len(run["requests"]) for run in data["runs"]] == [4, 64]
+    assert data["differences"]["gap_longest"]["better"] is True
+    assert data["differences"]["steps"]["better"] is None, "the runs did not do the same work"
+    assert data["sentence"] in text.stdout and data["unlike"] in text.stdout
+    assert "minitui compare batching" in here("compare").stdout
 
 
 def test_broken_settings_are_told_by_name(tmp_path, here):

@@ -33,6 +33,15 @@ A lesson has pages of text beside a real engine. The figures of an experiment ar
   v              the installed code that this page explains
   L              all lessons
   0 1 2          the lesson, the chats of its experiment, the inspector""",
+    "compare": """\
+Two runs of the same work under two settings, on one clock: both begin at the left edge.
+
+  left, right    move the cursor; it is at the same moment of both runs
+  [ ]            zoom in and out; page up and page down move the picture; end shows the whole runs
+  k              the clock: milliseconds, or steps
+  up, down       choose the same request in both runs
+  tab            the lanes, or the figures of both runs
+  S              save the two runs as recordings, for minitui compare A.trace B.trace""",
     "chat": f"""\
 One engine answers all chats here at the same time. Each step computes one token for every chat that is being answered.
 The rest of the step's token budget goes to prompts that are not computed yet.

@@ -27,7 +27,7 @@ NAMED = 110  # from this width on, the lanes have names
 SIZES = (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0, 10.0)  # widths of a picture that grows, times 10^n
 ROOMY = 12  # with fewer rows, the steps are left out
 MOST_ZOOM = 1 << 16
-UNITS = {"ms": ("{} ms", "clock: time, the same for both runs"), "steps": ("step {}", "clock: steps")}
+UNITS = {"ms": ("{} ms", "clock: time, the same for both runs"), "steps": ("{} steps", "clock: steps")}
 DOING = {"decode": "decode", "prefill": "prefill", "queued": "wait", "finished": "done"}
 NO_RUN = "no step yet"
 
@@ -63,7 +63,6 @@ machine, times are not.""")
     def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
         super().__init__(id=id, frame=frame)
         self.comparison: Comparison | None = None
-        self.key = ""  # the quantity that the setting is meant to change (minitui.viewmodel.comparison)
         self.unit = "ms"
         self.cursor: float | None = None  # a place on the clock
         self.chosen: int | None = None  # the index of a request
@@ -105,7 +104,7 @@ machine, times are not.""")
     def compared(self, view: View) -> Comparison:
         """Returns the comparison of the view's runs, up to date."""
         if self.comparison is None or not self.comparison.shows(view):
-            self.comparison = Comparison.of(view, self.key)
+            self.comparison = Comparison.of(view)
             self.cursor = self.chosen = None
             self.zoom, self.left = 1, 0.0
         else:

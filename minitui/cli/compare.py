@@ -1,0 +1,220 @@
+"""`minitui compare`: two runs side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from engine.errors import EngineError
+from minitui import settings as settings_file
+from minitui.chat.conversation import Sampling
+from minitui.chat.model_choice import Choice, choose_model, load_codec
+from minitui.cli.launch import apply_looks, live_source, run_app
+from minitui.cli.options import Device, DType, Model, engine_config, with_options
+from minitui.tui.terminal import has_terminal
+from minitui.visible import json_text
+
+if TYPE_CHECKING:
+    from minitui.teaching.contrasts import Contrast
+    from minitui.trace.reader import TraceReader
+    from minitui.viewmodel.comparison import Comparison
+
+DEFAULTS = {"kv_blocks": None, "no_prefix_caching": False}  # of the options that contrasts change
+
+
+@with_options("looks")
+def compare(
+    looks: dict[str, Any],
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="cache, batching, chunked-prefill, speculation or pool; or two recordings. Default: list them.",
+            metavar="[NAME | A.trace B.trace]",
+        ),
+    ] = None,
+    model: Model = None,
+    device: Device = "auto",
+    dtype: DType = "auto",
+    pools: Annotated[str | None, typer.Option(help="Of `compare pool`: the two sizes in blocks, as in 24,64.")] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(help="Save the two runs as recordings; their names begin with this. In the application: key S."),
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", "--headless", help="Print the figures as text; the default without a terminal.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Run the same work under two settings, and show both runs on one clock: what differs, in numbers and a sentence.
+
+    \b
+      minitui compare cache              six chats with one system prompt, without and with the prefix cache
+      minitui compare batching           static and continuous batching
+      minitui compare chunked-prefill    a long prompt beside running replies: in one step and in chunks
+      minitui compare speculation        without and with drafts from the text
+      minitui compare pool --pools 24,64 two sizes of the KV pool
+      minitui compare cache --save demo  also write demo-cache-off.trace and demo-cache-on.trace
+      minitui compare demo-cache-off.trace demo-cache-on.trace
+      minitui compare cache --json | jq .sentence
+    """
+    names = what or []
+    text = plain or json or not has_terminal()
+    if not names:
+        _list()
+    elif len(names) == 1:
+        contrast = _contrast(names[0], pools)
+        options = {"device": device, "dtype": dtype}
+        raise typer.Exit(_run(contrast, choose_model(model), options, save, looks, text, json))
+    elif len(names) == 2:
+        if pools or save or model or (device, dtype) != ("auto", "auto"):
+            raise EngineError("--model, --device, --dtype, --pools and --save belong to a new run, not to recordings")
+        raise typer.Exit(_open(names[0], names[1], looks, text, json))
+    else:
+        raise EngineError(f"{len(names)} recordings were given: two can be compared at a time")
+
+
+def _list() -> None:
+    from minitui.teaching.contrasts import CONTRASTS
+
+    for name, contrast in CONTRASTS.items():
+        print(f"minitui compare {name}\n    {contrast.title}")
+    print("minitui compare A.trace B.trace\n    two recordings, written with --record or --save, or bundled")
+
+
+def _contrast(name: str, pools: str | None) -> Contrast:
+    from minitui.teaching.contrasts import find_contrast, with_pools
+
+    contrast = find_contrast(name)
+    if pools is None:
+        return contrast
+    if name != "pool":
+        raise EngineError(f"--pools belongs to `minitui compare pool`, not to {name!r}")
+    sizes = re.fullmatch(r"([1-9]\d{0,7}), ?([1-9]\d{0,7})", pools, re.ASCII)
+    if sizes is None:
+        raise EngineError(f"--pools is {pools[:40]!r}: it must be two numbers of blocks, as in 24,64")
+    return with_pools(contrast, (int(sizes[1]), int(sizes[2])))
+
+
+# ---- a new run
+
+
+def _run(
+    contrast: Contrast, choice: Choice, options: dict[str, Any], save: Path | None, looks: dict[str, Any], text: bool,
+    json: bool,
+) -> int:  # fmt: skip
+    """Runs a contrast on a model of this machine; returns the exit code."""
+    from minitui.sources.recording import RecordingSource
+    from minitui.teaching.compare import TracesOfRuns
+
+    settings = settings_file.load()
+    apply_looks(settings, looks)
+    options = DEFAULTS | options
+    traces = TracesOfRuns()
+    try:
+        source = traces.source = RecordingSource(
+            live_source(choice, options | contrast.engine(contrast.first)), traces.path
+        )
+        sampling = Sampling(temperature=0.0, max_tokens=contrast.max_tokens)
+
+        async def restart(changes: dict[str, Any]) -> None:
+            await source.reconfigure(engine_config(choice.name, **(options | contrast.options | changes)))
+
+        saving = partial(traces.save, contrast)
+        if text:
+            comparison, infos, replies = asyncio.run(_play(contrast, source, choice.system, sampling, restart))
+            _report(comparison, f"{contrast.title} ({infos[1]['model']})", infos, [replies, comparison.disturbed], json)
+            if save is not None:
+                _saved(saving(save))
+            return 0
+        from minitui.tui.compare_app import CompareApp, compare_in_app
+
+        def script(app: Any) -> Any:
+            return compare_in_app(contrast, app, restart, saving)
+
+        status = run_app(source, choice, settings, sampling, script=script, make=CompareApp)
+        if save is not None and not status:
+            _saved(saving(save))
+        return status
+    finally:
+        traces.close()
+
+
+async def _play(contrast: Contrast, source: Any, system: str, sampling: Sampling, restart: Any) -> Any:
+    """Returns (the comparison, the engines' infos, a sentence about the replies)."""
+    from minitui.teaching.compare import run_contrast
+    from minitui.teaching.stage import plain_stage
+    from minitui.viewmodel.comparison import Comparison
+
+    infos: list[dict[str, Any]] = []
+
+    async def noted(changes: dict[str, Any]) -> None:
+        await restart(changes)
+        infos.append(dict(source.info))
+
+    def say(words: str) -> None:
+        print(words, file=sys.stderr, flush=True)
+
+    async with plain_stage(source, sampling, load_codec, system=system, say=say, restart=noted, beat=0.0) as stage:
+        replies = await run_contrast(contrast, stage)
+        stage.view.group_names = stage.chats.names
+        return Comparison.of(stage.view, contrast.key), infos[-2:], replies.sentence
+
+
+def _saved(files: list[Path]) -> None:
+    print(f"saved: minitui compare {files[0]} {files[1]}", file=sys.stderr)
+
+
+# ---- two recordings
+
+
+def _open(first: str, second: str, looks: dict[str, Any], text: bool, json: bool) -> int:
+    """Compares two recordings; returns the exit code."""
+    from minitui.trace.bundled import find_trace
+    from minitui.trace.reader import TraceReader
+    from minitui.viewmodel.comparison_words import settings_that_differ
+
+    readers = TraceReader(find_trace(first)), TraceReader(find_trace(second))
+    names = _names(readers)
+    infos = [reader.info for reader in readers]
+    if text:
+        from minitui.viewmodel.comparison import Comparison
+        from minitui.viewmodel.recorded import recorded_view
+
+        view = recorded_view(readers[1], names[1])
+        view.earlier = recorded_view(readers[0], names[0])
+        notes = [f"{reader.path} is not complete: it was cut off." for reader in readers if not reader.complete]
+        _report(Comparison.of(view), f"{readers[0].path} and {readers[1].path}", infos, notes, json)
+        return 0
+    from minitui.tui.compare_app import RecordingsApp, TwoRecordings
+
+    for reader in readers:
+        reader.check()  # fails before the application opens
+    settings = settings_file.load()
+    apply_looks(settings, looks)
+    differ = settings_that_differ(infos)
+    note = f"The engines differ in: {differ}." if differ else ""
+    make = partial(RecordingsApp, note=note)
+    return run_app(TwoRecordings(readers, names), Choice("", "", "", "model"), settings, Sampling(), make=make)
+
+
+def _names(readers: tuple[TraceReader, TraceReader]) -> tuple[str, str]:
+    """Returns the names of the two files, without ".trace"."""
+    first, second = (reader.path.name.removesuffix(".trace") for reader in readers)
+    if first == second:
+        return f"{first} (1)", f"{second} (2)"
+    return first, second
+
+
+def _report(comparison: Comparison, title: str, infos: list[dict[str, Any]], notes: list[str], json: bool) -> None:
+    from minitui.viewmodel.comparison_words import as_data, settings_that_differ, told
+
+    if json:
+        print(json_text(as_data(comparison, title, infos, notes), indent=2))
+    else:
+        print("\n".join(told(comparison, title, settings_that_differ(infos), notes)))

@@ -1,0 +1,101 @@
+"""Runs a contrast: the work under the first setting, then under the second."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.errors import EngineError
+from minitui.chat.sessions import Chats
+from minitui.sources.recording import RecordingSource
+from minitui.teaching.contrasts import Contrast
+from minitui.teaching.stage import Stage
+
+WARM_UP = "warm-up: "
+
+
+@dataclass
+class Replies:
+    """The replies of both runs."""
+
+    texts: list[list[str]] = field(default_factory=list)
+
+    @property
+    def sentence(self) -> str:
+        """Says whether the replies of the two runs were the same; empty before both are known."""
+        if len(self.texts) < 2:
+            return ""
+        first, second = self.texts
+        other = sum(a != b for a, b in zip(first, second, strict=True))
+        return f"Replies that differ: {other} of {len(first)}." if other else "The replies were the same."
+
+
+async def run_contrast(contrast: Contrast, stage: Stage) -> Replies:
+    """Does the work under both settings, each in a new engine, with `stage.view.earlier` as the first run at the end.
+
+    Both are done once before, and not counted: the first steps in a process are slower, which would favour the second
+    setting.
+    """
+    replies = Replies()
+    for prefix in (WARM_UP, ""):
+        for setting in contrast.settings:
+            stage.source.name_groups(stage.chats.names)  # the next engine is recorded in another file
+            _close_all(stage.chats)
+            stage.tell(f"{prefix}{setting.name}".capitalize() + f": {contrast.title}.")
+            await stage.other_engine(**setting.options)
+            await stage.begin_run(prefix + setting.name, first=setting is contrast.first)
+            sessions = await contrast.work(stage)
+            await stage.settle()
+            if not prefix:
+                replies.texts.append([session.messages[-1].text for session in sessions])
+    stage.source.name_groups(stage.chats.names)
+    return replies
+
+
+def _close_all(chats: Chats) -> None:
+    for session in list(chats.sessions):
+        chats.close(session)
+
+
+class TracesOfRuns:
+    """The recordings of the two runs, in a temporary directory until they are saved.
+
+    `source` records an engine that `run_contrast` replaces four times: the last two files are the two runs.
+    """
+
+    def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="minitui-compare-")
+        self._path = Path(self._directory.name) / "run.trace"
+        self.source: RecordingSource | None = None
+
+    @property
+    def path(self) -> Path:
+        """The path of the first file, for RecordingSource."""
+        return self._path
+
+    @property
+    def files(self) -> list[Path]:
+        """The two recordings. Ends the recording."""
+        assert self.source is not None
+        if self.source.recording_error:
+            raise EngineError(f"the runs were not recorded: {self.source.recording_error}")
+        self.source.recording.close()
+        return [self._path.with_suffix(f".{start}.trace") for start in (4, 5)]
+
+    def save(self, contrast: Contrast, prefix: Path) -> list[Path]:
+        """Copies the recordings to files whose names begin with `prefix`; returns their paths. Raises EngineError."""
+        saved = []
+        for setting, file in zip(contrast.settings, self.files, strict=True):
+            path = prefix.with_name(f"{prefix.name}-{setting.name.replace(' ', '-')}.trace")
+            try:
+                shutil.copyfile(file, path)
+            except OSError as error:
+                raise EngineError(f"{path} cannot be written: {error.strerror}; choose another name") from None
+            saved.append(path)
+        return saved
+
+    def close(self) -> None:
+        """Deletes the temporary directory."""
+        self._directory.cleanup()

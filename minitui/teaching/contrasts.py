@@ -1,0 +1,181 @@
+"""The same work under two settings: what `minitui compare` runs, and the demos that compare two settings.
+
+The work of a contrast is a coroutine that gets a Stage. It asks the same questions in the same order under both
+settings, and replies are greedy. Without pauses for a reader (`beat` 0), the engine is paused only to let requests
+arrive together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engine.errors import EngineError
+from minitui.chat.conversation import Session
+from minitui.teaching.stage import Stage
+
+QUESTIONS = (
+    "What is the KV cache?", "What is paged attention?", "What is a radix cache?", "What is continuous batching?",
+    "What is prefill?", "What is a block table?",
+)  # fmt: skip
+LENGTHS = (6, 30, 8, 6, 26, 6, 8, 10)  # tokens of the replies
+WRITERS = 3
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One of the two settings: its name, and the engine options that make it."""
+
+    name: str
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """Work, and two settings to do it with. `key`: the quantity that the setting is meant to change (see
+    minitui/viewmodel/comparison.py). `options`: the engine options of both; `max_tokens`: the limit of a reply."""
+
+    title: str
+    work: Callable[[Stage], Awaitable[list[Session]]]
+    key: str
+    first: Setting
+    second: Setting
+    max_tokens: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> tuple[Setting, Setting]:
+        return self.first, self.second
+
+    def engine(self, setting: Setting) -> dict[str, Any]:
+        """Returns the engine options of one setting."""
+        return self.options | setting.options
+
+
+def paste(lines: int) -> str:
+    """Returns a long prompt, as a user might paste it."""
+    notes = (f"Note {i}: block {i} holds the tokens {16 * i} to {16 * i + 15}." for i in range(lines))
+    return "What is the KV cache? Here are my notes. " + " ".join(notes)
+
+
+# ---- the work; each coroutine returns its chats
+
+
+async def six_chats(stage: Stage) -> list[Session]:
+    """Six chats with the same system prompt ask at once."""
+    await stage.gate()
+    sessions = await stage.write_all(QUESTIONS, [12] * len(QUESTIONS))
+    stage.look("inspect")
+    await stage.watch(3, seconds=1.0)
+    await stage.slow(0.12)
+    await stage.answers(sessions)
+    return sessions
+
+
+async def long_paste(stage: Stage) -> list[Session]:
+    """Chats write, and then a long prompt is pasted in another chat, the last one."""
+    await stage.gate()
+    writers = await stage.write_all(QUESTIONS[:WRITERS], [60] * WRITERS, system="")
+    stage.look("inspect")
+    await stage.step(5, seconds=0.25)
+    pasted = stage.chat("", "the paste", max_tokens=4, whole=True)
+    request = await stage.ask(pasted, paste(40))
+    await stage.watch_until(
+        "the long prompt's first token", lambda: stage.view.lanes.lanes[request].first_token is not None, seconds=0.3
+    )
+    await stage.watch(3, seconds=0.25)
+    await stage.answers([*writers, pasted])
+    return [*writers, pasted]
+
+
+async def eight_replies(stage: Stage) -> list[Session]:
+    """Eight chats want replies of different lengths."""
+    sessions = [stage.chat("", f"wants {n}", max_tokens=n, whole=True) for n in LENGTHS]
+    stage.show(sessions[0])
+    await stage.gate()
+    for session in sessions:
+        await stage.ask(session, "What is decode?")
+    stage.look("inspect")
+    await stage.watch(2, seconds=0.5)
+    await stage.slow(0.09)
+    await stage.answers(sessions)
+    return sessions
+
+
+async def ask_again(stage: Stage) -> Session:
+    """Asks a question twice in a new chat, and pauses the engine before the second prompt's step. Returns the chat."""
+    session = stage.chat("", max_tokens=70)
+    stage.show(session)
+    await stage.gate()
+    await stage.ask(session, QUESTIONS[0])
+    stage.look("inspect")
+    await stage.watch(3, seconds=0.4)
+    await stage.slow(0.02)
+    await stage.answers([session])
+    await stage.gate()
+    stage.begin_count()
+    await stage.ask(session, QUESTIONS[0])
+    return session
+
+
+async def asked_twice(stage: Stage) -> list[Session]:
+    """A chat asks a question, and then the same question again."""
+    session = await ask_again(stage)
+    await stage.answers([session])
+    return [session]
+
+
+async def four_long_replies(stage: Stage) -> list[Session]:
+    """Four chats write long replies at the same time."""
+    await stage.gate()
+    sessions = await stage.write_all(QUESTIONS[:4], [120] * 4, system="")
+    await stage.answers(sessions)
+    return sessions
+
+
+CONTRASTS = {
+    "cache": Contrast(
+        "six chats with one system prompt, without and with the prefix cache", six_chats, "computed",
+        Setting("cache off", {"no_prefix_caching": True}), Setting("cache on", {"no_prefix_caching": False}),
+        48, {"kv_blocks": 96},
+    ),
+    "batching": Contrast(
+        "eight replies of 6 to 30 tokens in four rows, with static and with continuous batching", eight_replies,
+        "steps", Setting("static batching", {"scheduling_policy": "static"}),
+        Setting("continuous batching", {"scheduling_policy": "fcfs"}),
+        30, {"kv_blocks": 64, "max_num_seqs": 4, "no_prefix_caching": True},
+    ),
+    "chunked-prefill": Contrast(
+        "a long prompt beside three running replies, computed in one step and in chunks of 64 tokens", long_paste,
+        "gap_longest", Setting("whole prefill", {"enable_chunked_prefill": False}),
+        Setting("chunked prefill", {"enable_chunked_prefill": True}),
+        48, {"kv_blocks": 128, "max_num_batched_tokens": 64, "no_prefix_caching": True},
+    ),
+    "speculation": Contrast(
+        "a chat asks the same question twice, without and with drafts copied from its text", asked_twice, "steps",
+        Setting("no speculation", {"speculation": "off"}), Setting("prompt lookup", {"speculation": "prompt-lookup"}),
+        70, {"kv_blocks": 64},
+    ),
+    "pool": Contrast(
+        "four replies of 120 tokens, in a pool that is too small for them and in one that is large enough",
+        four_long_replies, "preemptions",
+        Setting("24 blocks", {"kv_blocks": 24}), Setting("64 blocks", {"kv_blocks": 64}), 120,
+    ),
+}  # fmt: skip
+
+
+def find_contrast(name: str) -> Contrast:
+    """Returns a contrast by its name. Raises EngineError with the names if there is none."""
+    if name not in CONTRASTS:
+        raise EngineError(
+            f"there is no comparison {name!r}: the comparisons are {', '.join(CONTRASTS)}; two recordings are compared "
+            "with `minitui compare A.trace B.trace`"
+        )
+    return CONTRASTS[name]
+
+
+def with_pools(contrast: Contrast, pools: tuple[int, int]) -> Contrast:
+    """Returns the contrast "pool" with two other sizes, in blocks."""
+    first, second = (Setting(f"{blocks:,} blocks", {"kv_blocks": blocks}) for blocks in pools)
+    return replace(contrast, first=first, second=second)

@@ -1,0 +1,165 @@
+"""The applications that show two runs: of a contrast or a demo, on a live engine, and of two recordings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from textual.binding import Binding, BindingType
+
+from engine.errors import EngineError, InvalidRequest
+from engine.params import SamplingParams
+from engine.trace.records import Record
+from minitui.sources.base import Progress, Source, Stream
+from minitui.teaching.compare import run_contrast
+from minitui.teaching.contrasts import Contrast
+from minitui.teaching.stage import Restart, Stage
+from minitui.text import listed
+from minitui.trace.reader import TraceReader
+from minitui.tui.actions import Action
+from minitui.tui.app import MinituiApp
+from minitui.tui.commands import NOT_OFFERED
+from minitui.tui.replay_app import NEED_AN_ENGINE, TraceCodec
+from minitui.tui.screens.compare import CompareScreen
+from minitui.tui.screens.inspect import InspectScreen
+from minitui.tui.screens.lecture import LectureScreen
+from minitui.viewmodel.comparison import Comparison
+from minitui.viewmodel.model import View
+from minitui.viewmodel.recorded import recorded_view
+
+Save = Callable[[Path], list[Path]]  # saves the runs under names that begin with a path; returns the files
+UNLIKE = "The two runs did not do the same work: see the figures (tab)."
+
+
+class CompareApp(MinituiApp):
+    """The application with a screen for two runs of its engine."""
+
+    MODES: ClassVar[dict[str, Any]] = {**MinituiApp.MODES, "compare": CompareScreen}
+    DEFAULT_MODE = "compare"
+    TABS = (("compare", "0 Compare"), *MinituiApp.TABS)
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("0", "switch_mode('compare')", "Compare", id="compare", tooltip="Two runs on one clock", show=False)
+    ]
+    save: Save | None = None  # None: there is nothing to save
+    notes: tuple[str, ...] = ()  # sentences below the figures
+
+    def tell(self, key: str = "") -> None:
+        """Show the sentence about the two runs under the top bar. `key`: see Comparison."""
+        comparison = Comparison.of(self.view, key)
+        self.story = f"{comparison.sentence} {UNLIKE if comparison.unlike else ''}"
+
+    def save_runs(self) -> None:
+        """Ask for a name, and save the two runs as recordings."""
+        if self.save is None:
+            self.say("`minitui compare` can save its two runs when both have ended", error=True)
+            return
+        self.ask_text("Save both runs as recordings; their names begin with", "compare", self._save)
+
+    def _save(self, text: str) -> None:
+        try:
+            if self.save is not None and text.strip():
+                files = self.save(Path(text.strip()).expanduser())
+                self.say(f"saved. Open them with: minitui compare {' '.join(map(str, files))}")
+        except EngineError as error:
+            self.say(str(error), error=True)
+
+
+class DemoApp(CompareApp):
+    """The application of a demo that compares two settings."""
+
+    DEFAULT_MODE = "chat"
+
+
+async def compare_in_app(contrast: Contrast, app: CompareApp, restart: Restart, save: Save) -> None:
+    """Run a contrast, and show its runs while they go on. `save` copies their recordings."""
+
+    def say(text: str) -> None:
+        app.story = text
+
+    stage = Stage(
+        app.source, app.chats, app.feed, app.system, say, app.select_session, restart=restart, beat=0.0,
+        held=lambda: app.feed.frozen,
+    )  # fmt: skip
+    app.asking = stage
+    try:
+        replies = await run_contrast(contrast, stage)
+    except EngineError as error:
+        app.story = f"The comparison stopped: {error}"
+        return
+    finally:
+        app.asking = None
+    app.save = save
+    app.notes = (replies.sentence,)
+    app.tell(contrast.key)
+
+
+class TwoRecordings(Source):
+    """Two recordings, read whole. `first` and `second` are their views after `start`."""
+
+    def __init__(self, readers: tuple[TraceReader, TraceReader], names: tuple[str, str]) -> None:
+        super().__init__()
+        self._readers, self._names = readers, names
+        self.first = self.second = View()
+
+    async def start(self, on_progress: Progress) -> None:
+        with self._starting():
+            on_progress({"text": "reading the recordings"})
+            self.first, self.second = [
+                await asyncio.to_thread(recorded_view, *one) for one in zip(self._readers, self._names, strict=True)
+            ]
+            self.info = dict(self._readers[1].info)
+
+    async def close(self) -> None:
+        await self._stop()
+
+    def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> Stream:
+        raise InvalidRequest(NOT_OFFERED["Chats"])
+
+    async def control(self, verb: str, **arguments: Any) -> Any:
+        raise InvalidRequest("these are recordings: `minitui replay FILE` plays one of them step by step")
+
+    async def snapshot(self) -> dict[str, Any]:
+        return self.second.live.state.snapshot()
+
+    def drain_records(self) -> list[Record]:
+        return []
+
+
+class RecordingsApp(CompareApp):
+    """The application for two recordings. Inspect and Lecture show the second."""
+
+    MODES: ClassVar[dict[str, Any]] = {"compare": CompareScreen, "inspect": InspectScreen, "lecture": LectureScreen}
+    GROUPS = ("Engine", "Application")
+    TABS = tuple(tab for tab in CompareApp.TABS if tab[0] != "chat")
+
+    def __init__(self, source: TwoRecordings, *args: Any, note: str = "", **options: Any) -> None:
+        """`note`: the settings that differ, as a sentence."""
+        options["load_codec"] = lambda info: TraceCodec(source._readers[1])
+        options["script"] = RecordingsApp._show
+        super().__init__(source, *args, **options)
+        self._recordings, self.notes = source, (note,)
+
+    @property
+    def actions(self) -> list[Action]:
+        """All actions except the actions that need a running engine."""
+        return [action for action in super().actions if action.id not in NEED_AN_ENGINE]
+
+    def group_names(self) -> dict[str, str]:
+        return self._recordings.second.group_names
+
+    async def _show(self) -> None:
+        view = self._recordings.second
+        view.earlier = self._recordings.first
+        self.view = self.feed.view = view
+        self.tell()
+
+    def switch_mode(self, mode: str) -> Any:
+        """Raises InvalidRequest for the chat screen: chats are not recorded."""
+        if mode == "chat":
+            raise InvalidRequest(NOT_OFFERED["Chats"])
+        return super().switch_mode(mode)
+
+    def save_runs(self) -> None:
+        self.say("these are recordings already: " + listed([str(r.path) for r in self._recordings._readers]))

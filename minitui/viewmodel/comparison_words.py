@@ -1,0 +1,82 @@
+"""A comparison of two runs as plain text and as data for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from minitui.text import listed
+from minitui.viewmodel.comparison import Comparison
+from minitui.viewmodel.request_words import request_json
+from minitui.viewmodel.requests import Requests
+from minitui.viewmodel.runs import Run
+
+Info = Mapping[str, Any]
+SETTINGS = {  # a fact about an engine -> its name in words
+    "model": "model", "device": "device", "dtype": "dtype", "quantization": "quantization",
+    "kv_cache_dtype": "KV cache", "num_blocks": "KV blocks", "block_size": "tokens in a block",
+    "max_num_seqs": "rows", "max_num_batched_tokens": "token budget of a step", "prefix_caching": "prefix caching",
+    "chunked_prefill": "chunked prefill", "scheduling_policy": "scheduling policy", "speculation": "speculation",
+    "attention": "attention", "overlap": "overlap", "tensor_parallel_size": "ranks",
+}  # fmt: skip
+TITLE, VALUE, CHANGE = 24, 22, 9  # cells of a column
+
+
+def settings_that_differ(infos: Sequence[Info]) -> str:
+    """Returns the settings of two engines that differ: "prefix caching off and on"; empty if none is known."""
+    first, second = infos
+    different = [
+        f"{words} {_setting(first[name])} and {_setting(second[name])}" for name, words in SETTINGS.items()
+        if name in first and name in second and first[name] != second[name]
+    ]  # fmt: skip
+    return listed(different) if different else ""
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, dict):  # speculation
+        return str(value.get("method", "on"))
+    if value is None or isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def told(comparison: Comparison, title: str, settings: str, notes: Sequence[str]) -> list[str]:
+    """Returns the comparison as lines of text. `settings`: what differs in the engines; `notes`: more sentences."""
+    first, second = comparison.runs
+    lines = [title]
+    if settings:
+        lines.append(f"The engines differ in: {settings}.")
+    lines += ["", " " * TITLE + f"{first.name:>{VALUE}}{second.name:>{VALUE}}{'change':>{CHANGE}}"]
+    for one in comparison.differences:
+        quantity = one.quantity
+        word = {True: "  better", False: "  worse", None: ""}[one.better]
+        values = f"{quantity.text(one.first):>{VALUE}}{quantity.text(one.second):>{VALUE}}"
+        lines.append(f"{quantity.title:<{TITLE}}{values}{one.change:>{CHANGE}}{word}")
+    return [*lines, "", *(text for text in (comparison.sentence, comparison.unlike, *notes) if text)]
+
+
+def as_data(comparison: Comparison, title: str, infos: Sequence[Info], notes: Sequence[str]) -> dict[str, Any]:
+    """Returns the comparison as data. Durations are in ms; null: not known."""
+    changes = {
+        one.quantity.name: {"first": one.first, "second": one.second, "share": one.share, "better": one.better}
+        for one in comparison.differences
+    }
+    return {
+        "title": title,
+        "runs": [_run(run, info) for run, info in zip(comparison.runs, infos, strict=True)],
+        "differences": changes, "sentence": comparison.sentence, "unlike": comparison.unlike,
+        "notes": [note for note in notes if note],
+    }  # fmt: skip
+
+
+def _run(run: Run, info: Info) -> dict[str, Any]:
+    requests = Requests()
+    return {
+        "name": run.name,
+        "settings": {name: info[name] for name in SETTINGS if name in info},
+        "figures": asdict(run.figures),
+        "requests": [
+            request_json(requests.of(run.view, lane), run.view.group_name(lane.group), {}, "") for lane in run.lanes
+        ],
+    }

@@ -1,0 +1,97 @@
+"""`minitui compare` in the application: two recordings, and two runs of a live engine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import EngineError
+from minitui.chat.sessions import Chats
+from minitui.settings import Settings
+from minitui.sources.recording import RecordingSource
+from minitui.teaching.compare import TracesOfRuns
+from minitui.teaching.contrasts import CONTRASTS
+from minitui.trace.bundled import bundled
+from minitui.trace.reader import TraceReader
+from minitui.tui.compare_app import CompareApp, RecordingsApp, TwoRecordings, compare_in_app
+from minitui.tui.screens.compare import CompareScreen
+from minitui.viewmodel.comparison import Comparison
+from minitui.viewmodel.recorded import recorded_view
+from tests.support.driving import press, type_text, until
+from tests.support.fake_client import ByteCodec, FakeSource
+from tests.support.sampling import sampling
+
+
+def recordings_app() -> RecordingsApp:
+    paths = bundled()
+    source = TwoRecordings((TraceReader(paths["small-pool"]), TraceReader(paths["h200-8b"])), ("small", "large"))
+    return RecordingsApp(source, Chats(source), Settings(), system="", note="The engines differ in: the model.")
+
+
+@pytest.mark.parametrize(("size", "both"), [((80, 24), False), ((100, 56), True), ((240, 70), True)])
+async def test_two_recordings_are_shown_with_their_figures(size: tuple[int, int], both: bool) -> None:
+    app = recordings_app()
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: app.view.earlier is not None)
+        await press(pilot, "left")
+        screen = app.screen
+        assert isinstance(screen, CompareScreen)
+        assert app.story.startswith("With large, the speed was 2,805/s instead of 194/s")
+        assert screen.runs.display and screen.figures.display == both
+        assert "small · 2,469 ms · 159 steps" in screen.runs.text and "large · 6,290 ms" in screen.runs.text
+        await press(pilot, "tab")
+        assert screen.figures.display and screen.runs.display == both
+        text = screen.figures.text
+        assert re.search(r"steps +159 +710 +×4.5", text)
+        for _ in range(24):
+            await pilot.press("down")
+        assert "The engines differ in: the model." in screen.figures.text
+        await press(pilot, "S")
+        assert "recordings already" in next(iter(app._notifications)).message
+        await press(pilot, "2")
+        assert app.current_mode == "inspect"
+
+
+class Changeable(FakeSource):
+    """An engine whose options can be changed: a smaller step budget stands for any setting."""
+
+    async def reconfigure(self, config: Any) -> None:
+        await self.restart(lambda progress: None)
+
+
+async def test_a_contrast_runs_in_the_application_is_saved_and_opens_again(tmp_path: Path) -> None:
+    contrast = CONTRASTS["pool"]
+    traces = TracesOfRuns()
+    source = traces.source = RecordingSource(Changeable(num_blocks=400), traces.path)
+
+    def script(app: Any) -> Any:
+        return compare_in_app(contrast, app, source.reconfigure, lambda prefix: traces.save(contrast, prefix))
+
+    app = CompareApp(
+        source, Chats(source, sampling=sampling(8)), Settings(), system="Answer.", load_codec=lambda info: ByteCodec(),
+        script=script,
+    )  # fmt: skip
+    async with app.run_test(size=(120, 40)) as pilot:
+        await until(pilot, lambda: app.save is not None or "stopped" in app.story)
+        shown = Comparison.of(app.view)
+        assert [run.name for run in shown.runs] == ["24 blocks", "64 blocks"]
+        assert [run.figures.replies for run in shown.runs] == [480, 480]
+        assert app.notes == ("The replies were the same.",)
+        await press(pilot, "S")
+        for _ in range(len("compare")):
+            await pilot.press("backspace")
+        await type_text(pilot, str(tmp_path / "run"))
+        await press(pilot, "enter")
+        files = [tmp_path / "run-24-blocks.trace", tmp_path / "run-64-blocks.trace"]
+        await until(pilot, lambda: all(file.exists() for file in files))
+    first, second = (recorded_view(TraceReader(file)) for file in files)
+    second.earlier = first
+    again = Comparison.of(second)
+    assert [run.figures for run in again.runs] == [run.figures for run in shown.runs], "the saved runs are others"
+    with pytest.raises(EngineError, match="cannot be written"):
+        traces.save(contrast, tmp_path / "no such directory" / "run")
+    traces.close()
+    assert not traces.path.parent.exists()
