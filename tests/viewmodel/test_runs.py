@@ -139,7 +139,9 @@ def test_the_sentence_names_the_key_figure_the_time_and_what_got_worse(monkeypat
     one = viewed(played(monkeypatch), "a")
     same = compared(one, viewed(played(monkeypatch), "b"))
     assert same.sentence == "No figure of the two runs differs by more than 10 %."
-    assert all(one.change == "same" for one in same.differences)
+    changes = {one.quantity.name: one.change for one in same.differences}
+    changes.pop("delayed", None)  # the host of this test may really have waited for a core
+    assert {*changes.values()} == {"same"}
     slow = compared(viewed(played(monkeypatch, policy="static"), "a"), viewed(played(monkeypatch), "b"), key="computed")
     assert slow.sentence.startswith("With b, the ") and "number of prompt tokens" not in slow.sentence  # did not change
     fewer = viewed(played(monkeypatch)[:-40], "cut off")
