@@ -1,12 +1,18 @@
 """Downloads a checkpoint to the local Hugging Face cache: first its configuration and tokenizer, then its weights.
 
-huggingface_hub transfers the files. A file that is complete in the cache is not downloaded again.
+huggingface_hub transfers the files. A connection that breaks off is resumed where it ended; a start after an
+interrupted download transfers only the files that are not complete. The weights' hashes are compared with the hub's.
 """
 
 from __future__ import annotations
 
 import glob
+import hashlib
 import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any
@@ -24,14 +30,18 @@ DESCRIPTION = {
 }  # fmt: skip
 OTHER_WEIGHTS = (".gguf", ".safetensors", ".bin", ".pth", ".pt", ".onnx", ".h5", ".msgpack")
 POLL_SECONDS = 0.25
+SPEED_SECONDS = 10.0  # the speed is the mean over this time
+HASHED_AT_ONCE = 4  # files; a core computes SHA-256 of 0.5 to 2 GB per second
 MAX_ERROR_TEXT = 300  # characters of a library's error in our message
 
 
 class Download:
-    """The download of one repository. `begun`: the snapshot of an interrupted download, if there is one."""
+    """The download of one repository. `revision`: a branch, tag or commit; "": the main branch. `begun`: the snapshot
+    of an interrupted download, if there is one."""
 
-    def __init__(self, repository: str, begun: Snapshot | None, on_progress: Progress | None) -> None:
+    def __init__(self, repository: str, revision: str, begun: Snapshot | None, on_progress: Progress | None) -> None:
         self._repository = repository
+        self._revision = revision
         self._begun = begun
         self._on_progress = on_progress
         self._cache = cache_directory()
@@ -51,14 +61,17 @@ class Download:
             raise CheckpointError(f"{self._where()}, and downloading needs {what}") from None
         disable_progress_bars()
         try:
-            files = hub.HfApi().model_info(self._repository, files_metadata=True).siblings or []
+            revision = self._revision or None
+            files = hub.HfApi().model_info(self._repository, revision=revision, files_metadata=True).siblings or []
             sizes = {file.rfilename: file.size or 0 for file in files}
             self._check_listing(sizes, weights)
-            directory = Path(hub.hf_hub_download(self._repository, CONFIG, cache_dir=self._cache)).parent
+            config = hub.hf_hub_download(self._repository, CONFIG, revision=revision, cache_dir=self._cache)
+            directory = Path(config).parent
             self._fetch(hub, directory, sorted(DESCRIPTION & sizes.keys()))
             self._check_description(directory, tokenizer)
             if weights:
-                self._fetch_weights(hub, directory, sizes)
+                hashes = {file.rfilename: file.lfs.sha256 for file in files if file.lfs is not None}
+                self._fetch_weights(hub, directory, sizes, hashes)
         except CheckpointError:
             raise
         except Exception as error:  # from the library, its HTTP client or the operating system
@@ -86,15 +99,15 @@ class Download:
         if tokenizer:
             Tokenizer(directory)
 
-    def _fetch_weights(self, hub: Any, directory: Path, sizes: dict[str, int]) -> None:
+    def _fetch_weights(self, hub: Any, directory: Path, sizes: dict[str, int], hashes: dict[str, str]) -> None:
         names = [SINGLE] if SINGLE in sizes else shard_names(directory / INDEX)
         absent = [name for name in names if name not in sizes]
         if absent:
             raise CheckpointError(
                 f"{self._repository} on the hub lacks {listed(absent)}, which its {INDEX} names: use another model"
             )
-        total = sum(sizes[name] for name in names)
-        needed = sum(sizes[name] for name in names if not (directory / name).is_file())
+        new = [name for name in names if not (directory / name).is_file()]
+        total, needed = (sum(sizes[name] for name in group) for group in (names, new))
         free = disk_usage(self._cache).free
         if needed > free:
             raise CheckpointError(
@@ -103,6 +116,27 @@ class Download:
             )
         with _Watch(directory.parents[1] / "blobs", self._repository, total, total - needed, self._on_progress):
             self._fetch(hub, directory, names)
+        if self._on_progress is not None:
+            text = f"comparing the hashes of {self._repository} with the hub's"
+            self._on_progress({"stage": "check", "done": 0, "total": 0, "text": text})
+        for name in new:
+            bytes_ = (directory / name).stat().st_size
+            if bytes_ != sizes[name]:
+                self._discard(directory / name, f"{bytes_:,} bytes, and the hub announced {sizes[name]:,}")
+        with ThreadPoolExecutor(HASHED_AT_ONCE) as pool:
+            for name, found in zip(new, pool.map(_sha256, [directory / name for name in new]), strict=True):
+                expected = hashes.get(name, found)
+                if found != expected:
+                    told = f"SHA-256 {found[:12]}…, and the hub announced {shown(expected[:12])[1:-1]}…"
+                    self._discard(directory / name, told)
+
+    def _discard(self, path: Path, what: str) -> None:
+        """Delete a file that is not the hub's, and raise CheckpointError."""
+        path.resolve().unlink()
+        path.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"{path.name} of {self._repository} arrived damaged: it has {what}. It was deleted: start again"
+        )
 
     def _fetch(self, hub: Any, directory: Path, names: list[str]) -> None:
         """Download files of the snapshot's revision, several at a time."""
@@ -125,7 +159,9 @@ class Download:
 
     def _reason(self, error: Exception) -> str:
         """Return a phrase that says why the download failed and what to do."""
-        kind, status = type(error).__name__, _status(error)
+        kind, status, text = type(error).__name__, _status(error), " ".join(str(error).split())[:MAX_ERROR_TEXT]
+        if kind == "RevisionNotFoundError" and self._revision:
+            return f"the hub has no revision {self._revision} of it: name another one, or leave out @{self._revision}"
         if kind == "GatedRepoError" or status == 403:
             return (
                 f"the hub denies access to the model ({kind}): accept the model's terms on its page, and log in with "
@@ -142,7 +178,6 @@ class Download:
             return f"the hub reports an internal error ({status}): try again later; files that are complete are kept"
         if kind == "OfflineModeIsEnabled":
             return "HF_HUB_OFFLINE is set, so the hub is not used: unset it, or give a directory"
-        text = " ".join(str(error).split())[:MAX_ERROR_TEXT]
         return (
             f"the hub could not be reached ({kind}: {text}): connect to the internet, or give a directory; files that "
             "are complete are kept"
@@ -160,7 +195,7 @@ def _status(error: BaseException | None) -> int | None:
 
 
 class _Watch:
-    """Reports the progress of a download. The size of the folder shows how much has been downloaded."""
+    """Reports the progress of a download, with its speed over SPEED_SECONDS. The size of the folder is measured."""
 
     def __init__(self, folder: Path, name: str, total: int, done: int, on_progress: Progress | None) -> None:
         self._folder, self._name, self._total, self._on_progress = folder, name, total, on_progress
@@ -180,10 +215,33 @@ class _Watch:
 
     def _run(self) -> None:
         assert self._on_progress is not None
+        seen: deque[tuple[float, int]] = deque(maxlen=round(SPEED_SECONDS / POLL_SECONDS))  # (time, bytes)
         while not self._ended.wait(POLL_SECONDS):
             done = max(0, min(self._total, _size(self._folder) - self._others))
+            seen.append((time.monotonic(), done))
             text = f"downloading {self._name}: {done / 1e9:.2f} of {self._total / 1e9:.2f} GB"
-            self._on_progress({"stage": "download", "done": done, "total": self._total, "text": text})
+            self._on_progress({
+                "stage": "download", "done": done, "total": self._total, "text": text + pace(seen, self._total),
+            })  # fmt: skip
+
+
+def pace(seen: Sequence[tuple[float, int]], total: int) -> str:
+    """Return the speed and the time left, as in ", 45.0 MB/s, 5 min left"; "" while nothing arrives.
+
+    `seen`: (time in seconds, bytes that have arrived), the oldest first.
+    """
+    (began, before), (now, done) = seen[0], seen[-1]
+    if now <= began or done <= before:
+        return ""
+    speed = (done - before) / (now - began)
+    left = (total - done) / speed
+    remaining = f"{left:.0f} s" if left < 100 else f"{left / 60:.0f} min" if left < 6000 else f"{left / 3600:.1f} h"
+    return f", {speed / 1e6:.1f} MB/s, {remaining} left"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _size(folder: Path) -> int:

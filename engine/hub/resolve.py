@@ -16,11 +16,14 @@ from engine.progress import Progress
 # The beginning of a name without an organisation -> the organisation.
 ORGANISATIONS = {"qwen": "Qwen", "llama": "meta-llama", "meta-llama": "meta-llama", "mistral": "mistralai"}
 NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?")
+REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,99}")  # a branch, a tag or a commit
 LONGEST_NAME = 96  # characters; the limit of the hub
 
 
 def resolve_model(name: str, on_progress: Progress | None = None, weights: bool = True, tokenizer: bool = True) -> Path:
     """Return the directory of the checkpoint `name`: a path, or a name like "Qwen3-8B" or "Qwen/Qwen3-8B".
+
+    A name may end in @ and a branch, a tag or a commit, as in "Qwen/Qwen3-8B@main".
 
     A path is tried first, then the local Hugging Face cache, then the hub. A model on the hub is downloaded to the
     cache, and an interrupted download is continued. An unsupported model is refused before its weights are downloaded.
@@ -31,8 +34,8 @@ def resolve_model(name: str, on_progress: Progress | None = None, weights: bool 
     directory = _as_directory(name)
     if directory is not None:
         return directory
-    _check_name(name)
-    found = snapshots_of(name)
+    name, revision = _parts(name)
+    found = snapshots_of(name, revision)
     whole = next((snapshot for snapshot in found if snapshot.complete(weights)), None)
     if whole is not None:
         return whole.path
@@ -40,7 +43,7 @@ def resolve_model(name: str, on_progress: Progress | None = None, weights: bool 
 
     repository = _repository(name, found)
     partial = next((snapshot for snapshot in found if snapshot.repository == repository), None)
-    return Download(repository, partial, on_progress).run(weights, tokenizer)
+    return Download(repository, revision, partial, on_progress).run(weights, tokenizer)
 
 
 def _as_directory(name: str) -> Path | None:
@@ -59,17 +62,28 @@ def _as_directory(name: str) -> Path | None:
     return None
 
 
-def _check_name(name: str) -> None:
+def _parts(name: str) -> tuple[str, str]:
+    """Return the name and the revision; "" if there is none. Raises CheckpointError if one of them is not valid."""
+    plain, at, revision = name.partition("@")
+    _check_name(plain, name)
+    if at and (not REVISION.fullmatch(revision) or ".." in revision):
+        raise CheckpointError(
+            f"{shown(name)} names no valid revision: a branch, a tag or a commit follows the @, as in {plain}@main"
+        )
+    return plain, revision
+
+
+def _check_name(name: str, given: str) -> None:
     plain, colon, file = name.rpartition(":")
     if colon and "/" not in file and NAME.fullmatch(plain):
         plain = re.sub(r"[-_.]gguf$", "", plain, flags=re.IGNORECASE)
         raise CheckpointError(
-            f"{shown(name)} is not a directory, and a name with a colon means one file of a GGUF repository. GGUF and "
+            f"{shown(given)} is not a directory, and a name with a colon means one file of a GGUF repository. GGUF and "
             f"quantised files are not supported: give the name of the repository with the plain weights, as in {plain}"
         )
     if not NAME.fullmatch(name) or len(name) > LONGEST_NAME or {".", ".."} & set(name.split("/")):
         raise CheckpointError(
-            f"{shown(name)} is not a directory, and not a valid name of a model on the hub: a name looks like "
+            f"{shown(given)} is not a directory, and not a valid name of a model on the hub: a name looks like "
             "Qwen/Qwen3-0.6B"
         )
 

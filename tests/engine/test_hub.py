@@ -18,6 +18,7 @@ from huggingface_hub import constants
 
 from engine.errors import CheckpointError
 from engine.hub.cache import cached_snapshots, snapshots_of
+from engine.hub.download import pace
 from engine.hub.resolve import resolve_model
 from minitui import tutor
 from minitui.cli import doctor
@@ -315,10 +316,86 @@ def test_a_download_reports_its_progress_and_counts_what_was_there(hub: FakeHub)
 
     hub.held = {SECOND}
     resolve_model(NAME, tell)
-    done = [news["done"] for news in told]
+    done = [news["done"] for news in told if news["stage"] == "download"]
     assert done == sorted(done)
     assert done[0] >= whole
-    assert {(news["stage"], news["total"]) for news in told} == {("download", total)}
+    assert {(news["stage"], news["total"]) for news in told} == {("download", total), ("check", 0)}
+
+
+def test_the_speed_is_that_of_the_last_seconds_and_gives_the_time_left() -> None:
+    assert pace([(0.0, 0), (10.0, 450_000_000)], 900_000_000) == ", 45.0 MB/s, 10 s left"
+    assert pace([(5.0, 100), (15.0, 50_000_100)], 3_050_000_100) == ", 5.0 MB/s, 10 min left"
+    assert pace([(0.0, 0), (10.0, 10_000_000)], 16_000_000_000) == ", 1.0 MB/s, 4.4 h left"
+    assert pace([(0.0, 7)], 9) == pace([(0.0, 7), (4.0, 7)], 9) == ""
+
+
+# ---- revisions, mirrors, tokens, and a hub that lies
+
+
+def test_a_revision_is_downloaded_by_its_name_and_found_again_by_its_commit(hub: FakeHub) -> None:
+    commit = "7" * 40
+    hub.branches["fast"] = (commit, description() | {"model.safetensors": b"fast"})
+    fast = resolve_model(f"{NAME}@fast")
+    main = resolve_model(NAME)
+    assert ((fast / "model.safetensors").read_bytes(), (main / FIRST).read_bytes()) == (b"fast", SHARDS[FIRST])
+    hub.refusal, hub.asked = (500, ""), []
+    assert {resolve_model(f"{NAME}@{revision}") for revision in ("fast", commit, commit[:7])} == {fast}
+    assert resolve_model(f"{NAME}@main") == main
+    os.utime(fast / "config.json", (2e9, 2e9))
+    assert resolve_model(NAME) == main, "the branch main, not the newest"
+    assert hub.asked == []
+
+
+def test_a_revision_that_the_hub_has_not_says_so(hub: FakeHub) -> None:
+    with pytest.raises(CheckpointError, match="the hub has no revision v9 of it: name another one, or leave out @v9"):
+        resolve_model(f"{NAME}@v9")
+
+
+@pytest.mark.parametrize("revision", ["", "a b", "../x", "x" * 101, "-x", "a@b"])
+def test_what_cannot_be_a_revision_is_refused(revision: str, hub: FakeHub) -> None:
+    with pytest.raises(CheckpointError, match="names no valid revision"):
+        resolve_model(f"{NAME}@{revision}")
+
+
+def test_a_connection_that_breaks_off_is_resumed_where_it_ended(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
+    hub.cut_once = {THIRD}
+    assert (resolve_model(NAME) / THIRD).read_bytes() == SHARDS[THIRD]
+    assert hub.ranges == [(THIRD, len(SHARDS[THIRD]) // 2)]
+
+
+def test_a_file_that_arrives_damaged_is_deleted_and_downloaded_again(hub: FakeHub) -> None:
+    hub.damaged = {SECOND}
+    expected = rf"{SECOND} of {NAME} arrived damaged: it has SHA-256 \w{{12}}…, and .*deleted: start again"
+    with pytest.raises(CheckpointError, match=expected):
+        resolve_model(NAME)
+    assert find_cached(NAME) is None
+    hub.damaged, hub.asked = set(), []
+    assert (resolve_model(NAME) / SECOND).read_bytes() == SHARDS[SECOND]
+    assert hub.asked == [SECOND]
+
+
+@pytest.mark.parametrize("size", [7, 10**6])
+def test_a_file_of_another_size_than_announced_is_refused(size: int, hub: FakeHub) -> None:
+    hub.sizes = {SECOND: size}
+    with pytest.raises(CheckpointError, match=f"it has 2,000 bytes, and the hub announced {size:,}. It was deleted"):
+        resolve_model(NAME)
+    assert find_cached(NAME) is None
+
+
+def test_the_usual_token_opens_a_private_model_of_a_mirror(hub: FakeHub) -> None:
+    """In a process of its own, because huggingface_hub reads these variables when it is imported."""
+    hub.token = "hf_secret"
+    code = f"from engine.hub.resolve import resolve_model; print(resolve_model({NAME!r}))"
+
+    def start(**environment: str) -> subprocess.CompletedProcess[str]:
+        variables = {**os.environ, "HF_ENDPOINT": hub.url, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+        return subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=60)
+
+    assert "log in with `hf auth login`" in start(HF_TOKEN="").stderr
+    assert (Path(start(HF_TOKEN="hf_secret").stdout.strip()) / THIRD).read_bytes() == SHARDS[THIRD]
 
 
 # ---- a hub that refuses, and none

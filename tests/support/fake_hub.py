@@ -22,6 +22,12 @@ class FakeHub:
         self.asked: list[str] = []
         self.refusal: tuple[int, str] | None = None  # (status, X-Error-Code) of every answer
         self.cut: set[str] = set()  # files of which a half is sent, and then only errors
+        self.cut_once: set[str] = set()  # files of which a half is sent once; the rest can then be asked for
+        self.damaged: set[str] = set()  # files whose first byte arrives changed
+        self.sizes: dict[str, int] = {}  # sizes that are announced but wrong
+        self.token = ""  # if set, every request must carry it
+        self.branches: dict[str, tuple[str, dict[str, bytes]]] = {}  # other revisions: (commit, files)
+        self.ranges: list[tuple[str, int]] = []  # (file, first byte) of each request that resumes a file
         self.held: set[str] = set()  # files of which a half is sent, and the rest after `release`
         self.half_sent = threading.Event()
         self.release = threading.Event()
@@ -59,38 +65,68 @@ class FakeHub:
         if self.refusal is not None:
             status, code = self.refusal
             return _send(request, status, b"{}", {"X-Error-Code": code} if code else {})
+        if self.token and parts[0] != "cdn" and request.headers.get("Authorization") != f"Bearer {self.token}":
+            return _send(request, 401, b"{}", {"X-Error-Code": "RepoNotFound"})
         if parts[:2] == ["api", "models"]:
             return self._tell(request, "/".join(parts[2:4]), parts[4:])
-        files = self.repositories.get("/".join(parts[-5:-3] if parts[0] == "cdn" else parts[:2]), {})
-        name = parts[-1]
+        repository = "/".join(parts[-5:-3] if parts[0] == "cdn" else parts[:2])
+        name, revision = parts[-1], parts[-2]
+        commit, files = self._files(repository, revision)
         if name not in files or "resolve" not in parts:
-            return _send(request, 404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": REVISION})
+            return _send(request, 404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
         data = files[name]
         if name.endswith(".safetensors") and parts[0] != "cdn":  # as for every file in LFS
-            linked = {"X-Linked-Etag": f'"{_etag(data)}"', "X-Linked-Size": str(len(data)), "Location": "/cdn" + path}
-            return _send(request, 302, b"", {"X-Repo-Commit": REVISION, **linked})
+            size = str(self.sizes.get(name, len(data)))
+            linked = {"X-Linked-Etag": f'"{_etag(data)}"', "X-Linked-Size": size, "Location": "/cdn" + path}
+            return _send(request, 302, b"", {"X-Repo-Commit": commit, **linked})
         if body:
             if name in self.cut and name in self.asked:
                 return _send(request, 503, b"")
             self.asked.append(name)
-        return self._send_file(request, name, data, body)
+        return self._send_file(request, name, data, commit, body)
+
+    def _files(self, repository: str, revision: str) -> tuple[str, dict[str, bytes]]:
+        """The commit and the files of a revision."""
+        for name, (commit, files) in self.branches.items():
+            if revision in (name, commit):
+                return commit, files
+        return REVISION, self.repositories.get(repository, {})
 
     def _tell(self, request: BaseHTTPRequestHandler, repository: str, what: list[str]) -> None:
-        files = self.repositories.get(repository)
-        if files is None:
+        revision = what[1] if len(what) > 1 else "main"
+        if repository not in self.repositories:
             return _send(request, 404, b"", {"X-Error-Code": "RepoNotFound"})
-        sizes = {name: len(data) for name, data in files.items()}
+        if revision not in ("main", REVISION, *self.branches, *(commit for commit, _ in self.branches.values())):
+            return _send(request, 404, b"", {"X-Error-Code": "RevisionNotFound"})
+        commit, files = self._files(repository, revision)
+        sizes = {name: self.sizes.get(name, len(data)) for name, data in files.items()}
         if what[:1] == ["tree"]:
             tree = [{"type": "file", "path": n, "size": s, "oid": _etag(files[n])[:40]} for n, s in sizes.items()]
             return _send(request, 200, json.dumps(tree).encode())
-        siblings = [{"rfilename": name, "size": size} for name, size in sizes.items()]
-        info = {"id": repository, "modelId": repository, "sha": REVISION, "siblings": siblings, "tags": []}
+        siblings: list[dict[str, Any]] = [{"rfilename": name, "size": size} for name, size in sizes.items()]
+        for file in siblings:
+            name = file["rfilename"]
+            if name.endswith(".safetensors"):
+                file["lfs"] = {"size": sizes[name], "sha256": _etag(files[name]), "pointerSize": 130}
+        info = {"id": repository, "modelId": repository, "sha": commit, "siblings": siblings, "tags": []}
         return _send(request, 200, json.dumps({**info, "downloads": 1, "likes": 0, "private": False}).encode())
 
-    def _send_file(self, request: BaseHTTPRequestHandler, name: str, data: bytes, body: bool) -> None:
+    def _send_file(
+        self, request: BaseHTTPRequestHandler, name: str, data: bytes, commit: str, body: bool
+    ) -> None:
+        etag, whole = _etag(data), len(data)
+        if name in self.damaged:
+            data = bytes([data[0] ^ 1]) + data[1:]
+        begin = int((request.headers.get("Range") or "bytes=0-").removeprefix("bytes=").split("-")[0])
+        if begin:
+            self.ranges.append((name, begin))
+        data = data[begin:]
         half = len(data) // 2
-        request.send_response(200)
-        for key, value in (("Content-Length", len(data)), ("ETag", f'"{_etag(data)}"'), ("X-Repo-Commit", REVISION)):
+        request.send_response(206 if begin else 200)
+        headers = {"Content-Length": len(data), "ETag": f'"{etag}"', "X-Repo-Commit": commit}
+        if begin:
+            headers["Content-Range"] = f"bytes {begin}-{whole - 1}/{whole}"
+        for key, value in headers.items():
             request.send_header(key, str(value))
         request.end_headers()
         if not body:
@@ -101,7 +137,8 @@ class FakeHub:
             if name in self.held:
                 self.half_sent.set()
                 self.release.wait(60)
-            if name in self.cut:
+            if name in self.cut or name in self.cut_once:
+                self.cut_once.discard(name)
                 request.close_connection = True
                 return
             request.wfile.write(data[half:])
