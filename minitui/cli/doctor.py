@@ -90,7 +90,7 @@ def report(found: dict[str, Any]) -> list[str]:
         speed = "" if found["gpus"] else ", slowly"
         lines.append(f"  {name:<12} {'yes' + speed if fits else 'no: the weights do not fit into memory'}")
     if found["models"]:
-        lines += ["", "Checkpoints in the local Hugging Face cache: " + ", ".join(found["models"])]
+        lines += ["", "Checkpoints in the local Hugging Face cache (see minitui models): " + ", ".join(found["models"])]
     if found["incomplete_models"]:
         lines += ["", "Incomplete checkpoints in this cache (--model NAME downloads the missing files):"]
         lines += [f"  {name}: missing {listed(missing)}" for name, missing in found["incomplete_models"].items()]
@@ -104,6 +104,15 @@ def report(found: dict[str, Any]) -> list[str]:
     lines += ["", f"Terminal: {size}, {t['colours']} colours, {'UTF-8' if t['utf8'] else 'no UTF-8: use --ascii'}"]
     lines += [f"{name}: {path}" for name, path in found["files"].items()]
     return lines
+
+
+def largest_memory() -> tuple[float, bool]:
+    """Returns the free bytes of the largest GPU and True; without a GPU, the bytes of this machine and False."""
+    import torch
+
+    if torch.cuda.is_available():
+        return float(max(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))), True
+    return _memory_gib() * 2**30, False
 
 
 def _backends() -> list[str]:

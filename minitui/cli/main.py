@@ -20,6 +20,7 @@ from minitui.cli.chat import chat
 from minitui.cli.chats import chats
 from minitui.cli.compare import compare
 from minitui.cli.doctor import doctor
+from minitui.cli.models import models
 from minitui.cli.recordings import replay
 from minitui.cli.serve import ServeCommand, serve
 from minitui.cli.tail import tail
@@ -52,9 +53,10 @@ that shows all of it live.
   minitui demo shared-prefix            watch four chats share a system prompt
   minitui compare batching              two settings side by side on one clock
   minitui serve                         serve over HTTP, with OpenAI's and Anthropic's endpoints
-  minitui doctor                        list what this machine can run""",
+  minitui doctor                        list what this machine can run
+  minitui models                        list the models in the local cache""",
 )
-for command in (chat, ask, chats, demo, lesson, compare, replay, tail, doctor, verify):
+for command in (chat, ask, chats, demo, lesson, compare, replay, tail, doctor, models, verify):
     app.command()(command)
 app.command(cls=ServeCommand)(serve)
 app.command(context_settings=PASS_ON)(bench)

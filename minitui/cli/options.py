@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
 
 
+def complete_model(incomplete: str) -> list[str]:
+    """Returns what a shell offers for --model; it is imported late, because other commands need no models."""
+    from minitui.cli.models import complete_model
+
+    return complete_model(incomplete)
+
+
 def valid_text(value: str | None) -> str | None:
     """Returns the argument with a "?" for each byte that is not UTF-8.
 
@@ -27,8 +34,9 @@ def valid_text(value: str | None) -> str | None:
 Model = Annotated[
     str | None,
     typer.Option(
-        help="A directory, or a model's name in the local Hugging Face cache or on the hub. "
-        "Default: the bundled model."
+        help="A directory, or a model's name in the local Hugging Face cache or on the hub, with @REVISION if "
+        "needed. Default: the bundled model.",
+        autocompletion=complete_model,
     ),
 ]
 System = Annotated[str | None, typer.Option(help="System prompt; '' for none.", callback=valid_text)]

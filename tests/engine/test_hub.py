@@ -296,7 +296,7 @@ def test_doctor_tells_incomplete_downloads_from_whole_ones(hub: FakeHub, cache: 
     assert found["models"] == ["Org/Whole"]
     assert found["incomplete_models"].keys() == {NAME, "Org/Torch"}
     text = "\n".join(doctor.report(found))
-    assert "Checkpoints in the local Hugging Face cache: Org/Whole\n" in text
+    assert "Checkpoints in the local Hugging Face cache (see minitui models): Org/Whole\n" in text
     heading = "Incomplete checkpoints in this cache (--model NAME downloads the missing files):"
     assert f"{heading}\n  {NAME}: missing" in text
     resolve_model(NAME)
