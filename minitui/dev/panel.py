@@ -22,6 +22,7 @@ from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.block_map import BlockMap
 from minitui.tui.widgets.block_table import BlockTable
 from minitui.tui.widgets.candidates import CandidateBars
+from minitui.tui.widgets.curves import CostCurves
 from minitui.tui.widgets.events import Events
 from minitui.tui.widgets.experts import ExpertMap
 from minitui.tui.widgets.first_token import FirstTokens
@@ -29,6 +30,7 @@ from minitui.tui.widgets.lanes import BatchLanes
 from minitui.tui.widgets.occupancy import Occupancy
 from minitui.tui.widgets.origin import PromptOrigin
 from minitui.tui.widgets.pieces import TextPieces
+from minitui.tui.widgets.recorded_runs import HostAndDevice
 from minitui.tui.widgets.requests import RequestTable
 from minitui.tui.widgets.side_by_side import SideBySide
 from minitui.tui.widgets.step_bar import StepBar
@@ -118,6 +120,7 @@ PANELS: dict[str, type[LinePanel]] = {
     "block-map": BlockMap,
     "block-table": BlockTable,
     "candidates": CandidateBars,
+    "curves": CostCurves,
     "events": Events,
     "experts": ExpertMap,
     "first-token": FirstTokens,
@@ -125,6 +128,7 @@ PANELS: dict[str, type[LinePanel]] = {
     "occupancy": Occupancy,
     "origin": PromptOrigin,
     "pieces": TextPieces,
+    "recorded-runs": HostAndDevice,
     "requests": RequestTable,
     "runs": SideBySide,
     "step-bar": StepBar,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from minitui.viewmodel.history import Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,4 +43,41 @@ class Candidates:
     drawn: int | None = None
 
 
-Board = Pieces | Candidates
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Milliseconds by size: {n: ms}. Sizes that are not measured yet have no entry."""
+
+    name: str
+    points: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """The time of a step by its size, for several machines. `unit`: what a size counts, such as "rows"."""
+
+    title: str
+    unit: str
+    sizes: tuple[int, ...]
+    curves: tuple[Curve, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """Consecutive steps of a recording, drawn as tracks of host and device. `line`: a sentence about them."""
+
+    name: str
+    steps: Steps
+    line: str
+    pauses: bool = False  # between the kernels of a step, the device has pauses
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRuns:
+    """Groups of recorded runs; the runs of a group have one scale of `span` ms. `until`: the part drawn so far."""
+
+    title: str
+    groups: tuple[tuple[str, float, tuple[RecordedRun, ...]], ...]  # (name, span, runs)
+    until: float = 1.0
+
+
+Board = Pieces | Candidates | Curves | RecordedRuns

@@ -50,6 +50,7 @@ RIGHT = {  # what each experiment must prove, by lesson and page title
     (0, "Again and again"): "only the first reply token",
     (1, "One question, step by step"): "5: the prompt's step samples the first token",
     (2, "The cost of reading weights"): "several times as long as one token of the prompt",
+    (2, "A decode step of many rows"): "less than twice as long",
     (3, "What a token costs"): "4,096 bytes: 4 KiB",
     (3, "Two chats, one pool"): "mixed: each chat took the next free block when it needed one",
     (3, "Four states"): "the full blocks stay cached until their memory is needed",
@@ -66,6 +67,8 @@ RIGHT = {  # what each experiment must prove, by lesson and page title
     (9, "The same beginning, another question"): "everything after the last whole block that both have in common",
     (9, "All at the same time"): "once",
     (9, "What is evicted, and when"): "B's: it is the least recently used",
+    (10, "Eager, graphs, overlap"): "the host: its launches",
+    (10, "A larger model"): "about as long as its kernels",
     (10, "A ladder of sizes"): "the graph for 8 rows",
 }
 

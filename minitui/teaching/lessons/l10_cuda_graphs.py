@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
+from minitui.teaching.lessons.recorded_timelines import LARGE, SMALL, large_model, launch_ms, small_model
+from minitui.teaching.recorded_steps import recorded_device
 from minitui.teaching.stage import Stage
 from minitui.text import count, ms
 
 LARGEST_BATCH = 5  # requests
 SIZES = (1, 2, 4, 8)  # the smallest graphs
+GPU = recorded_device()
+SMALL_MODEL, LARGE_MODEL = GPU.models[SMALL], GPU.models[LARGE]
 
 
 async def host_share(stage: Stage) -> Seen:
@@ -90,6 +94,55 @@ LESSON = Lesson(
             run=host_share,
         ),
         Page(
+            "Eager, graphs, overlap",
+            f"""
+            Recorded decode steps of {SMALL_MODEL.name} on an {GPU.name}, one row, in three ways:
+
+              eager    the host launches {SMALL_MODEL.kernels[1][0]:.0f} kernels, one after the other
+              graphs   the host replays one graph
+              overlap  graphs; the host launches the next step before this one ends
+
+            An eager kernel starts when it is launched and the kernel before it has ended. All kernels of the step
+            together run for {ms(SMALL_MODEL.kernels[1][1])} ms (measured with a profiler). To launch one
+            kernel takes the host
+            {launch_ms(SMALL_MODEL.timeline("eager", 1)) / SMALL_MODEL.kernels[1][0] * 1e3:.0f} microseconds.
+            """,
+            panel="gpu",
+            code="engine.worker.cuda_graphs:DecodeGraphs.launch",
+            run=small_model,
+            predict=Prediction(
+                "What decides how long an eager step of this model takes?",
+                ("the host: its launches", "the device: its kernels"),
+                (
+                    "",
+                    "the launches together would take less time than the kernels. Multiply the number of kernels by "
+                    "the time of a launch.",
+                ),
+            ),
+        ),
+        Page(
+            "A larger model",
+            f"""
+            The same for {LARGE_MODEL.name}, which reads {LARGE_MODEL.weights_gb:.0f} GB of weights in each step. Its
+            kernels take longer, so the host has more time. On the host of this recording, launches are slow: an eager
+            step takes {ms(LARGE_MODEL.timeline("eager", 1).step_ms)} ms, and its
+            {LARGE_MODEL.kernels[1][0]:.0f} kernels run for {ms(LARGE_MODEL.kernels[1][1])} ms of it.
+
+            Below, in a tall window, is the same with 64 rows.
+            """,
+            panel="gpu",
+            run=large_model,
+            predict=Prediction(
+                "How long does a step take with a graph?",
+                ("about as long as before", "about as long as its kernels", "half as long as its kernels"),
+                (
+                    "the kernels would take all of the time. But in most of an eager step, no kernel runs.",
+                    "",
+                    "a graph would make the kernels themselves faster. It only removes the pauses between them.",
+                ),
+            ),
+        ),
+        Page(
             "A ladder of sizes",
             """
             A graph is captured for a fixed number of rows, but a batch may have any number of rows. Capturing a graph
@@ -120,13 +173,13 @@ LESSON = Lesson(
               extend (tokens)    chunks of a few requests: ends of prompts
               sample (rows)      greedy, with noise, or with noise and top-k or top-p
 
-            Long prompts need no graph: their kernels take longer than the launches. (vLLM captures them too, in pieces
-            between attention kernels, up to a number of tokens.) Sampling has its own graphs because its
-            settings differ from step to step. Lengths, block numbers and settings are data in the buffers.
+            Longer prompts have no graph. From about 1,000 tokens on (Qwen3-8B on the H200), their kernels take longer
+            than the launches; a shorter prompt would gain. (vLLM captures prompts too, in pieces.) Sampling has its own
+            graphs because its settings differ from step to step. Lengths, block numbers and settings are data in the
+            buffers.
 
-            Graphs and overlap together hide the host's time. The limit that remains is the speed of the memory: a
-            decode step must read the weights, and the keys and values of the batch, once. `minitui bench` prints how
-            close this engine gets.
+            The limit that remains is the speed of the memory: a decode step must read the weights, and the keys and
+            values of the batch, once. `minitui bench` prints how close this engine gets.
             """,
             code="engine.worker.cuda_graphs:DecodeGraphs.launch",
         ),

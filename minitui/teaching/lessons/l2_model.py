@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
+from minitui.teaching.lessons.step_costs import MANY, SIZES, prompt_tokens, rows
+from minitui.teaching.recorded_steps import recorded_device
 from minitui.teaching.stage import Stage
 from minitui.text import ms
 
 PARTS = {"embeddings": ("embed_tokens", "lm_head"), "attention": ("self_attn",), "MLP": ("mlp",), "norms": ("norm",)}
+
+
+GPU = recorded_device()
 
 
 def tensors(directory: str | Path) -> dict[str, list[int]]:
@@ -171,6 +176,45 @@ LESSON = Lesson(
             ),
         ),
         Page(
+            "A decode step of many rows",
+            f"""
+            A decode step computes one token for each row and reads every weight once, for all rows. The {GPU.name} of
+            the recording reads {GPU.read_bytes_per_s / 1e12:.1f} TB and computes
+            {GPU.operations_per_s / 1e12:.0f} trillion operations in a second: {GPU.operations_per_byte:.0f} operations
+            in the time of one byte. In bfloat16, a weight has 2 bytes and needs 2 operations for each row.
+
+            The experiment measures decode steps with {SIZES[0]} to {SIZES[-1]} rows on this machine and draws their
+            times beside those of the {GPU.name}. Equal heights are equal factors.
+            """,
+            panel="costs",
+            code="minitui.teaching.lessons.step_costs:rows",
+            run=rows,
+            predict=Prediction(
+                f"How much longer does a step of Qwen3-8B on the {GPU.name} take with {MANY} rows than with one?",
+                (f"{MANY} times as long", f"about {MANY // 4} times as long", "less than twice as long"),
+                (
+                    "every row would read all weights for itself.",
+                    "arithmetic would take most of the time. But the device can compute "
+                    f"{GPU.operations_per_byte:.0f} operations while it reads a byte, and {MANY} rows need {MANY}.",
+                    "",
+                ),
+            ),
+        ),
+        Page(
+            "A prompt of many tokens",
+            f"""
+            A step that computes a prompt reads the weights once, too. More prompt tokens add arithmetic, as more rows
+            do. So on the {GPU.name}, {SIZES[-1]} prompt tokens cost little more than one. From some length on,
+            arithmetic takes most of the time: a prompt of twice the length then takes about twice as long, and from
+            there on, a larger batch of tokens is no longer free.
+
+            On a CPU, this length is short. Compare where the curves begin to rise.
+            """,
+            panel="costs",
+            code="minitui.teaching.lessons.step_costs:prompt_tokens",
+            run=prompt_tokens,
+        ),
+        Page(
             "Positions and heads",
             """
             Attention alone ignores the order of tokens. So queries and keys are rotated by an angle that grows with the
@@ -208,5 +252,5 @@ LESSON = Lesson(
             _host,
         ),
     ),
-    {"kv_blocks": 64},
+    {"kv_blocks": 192, "max_num_seqs": SIZES[-1]},
 )

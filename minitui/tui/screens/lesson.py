@@ -22,11 +22,13 @@ from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.block_map import BlockMap
 from minitui.tui.widgets.block_table import BlockTable
 from minitui.tui.widgets.candidates import CandidateBars
+from minitui.tui.widgets.curves import CostCurves
 from minitui.tui.widgets.events import Events
 from minitui.tui.widgets.lanes import BatchLanes
 from minitui.tui.widgets.lesson_text import LessonText, Reading, page_lines
 from minitui.tui.widgets.occupancy import Occupancy
 from minitui.tui.widgets.pieces import TextPieces
+from minitui.tui.widgets.recorded_runs import HostAndDevice
 from minitui.tui.widgets.side_by_side import SideBySide
 from minitui.tui.widgets.status_bar import StatusBar
 from minitui.tui.widgets.step_bar import StepBar
@@ -38,11 +40,12 @@ from minitui.viewmodel.model import View
 PANELS: dict[str, type[LinePanel]] = {
     "step": StepBar, "map": BlockMap, "table": BlockTable, "lanes": BatchLanes, "tree": RadixTree,
     "timings": StepTimings, "events": Events, "occupancy": Occupancy, "pieces": TextPieces, "runs": SideBySide,
-    "candidates": CandidateBars,
+    "candidates": CandidateBars, "costs": CostCurves, "gpu": HostAndDevice,
 }  # fmt: skip
 WIDE = 120  # columns; if the screen is at least this wide, panels are beside the text, otherwise below it
 # Rows of these panels; on a narrow screen, all other panels have PANEL_ROWS. The timings need 10 for their tracks.
-HEIGHTS = {"step": 4, "occupancy": 1, "timings": 10, "candidates": 11}
+HEIGHTS = {"step": 4, "occupancy": 1, "timings": 10, "candidates": 11, "costs": 12, "gpu": 12}
+TALL = ("costs", "gpu")  # on a wide screen, these panels have its height
 PANEL_ROWS = 9
 MIN_PANEL_ROWS = 5  # below the text, a panel with nothing to show is hidden if fewer rows are left
 # Panel -> the panel under it. A narrow screen shows only the first of the two.
@@ -182,7 +185,7 @@ class LessonScreen(BaseScreen[None]):
             if panel.display != (name in shown):
                 panel.display = name in shown
             if name in shown:
-                rows = self._rows_below() if self.has_class("-narrow") else HEIGHTS.get(name)
+                rows = self._rows_below() if self.has_class("-narrow") else None if name in TALL else HEIGHTS.get(name)
                 height = Scalar.parse("1fr" if rows is None else str(rows))
                 if panel.styles.height != height:
                     panel.styles.height = height

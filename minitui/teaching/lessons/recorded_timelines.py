@@ -1,0 +1,77 @@
+"""Experiments: the decode steps of a GPU, run eager, with graphs and with overlap, drawn from the recording."""
+
+from __future__ import annotations
+
+from minitui.teaching.lessons.page import Seen
+from minitui.teaching.recorded_steps import RecordedModel, RecordedTimeline, recorded_device
+from minitui.teaching.stage import Stage
+from minitui.text import count, ms
+from minitui.viewmodel.board import RecordedRun, RecordedRuns
+
+MODES = ("eager", "graphs", "overlap")
+ROWS = (1, 64)
+SHOWN = 2.2  # eager steps in the picture
+FRAMES = 24  # in which the picture grows
+SMALL, LARGE = "0.6B", "8B"
+
+
+async def small_model(stage: Stage) -> Seen:
+    """Draws the steps of the small model. The answer: what limits the eager step, 0 the host, 1 the device."""
+    model = await _play(stage, SMALL)
+    eager, (kernels, busy) = model.timeline("eager", 1), model.kernels[1]
+    host_limits = launch_ms(eager) > busy
+    return Seen(
+        f"{_steps(model)}\n\nAn eager step launches {kernels:.0f} kernels: {ms(launch_ms(eager))} ms of launches for "
+        f"{ms(busy)} ms of kernels. With a graph, one launch takes {ms(launch_ms(model.timeline('graphs', 1)))} ms.",
+        0 if host_limits and launch_ms(eager) > eager.step_ms / 2 else 1,
+    )
+
+
+async def large_model(stage: Stage) -> Seen:
+    """Draws the steps of the large model. The answer: the length of a step with graphs."""
+    model = await _play(stage, LARGE)
+    eager, graphs, overlap = (model.timeline(mode, 1).step_ms for mode in MODES)
+    return Seen(
+        f"{_steps(model)}\n\nWith graphs, {ms(graphs - overlap)} ms are left in which the device waits for the host: "
+        "commit, and the plan of the next step. With overlap, the host does this work while the device computes.",
+        0 if graphs > eager / 2 else 2 if graphs < model.kernels[1][1] / 2 else 1,
+    )
+
+
+def launch_ms(timeline: RecordedTimeline) -> float:
+    """Returns the mean time of the launches of a step."""
+    rows = [timeline.steps.get(step) for step in timeline.steps_kept]
+    known = [row.launch_ms for row in rows if row is not None and row.launch_ms is not None]
+    return sum(known) / len(known)
+
+
+async def _play(stage: Stage, size: str) -> RecordedModel:
+    """Lets the picture grow from left to right; returns the model."""
+    device = recorded_device()
+    model = device.models[size]
+    groups = tuple((count(rows, "row"), *_group(model, rows)) for rows in ROWS)
+    for frame in range(1, FRAMES + 1):
+        stage.view.put(RecordedRuns(f"{model.name} on an {device.name}", groups, frame / FRAMES))
+        await stage.pause(0.15)
+    return model
+
+
+def _group(model: RecordedModel, rows: int) -> tuple[float, tuple[RecordedRun, ...]]:
+    timelines = [model.timeline(mode, rows) for mode in MODES]
+    span = min(SHOWN * timelines[0].step_ms, *(one.step_ms * (len(one.steps_kept) - 1) for one in timelines))
+    runs = []
+    for timeline in timelines:
+        line = f"{ms(timeline.step_ms)} ms a step (mean)"
+        if timeline.mode == "eager":
+            line += f"; a kernel runs in {ms(model.kernels[rows][1])} ms of it"
+        runs.append(RecordedRun(timeline.mode, timeline.steps, line, timeline.mode == "eager"))
+    return span, tuple(runs)
+
+
+def _steps(model: RecordedModel) -> str:
+    """Returns a line for each number of rows: the mean time of a step in each mode."""
+    lines = [
+        f"   {count(rows, 'row'):<8}" + ", ".join(f"{mode} {ms(model.timeline(mode, rows).step_ms)}" for mode in MODES)
+        for rows in ROWS
+    ]
+    return "Milliseconds of a step (mean):\n\n" + "\n".join(lines)

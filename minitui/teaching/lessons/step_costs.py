@@ -1,0 +1,111 @@
+"""Experiments: what a step costs with 1, 2, 4 … 128 rows or prompt tokens, here and on the recorded GPU."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+from statistics import median
+
+from engine.params import SamplingParams
+from minitui.sources.base import Stream
+from minitui.teaching.lessons.page import Seen
+from minitui.teaching.recorded_steps import recorded_device
+from minitui.teaching.stage import Stage
+from minitui.text import ms
+from minitui.viewmodel.board import Curve, Curves
+from minitui.viewmodel.model import StepRow
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+PROMPT = 4  # tokens of a prompt whose reply is decoded
+TOKENS = 8  # of each of these replies
+REPEATS = 3  # prompts of each size
+MANY = 64  # rows of the prediction
+HERE = "here"
+
+
+async def rows(stage: Stage) -> Seen:
+    """Measures decode steps with different numbers of rows."""
+    title = "A decode step: ms by rows"
+    recorded = _recorded("decode")
+    here: dict[int, float] = {}
+    await _run(stage, [_prompt(stage, PROMPT, 0)], TOKENS)  # not measured: the first steps are slow
+    for n in SIZES:
+        _draw(stage, title, "rows", here, recorded)
+        done = await _run(stage, [_prompt(stage, PROMPT, 1 + n + i) for i in range(n)], TOKENS)
+        here[n] = _median([row for row in done if not row.chunks and row.decodes == n])
+        await stage.pause(0.6)
+    _draw(stage, title, "rows", here, recorded)
+    factor = _factor(recorded["8B"], MANY)
+    return Seen(_told(here, recorded, "a decode step", "row"), 2 if factor < 2 else 1 if factor < MANY / 2 else 0)
+
+
+async def prompt_tokens(stage: Stage) -> Seen:
+    """Measures steps that compute prompts of different lengths."""
+    title = "A prefill step: ms by prompt tokens"
+    recorded = _recorded("prefill")
+    here: dict[int, float] = {}
+    await _run(stage, [_prompt(stage, PROMPT, 0)], TOKENS)
+    for n in SIZES:
+        _draw(stage, title, "tokens", here, recorded)
+        done = [row for i in range(REPEATS) for row in await _run(stage, [_prompt(stage, n, 1 + n + i)], 1)]
+        here[n] = _median([row for row in done if row.prefill_tokens == n])
+        await stage.pause(0.6)
+    _draw(stage, title, "tokens", here, recorded)
+    return Seen(_told(here, recorded, "the step of a prompt", "token"))
+
+
+def _prompt(stage: Stage, tokens: int, seed: int) -> list[int]:
+    """Returns random token ids: no two prompts begin with the same block, so nothing comes from the cache."""
+    random = Random(seed * 1000 + tokens)
+    return [random.randrange(stage.source.info["vocab_size"]) for _ in range(tokens)]
+
+
+async def _run(stage: Stage, prompts: list[list[int]], tokens: int) -> list[StepRow]:
+    """Runs requests that start in the same step; returns the steps. Pauses the engine again."""
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    last = stage.state().step
+    streams = [stage.source.submit(ids, params, group="lesson") for ids in prompts]
+    await stage.until("the requests to be queued", lambda: len(stage.state().queue) == len(prompts))
+    await stage.open()
+
+    async def read(stream: Stream) -> None:
+        async for _ in stream:
+            pass
+
+    await asyncio.gather(*map(read, streams))
+    await stage.gate()
+    found = [stage.view.steps.get(step) for step in range(last + 1, stage.state().step + 1)]
+    return [row for row in found if row is not None]
+
+
+def _median(steps: list[StepRow]) -> float:
+    return median(row.wall_ms or 0.0 for row in steps)
+
+
+def _recorded(kind: str) -> dict[str, dict[int, float]]:
+    """Returns {size of the model: {n: ms}} of the recorded GPU."""
+    models = recorded_device().models
+    return {size: {n: getattr(model, kind)[n] for n in SIZES} for size, model in models.items()}
+
+
+def _draw(stage: Stage, title: str, unit: str, here: dict[int, float], recorded: dict[str, dict[int, float]]) -> None:
+    device = recorded_device().name
+    curves = [Curve(HERE, here), *(Curve(f"{device} {size}", points) for size, points in recorded.items())]
+    stage.view.put(Curves(title, unit, SIZES, tuple(curves)))
+
+
+def _factor(points: dict[int, float], n: int) -> float:
+    return points[n] / points[1]
+
+
+def _told(here: dict[int, float], recorded: dict[str, dict[int, float]], step: str, noun: str) -> str:
+    most = SIZES[-1]
+    there = ", ".join(
+        f"Qwen3-{size} {ms(points[1])} and {ms(points[most])} ms ({_factor(points, most):.1f} times)"
+        for size, points in recorded.items()
+    )
+    return (
+        f"Here, {step} with {SIZES[0]} {noun} took {ms(here[1])} ms, and one with {most} {noun}s {ms(here[most])} ms: "
+        f"{_factor(here, most):.1f} times as long for {most} times as many {noun}s. On the "
+        f"{recorded_device().name}: {there}."
+    )

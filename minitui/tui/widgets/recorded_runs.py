@@ -1,0 +1,79 @@
+"""Recorded runs: what did host and device do, in the same steps run in different ways? One scale for all."""
+
+from __future__ import annotations
+
+from minitui.text import ms
+from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
+from minitui.tui.widgets.rows import Row, Run, Runs, fit, legend, wrapped
+from minitui.tui.widgets.tracks import STYLES, Scale, mark, ruler, track
+from minitui.viewmodel.board import RecordedRun, RecordedRuns
+from minitui.viewmodel.model import View
+from minitui.viewmodel.spans import Span, Timeline
+
+LABEL = 15  # cells: the name of a run, and of its track
+NAMES = ("plan", "launch", "wait", "commit")
+PAUSES = "mixed"  # drawn like a step of this kind: kernels with pauses between them
+
+
+class HostAndDevice(LinePanel):
+    """Draws two tracks for each run, and a sentence below them."""
+
+    TITLE = "Host and device"
+    help_text = paragraphs("""\
+Consecutive decode steps of a GPU, from a recording, run in three ways. Time runs to the right, on one scale for the
+runs of a group. Eager: the host launches each kernel of the step, and a kernel runs as soon as it is launched. Graphs:
+one launch starts all kernels of the step. Overlap: the host also plans and launches the next step while the device
+computes.
+
+The device's track is the time from the first to the last kernel of a step. In eager steps, the device has pauses
+between the kernels: the line below says how much of the time at least one kernel ran.""")
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        board = view.board
+        if not isinstance(board, RecordedRuns):
+            return Picture(wrapped("no picture yet: the experiment has not run", "dim", width))
+        rows: list[Runs] = []
+        for name, span, runs in board.groups:
+            group = _group(name, span, runs, board.until, width)
+            if rows and len(rows) + len(group) > height:
+                break
+            rows += group
+        key = legend(
+            *((mark(kind), STYLES[kind], kind) for kind in NAMES), (mark("decode"), STYLES["decode"], "kernels"),
+            (mark(PAUSES), STYLES[PAUSES], "with pauses"),
+        )  # fmt: skip
+        return Picture(rows, board.title, legend=key)
+
+
+def _group(name: str, span: float, runs: tuple[RecordedRun, ...], until: float, width: int) -> list[Runs]:
+    columns = max(1, width - LABEL)
+    rows = [Row(fit(name, LABEL), "bold ink").extend(ruler(Scale(0.0, span / columns, columns), None)).done(width)]
+    for run in runs:
+        line = Timeline(run.steps, run.steps.last)
+        begin = line.arrived(line.first)  # the end of the first step: from here on, all is known
+        scale = Scale(begin, span / columns, columns)
+        shown = begin + span * until
+        host, device = (_clipped(spans, begin, shown) for spans in (
+            line.host(line.first, line.last), line.device(line.first, line.last)
+        ))  # fmt: skip
+        if run.pauses:
+            device = [span._replace(kind=PAUSES) for span in device]
+        for label, spans in ((f"{fit(run.name, 8)}host", host), ("        device", device)):
+            cells: list[Run] = track(spans, scale, None, _labels)
+            rows.append(Row(fit(label, LABEL), "ink").extend(cells).done(width))
+        rows.append(Row(" " * 8 + run.line, "dim").done(width))
+    return rows
+
+
+def _clipped(spans: list[Span], begin: float, end: float) -> list[Span]:
+    return [
+        span._replace(begin=max(begin, span.begin), end=min(end, span.end))
+        for span in spans
+        if span.end > begin and span.begin < end
+    ]
+
+
+def _labels(span: Span) -> list[str]:
+    names = {"decode": "kernels", PAUSES: "kernels and pauses"}
+    name = names.get(span.kind, span.kind)
+    return [f"{name} {ms(span.ms)}", name]

@@ -1,0 +1,86 @@
+"""The panels that only lessons use: curves of costs, and recorded steps of a GPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from minitui.teaching.lessons.recorded_timelines import MODES, launch_ms
+from minitui.teaching.recorded_steps import recorded_device
+from minitui.tui.widgets.curves import CostCurves
+from minitui.tui.widgets.recorded_runs import HostAndDevice
+from minitui.tui.widgets.rows import plain
+from minitui.viewmodel.board import Curve, Curves, RecordedRun, RecordedRuns
+from minitui.viewmodel.model import View
+
+SIZES = (1, 2, 4, 8)
+
+
+def drawn(panel: CostCurves | HostAndDevice, view: View, width: int, height: int) -> list[str]:
+    rows = [plain(row) for row in panel.picture(view, width, height).rows]
+    assert all(len(row) == width for row in rows)
+    return rows
+
+
+def curves(here: dict[int, float]) -> View:
+    view = View()
+    there = {n: 4.0 * n for n in SIZES}
+    view.put(Curves("Costs", "rows", SIZES, (Curve("here", here), Curve("there", there))))
+    return view
+
+
+@pytest.mark.parametrize("height", [8, 30])
+def test_a_curve_is_drawn_by_equal_factors_with_its_numbers_below(height: int) -> None:
+    rows = drawn(CostCurves(), curves({1: 4.0, 2: 4.0, 4: 4.0, 8: 4.0}), 60, height)
+    assert len(rows) == height
+    numbers = [re.findall(r"\d+\.\d+", row) for row in rows[-2:]]
+    assert numbers == [["4.00"] * 4, ["4.00", "8.00", "16.0", "32.0"]]
+    assert rows[-3].split() == ["rows", "1", "2", "4", "8"]
+    drawing = rows[:-3]
+    assert drawing[0].startswith("32.0 ms") and drawing[-1].startswith("4.00 ms")
+    [flat] = [y for y, row in enumerate(drawing) if "█" in row]
+    assert flat == len(drawing) - 1 and drawing[flat].count("█") == 4, "a constant cost is a flat line"
+    rising = [y for x in (24, 36, 48, 60) for y, row in enumerate(drawing) if row[x - 2] == "○"]
+    assert rising == sorted(rising, reverse=True) and rising[-1] == 0
+
+
+def test_sizes_that_are_not_measured_yet_have_a_dash() -> None:
+    assert drawn(CostCurves(), curves({1: 4.0}), 60, 8)[-2].split() == ["█", "here", "4.00", "–", "–", "–"]
+    view = View()
+    view.put(Curves("Costs", "rows", SIZES, (Curve("here", {}),)))
+    assert drawn(CostCurves(), view, 60, 8)[-1].split() == ["█", "here", "–", "–", "–", "–"]
+    assert "has not run" in drawn(CostCurves(), View(), 60, 8)[0]
+
+
+def test_the_recording_has_both_models_and_what_its_steps_show() -> None:
+    device = recorded_device()
+    assert device.name == "H200" and list(device.models) == ["0.6B", "8B"]
+    for model in device.models.values():
+        eager, graphs, overlap = (model.timeline(mode, 1) for mode in MODES)
+        assert eager.step_ms > graphs.step_ms > overlap.step_ms
+        assert overlap.step_ms == pytest.approx(model.decode[1], rel=0.05), "timelines and costs agree"
+        assert launch_ms(eager) < eager.step_ms and len(graphs.steps_kept) == 20
+
+
+@pytest.mark.parametrize("height", [10, 30])
+def test_recorded_runs_are_drawn_on_one_scale(height: int) -> None:
+    model = recorded_device().models["8B"]
+
+    def runs(rows: int) -> tuple[RecordedRun, ...]:
+        timelines = (model.timeline(mode, rows) for mode in MODES)
+        return tuple(RecordedRun(one.mode, one.steps, f"{one.mode}!", one.mode == "eager") for one in timelines)
+
+    groups = tuple((f"{rows} rows", 40.0, runs(rows)) for rows in (1, 64))
+    view = View()
+    view.put(RecordedRuns("Steps", groups))
+    rows = drawn(HostAndDevice(), view, 95, height)
+    assert len(rows) == (10 if height == 10 else 20), "the second group only if there is room"
+    assert "+10 ms" in rows[0] and rows[1].startswith("eager   host") and "eager!" in rows[3]
+    assert rows[1].count("launch 2") == 2, "two eager steps of about 20 ms fit into 40 ms"
+    assert "kernels and pauses" in rows[2] and "▒" in rows[2], "an eager device has pauses"
+    assert rows[5].count("kernels") in (8, 9, 10) and "▒" not in rows[5], "nine steps with a graph"
+    view.put(RecordedRuns("Steps", groups, until=0.5))
+    half = drawn(HostAndDevice(), view, 95, height)
+    assert half[5][:50] == rows[5][:50] and not half[5][60:].strip()
+    assert "has not run" in drawn(HostAndDevice(), View(), 60, 8)[0]
