@@ -53,7 +53,7 @@ def choose_attention(
         if name == "triton":
             from engine.attention.triton_backend import TritonAttention
 
-            return TritonAttention(config, max_rows, max_model_len, device, flash)
+            return TritonAttention(config, max_rows, max_model_len, device, flash, sinks)
         if name == "flash":
             from engine.attention.flash_backend import FlashAttention
 

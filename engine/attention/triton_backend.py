@@ -1,12 +1,13 @@
-"""Paged attention in Triton: split-KV decode and paged prefill, for half-precision models without sliding windows."""
+"""Paged attention in Triton: split-KV decode and paged prefill, for half-precision models."""
 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 
-from engine.attention.base import AttentionShape, ForwardMeta
+from engine.attention.base import AttentionShape, ForwardMeta, Sinks
 from engine.attention.flash_backend import FlashAttention
 from engine.attention.kv_pool import KVPool
 from engine.attention.rows import own_keys_and_values
@@ -21,7 +22,7 @@ class TritonAttention:
 
     def __init__(
         self, config: AttentionShape, max_rows: int, max_model_len: int, device: torch.device,
-        flash: FlashAttention | None = None,
+        flash: FlashAttention | None = None, sinks: Sinks = None,
     ) -> None:  # fmt: skip
         """`flash` computes chunks, except in captured steps and in steps with fewer than `flash_from` tokens."""
         if flash is not None:
@@ -29,6 +30,13 @@ class TritonAttention:
         self._flash, self.flash_from = flash, 0
         self.group = config.num_heads // config.num_kv_heads
         self.scale = config.scale
+        windows = [config.window(layer) for layer in range(config.num_layers)]
+        # Of each layer: the arguments of the kernels that differ between models and layers.
+        self.features: list[dict[str, Any]] = [
+            {"window": window, "softcap": config.softcap, "sinks": None if sinks is None else sinks[layer]}
+            for layer, window in enumerate(windows)
+        ]
+        self._forms = {window > 0: layer for layer, window in enumerate(windows)}  # a layer of each compiled form
         self.workspace = DecodeWorkspace(
             max_rows, config.num_kv_heads, self.group, config.head_dim, device, max_model_len
         )
@@ -65,13 +73,13 @@ class TritonAttention:
         if n:
             decode_attention(
                 q, k_cache, v_cache, out, self.workspace, meta.block_table, self._rows[:n], meta.seq_lens[:n],
-                self.scale, self.group, kv_scales=kv_scales,
+                self.scale, self.group, kv_scales=kv_scales, **self.features[layer],
             )  # fmt: skip
         if tokens > n and flash is None:
             prefill_attention(
                 q, k_cache, v_cache, out, self._prefill, meta.block_table, meta.seq_lens, meta.cu_seqlens_q,
                 self.scale, first=n, max_seq_len=meta.max_seq_len, dense=own_keys_and_values(q, k_cache.shape[2]),
-                splits=self._splits, kv_scales=kv_scales, fresh=meta.fresh,
+                splits=self._splits, kv_scales=kv_scales, fresh=meta.fresh, **self.features[layer],
             )  # fmt: skip
         return out
 
@@ -96,16 +104,17 @@ class TritonAttention:
         out = torch.empty(max_rows, heads * dim, dtype=dtype, device=device)
         choose_form = form_for if pool.scales[0] is None else form_for_fp8
         forms = {choose_form(n, kv_heads, self.workspace.longest): n for n in range(1, max_rows + 1)}
-        for n in forms.values():
+        features = [self.features[layer] for layer in self._forms.values()]
+        for n, special in itertools.product(forms.values(), features):
             decode_attention(
                 q[:n], pool.keys[0], pool.values[0], out[:n], self.workspace, table, self._rows[:n], no_lengths[:n],
-                self.scale, self.group, kv_scales=pool.scales[0],
+                self.scale, self.group, kv_scales=pool.scales[0], **special,
             )  # fmt: skip
-        for splits, fresh in itertools.product((1, 2, 4, 8), (False, True)):
+        for splits, fresh, special in itertools.product((1, 2, 4, 8), (False, True), features):
             prefill_attention(
                 q[:1], pool.keys[0], pool.values[0], out[:1], self._prefill, table[:1], no_lengths[:1], no_lengths[:2],
                 self.scale, max_seq_len=1, dense=own_keys_and_values(q[:1], kv_heads), splits=splits,
-                kv_scales=pool.scales[0], fresh=fresh,
+                kv_scales=pool.scales[0], fresh=fresh, **special,
             )  # fmt: skip
         if self._flash is not None:
             self._flash.warm_up(pool, heads, dtype)
@@ -117,15 +126,4 @@ def why_unsupported(config: AttentionShape, dtype: torch.dtype) -> str:
         return f"the triton backend computes in half precision; this model runs in {str(dtype).removeprefix('torch.')}"
     if config.head_dim not in (16, 32, 64, 128, 256):
         return f"the triton backend needs a head dimension of 16, 32, 64, 128 or 256; this model has {config.head_dim}"
-    lacks = [
-        words
-        for words, it_has in {
-            "sliding windows": any(config.window(layer) for layer in range(config.num_layers)),
-            "soft caps": config.softcap,
-            "attention sinks": config.sinks,
-        }.items()
-        if it_has
-    ]
-    if lacks:
-        return f"the triton backend does not support {' and '.join(lacks)}, which this model uses"
     return ""

@@ -49,8 +49,9 @@ def norm_rope(base, weight, rope, position, head, row_mask, EPS: tl.constexpr, H
         rstd = tl.rsqrt(tl.sum(x * x, axis=1) / D + EPS)[:, None]
         wx = tl.load(weight + head[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
         wy = tl.load(weight + head[:, None] * D + other[None, :], mask=mask, other=0.0).to(tl.float32)
-        x = ((x * rstd).to(dtype).to(tl.float32) * wx).to(dtype).to(tl.float32)
-        y = ((y * rstd).to(dtype).to(tl.float32) * wy).to(dtype).to(tl.float32)
+        # A weight in fp32 is multiplied before the only rounding.
+        x = ((x * rstd).to(weight.dtype.element_ty).to(tl.float32) * wx).to(dtype).to(tl.float32)
+        y = ((y * rstd).to(weight.dtype.element_ty).to(tl.float32) * wy).to(dtype).to(tl.float32)
     c = tl.load(rope + position * D + d % half)[None, :]
     s = tl.load(rope + position * D + half + d % half)[None, :]
     s = tl.where(d[None, :] < half, -s, s)
@@ -67,9 +68,17 @@ def _load_tile(cache, table, token, inside, kvh, BLOCK_SIZE: tl.constexpr, TOKEN
 
 
 @triton.jit
-def _online(q_tile, k, v, inside, m, mass, acc, scale):
+def capped(scores, CAP: tl.constexpr):
+    """Return CAP · tanh(scores / CAP); the scores themselves if CAP is 0."""
+    if CAP > 0:
+        scores = CAP * (2.0 * tl.sigmoid(scores * (2.0 / CAP)) - 1.0)
+    return scores
+
+
+@triton.jit
+def _online(q_tile, k, v, inside, m, mass, acc, scale, CAP: tl.constexpr):
     """Add one tile of keys to the running softmax: maximum `m`, sum of weights `mass`, weighted values `acc`."""
-    scores = tl.where(inside[None, :], tl.dot(q_tile, tl.trans(k)) * scale, -1.0e30)
+    scores = tl.where(inside[None, :], capped(tl.dot(q_tile, tl.trans(k)) * scale, CAP), -1.0e30)
     m_new = tl.maximum(m, tl.max(scores, 1))
     p = tl.exp2(scores - m_new[:, None])
     alpha = tl.exp2(m - m_new)
@@ -94,9 +103,9 @@ def fp8_pairs(v):
 
 
 @triton.jit
-def _online_fp8(q_tile, k, v, inside, m, mass, even, odd):
+def _online_fp8(q_tile, k, v, inside, m, mass, even, odd, CAP: tl.constexpr):
     """`_online` for 8-bit keys [TILE, D] and pairs of values [TILE, D / 2]; sums even and odd columns separately."""
-    scores = tl.where(inside[None, :], tl.dot(q_tile, tl.trans(k.to(tl.float16))), -1.0e30)
+    scores = tl.where(inside[None, :], capped(tl.dot(q_tile, tl.trans(k.to(tl.float16))), CAP), -1.0e30)
     m_new = tl.maximum(m, tl.max(scores, 1))
     p = tl.exp2(scores - m_new[:, None])
     alpha = tl.exp2(m - m_new)
@@ -108,7 +117,10 @@ def _online_fp8(q_tile, k, v, inside, m, mass, even, odd):
     return m_new, mass, even, odd
 
 
-@triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["block_table", "rows", "seq_lens"])
+@triton.jit(
+    do_not_specialize=["stride_table", "window"],
+    do_not_specialize_on_alignment=["block_table", "rows", "seq_lens"],
+)
 def _decode_kernel(
     q,
     k_cache,
@@ -123,9 +135,11 @@ def _decode_kernel(
     qk_weight,
     rope,
     kv_scales,
+    sinks,
     stride_q,
     stride_o,
     stride_table,
+    window,
     scale,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -138,6 +152,9 @@ def _decode_kernel(
     FUSED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     EPS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     PEEL: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -156,11 +173,14 @@ def _decode_kernel(
 
     # Lengths, tables and older keys were written at least two kernels ago, so they are read before `gdc_wait`.
     length = tl.load(seq_lens + i)
+    first_key = 0
+    if WINDOWED:
+        first_key = tl.maximum(length - window, 0)
     if not FUSED:
         length += 1  # the newest token is in the cache too
     old = length - 1  # tokens in the cache
-    chunk = tl.maximum(tl.cdiv(tl.cdiv(old, SPLITS), TILE) * TILE, MIN_CHUNK)
-    active = tl.maximum(tl.cdiv(old, chunk), 1)
+    chunk = tl.maximum(tl.cdiv(tl.cdiv(old - first_key, SPLITS), TILE) * TILE, MIN_CHUNK)
+    active = tl.maximum(tl.cdiv(old - first_key, chunk), 1)
     h = tl.arange(0, BLOCK_H)
     d = tl.arange(0, D)
     h_mask = h < GROUP
@@ -172,7 +192,7 @@ def _decode_kernel(
             gdc_wait()
         tl.store(out_at, tl.zeros([BLOCK_H, D], out.dtype.element_ty), mask=h_mask[:, None])
         return
-    start = split * chunk
+    start = first_key + split * chunk
     end = tl.minimum(start + chunk, old)
     table = block_table + tl.load(rows + i).to(tl.int64) * stride_table
     t = tl.arange(0, TILE)
@@ -205,10 +225,19 @@ def _decode_kernel(
             tl.store(k_cache + slot + one[:, None] * D + d[None, :], k_new)
             tl.store(v_cache + slot + d, v_new)
             m = tl.sum(q_tile.to(tl.float32) * k_new.to(tl.float32), 1) * (scale * k_scale if FP8 else scale)
+            m = capped(m, CAP)
             mass = tl.full([BLOCK_H], 1.0, tl.float32)
             acc = tl.zeros([BLOCK_H, D], tl.float32) + v_new.to(tl.float32)[None, :]
     else:
         q_tile = tl.load(q_row + (kvh * GROUP + h)[:, None] * D + d[None, :], mask=h_mask[:, None], other=0.0)
+    if HAS_SINKS:  # noqa: SIM102 (a condition at compile time)
+        if split == 0:  # the sink of a query head is one more score, without a value
+            sink = tl.load(sinks + kvh * GROUP + h, mask=h_mask, other=0.0).to(tl.float32) * 1.4426950408889634
+            top = tl.maximum(m, sink)
+            kept = tl.exp2(m - top)
+            mass = mass * kept + tl.exp2(sink - top)
+            acc = acc * kept[:, None]
+            m = top
     if FP8:
         # float16 holds e4m3 numbers exactly, and the conversion is one instruction. The scaled query fits float16.
         q_tile = (q_tile.to(tl.float32) * (scale * k_scale)).to(tl.float16)
@@ -219,25 +248,25 @@ def _decode_kernel(
         even = tl.zeros([BLOCK_H, D // 2], tl.float32)
         odd = tl.zeros([BLOCK_H, D // 2], tl.float32)
         if PEEL:
-            m, mass, even, odd = _online_fp8(q_tile, k0, v0, token0 < end, m, mass, even, odd)
+            m, mass, even, odd = _online_fp8(q_tile, k0, v0, token0 < end, m, mass, even, odd, CAP)
             start += TILE
         for n0 in tl.range(start, end, TILE, num_stages=STAGES):
             token = n0 + t
             inside = token < end
             k = _load_tile(k_cache, table, token, inside, kvh, BLOCK_SIZE, TOKEN, D)
             v = _load_tile(v_pairs, table, token, inside, kvh, BLOCK_SIZE, TOKEN // 2, D // 2)
-            m, mass, even, odd = _online_fp8(q_tile, k, v, inside, m, mass, even, odd)
+            m, mass, even, odd = _online_fp8(q_tile, k, v, inside, m, mass, even, odd, CAP)
         acc = tl.interleave(even, odd) + newest * tl.exp2(first - m)[:, None]
     else:
         if PEEL:
-            m, mass, acc = _online(q_tile, k0, v0, token0 < end, m, mass, acc, scale)
+            m, mass, acc = _online(q_tile, k0, v0, token0 < end, m, mass, acc, scale, CAP)
             start += TILE
         for n0 in tl.range(start, end, TILE, num_stages=STAGES):
             token = n0 + t
             inside = token < end
             k = _load_tile(k_cache, table, token, inside, kvh, BLOCK_SIZE, TOKEN, D)
             v = _load_tile(v_cache, table, token, inside, kvh, BLOCK_SIZE, TOKEN, D)
-            m, mass, acc = _online(q_tile, k, v, inside, m, mass, acc, scale)
+            m, mass, acc = _online(q_tile, k, v, inside, m, mass, acc, scale, CAP)
 
     if active == 1:
         tl.store(out_at, (acc / mass[:, None] * v_scale).to(out.dtype.element_ty), mask=h_mask[:, None])
@@ -328,13 +357,15 @@ def decode_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor, workspace: DecodeWorkspace,
     block_table: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, scale: float, group: int, *,
     fused: tuple[torch.Tensor | None, torch.Tensor, float] | None = None, kv_scales: torch.Tensor | None = None,
+    window: int = 0, softcap: float = 0.0, sinks: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write the output of attention to `out` [n, heads * d].
 
     q: [n, heads * d] (any row stride); or, with `fused` = (qk_weight [heads + kv_heads, d] or None, rope table fp32
     [positions, d], eps), the result [n, (heads + 2 kv_heads) * d] of the qkv projection. With `fused` the kernel starts
     before the previous kernel has ended, so the previous kernel must not write lengths or cache entries.
-    kv_scales: fp32 [2, kv_heads], the scales of an 8-bit cache (engine/attention/kv_fp8.py).
+    kv_scales: fp32 [2, kv_heads], the scales of an 8-bit cache (engine/attention/kv_fp8.py). window: only the last
+    `window` keys of a sequence are read; 0: all. softcap, sinks [heads]: as in engine/attention/torch_backend.py.
     """
     n = seq_lens.shape[0]
     block_size, kv_heads, head_dim = k_cache.shape[1:]
@@ -342,9 +373,10 @@ def decode_attention(
     qk_weight, rope, eps = fused or (None, None, 0.0)
     _decode_kernel[(kv_heads, n, form.splits)](
         q, k_cache, v_cache, out, workspace.partial, workspace.stats, workspace.counters, block_table, rows, seq_lens,
-        qk_weight, rope, kv_scales, q.stride(0), out.stride(0), block_table.stride(0), scale * LOG2E,
+        qk_weight, rope, kv_scales, sinks, q.stride(0), out.stride(0), block_table.stride(0), window, scale * LOG2E,
         KV_HEADS=kv_heads, GROUP=group, D=head_dim, BLOCK_SIZE=block_size,
         BLOCK_H=max(16, triton.next_power_of_2(group)), TILE=form.tile, SPLITS=form.splits, MIN_CHUNK=form.min_chunk,
-        FUSED=fused is not None, HAS_NORM=qk_weight is not None, EPS=eps,
+        FUSED=fused is not None, HAS_NORM=qk_weight is not None, EPS=eps, WINDOWED=window > 0, CAP=softcap * LOG2E,
+        HAS_SINKS=sinks is not None,
         PEEL=form.peel, STAGES=form.stages, PDL=fused is not None, num_warps=form.warps, launch_pdl=fused is not None,
     )  # fmt: skip

@@ -47,7 +47,7 @@ def _rms_norm_kernel(
         tl.store(residual + row * H + i, v, mask=mask)
         v = v.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(v * v, 0) / H + EPS)
-    y = ((v * rstd).to(dtype).to(tl.float32) * w.to(tl.float32)).to(dtype)
+    y = ((v * rstd).to(w.dtype).to(tl.float32) * w.to(tl.float32)).to(dtype)  # with an fp32 weight, one rounding
     tl.store(out + row * H + i, y, mask=mask)
 
 
@@ -61,7 +61,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     parts = x.shape[0] if x.dtype == torch.float32 and x.dim() == 3 else 1
     flat = x if parts > 1 else x.view(-1, hidden)
     tokens = flat.shape[-2]
-    out = torch.empty(tokens, hidden, dtype=weight.dtype, device=x.device)
+    dtype = x.dtype if residual is None else residual.dtype
+    out = torch.empty(tokens, hidden, dtype=dtype, device=x.device)
     block = triton.next_power_of_2(hidden)
     _rms_norm_kernel[(tokens,)](
         flat, residual, weight, out, flat.stride(-2), flat.stride(0), hidden, EPS=eps, ADD=residual is not None,

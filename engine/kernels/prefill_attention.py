@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from engine.kernels.decode_attention import capped
+
 LOG2E = 1.4426950408889634
 BLOCK_M = 64  # rows of a tile: tokens times the query heads that share a key head
 MAX_SPLIT_TILES = 64
@@ -30,11 +32,14 @@ MAX_SPLITS = 8
 
 
 @triton.jit
-def _softmax_step(q, k, v, seen, m, mass, acc, scale, MASKED: tl.constexpr):
+def _softmax_step(q, k, v, seen, m, mass, acc, scale, CAP: tl.constexpr, MASKED: tl.constexpr):
     """Add one tile of keys [TILE, D] to the running softmax; `seen` [BLOCK_M, TILE]: which query sees which key."""
     k = k.to(q.dtype)  # changes k and v only if they have 8 bits
     v = v.to(q.dtype)
     scores = tl.dot(q, tl.trans(k))
+    if CAP > 0:
+        scores = capped(scores * scale, CAP)
+        scale = 1.0
     if MASKED:
         scores = tl.where(seen, scores, -1.0e30)
     m_new = tl.maximum(m, tl.max(scores, 1) * scale)
@@ -49,8 +54,9 @@ def _softmax_step(q, k, v, seen, m, mass, acc, scale, MASKED: tl.constexpr):
 
 @triton.jit
 def _over_cache(q, m, mass, acc, k_cache, v_cache, table, position, low, high, end, scale, kvh,
-                TOKEN: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-                MASKED: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+                window, TOKEN: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+                WINDOWED: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
+                STAGES: tl.constexpr):  # fmt: skip
     """Add keys [low, high) of the cache to the running softmax. MASKED: some queries must not see some keys."""
     d = tl.arange(0, D)
     t = tl.arange(0, TILE)
@@ -67,13 +73,16 @@ def _over_cache(q, m, mass, acc, k_cache, v_cache, table, position, low, high, e
             # A key at or after `end` has weight 0, but 0 * NaN is NaN, and free blocks may hold NaN.
             v = tl.where((token < end)[:, None], v, 0.0)
         seen = (token[None, :] <= position[:, None]) & (token < end)[None, :]
-        m, mass, acc = _softmax_step(q, k, v, seen, m, mass, acc, scale, MASKED)
+        if WINDOWED:
+            seen = seen & (token[None, :] > position[:, None] - window)
+        m, mass, acc = _softmax_step(q, k, v, seen, m, mass, acc, scale, CAP, MASKED)
     return m, mass, acc
 
 
 @triton.jit
-def _over_chunk(q, m, mass, acc, keys, values, first, query, low, high, count, scale, kvh, D: tl.constexpr,
-                TILE: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+def _over_chunk(q, m, mass, acc, keys, values, first, query, low, high, count, scale, kvh, window, D: tl.constexpr,
+                TILE: tl.constexpr, WINDOWED: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
+                STAGES: tl.constexpr):  # fmt: skip
     """Add keys [low, high) of the chunk to the running softmax. The rows of the chunk's sequence begin at `first`."""
     t = tl.arange(0, TILE)
     for n0 in tl.range(low, high, TILE, num_stages=STAGES):
@@ -83,12 +92,14 @@ def _over_chunk(q, m, mass, acc, keys, values, first, query, low, high, count, s
         if MASKED:
             v = tl.where((token < count)[:, None], v, 0.0)  # other rows are the next sequence's, and may hold NaN
         seen = (token[None, :] <= query[:, None]) & (token < count)[None, :]
-        m, mass, acc = _softmax_step(q, k, v, seen, m, mass, acc, scale, MASKED)
+        if WINDOWED:
+            seen = seen & (token[None, :] > query[:, None] - window)
+        m, mass, acc = _softmax_step(q, k, v, seen, m, mass, acc, scale, CAP, MASKED)
     return m, mass, acc
 
 
 @triton.jit(
-    do_not_specialize=["n", "first", "stride_table"],
+    do_not_specialize=["n", "first", "stride_table", "window"],
     do_not_specialize_on_alignment=["block_table", "seq_lens", "cu_seqlens"],
 )
 def _prefill_kernel(
@@ -105,11 +116,13 @@ def _prefill_kernel(
     seq_lens,
     cu_seqlens,
     kv_scales,
+    sinks,
     n,
     first,
     stride_q,
     stride_o,
     stride_table,
+    window,
     scale,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -121,6 +134,9 @@ def _prefill_kernel(
     SEQS: tl.constexpr,
     DENSE: tl.constexpr,
     CONTEXT: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -153,17 +169,23 @@ def _prefill_kernel(
 
     end = tl.minimum(context + (tile + 1) * BLOCK_Q, length)  # this tile sees keys 0 ... end - 1
     low = 0
+    if WINDOWED:
+        low = tl.maximum(context + tile * BLOCK_Q - window + 1, 0)
     high = end
     if SPLITS > 1:
-        chunk = tl.maximum(tl.cdiv(tl.cdiv(end, SPLITS), TILE) * TILE, 128)
-        active = tl.cdiv(end, chunk)
+        chunk = tl.maximum(tl.cdiv(tl.cdiv(end - low, SPLITS), TILE) * TILE, 128)
+        active = tl.cdiv(end - low, chunk)
         if split >= active:
             return
-        low = split * chunk
+        low += split * chunk
         high = tl.minimum(low + chunk, end)
     m = tl.full([BLOCK_M], -1.0e30, tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
+    if HAS_SINKS:  # noqa: SIM102 (a condition at compile time)
+        if split == 0:  # the sink of a query head is one more score, without a value
+            m = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+            mass = tl.full([BLOCK_M], 1.0, tl.float32)
     position = context + query
     q_cache = q_tile
     scale_cache = scale
@@ -176,12 +198,12 @@ def _prefill_kernel(
             cached = tl.minimum(high, context)
             whole = tl.maximum(low + (cached - low) // TILE * TILE, low)
             m, mass, acc = _over_cache(
-                q_cache, m, mass, acc, k_cache, v_cache, table, position, low, whole, context, scale_cache, kvh, TOKEN,
-                D, BLOCK_SIZE, TILE, False, STAGES,
+                q_cache, m, mass, acc, k_cache, v_cache, table, position, low, whole, context, scale_cache, kvh, window,
+                TOKEN, D, BLOCK_SIZE, TILE, WINDOWED, CAP, WINDOWED, STAGES,
             )  # fmt: skip
             m, mass, acc = _over_cache(
                 q_cache, m, mass, acc, k_cache, v_cache, table, position, whole, cached, cached, scale_cache, kvh,
-                TOKEN, D, BLOCK_SIZE, TILE, True, 1,
+                window, TOKEN, D, BLOCK_SIZE, TILE, WINDOWED, CAP, True, 1,
             )  # fmt: skip
             if FP8:
                 acc *= tl.load(kv_scales + KV_HEADS + kvh)
@@ -189,21 +211,23 @@ def _prefill_kernel(
         stop = high - context
         diagonal = tl.maximum(begin + (tl.minimum(tile * BLOCK_Q + 1, stop) - begin) // TILE * TILE, begin)
         m, mass, acc = _over_chunk(
-            q_tile, m, mass, acc, keys, values, q_start, query, begin, diagonal, stop, scale, kvh, D, TILE, False,
-            STAGES,
+            q_tile, m, mass, acc, keys, values, q_start, query, begin, diagonal, stop, scale, kvh, window, D, TILE,
+            WINDOWED, CAP, WINDOWED, STAGES,
         )  # fmt: skip
         m, mass, acc = _over_chunk(
-            q_tile, m, mass, acc, keys, values, q_start, query, diagonal, stop, stop, scale, kvh, D, TILE, True, 1
-        )
+            q_tile, m, mass, acc, keys, values, q_start, query, diagonal, stop, stop, scale, kvh, window, D, TILE,
+            WINDOWED, CAP, True, 1,
+        )  # fmt: skip
     else:
-        whole = tl.maximum(tl.minimum((context + tile * BLOCK_Q + 1) // TILE * TILE, high), low)
+        unmasked = tl.minimum(context + tile * BLOCK_Q + 1, high)
+        whole = tl.maximum(low + (unmasked - low) // TILE * TILE, low)
         m, mass, acc = _over_cache(
-            q_cache, m, mass, acc, k_cache, v_cache, table, position, low, whole, high, scale_cache, kvh, TOKEN, D,
-            BLOCK_SIZE, TILE, False, STAGES,
+            q_cache, m, mass, acc, k_cache, v_cache, table, position, low, whole, high, scale_cache, kvh, window, TOKEN,
+            D, BLOCK_SIZE, TILE, WINDOWED, CAP, WINDOWED, STAGES,
         )  # fmt: skip
         m, mass, acc = _over_cache(
-            q_cache, m, mass, acc, k_cache, v_cache, table, position, whole, high, high, scale_cache, kvh, TOKEN, D,
-            BLOCK_SIZE, TILE, True, 1,
+            q_cache, m, mass, acc, k_cache, v_cache, table, position, whole, high, high, scale_cache, kvh, window,
+            TOKEN, D, BLOCK_SIZE, TILE, WINDOWED, CAP, True, 1,
         )  # fmt: skip
         if FP8:
             acc *= tl.load(kv_scales + KV_HEADS + kvh)
@@ -258,7 +282,8 @@ def prefill_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor, workspace: PrefillWorkspace,
     block_table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens: torch.Tensor, scale: float, *,
     first: int = 0, max_seq_len: int, dense: tuple[torch.Tensor, torch.Tensor] | None = None, splits: int | None = None,
-    kv_scales: torch.Tensor | None = None, fresh: bool = False,
+    kv_scales: torch.Tensor | None = None, fresh: bool = False, window: int = 0, softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write attention of sequences `first` ... n - 1 to the rows of their tokens in `out` [T, heads * d].
 
@@ -266,7 +291,7 @@ def prefill_attention(
     whether keys are split. dense: this step's rotated keys and values [T, kv_heads, d], views of the projection's
     output; None: the kernel reads them from the cache. kv_scales: fp32 [2, kv_heads] of an 8-bit cache
     (engine/attention/kv_fp8.py); `dense` must then hold the rounded values, as the cache does. fresh: no chunk follows
-    a cached context; with `dense`, the cache is not read.
+    a cached context; with `dense`, the cache is not read. window, softcap, sinks: as in decode_attention.
     """
     block_size, kv_heads, head_dim = k_cache.shape[1:]
     group = q.shape[1] // kv_heads
@@ -285,7 +310,9 @@ def prefill_attention(
         )
     _prefill_kernel[(kv_heads, tiles, splits)](
         q, keys, values, k_cache, v_cache, out, workspace.partial, workspace.stats, workspace.counters, block_table,
-        seq_lens, cu_seqlens, kv_scales, n, first, q.stride(0), out.stride(0), block_table.stride(0), scale * LOG2E,
+        seq_lens, cu_seqlens, kv_scales, sinks, n, first, q.stride(0), out.stride(0), block_table.stride(0), window,
+        scale * LOG2E,
         KV_HEADS=kv_heads, GROUP=group, D=head_dim, BLOCK_SIZE=block_size, BLOCK_M=block_m, TILE=tile, SPLITS=splits,
-        SEQS=triton.next_power_of_2(max(n, 256)), DENSE=dense is not None, CONTEXT=not fresh, STAGES=3, num_warps=4,
+        SEQS=triton.next_power_of_2(max(n, 256)), DENSE=dense is not None, CONTEXT=not fresh,
+        WINDOWED=window > 0, CAP=softcap * LOG2E, HAS_SINKS=sinks is not None, STAGES=3, num_warps=4,
     )  # fmt: skip

@@ -54,9 +54,9 @@ class DenseMLP:
         quantised: Quantised = None,
     ) -> None:  # fmt: skip
         hidden, inner, width = config.hidden_size, config.intermediate_size, config.mlp_width
-        self.gated = config.gated
+        self.gated, self.silu = config.gated, config.gated and config.activation == "silu"
         # [T, width] -> [T, inner]; may overwrite its argument.
-        self.activate = ops.silu_mul if config.activation == "silu" else torch_ops.gelu_mul
+        self.activate = ops.silu_mul if self.silu else torch_ops.gelu_mul
         if not config.gated:
             self.activate = torch_ops.gelu
         self.gate_up = empty_matrix(width, hidden, dtype, device, quantised)
@@ -213,12 +213,12 @@ class Decoder:
                 live = meta.live_rows
                 x, residual = x.index_select(0, meta.logit_rows), residual.index_select(0, meta.logit_rows)
             x = linear(x, layer.output, layer.output_bias)
-            x = self._add(x, residual, layer.after_attention, layer.post_norm)
+            x = self.add(x, residual, layer.after_attention, layer.post_norm)
             following = self.norm if i == last else self.layers[i + 1].input_norm
-            x = self._add(layer.mlp(x, live), residual, layer.after_mlp, following)
+            x = self.add(layer.mlp(x, live), residual, layer.after_mlp, following)
         return x
 
-    def _add(
+    def add(
         self, x: torch.Tensor, residual: torch.Tensor, after: torch.Tensor | None, before: torch.Tensor | None
     ) -> torch.Tensor:
         """Add x, or its norm with the weight `after`, to the residual; return the residual, or its norm `before`."""

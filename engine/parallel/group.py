@@ -197,7 +197,8 @@ class Ranks(Group):
     def add_norm(
         self, ops: Ops, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        if self.box is None or not self.direct(len(residual)) or not self.box.holds(residual):
+        plain = weight.dtype == residual.dtype and weight.dim() == 1  # the kernel has no other norm
+        if self.box is None or not plain or not self.direct(len(residual)) or not self.box.holds(residual):
             return super().add_norm(ops, x, residual, weight, eps)
         from engine.kernels.mailbox import sum_ranks
 

@@ -31,6 +31,7 @@ from engine.kernels.split_linear import form_for, split_linear
 from engine.model.decoder import Decoder, DenseMLP, Layer
 from engine.model.group import Group
 from engine.model.linear import Fp8Weight, Matrix, linear
+from engine.model.traits import lacking
 from engine.worker import fused_ops
 
 SPLIT_TOKENS = 64  # up to this number of tokens, a projection spends most of its time reading weights
@@ -48,7 +49,11 @@ class DecodeLayers:
         self._attention = attention
         self._pool = pool
         self._block_table = block_table
-        self._plain = group.size == 1 and all(_is_plain(layer) for layer in model.layers)
+        config = model.config
+        # True: the norm after a projection adds the projection to the residual, so it may also sum the parts.
+        self._norms_add = not (config.post_norms or config.layer_norm or config.wide_norms)
+        one_token = self._norms_add and not lacking(config, "one_token")
+        self._plain = one_token and group.size == 1 and all(_is_plain(layer) for layer in model.layers)
 
     def logits(
         self, tokens: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, live: torch.Tensor, out: torch.Tensor
@@ -85,6 +90,12 @@ class DecodeLayers:
             gemv(x, head, out=out)
         else:
             torch.mm(x, head.t(), out=out)
+        self._cap(out)
+
+    def _cap(self, logits: torch.Tensor) -> None:
+        """Apply the soft cap of the logits in place, if the model has one."""
+        if softcap := self._model.config.logit_softcap:
+            logits.div_(softcap).tanh_().mul_(softcap)
 
     def _one(
         self, x: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, live: torch.Tensor, out: torch.Tensor
@@ -101,6 +112,7 @@ class DecodeLayers:
                 logits, each, normalised = gemv(x, mlp.router, norm=norm), mlp.config.per_token, mlp.config.normalised
                 x = one_token(x, norm, logits, mlp.gate_up, mlp.down, each, normalised, mlp.load, live)
         gemv(x, model.head, norm=(model.norm, eps), out=out)
+        self._cap(out)
 
     def _several(
         self, residual: torch.Tensor, attend: Attend, live: torch.Tensor | None, wanted: torch.Tensor | None = None,
@@ -112,22 +124,25 @@ class DecodeLayers:
         """
         model, eps, group = self._model, self._model.config.rms_norm_eps, self._group
         layers = model.layers
-        in_parts = group.direct(len(residual))
-        x = norms.rms_norm(residual, layers[0].input_norm, eps)
+        in_parts = group.direct(len(residual)) and self._norms_add
+        x = residual if layers[0].input_norm is None else fused_ops.norm(residual, layers[0].input_norm, eps)
         for i, layer in enumerate(layers):
-            attended = attend(i, layer, _linear(x, layer.qkv, layer.qkv_bias))
+            qkv = _linear(x, layer.qkv, layer.qkv_bias)
+            if layer.full_qk_norm is not None:
+                qkv = layer.normalise_qk(qkv, eps)
+            attended = attend(i, layer, qkv)
             if wanted is not None and i + 1 == len(layers):  # the operations below need only the wanted tokens
                 attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
                 live = live_wanted
             x = _back_to_hidden(attended, layer.output, layer.output_bias, in_parts)
-            x = group.add_norm(fused_ops, x, residual, layer.post_norm, eps)
+            x = model.add(x, residual, layer.after_attention, layer.post_norm)
             mlp = layer.mlp
             if isinstance(mlp, DenseMLP):
                 x = _mlp(x, mlp, in_parts)
             else:
                 x = mlp(x, live)
             following = layers[i + 1].input_norm if i + 1 < len(layers) else model.norm
-            x = group.add_norm(fused_ops, x, residual, following, eps)
+            x = model.add(x, residual, layer.after_mlp, following)
         return x
 
     def _attend(
@@ -138,7 +153,7 @@ class DecodeLayers:
         decode_attention(
             qkv, self._pool.keys[i], self._pool.values[i], out, attention.workspace, self._block_table, rows, seq_lens,
             attention.scale, attention.group, fused=(layer.qk_norm, self._model.rope_tables[i], config.rms_norm_eps),
-            kv_scales=self._pool.scales[i],
+            kv_scales=self._pool.scales[i], **attention.features[i],
         )  # fmt: skip
         return out
 
@@ -161,15 +176,15 @@ def _linear(x: torch.Tensor, w: Matrix, bias: torch.Tensor | None) -> torch.Tens
 
 
 def _inner(x: torch.Tensor, mlp: DenseMLP) -> torch.Tensor:
-    """x [T, H] -> silu(gate) * up [T, I]."""
-    if len(x) == 1 and mlp.gate_up_bias is None:
+    """x [T, H] -> silu(gate) * up [T, I], or another activation."""
+    if len(x) == 1 and mlp.gate_up_bias is None and mlp.silu:
         return gemv(x, mlp.gate_up, gate_up=True)
-    return norms.silu_mul(_linear(x, mlp.gate_up, mlp.gate_up_bias))
+    return mlp.activate(_linear(x, mlp.gate_up, mlp.gate_up_bias))
 
 
 def _mlp(x: torch.Tensor, mlp: DenseMLP, in_parts: bool) -> torch.Tensor:
     """x [T, H] -> the MLP's output, in one of the shapes that _back_to_hidden returns."""
-    if isinstance(mlp.down, Fp8Weight) and len(x) > 1 and mlp.down_bias is None:
+    if isinstance(mlp.down, Fp8Weight) and len(x) > 1 and mlp.down_bias is None and mlp.silu:
         return fp8.back_to_hidden(linear(x, mlp.gate_up, mlp.gate_up_bias), mlp.down, silu=True)
     return _back_to_hidden(_inner(x, mlp), mlp.down, mlp.down_bias, in_parts)
 

@@ -5,15 +5,22 @@ from __future__ import annotations
 import torch
 
 from engine.kernels import moe, norms
+from engine.model import ops
 from engine.model.experts import Experts
 
-norm = norms.rms_norm
 qk_norm_rope_store = norms.qk_norm_rope_store
 silu_mul = norms.silu_mul
 
 
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Returns the norm of x [..., H]: RMSNorm by our kernel, LayerNorm by torch."""
+    return ops.norm(x, weight, eps) if weight.dim() == 2 else norms.rms_norm(x, weight, eps)
+
+
 def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Add x to residual [T, H] in place; return the norm of the sum."""
+    if weight.dim() == 2:
+        return ops.add_norm(x, residual, weight, eps)
     return norms.rms_norm(x, weight, eps, residual)
 
 

@@ -25,7 +25,7 @@ from engine.config import EngineConfig
 from engine.core.request import Request
 from engine.core.step import PromptTargets, RowSettings, StepPlan
 from engine.errors import EngineError
-from engine.model.config import ExpertsConfig, ModelConfig
+from engine.model.config import ExpertsConfig, ModelConfig, RopeConfig
 from engine.model.group import ALONE
 from engine.params import SamplingParams
 from engine.worker.batch import Batch
@@ -41,6 +41,10 @@ MODELS = {
     "head of 128": replace(DENSE, head_dim=128),
     "windows": replace(DENSE, windows=(128, 0)),
     "head of 96": replace(DENSE, head_dim=96),
+    "Gemma 2": replace(DENSE, softcap=50.0, logit_softcap=30.0, windows=(128, 0), post_norms=True, wide_norms=True),
+    "gpt-oss": replace(DENSE, sinks=True, experts=ExpertsConfig(16, 4, 96, True, (True, True), True, 7.0, 1.7)),
+    "OLMo 2": replace(DENSE, architecture="Olmo2ForCausalLM", pre_norms=False, post_norms=True, full_qk_norm=True),
+    "queries by position": replace(DENSE, rope=RopeConfig(query_beta=0.1, original_max_position=64), head_dim=128),
 }
 HOPPER, ADA = (9, 0), (8, 9)
 
@@ -143,7 +147,16 @@ TABLE: list[tuple[str, dict[str, Any], tuple[int, int], str]] = [
     ("experts", SMALL_CACHE | TWO | EAGER, HOPPER, "CudaGraphs + Eager, triton"),
     ("experts", {"tensor_parallel_size": 8}, HOPPER, "Eager, triton"),
     ("odd experts", {}, HOPPER, "Eager, triton"),
-    ("windows", SMALL_CACHE | DRAFTS, HOPPER, "Eager, torch"),
+    ("windows", SMALL_CACHE | DRAFTS, HOPPER, "CudaGraphs + Eager, triton"),
+    ("windows", FLASH, HOPPER, "CudaGraphs + Eager, flash + triton"),
+    ("Gemma 2", {}, HOPPER, "CudaGraphs + Eager, triton"),
+    ("Gemma 2", FLASH, HOPPER, "refused: attention_backend flash lacks soft caps, which this model has"),
+    ("Gemma 2", {}, ADA, "Eager, torch"),
+    ("gpt-oss", {}, HOPPER, "Eager, triton"),
+    ("gpt-oss", TWO, HOPPER, "Eager, triton"),
+    ("OLMo 2", {}, HOPPER, "CudaGraphs + Eager, triton"),
+    ("OLMo 2", SMALL_CACHE, HOPPER, "refused: kv_cache_dtype is fp8, but this Olmo2ForCausalLM has no norms before"),
+    ("queries by position", {}, HOPPER, "Eager, flash + triton"),
     ("head of 96", TWO, HOPPER, "Eager, torch"),
     ("head of 96", {"attention_backend": "triton"}, HOPPER, "refused: attention_backend triton cannot be used: the"),
     ("dense", {"dtype": "float32"} | SMALL_CACHE, HOPPER, "Eager, torch"),
@@ -238,8 +251,8 @@ class Stage:
         self.loaded: Any = SimpleNamespace(
             config=EngineConfig(speculation=speculation, speculative_tokens=8), model_config=DENSE, shard=DENSE,
             batch=Batch(16, 256, 16, DENSE.vocab_size, cpu), device=cpu, dtype=torch.bfloat16, group=ALONE, pool=None,
-            model=SimpleNamespace(nbytes_per_token=1 << 20, layers=[]), attention=attention, warm_up=lambda _: None,
-            max_num_batched_tokens=64, max_model_len=256, mark=lambda: None,
+            model=SimpleNamespace(nbytes_per_token=1 << 20, layers=[], config=DENSE), attention=attention,
+            warm_up=lambda _: None, max_num_batched_tokens=64, max_model_len=256, mark=lambda: None,
             sample=lambda *_: self.went.append("sampled eagerly"), launched=lambda *_: "launched",
         )  # fmt: skip
         eager = SimpleNamespace(launch=lambda *_: self.went.append("eager") or "launched")

@@ -16,10 +16,15 @@ import numpy as np
 import pytest
 import torch
 
+from engine.build import without_graphs
+from engine.config import EngineConfig
 from engine.llm import LLM
+from engine.model.hf_config import read_model_config
+from engine.model.traits import lacking
 from engine.params import SamplingParams
 from engine.trace.records import FIELDS
 from engine.trace.state import State
+from tests.support.families import FAMILIES, random_config
 from tests.support.parity import below_best
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -87,6 +92,22 @@ def test_greedy_replies_are_the_reference_s_own(
     model: str, reference: LLM, path: str, count: int, longest: int
 ) -> None:
     check_replies(LLM(model, **OPTIONS, **PATHS[path]), reference, count, longest)
+
+
+@pytest.mark.parametrize("path", ["graphs", "kernel by kernel"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_family_computes_what_the_reference_does(kind: str, path: str, tmp_path: Path) -> None:
+    """Windows, soft caps, sinks, other norms and activations: on graphs, or with the reason why there are none."""
+    sizes = {key: SHAPE[key] for key in SHAPE if key not in ("architectures", "model_type", "rope_theta")}
+    raw = {**random_config(kind, 0), **sizes, "num_local_experts": 8, "intermediate_size": 1024}
+    if kind == "phi3":
+        raw.pop("rope_scaling", None)  # its lists have the length of another head_dim
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = read_model_config(tmp_path)
+    llm = LLM(str(tmp_path), **OPTIONS, **PATHS[path])
+    why_not = without_graphs(config, EngineConfig(model=str(tmp_path), **OPTIONS))
+    assert bool(why_not) == bool(lacking(config, "graphs")), why_not
+    check_replies(llm, LLM(str(tmp_path), attention_backend="torch", **OPTIONS), 20, 300)
 
 
 @pytest.mark.parametrize("path", ["graphs", "kernel by kernel"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -92,15 +94,99 @@ class Pages:
         size = self._block_size
         return torch.tensor([row[p // size] * size + p % size for p in positions], device=DEVICE)
 
-    def attention(self, i: int, q: torch.Tensor) -> torch.Tensor:
+    def attention(
+        self, i: int, q: torch.Tensor, window: int = 0, softcap: float = 0.0, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Float64 attention of the last len(q) positions of sequence i; q [n, heads, dim]."""
         keys, values = self.of(i, self.keys), self.of(i, self.values)
         group = q.shape[1] // keys.shape[1]
         keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * q.shape[2] ** -0.5
         n, length = len(q), len(keys)
-        seen = torch.arange(length, device=DEVICE) <= torch.arange(length - n, length, device=DEVICE)[:, None]
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        at, of = torch.arange(length, device=DEVICE), torch.arange(length - n, length, device=DEVICE)[:, None]
+        scores = scores.masked_fill(~((at <= of) & (at > of - (window or length))), -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, n, 1)), -1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :length], values)
+
+
+def features(special: str, heads: int) -> dict[str, Any]:
+    """The arguments of the attention kernels for a model with windows, soft caps or sinks."""
+    sinks = torch.linspace(-3, 5, heads, device=DEVICE).to(DTYPE)
+    return {
+        "plain": {}, "window": {"window": 37}, "cap": {"softcap": 1.5}, "sinks": {"sinks": sinks},
+        "all": {"window": 100, "softcap": 2.0, "sinks": sinks}, "wide window": {"window": 1000, "sinks": sinks},
+    }[special]  # fmt: skip
+
+
+SPECIAL = ["window", "cap", "sinks", "all", "wide window"]
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("n,longest", [(1, 40), (1, 5000), (5, 700), (200, 400)])
+def test_decodes_with_windows_soft_caps_and_sinks(n: int, longest: int, fused: bool, small: bool, special: str) -> None:
+    rng = np.random.default_rng(n + longest)
+    kv_heads, group, dim, eps = 2, 4, 64, 1e-6
+    lengths = rng.integers(1, longest + 1, n).tolist()
+    lengths[0] = longest
+    pages, more = Pages(rng, lengths, 16, kv_heads, dim, small), features(special, kv_heads * group)
+    table = torch.randn(longest + 1, dim, device=DEVICE)
+    weight = torch.rand(kv_heads * (group + 1), dim, device=DEVICE) + 0.5  # in fp32: rounded once, after the weight
+    qkv, positions = normal(n, kv_heads * (group + 2) * dim), pages.lengths.long() - 1
+    slots = torch.cat([pages.slots(i, range(length - 1, length)) for i, length in enumerate(lengths)])
+    keys, values, rope = pages.keys.clone(), pages.values.clone(), reference_ops.rope_rows(table, positions)
+    q = reference_ops.qk_norm_rope_store(qkv.clone(), weight, eps, rope, pages.keys, pages.values, slots, pages.scales)
+    workspace = DecodeWorkspace(n, kv_heads, group, dim, DEVICE)
+    out = torch.full((n, kv_heads * group * dim), float("nan"), device=DEVICE, dtype=DTYPE)
+    rows = torch.arange(n, dtype=torch.int32, device=DEVICE)
+    caches = (keys, values) if fused else (pages.keys, pages.values)
+    decode_attention(
+        qkv if fused else q, *caches, out, workspace, pages.table, rows, pages.lengths, dim**-0.5, group,
+        fused=(weight, table, eps) if fused else None, kv_scales=pages.scales, **more,
+    )  # fmt: skip
+    for i in range(0, n, max(1, n // 12)):
+        assert error(out[i].view(1, -1, dim), pages.attention(i, q[i : i + 1], **more)) < BOUND
+    assert not workspace.counters.any()
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.parametrize("splits", [None, 4])
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("dim", [64, 256])
+def test_chunks_with_windows_soft_caps_and_sinks(dim: int, small: bool, splits: int | None, special: str) -> None:
+    rng = np.random.default_rng(dim)
+    kv_heads, group = 2, 4
+    more = features(special, kv_heads * group)
+    for fresh in (False, True):
+        chunks = [1, 1, 3, 150, 70]
+        lengths = [chunk + (0 if fresh else int(rng.integers(0, 700))) for chunk in chunks]
+        pages = Pages(rng, lengths, 16, kv_heads, dim, small)
+        bounds = torch.tensor([0, *np.cumsum(chunks)], dtype=torch.int32, device=DEVICE)
+        qkv = normal(sum(chunks), kv_heads * (group + 2), dim)
+        q, keys, values = qkv.split([kv_heads * group, kv_heads, kv_heads], 1)
+        for i, (chunk, length) in enumerate(zip(chunks, lengths, strict=True)):
+            where, slots = slice(int(bounds[i]), int(bounds[i + 1])), pages.slots(i, range(length - chunk, length))
+            for k, (mine, cache) in enumerate(((keys, pages.keys), (values, pages.values))):
+                if pages.scales is None:
+                    cache.flatten(0, 1)[slots] = mine[where]
+                else:
+                    mine[where] = kv_fp8.dequantise(at(cache, slots), pages.scales[k], DTYPE)
+        workspace = PrefillWorkspace(kv_heads, dim, DEVICE)
+        for dense in (None, (keys, values)):
+            out = torch.full((len(q), kv_heads * group * dim), float("nan"), device=DEVICE, dtype=DTYPE)
+            prefill_attention(
+                q, pages.keys, pages.values, out, workspace, pages.table, pages.lengths, bounds, dim**-0.5,
+                first=2, max_seq_len=max(lengths), dense=dense, splits=splits, kv_scales=pages.scales, fresh=fresh,
+                **more,
+            )  # fmt: skip
+            for i in range(2, len(chunks)):
+                where = slice(int(bounds[i]), int(bounds[i + 1]))
+                assert error(out[where].view(chunks[i], -1, dim), pages.attention(i, q[where], **more)) < BOUND
+        assert not workspace.counters.any()
 
 
 @pytest.mark.parametrize("n,longest", [(1, 40), (1, 5000), (3, 700), (20, 1500), (64, 300), (200, 400)])
@@ -208,6 +294,9 @@ def test_norms_and_activation_equal_the_reference(tokens: int, hidden: int) -> N
     assert error(fused_ops.add_norm(x, mine, weight, 1e-6), wanted) < 1e-3
     assert torch.equal(mine, kept)
     assert error(fused_ops.norm(x, weight, 1e-6), reference_ops.norm(x, weight, 1e-6)) < 1e-3
+    exact = weight.float() * 1.001  # a weight in fp32 is multiplied before the only rounding
+    assert error(fused_ops.norm(x, exact, 1e-6), reference_ops.norm(x, exact, 1e-6)) < 1e-3
+    assert fused_ops.norm(x, exact, 1e-6).dtype == x.dtype
     parts = torch.stack((x.float() * 0.25, x.float() * 0.75))
     assert error(norms.rms_norm(parts, weight, 1e-6, residual.clone()), wanted) < 1e-3
     gate_up = normal(tokens, 2 * hidden)
