@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
 
-from minitui.text import count, duration
+from minitui.text import count, duration, listed
 from minitui.viewmodel.model import View
 from minitui.viewmodel.runs import Run, RunFigures
 
 CLEAR = 0.1  # durations that differ by a smaller share are called about the same
+PRICE = 0.25  # what got worse by a smaller share is not worth a sentence
 Value = float | None
 
 
@@ -110,7 +111,7 @@ class Difference:
 
     @property
     def change(self) -> str:
-        """The change in a few characters: "-54 %", "×2.6", "+2" (from zero), "same", "–"."""
+        """The change in a few characters: "-54%", "×2.6", "+2" (from zero), "same", "–"."""
         if self.first is None or self.second is None:
             return "–"
         if self.first == self.second:
@@ -119,7 +120,7 @@ class Difference:
             return "+" + self.quantity.text(self.second)
         if self.share >= 1:
             return f"×{1 + self.share:,.1f}"
-        return f"{self.share:+.0%}".replace("%", " %")
+        return f"{self.share:+.0%}"
 
 
 class Comparison:
@@ -181,14 +182,13 @@ class Comparison:
     @property
     def disturbed(self) -> str:
         """A sentence if other programs delayed a run by a clear share of its time; else empty."""
-        for run in self.runs:
-            figures = run.figures
-            if figures.delayed is not None and figures.delayed > CLEAR * figures.time:
-                return (
-                    f"Other programs used the core for {duration(figures.delayed)} of {run.name or 'a run'}: its times "
-                    "are too long."
-                )
-        return ""
+        parts = [
+            f"{duration(run.figures.delayed)} of {run.name or 'this run'}" for run in self.runs
+            if run.figures.delayed is not None and run.figures.delayed > CLEAR * run.figures.time
+        ]  # fmt: skip
+        if not parts:
+            return ""
+        return f"Other programs used the core for {listed(parts)}: on a quiet machine, the times are shorter."
 
     @property
     def sentence(self) -> str:
@@ -202,23 +202,24 @@ class Comparison:
         if main is None or not main.weight or (self.unlike and self.key not in EACH):
             main = max(told, key=lambda one: one.weight, default=None)
         if main is None:
-            return f"No figure of the two runs differs by more than {CLEAR:.0%}.".replace("%", " %")
+            return f"No figure of the two runs differs by more than {CLEAR:.0%}."
         words = f"With {self.runs[1].name or 'the second run'}, {_told(main)}"
         against = [one for one in told if {one.better, main.better} == {True, False}]
         time = by_name["time"]
-        if time in against:
-            return f"{words}. But {_told(time)}."
-        if time is not main and time.weight and not self.unlike:
+        if time is not main and time.weight and time not in against and not self.unlike:
             words += f", and {_told(time)}"
-        if against:
-            words += f". In return, {_told(max(against, key=lambda one: one.weight))}"
+        if self.disturbed:  # times may differ for other reasons than the setting
+            against = [one for one in against if not one.quantity.unit]
+        price = max(against, key=lambda one: one.weight, default=None)
+        if price is not None and price.weight >= log(1 + PRICE):
+            return f"{words}. In return, {_told(price)}."
         return words + "."
 
 
 def _told(one: Difference) -> str:
-    """Returns "the longest gap between tokens was 14 ms instead of 230 ms (-94 %)"."""
+    """Returns "the longest gap between tokens was 14 ms instead of 230 ms (-94%)"."""
     quantity = one.quantity
-    share = "" if one.share is None else f" ({one.share:+.0%})".replace("%", " %")
+    share = "" if one.share is None else f" ({one.share:+.0%})"
     if one.share is not None and one.share >= 1:
         share = f" ({1 + one.share:,.1f} times)"
     return f"the {quantity.words} was {quantity.text(one.second)} instead of {quantity.text(one.first)}{share}"

@@ -19,6 +19,7 @@ from minitui.viewmodel.spans import REQUESTS, Span
 from minitui.viewmodel.tokens import Arrivals, percentiles
 
 KINDS = ("decode", "mixed", "prefill")
+DRAFTS = "drafts"  # the kind of a phase: decode steps in which drafts were accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +170,7 @@ class Run:
         ]  # fmt: skip
 
     def phases(self, unit: str, lane: Lane) -> list[Span]:
-        """Returns the phases of a request on a clock: queued, prefill, decode; preempted and finished are moments."""
+        """Returns the phases of a request on a clock: REQUESTS and DRAFTS. Preempted and finished are moments."""
         known = self._spans.get((unit, lane.id))
         if known is None:
             known = self._spans[unit, lane.id] = self._phases(unit, self.clocks[unit], lane)
@@ -201,8 +202,15 @@ class Run:
             if code == QUEUED:
                 if first > joined:
                     add("queued", first, clock.begin_of(first), clock.begin_of(following))
-            elif code in (PREFILLING, DECODING):
-                add(REQUESTS[code], first, clock.begin_of(first), clock.end_of(last))
+            elif code == PREFILLING:
+                add("prefill", first, clock.begin_of(first), clock.end_of(last))
+            elif code == DECODING:
+                at = first
+                for begun, ended in (gain for gain in lane.gains if gain[1] >= first and gain[0] <= last):
+                    add("decode", at, clock.begin_of(at), clock.begin_of(begun))
+                    add(DRAFTS, begun, clock.begin_of(begun), clock.end_of(ended))
+                    at = ended + 1
+                add("decode", at, clock.begin_of(at), clock.end_of(last))
             elif code == PREEMPTED:
                 place = clock.begin_of(first)
                 spans.append(Span(REQUESTS[code], first, place, place, 0.0))
@@ -233,7 +241,7 @@ class Run:
                 continue
             kind = next((span.kind for span in spans if span.begin <= place < span.end), "")
             if kind:
-                counts[kind] += 1
+                counts["decode" if kind == DRAFTS else kind] += 1
         return counts
 
     @property

@@ -14,9 +14,11 @@ from minitui.settings import Settings
 from minitui.sources.recording import RecordingSource
 from minitui.teaching.compare import TracesOfRuns
 from minitui.teaching.contrasts import CONTRASTS
+from minitui.teaching.scenarios import DEMOS
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
-from minitui.tui.compare_app import CompareApp, RecordingsApp, TwoRecordings, compare_in_app
+from minitui.tui.compare_app import CompareApp, DemoApp, RecordingsApp, TwoRecordings, compare_in_app
+from minitui.tui.demo import play_in_app
 from minitui.tui.screens.compare import CompareScreen
 from minitui.viewmodel.comparison import Comparison
 from minitui.viewmodel.recorded import recorded_view
@@ -95,3 +97,28 @@ async def test_a_contrast_runs_in_the_application_is_saved_and_opens_again(tmp_p
         traces.save(contrast, tmp_path / "no such directory" / "run")
     traces.close()
     assert not traces.path.parent.exists()
+
+
+async def test_a_demo_of_two_settings_ends_with_both_runs_side_by_side() -> None:
+    source = Changeable(num_blocks=400)
+
+    def script(app: Any) -> Any:
+        return play_in_app(DEMOS["batching"], app, source.reconfigure, 0.0)
+
+    app = DemoApp(
+        source, Chats(source, sampling=sampling(30)), Settings(), system="Answer.", load_codec=lambda info: ByteCodec(),
+        script=script,
+    )  # fmt: skip
+    async with app.run_test(size=(100, 30)) as pilot:
+        await until(pilot, lambda: "q to quit" in app.story or "stopped" in app.story)
+        await press(pilot, "k")
+        screen = app.screen
+        assert isinstance(screen, CompareScreen), app.story
+        heads = [line for line in screen.runs.text.splitlines() if " steps · " in line]
+        assert [head.split(" · ")[0] for head in heads] == ["│ static batching", "│ continuous batching"]
+        steps = [re.search(r"(\d+) steps", head)[1] for head in heads]
+        assert all(f"{n} steps" in app.story for n in steps), "the text and the picture have the same figures"
+        await press(pilot, "2", "S", "0")
+        assert app.current_mode == "compare"
+        await press(pilot, "S")
+        assert app.save is None

@@ -15,7 +15,7 @@ from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
 from minitui.viewmodel.comparison import Comparison
 from minitui.viewmodel.model import View
-from minitui.viewmodel.runs import Run
+from minitui.viewmodel.runs import DRAFTS, Run
 from tests.engine.test_step_clock import Timed
 from tests.support.golden import GOLDEN
 
@@ -97,7 +97,7 @@ def test_the_phases_of_a_request_follow_each_other_and_hold_its_tokens(name: str
         spans = run.phases(unit, lane)
         assert all(a.end <= b.begin + 1e-9 for a, b in pairwise(spans))
         found = run.arrivals[lane.id]
-        working = [span for span in spans if span.kind in ("prefill", "decode")]
+        working = [span for span in spans if span.kind in ("prefill", "decode", DRAFTS)]
         for step in found.steps.tolist():
             end = run.clocks[unit].end_of(step)
             assert any(span.begin - 1e-6 <= end <= span.end + 1e-6 for span in working), (lane.id, step)
@@ -125,8 +125,7 @@ def test_static_and_continuous_batching_differ_in_steps_not_in_work(monkeypatch:
     assert first.replies == second.replies == sum(LENGTHS)
     assert both.unlike == ""
     assert both.sentence.startswith(
-        f"With continuous batching, the number of steps was {second.steps} instead of 21 ({second.steps / 21 - 1:+.0%}"
-        .replace("%", " %")
+        f"With continuous batching, the number of steps was {second.steps} instead of 21 ({second.steps / 21 - 1:+.0%})"
     )
     waits = [run.doing("steps", 0.5) for run in both.runs]
     assert waits[0] == waits[1] == {"decode": 0, "prefill": 2, "queued": 3, "finished": 0}
@@ -138,7 +137,7 @@ def test_static_and_continuous_batching_differ_in_steps_not_in_work(monkeypatch:
 def test_the_sentence_names_the_key_figure_the_time_and_what_got_worse(monkeypatch: pytest.MonkeyPatch) -> None:
     one = viewed(played(monkeypatch), "a")
     same = compared(one, viewed(played(monkeypatch), "b"))
-    assert same.sentence == "No figure of the two runs differs by more than 10 %."
+    assert same.sentence == "No figure of the two runs differs by more than 10%."
     changes = {one.quantity.name: one.change for one in same.differences}
     changes.pop("delayed", None)  # the host of this test may really have waited for a core
     assert {*changes.values()} == {"same"}

@@ -14,7 +14,7 @@ from textual.binding import Binding
 from minitui.text import count, duration, ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
-from minitui.tui.widgets.rows import Row, Run, Runs, cells, clean, fit
+from minitui.tui.widgets.rows import Row, Run, Runs, cells, clean, fit, legend
 from minitui.tui.widgets.tracks import Scale, number, ruler, track
 from minitui.tui.widgets.waterfall_texts import request_legend
 from minitui.viewmodel.comparison import Comparison
@@ -99,7 +99,10 @@ machine, times are not.""")
                 self._rows.append(None)
         rows += [Row().done(width)] * (height - len(rows) - len(feet))
         note: list[Run] = [(self._column_text(), "ink"), *self.own_key("[ ] zoom · k clock")]
-        return Picture(rows + feet, title=f"{self.TITLE} · {title}", note=note, legend=request_legend())
+        signs = request_legend()
+        if any(run.figures.accepted for run in comparison.runs):
+            signs = [*legend((glyphs().gaining, "hit", "drafts accepted")), ("  ", "dim"), *signs]
+        return Picture(rows + feet, title=f"{self.TITLE} · {title}", note=note, legend=signs)
 
     def compared(self, view: View) -> Comparison:
         """Returns the comparison of the view's runs, up to date."""
