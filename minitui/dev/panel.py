@@ -18,6 +18,7 @@ from engine.trace.state import State
 from minitui.dev.simulator import CLASSROOM, Load, Stress
 from minitui.tui.glyphs import ASCII, glyphs, use_ascii
 from minitui.tui.theme import THEMES
+from minitui.tui.widgets.attention import Attention, KeySlot
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.block_map import BlockMap
 from minitui.tui.widgets.block_table import BlockTable
@@ -117,6 +118,7 @@ class Alone(App[None]):
 
 
 PANELS: dict[str, type[LinePanel]] = {
+    "attention": Attention,
     "block-map": BlockMap,
     "block-table": BlockTable,
     "candidates": CandidateBars,
@@ -131,6 +133,7 @@ PANELS: dict[str, type[LinePanel]] = {
     "recorded-runs": HostAndDevice,
     "requests": RequestTable,
     "runs": SideBySide,
+    "slot": KeySlot,
     "step-bar": StepBar,
     "timeline": RequestTimeline,
     "timings": StepTimings,

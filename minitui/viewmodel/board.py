@@ -1,4 +1,4 @@
-"""What a lesson shows in a panel besides the engine's records: a text in pieces, a key that is read, candidates."""
+"""What a lesson shows in a panel besides the engine's records: a text in pieces, candidates, a key that is read."""
 
 from __future__ import annotations
 
@@ -80,4 +80,30 @@ class RecordedRuns:
     until: float = 1.0
 
 
-Board = Pieces | Candidates | Curves | RecordedRuns
+@dataclass(frozen=True, slots=True)
+class KeyRead:
+    """A query that reads a key through the block table of its request. Both are numbered by their positions."""
+
+    request: int
+    table: tuple[int, ...]
+    block_size: int
+    query: int
+    key: int
+
+    @property
+    def logical(self) -> int:
+        """The index of the block table's entry for the key."""
+        return self.key // self.block_size
+
+    @property
+    def block(self) -> int:
+        """The physical block of the key."""
+        return self.table[self.logical]
+
+    @property
+    def slot(self) -> int:
+        """The place of the key in the pool, counted in tokens."""
+        return self.block * self.block_size + self.key % self.block_size
+
+
+Board = Pieces | Candidates | KeyRead | Curves | RecordedRuns

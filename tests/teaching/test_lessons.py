@@ -69,7 +69,7 @@ RIGHT = {  # what each experiment must prove, by lesson and page title
     (9, "What is evicted, and when"): "B's: it is the least recently used",
     (10, "Eager, graphs, overlap"): "the host: its launches",
     (10, "A larger model"): "about as long as its kernels",
-    (10, "A ladder of sizes"): "the graph for 8 rows",
+    (10, "A ladder of sizes"): "the graph for 8 requests",
 }
 
 

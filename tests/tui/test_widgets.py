@@ -17,6 +17,7 @@ from minitui.text import ms
 from minitui.tui import theme
 from minitui.tui.glyphs import ASCII, UNICODE, glyphs, use_ascii
 from minitui.tui.theme import COLOURS, Palette, palette
+from minitui.tui.widgets.attention import Attention, KeySlot, triangle
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.block_map import MODES, BlockMap, grid
 from minitui.tui.widgets.block_table import BlockTable
@@ -35,7 +36,7 @@ from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.tree import RadixTree
 from minitui.tui.widgets.vitals import Vitals, vitals
 from minitui.tui.widgets.waterfall import Waterfall
-from minitui.viewmodel.board import Candidate, Candidates, Pieces
+from minitui.viewmodel.board import Candidate, Candidates, KeyRead, Pieces
 from minitui.viewmodel.lanes import DECODING, FINISHED, NOTHING, PREEMPTED, PREFILLING, QUEUED
 from minitui.viewmodel.model import View
 from minitui.viewmodel.story import tell
@@ -44,7 +45,7 @@ from tests.support.paths import SNAPSHOTS
 
 PANELS = (
     BlockMap, BlockTable, BatchLanes, RadixTree, StepTimings, Events, StepBar, Vitals, Occupancy, PromptOrigin,
-    ExpertMap, Waterfall, RequestTable, RequestTimeline,
+    ExpertMap, Waterfall, RequestTable, RequestTimeline, Attention,
 )  # fmt: skip
 TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
 
@@ -132,6 +133,48 @@ def test_a_cut_candidate_is_crossed_out_and_the_drawn_one_has_an_arrow():
     assert the.endswith(" 80.0%   (50.0%)")
     assert "×" in cut and "█" not in cut and " cut " in cut and "␛␊" in escape
     assert "<0.1%" in rare and line.startswith("drawn with seed 1")
+
+
+def drawn_triangle(start, queries, width, height):
+    return ["".join(mark for mark, _ in row) for row in triangle(start, queries, width, height)[0]]
+
+
+def test_attention_is_a_triangle_and_after_a_cached_prefix_a_rectangle_with_a_slanted_end():
+    assert drawn_triangle(0, 4, 40, 9) == ["█···", "██··", "███·", "████"]
+    assert drawn_triangle(5, 3, 40, 9) == ["░░░░░█··", "░░░░░██·", "░░░░░███"]
+    assert drawn_triangle(20, 1, 40, 9) == ["░" * 20 + "█"], "a decode step has one query"
+    rows, per_row, per_cell = triangle(112, 14, 70, 7)
+    assert (len(rows), per_row, per_cell) == (7, 2, 2) and {len(row) for row in rows} == {63}
+    assert ["".join(mark for mark, _ in row).count("█") for row in rows] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_the_picture_of_attention_is_that_of_the_steps_chunk():
+    _, view = stress_view(TIGHT, 3.0, 30)
+    step = next(step for step in range(view.steps.last, -1, -1) if view.steps.chunks(step))
+    view.select("step", step)
+    request, start, n, _ = view.steps.chunks(step)[0]
+    picture = Attention().picture(view, 100, 30)
+    quer = "query" if n == 1 else "queries"
+    assert picture.title == f"Who sees whom · step {step} · r{request}: {n} {quer}, {start + n} keys"
+    assert plain(picture.rows[0]).split()[0] == str(start)
+
+
+def test_a_key_that_is_read_has_its_slot_and_its_block_lights_up():
+    _, view = stress_view(TIGHT, 2.0, 20)
+    request = max(view.shown.state.requests.values(), key=lambda request: len(request.table))
+    size, table = view.shown.state.block_size, tuple(request.table)
+    plain_map = BlockMap().picture(view, 80, 12).rows
+    read = KeyRead(request.id, table, size, size + 9, size + 3)
+    view.put(read)
+    assert read.block == table[1] and read.slot == table[1] * size + 3
+    text = "\n".join(body(KeySlot(), view, 80, 4))
+    assert f"table[1] = {table[1]}" in text and f"{table[1]} * {size} + 3 = {read.slot}" in text
+    lit = BlockMap().picture(view, 80, 12).rows
+    styles = {style for row in lit for _, style in row} - {style for row in plain_map for _, style in row}
+    assert styles == {"on-fill on accent", "accent on select"}, "the block that is read, and those read before it"
+    for width, height in SHAPES:
+        rows = KeySlot().drawn(view, width, height)
+        assert [sum(cells(text) for text, _ in row) for row in rows] == [width] * height
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.__name__)

@@ -36,9 +36,7 @@ async def batch_sizes(stage: Stage) -> Seen:
         await stage.write("What is decode?", 40, 2, seconds=0.4, system="")
         assert stage.last_row().decodes == n
         served.append((n, next(size for size in SIZES if size >= n)))
-    lines = [
-        f"   {count(n, 'request'):<10}   graph for {count(size, 'row')}, {size - n} of padding" for n, size in served
-    ]
+    lines = [f"   {count(n, 'request'):<10}   graph for {size}, {size - n} of padding" for n, size in served]
     return Seen("\n".join(lines), {4: 0, 5: 1, 8: 2}[served[-1][1]])
 
 
@@ -53,7 +51,7 @@ async def close(stage: Stage) -> None:
 def _padding(stage: Stage) -> str:
     n = stage.last_row().decodes
     size = next(size for size in SIZES if size >= n)
-    return f"{size - n}: {count(n, 'request')} and a graph for {count(size, 'row')}"
+    return f"{size - n}: {count(n, 'request')} and a graph for {size}"
 
 
 def _prefills(stage: Stage) -> int:
@@ -145,20 +143,20 @@ LESSON = Lesson(
         Page(
             "A ladder of sizes",
             """
-            A graph is captured for a fixed number of rows, but a batch may have any number of rows. Capturing a graph
-            for each number would need much time and memory. So there is a ladder of sizes: 1, 2, 4, 8, 16, then in
+            A graph is captured for a fixed number of requests, but a batch may have any number. Capturing a graph for
+            each number would need much time and memory. So there is a ladder of sizes: 1, 2, 4, 8, 16, then in
             steps of 16 up to 128, and then in steps of 32. A batch uses the smallest size that is large enough. The
-            extra rows are padding: they belong to no request and point to the null block.
+            graph's other places are padding: they belong to no request and point to the null block.
             """,
             panel="step",
             code="engine.worker.cuda_graphs:ladder",
             run=batch_sizes,
             predict=Prediction(
                 f"{LARGEST_BATCH} requests decode. Which graph is replayed?",
-                ("the graph for 4 rows, twice", f"a graph for exactly {LARGEST_BATCH} rows", "the graph for 8 rows"),
+                ("the graph for 4 requests, twice", f"a graph for exactly {LARGEST_BATCH}", "the graph for 8 requests"),
                 (
-                    "all weights would be read twice. Three rows of padding cost much less.",
-                    "there would have to be a graph for every number of rows up to the largest: more memory, and "
+                    "all weights would be read twice. Three places of padding cost much less.",
+                    "there would have to be a graph for every batch size up to the largest: more memory, and "
                     "a longer start.",
                     "",
                 ),
@@ -171,7 +169,7 @@ LESSON = Lesson(
 
               decode (requests)  one token for each request
               extend (tokens)    chunks of a few requests: ends of prompts
-              sample (rows)      greedy, with noise, or with noise and top-k or top-p
+              sample (requests)  greedy, with noise, or with noise and top-k or top-p
 
             Longer prompts have no graph. From about 1,000 tokens on (Qwen3-8B on the H200), their kernels take longer
             than the launches; a shorter prompt would gain. (vLLM captures prompts too, in pieces.) Sampling has its own
@@ -187,7 +185,7 @@ LESSON = Lesson(
     close,
     (
         Check(
-            "How many rows would be padding in the next decode step on a GPU?",
+            "How many places would be padding in the next decode step on a GPU?",
             "step",
             "the step bar: D×n means n decoding requests. The ladder has the sizes 1, 2, 4 and 8.",
             _padding,

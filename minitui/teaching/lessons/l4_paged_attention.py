@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, fresh
-from minitui.teaching.scenarios import QUESTIONS
+from minitui.teaching.scenarios import QUESTIONS, paste
 from minitui.teaching.stage import Stage
+from minitui.viewmodel.board import KeyRead
 
 CACHED, PROMPT = 112, 126  # tokens in the question of page 3; `after_a_hit` compares them with the engine's
+
+READING_SECONDS = 12.0  # for all keys that a query reads
 
 
 async def scramble(stage: Stage) -> None:
@@ -16,10 +19,13 @@ async def scramble(stage: Stage) -> None:
 
 
 async def find_slots(stage: Stage) -> Seen:
-    """Finds the slots of one request's keys, in blocks that are not in order."""
+    """Reads the keys of one request one after the other, in blocks that are not in order."""
     await scramble(stage)
-    request = stage.request(await stage.write("What is paged attention?", 30, 6, seconds=0.4))
+    request = stage.request(await stage.write(paste(2), 30, 6, system=""))
     size, n = stage.source.info["block_size"], stage.state().computed(request)
+    for key in range(n):
+        stage.view.put(KeyRead(request.id, tuple(request.table), size, n - 1, key))
+        await stage.pause(READING_SECONDS / n)
     lines = []
     for position in sorted({0, size - 1, size, 2 * size + 5, n - 1}):
         logical, offset = divmod(position, size)
@@ -35,8 +41,10 @@ async def find_slots(stage: Stage) -> Seen:
 
 
 async def after_a_hit(stage: Stage) -> Seen:
-    """Computes a prompt whose beginning is cached."""
-    await stage.write("What is paged attention?", 6, 6)
+    """Computes a prompt in one piece, and then a prompt whose beginning is cached."""
+    await stage.write("What is paged attention?", 6, 1)
+    await stage.pause(4)
+    await stage.step(5)
     await stage.write("What is a block table?", 6, 1, seconds=0.6)
     request, start, n, _ = stage.last_row().chunks[0]
     assert (start, start + n) == (CACHED, PROMPT), f"{start} of {start + n} prompt tokens are cached"
@@ -44,7 +52,7 @@ async def after_a_hit(stage: Stage) -> Seen:
         f"r{request} had {start + n} prompt tokens. The step computed {n} of them; the keys of the other {start} were "
         f"cached. The first query saw keys 0 to {start}, the last query keys 0 to {start + n - 1}. In general: if a "
         f"chunk has Q queries and K keys, its own keys included, query i sees keys 0 to K - Q + i. Here K - Q is "
-        f"{start}. The triangle has become a wide rectangle with a slanted end.",
+        f"{start}. In the panel, the triangle of the first prompt has become a rectangle with a slanted end.",
         1,
     )
 
@@ -96,9 +104,10 @@ LESSON = Lesson(
             """
             One chat writes a reply. Each of its decode steps computes one new token, and so one query for each query
             head. Before the experiment, other chats use and release the blocks of the pool in another order. So the
-            blocks of this chat are not side by side.
+            blocks of this chat are not side by side. The panels then show one query of the last step: the keys that
+            it reads, one after the other, each in its slot and its block. (A kernel reads many at the same time.)
             """,
-            panel="table",
+            panel="slot",
             run=find_slots,
             predict=Prediction(
                 "How many keys does one query of the last step read in a layer?",
@@ -119,9 +128,10 @@ LESSON = Lesson(
             piece, query i, counted from 0, sees keys 0 to i: the mask is a triangle.
 
             If the beginning of the prompt is cached, its keys are in the pool, and only the other tokens have queries
-            in this step. Queries are again counted from 0.
+            in this step. Queries are again counted from 0. The panel shows two prompts: first a prompt of which nothing
+            is cached, then a prompt with a cached beginning.
             """,
-            panel="step",
+            panel="attention",
             code="engine.attention.base:ForwardMeta",
             run=after_a_hit,
             predict=Prediction(

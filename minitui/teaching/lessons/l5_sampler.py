@@ -11,7 +11,6 @@ from engine.errors import EngineError
 from engine.params import MAX_LOGPROBS, SamplingParams
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, TypeIn
 from minitui.teaching.stage import Stage
-from minitui.text import ms
 from minitui.viewmodel.board import Candidate, Candidates
 
 QUESTION = "What is temperature?"
@@ -22,6 +21,7 @@ COLUMNS = 5  # tokens in the text
 NAME_WIDTH = 22
 BIAS = 2.0
 KEPT = 3
+CLOSING = {"top_k": KEPT}
 PICTURES: tuple[dict[str, float], ...] = (
     {"temperature": 0.5}, {"temperature": 1.0}, {"temperature": 2.0}, {"top_k": KEPT}, {"top_p": 0.7}, {"min_p": 0.1},
     {"repetition_penalty": 2.0},
@@ -166,24 +166,35 @@ def _short(text: str) -> str:
 
 
 async def close(stage: Stage) -> None:
-    """Stops the engine in the middle of a greedy reply."""
+    """Draws one token with top_k, and then stops the engine in the middle of a greedy reply."""
+    assert stage.chats.codec is not None
+    ids = stage.chats.codec.apply_chat_template([{"role": "user", "content": UNKNOWN}], add_generation_prompt=True)
+    before, _ = await likeliest(stage, ids)
+    now, drawn = await likeliest(stage, ids, **CLOSING)
+    picture = candidates(stage, _title(stage, CLOSING), before, now, drawn, SEED)
     await stage.write(QUESTION, 40, 6)
+    stage.view.put(picture)
 
 
-def _first(stage: Stage) -> str:
-    item = stage.view.first_tokens.items[-1]
-    return f"{ms(item.prefill_ms)} ms: computing the prompt, and sampling from the logits of its last token"
+def _tokens(stage: Stage) -> tuple[Candidate, ...]:
+    board = stage.view.board
+    assert isinstance(board, Candidates)
+    return board.tokens
+
+
+def _drawn_from(stage: Stage) -> str:
+    token = next(token for i, token in enumerate(_tokens(stage)) if i == stage.view.board.drawn)  # type: ignore[union-attr]
+    return f"“{token.text}”: {token.now:.1%}; without settings {token.before:.1%}"
+
+
+def _first_cut(stage: Stage) -> str:
+    token = next(token for token in _tokens(stage) if token.now is None)
+    return f"“{token.text}”, with {token.before:.1%}: top_k keeps a number of tokens, however likely the next one is"
 
 
 def _drawn(stage: Stage) -> str:
     row = stage.last_row()
     return f"{row.decodes + sum(chunk[3] for chunk in row.chunks)}"
-
-
-def _prompt_drew(stage: Stage) -> str:
-    steps = stage.view.steps
-    drew = next(steps.chunks(s)[0][3] for s in range(steps.last, -1, -1) if steps.chunks(s))
-    return ("yes" if drew else "no") + ": the reply's first token is sampled from the logits of the prompt's last token"
 
 
 LESSON = Lesson(
@@ -274,23 +285,22 @@ LESSON = Lesson(
     close,
     (
         Check(
+            "How likely was the drawn token, with and without the settings?",
+            "candidates",
+            "the candidates: the two numbers beside the arrow.",
+            _drawn_from,
+        ),
+        Check(
+            "Which is the likeliest token that was cut, and why?",
+            "candidates",
+            "the candidates: the first bar that is crossed out; the title.",
+            _first_cut,
+        ),
+        Check(
             "How many tokens did the last step sample?",
             "step",
             "the step bar: without speculation, every decoding request samples one token.",
             _drawn,
-        ),
-        Check(
-            "Did the prompt's chunk sample a token, too?",
-            "lanes",
-            "the batch lanes: the request decodes in the step right after its prefill, so the prefill sampled its "
-            "first token.",
-            _prompt_drew,
-        ),
-        Check(
-            "How long did it take from admission to the first token?",
-            "timings",
-            "the timings: time to first token, prefill part.",
-            _first,
         ),
     ),
     {"kv_blocks": 96, "logprobs_mode": "processed_logprobs"},

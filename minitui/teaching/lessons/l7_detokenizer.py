@@ -7,10 +7,14 @@ from pathlib import Path
 from engine.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
+from minitui.teaching.merges import shown_piece
 from minitui.teaching.stage import Stage
+from minitui.viewmodel.board import Pieces
 from minitui.viewmodel.model import Lane
 
 TEXT = "a😀b漢é"
+
+CHARACTER = "漢"  # of TEXT, in a closing question
 
 SILENT = (0, 3, 6, 9)  # choices of the question: tokens that emit nothing
 
@@ -58,8 +62,20 @@ async def held_back(stage: Stage) -> Seen:
 
 
 async def close(stage: Stage) -> None:
-    """Pauses the engine in the middle of a reply."""
+    """Pauses the engine in the middle of a reply, and shows the tokens of TEXT."""
     await stage.write("What is incremental detokenization?", 12, 6)
+    tokenizer = Tokenizer(Path(stage.source.info["model_dir"]))
+    ids = tokenizer.encode(TEXT)
+    pieces = tuple(shown_piece(tokenizer.token_bytes(token)) for token in ids)
+    stage.view.put(Pieces(f"Tokens of {TEXT}", pieces, "each token, with its id under it", tuple(ids)))
+
+
+def _completes(stage: Stage) -> str:
+    """Returns the token with the last byte of CHARACTER."""
+    board = stage.view.board
+    assert isinstance(board, Pieces)
+    at = len(TEXT[: TEXT.index(CHARACTER) + 1].encode()) - 1  # every token is one byte
+    return f"{board.pieces[at]}, the token {board.ids[at]}: before it, the bytes of {CHARACTER} are held back"
 
 
 def _lane(stage: Stage) -> Lane:
@@ -168,10 +184,10 @@ LESSON = Lesson(
             _written,
         ),
         Check(
-            "How many of the prompt's tokens were computed?",
-            "events",
-            "the events: they show how many tokens came from the tree; the others were computed.",
-            lambda stage: f"{_lane(stage).computed_tokens} of {_lane(stage).prompt_tokens}",
+            f"The tokens of {TEXT} arrive one by one. With which token is {CHARACTER} emitted?",
+            "pieces",
+            f"the tokens: {CHARACTER} has three bytes, and each token here is one byte.",
+            _completes,
         ),
         Check(
             "Has the reply ended? If so, why?",

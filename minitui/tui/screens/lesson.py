@@ -17,6 +17,7 @@ from minitui.teaching.lessons.page import Lesson, Seen, find_code, fresh
 from minitui.teaching.stage import LETTERS, Stage
 from minitui.tui.screens.base import BaseScreen, Hint
 from minitui.tui.screens.code import CodeScreen
+from minitui.tui.widgets.attention import Attention, KeySlot
 from minitui.tui.widgets.bar import Bar
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.block_map import BlockMap
@@ -38,18 +39,22 @@ from minitui.tui.widgets.tree import RadixTree
 from minitui.viewmodel.model import View
 
 PANELS: dict[str, type[LinePanel]] = {
-    "step": StepBar, "map": BlockMap, "table": BlockTable, "lanes": BatchLanes, "tree": RadixTree,
+    "step": StepBar, "attention": Attention, "slot": KeySlot, "map": BlockMap, "table": BlockTable,
+    "lanes": BatchLanes, "tree": RadixTree,
     "timings": StepTimings, "events": Events, "occupancy": Occupancy, "pieces": TextPieces, "runs": SideBySide,
     "candidates": CandidateBars, "costs": CostCurves, "gpu": HostAndDevice,
 }  # fmt: skip
 WIDE = 120  # columns; if the screen is at least this wide, panels are beside the text, otherwise below it
 # Rows of these panels; on a narrow screen, all other panels have PANEL_ROWS. The timings need 10 for their tracks.
-HEIGHTS = {"step": 4, "occupancy": 1, "timings": 10, "candidates": 11, "costs": 12, "gpu": 12}
-TALL = ("costs", "gpu")  # on a wide screen, these panels have its height
+HEIGHTS = {
+    "step": 4, "occupancy": 1, "timings": 10, "candidates": 11, "attention": 12, "slot": 6, "costs": 12, "gpu": 12,
+}  # fmt: skip
+TALL = ("attention", "costs", "gpu")  # on a wide screen, these panels have its height
 PANEL_ROWS = 9
 MIN_PANEL_ROWS = 5  # below the text, a panel with nothing to show is hidden if fewer rows are left
 # Panel -> the panel under it. A narrow screen shows only the first of the two.
-PARTNERS = {"step": "lanes", "occupancy": "map"}
+PARTNERS = {"step": "lanes", "occupancy": "map", "slot": "map"}
+BOTH_ROWS = {"slot": 11}  # with so many rows, a narrow screen shows the partner of this panel, too
 
 
 class HasLesson(Protocol):
@@ -160,7 +165,9 @@ class LessonScreen(BaseScreen[None]):
         if not name:
             return []
         if self.has_class("-narrow"):
-            return [name] if self._rows_below() else []
+            rows = self._rows_below()
+            both = name in BOTH_ROWS and rows == BOTH_ROWS[name]
+            return [name, PARTNERS[name]] if both else [name] if rows else []
         return [name, PARTNERS[name]] if name in PARTNERS else [name]
 
     def _rows_below(self) -> int:
@@ -168,7 +175,7 @@ class LessonScreen(BaseScreen[None]):
 
         A panel with nothing to show gets only rows that the text does not need.
         """
-        rows = HEIGHTS.get(self.reading.panel, PANEL_ROWS)
+        rows = BOTH_ROWS.get(self.reading.panel) or HEIGHTS.get(self.reading.panel, PANEL_ROWS)
         if self.reading.panel_has_content:
             return rows
         left = self.size.height - 4 - len(page_lines(self.reading, self.size.width - 4))
@@ -180,12 +187,15 @@ class LessonScreen(BaseScreen[None]):
         side = self.query_one("#side")
         side.display = bool(shown)
         self.text.set_class(not shown, "-alone")
+        below = self._rows_below() if self.has_class("-narrow") else None
         for name in PANELS:
             panel = self.query_one(f"#panel-{name}")
             if panel.display != (name in shown):
                 panel.display = name in shown
             if name in shown:
-                rows = self._rows_below() if self.has_class("-narrow") else None if name in TALL else HEIGHTS.get(name)
+                rows = None if name in TALL and below is None else HEIGHTS.get(name)
+                if below is not None:
+                    rows = below if len(shown) == 1 else rows or below - HEIGHTS[shown[0]]
                 height = Scalar.parse("1fr" if rows is None else str(rows))
                 if panel.styles.height != height:
                     panel.styles.height = height

@@ -20,6 +20,7 @@ from minitui.tui.widgets import occupancy
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
 from minitui.tui.widgets.rows import Line, Row, Run, Runs, runs_width
 from minitui.viewmodel.annotated_state import STATE_NAMES
+from minitui.viewmodel.board import KeyRead
 from minitui.viewmodel.model import View
 
 FILLING = 4  # code of an active block with free places for tokens; the other codes are in engine.trace.state
@@ -177,6 +178,8 @@ just changed.""")
         marked = np.zeros(view.shown.state.num_blocks, bool)
         if view.links.blocks:
             marked[list(view.links.blocks)] = True
+        if isinstance(read := view.board, KeyRead):
+            marked[list(read.table[: read.logical + 1])] = True
         marked_cells = marked[span]
         if g.k > 1:
             at = np.arange(g.blocks) // g.k
@@ -194,6 +197,8 @@ just changed.""")
         cursor = self.cursor_cell(view)
         if cursor is not None and self.has_focus:
             combined[cursor] = codes[cursor] * 8 + 6
+        if isinstance(read, KeyRead) and 0 <= (cell := (read.block - g.first) // g.k) < g.cells:
+            combined[cell] = codes[cell] * 8 + 6
         rows = -(-g.cells // g.per_row)
         cells = np.full((rows, g.per_row), -1, np.int64)
         cells.reshape(-1)[: g.cells] = combined
@@ -340,7 +345,8 @@ just changed.""")
 def _runs(cells: np.ndarray, looks: list[tuple[str, str]], g: Grid, width: int) -> Runs:
     """Returns one line of cells; equal neighbours become one run.
 
-    The value of a cell is code*8 + glow*2 + marked. A glow of 3 marks the cursor; a negative value ends the line.
+    The value of a cell is code*8 + glow*2 + marked. A glow of 3 marks the cursor, or the block that is read.
+    A negative value ends the line.
     """
     runs: list[Run] = []
     ends = [*(np.flatnonzero(cells[1:] != cells[:-1]) + 1).tolist(), len(cells)]
