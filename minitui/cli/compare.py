@@ -21,8 +21,10 @@ from minitui.tui.terminal import has_terminal
 from minitui.visible import json_text
 
 if TYPE_CHECKING:
+    from minitui.sources.base import Source
+    from minitui.teaching.compare import Outcome
     from minitui.teaching.contrasts import Contrast
-    from minitui.trace.reader import TraceReader
+    from minitui.teaching.stage import Restart
     from minitui.viewmodel.comparison import Comparison
 
 DEFAULTS = {"kv_blocks": None, "no_prefix_caching": False}  # of the options that contrasts change
@@ -54,13 +56,13 @@ def compare(
     """Run the same work under two settings, and show both runs on one clock: what differs, in numbers and a sentence.
 
     \b
-      minitui compare cache              six chats with one system prompt, without and with the prefix cache
-      minitui compare batching           static and continuous batching
-      minitui compare chunked-prefill    a long prompt beside running replies: in one step and in chunks
-      minitui compare speculation        without and with drafts from the text
-      minitui compare pool --pools 24,64 two sizes of the KV pool
-      minitui compare cache --save demo  also write demo-cache-off.trace and demo-cache-on.trace
-      minitui compare demo-cache-off.trace demo-cache-on.trace
+      minitui compare cache               six chats with one system prompt, without and with the prefix cache
+      minitui compare batching            static and continuous batching
+      minitui compare chunked-prefill     a long prompt beside running replies: in one step and in chunks
+      minitui compare speculation         without and with drafts from the text
+      minitui compare pool --pools 24,64  two sizes of the KV pool
+      minitui compare cache --save demo   also write demo.cache-off.trace and demo.cache-on.trace
+      minitui compare demo.cache-off.trace demo.cache-on.trace
       minitui compare cache --json | jq .sentence
     """
     names = what or []
@@ -127,8 +129,9 @@ def _run(
 
         saving = partial(traces.save, contrast)
         if text:
-            comparison, infos, replies = asyncio.run(_play(contrast, source, choice.system, sampling, restart))
-            _report(comparison, f"{contrast.title} ({infos[1]['model']})", infos, [replies, comparison.disturbed], json)
+            comparison, outcome = asyncio.run(_play(contrast, source, choice.system, sampling, restart))
+            title = f"{contrast.title} ({outcome.infos[1]['model']})"
+            _report(comparison, title, outcome.infos, [outcome.replies], json)
             if save is not None:
                 _saved(saving(save))
             return 0
@@ -145,25 +148,22 @@ def _run(
         traces.close()
 
 
-async def _play(contrast: Contrast, source: Any, system: str, sampling: Sampling, restart: Any) -> Any:
-    """Returns (the comparison, the engines' infos, a sentence about the replies)."""
+async def _play(
+    contrast: Contrast, source: Source, system: str, sampling: Sampling, restart: Restart
+) -> tuple[Comparison, Outcome]:
+    """Runs a contrast without the application, and prints on stderr what runs now."""
     from minitui.teaching.compare import run_contrast
     from minitui.teaching.stage import plain_stage
     from minitui.viewmodel.comparison import Comparison
-
-    infos: list[dict[str, Any]] = []
-
-    async def noted(changes: dict[str, Any]) -> None:
-        await restart(changes)
-        infos.append(dict(source.info))
+    from minitui.viewmodel.comparison_words import key_of
 
     def say(words: str) -> None:
         print(words, file=sys.stderr, flush=True)
 
-    async with plain_stage(source, sampling, load_codec, system=system, say=say, restart=noted, beat=0.0) as stage:
-        replies = await run_contrast(contrast, stage)
+    async with plain_stage(source, sampling, load_codec, system=system, say=say, restart=restart, beat=0.0) as stage:
+        outcome = await run_contrast(contrast, stage)
         stage.view.group_names = stage.chats.names
-        return Comparison.of(stage.view, contrast.key), infos[-2:], replies.sentence
+        return Comparison.of(stage.view, key_of(outcome.infos)), outcome
 
 
 def _saved(files: list[Path]) -> None:
@@ -177,19 +177,18 @@ def _open(first: str, second: str, looks: dict[str, Any], text: bool, json: bool
     """Compares two recordings; returns the exit code."""
     from minitui.trace.bundled import find_trace
     from minitui.trace.reader import TraceReader
-    from minitui.viewmodel.comparison_words import settings_that_differ
-
     readers = TraceReader(find_trace(first)), TraceReader(find_trace(second))
-    names = _names(readers)
-    infos = [reader.info for reader in readers]
+    names = run_names(*(reader.path.name.removesuffix(".trace") for reader in readers))
     if text:
         from minitui.viewmodel.comparison import Comparison
+        from minitui.viewmodel.comparison_words import key_of
         from minitui.viewmodel.recorded import recorded_view
 
+        infos = [reader.info for reader in readers]
         view = recorded_view(readers[1], names[1])
         view.earlier = recorded_view(readers[0], names[0])
         notes = [f"{reader.path} is not complete: it was cut off." for reader in readers if not reader.complete]
-        _report(Comparison.of(view), f"{readers[0].path} and {readers[1].path}", infos, notes, json)
+        _report(Comparison.of(view, key_of(infos)), f"{readers[0].path} and {readers[1].path}", infos, notes, json)
         return 0
     from minitui.tui.compare_app import RecordingsApp, TwoRecordings
 
@@ -197,21 +196,23 @@ def _open(first: str, second: str, looks: dict[str, Any], text: bool, json: bool
         reader.check()  # fails before the application opens
     settings = settings_file.load()
     apply_looks(settings, looks)
-    differ = settings_that_differ(infos)
-    note = f"The engines differ in: {differ}." if differ else ""
-    make = partial(RecordingsApp, note=note)
-    return run_app(TwoRecordings(readers, names), Choice("", "", "", "model"), settings, Sampling(), make=make)
+    source = TwoRecordings(readers, names)
+    return run_app(source, Choice("", "", "", "model"), settings, Sampling(), make=RecordingsApp)
 
 
-def _names(readers: tuple[TraceReader, TraceReader]) -> tuple[str, str]:
-    """Returns the names of the two files, without ".trace"."""
-    first, second = (reader.path.name.removesuffix(".trace") for reader in readers)
+def run_names(first: str, second: str) -> tuple[str, str]:
+    """Returns the names of two runs, from the names of their files: "mine.cache-on" is "cache on" if the other file
+    begins with "mine." too."""
+    one, two = first.rpartition("."), second.rpartition(".")
     if first == second:
         return f"{first} (1)", f"{second} (2)"
+    if one[0] and one[0] == two[0]:
+        return one[2].replace("-", " "), two[2].replace("-", " ")
     return first, second
 
 
 def _report(comparison: Comparison, title: str, infos: list[dict[str, Any]], notes: list[str], json: bool) -> None:
+    notes = [*notes, comparison.disturbed]
     from minitui.viewmodel.comparison_words import as_data, settings_that_differ, told
 
     if json:

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from engine.errors import EngineError
 from minitui.chat.sessions import Chats
@@ -17,28 +18,27 @@ WARM_UP = "warm-up: "
 
 
 @dataclass
-class Replies:
-    """The replies of both runs."""
+class Outcome:
+    """What the views of two runs do not have: their replies, and facts about their engines."""
 
     texts: list[list[str]] = field(default_factory=list)
+    infos: list[dict[str, Any]] = field(default_factory=list)
 
     @property
-    def sentence(self) -> str:
-        """Says whether the replies of the two runs were the same; empty before both are known."""
-        if len(self.texts) < 2:
-            return ""
+    def replies(self) -> str:
+        """Says whether the replies of the two runs were the same."""
         first, second = self.texts
         other = sum(a != b for a, b in zip(first, second, strict=True))
         return f"Replies that differ: {other} of {len(first)}." if other else "The replies were the same."
 
 
-async def run_contrast(contrast: Contrast, stage: Stage) -> Replies:
+async def run_contrast(contrast: Contrast, stage: Stage) -> Outcome:
     """Does the work under both settings, each in a new engine, with `stage.view.earlier` as the first run at the end.
 
     Both are done once before, and not counted: the first steps in a process are slower, which would favour the second
     setting.
     """
-    replies = Replies()
+    outcome = Outcome()
     for prefix in (WARM_UP, ""):
         for setting in contrast.settings:
             stage.source.name_groups(stage.chats.names)  # the next engine is recorded in another file
@@ -49,9 +49,10 @@ async def run_contrast(contrast: Contrast, stage: Stage) -> Replies:
             sessions = await contrast.work(stage)
             await stage.settle()
             if not prefix:
-                replies.texts.append([session.messages[-1].text for session in sessions])
+                outcome.texts.append([session.messages[-1].text for session in sessions])
+                outcome.infos.append(dict(stage.source.info))
     stage.source.name_groups(stage.chats.names)
-    return replies
+    return outcome
 
 
 def _close_all(chats: Chats) -> None:
@@ -88,7 +89,7 @@ class TracesOfRuns:
         """Copies the recordings to files whose names begin with `prefix`; returns their paths. Raises EngineError."""
         saved = []
         for setting, file in zip(contrast.settings, self.files, strict=True):
-            path = prefix.with_name(f"{prefix.name}-{setting.name.replace(' ', '-')}.trace")
+            path = prefix.with_name(f"{prefix.name}.{setting.name.replace(' ', '-')}.trace")
             try:
                 shutil.copyfile(file, path)
             except OSError as error:

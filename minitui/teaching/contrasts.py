@@ -33,12 +33,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Contrast:
-    """Work, and two settings to do it with. `key`: the quantity that the setting is meant to change (see
-    minitui/viewmodel/comparison.py). `options`: the engine options of both; `max_tokens`: the limit of a reply."""
+    """Work, and two settings to do it with. `options`: the engine options of both; `max_tokens`: the limit of a
+    reply."""
 
     title: str
     work: Callable[[Stage], Awaitable[list[Session]]]
-    key: str
     first: Setting
     second: Setting
     max_tokens: int
@@ -136,30 +135,30 @@ async def four_long_replies(stage: Stage) -> list[Session]:
 
 CONTRASTS = {
     "cache": Contrast(
-        "six chats with one system prompt, without and with the prefix cache", six_chats, "computed",
+        "six chats with one system prompt, without and with the prefix cache", six_chats,
         Setting("cache off", {"no_prefix_caching": True}), Setting("cache on", {"no_prefix_caching": False}),
         48, {"kv_blocks": 96},
     ),
     "batching": Contrast(
         "eight replies of 6 to 30 tokens in four rows, with static and with continuous batching", eight_replies,
-        "steps", Setting("static batching", {"scheduling_policy": "static"}),
+        Setting("static batching", {"scheduling_policy": "static"}),
         Setting("continuous batching", {"scheduling_policy": "fcfs"}),
         30, {"kv_blocks": 64, "max_num_seqs": 4, "no_prefix_caching": True},
     ),
     "chunked-prefill": Contrast(
         "a long prompt beside three running replies, computed in one step and in chunks of 64 tokens", long_paste,
-        "gap_longest", Setting("whole prefill", {"enable_chunked_prefill": False}),
+        Setting("whole prefill", {"enable_chunked_prefill": False}),
         Setting("chunked prefill", {"enable_chunked_prefill": True}),
         48, {"kv_blocks": 128, "max_num_batched_tokens": 64, "no_prefix_caching": True},
     ),
     "speculation": Contrast(
-        "a chat asks the same question twice, without and with drafts copied from its text", asked_twice, "steps",
+        "a chat asks the same question twice, without and with drafts copied from its text", asked_twice,
         Setting("no speculation", {"speculation": "off"}), Setting("prompt lookup", {"speculation": "prompt-lookup"}),
         70, {"kv_blocks": 64},
     ),
     "pool": Contrast(
         "four replies of 120 tokens, in a pool that is too small for them and in one that is large enough",
-        four_long_replies, "preemptions",
+        four_long_replies,
         Setting("24 blocks", {"kv_blocks": 24}), Setting("64 blocks", {"kv_blocks": 64}), 120,
     ),
 }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +26,7 @@ from minitui.tui.screens.compare import CompareScreen
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.screens.lecture import LectureScreen
 from minitui.viewmodel.comparison import Comparison
+from minitui.viewmodel.comparison_words import key_of, settings_that_differ
 from minitui.viewmodel.model import View
 from minitui.viewmodel.recorded import recorded_view
 
@@ -45,9 +46,9 @@ class CompareApp(MinituiApp):
     save: Save | None = None  # None: there is nothing to save
     notes: tuple[str, ...] = ()  # sentences below the figures
 
-    def tell(self, key: str = "") -> None:
-        """Show the sentence about the two runs under the top bar. `key`: see Comparison."""
-        comparison = Comparison.of(self.view, key)
+    def tell(self, infos: Sequence[dict[str, Any]]) -> None:
+        """Show the sentence about the two runs under the top bar. `infos`: facts about their engines."""
+        comparison = Comparison.of(self.view, key_of(infos))
         self.story = f"{comparison.sentence} {UNLIKE if comparison.unlike else ''}"
 
     def save_runs(self) -> None:
@@ -84,15 +85,15 @@ async def compare_in_app(contrast: Contrast, app: CompareApp, restart: Restart, 
     )  # fmt: skip
     app.asking = stage
     try:
-        replies = await run_contrast(contrast, stage)
+        outcome = await run_contrast(contrast, stage)
     except EngineError as error:
         app.story = f"The comparison stopped: {error}"
         return
     finally:
         app.asking = None
     app.save = save
-    app.notes = (replies.sentence,)
-    app.tell(contrast.key)
+    app.notes = (outcome.replies,)
+    app.tell(outcome.infos)
 
 
 class TwoRecordings(Source):
@@ -100,16 +101,17 @@ class TwoRecordings(Source):
 
     def __init__(self, readers: tuple[TraceReader, TraceReader], names: tuple[str, str]) -> None:
         super().__init__()
-        self._readers, self._names = readers, names
+        self.readers, self._names = readers, names
+        self.infos = [reader.info for reader in readers]
         self.first = self.second = View()
 
     async def start(self, on_progress: Progress) -> None:
         with self._starting():
             on_progress({"text": "reading the recordings"})
             self.first, self.second = [
-                await asyncio.to_thread(recorded_view, *one) for one in zip(self._readers, self._names, strict=True)
+                await asyncio.to_thread(recorded_view, *one) for one in zip(self.readers, self._names, strict=True)
             ]
-            self.info = dict(self._readers[1].info)
+            self.info = self.infos[1]
 
     async def close(self) -> None:
         await self._stop()
@@ -134,12 +136,13 @@ class RecordingsApp(CompareApp):
     GROUPS = ("Engine", "Application")
     TABS = tuple(tab for tab in CompareApp.TABS if tab[0] != "chat")
 
-    def __init__(self, source: TwoRecordings, *args: Any, note: str = "", **options: Any) -> None:
-        """`note`: the settings that differ, as a sentence."""
-        options["load_codec"] = lambda info: TraceCodec(source._readers[1])
+    def __init__(self, source: TwoRecordings, *args: Any, **options: Any) -> None:
+        options["load_codec"] = lambda info: TraceCodec(source.readers[1])
         options["script"] = RecordingsApp._show
         super().__init__(source, *args, **options)
-        self._recordings, self.notes = source, (note,)
+        self._recordings = source
+        differ = settings_that_differ(source.infos)
+        self.notes = (f"The engines differ in: {differ}.",) if differ else ()
 
     @property
     def actions(self) -> list[Action]:
@@ -153,7 +156,7 @@ class RecordingsApp(CompareApp):
         view = self._recordings.second
         view.earlier = self._recordings.first
         self.view = self.feed.view = view
-        self.tell()
+        self.tell(self._recordings.infos)
 
     def switch_mode(self, mode: str) -> Any:
         """Raises InvalidRequest for the chat screen: chats are not recorded."""
@@ -162,4 +165,4 @@ class RecordingsApp(CompareApp):
         return super().switch_mode(mode)
 
     def save_runs(self) -> None:
-        self.say("these are recordings already: " + listed([str(r.path) for r in self._recordings._readers]))
+        self.say("these are recordings already: " + listed([str(r.path) for r in self._recordings.readers]))

@@ -20,17 +20,29 @@ SETTINGS = {  # a fact about an engine -> its name in words
     "chunked_prefill": "chunked prefill", "scheduling_policy": "scheduling policy", "speculation": "speculation",
     "attention": "attention", "overlap": "overlap", "tensor_parallel_size": "ranks",
 }  # fmt: skip
+KEYS = {  # a setting -> the quantity that it is meant to change (comparison.py)
+    "prefix_caching": "computed", "chunked_prefill": "gap_longest", "scheduling_policy": "steps",
+    "speculation": "steps", "num_blocks": "preemptions",
+}  # fmt: skip
 TITLE, VALUE, CHANGE = 24, 22, 9  # cells of a column
 
 
 def settings_that_differ(infos: Sequence[Info]) -> str:
     """Returns the settings of two engines that differ: "prefix caching off and on"; empty if none is known."""
     first, second = infos
-    different = [
-        f"{words} {_setting(first[name])} and {_setting(second[name])}" for name, words in SETTINGS.items()
-        if name in first and name in second and first[name] != second[name]
-    ]  # fmt: skip
-    return listed(different) if different else ""
+    parts = [f"{SETTINGS[name]} {_setting(first[name])} and {_setting(second[name])}" for name in _different(infos)]
+    return listed(parts) if parts else ""
+
+
+def key_of(infos: Sequence[Info]) -> str:
+    """Returns the quantity that the setting in which two engines differ is meant to change; empty if several differ."""
+    keys = [KEYS[name] for name in _different(infos) if name in KEYS]
+    return keys[0] if len(keys) == 1 else ""
+
+
+def _different(infos: Sequence[Info]) -> list[str]:
+    first, second = infos
+    return [name for name in SETTINGS if name in first and name in second and first[name] != second[name]]
 
 
 def _setting(value: Any) -> str:

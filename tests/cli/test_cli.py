@@ -18,6 +18,7 @@ from minitui import __version__
 from minitui.chat.conversation import Sampling
 from minitui.cli import launch
 from minitui.cli.ask import ask_source
+from minitui.cli.compare import run_names
 from minitui.cli.doctor import EXTRAS, report
 from minitui.cli.launch import apply_looks, make_sampling
 from minitui.cli.main import app, main
@@ -153,6 +154,13 @@ def test_two_recordings_are_compared_as_text_and_as_json(here):
     assert data["differences"]["steps"]["better"] is None, "the runs did not do the same work"
     assert data["sentence"] in text.stdout and data["unlike"] in text.stdout
     assert "minitui compare batching" in here("compare").stdout
+
+
+def test_saved_runs_have_the_names_of_their_settings():
+    assert run_names("mine.cache-off", "mine.cache-on") == ("cache off", "cache on")
+    assert run_names("a", "b") == ("a", "b")
+    assert run_names("run", "run.2") == ("run", "run.2")
+    assert run_names("run", "run") == ("run (1)", "run (2)")
 
 
 def test_broken_settings_are_told_by_name(tmp_path, here):

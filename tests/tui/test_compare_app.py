@@ -30,7 +30,7 @@ from tests.support.sampling import sampling
 def recordings_app() -> RecordingsApp:
     paths = bundled()
     source = TwoRecordings((TraceReader(paths["small-pool"]), TraceReader(paths["h200-8b"])), ("small", "large"))
-    return RecordingsApp(source, Chats(source), Settings(), system="", note="The engines differ in: the model.")
+    return RecordingsApp(source, Chats(source), Settings(), system="")
 
 
 @pytest.mark.parametrize(("size", "both"), [((80, 24), False), ((100, 56), True), ((240, 70), True)])
@@ -50,7 +50,7 @@ async def test_two_recordings_are_shown_with_their_figures(size: tuple[int, int]
         assert re.search(r"steps +159 +710 +×4.5", text)
         for _ in range(24):
             await pilot.press("down")
-        assert "The engines differ in: the model." in screen.figures.text
+        assert "The engines differ in: model tutor and Qwen3-8B," in screen.figures.text
         await press(pilot, "S")
         assert "recordings already" in next(iter(app._notifications)).message
         await press(pilot, "2")
@@ -87,7 +87,7 @@ async def test_a_contrast_runs_in_the_application_is_saved_and_opens_again(tmp_p
             await pilot.press("backspace")
         await type_text(pilot, str(tmp_path / "run"))
         await press(pilot, "enter")
-        files = [tmp_path / "run-24-blocks.trace", tmp_path / "run-64-blocks.trace"]
+        files = [tmp_path / "run.24-blocks.trace", tmp_path / "run.64-blocks.trace"]
         await until(pilot, lambda: all(file.exists() for file in files))
     first, second = (recorded_view(TraceReader(file)) for file in files)
     second.earlier = first

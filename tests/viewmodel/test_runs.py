@@ -14,6 +14,7 @@ from engine.trace.records import Record, RecordLog
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
 from minitui.viewmodel.comparison import Comparison
+from minitui.viewmodel.comparison_words import key_of, settings_that_differ
 from minitui.viewmodel.model import View
 from minitui.viewmodel.runs import DRAFTS, Run
 from tests.engine.test_step_clock import Timed
@@ -178,4 +179,16 @@ def test_runs_of_different_work_are_not_compared_by_totals() -> None:
     assert both.unlike.startswith("The two runs did not do the same work: 4 and 64 requests; ")
     assert "time of the run" not in both.sentence
     assert "number of" not in both.sentence
+    assert both.sentence.endswith("In return, the time to first token (p99) was 130 ms instead of 54 ms (2.4 times).")
     assert "longest gap" in compared(small, large, key="gap_longest").sentence
+
+
+def test_the_setting_that_differs_names_the_figure_that_it_is_meant_to_change() -> None:
+    off, on = ({"model": "m", "prefix_caching": caching, "num_blocks": 96} for caching in (False, True))
+    assert settings_that_differ([off, on]) == "prefix caching off and on"
+    assert key_of([off, on]) == "computed"
+    assert key_of([off, off]) == ""
+    assert key_of([off, on | {"num_blocks": 24}]) == "", "two settings differ"
+    drafts = {"speculation": {"method": "prompt-lookup", "tokens": 8}, "overlap": False}
+    assert key_of([{"speculation": None, "overlap": True}, drafts]) == "steps"
+    assert "speculation off and prompt-lookup" in settings_that_differ([{"speculation": None}, drafts])
