@@ -26,10 +26,11 @@ from minitui.dev.simulator_process import StressProcess
 from minitui.settings import Settings
 from minitui.tui.app_base import AppBase
 from minitui.tui.glyphs import ASCII, glyphs
+from minitui.tui.heap import set_thresholds
 from minitui.tui.screens.inspect import TALL, WIDE, InspectScreen
 from minitui.tui.screens.lecture import LectureScreen
 from minitui.tui.theme import THEMES
-from minitui.viewmodel.updater import Updater
+from minitui.viewmodel.updater import AFTER_KEY_S, Updater
 
 SETTLE_S = 3.0  # seconds before the measurement
 
@@ -78,7 +79,7 @@ class StressApp(AppBase):
         sys.setswitchinterval(0.001)  # as the application does
         await self.feed.sync()
         gc.collect()
-        gc.set_threshold(20_000, 20, 100)  # as the application does
+        set_thresholds()  # as the application does
         gc.freeze()
         if self.fps:
             self.set_interval(1 / self.fps, self.tick)
@@ -119,18 +120,29 @@ class StressApp(AppBase):
 
     def tick(self) -> None:
         """Drains and folds the new records, and paints a frame."""
+        if self.feed.key_pending:
+            self.set_timer(AFTER_KEY_S, self.tick)
+            return
         begin = time.process_time()
         self.feed.pump()
-        if self.is_headless or self.frame_limiter.draws():
-            if not self.feed.frozen:
-                self.view.group_names = self.source.names
-            self.view.frame(self.clock())
-            if isinstance(self.screen, (InspectScreen, LectureScreen)):
-                self.screen.paint(self.view)
-            self._note_time()
         self.feed.keep_up()
+        if self.is_headless:
+            self.draw()
+        elif self.frame_limiter.draws():
+            self.call_later(self.draw)
         self._cpu.append(time.process_time() - begin)
         self._backlog = max(self._backlog, self.feed.backlog)
+
+    def draw(self) -> None:
+        super().draw()
+        begin = time.process_time()
+        if not self.feed.frozen:
+            self.view.group_names = self.source.names
+        self.view.frame(self.clock())
+        if isinstance(self.screen, (InspectScreen, LectureScreen)):
+            self.screen.paint(self.view)
+        self._note_time()
+        self._cpu[-1:] = [sum(self._cpu[-1:]) + time.process_time() - begin]
 
     def _note_time(self) -> None:
         """Notes the time of this frame, and the age of the oldest record that the frame does not show."""
@@ -166,7 +178,10 @@ class StressApp(AppBase):
 
 # Pairs of a key and a pattern of its effect on the screen.
 COLOURS = [(b"c", re.compile(rb"m" + word)) for word in (b"owner", b"age", b"refcount", b"state")]
-TITLES = (b"Block table", b"Batch lanes", b"Radix tree", b"Timings", b"Events", b"KV blocks")
+TITLES = (
+    b"Block table", b"Batch lanes", b"Radix tree", b"Timings", b"Waterfall", b"Events", b"Requests", b"Timeline",
+    b"KV blocks",
+)  # fmt: skip
 PANELS = [(b"\t", re.compile(title)) for title in TITLES]
 BETWEEN_KEYS_S = 0.12
 GIVE_UP_S = 2.0  # a key without a visible effect counts with this time

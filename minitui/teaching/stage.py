@@ -128,7 +128,7 @@ class Stage:
     def events(self, kind: str) -> list[Event]:
         """Returns the events of one kind (minitui.viewmodel.events.KINDS) since `begin_count`, oldest first."""
         self.state()
-        return [event for event in self.view.events.items if event.kind == kind and event.seq > self._began[1]]
+        return [event for event in self.view.events.since(self._began[1] + 1) if event.kind == kind]
 
     def figures(self) -> Figures:
         """Returns the figures of the steps since `begin_count`."""
@@ -331,7 +331,7 @@ class Stage:
         """Returns the events in which `run_until` closed the gate."""
         self.feed.pump()
         return [
-            event for event in self.view.events.items
+            event for event in self.view.events.since(0)
             if event.record[2] == "gate" and event.record[3] == "closed"
             and not str(event.record[4]).startswith((RUNNING, "paused", "stepping"))
         ]  # fmt: skip

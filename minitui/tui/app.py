@@ -26,7 +26,7 @@ from minitui.teaching.stage import LETTERS
 from minitui.tui.actions import ACTIONS
 from minitui.tui.app_base import AppBase
 from minitui.tui.commands import Commands
-from minitui.tui.heap import fix_thresholds
+from minitui.tui.heap import fix_thresholds, set_thresholds
 from minitui.tui.screens.bindings import bindings_here
 from minitui.tui.screens.chat import ChatScreen
 from minitui.tui.screens.dialogs import ChoiceDialog, EngineDownDialog, TextDialog
@@ -34,6 +34,7 @@ from minitui.tui.screens.help import ABOUT, HelpScreen, panel_help
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.screens.lecture import LectureScreen
 from minitui.tui.terminal import TerminalGuard
+from minitui.viewmodel.updater import AFTER_KEY_S
 
 Script = Callable[["MinituiApp"], Coroutine[Any, Any, None]]
 QUIT_WITHIN_S = 2.0  # longest time between the two presses of ctrl+c that quit
@@ -120,7 +121,7 @@ class MinituiApp(AppBase):
         self.view.ids_to_text = partial(codec.decode, skip_special_tokens=False)
         await self.feed.sync()
         gc.collect()
-        gc.set_threshold(20_000, 20, 100)  # makes full collections rare, because each is a visible pause
+        set_thresholds()
         gc.freeze()  # later collections skip the objects that exist now
         if self._script and not again:
             await self._script(self)
@@ -149,8 +150,11 @@ class MinituiApp(AppBase):
     # ---- frames
 
     def _frame(self) -> None:
-        """Drain the records, fold them, and paint the visible screen."""
+        """Drain the records, fold them, and paint the visible screen; just after a key press, do this later."""
         self._check_engine()
+        if self.feed.key_pending:
+            self.set_timer(AFTER_KEY_S, self._frame)
+            return
         if self.feed.pump():
             self.run_worker(self.feed.sync(), group="sync", exclusive=True)
         self.feed.keep_up()
@@ -162,8 +166,13 @@ class MinituiApp(AppBase):
             self._last_pace = self.pace
             for session in self.chats.sessions:
                 session.forget_rate()
-        if not (self.is_headless or self.frame_limiter.draws()):
-            return
+        if self.is_headless:
+            self.draw()
+        elif self.frame_limiter.draws():
+            self.call_later(self.draw)  # a key that has arrived by now is handled first
+
+    def draw(self) -> None:
+        super().draw()
         self.view.home = self.session.id if self.current_mode == "chat" else None
         self.view.frame(time.monotonic())
         self._frames += 1

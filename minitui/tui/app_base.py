@@ -22,7 +22,7 @@ from minitui.settings import Settings
 from minitui.sources.base import Source
 from minitui.teaching.stage import Stage
 from minitui.tui.actions import ACTIONS, BY_ID, Action, key_label
-from minitui.tui.frame_limiter import FrameLimiter
+from minitui.tui.frame_limiter import FrameLimiter, draw_sooner
 from minitui.tui.glyphs import use_ascii
 from minitui.tui.line_filters import AsciiLines, VisibleLines
 from minitui.tui.strips import keep_no_lines
@@ -32,6 +32,7 @@ from minitui.viewmodel.updater import Updater
 from minitui.visible import visible
 
 MAX_NOTICE = 400  # characters
+KEY_DRAWN_S = 0.010  # from a key press to a picture of its effect
 
 
 class AppBase(App[int]):
@@ -57,6 +58,7 @@ class AppBase(App[int]):
     ) -> None:
         super().__init__()
         keep_no_lines()
+        draw_sooner()
         self.source, self.chats, self.settings = source, chats, settings
         self.system, self.speaker = system, speaker
         self.known_questions = known_questions or []
@@ -68,6 +70,7 @@ class AppBase(App[int]):
         self.progress: dict[str, Any] | None = {"text": "starting the engine"}  # None: the engine is not starting
         self.replays: list[str] = []  # ids of chats that /replay made: each reports its cache hit when its answer ends
         self.asking: Stage | None = None  # the demo that runs now; it controls the engine and asks for predictions
+        self._drawn_moment: tuple[int, str] | None = None  # (selection, time) of the last picture
         self.story = ""  # text of a demo or a recording, shown under the top bar
         for theme in THEMES:
             self.register_theme(theme)
@@ -233,4 +236,14 @@ class AppBase(App[int]):
         """Handle an event. A key delays the folding of records, so that the effect of the key is shown first."""
         if isinstance(event, events.Key):
             self.feed.delay_after_key()
+            self.set_timer(KEY_DRAWN_S, self._draw_key)
         await super().on_event(event)
+
+    def _draw_key(self) -> None:
+        """After a key that selects something or travels in time, draw without waiting for the next frame."""
+        if self._drawn_moment not in (None, (self.view.version, self.view.travel_text)):
+            self.draw()
+
+    def draw(self) -> None:
+        """Paint the visible screen."""
+        self._drawn_moment = (self.view.version, self.view.travel_text)

@@ -6,7 +6,7 @@ All these values are folded from records. Folding only the records up to a momen
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,7 +50,7 @@ class AnnotatedState:
         self._saved = array("q", [0]) * n
         self._born = array("q", [0]) * n  # seq of each block's last `alloc` record
         self.node_changed: dict[int, float] = {}
-        self.evicted: dict[int, Sequence[int]] = {}  # seq of an evict record -> the first evicted token ids
+        self.evicted: dict[int, bytes] = {}  # seq of an evict record -> the first evicted token ids, as int32
         self.merged: dict[int, int] = {}  # a node that was merged with another -> the node that is left of both
         self.computing: dict[int, int] = {}  # seq of a match record -> the request still computing the matched blocks
         # seq of a finish, preempt or requeue record -> (tokens with KV, blocks) that the request had
@@ -185,8 +185,8 @@ class AnnotatedState:
         node = self.state.nodes[id]
         keep = len(node.blocks) - n
         start = keep * self.state.block_size
-        # Thousands of evictions are kept, and an array needs less memory than a list.
-        self.evicted[seq] = array("q", node.ids[start : start + EVICTED_IDS_KEPT])
+        # Thousands of evictions are kept: bytes need less memory than a list, and the garbage collector ignores them.
+        self.evicted[seq] = node.ids[start : start + EVICTED_IDS_KEPT].tobytes()
         changed = self._changed
         for block in node.blocks[keep:]:
             changed[block] = t

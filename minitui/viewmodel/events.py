@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import islice
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from itertools import islice, takewhile
+from typing import Any, NamedTuple
 
 from engine.trace.records import CLEARED, Record
 from minitui.text import count, match_reason
@@ -27,25 +27,25 @@ class Event(NamedTuple):
     request: int  # -1: none
     node: int  # -1: none
     record: Record
-    evicted: Sequence[int] = ()  # the first evicted token ids
+    evicted: bytes = b""  # the first evicted token ids, as int32
     writer: int = -1  # the request that was still computing the matched blocks
 
 
-_new = tuple.__new__
-
-
 class Events:
-    """The last EVENTS_KEPT events, never merged. The text of an event is made when it is shown."""
+    """The last `kept` events, never merged. The text of an event is made when it is shown.
 
-    def __init__(self) -> None:
-        self.items: deque[Event] = deque(maxlen=EVENTS_KEPT)
+    Events are kept as plain tuples of numbers and texts: the garbage collector does not visit such tuples, but would
+    visit each Event of a ring that changes thousands of times per second.
+    """
+
+    def __init__(self, kept: int = EVENTS_KEPT) -> None:
+        self._items: deque[tuple[Any, ...]] = deque(maxlen=kept)  # the fields of each Event
         self.count = 0
 
-    def fold_evict(self, record: Record, step: int, ids: Sequence[int]) -> None:
-        """Add an `evict` record; `ids` are the first evicted token ids. `step` is the last planned step."""
+    def fold_evict(self, record: Record, step: int, ids: bytes) -> None:
+        """Add an `evict` record; `ids`: as Event.evicted. `step` is the last planned step."""
         self.count += 1
-        # The same as `Event(...)`, in a third of the time.
-        self.items.append(_new(Event, (record[0], step + 1, "evict", -1, record[3], record, ids, -1)))
+        self._items.append((record[0], step + 1, "evict", -1, record[3], record, ids, -1))
 
     def fold(self, record: Record, step: int, writer: int = -1) -> None:
         """Add any other record if it is a decision. `step` is the last planned step."""
@@ -55,26 +55,34 @@ class Events:
             return
         name, planning, has_request = decision
         self.count += 1
+        at, request = step + planning, record[3] if has_request else -1
         if kind == "match" and record[4] <= 0:
-            event = Event(record[0], step + 1, "miss", record[3], -1, record)
-        elif kind == "match":
-            event = Event(record[0], step + 1, name, record[3], -1, record, (), writer)
+            name = "miss"
         elif kind == "fail":
-            event = Event(record[0], record[3], name, -1, -1, record)
-        else:
-            event = Event(record[0], step + planning, name, record[3] if has_request else -1, -1, record)
-        self.items.append(event)
+            at = record[3]
+        self._items.append((record[0], at, name, request, -1, record, b"", writer))
 
     def forget_before(self, seq: int) -> None:
         """Drop the events of records before `seq`, but keep the last EVENTS_ALWAYS events."""
-        items = self.items
-        while len(items) > EVENTS_ALWAYS and items[0].seq < seq:
+        items = self._items
+        while len(items) > EVENTS_ALWAYS and items[0][0] < seq:
             items.popleft()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def newest_first(self) -> Iterator[Event]:
+        """Yields all events that are kept."""
+        return map(Event._make, reversed(self._items))
+
+    def since(self, seq: int) -> list[Event]:
+        """Returns the events of record `seq` and later records, oldest first."""
+        return list(takewhile(lambda event: event.seq >= seq, self.newest_first()))[::-1]
 
     def of_step(self, step: int) -> list[Event]:
         """Returns the events of one step, oldest first."""
         found = []
-        for event in reversed(self.items):
+        for event in self.newest_first():
             if event.step == step:
                 found.append(event)
             elif event.step < step - 1:
@@ -83,7 +91,7 @@ class Events:
 
     def tail(self, n: int, seq: int, wanted: Callable[[Event], bool], skip: int = 0) -> list[Event]:
         """Returns up to `n` wanted events up to record `seq`, newest first, without the newest `skip` of them."""
-        events = (event for event in reversed(self.items) if event.seq <= seq and wanted(event))
+        events = (event for event in self.newest_first() if event.seq <= seq and wanted(event))
         return list(islice(events, skip, skip + n))
 
 

@@ -9,6 +9,7 @@ Tree              the radix tree in display order
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -273,9 +274,9 @@ class View:
         self.links = resolve(self.selection, self.shown, self.steps, self.requests_of)
         moment = (self.shown.state.seq, self._travelled) if self.still else None
         is_new_still, self._still_moment = moment is not None and moment != self._still_moment, moment
-        self.tree.refresh(self.shown, now, force=is_new_still)
+        reordered = self.tree.refresh(self.shown, now, force=is_new_still)
         at, horizon = self._timings_at
-        if is_new_still or (horizon != self.horizon and now - at >= TIMINGS_SECONDS):
+        if is_new_still or (horizon != self.horizon and now - at >= TIMINGS_SECONDS and not reordered):
             self._timings_at = (now, self.horizon)
             self.timings = summarise(self.steps, self.first_tokens, self.horizon, self.shown.state.seq)
 
@@ -478,6 +479,6 @@ class View:
                 self._words.clear()
             quote = ""
             if event.evicted:
-                quote = quoted(without_markup(self.decode(event.evicted)), QUOTE_WIDTH)
+                quote = quoted(without_markup(self.decode(array("i", event.evicted))), QUOTE_WIDTH)
             words = self._words[event.seq] = describe(event, self.lanes.lanes.get(event.request), quote)
         return words

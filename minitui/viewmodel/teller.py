@@ -92,7 +92,7 @@ class Teller:
             return
         view = self.view
         view.fold(batch)
-        events = [event for event in list(view.events.items)[-len(batch) :] if event.seq >= batch[0][0]]
+        events = view.events.since(batch[0][0])
         submits = [record for record in batch if record[2] == "submit"]
         ended = [view.steps.get(record[3]) for record in batch if record[2] == "time"]
         rows = [row for row in ended if row is not None]

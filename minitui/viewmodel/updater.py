@@ -11,6 +11,7 @@ While the picture is frozen, the engine continues, and its records queue up here
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -23,9 +24,10 @@ from minitui.sources.base import Source
 if TYPE_CHECKING:
     from minitui.viewmodel.model import View
 
-SLICE_S = 0.008  # length of a slice of folding
+SLICE_S = 0.004  # length of a slice of folding
 BETWEEN_SLICES_S = 0.002  # pause between two slices, in which the event loop runs
-AFTER_KEY_S = 0.030  # no folding for this time after a key press, so that its effect is drawn first
+AFTER_KEY_S = 0.030  # no folding and no frame for this time after a key press, so that its effect is drawn first
+LONGEST_DELAY_S = 0.1  # keys that repeat delay the next fold by this time at most
 MAX_BACKLOG = 400_000  # if more records are queued, all are dropped and a snapshot replaces them
 
 
@@ -42,6 +44,7 @@ class Updater:
         self._newest = -1  # the last step in any drained record
         self._syncing = False
         self._next_slice: asyncio.TimerHandle | None = None
+        self._key_at = self._folded_at = -math.inf  # times of the last key press and the last fold
 
     @property
     def frozen(self) -> bool:
@@ -82,9 +85,16 @@ class Updater:
         if self._queue and self._next_slice is None:
             self._next_slice = asyncio.get_running_loop().call_later(BETWEEN_SLICES_S, self._continue)
 
+    @property
+    def key_pending(self) -> bool:
+        """True just after a key press: folding and frames then wait until its effect is drawn."""
+        now = self._clock()
+        return now - self._key_at < AFTER_KEY_S and now - self._folded_at < LONGEST_DELAY_S
+
     def delay_after_key(self) -> None:
         """Delay the next slice by AFTER_KEY_S, so that the effect of a key press is drawn first."""
-        if self._next_slice is not None:
+        self._key_at = self._clock()
+        if self._next_slice is not None and self.key_pending:
             self._next_slice.cancel()
             self._next_slice = asyncio.get_running_loop().call_later(AFTER_KEY_S, self._continue)
 
@@ -96,7 +106,8 @@ class Updater:
 
     def _fold(self) -> None:
         """Fold for one slice of time."""
-        end = self._clock() + SLICE_S
+        self._folded_at = self._clock()
+        end = self._folded_at + SLICE_S
         while self._queue:
             packet = self._queue.popleft()
             self.backlog -= len(packet)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -46,7 +45,7 @@ def watched() -> tuple[View, Stress]:
     view.tokens = TokenTimes(view.steps, view.lanes)
     view.past = PastStates(kept=2_000, every=400)
     view.past.begin(view.live)
-    view.events.items = deque(maxlen=300)
+    view.events = Events(300)
     return view, stress
 
 
@@ -91,9 +90,9 @@ def test_events_are_kept_as_far_back_as_records_are_and_always_some() -> None:
     for seq in range(EVENTS_KEPT + 10):
         events.fold((seq, 0.0, "admit", 1, 0, "new"), seq)
     events.forget_before(1_000)
-    assert events.items[0].seq == 1_000
+    assert events.since(0)[0].seq == 1_000
     events.forget_before(EVENTS_KEPT + 10)
-    assert len(events.items) == EVENTS_ALWAYS and events.items[-1].seq == EVENTS_KEPT + 9
+    assert len(events) == EVENTS_ALWAYS and events.since(0)[-1].seq == EVENTS_KEPT + 9
 
 
 def test_spans_of_a_request_that_goes_on_are_forgotten_with_the_steps() -> None:

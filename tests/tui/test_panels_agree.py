@@ -115,7 +115,7 @@ def test_a_pause_does_not_vanish_from_what_a_request_waited() -> None:
     events.fold(admit, 3)
     view = View()
     view.lanes, view.events = lanes, events
-    text = view.event_text(events.items[0])
+    text = view.event_text(events.since(0)[0])
     assert "waited 3 ms and 60.0 s while paused or slowed" in text
 
 
@@ -126,7 +126,7 @@ def test_with_prediction_no_eviction_passes_without_a_question_or_a_word() -> No
     records = list(reader.records())
     view.fold(records)
     decided, words = set(), set()
-    for event in view.events.items:
+    for event in view.events.since(0):
         if event.kind in ("evict", "preempt"):
             decided.add(event.step)
     for step in sorted(decided):

@@ -797,7 +797,7 @@ def test_events_are_the_newest_first_each_with_its_step_kind_and_words():
     _, view = stress_view(TIGHT, 3.0, 30)
     widget = Events()
     rows = body(widget, view, 110, 20)
-    newest = list(view.events.items)[::-1][:20]
+    newest = list(view.events.newest_first())[:20]
     for row, event in zip(rows, newest, strict=True):
         step, kind = row.split()[:2]
         assert int(step.replace(",", "")) == max(event.step, 0) and kind == event.kind

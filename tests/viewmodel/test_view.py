@@ -422,8 +422,8 @@ def test_events_keep_each_decision_with_its_reason():
     _, view, records = followed(TIGHT, 500, seed=3)
     kinds = {"admit", "match", "preempt", "evict", "finish", "wait"}
     told = [record for record in records if record[2] in kinds]
-    assert [event.seq for event in view.events.items] == [record[0] for record in told]
-    for event, record in zip(view.events.items, told, strict=True):
+    assert [event.seq for event in view.events.since(0)] == [record[0] for record in told]
+    for event, record in zip(view.events.since(0), told, strict=True):
         words = view.event_text(event)
         if record[2] == "preempt":
             assert record[4] in words and f"r{record[3]}" in words
@@ -543,7 +543,7 @@ def test_time_in_a_paused_engine_does_not_count_as_waiting():
     told(61.25, ("gate", "open", ""))  # a minute of explaining
     told(61.5, ("admit", 1, 0, "new"), ("match", 1, 0, "empty", 0, ""))
     assert lanes.lanes[1].waited_ms == pytest.approx(500)
-    admitted = next(event for event in view.events.items if event.kind == "admit")
+    admitted = next(event for event in view.events.since(0) if event.kind == "admit")
     assert view.event_text(admitted).endswith("waited 500 ms and 60.0 s while paused or slowed")
     assert lanes.lanes[2].waited_ms is None
 

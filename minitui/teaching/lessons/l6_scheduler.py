@@ -86,7 +86,7 @@ async def fifth_waits(stage: Stage) -> Seen:
     await stage.run_until("finish")
     ended = stage.events("finish")[0]
     await stage.step(1)
-    admitted = next(e for e in stage.view.events.items if e.kind == "admit" and e.request == ids[1])
+    admitted = next(e for e in stage.view.events.since(0) if e.kind == "admit" and e.request == ids[1])
     return Seen(
         f"r{ids[0]} got the fourth row. r{event.request} waited in step {waited_for}; the record gives the reason: "
         f"“{event.record[4]}”. A running request finished in step {ended.step}, and r{ids[1]} was admitted in step "
@@ -114,7 +114,7 @@ def _last(stage: Stage) -> str:
 
 
 def _waits(stage: Stage) -> str:
-    event = next((e for e in reversed(stage.view.events.items) if e.kind == "wait"), None)
+    event = next((e for e in stage.view.events.newest_first() if e.kind == "wait"), None)
     return f"r{event.request}: {event.record[4]}" if event is not None else "none"
 
 

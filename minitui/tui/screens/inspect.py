@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from typing import ClassVar
 
 from textual import events
@@ -42,6 +44,9 @@ EVERY = {
 }  # fmt: skip
 
 
+PAINT_S = 0.005  # the panels of a frame are painted in turns of about this time
+
+
 class InspectScreen(BaseScreen[None]):
     """Arranges the panels and handles their messages; the panels draw the view."""
 
@@ -77,6 +82,8 @@ class InspectScreen(BaseScreen[None]):
         self.maximised = False
         self._before_alone = ("map", False)  # `current` and `maximised` before a panel of ALONE was shown
         self._frames = 0
+        self._due: deque[str] = deque()  # panels that are to be painted
+        self._at_once = False  # the picture must not wait: something was selected, or the picture does not move
         self._painted_moment: object = None
         self._above = 1  # rows of the top bar, which is higher when it shows the story of a demo
 
@@ -175,16 +182,33 @@ class InspectScreen(BaseScreen[None]):
             self._above = above
             self.lay_out()
         moment = (view.version, view.travel_text, view.still)
-        at_once = view.still or moment != self._painted_moment
+        at_once = self._at_once = view.still or moment != self._painted_moment
         self._painted_moment = moment
         for bar in self._bars:
             bar.paint(view)
         for name, (every, offset) in EVERY.items():
-            panel = self._panels[name]
-            if panel.display and (at_once or not panel.painted or self._frames % every == offset):
-                panel.paint(view)
+            painted = self._panels[name].painted
+            if (at_once or not painted or self._frames % every == offset) and name not in self._due:
+                self._due.append(name)
         if self._details.display:
             self._details.paint(view)
+        if self.app.is_headless:
+            self._paint_due()
+        else:
+            self.call_later(self._paint_due)
+
+    def _paint_due(self) -> None:
+        """Paint the panels of `_due`. After PAINT_S, the rest waits until the keys that arrived are handled."""
+        if self.app.feed.key_pending and not (self._at_once or self.app.is_headless):
+            return  # the next frame paints them
+        began = time.perf_counter()
+        while self._due:
+            panel = self._panels[self._due.popleft()]
+            if panel.display:
+                panel.paint(self.app.view)
+                if time.perf_counter() - began >= PAINT_S and self._due and not self.app.is_headless:
+                    self.call_later(self._paint_due)
+                    return
 
     # ---- messages and actions
 
