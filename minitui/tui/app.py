@@ -152,7 +152,7 @@ class MinituiApp(AppBase):
     def _frame(self) -> None:
         """Drain the records, fold them, and paint the visible screen; just after a key press, do this later."""
         self._check_engine()
-        if self.feed.key_pending:
+        if self.feed.key_pending and not self.is_headless:
             self.set_timer(AFTER_KEY_S, self._frame)
             return
         if self.feed.pump():

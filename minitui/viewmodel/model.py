@@ -274,9 +274,9 @@ class View:
         self.links = resolve(self.selection, self.shown, self.steps, self.requests_of)
         moment = (self.shown.state.seq, self._travelled) if self.still else None
         is_new_still, self._still_moment = moment is not None and moment != self._still_moment, moment
-        reordered = self.tree.refresh(self.shown, now, force=is_new_still)
+        self.tree.refresh(self.shown, now, force=is_new_still)
         at, horizon = self._timings_at
-        if is_new_still or (horizon != self.horizon and now - at >= TIMINGS_SECONDS and not reordered):
+        if is_new_still or (horizon != self.horizon and now - at >= TIMINGS_SECONDS):
             self._timings_at = (now, self.horizon)
             self.timings = summarise(self.steps, self.first_tokens, self.horizon, self.shown.state.seq)
 

@@ -289,6 +289,6 @@ class Run:
     def _evicted(self) -> int | None:
         """Returns the number of evicted blocks; None if some events of the run are no longer kept."""
         events = self.view.events
-        if events.count > len(events.items):
+        if events.count > len(events):
             return None
-        return sum(event.record[4] for event in events.items if event.kind == "evict")
+        return sum(event.record[4] for event in events.since(0) if event.kind == "evict")

@@ -109,11 +109,10 @@ class Tree:
             self._ranked_at = moment
             self._ranks = {id: i + 1 for i, id in enumerate(eviction_order(shown.state))}
 
-    def refresh(self, shown: AnnotatedState, now: float, force: bool = False) -> bool:
-        """Order the nodes again if REORDER_SECONDS have passed, and return True if so. Call once per frame before
-        `picture`."""
+    def refresh(self, shown: AnnotatedState, now: float, force: bool = False) -> None:
+        """Order the nodes again if REORDER_SECONDS have passed. Call once per frame before `picture`."""
         if not force and shown is self._ordered_for and now - self._ordered_at < REORDER_SECONDS:
-            return False
+            return
         self._ordered_at, self._ordered_for = now, shown
         self.rerank(shown)
         nodes = shown.state.nodes
@@ -121,7 +120,6 @@ class Tree:
         saved = dict(zip(ids.tolist(), np.bincount(at, shown.saved).astype(np.int64).tolist(), strict=True))
         self._order = {n.id: (saved.get(n.id, 0), n.users, len(n.ids)) for n in nodes.values() if n.id}
         self._children_of = {n.id: sorted(n.children, key=self._key) for n in nodes.values() if n.children}
-        return True
 
     def picture(
         self,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from textual.app import App, ComposeResult
@@ -20,6 +23,7 @@ from minitui.viewmodel.lanes import LANES_KEPT, PREFILLING, Lane, Lanes
 from minitui.viewmodel.model import View
 from minitui.viewmodel.time_travel import PastStates
 from minitui.viewmodel.tokens import TokenTimes
+from minitui.viewmodel.updater import AFTER_KEY_S, Updater
 
 LOAD = replace(SMALL, chats=6, step_ms=12.0)
 
@@ -93,6 +97,30 @@ def test_events_are_kept_as_far_back_as_records_are_and_always_some() -> None:
     assert events.since(0)[0].seq == 1_000
     events.forget_before(EVENTS_KEPT + 10)
     assert len(events) == EVENTS_ALWAYS and events.since(0)[-1].seq == EVENTS_KEPT + 9
+
+
+def test_the_garbage_collector_does_not_visit_events() -> None:
+    events = Events()
+    for seq in range(100):
+        events.fold_evict((seq, 0.0, "evict", 1, 1, "r1 needs 1"), seq, b"\1\0\0\0")
+        gc.collect(0)
+    assert not any(map(gc.is_tracked, events._items))
+
+
+def test_after_a_key_frames_wait_but_repeated_keys_do_not_stop_the_picture() -> None:
+    now = [10.0]
+    feed = Updater(cast(Any, SimpleNamespace(drain_packets=list)), View(), lambda: now[0])
+    feed.live = True
+    feed.pump()
+    assert not feed.key_pending
+    feed.delay_after_key()
+    assert feed.key_pending
+    now[0] += AFTER_KEY_S + 0.001
+    assert not feed.key_pending
+    for _ in range(10):  # a key that is held down
+        now[0] += AFTER_KEY_S / 2
+        feed.delay_after_key()
+    assert not feed.key_pending, "nothing was folded for a tenth of a second"
 
 
 def test_spans_of_a_request_that_goes_on_are_forgotten_with_the_steps() -> None:

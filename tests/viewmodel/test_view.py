@@ -231,7 +231,7 @@ def test_a_refusal_names_the_chat_because_there_is_no_request():
     view.group_names = {"a45ce471": "3 paging"}
     events = Events()
     events.fold((1, 0.0, "refuse", "a45ce471", "the prompt has 8,766 tokens"), 0)
-    assert view.event_text(events.items[-1], short=True) == "chat 3 paging · the prompt has 8,766 tokens"
+    assert view.event_text(events.since(0)[-1], short=True) == "chat 3 paging · the prompt has 8,766 tokens"
 
 
 @pytest.mark.parametrize("load", [SMALL, TIGHT])
