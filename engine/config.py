@@ -10,7 +10,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 POLICIES = ("fcfs", "longest-prefix", "priority", "static")  # the values of scheduling_policy
 CHOICES = {
     "dtype": ("auto", *DTYPES),
-    "quantization": ("none", "int8", "fp8"),
+    "quantization": ("none", "bf16", "int8", "fp8"),
     "kv_cache_dtype": ("auto", "fp8"),
     "scheduling_policy": POLICIES,
     "speculation": ("off", "prompt-lookup"),

@@ -52,7 +52,7 @@ LEVEL_OF = {
     for level, folders in enumerate(levels)
     for folder in folders
 }
-KERNELS_NEED = {"torch", "triton", "numpy", "engine.kernels"}
+KERNELS_NEED = {"torch", "triton", "numpy", "llvmlite", "engine.kernels"}
 
 
 PRODUCT = ("minitui", "textual", "rich", "typer", "fastapi", "uvicorn")

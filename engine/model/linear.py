@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 
+WIDENED = 1 << 20  # numbers of a bfloat16 matrix that are converted to float32 at a time
 INT8_MAX = 127  # the range is symmetric: −128 is not used
 
 
@@ -99,6 +100,33 @@ class Int8Weight(ByteWeight):
         values, scale = quantise_rows(x)
         product = torch._int_mm(values, self.values.t()).float().mul_(self.scale)
         return torch.mul(product, scale[:, None], out=product if out is None else out)
+
+
+class Bf16Weight(ByteWeight):
+    """bfloat16 numbers without a scale, for activations in float32. Exact for a checkpoint in bfloat16."""
+
+    __slots__ = ()
+    dtype = torch.bfloat16
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, device: torch.device) -> Self:
+        return cls(torch.empty(rows, columns, dtype=cls.dtype, device=device), torch.empty(rows, 0, device=device))
+
+    @staticmethod
+    def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.bfloat16(), torch.empty(len(x), 0, device=x.device)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.values[ids].float()
+
+    def product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Widens some rows of the weight at a time: they stay in the processor's cache until their product is done."""
+        out = x.new_empty(len(x), len(self.values)) if out is None else out
+        step = max(1, WIDENED // self.values.shape[1])
+        for first in range(0, len(self.values), step):
+            part = self.values[first : first + step].float()
+            out[:, first : first + step] = torch.mm(part, x.t()).t()  # MKL computes few rows faster in columns
+        return out
 
 
 class Fp8Weight(ByteWeight):

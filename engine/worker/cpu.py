@@ -1,4 +1,4 @@
-"""The executor for decode steps of few tokens on a CPU. engine/worker/cpu_decode.py computes the logits."""
+"""The executor for decode steps of few tokens on a CPU. few_rows.py or cpu_decode.py computes the logits."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.progress import Progress
 from engine.worker.cpu_decode import CPUDecode
+from engine.worker.few_rows import FewRows
 from engine.worker.inputs import Draws
 from engine.worker.launch import LaunchedStep
 from engine.worker.loaded import LoadedModel
@@ -21,18 +22,28 @@ MOST_TOKENS = 48  # in larger steps arithmetic dominates call overhead, so the e
 
 
 class CPUDecodeSteps:
-    """Runs decode steps of float32 models with dense MLPs. Draws the same tokens as Eager, but faster."""
+    """Runs decode steps of float32 models with dense MLPs. Draws the same tokens as Eager, but faster.
+
+    The kernels of FewRows are faster than CPUDecode, but they need llvmlite and a processor that they support.
+    """
 
     def __init__(self, loaded: LoadedModel, on_progress: Progress | None = None) -> None:
         self._loaded, self._batch = loaded, loaded.batch
-        supported = CPUDecode.supports(loaded.model, loaded.dtype, loaded.kv_dtype)
-        self._decode = CPUDecode(loaded.model, loaded.pool) if supported else None
+        model, dtypes = loaded.model, (loaded.dtype, loaded.kv_dtype)
+        self._few: FewRows | None = None
+        self._decode: CPUDecode | None = None
+        if not FewRows.why_not(model, *dtypes, loaded.block_size):
+            self._few = FewRows(model, loaded.pool, loaded.block_size, loaded.max_model_len)
+        elif CPUDecode.supports(model, *dtypes):
+            self._decode = CPUDecode(model, loaded.pool)
         assert isinstance(loaded.attention, TorchAttention), "a CPU has no other attention backend"
         self._attention = loaded.attention
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
         """Run a step that only decodes. Returns None for other steps, large steps and models without support."""
-        if self._decode is None or plan.num_decoding < len(plan.rows) or plan.num_tokens > MOST_TOKENS:
+        if self._decode is None and self._few is None:
+            return None
+        if plan.num_decoding < len(plan.rows) or plan.num_tokens > MOST_TOKENS:
             return None
         started = time.perf_counter()
         self._batch.apply(plan)
@@ -43,10 +54,9 @@ class CPUDecodeSteps:
     def decode(self, plan: StepPlan) -> tuple[torch.Tensor, Draws]:
         """Returns the logits [T, V] and the draws of a plan that only decodes.
 
-        CPUDecode computes each draft token in a column of its own, as if it were another sequence. Only attention
-        treats a token and its drafts as one sequence.
+        Each draft token is computed as if it were another sequence. Only the attention of CPUDecode treats a token and
+        its drafts as one sequence.
         """
-        assert self._decode is not None
         batch, table = self._batch, self._batch.host_table
         size, tokens, rows, positions = batch.block_size, plan.token_ids, plan.rows, plan.starts
         entries, bounds = batch.indices[: len(rows)], batch.indices
@@ -54,16 +64,21 @@ class CPUDecodeSteps:
         tables = table[rows, : -(-int(lengths.max()) // size)]
         if plan.num_drafted:
             bounds = np.concatenate((bounds[:1], np.cumsum(plan.q_lens)))
-        self._attention.plan_arrays(tables, lengths, bounds, plan.num_decodes)
-        if plan.num_drafted:
             entries = np.repeat(entries, plan.q_lens)
+        if self._decode is not None:
+            self._attention.plan_arrays(tables, lengths, bounds, plan.num_decodes)
+        if plan.num_drafted:
             rows, positions = rows[entries], (lengths - bounds[1:])[entries] + np.arange(len(tokens))
-            lengths = positions + 1
+            tables, lengths = tables[entries], positions + 1
         blocks, offsets = np.divmod(positions, size)
         slots = table[rows, blocks] * np.int64(size) + offsets
         if (tokens < 0).any():
             tokens = np.where(tokens < 0, batch.last_token.numpy()[rows], tokens)
-        logits = self._decode.logits(tokens, positions, slots, self._attention)
+        if self._few is not None:
+            logits = self._few.logits(tokens, positions, slots, tables)
+        else:
+            assert self._decode is not None
+            logits = self._decode.logits(tokens, positions, slots, self._attention)
         device_rows, device_positions = (torch.from_numpy(part.astype(np.int64)) for part in (rows, lengths))
         return logits, Draws(entries, rows, lengths, device_rows, device_positions)
 

@@ -9,21 +9,23 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.model.config import ModelConfig
-from engine.model.linear import ByteWeight, Fp8Weight, Int8Weight
+from engine.model.linear import Bf16Weight, ByteWeight, Fp8Weight, Int8Weight
 
-KINDS: dict[str, type[ByteWeight] | None] = {"none": None, "int8": Int8Weight, "fp8": Fp8Weight}
+KINDS: dict[str, type[ByteWeight] | None] = {"none": None, "bf16": Bf16Weight, "int8": Int8Weight, "fp8": Fp8Weight}
+
+ON_CPU = ("bf16", "int8")
 
 
 def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str) -> None:
     """Raise EngineError if the model cannot use the 8-bit weights of `config` with this device and dtype."""
     kind, cpu = config.quantization, device.type == "cpu"
-    if kind == "int8" and not cpu:
+    if kind in ON_CPU and not cpu:
         raise EngineError(
-            f"int8 weights run on a CPU only, but the device is {device}: use --quantization fp8, or add --device cpu"
+            f"{kind} weights run on a CPU only, but the device is {device}: use --quantization fp8, or add --device cpu"
         )
     if kind == "fp8" and cpu:
         raise EngineError("fp8 weights run on a GPU only, but the device is cpu: use --quantization int8")
-    wanted = "float32" if kind == "int8" else "bfloat16"
+    wanted = "float32" if kind in ON_CPU else "bfloat16"
     if dtype != wanted:
         raise EngineError(f"{kind} weights need {wanted} activations, but the dtype is {dtype}: use {wanted}")
     if config.tensor_parallel_size > 1:
@@ -34,7 +36,7 @@ def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype:
         raise EngineError(
             f"{kind} weights support only dense models, but {model.architecture} has experts: use --quantization none"
         )
-    if kind == "int8":
+    if kind in ON_CPU:
         return
     major, minor = torch.cuda.get_device_capability(device)
     if major < 9:  # 8.9 has fp8 arithmetic, but lacks launch instructions that our kernels use

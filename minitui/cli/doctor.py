@@ -18,6 +18,7 @@ from minitui.visible import json_text
 
 EXTRAS = {  # module -> (extra, purpose)
     "flash_attn": ("flash", "FlashAttention-4 for prefill on NVIDIA Hopper and Blackwell; used if installed"),
+    "llvmlite": ("cpu", "compiled kernels for few tokens on a CPU; used if installed"),
     "fastapi": ("serve", "minitui serve, and minitui chat --connect"),
     "textual_serve": ("web", "minitui chat --web: chat in a browser"),
     "llguidance": ("structured", "answers that follow a JSON schema, a regular expression or a list of choices"),

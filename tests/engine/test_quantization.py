@@ -21,7 +21,7 @@ from engine.params import SamplingParams
 from engine.worker import quantised
 from minitui import tutor
 from tests.support.models import Driver, make_request, make_runner, prompt, reference, save
-from tests.support.parity import decodes_on_a_cpu, step_logits
+from tests.support.parity import decodes_on_a_cpu, few_rows, step_logits  # noqa: F401 (a fixture)
 
 CPU = torch.device("cpu")
 OPTIONS = {"quantization": "int8"}
@@ -113,11 +113,19 @@ def test_random_weights_are_those_of_the_other_types_rounded(directory: Path) ->
     assert torch.equal(small.head.values, quantise_rows(plain.head)[0])
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.usefixtures("few_rows")
+@pytest.mark.parametrize("count", [1, 2, 7])
 def test_decode_steps_compute_what_the_decoder_does(count: int, directory: Path) -> None:
-    """CPUDecode works in columns, Decoder in rows. A difference of 1e-7 may round to the next of 127 steps."""
+    """Each path has its own order of sums. A difference of 1e-7 may round to the next of 127 steps."""
     (fast, *_), (plain, *_) = decodes_on_a_cpu(directory, count, **OPTIONS)
     torch.testing.assert_close(fast, plain, rtol=0, atol=0.01 * float(plain.abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["none", "int8"])
+def test_compiled_kernels_give_a_row_the_same_bits_in_every_batch(kind: str, directory: Path) -> None:
+    pytest.importorskip("llvmlite")
+    alone, batch = (decodes_on_a_cpu(directory, count, quantization=kind)[0][0] for count in (1, 7))
+    assert torch.equal(alone[0], batch[0])
 
 
 def test_log_probabilities_stay_near_those_of_float32(directory: Path) -> None:
@@ -161,7 +169,7 @@ def test_the_bundled_model_answers_as_in_float32() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "sentence"),
     [
-        ("qwen3", {"quantization": "int4"}, "must be none, int8 or fp8"),
+        ("qwen3", {"quantization": "int4"}, "must be none, bf16, int8 or fp8"),
         ("qwen3", {"quantization": "fp8"}, "run on a GPU only, but the device is cpu: use --quantization int8"),
         ("qwen3", {"quantization": "int8", "dtype": "bfloat16"}, "the dtype is bfloat16: use float32"),
         ("qwen3_moe", {"quantization": "int8"}, "has experts"),

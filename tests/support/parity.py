@@ -13,6 +13,7 @@ from engine.core.step import StepPlan
 from engine.llm import LLM
 from engine.params import SamplingParams
 from engine.worker.cpu import CPUDecodeSteps
+from engine.worker.few_rows import FewRows
 from tests.support.models import Driver, eager, make_request, make_runner, prompt, reference, save
 
 PROMPT = 37  # tokens
@@ -70,6 +71,15 @@ def step_logits(runner: Any, plan: StepPlan) -> torch.Tensor:
     with torch.inference_mode():
         runner.loaded.batch.apply(plan)
         return steps.forward(plan, steps.build_inputs(plan))[0]
+
+
+@pytest.fixture(params=["compiled", "numpy"])
+def few_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode steps on a CPU by compiled kernels, or without them."""
+    if request.param == "compiled":
+        pytest.importorskip("llvmlite")
+    else:
+        monkeypatch.setattr(FewRows, "why_not", lambda *_: "switched off")
 
 
 def decodes_on_a_cpu(directory: Path, count: int, **options: Any) -> list[tuple[torch.Tensor, ...]]:

@@ -1,0 +1,121 @@
+"""Compiles the CPU kernels for one model, and runs sequences of their calls."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+from dataclasses import dataclass
+from functools import cache
+
+import llvmlite
+import llvmlite.binding as llvm
+import numpy as np
+from llvmlite import ir
+
+from engine.kernels.cpu.attention import emit_attend, emit_rotate
+from engine.kernels.cpu.emit import I32, I64, PTR, Kernel
+from engine.kernels.cpu.product import VNNI, emit_product
+
+LLVM = 22  # the version whose instructions the kernels use
+FIELDS = 16  # numbers in the array of one call; a kernel reads the first ones
+OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+
+
+@dataclass(frozen=True)
+class KernelShapes:
+    """What the kernels of one model are compiled for."""
+
+    weights: tuple[str, ...]  # float32, bfloat16, int8: the kinds of its matrices
+    columns: tuple[int, ...]  # the lengths of the rows of its matrices
+    heads: tuple[int, int]  # of queries, of keys
+    head_dim: int
+    block_size: int
+    eps: float
+    qk_norm: bool
+
+
+@cache
+def _features() -> dict[str, bool]:
+    return dict(llvm.get_host_cpu_features())
+
+
+def why_not(shapes: KernelShapes) -> str:
+    """Returns why this machine or these shapes cannot have the kernels; empty if they can."""
+    if llvm.llvm_version_info[0] != LLVM:  # LLVM ends the process if an instruction has other operands
+        return f"llvmlite {llvmlite.__version__} has LLVM {llvm.llvm_version_info[0]}, the kernels need {LLVM}"
+    if sys.platform == "win32":
+        return "torch on Windows has no OpenMP library of GNU"
+    process = ctypes.CDLL(None)
+    if missing := [name for name in OPENMP if not hasattr(process, name)]:
+        return f"torch's OpenMP library lacks {missing[0]}"
+    if "int8" in shapes.weights and not (_features().get("avx512vnni") and _features().get("avx512vl")):
+        return "the processor has no AVX-512 VNNI"
+    if _lanes(shapes) < 4:
+        return f"rows of {min(shapes.columns)} numbers, or heads of {shapes.head_dim}, do not fill vectors"
+    if "int8" in shapes.weights and _int8_width(shapes) not in VNNI:
+        return f"rows of {min(shapes.columns)} bytes do not fill vectors"
+    return ""
+
+
+def _lanes(shapes: KernelShapes, *, attention: bool = True) -> int:
+    """Returns the numbers in a float vector: at most 16, and a divisor of everything that is in vectors."""
+    widest = 16 if _features().get("avx512f") else 8 if _features().get("avx2") else 4
+    return math.gcd(widest, *shapes.columns, *([shapes.head_dim // 2] if attention else []))
+
+
+def _int8_width(shapes: KernelShapes) -> int:
+    return math.gcd(64, *shapes.columns)
+
+
+class Kernels:
+    """The compiled kernels of one model. Keep this object for as long as the kernels run."""
+
+    def __init__(self, shapes: KernelShapes) -> None:
+        module = ir.Module()
+        module.triple = llvm.get_process_triple()
+        lanes, wide = _lanes(shapes), _lanes(shapes, attention=False)
+        for weights in shapes.weights:
+            emit_product(module, weights, weights, wide, _int8_width(shapes), shapes.eps)
+        heads, dim = shapes.heads, shapes.head_dim
+        emit_rotate(module, "rotate", lanes, heads, dim, shapes.eps, shapes.qk_norm)
+        emit_attend(module, "attend", lanes, heads, dim, shapes.block_size)
+        _emit_run(module)
+        self._engine = _compile(module)
+        self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._engine.get_function_address("run"))
+
+    def address(self, name: str) -> int:
+        """Returns the address of a kernel: "rotate", "attend", or a kind of weights for its product."""
+        return self._engine.get_function_address(name)
+
+    def run(self, functions: np.ndarray, calls: np.ndarray, threads: int) -> None:
+        """Call kernels one after the other, each in `threads` threads. functions int64 [n]; calls int64 [n, FIELDS]."""
+        fields = np.array([functions.ctypes.data, calls.ctypes.data, len(functions), threads], dtype=np.int64)
+        self._run(fields.ctypes.data)
+
+
+def _emit_run(module: ir.Module) -> None:
+    """Emit the function that calls kernels in torch's OpenMP threads. They wait for each other after every kernel."""
+    b = Kernel(module, "run", 4)
+    functions, calls, count, threads = b.fields(functions=PTR, calls=PTR, count=I64, threads=I64)
+    with b.loop(I64(0), count) as (i, _):
+        fields = b.at(calls, b.mul(i, I64(FIELDS)), I64)
+        b.intrinsic("GOMP_parallel", ir.VoidType(), b.read(functions, i, PTR), fields, b.trunc(threads, I32), I32(0))
+    b.ret_void()
+
+
+def _compile(module: ir.Module) -> llvm.ExecutionEngine:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    process = ctypes.CDLL(None)
+    for name in OPENMP:
+        llvm.add_symbol(name, ctypes.cast(getattr(process, name), ctypes.c_void_p).value)
+    features = llvm.get_host_cpu_features().flatten() + ",-prefer-256-bit"
+    machine = llvm.Target.from_default_triple().create_target_machine(llvm.get_host_cpu_name(), features, opt=3)
+    parsed = llvm.parse_assembly(str(module))
+    parsed.verify()
+    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
+    passes.getModulePassManager().run(parsed, passes)
+    engine = llvm.create_mcjit_compiler(parsed, machine)
+    engine.finalize_object()
+    return engine

@@ -1,0 +1,172 @@
+"""out [R, N] = f(x) [R, K] · weightᵀ for few rows: each weight is read from memory once, whatever the number of rows.
+
+f is nothing, an RMSNorm, or silu(gate) · up. Every thread computes f for all rows, into memory of its own: for few rows
+this is quicker than a barrier. Each output is one sum over k in one vector, so it does not depend on R.
+
+Integers: each row of f(x) is rounded to 8 bits (engine/model/linear.py). The processor's instruction (VNNI) multiplies
+unsigned by signed bytes. So 128 is added to each weight, and 128 times the sum of the row is subtracted at the end.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+from llvmlite import ir
+
+from engine.kernels.cpu.emit import F32, I8, I16, I32, I64, PTR, Kernel
+
+GROUPS = ((8, 2), (4, 4), (2, 4), (1, 1))  # (rows of x, rows of the weight) in registers at a time
+BLOCK = 4  # rows of the weight per round of the outer loop
+AHEAD = 8192  # bytes; prefetched in the order of addresses, because the hardware expects that order
+VNNI = {64: "512", 32: "256", 16: "128"}  # bytes per vector -> suffix of the instruction
+
+
+class Before(IntEnum):
+    """What is done with x before the product."""
+
+    NOTHING = 0
+    NORM = 1  # RMSNorm with a weight [K]
+    SILU = 2  # x is [R, 2 K], gate and up: silu(gate) * up
+
+
+def scratch_floats(rows: int, columns: int) -> int:
+    """Returns how many floats of scratch memory each thread needs: f(x), its bytes, a scale and a sum per row."""
+    return rows * columns + rows * columns // 4 + 2 * rows + 64
+
+
+def emit_product(module: ir.Module, name: str, weights: str, lanes: int, width: int, eps: float) -> None:
+    """Emit a kernel. weights: float32, bfloat16 or int8; width: bytes of weights per vector, for int8.
+
+    Fields: weight, its scales, x, the norm's weight, the bias [N], out, scratch, K, N, R, floats of scratch
+    per thread, Before, 1 if the product is added to out.
+    """
+    b = Kernel(module, name, lanes)
+    weight, scales, x, norm, bias, out, scratch, K, N, R, each, before, add = b.fields(
+        weight=PTR, scales=PTR, x=PTR, norm=PTR, bias=PTR, out=PTR, scratch=PTR, K=I64, N=I64, R=I64, each=I64,
+        before=I64, add=I64,
+    )  # fmt: skip
+    scratch = b.at(scratch, b.mul(b.thread(), each), F32)
+    integers = weights == "int8"
+    _prepare(b, x, norm, scratch, K, R, before, eps)
+    rows_at = b.select(b.icmp_signed("==", before, I64(Before.NOTHING)), x, scratch)
+    if integers:
+        floats = b.mul(R, K)
+        x8 = b.at(scratch, floats, F32)
+        row_scales = b.at(x8, floats, I8)
+        row_sums = b.at(row_scales, R, F32)
+        _round(b, rows_at, x8, row_scales, row_sums, K, R)
+        rows_at = x8
+    bytes_each = {"float32": 4, "bfloat16": 2, "int8": 1}[weights]
+    step = width if integers else lanes
+    sums = ir.VectorType(I32, width // 4) if integers else b.floats
+    zero = ir.Constant(sums, [0] * sums.count)
+
+    def weights_at(n: Any, k: Any) -> Any:
+        index = b.add(b.mul(n, K), k)
+        if weights == "float32":
+            return b.floats_at(weight, index)
+        if weights == "bfloat16":
+            wide = b.zext(b.read(weight, index, I16, lanes), b.ints)
+            return b.bitcast(b.shl(wide, ir.Constant(b.ints, [16] * lanes)), b.floats)
+        found = b.read(weight, index, I8, width)
+        return b.xor(found, ir.Constant(found.type, [0x80] * width))
+
+    def accumulate(total: Any, row: Any, w: Any) -> Any:
+        if not integers:
+            return b.fma(row, w, total)
+        return b.intrinsic(f"llvm.x86.avx512.vpdpbusd.{VNNI[width]}", sums, total, w, row)
+
+    def finish(total: Any, n: Any, r: Any) -> None:
+        if integers:
+            whole = b.intrinsic(f"llvm.vector.reduce.add.v{width // 4}i32", I32, total)
+            whole = b.sub(whole, b.read(row_sums, r, I32))
+            value = b.fmul(b.fmul(b.sitofp(whole, F32), b.read(row_scales, r)), b.read(scales, n))
+        else:
+            value = b.total(total)
+        value = b.fadd(value, b.read(bias, n))
+        at = b.add(b.mul(r, N), n)
+        with b.if_else(b.icmp_signed("!=", add, I64(0))) as (then, otherwise):
+            with then:
+                b.write(b.fadd(b.read(out, at), value), out, at)
+            with otherwise:
+                b.write(value, out, at)
+
+    def tile(n0: Any, r0: Any, rows: int, columns: int) -> None:
+        """Compute `rows` by `columns` outputs, from row r0 and column n0."""
+        cells = [(r, n) for r in range(rows) for n in range(columns)]
+        with b.loop(I64(0), K, step, **{f"{r} {n}": zero for r, n in cells}) as (k, totals):
+            if columns > 1:
+                begin = b.add(b.mul(b.mul(n0, K), I64(bytes_each)), b.mul(k, I64(bytes_each * columns)))
+                for line in range(0, columns * step * bytes_each, 64):
+                    where = b.at(weight, b.add(begin, I64(AHEAD + line)), I8)
+                    b.intrinsic("llvm.prefetch.p0", ir.VoidType(), where, I32(0), I32(3), I32(1))
+            ws = [weights_at(b.add(n0, I64(n)), k) for n in range(columns)]
+            for r in range(rows):
+                index = b.add(b.mul(b.add(r0, I64(r)), K), k)
+                row = b.read(rows_at, index, I8, width) if integers else b.floats_at(rows_at, index)
+                for n in range(columns):
+                    totals[f"{r} {n}"] = accumulate(totals[f"{r} {n}"], row, ws[n])
+        for r, n in cells:
+            finish(totals[f"{r} {n}"], b.add(n0, I64(n)), b.add(r0, I64(r)))
+
+    def all_rows(n0: Any, columns: int) -> None:
+        """Compute `columns` columns of the output."""
+        done: Any = I64(0)
+        for rows, at_once in GROUPS:
+            at_once = min(at_once, columns)
+            end = b.add(done, b.mul(b.sdiv(b.sub(R, done), I64(rows)), I64(rows)))
+            with b.loop(done, end, rows) as (r0, _), b.loop(n0, b.add(n0, I64(columns)), at_once) as (n, _):
+                tile(n, r0, rows, at_once)
+            done = end
+
+    blocks = b.sdiv(N, I64(BLOCK))
+    first, end = (b.mul(block, I64(BLOCK)) for block in b.share(blocks))
+    with b.loop(first, end, BLOCK) as (n0, _):
+        all_rows(n0, BLOCK)
+    with b.if_then(b.icmp_signed("==", end, b.mul(blocks, I64(BLOCK)))), b.loop(end, N) as (n0, _):
+        all_rows(n0, 1)
+    b.ret_void()
+
+
+def _prepare(b: Kernel, x: Any, norm: Any, scratch: Any, K: Any, R: Any, before: Any, eps: float) -> None:
+    """Write f(x) [R, K] to scratch, unless f is nothing."""
+    with b.if_then(b.icmp_signed("==", before, I64(Before.NORM))), b.loop(I64(0), R) as (r, _):
+        start = b.mul(r, K)
+        with b.loop(I64(0), K, b.lanes, square=b.all_lanes(0)) as (k, sums):
+            part = b.floats_at(x, b.add(start, k))
+            sums["square"] = b.fma(part, part, sums["square"])
+        mean = b.fdiv(b.total(sums["square"]), b.sitofp(K, F32))
+        root = b.intrinsic("llvm.sqrt.f32", F32, b.fadd(mean, F32(eps)))
+        scale = b.all_lanes(b.fdiv(F32(1), root))
+        with b.loop(I64(0), K, b.lanes) as (k, _):
+            part = b.fmul(b.floats_at(x, b.add(start, k)), scale)
+            b.write(b.fmul(part, b.floats_at(norm, k)), scratch, b.add(start, k))
+    with b.if_then(b.icmp_signed("==", before, I64(Before.SILU))), b.loop(I64(0), R) as (r, _):
+        start = b.mul(r, b.mul(K, I64(2)))
+        with b.loop(I64(0), K, b.lanes) as (k, _):
+            gate, up = b.floats_at(x, b.add(start, k)), b.floats_at(x, b.add(start, b.add(K, k)))
+            power = b.exp(b.vector_op("minimum", b.fneg(gate), b.all_lanes(87)))
+            silu = b.fdiv(gate, b.fadd(b.all_lanes(1), power))
+            b.write(b.fmul(silu, up), scratch, b.add(b.mul(r, K), k))
+
+
+def _round(b: Kernel, rows_at: Any, x8: Any, row_scales: Any, row_sums: Any, K: Any, R: Any) -> None:
+    """Round each row to 8 bits. row_sums: 128 times the sum of each row's bytes. NaN and infinity reach the scale."""
+    bytes_, lanes = ir.VectorType(I8, b.lanes), b.lanes
+    with b.loop(I64(0), R) as (r, _):
+        start = b.mul(r, K)
+        with b.loop(I64(0), K, lanes, most=b.all_lanes(0)) as (k, found):
+            size = b.vector_op("fabs", b.floats_at(rows_at, b.add(start, k)))
+            found["most"] = b.vector_op("maximum", found["most"], size)
+        scale = b.fdiv(b.largest(found["most"]), F32(127))
+        b.write(scale, row_scales, r)
+        least = F32(1.1754943508222875e-38)
+        inverse = b.all_lanes(b.fdiv(F32(1), b.intrinsic("llvm.maximum.f32", F32, scale, least)))
+        with b.loop(I64(0), K, lanes, sum=ir.Constant(b.ints, [0] * lanes)) as (k, sums):
+            value = b.vector_op("rint", b.fmul(b.floats_at(rows_at, b.add(start, k)), inverse))
+            whole = b.intrinsic(f"llvm.fptosi.sat.v{lanes}i32.v{lanes}f32", b.ints, value)
+            sums["sum"] = b.add(sums["sum"], whole)
+            b.write(b.trunc(whole, bytes_), x8, b.add(start, k), I8)
+        total = b.intrinsic(f"llvm.vector.reduce.add.v{lanes}i32", I32, sums["sum"])
+        b.write(b.shl(total, I32(7)), row_sums, r, I32)
