@@ -16,6 +16,7 @@ import torch
 from engine.attention.kv_pool import KVPool
 from engine.model.decoder import Decoder, DenseMLP
 from engine.model.linear import Bf16Weight, Int8Weight, Matrix, embed
+from engine.model.traits import lacking
 
 KEPT_SIZES = 8  # buffers are kept for at most this many different numbers of rows
 
@@ -58,8 +59,8 @@ class FewRows:
         """Returns why the kernels cannot run this model; empty if they can."""
         if not dtype == kv_dtype == torch.float32:
             return f"activations are {dtype} and keys {kv_dtype}"
-        if not all(isinstance(layer.mlp, DenseMLP) for layer in decoder.layers):
-            return "the model has experts"
+        if lacks := lacking(decoder.config, "few_rows"):
+            return f"the model has {lacks}"
         if importlib.util.find_spec("llvmlite") is None:
             return "llvmlite is not installed"
         from engine.kernels.cpu.library import why_not
@@ -94,7 +95,6 @@ class FewRows:
 
         decoder, pool = self._decoder, self._pool
         b = Buffers(rows, decoder, self._threads, self._max_length)
-        table = decoder.rope_table
         calls: list[tuple[str, list[Any]]] = []
 
         def product(
@@ -112,6 +112,7 @@ class FewRows:
             assert isinstance(mlp, DenseMLP)
             norms = 0 if layer.qk_norm is None else layer.qk_norm
             product(layer.qkv, b.residual, b.qkv, layer.qkv_bias, Before.NORM, layer.input_norm)
+            table = decoder.rope_tables[i]
             calls.append(("rotate", [b.qkv, norms, table, b.q, keys, values, b.positions, b.slots, rows]))
             calls.append(("attend", [b.q, keys, values, 0, b.lengths, b.attended, b.scratch, 0, rows,
                                      self._windows[i], b.each]))  # fmt: skip
@@ -154,5 +155,5 @@ def _shapes(decoder: Decoder, block_size: int) -> Any:
         weights=tuple(sorted({_kind(matrix) for matrix in matrices})),
         columns=tuple(sorted({matrix.shape[1] for matrix in matrices})),
         heads=(config.num_heads, config.num_kv_heads), head_dim=config.head_dim, block_size=block_size,
-        eps=config.rms_norm_eps, qk_norm=decoder.layers[0].qk_norm is not None,
+        scale=config.scale, eps=config.rms_norm_eps, qk_norm=decoder.layers[0].qk_norm is not None,
     )  # fmt: skip

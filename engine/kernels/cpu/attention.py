@@ -62,8 +62,10 @@ def emit_rotate(
     b.ret_void()
 
 
-def emit_attend(module: ir.Module, name: str, lanes: int, heads: tuple[int, int], dim: int, block_size: int) -> None:
-    """Emit the attention kernel. A thread computes whole pairs of (row, query head).
+def emit_attend(
+    module: ir.Module, name: str, lanes: int, heads: tuple[int, int], dim: int, factor: float, block_size: int
+) -> None:
+    """Emit the attention kernel; factor: of query · key. A thread computes whole pairs of (row, query head).
 
     Fields: q [R, Hq D], keys, values [slots, Hkv, D], block table int64 [R, C], lengths int64 [R] (with this token),
     out [R, Hq D], scores (scratch), C, R, window (0: none), floats of scratch per thread.
@@ -91,7 +93,7 @@ def emit_attend(module: ir.Module, name: str, lanes: int, heads: tuple[int, int]
             slot = b.add(b.mul(block, I64(block_size)), b.urem(position, I64(block_size)))
             return b.add(b.mul(slot, I64(kv * dim)), head_at)
 
-        scale = b.all_lanes(1 / math.sqrt(dim))
+        scale = b.all_lanes(factor)
         source = b.at(q, b.mul(item, I64(dim)), F32)
         query = [b.fmul(b.floats_at(source, I64(d)), scale) for d in vectors]
         with b.loop(I64(0), seen, most=F32(-math.inf)) as (i, found):

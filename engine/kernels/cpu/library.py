@@ -31,6 +31,7 @@ class KernelShapes:
     heads: tuple[int, int]  # of queries, of keys
     head_dim: int
     block_size: int
+    scale: float  # the factor of query · key
     eps: float
     qk_norm: bool
 
@@ -79,7 +80,7 @@ class Kernels:
             emit_product(module, weights, weights, wide, _int8_width(shapes), shapes.eps)
         heads, dim = shapes.heads, shapes.head_dim
         emit_rotate(module, "rotate", lanes, heads, dim, shapes.eps, shapes.qk_norm)
-        emit_attend(module, "attend", lanes, heads, dim, shapes.block_size)
+        emit_attend(module, "attend", lanes, heads, dim, shapes.scale, shapes.block_size)
         _emit_run(module)
         self._engine = _compile(module)
         self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._engine.get_function_address("run"))
