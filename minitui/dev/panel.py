@@ -38,9 +38,11 @@ from minitui.tui.widgets.step_bar import StepBar
 from minitui.tui.widgets.timeline import RequestTimeline
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.tree import RadixTree
+from minitui.tui.widgets.tree_blocks import NodeBlocks
 from minitui.tui.widgets.vitals import Vitals
 from minitui.tui.widgets.waterfall import Waterfall
 from minitui.tui.widgets.why import Why
+from minitui.tui.widgets.wire import WireLines
 from minitui.viewmodel.model import View
 
 
@@ -138,9 +140,11 @@ PANELS: dict[str, type[LinePanel]] = {
     "timeline": RequestTimeline,
     "timings": StepTimings,
     "tree": RadixTree,
+    "tree-blocks": NodeBlocks,
     "vitals": Vitals,
     "waterfall": Waterfall,
     "why": Why,
+    "wire": WireLines,
 }
 
 

@@ -44,10 +44,13 @@ class _Uvicorn(uvicorn.Server):
 class Host:
     """One server: its socket, its service, and its shutdown."""
 
-    def __init__(self, config: EngineConfig, settings: ServerSettings, log_file: Path | None = None) -> None:
-        """Listen on the address. Raises EngineError if this fails."""
+    def __init__(
+        self, config: EngineConfig, settings: ServerSettings, log_file: Path | None = None,
+        service: Service | None = None,
+    ) -> None:  # fmt: skip
+        """Listen on the address. Raises EngineError if this fails. `service`: None: a new engine."""
         self.settings = settings
-        self.service = Service(config, settings, log_file)
+        self.service = service or Service(config, settings, log_file)
         self._socket = listen(settings.host, settings.port)
         self.port: int = self._socket.getsockname()[1]
         self._stop = asyncio.Event()

@@ -78,18 +78,23 @@ class Service:
         self._starting = asyncio.ensure_future(self._launched.launch())
         try:
             await self._starting
-            self._client = self._launched
-            self._tokenizer = await asyncio.to_thread(Tokenizer, Path(self._client.info["model_dir"]))
-            self._tokenizer.context = self.longest
-            self._tokenizer.start_rendering()
+            tokenizer = await self._use(self._launched)
         except (EngineError, asyncio.CancelledError):
             self.state = "failed"
             raise
-        self._grammars = Grammars(self._tokenizer, self._client.info["vocab_size"])
         if self.settings.hide_text:
-            self.broadcast.mask_id = self._tokenizer.encode(MASK_TEXT, add_special_tokens=False)[0]
-        self._client.on_death(self._died)
+            self.broadcast.mask_id = tokenizer.encode(MASK_TEXT, add_special_tokens=False)[0]
+        self._launched.on_death(self._died)
         await self._become_ready()
+
+    async def _use(self, client: EngineClient) -> Tokenizer:
+        """Serve the requests with this client. Returns its tokenizer."""
+        self._client = client
+        self._tokenizer = await asyncio.to_thread(Tokenizer, Path(client.info["model_dir"]))
+        self._tokenizer.context = self.longest
+        self._tokenizer.start_rendering()
+        self._grammars = Grammars(self._tokenizer, client.info["vocab_size"])
+        return self._tokenizer
 
     async def _become_ready(self) -> None:
         await self.broadcast.begin(self.client)
@@ -318,3 +323,21 @@ class Service:
                 raise ApiError(400, f"{field} has a token id outside the model's range, 0 to {vocabulary - 1:,}", field)
         if params.structured and self._grammars is not None:
             await self.in_thread(self._grammars.compile, params)
+
+
+class Borrowed(Service):
+    """A service on the engine of another owner, who reads its records and ends it. There is no telemetry."""
+
+    def __init__(self, client: EngineClient, settings: ServerSettings) -> None:
+        super().__init__(client.config, settings)
+        self._borrowed = client
+
+    async def start(self) -> None:
+        self._launched = self._borrowed
+        await self._use(self._borrowed)
+        self.state = "ready"
+
+    async def close(self) -> None:
+        """Stop to serve; the engine goes on."""
+        self._client = None
+        await super().close()

@@ -72,6 +72,11 @@ class LocalSource(Source):
             raise EngineDead("the engine is still loading")
         return self._client
 
+    @property
+    def client(self) -> EngineClient:
+        """The client of the engine process. Raises EngineDead while the engine loads."""
+        return self._loaded
+
     def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> Stream:
         return self._loaded.submit(ids, params, group=group)
 

@@ -106,4 +106,31 @@ class KeyRead:
         return self.block * self.block_size + self.key % self.block_size
 
 
-Board = Pieces | Candidates | KeyRead | Curves | RecordedRuns
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """An exchange over HTTP. `lines`: ("sent" or "got", text)."""
+
+    title: str
+    lines: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLine:
+    """A node of the prefix tree. `blocks`: (its number in the pool, "kept", "looked", "match", "new" or "evicted")."""
+
+    depth: int
+    name: str
+    blocks: tuple[tuple[int, str], ...]
+    users: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TreeBlocks:
+    """The prefix tree block by block. `line`: a sentence about the picture."""
+
+    title: str
+    nodes: tuple[TreeLine, ...]
+    line: str = ""
+
+
+Board = Pieces | Candidates | KeyRead | Curves | RecordedRuns | Wire | TreeBlocks

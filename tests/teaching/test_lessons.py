@@ -60,9 +60,11 @@ RIGHT = {  # what each experiment must prove, by lesson and page title
     (5, "Random numbers without state"): "the same, token for token",
     (6, "Joining and leaving"): "40: as many as the longest reply takes",
     (6, "A long prompt"): "61",
+    (6, "A pool that is too small"): "the youngest",
     (6, "Waiting, with a reason"): "in the step after another request has ended",
     (7, "Byte by byte"): "6: of each character, all bytes but the last",
     (7, "Stop strings"): "no, the reply ends before it, unless the request asks for it",
+    (8, "A request with curl"): "in many events, while it is written",
     (8, "A client disconnects"): "at once, or after one",
     (9, "The same beginning, another question"): "everything after the last whole block that both have in common",
     (9, "All at the same time"): "once",
@@ -209,7 +211,12 @@ def test_the_radix_lesson_counts_the_share_that_was_saved(outcome: Callable[[int
 
 def test_the_radix_lesson_tells_why_a_hit_ended_and_what_an_eviction_was_for(outcome: Callable[[int], Taught]) -> None:
     seen = outcome(9).seen
-    assert "all full blocks were cached" in seen["The same beginning, another question"].text
+    text = seen["The same beginning, another question"].text
+    equal, cached, prompt, at = (
+        int(re.search(pattern, text)[1])  # type: ignore[index]
+        for pattern in (r"(\d+) blocks were equal", r"took (\d+)", r"its (\d+) prompt", r"differs at token (\d+)")
+    )
+    assert cached == 16 * equal <= at < prompt
     text = seen["What is evicted, and when"].text
     needed, free = (int(re.search(p, text)[1]) for p in (r"needs (\d+)", r"only (\d+) were"))  # type: ignore[index]
     out = [(int(n), whose) for n, whose in re.findall(r"(\d+) of ([AB])'s blocks", text)]

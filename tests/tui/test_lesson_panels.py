@@ -1,23 +1,30 @@
-"""The panels that only lessons use: curves of costs, and recorded steps of a GPU."""
+"""The panels that only lessons use: curves of costs, recorded steps of a GPU, HTTP as it is sent, blocks of a tree."""
 
 from __future__ import annotations
 
+import asyncio
 import re
+import shutil
 
 import pytest
 
+from engine.errors import EngineError
+from minitui.teaching.lessons.curl import _curl, _httpx
 from minitui.teaching.lessons.recorded_timelines import MODES, launch_ms
 from minitui.teaching.recorded_steps import recorded_device
+from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.curves import CostCurves
 from minitui.tui.widgets.recorded_runs import HostAndDevice
 from minitui.tui.widgets.rows import plain
-from minitui.viewmodel.board import Curve, Curves, RecordedRun, RecordedRuns
+from minitui.tui.widgets.tree_blocks import NodeBlocks
+from minitui.tui.widgets.wire import WireLines
+from minitui.viewmodel.board import Curve, Curves, RecordedRun, RecordedRuns, TreeBlocks, TreeLine, Wire
 from minitui.viewmodel.model import View
 
 SIZES = (1, 2, 4, 8)
 
 
-def drawn(panel: CostCurves | HostAndDevice, view: View, width: int, height: int) -> list[str]:
+def drawn(panel: LinePanel, view: View, width: int, height: int) -> list[str]:
     rows = [plain(row) for row in panel.picture(view, width, height).rows]
     assert all(len(row) == width for row in rows)
     return rows
@@ -84,3 +91,60 @@ def test_recorded_runs_are_drawn_on_one_scale(height: int) -> None:
     half = drawn(HostAndDevice(), view, 95, height)
     assert half[5][:50] == rows[5][:50] and not half[5][60:].strip()
     assert "has not run" in drawn(HostAndDevice(), View(), 60, 8)[0]
+
+
+def test_the_end_of_an_exchange_is_shown_and_nothing_of_it_reaches_the_terminal_raw() -> None:
+    view = View()
+    lines = (("sent", "curl http://127.0.0.1 " + "x" * 60), *(("got", f"data: {i} \x1b[31m") for i in range(9)))
+    view.put(Wire("HTTP", lines))
+    rows = drawn(WireLines(), view, 40, 20)
+    assert rows[0].startswith("$ curl http://127.0.0.1") and "\x1b" not in "".join(rows)
+    assert sum("data:" in row for row in rows) == 9
+    picture = WireLines().picture(view, 40, 4)
+    assert [plain(row).split()[1] for row in picture.rows] == ["5", "6", "7", "8"]
+    assert "lines above" in picture.note[0][0]
+
+
+def test_a_block_of_the_tree_has_a_sign_and_long_nodes_wrap() -> None:
+    view = View()
+    states = ("kept", "looked", "match", "new", "evicted")
+    nodes = (
+        TreeLine(0, "system You answer", tuple(enumerate(states)), 2),
+        TreeLine(1, "user \x1b", tuple((number, "kept") for number in range(20, 40))),
+    )
+    view.put(TreeBlocks("Tree", nodes, "Block 1: compared."))
+    rows = drawn(NodeBlocks(), view, 72, 9)
+    assert re.findall(r"(.)  (\d)", rows[0]) == [(" ", "0"), ("?", "1"), ("=", "2"), ("+", "3"), ("×", "4")]
+    assert "\x1b" not in "".join(rows) and rows[1].startswith("  user")
+    assert [int(n) for row in rows[1:-1] for n in re.findall(r"\d+", row)] == list(range(20, 40))
+    assert rows[-1].startswith("Block 1: compared.")
+    assert "+ 2 rows" in drawn(NodeBlocks(), view, 72, 3)[1]
+
+
+@pytest.mark.parametrize("tool", ["curl", "httpx"])
+async def test_the_lesson_reads_a_stream_line_by_line(tool: str) -> None:
+    if tool == "curl" and not shutil.which("curl"):
+        pytest.skip("curl is not installed")
+    pytest.importorskip("httpx")
+    asked: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        body = b"data: {}\n\ndata: [DONE]\n\n"
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    lines: list[str] = []
+    async with server:
+        if tool == "curl":
+            await _curl(["curl", "-N", f"{url}/v1", "-H", "Authorization: Bearer k", "-d", "{}"], lines.append)
+        else:
+            await _httpx(url, "k", {}, lines.append)
+    assert lines == ["data: {}", "", "data: [DONE]", ""]
+    assert asked[0].startswith(b"POST /v1") and b"uthorization: Bearer k" in asked[0]
+    if tool == "curl":
+        with pytest.raises(EngineError, match="curl failed: "):
+            await _curl(["curl", f"{url}/v1"], lines.append)

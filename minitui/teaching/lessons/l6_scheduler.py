@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from minitui.chat.conversation import Session
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
+from minitui.teaching.lessons.preemption import too_small
 from minitui.teaching.scenarios import paste
 from minitui.teaching.stage import Stage
 from minitui.text import ms
 
+BLOCKS = 48  # of the pool
 LENGTHS = (5, 10, 20, 40, 15, 15)  # lengths of the replies in tokens
 WRITERS = ("What is prefill?", "What is decode?", "What is a token budget?")
 
@@ -221,6 +223,31 @@ LESSON = Lesson(
             ),
         ),
         Page(
+            "A pool that is too small",
+            f"""
+            Three requests arrive, one after the other. Their prompts fill most of the pool of {BLOCKS} blocks. The
+            second has by far the longest prompt. Then all three decode, and each takes another block for every 16
+            tokens. Soon no block is free or cached, and a request needs one more.
+
+            A request cannot go on without its keys and values. So one of the three has to release its row and its
+            blocks, and wait. This is preemption. All that it loses has to be computed again, and the other two should
+            be able to go on.
+            """,
+            panel="lanes",
+            code="engine.core.scheduler:Scheduler._preempt",
+            run=too_small,
+            predict=Prediction(
+                "Which request releases its blocks?",
+                ("the oldest", "the one with the most blocks", "the youngest"),
+                (
+                    "new requests could push out old ones again and again, and a long reply might never end.",
+                    "one preemption would free the most, but the most would be computed again. And a long request "
+                    "could be preempted each time when it comes back.",
+                    "",
+                ),
+            ),
+        ),
+        Page(
             "When memory runs out",
             """
             A decode step may need a new block. If no block is free, cached blocks are evicted. If no cached blocks are
@@ -255,5 +282,5 @@ LESSON = Lesson(
             lambda stage: ", ".join(f"r{c[0]}" for c in stage.view.steps.chunks(stage.view.steps.last)),
         ),
     ),
-    {"kv_blocks": 96, "max_num_batched_tokens": 64, "max_num_seqs": 4},
+    {"kv_blocks": BLOCKS, "max_num_batched_tokens": 64, "max_num_seqs": 4},
 )

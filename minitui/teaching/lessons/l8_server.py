@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.trace.state import ACTIVE, CACHED, FREE, SHARED
+from minitui.teaching.lessons.curl import QUESTION, TOKENS, request
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.stage import Stage
 
@@ -77,6 +78,31 @@ LESSON = Lesson(
             refused with an error that names the field.
             """,
             code="minitui.server.service:Service",
+        ),
+        Page(
+            "A request with curl",
+            f"""
+            The experiment starts the HTTP server on the engine of this lesson. It listens on a free port of this
+            machine and accepts one key. Then curl, a program for HTTP requests, asks “{QUESTION}” twice, each time for
+            up to {TOKENS} tokens: first as a whole, then with "stream": true. The panel shows the commands, and what
+            the server sends. Some fields, such as an id, are left out.
+
+            A stream is one HTTP response that stays open. The server writes events. An event is a line that begins with
+            “data:”, and an empty line.
+            """,
+            panel="wire",
+            code="minitui.server.chat",
+            run=request,
+            predict=Prediction(
+                "How does the text of the streamed reply arrive?",
+                ("in one event at the end", "in many events, while it is written", "in one response for each token"),
+                (
+                    "the stream would have no advantage: the user would wait as long as for the whole answer.",
+                    "",
+                    "the client would have to send a request for each token. But the server knows the next token "
+                    "first, so it sends.",
+                ),
+            ),
         ),
         Page(
             "One queue for all",

@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-from engine.trace.state import FREE, SHARED
+from engine.trace.state import SHARED
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
-from minitui.teaching.scenarios import QUESTIONS, VOICES, leaves, paste_of
+from minitui.teaching.lessons.tree_walk import touch_and_evict, walk
+from minitui.teaching.scenarios import QUESTIONS
 from minitui.teaching.stage import Stage
-from minitui.text import match_reason, match_reasons
-
-
-async def replay(stage: Stage) -> Seen:
-    """Asks two questions with the same system prompt."""
-    await stage.write(QUESTIONS[0], 12, 4, seconds=0.5)
-    second = stage.chat(max_tokens=12, whole=True)
-    id = await stage.ask(second, QUESTIONS[1])
-    await stage.run_until("hit")
-    await stage.pause(1.5)
-    record = stage.events("hit")[-1].record
-    lane = stage.view.lanes.lanes[id]
-    size = stage.source.info["block_size"]
-    return Seen(
-        f"r{id} took {record[4]} of its {lane.prompt_tokens} prompt tokens from the tree, {record[4] // size} whole "
-        f"blocks, and computed {lane.prompt_tokens - record[4]}: {record[4] / lane.prompt_tokens:.0%} of its prefill "
-        f"saved. Why not more? The engine says: {match_reason(record[5], record[6])}. Only whole blocks are shared, "
-        "and the last token of a prompt is always computed.",
-        1 if 0 < record[4] < lane.prompt_tokens else 0,
-    )
+from minitui.text import match_reasons
 
 
 async def shared_system_prompt(stage: Stage) -> Seen:
@@ -50,33 +32,6 @@ async def shared_system_prompt(stage: Stage) -> Seen:
         "does the engine know their tokens."
         f"\n\n{stage.bars(rows)}",
         2 if figures.share_cached > 0.5 else 0,
-    )
-
-
-async def touch_and_evict(stage: Stage) -> Seen:
-    """Fills the pool until the least recently used leaf is evicted."""
-    chats = [stage.chat(voice, name, max_tokens=8, whole=True) for voice, name in zip(VOICES, ("A", "B"), strict=False)]
-    for session in (chats[0], chats[1], chats[0]):
-        await stage.ask(session, QUESTIONS[0])
-        await stage.run_until("finish")
-    stage.show(chats[0])
-    expected, free = leaves(stage.state())[0].id, stage.state().counts[FREE]
-    whose = {
-        node.id: "B" if "Bravo" in stage.view.decode(node.ids) else "A"
-        for node in stage.state().nodes.values()
-        if node.id
-    }
-    await stage.pause(1.5)
-    big = stage.chat(VOICES[2], "C", max_tokens=8, whole=True)
-    await stage.ask(big, paste_of(stage, VOICES[2], free + 2))
-    await stage.run_until("eviction")
-    gone = [event.record[3:] for event in stage.events("evict")]
-    blocks = ", then ".join(f"{n} of {whose[node]}'s blocks" for node, n, _ in gone)
-    return Seen(
-        f"C needed room. The record says “{gone[0][2]}”; of the pool's {stage.source.info['num_blocks']} blocks only "
-        f"{free} were free. The tree lost {blocks}. A came first, but was used again after B, so B was the least "
-        "recently used.",
-        (0 if whose[gone[0][0]] == "A" else 1) if gone[0][0] == expected else 2,
     )
 
 
@@ -138,11 +93,12 @@ LESSON = Lesson(
         Page(
             "The same beginning, another question",
             """
-            Two chats have the same system prompt. The first chat's prompt has been computed and is in the tree. The
-            second chat asks another question.
+            Two chats have the same system prompt, and their questions begin alike, too. The first chat's prompt has
+            been computed and is in the tree. The picture follows the lookup of the second prompt, block by block.
             """,
-            panel="tree",
-            run=replay,
+            panel="blocks",
+            code="engine.core.radix:RadixTree.match",
+            run=walk,
             predict=Prediction(
                 "How much of the second prompt is computed?",
                 (
@@ -195,7 +151,7 @@ LESSON = Lesson(
 
             Chats A and B have different prompts. They are used in the order A, B, A. Then C comes with a long text.
             """,
-            panel="tree",
+            panel="blocks",
             code="engine.core.radix:RadixTree.evict",
             run=touch_and_evict,
             predict=Prediction(

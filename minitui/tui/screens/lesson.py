@@ -36,6 +36,8 @@ from minitui.tui.widgets.step_bar import StepBar
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.top_bar import TopBar
 from minitui.tui.widgets.tree import RadixTree
+from minitui.tui.widgets.tree_blocks import NodeBlocks
+from minitui.tui.widgets.wire import WireLines
 from minitui.viewmodel.model import View
 
 PANELS: dict[str, type[LinePanel]] = {
@@ -43,6 +45,7 @@ PANELS: dict[str, type[LinePanel]] = {
     "lanes": BatchLanes, "tree": RadixTree,
     "timings": StepTimings, "events": Events, "occupancy": Occupancy, "pieces": TextPieces, "runs": SideBySide,
     "candidates": CandidateBars, "costs": CostCurves, "gpu": HostAndDevice,
+    "blocks": NodeBlocks, "wire": WireLines,
 }  # fmt: skip
 WIDE = 120  # columns; if the screen is at least this wide, panels are beside the text, otherwise below it
 # Rows of these panels; on a narrow screen, all other panels have PANEL_ROWS. The timings need 10 for their tracks.

@@ -1,0 +1,155 @@
+"""An experiment: a real HTTP request to the running engine, with curl, and the server's answer on the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import shlex
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from engine.errors import EngineError, not_installed
+from minitui.sources.local import LocalSource
+from minitui.teaching.lessons.page import Seen
+from minitui.teaching.stage import Stage
+from minitui.text import count
+from minitui.viewmodel.board import Wire
+
+PATH = "/v1/chat/completions"
+QUESTION = "What is decode?"
+TOKENS = 12  # of each reply
+LIMIT_S = 30.0  # for the server's start, and for each request
+LONGEST_LINE = 1 << 16  # bytes
+HIDDEN = ("id", "created", "system_fingerprint")  # fields that the picture of a chunk leaves out
+
+
+async def request(stage: Stage) -> Seen:
+    """Asks once for the whole answer and once for a stream. The answer: 1 if the stream came in many events."""
+    async with _server(stage) as (url, key):
+        whole, _ = await _ask(stage, url, key, stream=False)
+        answer = json.loads("\n".join(whole))
+        reply, usage = answer["choices"][0], answer["usage"]
+        await stage.pause(4)
+        await stage.slow(0.25)
+        lines, steps = await _ask(stage, url, key, stream=True)
+        await stage.source.control("pace", factor=1)
+    events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    chunks = [json.loads(event) for event in events if event != "[DONE]"]
+    parts = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"]]
+    texts = [part for part in parts if part]
+    same = "the same text" if "".join(parts) == reply["message"]["content"] else "another text"
+    return Seen(
+        f"The first answer is one JSON object: its usage has {count(usage['prompt_tokens'], 'prompt token')} and "
+        f"{count(usage['completion_tokens'], 'reply token')}, and its finish_reason is “{reply['finish_reason']}”. The "
+        f"second is a stream of server-sent events: {count(len(events), 'line')} with “data:”. {len(texts)} of them "
+        f"have text, and their pieces make {same}. An event has the text that is new since the event before; it may "
+        f"come from several tokens. The engine ran {count(steps, 'step')} for the stream. The last event is "
+        f"{events[-1]}. The server has stopped; `minitui serve` starts one.",
+        1 if len(texts) > 1 and events[-1] == "[DONE]" else 0,
+    )
+
+
+@asynccontextmanager
+async def _server(stage: Stage) -> AsyncIterator[tuple[str, str]]:
+    """Serves the running engine on a free port of this machine; yields the URL and the API key."""
+    try:
+        from minitui.server.command import Host
+        from minitui.server.service import Borrowed
+        from minitui.server.settings import Role, ServerSettings
+    except ImportError as error:
+        raise EngineError(not_installed("this experiment", error, "serve")) from error
+    source = stage.source
+    if not isinstance(source, LocalSource):
+        raise EngineError("this experiment needs an engine that minitui started on this machine")
+    key = secrets.token_hex(8)
+    settings = ServerSettings(port=0, keys={key: Role.CHAT}, served_names=(source.info["model"],), drain_s=0.0)
+    host = Host(source.config, settings, service=Borrowed(source.client, settings))
+    ready = asyncio.Event()
+    serving = asyncio.create_task(host.run(ready.set))
+    waiting = asyncio.create_task(ready.wait())
+    try:
+        await asyncio.wait({serving, waiting}, timeout=LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.is_set():
+            raise EngineError(f"the server did not start within {LIMIT_S:.0f} s")
+        await stage.open()
+        yield host.url, key
+    finally:
+        waiting.cancel()
+        host.stop()
+        await asyncio.gather(serving, waiting, return_exceptions=True)
+        await stage.gate()
+
+
+async def _ask(stage: Stage, url: str, key: str, stream: bool) -> tuple[list[str], int]:
+    """Sends the question; returns the lines of the answer, and the number of steps meanwhile."""
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": TOKENS, "temperature": 0}
+    if stream:
+        body["stream"] = True
+    command = ["curl", *(["-N"] if stream else []), f"{url}{PATH}", "-H", f"Authorization: Bearer {key}"]
+    command += ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
+    # -s has no meaning for the request, so the command that is shown does not have it.
+    shown, lines = [("sent", shlex.join(command))], list[str]()
+    before = stage.state().step
+
+    def got(line: str) -> None:
+        lines.append(line)
+        if line:
+            shown.append(("got", _short(line)))
+            stage.view.put(Wire("HTTP, as it is sent and received", tuple(shown)))
+
+    stage.view.put(Wire("HTTP, as it is sent and received", tuple(shown)))
+    await stage.pause(3)
+    try:
+        async with asyncio.timeout(LIMIT_S + 60 * stage.beat):
+            await (_curl(command, got) if shutil.which("curl") else _httpx(url, key, body, got))
+    except TimeoutError:
+        raise EngineError("the server did not answer in time") from None
+    return lines, stage.state().step - before
+
+
+async def _curl(command: list[str], got: Callable[[str], None]) -> None:
+    environment = {**os.environ, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        command[0], "-sS", *command[1:], stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment,
+        limit=LONGEST_LINE,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        async for line in process.stdout:
+            got(line.decode(errors="replace").rstrip("\r\n"))
+        said = (await process.stderr.read(4096)).decode(errors="replace").strip()
+        if await process.wait():
+            raise EngineError(f"curl failed: {said}")
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def _httpx(url: str, key: str, body: dict[str, Any], got: Callable[[str], None]) -> None:
+    """Sends the same request without curl."""
+    import httpx
+
+    async with (
+        httpx.AsyncClient(trust_env=False, timeout=LIMIT_S) as client,
+        client.stream("POST", f"{url}{PATH}", json=body, headers={"Authorization": f"Bearer {key}"}) as response,
+    ):
+        async for line in response.aiter_lines():
+            got(line)
+
+
+def _short(line: str) -> str:
+    """Returns the line without fields that say nothing about the answer. A line that is no JSON stays as it is."""
+    prefix = "data: " if line.startswith("data: ") else ""
+    try:
+        found = json.loads(line[len(prefix) :])
+    except ValueError:
+        return line
+    if not isinstance(found, dict):
+        return line
+    return prefix + json.dumps({name: value for name, value in found.items() if name not in HIDDEN}, ensure_ascii=False)

@@ -1,0 +1,50 @@
+"""An experiment: running requests fill the pool until one is preempted. What is computed again, and what survived?"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from minitui.teaching.lessons.page import Seen
+from minitui.teaching.scenarios import VOICES, paste_of
+from minitui.teaching.stage import Stage
+from minitui.text import count
+
+SHARES = (0.27, 0.42, 0.17)  # of the pool, for the prompts of three requests; the rest is soon full of replies
+REPLY = 60  # tokens
+
+
+async def too_small(stage: Stage) -> Seen:
+    """Fills the pool. The answer: which request was preempted, 0 the oldest, 1 the largest, 2 the youngest."""
+    pool = stage.source.info["num_blocks"]
+    chats = [stage.chat(voice, max_tokens=REPLY, whole=True) for voice in VOICES[: len(SHARES)]]
+    stage.show(chats[-1])
+    ids = []
+    for session, share in zip(chats, SHARES, strict=True):
+        ids.append(await stage.ask(session, paste_of(stage, session.system, int(share * pool))))
+    lanes = stage.view.lanes.lanes
+    await stage.step_until("the end of the prompts", lambda: all(lanes[id].first_token for id in ids), seconds=0.15)
+    await stage.step_until("a preemption", lambda: stage.events("preempt"), seconds=0.15)
+    event = stage.events("preempt")[0]
+    victim, reason, blocks = event.record[3:6]
+    lane, written = lanes[victim], lanes[victim].highest
+    await stage.pause(3)
+    await stage.step_until("the resumption", partial(_resumed, stage, victim, event.seq), seconds=0.1)
+    match = next(e for e in reversed(stage.view.events.items) if e.request == victim and e.kind in ("hit", "miss"))
+    kept, resumed = match.record[4], match.step
+    lost = written - kept
+    await stage.step_until("the lost tokens", lambda: sum(n for _, n in lane.again) >= lost, seconds=0.3)
+    steps = len({step for step, _ in lane.again})
+    size = stage.source.info["block_size"]
+    return Seen(
+        f"In step {event.step}, {reason}: no block was free or cached. So r{victim} was preempted: it released its row "
+        f"and its {blocks} blocks. {written // size} of these blocks were full, so they stayed in the tree as cached "
+        f"blocks. The other requests took some of them. In step {resumed}, r{victim} resumed. Of its {written} "
+        f"computed tokens, {kept} were still cached ({count(kept // size, 'block')}). The other {lost} were computed "
+        f"again, in {count(steps, 'step')}. The tokens of its reply so far are text, which nothing evicts: the reply "
+        "continued with the next token.",
+        ids.index(victim) if victim == max(ids) or victim == min(ids) else 1,
+    )
+
+
+def _resumed(stage: Stage, request: int, since: int) -> bool:
+    return any(event.request == request and event.seq > since for event in stage.events("admit"))

@@ -1,0 +1,177 @@
+"""Experiments: a prompt walks down the prefix tree block by block, a node is split, leaves are evicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from engine.trace.state import FREE, NodeView
+from minitui.teaching.lessons.page import Seen
+from minitui.teaching.scenarios import QUESTIONS, VOICES, leaves, paste, paste_of
+from minitui.teaching.stage import Stage
+from minitui.text import count, match_reason
+from minitui.viewmodel.board import TreeBlocks, TreeLine
+
+Prefix = tuple[int, ...]  # the tokens from the root to the end of a block: what a cached block stands for
+
+
+class Block(NamedTuple):
+    """A block of the tree. Its number can be used again later; its prefix cannot."""
+
+    prefix: Prefix
+    number: int
+
+
+class TreeDrawing:
+    """Draws the tree of a stage, and remembers the blocks that it has drawn."""
+
+    def __init__(self, stage: Stage, title: str) -> None:
+        self.stage, self.title = stage, title
+        self._drawn: dict[Prefix, tuple[Block, int, str]] = {}  # with the depth and the name of its node
+
+    def nodes(self) -> list[tuple[NodeView, int, list[Block]]]:
+        """Returns (node, depth, blocks) of each node; a parent is before its children."""
+        state = self.stage.state()
+        found: list[tuple[NodeView, int, list[Block]]] = []
+
+        def visit(node: NodeView, depth: int, before: Prefix) -> None:
+            size = state.block_size
+            ids = before + tuple(node.ids)
+            ends = range(len(before) + size, len(ids) + 1, size)
+            if node.id:
+                blocks = [Block(ids[:end], number) for end, number in zip(ends, node.blocks, strict=True)]
+                found.append((node, depth, blocks))
+            for child in sorted(node.children):
+                visit(state.nodes[child], depth + bool(node.id), ids)
+
+        visit(state.nodes[0], 0, ())
+        return found
+
+    def draw(self, line: str, marks: dict[Prefix, str] | None = None, new: bool = False) -> list[Block]:
+        """Shows the tree. `marks`: the state of blocks. `new`: blocks that were not drawn before are new.
+
+        Blocks that were drawn before and have left the tree stay in the picture; returns these blocks.
+        """
+        marks = marks or {}
+        nodes = self.nodes()
+        inside = {block.prefix for _, _, blocks in nodes for block in blocks}
+        evicted = {prefix: drawn for prefix, drawn in self._drawn.items() if prefix not in inside}
+        lines: list[tuple[TreeLine, Prefix]] = []  # with the prefix of the last block
+        for node, depth, blocks in nodes:
+            name = self._name(node)
+            cells = [(b.number, marks.get(b.prefix) or self._state(b, new)) for b in blocks]
+            tail = blocks[-1].prefix
+            while not node.children and (following := self._after(tail, evicted)):
+                cells.append((evicted.pop(following)[0].number, "evicted"))
+                tail = following
+            lines.append((TreeLine(depth, name, tuple(cells), node.users), tail))
+        gone = [block for block, _, _ in self._drawn.values() if block.prefix not in inside]
+        while evicted:  # whole nodes: each run of blocks is a line
+            first = min(evicted, key=len)
+            block, depth, name = evicted.pop(first)
+            above = [i for i, (_, tail) in enumerate(lines) if tail == first[: -self.stage.state().block_size]]
+            cells, tail = [(block.number, "evicted")], first
+            while following := self._after(tail, evicted):
+                cells.append((evicted.pop(following)[0].number, "evicted"))
+                tail = following
+            lines.insert(above[-1] + 1 if above else len(lines), (TreeLine(depth, name, tuple(cells)), tail))
+        self.stage.view.put(TreeBlocks(self.title, tuple(row for row, _ in lines), line))
+        for node, depth, blocks in nodes:
+            self._drawn |= {block.prefix: (block, depth, self._name(node)) for block in blocks}
+        return gone
+
+    def _state(self, block: Block, new: bool) -> str:
+        return "new" if new and block.prefix not in self._drawn else "kept"
+
+    def _after(self, prefix: Prefix, among: dict[Prefix, tuple[Block, int, str]]) -> Prefix | None:
+        size = self.stage.state().block_size
+        return next((p for p in among if len(p) == len(prefix) + size and p[: len(prefix)] == prefix), None)
+
+    def _name(self, node: NodeView) -> str:
+        text = self.stage.view.decode(node.ids[: 2 * self.stage.state().block_size])
+        for mark in ("<|im_start|>", "<|im_end|>"):
+            text = text.replace(mark, " ")
+        return " ".join(text.split())
+
+
+async def walk(stage: Stage) -> Seen:
+    """Looks a second prompt up, block by block. The answer: 1 if the engine took the blocks that were equal."""
+    drawing = TreeDrawing(stage, "Lookup of the second prompt")
+    await stage.write(paste(3), 12, 1)
+    drawing.draw("The blocks of the first prompt are in the tree, in one node.")
+    await stage.pause(3)
+    second = stage.chat(max_tokens=12, whole=True)
+    question = paste(1) + " Is this right?"
+    messages = [{"role": "system", "content": stage.system}, {"role": "user", "content": question}]
+    assert stage.chats.codec is not None
+    ids = tuple(stage.chats.codec.apply_chat_template(messages, add_generation_prompt=True))
+    size = stage.source.info["block_size"]
+    id = await stage.ask(second, question)
+    equal = await _compare(stage, drawing, ids, size)
+    await stage.step(1)
+    drawing.draw(
+        f"The node was split after {count(equal, 'block')}. What follows is computed, and its full blocks are added.",
+        dict.fromkeys((ids[: size * (n + 1)] for n in range(equal)), "match"), new=True,
+    )  # fmt: skip
+    record = stage.events("hit")[-1].record
+    lane = stage.view.lanes.lanes[id]
+    reason = match_reason(record[5], record[6])
+    return Seen(
+        f"{equal} blocks were equal. The engine's record of the hit: r{id} took {record[4]} of its "
+        f"{lane.prompt_tokens} prompt tokens from the tree, and computed {lane.prompt_tokens - record[4]}: "
+        f"{record[4] / lane.prompt_tokens:.0%} of its prefill saved. Why not more? The engine says: {reason}. Only "
+        "whole blocks are shared, and the last token of a prompt is always computed. The lookup split the node: the "
+        "common part became the parent, which both requests hold. Below it, each prompt has a child of its own.",
+        1 if record[4] == equal * size and 0 < record[4] < len(ids) == lane.prompt_tokens else 0,
+    )
+
+
+async def _compare(stage: Stage, drawing: TreeDrawing, ids: Sequence[int], size: int) -> int:
+    """Marks the blocks of the tree that equal the prompt's, one after the other; returns their number."""
+    cached = {block.prefix for _, _, blocks in drawing.nodes() for block in blocks}
+    marks: dict[Prefix, str] = {}
+    equal = 0
+    for end in range(size, len(ids), size):  # the last token is computed in any case
+        prefix = tuple(ids[:end])
+        if prefix not in cached:
+            break
+        name = f"Block {equal} of the prompt, tokens {end - size} to {end - 1}"
+        drawing.draw(f"{name}: compared.", marks | {prefix: "looked"})
+        await stage.pause(0.5)
+        marks[prefix] = "match"
+        equal += 1
+        drawing.draw(f"{name}: equal.", marks)
+        await stage.pause(0.3)
+    drawing.draw(f"Block {equal} of the prompt is not in the tree: the lookup ends.", marks)
+    await stage.pause(3)
+    return equal
+
+
+async def touch_and_evict(stage: Stage) -> Seen:
+    """Fills the pool until the least recently used leaf is evicted."""
+    drawing = TreeDrawing(stage, "The tree before and after the eviction")
+    chats = [stage.chat(voice, name, max_tokens=8, whole=True) for voice, name in zip(VOICES, ("A", "B"), strict=False)]
+    for session, what in ((chats[0], "A"), (chats[1], "B"), (chats[0], "A again")):
+        await stage.ask(session, QUESTIONS[0])
+        await stage.run_until("finish")
+        drawing.draw(f"Used last: {what}.")
+        await stage.pause(1.5)
+    stage.show(chats[0])
+    expected, free = leaves(stage.state())[0].id, stage.state().counts[FREE]
+    whose = {
+        node.id: "B" if "Bravo" in stage.view.decode(node.ids) else "A"
+        for node in stage.state().nodes.values()
+        if node.id
+    }
+    big = stage.chat(VOICES[2], "C", max_tokens=8, whole=True)
+    await stage.ask(big, paste_of(stage, VOICES[2], free + 2))
+    await stage.run_until("eviction")
+    lost = drawing.draw("C needs room: the evicted blocks are grey.", new=True)
+    gone = [event.record[3:] for event in stage.events("evict")]
+    blocks = ", then ".join(f"{n} of {whose[node]}'s blocks" for node, n, _ in gone)
+    return Seen(
+        f"C needed room. The record says “{gone[0][2]}”; of the pool's {stage.source.info['num_blocks']} blocks only "
+        f"{free} were free. The tree lost {blocks}: the {len(lost)} grey blocks. A came first, but was used again "
+        "after B, so B was the least recently used.",
+        (0 if whose[gone[0][0]] == "A" else 1) if gone[0][0] == expected else 2,
+    )

@@ -1,0 +1,64 @@
+"""Tree blocks: which blocks does each node of the prefix tree have? Which match a prompt, which were evicted?"""
+
+from __future__ import annotations
+
+from minitui.text import count
+from minitui.tui.glyphs import glyphs
+from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
+from minitui.tui.widgets.rows import Row, Run, Runs, fit, legend, wrapped
+from minitui.viewmodel.board import TreeBlocks, TreeLine
+from minitui.viewmodel.model import View
+from minitui.visible import visible_line
+
+NAME = 20  # cells
+CELL = 5  # cells of a block, with the space after it
+STYLES = {
+    "kept": "ink on cached-chip", "looked": "bold on-fill on accent", "match": "bold on-fill on good",
+    "new": "ink on active-chip", "evicted": "faint",
+}  # fmt: skip
+WORDS = {"kept": "cached", "looked": "compared", "match": "equal", "new": "new", "evicted": "evicted"}
+
+
+class NodeBlocks(LinePanel):
+    """A row for each node: the beginning of its text, and its blocks."""
+
+    TITLE = "Tree, block by block"
+    help_text = paragraphs("""\
+The prefix tree. A row is a node: the beginning of its text, and the numbers of its blocks in the pool. A child is below
+its parent, to the right. The sign before a number says what the block is: compared now, equal to a block of the prompt,
+new in the tree, or evicted. Evicted blocks are no longer in the tree; the picture keeps them so that you see what was
+lost. Their numbers may already belong to another node.""")
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        board = view.board
+        if not isinstance(board, TreeBlocks):
+            return Picture(wrapped("no tree yet: the experiment has not run", "dim", width))
+        below = wrapped(board.line, "bold ink", width)
+        rows: list[Runs] = []
+        for node in board.nodes:
+            rows += _node(node, width)
+        room = max(0, height - len(below))
+        hidden = max(0, len(rows) - room)
+        if hidden:
+            rows = [*rows[: max(0, room - 1)], Row(f"+ {count(hidden + 1, 'row')}", "dim").done(width)]
+        key: list[Run] = legend(*((sign(state), STYLES[state], word) for state, word in WORDS.items()))
+        return Picture([*rows, *below], board.title, legend=key)
+
+
+def sign(state: str) -> str:
+    """Returns the sign before the number of a block."""
+    return {"kept": " ", "looked": "?", "match": "=", "new": "+", "evicted": glyphs().preempted}[state]
+
+
+def _node(node: TreeLine, width: int) -> list[Runs]:
+    """Returns the rows of a node: more than one if its blocks do not fit."""
+    indent = 2 * node.depth
+    lines: list[Runs] = []
+    row = Row(" " * indent + fit(visible_line(node.name), max(8, NAME - indent), glyphs().dots) + " ", "hit")
+    left = row.width
+    for number, state in node.blocks:
+        if row.width + CELL > width and row.width > left:
+            lines.append(row.done(width))
+            row = Row().to(left)
+        row.add(f"{sign(state)}{number:>3}", STYLES[state]).add(" ")
+    return [*lines, row.done(width)]
