@@ -38,7 +38,7 @@ MINITUI_LEVELS = (
     ("progress",),
     ("trace",),
     ("sources", "server"),
-    ("chat", "viewmodel", "web", "bench"),
+    ("chat", "viewmodel", "web", "bench", "vllm"),
     ("teaching",),
     ("tui",),
     ("export",),

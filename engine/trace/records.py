@@ -49,6 +49,10 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "split": ("node", "upper", "blocks"),  # the first `blocks` blocks of node become a new parent, `upper`
     "merge": ("upper", "lower"),  # a node and its only child, which the same requests hold, become one node. It has the
     #   smaller of the two ids
+    "copy": ("request", "node", "blocks"),  # like hold, but the request keeps its own blocks: its next private
+    #   `blocks` have the content of the tree's blocks on the path to `node`, and are cached as their copies (only vLLM)
+    "uncopy": ("block",),  # a block is evicted that is a copy or has copies. If it is the tree's own block, its
+    #   oldest copy takes its place
     "evict": ("node", "blocks", "reason"),  # the last `blocks` blocks of a leaf are evicted; an empty leaf is removed
     "settle": ("step",),  # the pending blocks of this step are now written
     "withdraw": ("step", "nodes"),  # the step failed. nodes: [(node, blocks kept)], deepest first; 0 removes the node
@@ -64,7 +68,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "pace": ("factor",),  # slow motion: every step takes this many times as long (1: off)
     # --- timings, not part of the state
     "time": ("step", "plan_us", "launch_us", "commit_us", "wall_ms", "device_ms", "work"),  # work: decode | prefill |
-    #   mixed; wall_ms: from plan to commit without the delay by slow motion; device_ms: None if unknown
+    #   mixed; wall_ms: from plan to commit without the delay by slow motion; launch_us, device_ms: None if unknown
     "parts": ("step", "commit_us", "emit_us", "gate_us", "plan_us", "launch_us", "wait_us", "gc_us", "delayed_us",
               "stops"),  # before the step's `time`. The first six add up to the host's time since the results of the
     #   previous step arrived, or since the idle engine got work. emit: output and commands between two steps; gate:

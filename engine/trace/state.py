@@ -72,6 +72,7 @@ class State:
         self.pending: dict[int, int] = {}  # block -> the step that writes it
         self.holders = array("i", [0]) * num_blocks  # block -> its requests; an array: numpy views it without a copy
         self.node_of = array("i", [0]) * num_blocks  # block -> its tree node; 0: not in the tree
+        self.copies: dict[int, list[int]] = {}  # block of a node -> its copies, the oldest first
         self.counts = [num_blocks - 1, 0, 0, 0]  # number of blocks that are FREE, ACTIVE, SHARED, CACHED
         self.gate = "open"
         self.pace = 1.0
@@ -197,6 +198,52 @@ class State:
         request.node = node
         request.shared_blocks = start + len(new)
 
+    def _copy(self, id: int, node: int, blocks: list[int]) -> None:
+        request = self.requests[id]
+        originals: list[int] = []
+        for view in self.path(node):
+            if view.id == request.node:
+                break
+            view.users += 1
+            view.last_used = self.seq
+            originals[:0] = view.blocks
+        for original, block in zip(originals, blocks, strict=True):
+            self.copies.setdefault(original, []).append(block)
+            self.node_of[block] = self.node_of[original]
+        request.node = node
+        request.shared_blocks += len(blocks)
+
+    def original_of(self, block: int) -> int:
+        """Returns the block of the tree that `block` is a copy of; `block` itself if it is no copy."""
+        view = self.nodes[self.node_of[block]]
+        return next((own for own in view.blocks if block in self.copies.get(own, ())), block)
+
+    def _uncopy(self, block: int) -> None:
+        original = self.original_of(block)
+        copies = self.copies[original]
+        if original == block:
+            view = self.nodes[self.node_of[block]]
+            view.blocks[view.blocks.index(block)] = copies[0]
+            del self.copies[block]
+            original, copies = copies[0], copies[1:]
+        else:
+            copies.remove(block)
+        if copies:
+            self.copies[original] = copies
+        else:
+            self.copies.pop(original, None)
+        self._leave_tree([block])
+
+    def _leave_tree(self, blocks: Iterable[int]) -> None:
+        freed = 0
+        for block in blocks:
+            self.node_of[block] = 0
+            self.pending.pop(block, None)
+            if not self.holders[block]:
+                freed += 1
+        self.counts[CACHED] -= freed
+        self.counts[FREE] += freed
+
     def _grown(self, view: NodeView, request: int, ids: list[int], blocks: list[int], step: int) -> None:
         view.ids.fromlist(ids)
         view.blocks += blocks
@@ -228,12 +275,16 @@ class State:
         self.nodes[upper_id] = upper
         for block in upper.blocks:
             self.node_of[block] = upper_id
+            for copy in self.copies.get(block, ()):
+                self.node_of[copy] = upper_id
 
     def _merge(self, upper: int, lower: int) -> None:
         node, child = self.nodes.pop(upper), self.nodes.pop(lower)
         id = min(upper, lower)
         for block in child.blocks if id == upper else node.blocks:
             self.node_of[block] = id
+            for copy in self.copies.get(block, ()):
+                self.node_of[copy] = id
         siblings = self.nodes[node.parent].children
         siblings[siblings.index(upper)] = id
         for each in child.children:
@@ -248,16 +299,9 @@ class State:
 
     def _cut(self, id: int, keep: int) -> None:
         node = self.nodes[id]
-        holders, node_of, pending = self.holders, self.node_of, self.pending
-        freed = 0
-        for block in node.blocks[keep:]:
-            node_of[block] = 0
-            if pending:
-                pending.pop(block, None)
-            if not holders[block]:
-                freed += 1
-        self.counts[CACHED] -= freed
-        self.counts[FREE] += freed
+        self._leave_tree(node.blocks[keep:])
+        for block in node.blocks[keep:] if self.copies else ():
+            self._leave_tree(self.copies.pop(block, ()))
         del node.ids[keep * self.block_size :], node.blocks[keep:]
         if not keep:
             self.nodes[node.parent].children.remove(id)
@@ -325,9 +369,9 @@ class State:
 
     CHANGES: ClassVar[dict[str, Callable[..., None]]] = {
         "submit": _submit, "order": _order, "admit": _admit, "match": _match, "preempt": _preempt, "requeue": _preempt,
-        "finish": _finish, "alloc": _alloc, "hold": _hold, "insert": _insert, "extend": _extend, "split": _split,
-        "merge": _merge, "evict": _evict, "settle": _settle, "withdraw": _withdraw, "step": _step, "accept": _accept,
-        "gate": _gate, "pace": _pace,
+        "finish": _finish, "alloc": _alloc, "hold": _hold, "copy": _copy, "uncopy": _uncopy, "insert": _insert,
+        "extend": _extend, "split": _split, "merge": _merge, "evict": _evict, "settle": _settle, "withdraw": _withdraw,
+        "step": _step, "accept": _accept, "gate": _gate, "pace": _pace,
     }  # kind of record -> its change, called with the state and the record's fields
 
     # ---- snapshots
@@ -338,6 +382,7 @@ class State:
         for name in (*CONTROL, "ticks"):
             setattr(other, name, getattr(self, name))
         other.queue, other.pending, other.counts = list(self.queue), dict(self.pending), list(self.counts)
+        other.copies = {block: copies[:] for block, copies in self.copies.items()}
         other.holders, other.node_of = self.holders[:], self.node_of[:]
         other.nodes = {
             n.id: NodeView(n.id, n.parent, n.ids[:], n.blocks[:], n.users, n.last_used, n.children[:])
@@ -367,6 +412,7 @@ class State:
                 for n in self.nodes.values() if n.id
             },
             "pending": dict(self.pending),
+            **({"copies": {block: list(copies) for block, copies in self.copies.items()}} if self.copies else {}),
         }  # fmt: skip
 
     @classmethod
@@ -384,6 +430,12 @@ class State:
             state.counts[CACHED] += len(n["blocks"])
             for block in n["blocks"]:
                 state.node_of[block] = id
+        for block, copies in data.get("copies", {}).items():
+            state.copies[block] = list(copies)
+            state.counts[FREE] -= len(copies)
+            state.counts[CACHED] += len(copies)
+            for copy in copies:
+                state.node_of[copy] = state.node_of[block]
         for id in data["nodes"]:
             state.nodes[state.nodes[id].parent].children.append(id)
         for id, r in data["requests"].items():

@@ -33,8 +33,8 @@ DEAD_PEER_S = 20  # a peer that acknowledges nothing for this long is dropped
 LAST_ANSWERS_S = 1  # time for connections to close after the engine has ended
 
 
-class _Uvicorn(uvicorn.Server):
-    """uvicorn without its signal handlers: Host stops the engine and the connections in order."""
+class Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handlers: its owner stops the engine and the connections in order."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -69,7 +69,7 @@ class Host:
     async def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
         """Serve until stopped. Raises EngineError if the model cannot be loaded."""
         self._loop = asyncio.get_running_loop()
-        server = _Uvicorn(
+        server = Uvicorn(
             uvicorn.Config(
                 create_app(self.service), lifespan="off", ws="none", log_config=None, access_log=False,
                 http=cast(Any, functools.partial(Connection, self.service)), h11_max_incomplete_event_size=MAX_HEAD,

@@ -87,8 +87,8 @@ FIELD: dict[str, Check] = {
     "request": _count, "group": _text, "prompt_tokens": _count, "max_total": _count, "reason": _text,
     "queue": _counts, "row": _count, "tokens": _count, "stop": _text, "at": _step, "detail": _detail,
     "blocks": _positives, "output_tokens": _count, "node": _count, "dropped": _count, "parent": _count,
-    "ids": _counts, "step": _step, "upper": _positive, "lower": _positive, "nodes": _rows(_count, _count),
-    "joined": _counts,
+    "ids": _counts, "step": _step, "upper": _positive, "lower": _positive, "block": _positive,
+    "nodes": _rows(_count, _count), "joined": _counts,
     "prefills": _rows(_count, _count, _positive, _bool), "left": _counts, "waiting": _count, "error": _text,
     "drafts": _rows(_count, _count, _count), "state": _one_of("open", "closed"),
     "factor": lambda value: _number(value) and 1 <= value <= 1000, "plan_us": _signed, "launch_us": _signed,
@@ -99,7 +99,8 @@ FIELD: dict[str, Check] = {
 }  # fmt: skip
 SPECIAL: dict[tuple[str, str], Check] = {  # (kind of record, field) -> check, where FIELD does not apply
     ("preempt", "blocks"): _count, ("split", "blocks"): _positive, ("evict", "blocks"): _positive,
-    ("draft", "drafts"): _rows(_count, _count),
+    ("draft", "drafts"): _rows(_count, _count), ("copy", "blocks"): _positives,
+    ("time", "launch_us"): lambda value: value is None or _signed(value),
 }  # fmt: skip
 RECORDS: dict[str, tuple[Check, ...]] = {
     kind: tuple(SPECIAL.get((kind, name), FIELD[name]) for name in names) for kind, names in FIELDS.items()
@@ -195,7 +196,7 @@ def snapshot(value: Any) -> dict[str, Any]:
     _fields("the snapshot", value, SNAPSHOT)
     blocks = value["num_blocks"]
     _need(1 < blocks <= MOST_BLOCKS, f"its pool has {blocks - 1:,} blocks; a trace may have 1 to {MOST_BLOCKS - 1:,}")
-    for name in ("requests", "nodes", "pending"):
+    for name in ("requests", "nodes", "pending", *(["copies"] if "copies" in value else [])):
         table = value.get(name)
         _need(type(table) is dict, f"the snapshot has no {name!r}")
         _need(all(re.fullmatch(r"\d{1,10}", key) for key in table), f"a key of {name!r} is not a number")
@@ -226,6 +227,10 @@ def _tree(value: dict[str, Any]) -> None:
     for id in reached:  # the loop appends to this list
         reached.extend(children.get(id, ()))
     _need(len(reached) == len(nodes), "a node is its own ancestor")
+    owned = {block for node in nodes.values() for block in node["blocks"]}
+    for block, copies in value.get("copies", {}).items():
+        _need(block in owned and copies and _positives(copies), f"block {block} has copies but is not in the tree")
+        _mark_used(copies, seen, f"the copies of block {block}")
     for block, step in value["pending"].items():
         _need(0 < block < len(seen) and seen[block] and _step(step), f"block {block} is pending but not in the tree")
 
@@ -238,21 +243,25 @@ def _mark_used(blocks: list[int], seen: bytearray, where: str) -> None:
 
 
 def _requests(value: dict[str, Any]) -> None:
-    nodes, seen, held = value["nodes"], bytearray(value["num_blocks"]), 0
+    nodes, seen, entries = value["nodes"], bytearray(value["num_blocks"]), 0
     users: dict[int, int] = {}
     for node in nodes.values():
         for block in node["blocks"]:
             seen[block] = 1
+    original = {copy: block for block, copies in value.get("copies", {}).items() for copy in copies}
+    for copy in original:
+        seen[copy] = 1
     for id, request in value["requests"].items():
         _fields(f"request r{id}", request, REQUEST)
         _need(request["node"] == 0 or request["node"] in nodes, f"the node of r{id} is missing")
         table, shared = request["table"], request["shared_blocks"]
-        held += len(table)
-        _need(held <= MOST_HELD, f"the block tables of the requests have more than {MOST_HELD:,} entries")
+        entries += len(table)
+        _need(entries <= MOST_HELD, f"the block tables of the requests have more than {MOST_HELD:,} entries")
         node, end = request["node"], shared
         while node and end > 0:
             blocks = nodes[node]["blocks"]
-            _need(table[end - len(blocks) : end] == blocks, f"the table of r{id} differs from the path to its node")
+            held = [original.get(block, block) for block in table[max(0, end - len(blocks)) : end]]
+            _need(held == blocks, f"the table of r{id} differs from the path to its node")
             users[node] = users.get(node, 0) + 1
             node, end = nodes[node]["parent"], end - len(blocks)
         _need(not node and not end, f"r{id} does not hold the whole path to its node")

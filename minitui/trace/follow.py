@@ -89,6 +89,29 @@ class Follower:
             yield f"node {node} is not below node {request.node}, which r{id} holds"
         self._held += new - dropped
 
+    def _copy(self, id: int, node: int, blocks: list[int]) -> Iterator[str]:
+        yield from self._running(id)
+        state = self.state
+        request = state.requests[id]
+        if node not in state.nodes:
+            yield f"there is no node {node}"
+        above, length = node, 0
+        while above and above != request.node:
+            length += len(state.nodes[above].blocks)
+            above = state.nodes[above].parent
+        if above != request.node or length != len(blocks):
+            yield f"node {node} is not {len(blocks):,} blocks below node {request.node}, which r{id} holds"
+        start = request.shared_blocks
+        if request.table[start : start + len(blocks)] != blocks:
+            yield f"its blocks are not the next private blocks of r{id}"
+
+    def _uncopy(self, block: int) -> Iterator[str]:
+        state = self.state
+        if block >= state.num_blocks or not state.node_of[block] or not state.copies.get(state.original_of(block)):
+            yield f"block {block:,} is no copy and has no copies"
+        if state.holders[block]:
+            yield f"block {block:,} is in use"
+
     def _grown(self, request: int, ids: list[int], blocks: list[int]) -> Iterator[str]:
         yield from self._running(request)
         holder = self.state.requests[request]
@@ -129,6 +152,8 @@ class Follower:
             yield f"node {id} is not a leaf with at least {n:,} blocks"
         elif node.users > 0:
             yield f"node {id} is in use"
+        elif any(block in self.state.copies for block in node.blocks[-n:]):
+            yield f"blocks of node {id} have copies"
 
     def _withdraw(self, _step: int, nodes: list[tuple[int, int]]) -> Iterator[str]:
         left = {id: len(self.state.nodes[id].children) for id, _ in nodes if id and id in self.state.nodes}
@@ -179,8 +204,8 @@ class Follower:
 
     _CHECKS: ClassVar[dict[str, Callable[..., Iterator[str]]]] = {
         "submit": _submit, "order": _order, "admit": _admit, "match": _match, "alloc": _alloc, "hold": _hold,
-        "insert": _insert, "extend": _extend, "split": _split, "merge": _merge, "evict": _evict,
-        "withdraw": _withdraw, "step": _step,
+        "copy": _copy, "uncopy": _uncopy, "insert": _insert, "extend": _extend, "split": _split, "merge": _merge,
+        "evict": _evict, "withdraw": _withdraw, "step": _step,
         "draft": _drafted, "accept": _drafted, "time": _timed, "comm": _timed, "parts": _timed, "fail": _timed,
         "experts": _timed, "preempt": _released, "requeue": _released, "finish": _finish, "wait": _one_request,
     }  # fmt: skip

@@ -1,0 +1,22 @@
+"""Watches vLLM: a scheduler class for vLLM that records its decisions, and a process that serves the records.
+
+    vllm serve MODEL --scheduler-cls minitui.vllm.RecordingScheduler
+
+    scheduler.py, pipe.py            run inside vLLM: collect each step's decisions, send them without ever waiting
+    watcher.py, service.py           run in a process beside vLLM: the telemetry endpoint, the recording
+    translate.py, blocks.py          turn what vLLM did into minitui's records
+
+This module imports vLLM only when vLLM asks for RecordingScheduler.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RecordingScheduler":
+        from minitui.vllm.scheduler import recording_scheduler
+
+        return recording_scheduler
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

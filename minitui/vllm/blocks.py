@@ -1,0 +1,272 @@
+"""Follows vLLM's blocks: keeps minitui's state, and writes the records that change it.
+
+vLLM identifies the content of a full block by a hash of the block and everything before it. It never replaces a block
+of a request, so several blocks may have the same content: the tree refers to the first of them, the others are copies.
+It does not evict; the cached content of a block is lost when the block is taken from the pool for other tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import Any
+
+from engine.trace.records import Record
+from engine.trace.state import CACHED, FREE, NodeView, State
+
+MOST_COMPARED = 64  # siblings that a missing block is compared with
+MOST_GHOSTS = 8192  # evicted prefixes that are remembered
+MOST_RECORDS = 200_000  # kept until they are drained
+
+
+class Inconsistent(Exception):
+    """A message does not fit the state."""
+
+
+class Blocks:
+    """Owns the state. `t`: the time of the next records, in seconds since the recording began."""
+
+    def __init__(self, info: dict[str, Any]) -> None:
+        self._sizes = (info["num_blocks"], info["block_size"], info["max_num_batched_tokens"], info["max_num_seqs"])
+        self.size: int = info["block_size"]
+        self.caching: bool = info["prefix_caching"]
+        self.t = 0.0
+        self.state = State(*self._sizes)
+        self.counts: Counter[str] = Counter()  # records by kind
+        self._records: list[Record] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self._next_node = 1
+        self._hashes: dict[int, list[bytes]] = {0: []}  # node -> the hash of each of its blocks
+        self._first: dict[bytes, int] = {}  # hash of the first block of a node -> the node
+        self._ghosts: OrderedDict[bytes, int] = OrderedDict()  # hash of an evicted block -> the step of its eviction
+        self._pending: set[int] = set()  # steps with pending blocks
+        self._faults: list[str] = []
+
+    def begin_again(self, step: int) -> None:
+        """Begin with an empty state; its record number leaves a gap."""
+        seq = self.state.seq
+        self.state = State(*self._sizes)
+        self.state.seq, self.state.step, self.state.t = seq + 2, step, self.t
+        self._forget()
+
+    def write(self, kind: str, *fields: Any) -> None:
+        """Append a record and apply it."""
+        record = (self.state.seq + 1, self.t, kind, *fields)
+        self.state.apply(record)
+        self.counts[kind] += 1
+        self._records.append(record)
+
+    def drain(self) -> list[Record]:
+        """Returns the records since the last call, at most the last MOST_RECORDS."""
+        records, self._records = self._records, []
+        return records[-MOST_RECORDS:]
+
+    def take_faults(self) -> list[str]:
+        """Returns where vLLM's prefix cache did not do what the tree predicts."""
+        faults, self._faults = self._faults, []
+        return faults
+
+    @property
+    def available(self) -> int:
+        """The number of blocks that vLLM counts as free: it can take them for other tokens."""
+        return self.state.counts[FREE] + self.state.counts[CACHED]
+
+    # ---- requests
+
+    def alloc(self, request: int, blocks: list[int]) -> None:
+        """Append private blocks to a table."""
+        state = self.state
+        wrong = [block for block in blocks if state.holders[block] or state.node_of[block]]
+        if wrong:
+            raise Inconsistent(f"block {wrong[0]} is in use")
+        if blocks:
+            self.write("alloc", request, blocks)
+
+    def take_table(
+        self, request: int, prompt: list[int], computed: int, table: list[int], tokens: int, hashes: list[bytes]
+    ) -> None:
+        """Give an admitted request its table. The first `computed` tokens are cached."""
+        state, whole = self.state, computed // self.size
+        cached = next((i for i, block in enumerate(table[:whole]) if not state.node_of[block]), whole)
+        if cached:
+            node = self._node_at(table[:cached])
+            self.write("hold", request, node, 0)
+        self.alloc(request, table[cached:])
+        if cached < whole:  # cached before the last `whole` message, or loaded by a connector
+            ids = prompt[cached * self.size : whole * self.size]
+            if len(hashes) >= whole and len(ids) == (whole - cached) * self.size:
+                self.publish(request, cached, table[cached:whole], hashes[cached:whole], ids, -1)
+        if not self.caching:
+            return
+        following = hashes[whole] if len(hashes) > whole else None
+        stop, at = self._reason(request, prompt, whole, tokens, following)
+        self.write("match", request, computed, stop, at, f"{computed:,} of {tokens:,} tokens")
+
+    def restore(self, request: int, table: list[int], hashes: list[bytes], ids: list[int]) -> None:
+        """Give a request its table in a new state. Its first len(hashes) blocks are cached."""
+        node_of, size, i = self.state.node_of, self.size, 0
+        while i < len(hashes):
+            known = bool(node_of[table[i]])
+            end = next((j for j in range(i, len(hashes)) if bool(node_of[table[j]]) != known), len(hashes))
+            if known:
+                self.write("hold", request, self._node_at(table[:end]), 0)
+            else:
+                self.alloc(request, table[i:end])
+                self.publish(request, i, table[i:end], hashes[i:end], ids[i * size : end * size], -1)
+            i = end
+        self.alloc(request, table[i:])
+
+    def _node_at(self, blocks: list[int]) -> int:
+        """Returns the node whose path has exactly these blocks; splits a node if necessary."""
+        state = self.state
+        node = state.node_of[blocks[-1]]
+        path: list[int] = []
+        for view in state.path(node):
+            path[:0] = view.blocks
+        same = path[: len(blocks)] == blocks
+        if not same and path[: len(blocks)] != [self.state.original_of(block) for block in blocks]:
+            raise Inconsistent(f"the cached blocks {blocks[-3:]} are not a path of the tree")
+        last = state.nodes[node]
+        rest = len(path) - len(blocks)
+        return node if not rest else self._split(last, len(last.blocks) - rest)
+
+    def _split(self, node: NodeView, n: int) -> int:
+        upper, self._next_node = self._next_node, self._next_node + 1
+        self.write("split", node.id, upper, n)
+        hashes = self._hashes[node.id]
+        self._hashes[upper], self._hashes[node.id] = hashes[:n], hashes[n:]
+        self._first[hashes[0]], self._first[hashes[n]] = upper, node.id
+        return upper
+
+    def _reason(
+        self, request: int, prompt: list[int], depth: int, tokens: int, following: bytes | None
+    ) -> tuple[str, int]:
+        """Returns why the match ended: `stop` and `at` of a match record."""
+        limit = (tokens - 1) // self.size
+        if depth >= limit:
+            return ("whole" if limit else "short"), depth * self.size
+        if following in self._first:
+            self._faults.append(f"r{request}: vLLM took {depth} blocks, the tree has at least {depth + 1}")
+        if following is not None and following in self._ghosts:
+            return "evicted", self._ghosts[following]
+        start = depth * self.size
+        key = prompt[start : start + self.size]
+        nodes, children = self.state.nodes, self.state.nodes[self.state.requests[request].node].children
+        common = 0
+        for child in children[:MOST_COMPARED]:
+            ids = nodes[child].ids
+            common = max(common, next((i for i, token in enumerate(key) if ids[i] != token), len(key)))
+        stop = "differs" if common or (depth and children) else "ends" if depth else "empty"
+        return stop, start + common
+
+    # ---- the tree
+
+    def publish(
+        self, request: int, start: int, blocks: list[int], hashes: list[bytes], ids: list[int], step: int
+    ) -> None:
+        """Cache full blocks of a request. `step`: writes them; -1: they are written."""
+        state, size = self.state, self.size
+        view = state.requests[request]
+        if view.shared_blocks != start or view.table[start : start + len(blocks)] != blocks:
+            raise Inconsistent(
+                f"r{request} caches blocks {start} to {start + len(blocks)}, but holds {view.shared_blocks}"
+            )
+        n = 0
+        while n < len(blocks):
+            child = self._first.get(hashes[n])
+            if child is None:
+                self._grow(request, blocks[n:], hashes[n:], ids[n * size :], step)
+                return
+            same = self._hashes[child]
+            most = min(len(same), len(blocks) - n)
+            k = next((i for i in range(most) if same[i] != hashes[n + i]), most)
+            node = child if k == len(same) else self._split(state.nodes[child], k)
+            self.write("copy", request, node, blocks[n : n + k])
+            n += k
+
+    def _grow(self, request: int, blocks: list[int], hashes: list[bytes], ids: list[int], step: int) -> None:
+        node = self.state.requests[request].node
+        view = self.state.nodes[node]
+        if node and view.users == 1 and not view.children:
+            self.write("extend", node, request, ids, blocks, step)
+            self._hashes[node] += hashes
+        else:
+            leaf, self._next_node = self._next_node, self._next_node + 1
+            self.write("insert", leaf, node, request, ids, blocks, step)
+            self._hashes[leaf] = list(hashes)
+            self._first[hashes[0]] = leaf
+        if step >= 0:
+            self._pending.add(step)
+
+    def settle(self, step: int) -> None:
+        """The blocks that this step writes are written."""
+        if step in self._pending:
+            self._pending.discard(step)
+            self.write("settle", step)
+
+    # ---- eviction
+
+    def reuse(self, blocks: list[int], reasons: dict[int, str]) -> None:
+        """Evict the content of blocks that are taken from the pool."""
+        node_of, run = self.state.node_of, 0  # run: blocks at the end of `node` to evict
+        node = -1
+        for block in blocks:
+            at = node_of[block]
+            if not at:
+                continue
+            view = self.state.nodes[at]
+            if block in self.state.copies or (block not in view.blocks):
+                self._evict(node, run, reasons.get(block, ""))
+                node, run = -1, 0
+                self.write("uncopy", block)
+                continue
+            if at == node and len(view.blocks) > run and view.blocks[-1 - run] == block:
+                run += 1
+                continue
+            self._evict(node, run, reasons.get(block, ""))
+            node, run = -1, 0
+            view = self.state.nodes[at]
+            if view.blocks[-1] == block and not view.children:
+                node, run = at, 1
+            else:
+                self._evict_below(view, view.blocks.index(block), reasons.get(block, ""))
+        if run:
+            self._evict(node, run, reasons.get(blocks[-1], ""))
+
+    def _evict(self, node: int, n: int, reason: str) -> None:
+        """Evict the last `n` blocks of a leaf."""
+        if not n:
+            return
+        view, hashes = self.state.nodes[node], self._hashes[node]
+        if view.users:
+            raise Inconsistent(f"node {node} is evicted while it is in use")
+        keep = len(view.blocks) - n
+        self._ghosts[hashes[keep]] = self.state.step + 1
+        self._ghosts.move_to_end(hashes[keep])
+        if len(self._ghosts) > MOST_GHOSTS:
+            self._ghosts.popitem(last=False)
+        for block in view.blocks[keep:]:
+            for copy in list(self.state.copies.get(block, ())):
+                if self.state.holders[copy]:
+                    raise Inconsistent(f"block {copy} is evicted while it is in use")
+                self.write("uncopy", copy)
+        first = hashes[0]
+        del hashes[keep:]
+        if not keep:
+            del self._hashes[node], self._first[first]
+        self.write("evict", node, n, reason or "vLLM removed it")
+
+    def _evict_below(self, view: NodeView, keep: int, reason: str) -> None:
+        """Evict the blocks of a node from index `keep` on, and everything below: no prefix leads there any more."""
+        for child in list(view.children):
+            self._evict_below(self.state.nodes[child], 0, reason)
+        self._evict(view.id, len(view.blocks) - keep, reason)
+
+    def clear(self, reason: str) -> None:
+        """Evict everything that no request holds."""
+        for child in list(self.state.nodes[0].children):
+            view = self.state.nodes[child]
+            if not view.users:
+                self._evict_below(view, 0, reason)
+        self._ghosts.clear()

@@ -1,0 +1,100 @@
+"""Starts the watcher process and sends it messages, without ever waiting for it. Runs inside vLLM.
+
+A message is a tuple that `marshal` can write; its length precedes it. If the watcher reads too slowly, messages wait in
+memory, up to MOST_WAITING bytes. Then messages are dropped, and `lost` is set until the waiting messages are sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import marshal
+import os
+import subprocess
+import sys
+from collections import deque
+from typing import Any
+
+MOST_WAITING = 32 << 20
+PIPE_SIZE = 1 << 20
+LENGTH = 4  # bytes of the length before each message
+
+
+class Pipe:
+    """The connection to a watcher process. Raises OSError when the watcher has ended."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        """`environment`: added to the variables of this process."""
+        self.lost = False
+        self._waiting: deque[bytes | memoryview] = deque()
+        self._size = 0
+        reader, self._out = os.pipe()
+        self._back, asks = os.pipe()  # the watcher writes a byte when it needs a whole state
+        for end in (self._out, self._back):
+            os.set_blocking(end, False)
+        with contextlib.suppress(OSError, AttributeError):  # above the user's limit, or not Linux
+            fcntl.fcntl(self._out, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
+        path = os.pathsep.join(place for place in sys.path if place)  # vLLM may have been started with another path
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "minitui.vllm.watcher", str(reader), str(asks)],
+            pass_fds=(reader, asks), stdin=subprocess.DEVNULL, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **environment},
+        )  # fmt: skip
+        os.close(reader)
+        os.close(asks)
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        """Send a message, or keep it until the watcher has room for it, or drop it."""
+        if self.lost:
+            self._send_waiting()
+            return
+        data = marshal.dumps(message)
+        frame = len(data).to_bytes(LENGTH, "little") + data
+        sent = 0
+        if not self._waiting or self._send_waiting():
+            with contextlib.suppress(BlockingIOError):
+                sent = os.write(self._out, frame)
+        if sent < len(frame):
+            self._keep(memoryview(frame)[sent:])
+
+    def recover(self) -> bool:
+        """Returns True if messages were lost and the watcher now reads again: the next message is not dropped."""
+        if not self.lost or not self._send_waiting():
+            return False
+        self.lost = False
+        return True
+
+    def _keep(self, frame: bytes | memoryview) -> None:
+        self._waiting.append(frame)
+        self._size += len(frame)
+        if self._size > MOST_WAITING:
+            while len(self._waiting) > 1:  # the first may have been sent in part
+                self._size -= len(self._waiting.pop())
+            self.lost = True
+
+    def _send_waiting(self) -> bool:
+        """Send what is waiting; returns True when nothing is left."""
+        while self._waiting:
+            frame = self._waiting[0]
+            try:
+                sent = os.write(self._out, frame)
+            except BlockingIOError:
+                return False
+            self._size -= sent
+            if sent < len(frame):
+                self._waiting[0] = memoryview(frame)[sent:]
+                return False
+            self._waiting.popleft()
+        return True
+
+    def asked(self) -> bool:
+        """Returns True if the watcher has asked for a whole state since the last call."""
+        try:
+            return bool(os.read(self._back, 64))
+        except BlockingIOError:
+            return False
+
+    def close(self) -> None:
+        """Close the connection: the watcher finishes its recording and ends."""
+        for end in (self._out, self._back):
+            os.close(end)

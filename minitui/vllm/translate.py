@@ -1,0 +1,358 @@
+"""Turns the messages of minitui/vllm/scheduler.py into minitui's records.
+
+The messages, in order; times are seconds of one clock:
+
+    init      t, facts about the engine
+    add       t, id, prompt ids, largest number of tokens
+    schedule  began, ended, step (-1: nothing to compute), events, admissions, grown, the step's request ids (one text)
+              and their tokens (None: as in the step before), drafts, running, waiting, check
+    update    began, ended, step, events, accepted drafts, check
+    events    t, events: what happened outside of a step
+    cost      steps, seconds that they took in vLLM's process for this recording
+    whole     t, step, every request, the queue: instead of messages that were lost
+
+Events: ("g", blocks) taken from the pool; ("c", id, start, blocks, hashes, ids) cached; ("e", blocks) evicted by a
+connector; ("p", id) preempted; ("f", id, status, tokens) finished; ("r",) the prefix cache was cleared. An admission is
+(id, cached tokens, block table, tokens, hashes of the cached blocks and the next one); grown is [(id, new blocks)].
+
+vLLM takes the blocks of a request before it reports them, so a request's new blocks are applied when an event first
+names the request, and at the end of the step at the latest.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from engine.trace.records import CLEARED, Record
+from minitui.vllm.blocks import Blocks, Inconsistent
+
+MOST_FAULTS = 1000
+REASONS = {
+    "FINISHED_STOPPED": "stop", "FINISHED_LENGTH_CAPPED": "length", "FINISHED_IGNORED": "length",
+    "FINISHED_ABORTED": "abort", "FINISHED_REPETITION": "stop", "FINISHED_ERROR": "error: vLLM reports no more",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Known:
+    """A request that has not finished. `done`, `target`: tokens with KV, and tokens that its prefill computes."""
+
+    id: int
+    prompt: list[int]
+    submitted: float
+    row: int = -1
+    done: int = 0
+    target: int = 0
+    admitted: float = 0.0
+    answered: bool = False  # it has its first token
+
+
+@dataclass(slots=True)
+class Planned:
+    """A step in flight. `firsts`: the requests whose prefill it completes."""
+
+    began: float
+    ended: float
+    work: str
+    firsts: list[str]
+
+
+class Translator:
+    """Takes messages, and yields records. `blocks.state` is the state after the last record."""
+
+    def __init__(self, t: float, info: dict[str, Any]) -> None:
+        self.info = info
+        self.blocks = Blocks(info)
+        self.faults: list[str] = []  # differences between vLLM's numbers and the state, if vLLM sends its numbers
+        self.checked = 0
+        self.totals: Counter[str] = Counter()  # to compare with vLLM's /metrics
+        self.cost_us = 0.0  # mean time per step that vLLM's process spends on the recording
+        self._origin = t
+        self._forget()
+        self._next_id = 0
+        self._arrived = 0.0  # when the results of the last step arrived
+
+    def _forget(self) -> None:
+        self._known: dict[str, Known] = {}
+        self._rows: list[int] = []
+        self._most_rows = 0
+        self._prefilling: dict[str, Known] = {}
+        self._decoding: set[str] = set()
+        self._tokens: dict[str, int] = {}
+        self._planned: dict[int, Planned] = {}
+        self._admissions: dict[str, tuple[Any, ...]] = {}
+        self._grown: dict[str, list[int]] = {}
+        self._wait: tuple[int, str] | None = None
+        self._in_step = -1  # the step whose `schedule` message is being translated
+
+    def take(self, message: tuple[Any, ...]) -> None:
+        """Translate a message. Raises Inconsistent if it does not fit the state: then a `whole` message is needed."""
+        kind, *fields = message
+        try:
+            getattr(self, f"_{kind}")(*fields)
+        except (KeyError, IndexError, ValueError, StopIteration) as error:
+            raise Inconsistent(f"{kind}: {type(error).__name__}: {error}") from error
+
+    def drain(self) -> list[Record]:
+        """Returns the records since the last call."""
+        return self.blocks.drain()
+
+    def _at(self, t: float) -> None:
+        self.blocks.t = max(self.blocks.t, int((t - self._origin) * 1e6) / 1e6)
+
+    def _cost(self, steps: int, seconds: float) -> None:
+        self.cost_us = round(seconds / steps * 1e6, 1)
+
+    # ---- requests
+
+    def _add(self, t: float, id: str, prompt: list[int], most: int) -> None:
+        self._at(t)
+        number, self._next_id = self._next_id, self._next_id + 1
+        self._known[id] = Known(number, prompt, self.blocks.t)
+        self.blocks.write("submit", number, group_of(id), len(prompt), most)
+
+    def _admit(self, id: str) -> None:
+        id, computed, table, tokens, hashes = self._admissions.pop(id)
+        request = self._known[id]
+        if not self._rows:
+            self._rows, self._most_rows = [self._most_rows], self._most_rows + 1
+        request.row = heapq.heappop(self._rows)
+        resumed = self.blocks.state.requests[request.id].state == "preempted"
+        self.blocks.write("admit", request.id, request.row, "resumed" if resumed else "new")
+        request.admitted = request.admitted or self.blocks.t
+        self.blocks.take_table(request.id, request.prompt, computed, table, tokens, hashes)
+        request.done, request.target = computed, tokens
+        self._prefilling[id] = request
+        if not resumed:
+            self.totals["queries"] += tokens
+            self.totals["hits"] += computed
+
+    def _touch(self, id: str) -> None:
+        """Apply the new blocks of a request, if they are not applied yet."""
+        if id in self._admissions:
+            self._admit(id)
+        elif id in self._grown:
+            self.blocks.alloc(self._known[id].id, self._grown.pop(id))
+
+    def _leave(self, id: str) -> Known:
+        request = self._known[id]
+        if request.row >= 0:
+            heapq.heappush(self._rows, request.row)
+            request.row = -1
+        self._prefilling.pop(id, None)
+        self._decoding.discard(id)
+        return request
+
+    # ---- events
+
+    def _apply(self, events: list[tuple[Any, ...]]) -> None:
+        for kind, *fields in events:
+            if kind == "g":
+                self.blocks.reuse(fields[0], self._reasons)
+            elif kind == "c":
+                self._cached(*fields)
+            elif kind == "p":
+                request = self._leave(fields[0])
+                self.totals["preemptions"] += 1
+                blocks = len(self.blocks.state.requests[request.id].table)
+                self.blocks.write("preempt", request.id, "another request needs a block and all are held", blocks)
+            elif kind == "f":
+                id, status, tokens = fields
+                request = self._leave(id)
+                del self._known[id]
+                self.totals[status] += 1
+                self.totals["tokens"] += tokens
+                self.blocks.write("finish", request.id, REASONS.get(status, status.lower()), tokens)
+            elif kind == "e":
+                self.blocks.reuse(fields[0], {})
+            elif kind == "r":
+                self.blocks.clear(CLEARED)
+
+    def _cached(self, id: str, start: int, blocks: list[int], hashes: list[bytes], ids: list[int]) -> None:
+        self._touch(id)
+        request = self._known[id].id
+        table = self.blocks.state.requests[request].table
+        if len(table) < start + len(blocks):  # it is preempted later in this step
+            self.blocks.alloc(request, blocks[len(table) - start :])
+        self.blocks.publish(request, start, blocks, hashes, ids, self._in_step)
+
+    def _events(self, t: float, events: list[tuple[Any, ...]]) -> None:
+        self._at(t)
+        self._reasons: dict[int, str] = {}
+        self._apply(events)
+
+    # ---- steps
+
+    def _schedule(
+        self, began: float, ended: float, step: int, events: list[Any], admissions: list[Any], grown: list[Any],
+        tokens: tuple[str, list[int]] | None, drafts: dict[str, int], running: int, waiting: int, check: Any,
+    ) -> None:  # fmt: skip
+        self._at(ended)
+        self._admissions = {admission[0]: admission for admission in admissions}
+        self._grown = dict(grown)
+        self._in_step = step
+        self._reasons = self._owners(admissions, grown)
+        self._apply(events)
+        for id in list(self._admissions):
+            self._admit(id)
+        for id in list(self._grown):
+            self._touch(id)
+        self._in_step = -1
+        if tokens is not None:
+            ids, counts = tokens
+            self._tokens = dict(zip(ids.split("\n"), counts, strict=True)) if counts else {}
+        if step >= 0:
+            self._step(step, began, ended, drafts, waiting)
+        total = sum(self._tokens.values()) if step >= 0 else 0
+        if waiting and step >= 0:
+            self._tell_wait(total, running, any(kind == "p" for kind, *_ in events))
+        self._compare(check)
+
+    def _owners(self, admissions: list[Any], grown: list[Any]) -> dict[int, str]:
+        """Returns, for each block that was taken from the pool, why."""
+        size = self.blocks.size
+        new = [(id, table[computed // size :]) for id, computed, table, *_ in admissions] + [
+            tuple(row) for row in grown
+        ]
+        return {
+            block: f"r{self._known[id].id} needs {len(blocks)}"
+            for id, blocks in new for block in blocks if id in self._known
+        }  # fmt: skip
+
+    def _step(self, step: int, began: float, ended: float, drafts: dict[str, int], waiting: int) -> None:
+        tokens, known = self._tokens, self._known
+        prefills, firsts, done = [], [], []
+        drafted = [(known[id].id, n) for id, n in drafts.items() if n]
+        for id, request in self._prefilling.items():
+            n = tokens.get(id)
+            if n is None:
+                continue
+            n = min(n, request.target - request.done)  # the rest are drafts
+            samples = request.done + n >= request.target
+            prefills.append((request.id, request.done, n, samples))
+            request.done += n
+            done.append(id)
+            if samples:
+                firsts.append(id)
+        chunks = set(done)
+        decoding = {id for id in tokens if id not in chunks}
+        joined, left = decoding - self._decoding, self._decoding - decoding
+        self._decoding = decoding
+        for id in firsts:
+            del self._prefilling[id]
+        if drafted:
+            self.blocks.write("draft", step, drafted)
+        numbers = [sorted(known[id].id for id in ids) for ids in (joined, left)]
+        self.blocks.write("step", step, prefills, *numbers, sum(tokens.values()), waiting)
+        work = "decode" if not prefills else "mixed" if decoding else "prefill"
+        self._planned[step] = Planned(began, ended, work, firsts)
+
+    def _tell_wait(self, total: int, running: int, preempted: bool) -> None:
+        """Write why the head of the queue was not admitted; vLLM's code names these obstacles in this order."""
+        queue = self.blocks.state.queue
+        if not queue:
+            return
+        info = self.info
+        if preempted:
+            reason = "blocks: this step preempted a request"
+        elif total >= info["max_num_batched_tokens"]:
+            reason = f"budget: the {info['max_num_batched_tokens']} tokens of this step are used"
+        elif running >= info["max_num_seqs"]:
+            reason = f"rows: all {info['max_num_seqs']} are used"
+        else:
+            reason = f"blocks: {self.blocks.available} available"
+        wait = (queue[0], reason.split(":")[0])
+        if wait != self._wait:
+            self._wait = wait
+            self.blocks.write("wait", queue[0], reason)
+
+    def _update(
+        self, began: float, ended: float, step: int, events: list[Any], accepted: list[Any] | None, check: Any
+    ) -> None:
+        self._at(began)
+        planned = self._planned.pop(step, None)
+        answered = [self._known[id] for id in planned.firsts if id in self._known] if planned is not None else []
+        if planned is not None:
+            self.blocks.settle(step)
+        if accepted:
+            running = [
+                (self._known[id].id, drafted, n) for id, drafted, n in accepted
+                if id in self._known and self._known[id].row >= 0
+            ]  # fmt: skip
+            if running:
+                self.blocks.write("accept", step, running)
+        self._reasons = {}
+        for request in answered:
+            if not request.answered:
+                request.answered = True
+                queued, prefill = request.admitted - request.submitted, self.blocks.t - request.admitted
+                self.blocks.write("first", request.id, round(queued * 1e3, 3), round(prefill * 1e3, 3))
+        self._apply(events)
+        self._at(ended)
+        if planned is not None:
+            wall_ms = round((began - max(planned.began, self._arrived)) * 1e6) / 1e3
+            self._arrived = began
+            plan_us, commit_us = round((planned.ended - planned.began) * 1e6), round((ended - began) * 1e6)
+            self.blocks.write("time", step, plan_us, None, commit_us, max(0.0, wall_ms), None, planned.work)
+        self._compare(check)
+
+    # ---- a new beginning
+
+    def _whole(self, t: float, step: int, requests: list[Any], waiting: list[str]) -> None:
+        """Begin with a new state; the record numbers have a gap, so readers ask for a snapshot."""
+        numbers = {id: (known.id, known.submitted, known.admitted, known.answered) for id, known in self._known.items()}
+        self._forget()
+        self._at(t)
+        self.blocks.begin_again(step)
+        order = {id: place for place, id in enumerate(waiting)}
+        requests = sorted(requests, key=lambda row: order.get(row[0], -1))
+        for id, prompt, most, computed, tokens, table, hashes, ids, preemptions in requests:
+            if id not in numbers:
+                numbers[id] = (self._next_id, self.blocks.t, 0.0, False)
+                self._next_id += 1
+            number, submitted, admitted, answered = numbers[id]
+            request = self._known[id] = Known(number, prompt, submitted, admitted=admitted, answered=answered)
+            self.blocks.write("submit", number, group_of(id), len(prompt), most)
+            view = self.blocks.state.requests[number]
+            view.preemptions, view.submitted = preemptions, submitted
+            if id in order:
+                view.state = "preempted" if preemptions else "waiting"
+                continue
+            request.row, self._most_rows = self._most_rows, self._most_rows + 1
+            request.admitted = admitted or self.blocks.t
+            self.blocks.write("admit", number, request.row, "new")
+            view.admitted = request.admitted
+            self.blocks.restore(number, table, hashes, ids)
+            view.base, request.done, request.target = computed, computed, tokens
+            if computed < tokens - 1:
+                self._prefilling[id] = request
+        self.blocks.drain()  # readers get these as a snapshot
+
+    # ---- the truth
+
+    def _compare(self, check: tuple[int, dict[str, list[int]]] | None) -> None:
+        """Note where vLLM's own numbers differ from the state."""
+        if check is None or len(self.faults) > MOST_FAULTS:
+            return
+        self.checked += 1
+        free, tables = check
+        if free != self.blocks.available:
+            self.faults.append(f"step {self.blocks.state.step}: {self.blocks.available} blocks free, vLLM has {free}")
+        for id, request in self._known.items():
+            table = self.blocks.state.requests[request.id].table
+            if table != tables.get(id, []):
+                self.faults.append(
+                    f"step {self.blocks.state.step}: r{request.id}'s table is {table}, vLLM's {tables.get(id)}"
+                )
+        if extra := set(tables) - set(self._known):
+            self.faults.append(f"step {self.blocks.state.step}: vLLM holds blocks for {sorted(extra)[:3]}")
+        self.faults += self.blocks.take_faults()
+
+
+def group_of(id: str) -> str:
+    """Returns the chat in an id of vLLM's: "chatcmpl-minitui.GROUP.TAG-1234abcd" (minitui/sources/vllm.py)."""
+    _, found, rest = id.partition("minitui.")
+    return rest.partition(".")[0][:64] if found else ""

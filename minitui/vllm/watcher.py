@@ -1,0 +1,181 @@
+"""The process beside vLLM: reads the messages of its scheduler, serves the telemetry, and writes the recording.
+
+    python -m minitui.vllm.watcher READ_END ASK_END
+
+minitui/vllm/scheduler.py starts it; environment variables configure it, because vLLM owns the command line:
+
+    MINITUI_TELEMETRY_PORT   default 8001; each data parallel rank adds its number
+    MINITUI_TELEMETRY_HOST   default 127.0.0.1; any other address needs a key
+    MINITUI_API_KEY, MINITUI_CHAT_KEY, MINITUI_WATCH_KEY   as for `minitui serve`
+    MINITUI_HIDE_TEXT=1      the telemetry has no texts
+    MINITUI_RECORD=run.trace writes a recording
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import logging
+import marshal
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import uvicorn
+
+from engine.errors import EngineError
+from minitui.server.command import Uvicorn, address, gather_keys, listen
+from minitui.server.connection import MAX_HEAD, Connection
+from minitui.server.service import Service
+from minitui.server.settings import ServerSettings
+from minitui.vllm.blocks import Inconsistent
+from minitui.vllm.pipe import LENGTH
+from minitui.vllm.service import VllmService
+from minitui.vllm.translate import Translator
+
+logger = logging.getLogger("minitui.vllm")
+PORT = 8001
+PIECE = 1 << 20  # bytes read at once
+ASK_AGAIN_S = 5.0
+NICE = 5  # vLLM's processes come first
+
+
+def settings_from(environment: dict[str, str], rank: int) -> ServerSettings:
+    """Returns the settings of the telemetry endpoint. Raises EngineError with a sentence."""
+    text = environment.get("MINITUI_TELEMETRY_PORT", str(PORT))
+    if not text.isdecimal() or not 1 <= int(text) + rank <= 65535:
+        raise EngineError(f"MINITUI_TELEMETRY_PORT is {text!r}: it must be a port, 1 to 65535")
+    record = environment.get("MINITUI_RECORD")
+    path = Path(record) if record else None
+    if path is not None and rank:
+        path = path.with_suffix(f".rank{rank}{path.suffix}")
+    return ServerSettings(
+        host=environment.get("MINITUI_TELEMETRY_HOST", "127.0.0.1"), port=int(text) + rank,
+        keys=gather_keys([], [], []), record=path,
+        hide_text=environment.get("MINITUI_HIDE_TEXT", "") not in ("", "0"),
+    )  # fmt: skip
+
+
+class Watcher:
+    """Reads the pipe and feeds the service. Ends when vLLM closes its end, or ends itself."""
+
+    def __init__(self, reader: int, asks: int) -> None:
+        self._reader, self._asks = reader, asks
+        self._rest = bytearray()
+        self._done = asyncio.Event()
+        self._waits = False  # for a whole state
+        self._asked_at = -ASK_AGAIN_S
+        self._translator: Translator | None = None
+        self._began = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve until vLLM ends."""
+        os.set_blocking(self._reader, False)
+        asyncio.get_running_loop().add_reader(self._reader, self._read)
+        done = asyncio.create_task(self._done.wait())
+        began = asyncio.create_task(self._began.wait())
+        await asyncio.wait({done, began}, return_when=asyncio.FIRST_COMPLETED)
+        if self._translator is None:
+            return
+        settings = settings_from(dict(os.environ), int(os.environ.get("MINITUI_VLLM_RANK", "0")))
+        service = VllmService(self._translator, settings)
+        listening = listen(settings.host, settings.port)
+        server = Uvicorn(uvicorn.Config(
+            service.application(), lifespan="off", ws="none", log_config=None, access_log=False, server_header=False,
+            http=cast(Any, functools.partial(Connection, cast(Service, service))), timeout_graceful_shutdown=1,
+            h11_max_incomplete_event_size=MAX_HEAD,
+        ))  # fmt: skip
+        await service.start()
+        serving = asyncio.create_task(_serve(server, listening))
+        logger.warning("minitui shows this engine at %s", address(settings.host, settings.port))
+        await done
+        await service.close()
+        server.should_exit = True
+        await serving
+        self._report()
+
+    def _read(self) -> None:
+        try:
+            piece = os.read(self._reader, PIECE)
+        except BlockingIOError:
+            return
+        if not piece:
+            asyncio.get_running_loop().remove_reader(self._reader)
+            self._done.set()
+            return
+        rest = self._rest
+        rest += piece
+        start = 0
+        while len(rest) - start >= LENGTH:
+            end = start + LENGTH + int.from_bytes(rest[start : start + LENGTH], "little")
+            if end > len(rest):
+                break
+            self._take(marshal.loads(memoryview(rest)[start + LENGTH : end]))
+            start = end
+        del rest[:start]
+
+    def _take(self, message: tuple[Any, ...]) -> None:
+        if message[0] == "init":
+            self._translator = Translator(*message[1:])
+            self._began.set()
+            return
+        assert self._translator is not None
+        if self._waits and message[0] != "whole":
+            if time.monotonic() > self._asked_at + ASK_AGAIN_S:
+                self._ask()
+            return
+        try:
+            self._translator.take(message)
+            self._waits = False
+        except Inconsistent as error:
+            logger.warning("vLLM did something that minitui did not expect, and minitui asks for its state: %s", error)
+            self._waits = True
+            if time.monotonic() > self._asked_at + ASK_AGAIN_S:
+                self._ask()
+
+    def _ask(self) -> None:
+        self._asked_at = time.monotonic()
+        with contextlib.suppress(OSError):
+            os.write(self._asks, b"?")
+
+    def _report(self) -> None:
+        """With MINITUI_VLLM_CHECK=file, write how the state compared with vLLM's own numbers."""
+        path, translator = os.environ.get("MINITUI_VLLM_CHECK"), self._translator
+        if path and translator is not None:
+            state = translator.blocks.state
+            report = {
+                "comparisons": translator.checked, "steps": state.step + 1, "differences": len(translator.faults),
+                "first": translator.faults[:20], "records": state.seq, "counts": translator.blocks.counts,
+                "totals": translator.totals, "cost_us": translator.cost_us,
+            }  # fmt: skip
+            Path(path).write_text(json.dumps(report, indent=1))
+
+
+async def _serve(server: Uvicorn, listening: socket.socket) -> None:
+    with contextlib.suppress(SystemExit):
+        await server.serve(sockets=[listening])
+
+
+def main() -> int:
+    """Run the watcher; returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it ends when vLLM ends
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(message)s")
+    try:
+        asyncio.run(Watcher(int(sys.argv[1]), int(sys.argv[2])).run())
+    except EngineError as error:
+        logger.error("minitui does not show this engine: %s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

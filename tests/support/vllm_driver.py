@@ -1,0 +1,166 @@
+"""vLLM's own scheduler without a model: random tokens stand for the results of steps, as in vLLM's tests/v1/core.
+
+Import this only where vLLM is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from minitui.vllm.scheduler import recording_scheduler
+
+BLOCK = 16
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 1000,
+    "max_position_embeddings": 4096, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def make_scheduler(
+    directory: Path, blocks: int = 60, rows: int = 8, budget: int = 128, caching: bool = True,
+    asynchronous: bool = False, drafts: int = 0, policy: str = "fcfs", chunked: bool = True, log_stats: bool = True,
+) -> Any:  # fmt: skip
+    """Returns vLLM's scheduler, recorded. Its watcher runs, unless a test has replaced minitui.vllm.scheduler.Pipe."""
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    model = ModelConfig(
+        model=str(directory), tokenizer=str(directory), skip_tokenizer_init=True, dtype="float32", seed=0,
+        max_model_len=4096,
+    )  # fmt: skip
+    schedule = SchedulerConfig(
+        max_num_seqs=rows, max_num_batched_tokens=budget if chunked else 4096, max_model_len=4096,
+        is_encoder_decoder=False,
+        enable_chunked_prefill=chunked, async_scheduling=asynchronous, policy=policy,
+    )  # fmt: skip
+    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=caching)
+    speculative = None
+    if drafts:
+        speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=drafts, prompt_lookup_max=4)
+    config = VllmConfig(
+        model_config=model, cache_config=cache, scheduler_config=schedule, parallel_config=ParallelConfig(),
+        device_config=DeviceConfig("cpu"), speculative_config=speculative,
+    )  # fmt: skip
+    cache.num_gpu_blocks = blocks
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    pool = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    init_none_hash(sha256)
+    return recording_scheduler(
+        vllm_config=config, kv_cache_config=pool, structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK, log_stats=log_stats,
+    )  # fmt: skip
+
+
+class Load:
+    """Drives a scheduler with random requests, steps and cancellations. `in_flight`: steps that may overlap."""
+
+    def __init__(self, scheduler: Any, seed: int, in_flight: int = 1, vocabulary: int = 40, drafts: int = 0) -> None:
+        self.scheduler, self.random, self.drafts = scheduler, random.Random(seed), drafts
+        self.most_in_flight, self.vocabulary = in_flight, vocabulary
+        self.steps = self.requests = 0
+        self._queue: deque[Any] = deque()
+        self._alive: list[str] = []
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        draw = self.random.randrange
+        self._prefixes = [[draw(vocabulary) for _ in range(draw(1, 160))] for _ in range(5)]
+
+    def add(self, prompt: list[int], max_tokens: int, priority: int = 0, salt: str | None = None) -> str:
+        """Submit one request; returns its id."""
+        id = f"chatcmpl-{self.requests:08x}"
+        self.requests += 1
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        self.scheduler.add_request(Request(
+            request_id=id, prompt_token_ids=prompt, sampling_params=params, pooling_params=None,
+            block_hasher=self._hasher, priority=priority, cache_salt=salt,
+        ))  # fmt: skip
+        self._alive.append(id)
+        return id
+
+    def add_random(self) -> None:
+        """Submit a request that may share a prefix, or all of its prompt, with others."""
+        rnd = self.random
+        prompt = list(rnd.choice(self._prefixes)) + [
+            rnd.randrange(self.vocabulary) for _ in range(rnd.choice([0, 1, 9, 60]))
+        ]
+        if rnd.random() < 0.1:
+            prompt += [rnd.randrange(self.vocabulary) for _ in range(300)]
+        salt = "s" if rnd.random() < 0.1 else None
+        self.add(prompt, rnd.choice([1, 2, 20, 80, 200]), priority=rnd.randrange(3), salt=salt)
+
+    def step(self) -> None:
+        """Schedule a step, and end steps until at most `in_flight` - 1 are left."""
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self.steps += bool(output.total_num_scheduled_tokens)
+            chunks = {id for id in output.num_scheduled_tokens if self.scheduler.requests[id].is_prefill_chunk}
+            self._queue.append((output, chunks))
+        while len(self._queue) >= self.most_in_flight or (self._queue and self.random.random() < 0.1):
+            self._end_step(*self._queue.popleft())
+
+    def finish(self) -> None:
+        """Run until nothing is left to do."""
+        while self.scheduler.has_requests() or self._queue:
+            self.step()
+            while self._queue:
+                self._end_step(*self._queue.popleft())
+
+    def _end_step(self, output: Any, chunks: set[str]) -> None:
+        """`chunks`: the requests of which this step does not complete the prefill."""
+        rnd, tokens = self.random, output.num_scheduled_tokens
+        ids = list(tokens)
+        sampled: list[list[int]] = []
+        for id in ids:
+            drafts = output.scheduled_spec_decode_tokens.get(id, ())
+            if id in chunks:
+                sampled.append([])
+            else:
+                accepted = rnd.randint(0, len(drafts))
+                sampled.append([rnd.randrange(self.vocabulary) for _ in range(accepted + 1)])
+        result = ModelRunnerOutput(
+            req_ids=ids, req_id_to_index={id: i for i, id in enumerate(ids)}, sampled_token_ids=sampled,
+        )  # fmt: skip
+        self.scheduler.update_from_output(output, result)
+        if self.drafts:
+            alive = [id for id in ids if id in self.scheduler.requests]
+            drafts = [[rnd.randrange(self.vocabulary) for _ in range(rnd.randint(0, self.drafts))] for _ in alive]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(alive, drafts))
+
+    def cancel(self) -> None:
+        """Cancel a random request, as when its client goes away."""
+        alive = [id for id in self._alive if id in self.scheduler.requests]
+        self._alive = alive
+        if alive:
+            self.scheduler.finish_requests(self.random.choice(alive), RequestStatus.FINISHED_ABORTED)
+
+    def run(self, steps: int) -> None:
+        """Run this many steps under a load that changes: quiet, busy, more than the pool holds."""
+        while self.steps < steps:
+            busy = (0.05, 0.3, 0.9)[self.steps // 50 % 3]
+            while self.random.random() < busy and len(self.scheduler.requests) < 60:
+                self.add_random()
+            if not self.scheduler.has_requests() and not self._queue:
+                self.add_random()
+            if self.random.random() < 0.03:
+                self.cancel()
+            self.step()

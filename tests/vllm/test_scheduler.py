@@ -1,0 +1,116 @@
+"""The recording of vLLM's real scheduler agrees with vLLM's own numbers after every step. Needs vLLM, but no GPU."""
+
+from __future__ import annotations
+
+import marshal
+
+import pytest
+
+from engine.trace.state import State
+from minitui.trace.follow import Follower
+from minitui.vllm.translate import Translator
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed", exc_type=ImportError)
+
+import minitui.vllm.scheduler as recording
+from tests.support.vllm_driver import Load, make_scheduler
+
+STEPS = 400
+KINDS = [
+    {}, {"asynchronous": True}, {"drafts": 3}, {"caching": False}, {"asynchronous": True, "caching": False},
+    {"policy": "priority"}, {"policy": "priority", "asynchronous": True}, {"chunked": False},
+    {"blocks": 400, "rows": 32, "budget": 512, "asynchronous": True},
+]  # fmt: skip
+
+
+class Direct:
+    """Stands for the pipe: translates each message at once, and checks that each record is possible."""
+
+    lost = False
+
+    def __init__(self, *_):
+        self.kinds = set()
+        self.broken = None
+
+    def send(self, message):
+        if self.broken is not None:
+            raise self.broken
+        kind, *rest = marshal.loads(marshal.dumps(message))
+        if kind == "init":
+            self.translator = Translator(*rest)
+            self.follower = Follower(State.from_snapshot(self.translator.blocks.state.snapshot()))
+            return
+        self.translator.take((kind, *rest))
+        records = self.translator.drain()
+        if kind == "whole":
+            self.follower = Follower(State.from_snapshot(self.translator.blocks.state.snapshot()))
+        for record in records:
+            self.kinds.add(record[2])
+            self.follower.take(record)
+
+    def recover(self):
+        return False
+
+    def asked(self):
+        return False
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def make(monkeypatch, tmp_path):
+    monkeypatch.setenv("MINITUI_VLLM_CHECK", "1")
+    monkeypatch.setattr(recording, "Pipe", Direct)
+
+    def make(**options):
+        scheduler = make_scheduler(tmp_path, **options)
+        load = Load(scheduler, 1, 2 if options.get("asynchronous") else 1, drafts=options.get("drafts", 0))
+        return scheduler, load, scheduler._recorder.pipe
+
+    return make
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_every_count_table_and_hit_is_vllms(make, options):
+    scheduler, load, pipe = make(**options)
+    load.run(STEPS)
+    load.finish()
+    assert scheduler._recorder is not None
+    assert pipe.translator.checked >= STEPS
+    assert pipe.translator.faults == []
+    assert {"admit", "alloc", "finish", "time"} <= pipe.kinds
+    assert pipe.follower.state.snapshot() == pipe.translator.blocks.state.snapshot()
+
+
+def test_equal_prompts_in_one_step_keep_copies(make):
+    """vLLM computes equal prompts that arrive together twice; the tree refers to one of the copies."""
+    _, load, pipe = make(asynchronous=True, rows=2, budget=512)
+    for prompt in ([1] * 40, [2] * 40):
+        load.add(prompt + list(range(24)), 50)
+    load.finish()
+    load.add([1] * 64, 2)
+    load.finish()
+    assert pipe.translator.faults == []
+
+
+def test_a_whole_state_continues_after_lost_messages(make):
+    scheduler, load, pipe = make(asynchronous=True)
+    load.run(100)
+    send, pipe.send = pipe.send, lambda message: None
+    load.run(150)
+    pipe.send = send
+    scheduler._recorder.send_whole_state()
+    load.run(300)
+    load.finish()
+    assert pipe.translator.faults == []
+
+
+def test_an_exception_ends_the_recording_and_not_vllm(make):
+    scheduler, load, pipe = make()
+    load.run(20)
+    pipe.broken = BrokenPipeError()
+    load.run(60)
+    load.finish()
+    assert scheduler._recorder is None
+    assert "get_new_blocks" not in vars(scheduler.kv_cache_manager.block_pool)
