@@ -152,7 +152,10 @@ class Rig:
         more = [self.ask(tokens - 200, 200) for _ in range(MORE)]
         found: list[tuple[Gap, Lane]] = []
         while not found:
-            self.step()
+            if not any(request.id in self.engine.scheduler.requests for request in more):
+                more = [self.ask(tokens - 200, 200) for _ in range(MORE)]  # they ended without a preemption
+            for _ in range(32):  # `gaps` takes longer than a step
+                self.step()
             found = [(gap, lane) for gap, lane in self.gaps(first) if lane.preemptions and preempted(gap, lane)]
         for request in more:
             self.engine.abort(request.id)
