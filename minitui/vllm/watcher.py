@@ -42,6 +42,7 @@ from minitui.vllm.translate import Translator
 logger = logging.getLogger("minitui.vllm")
 PORT = 8001
 PIECE = 1 << 20  # bytes read at once
+REPORT_S = 1.0  # between two reports of MINITUI_VLLM_CHECK
 ASK_AGAIN_S = 5.0
 NICE = 5  # vLLM's processes come first
 
@@ -94,11 +95,12 @@ class Watcher:
         await service.start()
         serving = asyncio.create_task(_serve(server, listening))
         logger.warning("minitui shows this engine at %s", address(settings.host, settings.port))
-        await done
+        while not done.done():  # vLLM may kill this process with its other children, so the report is written all along
+            await asyncio.wait({done}, timeout=REPORT_S)
+            self._report()
         await service.close()
         server.should_exit = True
         await serving
-        self._report()
 
     def _read(self) -> None:
         try:
@@ -154,7 +156,9 @@ class Watcher:
                 "first": translator.faults[:20], "records": state.seq, "counts": translator.blocks.counts,
                 "totals": translator.totals, "cost_us": translator.cost_us,
             }  # fmt: skip
-            Path(path).write_text(json.dumps(report, indent=1))
+            new = Path(f"{path}.new")
+            new.write_text(json.dumps(report, indent=1))
+            new.replace(path)
 
 
 async def _serve(server: Uvicorn, listening: socket.socket) -> None:
