@@ -13,9 +13,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from engine.core.allocator import BlockAllocator
+from engine.core.copies import Copies
 from engine.core.radix import Match, Node, RadixTree, block_key
 from engine.core.request import Request
 from engine.trace.records import CLEARED, RecordLog
+from engine.trace.state import Waste
 
 NO_CHANGES = (np.empty(0, np.int32),) * 3
 
@@ -29,6 +31,8 @@ class KVCache:
         self.prefix_caching = prefix_caching
         self.allocator = BlockAllocator(num_blocks)
         self.tree = RadixTree(block_size, self.allocator, log)
+        self.waste = Waste()
+        self._copies = Copies()
         # (row, column) -> block: changes that are not yet sent to the device's copy of the block tables.
         self._table_changes: dict[tuple[int, int], int] = {}
 
@@ -79,6 +83,7 @@ class KVCache:
         self.allocator.hold(blocks)
         self.tree.lock(node, above, clock)
         start = request.shared_blocks
+        self.waste.duplicate += max(0, min(len(dropped) * self.block_size, request.planned - start * self.block_size))
         request.table[start : start + len(dropped)] = blocks
         self._changed(request, start, start + len(blocks))
         self.allocator.release(dropped)
@@ -137,17 +142,39 @@ class KVCache:
         end = min(request.planned, len(request.ids)) // self.block_size
         if not self.prefix_caching or end <= request.shared_blocks:
             return
-        keys = self._keys(request, request.shared_blocks, end)
+        start = request.shared_blocks
+        keys = self._keys(request, start, end)
         if keys[0] not in (request.node or self.tree.root).children:
-            self._append(request, keys, step)
+            evicted = self._append(request, keys, step)
+            if evicted:
+                self._count_again(request, [start + i for i in evicted])
+
+    def _count_again(self, request: Request, evicted: list[int]) -> None:
+        """Count the tokens of a prompt's blocks `evicted` that would not be computed without an eviction.
+
+        Tokens that the request lost itself are not counted here, nor the block of the last token, which is always
+        computed.
+        """
+        size = self.block_size
+        last = (len(request.ids) - 1) // size if self.may_read(request) else 0
+        tokens = sum(max(0, size - max(0, request.lost - i * size)) for i in evicted if i < last)
+        if tokens:
+            self.waste.evicted += tokens
+            self.log.append("again", request.id, tokens)
 
     def publish_committed(self, request: Request, written: int) -> None:
         """Publish the full blocks of the first `written` tokens, whose KV and ids are known.
 
-        If the tree already has a block, the request takes the tree's copy and frees its own.
+        If the tree already has a block, the request takes the tree's copy and frees its own. Without a prefix cache,
+        equal blocks are only found and recorded.
         """
         end = min(written, len(request.ids)) // self.block_size
-        while self.prefix_caching and request.shared_blocks < end:
+        if not self.prefix_caching:
+            contents = self._copies.add(request, end, self.block_size)
+            if contents:
+                self.log.append("full", request.id, contents)
+            return
+        while request.shared_blocks < end:
             start, node = request.shared_blocks, request.node or self.tree.root
             keys = self._keys(request, start, end)
             if keys[0] not in node.children:
@@ -157,11 +184,13 @@ class KVCache:
             copies = request.table[start : start + len(match.blocks)]
             self._hold(request, self.tree.claim(match), match.blocks, dropped=copies)
 
-    def _append(self, request: Request, keys: list[tuple[int, ...]], step: int) -> None:
+    def _append(self, request: Request, keys: list[tuple[int, ...]], step: int) -> list[int]:
+        """Move the request's next private blocks to the tree. Return the indices of those that were evicted before."""
         start = request.shared_blocks
         blocks = request.table[start : start + len(keys)]
         request.node = self.tree.add(request.node or self.tree.root, request.id, keys, blocks, step)
         request.shared_blocks = start + len(keys)
+        return self.tree.evicted.pop(request.node.hashes[-len(keys) :])
 
     def _keys(self, request: Request, start: int, end: int) -> list[tuple[int, ...]]:
         return [block_key(request.ids, i, self.block_size, request.cache_salt) for i in range(start, end)]
@@ -177,6 +206,7 @@ class KVCache:
             self.tree.unlock(request.node, clock)
         # Release the last block first: the free list is a stack, so a later request gets the blocks in their old order.
         self.allocator.release(reversed(request.table))
+        self._copies.release(request)
         request.table = []
         request.node = None
         request.shared_blocks = request.planned = 0
@@ -190,7 +220,7 @@ class KVCache:
     def clear(self) -> int:
         """Evict every block that no request holds; return how many. Later cache misses do not name these evictions."""
         freed = self.tree.evict(self.allocator.num_cached, CLEARED)
-        self.tree.forget_evicted()
+        self.tree.evicted.clear()
         return freed
 
     def check(self, requests: Iterable[Request]) -> None:

@@ -22,6 +22,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple, Protocol
 
 from engine.core.cache import KVCache
@@ -276,7 +277,8 @@ class Engine:
                     "row": r.row, "table": list(r.table), "node": r.node.id if r.node is not None else 0,
                     "shared_blocks": r.shared_blocks, "computed": r.planned, "decoding": scheduler.is_decoding(r.id),
                     "cached_tokens": r.cached_tokens, "match": list(r.match), "preemptions": r.preemptions,
-                    "submitted": r.submitted_at, "admitted": r.admitted_at,
+                    "submitted": r.submitted_at, "admitted": r.admitted_at, "lost": r.lost,
+                    "contents": list(r.contents),
                 }
                 for r in scheduler.requests.values()
             },
@@ -288,6 +290,8 @@ class Engine:
                 for n in tree.nodes.values() if n.parent is not None
             },
             "pending": tree.pending_blocks(),
+            "free": self.cache.allocator.free_blocks,
+            "waste": asdict(self.cache.waste),
         }  # fmt: skip
 
 

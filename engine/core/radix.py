@@ -16,17 +16,16 @@ device runs steps in order. If the step fails, `withdraw` removes the block and 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 
 from engine.core.allocator import BlockAllocator
+from engine.core.evicted import EvictedPrefixes
 from engine.trace.records import RecordLog
 
 Key = tuple[int, ...]  # the token ids of one block
 MAX_COMPARED = 64  # a missing block is compared with at most this many siblings, to find the first token that differs
-MAX_GHOSTS = 8192  # number of evicted prefixes that are remembered: a miss can then name the step of the eviction
 
 
 class SaltedKey(tuple[int, ...]):
@@ -125,13 +124,13 @@ class RadixTree:
         self.log = log
         self.root = Node(0, None, [], [], 0, 0)
         self.nodes: dict[int, Node] = {0: self.root}
-        self.step = -1  # the step that is being planned; it is remembered with every evicted prefix
+        self.step = -1  # the step that is being planned; it is remembered with each eviction
         self.prefixes: set[int] = set()  # `hashes` of all nodes
         self._next_id = 1
         self._pending: dict[int, int] = {}  # block -> the step that writes it
         self._pending_of: dict[int, list[int]] = {}  # step -> the blocks that it writes
         self._oldest: list[tuple[int, int]] = []  # heap of (last_used, node id); stale entries are skipped
-        self._ghosts: OrderedDict[int, int] = OrderedDict()  # hash of an evicted prefix -> step of the eviction
+        self.evicted = EvictedPrefixes()
 
     # ---- looking up
 
@@ -167,7 +166,7 @@ class RadixTree:
         self, ids: list[int], node: Node, end: int, depth: int, key: Key, part: Node | None, n: int, blocks: list[int]
     ) -> Match:
         """Return the match of `blocks`, with the reason why `key` did not match. `end`: hash of the matched prefix."""
-        step = self._ghosts.get(hash((end, key)))
+        step = self.evicted.step_of(hash((end, key)))
         if step is not None:
             return Match(node, part, n, blocks, "evicted", step)
         others = [part.keys[n]] if part is not None else list(islice(node.children, MAX_COMPARED))
@@ -293,7 +292,7 @@ class RadixTree:
                 continue  # a stale entry: the node was used again or removed
             take = min(n - freed, len(node.blocks))
             keep = len(node.blocks) - take
-            self._remember(node.hashes[keep])
+            self.evicted.add(node.hashes[keep:], self.step)
             self.log.append("evict", node.id, take, reason)
             self._cut(node, keep)
             if keep:
@@ -302,10 +301,6 @@ class RadixTree:
                 self._merge(node.parent)
             freed += take
         return freed
-
-    def forget_evicted(self) -> None:
-        """Forget past evictions: no later match ends with the reason "evicted" because of them."""
-        self._ghosts.clear()
 
     def drop(self, node: Node, reason: str) -> None:
         """Evict a whole leaf."""
@@ -336,12 +331,6 @@ class RadixTree:
             self._oldest = [(n.last_used, n.id) for n in self.nodes.values() if n.evictable]
             heapq.heapify(self._oldest)
         heapq.heappush(self._oldest, (node.last_used, node.id))
-
-    def _remember(self, prefix: int) -> None:
-        self._ghosts[prefix] = self.step
-        self._ghosts.move_to_end(prefix)
-        if len(self._ghosts) > MAX_GHOSTS:
-            self._ghosts.popitem(last=False)
 
     # ---- pending blocks
 

@@ -230,6 +230,7 @@ class Scheduler:
         if n <= 0:
             return 0  # decoding requests hold all blocks; they will finish or be preempted
         entries.append((request, request.planned, n))
+        self.cache.waste.preempted += max(0, min(n, request.lost - request.planned))
         request.planned += n
         self.cache.publish_planned(request, self.step)  # now, so that later requests of this step can share the blocks
         return n
@@ -307,6 +308,7 @@ class Scheduler:
         self._requeue(request, clock)
 
     def _requeue(self, request: Request, clock: int) -> None:
+        request.lost = max(request.lost, request.planned)
         self.cache.release(request, clock)
         request.decoding = False
         request.drafted = 0
@@ -349,7 +351,7 @@ class Scheduler:
             elif sampled:
                 masked = failed or dead_end(request)
                 reason = f"error: {masked or NOT_FINITE}"
-            if end // size > request.shared_blocks and request.state is running:
+            if end // size > (request.shared_blocks or len(request.contents)) and request.state is running:
                 self.cache.publish_committed(request, end)
             if reason:
                 leaf = request.node

@@ -46,6 +46,10 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "insert": ("node", "parent", "request", "ids", "blocks", "step"),  # a new leaf, made of the request's next private
     #   blocks. They are pending until `step` commits (-1: already written). The request now holds `node`
     "extend": ("node", "request", "ids", "blocks", "step"),  # like insert, for a leaf that only this request holds
+    "again": ("request", "tokens"),  # after insert or extend: prompt tokens of its blocks that were in the tree before.
+    #   The request computes them again because their blocks were evicted
+    "full": ("request", "contents"),  # without a prefix cache: its next full blocks. Each block has the number of its
+    #   text; two blocks have the same number if they hold the same tokens after the same prefix
     "split": ("node", "upper", "blocks"),  # the first `blocks` blocks of node become a new parent, `upper`
     "merge": ("upper", "lower"),  # a node and its only child, which the same requests hold, become one node. It has the
     #   smaller of the two ids

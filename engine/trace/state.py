@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from engine.trace.records import Record
@@ -41,6 +41,24 @@ class RequestView:
     cached_tokens: int = 0  # prompt tokens taken from the cache before any preemption
     match: tuple[str, int, str] = ("", 0, "")  # stop, at, detail of its last match before any preemption
     preemptions: int = 0
+    lost: int = 0  # the most tokens with KV that it had at a preemption
+    contents: list[int] = field(default_factory=list)  # without a prefix cache: the numbers of its full blocks' texts
+
+
+@dataclass(slots=True)
+class Waste:
+    """Tokens whose KV was computed more than once since the engine began. Engine and State count them independently.
+
+    `evicted`: prompt tokens that a request would have taken from the tree, but their blocks had been evicted; only
+    evictions that are still remembered count (engine/core/evicted.py). `preempted`: tokens computed again by a request
+    that had lost its blocks, by a preemption or with a failed step. `duplicate`: tokens of blocks that were freed
+    because the tree had a block with the same text: two requests computed them at the same time, or the block had the
+    last token of a prompt, which is always computed.
+    """
+
+    evicted: int = 0
+    preempted: int = 0
+    duplicate: int = 0
 
 
 @dataclass(slots=True)
@@ -73,6 +91,9 @@ class State:
         self.holders = array("i", [0]) * num_blocks  # block -> its requests; an array: numpy views it without a copy
         self.node_of = array("i", [0]) * num_blocks  # block -> its tree node; 0: not in the tree
         self.copies: dict[int, list[int]] = {}  # block of a node -> its copies, the oldest first
+        # The free blocks; an allocation takes the last of them. None: unknown (an older recording, or vLLM).
+        self.free: list[int] | None = list(range(num_blocks - 1, 0, -1))
+        self.waste: Waste | None = Waste()  # None: not counted (an older recording, or vLLM)
         self.counts = [num_blocks - 1, 0, 0, 0]  # number of blocks that are FREE, ACTIVE, SHARED, CACHED
         self.gate = "open"
         self.pace = 1.0
@@ -135,18 +156,21 @@ class State:
 
     def _release_blocks(self, blocks: Iterable[int]) -> None:
         holders, counts, node_of = self.holders, self.counts, self.node_of
-        free = cached = unshared = 0
+        freed: list[int] = []
+        cached = unshared = 0
         for block in blocks:
             holders[block] = after = holders[block] - 1
             if after == 0:
                 if node_of[block]:
                     cached += 1
                 else:
-                    free += 1
+                    freed.append(block)
             elif after == 1:
                 unshared += 1
-        counts[FREE] += free
-        counts[ACTIVE] += unshared - cached - free
+        if self.free is not None:
+            self.free += freed
+        counts[FREE] += len(freed)
+        counts[ACTIVE] += unshared - cached - len(freed)
         counts[SHARED] -= unshared
         counts[CACHED] += cached
 
@@ -176,6 +200,8 @@ class State:
         holders, counts = self.holders, self.counts
         for block in blocks:  # free blocks: no holders, not in the tree
             holders[block] = 1
+        if self.free is not None:
+            del self.free[len(self.free) - len(blocks) :]
         counts[FREE] -= len(blocks)
         counts[ACTIVE] += len(blocks)
 
@@ -190,7 +216,9 @@ class State:
                 view.users += 1
                 new[:0] = view.blocks
             view.last_used = self.seq
-        start = request.shared_blocks
+        start, size = request.shared_blocks, self.block_size
+        if self.waste is not None and dropped:
+            self.waste.duplicate += max(0, min(dropped * size, self.computed(request) - start * size))
         released = request.table[start : start + dropped]
         request.table[start : start + dropped] = new
         self._hold_blocks(new)
@@ -235,14 +263,16 @@ class State:
         self._leave_tree([block])
 
     def _leave_tree(self, blocks: Iterable[int]) -> None:
-        freed = 0
+        freed: list[int] = []
         for block in blocks:
             self.node_of[block] = 0
             self.pending.pop(block, None)
             if not self.holders[block]:
-                freed += 1
-        self.counts[CACHED] -= freed
-        self.counts[FREE] += freed
+                freed.append(block)
+        if self.free is not None:
+            self.free += freed
+        self.counts[CACHED] -= len(freed)
+        self.counts[FREE] += len(freed)
 
     def _grown(self, view: NodeView, request: int, ids: list[int], blocks: list[int], step: int) -> None:
         view.ids.fromlist(ids)
@@ -264,6 +294,13 @@ class State:
 
     def _extend(self, id: int, request: int, ids: list[int], blocks: list[int], step: int) -> None:
         self._grown(self.nodes[id], request, ids, blocks, step)
+
+    def _again(self, request: int, tokens: int) -> None:
+        if self.waste is not None:
+            self.waste.evicted += tokens
+
+    def _full(self, request: int, contents: list[int]) -> None:
+        self.requests[request].contents += contents
 
     def _split(self, id: int, upper_id: int, n: int) -> None:
         node = self.nodes[id]
@@ -329,7 +366,10 @@ class State:
         self.ticks += 1
         self.step = step
         for id, start, n, _samples in prefills:
-            self.requests[id].base = start + n
+            request = self.requests[id]
+            request.base = start + n
+            if request.lost > start and self.waste is not None:
+                self.waste.preempted += min(n, request.lost - start)
 
     def _accept(self, step: int, drafts: list[tuple[int, int, int]]) -> None:
         for id, _drafted, accepted in drafts:
@@ -343,13 +383,14 @@ class State:
         for view in self.path(request.node):
             view.users -= 1
             view.last_used = self.seq
-        self._release_blocks(request.table)
-        request.table = []
+        self._release_blocks(reversed(request.table))
+        request.table, request.contents = [], []
         request.node = request.shared_blocks = request.base = 0
         request.joined_at = request.row = -1
 
     def _preempt(self, id: int, *_: Any) -> None:
         request = self.requests[id]
+        request.lost = max(request.lost, self.computed(request))
         self._release_all(request)
         request.state = "preempted"
         request.preemptions += 1
@@ -370,7 +411,8 @@ class State:
     CHANGES: ClassVar[dict[str, Callable[..., None]]] = {
         "submit": _submit, "order": _order, "admit": _admit, "match": _match, "preempt": _preempt, "requeue": _preempt,
         "finish": _finish, "alloc": _alloc, "hold": _hold, "copy": _copy, "uncopy": _uncopy, "insert": _insert,
-        "extend": _extend, "split": _split, "merge": _merge, "evict": _evict, "settle": _settle, "withdraw": _withdraw,
+        "extend": _extend, "again": _again, "full": _full, "split": _split, "merge": _merge, "evict": _evict,
+        "settle": _settle, "withdraw": _withdraw,
         "step": _step, "accept": _accept, "gate": _gate, "pace": _pace,
     }  # kind of record -> its change, called with the state and the record's fields
 
@@ -383,12 +425,16 @@ class State:
             setattr(other, name, getattr(self, name))
         other.queue, other.pending, other.counts = list(self.queue), dict(self.pending), list(self.counts)
         other.copies = {block: copies[:] for block, copies in self.copies.items()}
+        other.waste = None if self.waste is None else replace(self.waste)
+        other.free = None if self.free is None else list(self.free)
         other.holders, other.node_of = self.holders[:], self.node_of[:]
         other.nodes = {
             n.id: NodeView(n.id, n.parent, n.ids[:], n.blocks[:], n.users, n.last_used, n.children[:])
             for n in self.nodes.values()
         }
-        other.requests = {r.id: replace(r, table=list(r.table)) for r in self.requests.values()}
+        other.requests = {
+            r.id: replace(r, table=list(r.table), contents=list(r.contents)) for r in self.requests.values()
+        }
         return other
 
     def snapshot(self) -> dict[str, Any]:
@@ -400,7 +446,8 @@ class State:
                 r.id: {
                     **{name: getattr(r, name) for name in REQUEST},
                     "table": list(r.table), "match": list(r.match),
-                    "computed": self.computed(r), "decoding": r.joined_at >= 0,
+                    "computed": self.computed(r), "decoding": r.joined_at >= 0, "lost": r.lost,
+                    "contents": list(r.contents),
                 }
                 for r in self.requests.values()
             },
@@ -413,6 +460,8 @@ class State:
             },
             "pending": dict(self.pending),
             **({"copies": {block: list(copies) for block, copies in self.copies.items()}} if self.copies else {}),
+            **({} if self.free is None else {"free": list(self.free)}),
+            **({} if self.waste is None else {"waste": asdict(self.waste)}),
         }  # fmt: skip
 
     @classmethod
@@ -442,7 +491,10 @@ class State:
             stop, at, detail = r["match"]
             state.requests[id] = RequestView(
                 id, **{name: r[name] for name in REQUEST}, table=list(r["table"]), match=(stop, at, detail),
-                base=r["computed"], joined_at=0 if r["decoding"] else -1,
+                base=r["computed"], joined_at=0 if r["decoding"] else -1, lost=r.get("lost", 0),
+                contents=list(r.get("contents", ())),
             )  # fmt: skip
             state._hold_blocks(r["table"])
+        state.waste = Waste(**data["waste"]) if "waste" in data else None
+        state.free = list(data["free"]) if "free" in data else None
         return state

@@ -12,7 +12,7 @@ import torch
 
 from engine.llm import LLM
 from minitui.bench.limits import Limits
-from minitui.bench.rows import Row, decode_steps, greedy, random_prompts, seconds
+from minitui.bench.rows import Row, decode_steps, greedy, random_prompts, recorded, seconds, waste_rows
 from minitui.bench.shapes import Work
 
 PROMPT, REPLY, PREFIX = 32, 64, 512  # tokens
@@ -53,6 +53,8 @@ def cpu_rows(llm: LLM, work: Work, limits: Limits, directory: Path, compare: boo
         note = f"{ratio:.1f} x the speed of transformers with one stream (goal 8 x)"
     yield Row(f"{STREAMS} streams", tokens / median(batched), "tok/s", tokens / least, other * 1.6 if other else None,
               other, note)  # fmt: skip
+    _, state, records = recorded(llm, lambda: seconds(llm, prompts(STREAMS, PROMPT), greedy(REPLY)))
+    yield from waste_rows(f"{STREAMS} streams", state, records)
     cold, cached = [], []
     for _ in range(REPEATS):
         (start,), (rest,) = prompts(1, PREFIX), prompts(1, 16)
@@ -66,7 +68,7 @@ def cpu_rows(llm: LLM, work: Work, limits: Limits, directory: Path, compare: boo
 
 
 def _host(llm: LLM, rows: int) -> str:
-    steps = decode_steps(llm)
+    steps = decode_steps(llm.engine.log.drain())
     if steps is None:
         return ""
     return f"plan and commit {steps.plan_us + steps.commit_us:.0f} us per step of {rows} row{'s' if rows > 1 else ''}"

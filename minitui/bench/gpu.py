@@ -10,8 +10,9 @@ import numpy as np
 
 from engine.llm import LLM
 from engine.params import SamplingParams
+from engine.trace.records import Record
 from minitui.bench.limits import Limits
-from minitui.bench.rows import Row, decode_steps, greedy, random_prompts, seconds
+from minitui.bench.rows import Row, decode_steps, greedy, random_prompts, recorded, seconds, waste_rows
 from minitui.bench.shapes import Work
 
 # (value of the best other engine, goal), on one H200 with random weights. Other engines: vLLM 0.25.1, mini-sglang,
@@ -50,7 +51,7 @@ class GpuRows:
             if batch <= self._llm.info["max_num_seqs"]:
                 yield from self.batch(batch)
         yield self.prefill()
-        yield self.mixed()
+        yield from self.mixed()
         yield self.first_token_cold()
         yield self.first_token_cached()
 
@@ -96,21 +97,21 @@ class GpuRows:
 
         return self._row("prefill 16 x 4,096", sum(lengths) / took, "tok/s", most)
 
-    def mixed(self) -> Row:
-        """Measures reply tokens / time, for 256 requests at once.
+    def mixed(self) -> Iterator[Row]:
+        """Measures reply tokens / time, and the waste, for 256 requests at once.
 
         The lengths of prompts and replies are uniformly distributed from 100 to 1,024 tokens.
         """
         rng = np.random.default_rng(0)
         lengths, outputs = (rng.integers(100, 1025, 256).tolist() for _ in range(2))
         params: list[SamplingParams] = [greedy(n) for n in outputs]
-        self._llm.engine.log.drain()
-        took = seconds(self._llm, self._prompts(lengths), params)
+        took, state, records = recorded(self._llm, lambda: seconds(self._llm, self._prompts(lengths), params))
 
         def most(limits: Limits) -> float:
             return sum(outputs) / self._work.replies(limits, lengths, outputs)
 
-        return self._row("mixed 256", sum(outputs) / took, "tok/s", most, self._host(256))
+        yield self._row("mixed 256", sum(outputs) / took, "tok/s", most, self._host(256, records))
+        yield from waste_rows("mixed 256", state, records)
 
     def first_token_cold(self) -> Row:
         """Measures the time to the first token of a new prompt."""
@@ -142,8 +143,8 @@ class GpuRows:
         self._seed += 1  # always new prompts: repeated prompts would be cached
         return random_prompts(lengths, self._vocab, self._seed)
 
-    def _host(self, rows: int) -> str:
-        steps = decode_steps(self._llm)
+    def _host(self, rows: int, records: list[Record] | None = None) -> str:
+        steps = decode_steps(self._llm.engine.log.drain() if records is None else records)
         if steps is None:
             return ""
         per_row = f", {steps.host_us / rows:.2f} us per row" if rows > 1 else ""

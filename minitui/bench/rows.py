@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -11,6 +12,9 @@ import numpy as np
 
 from engine.llm import LLM
 from engine.params import SamplingParams
+from engine.trace.records import Record
+from engine.trace.state import State
+from engine.trace.waste import waste_of
 
 
 @dataclass(frozen=True)
@@ -94,12 +98,38 @@ class StepTimes:
         return self.plan_us + self.launch_us + self.commit_us
 
 
-def decode_steps(llm: LLM) -> StepTimes | None:
-    """Returns the median times of the decode steps since the log was last drained, without the first five steps.
+def recorded(llm: LLM, work: Callable[[], float]) -> tuple[float, State, list[Record]]:
+    """Returns (what `work` returned, the state before it, its records)."""
+    llm.engine.log.drain()
+    before = State.from_snapshot(llm.engine.snapshot())
+    return work(), before, llm.engine.log.drain()
+
+
+def waste_rows(name: str, state: State, records: list[Record]) -> Iterator[Row]:
+    """Yields the waste of a run: unused slots as a mean over its steps, and tokens computed again. Yields nothing if
+    the log dropped records. Folds the records into `state`."""
+    assert state.waste is not None
+    if not records or records[0][0] != state.seq + 1:
+        return
+    before, unused, slots = asdict(state.waste), 0, 0
+    for record in records:
+        state.apply(record)
+        if record[2] == "step":
+            waste = waste_of(state)
+            unused, slots = unused + waste.unused_slots, slots + waste.slots
+    share = 100 * unused / max(1, slots)
+    yield Row(f"{name}, unused slots", share, "%", note="of the requests' blocks, mean over the steps")
+    again = {why: tokens - before[why] for why, tokens in asdict(state.waste).items()}
+    note = ", ".join(f"{tokens:,} {why}" for why, tokens in again.items())
+    yield Row(f"{name}, tokens computed again", sum(again.values()), "tokens", note=note)
+
+
+def decode_steps(records: list[Record]) -> StepTimes | None:
+    """Returns the median times of the decode steps in these records, without the first five steps.
 
     Returns None if fewer than five steps are left.
     """
-    found = [r[3:] for r in llm.engine.log.drain() if r[2] == "time" and r[-1] == "decode"][5:]
+    found = [r[3:] for r in records if r[2] == "time" and r[-1] == "decode"][5:]
     if len(found) < 5:
         return None
     plan, launch, commit, wall, device = (median(float(record[i] or 0.0) for record in found) for i in range(1, 6))

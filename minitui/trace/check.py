@@ -95,6 +95,7 @@ FIELD: dict[str, Check] = {
     "commit_us": _signed, "wall_ms": _number, "device_ms": lambda value: value is None or _number(value),
     "work": _one_of("decode", "prefill", "mixed"), "ranks": _positive, "ms": _signed, "load": _load,
     "queue_ms": _signed, "prefill_ms": _signed, "emit_us": _signed, "gate_us": _signed,
+    "contents": _positives,
     "wait_us": _signed, "gc_us": _signed, "delayed_us": lambda value: value is None or _signed(value), "stops": _count,
 }  # fmt: skip
 SPECIAL: dict[tuple[str, str], Check] = {  # (kind of record, field) -> check, where FIELD does not apply
@@ -118,6 +119,7 @@ REQUEST: dict[str, Check] = {
 NODE: dict[str, Check] = {
     "parent": _count, "ids": _counts, "blocks": _positives, "users": _count, "last_used": _sequence,
 }  # fmt: skip
+WASTE = dict.fromkeys(("evicted", "preempted", "duplicate"), _sequence)
 INFO: dict[str, Check] = {
     "model": _text, "device": _text, "dtype": _text, "num_blocks": _count, "block_size": _count,
 }  # fmt: skip
@@ -207,7 +209,19 @@ def snapshot(value: Any) -> dict[str, Any]:
         )
     _tree(value)
     _requests(value)
+    if "free" in value:  # older versions did not write the order of the free blocks
+        _free(value)
+    if "waste" in value:
+        _fields("the waste", value["waste"], WASTE)
+        _need(len(value["waste"]) == len(WASTE), "the waste has unknown fields")
     return value
+
+
+def _free(value: dict[str, Any]) -> None:
+    _need(_positives(value["free"]), "'free' of the snapshot is not a list of blocks")
+    tables = (item["blocks"] for item in value["nodes"].values()), (r["table"] for r in value["requests"].values())
+    free = set(range(1, value["num_blocks"])).difference(*tables[0], *tables[1], *value.get("copies", {}).values())
+    _need(len(value["free"]) == len(free) and free.issuperset(value["free"]), "its free blocks differ from the pool's")
 
 
 def _tree(value: dict[str, Any]) -> None:
@@ -253,6 +267,9 @@ def _requests(value: dict[str, Any]) -> None:
         seen[copy] = 1
     for id, request in value["requests"].items():
         _fields(f"request r{id}", request, REQUEST)
+        lost, contents = request.get("lost", 0), request.get("contents", [])  # older versions did not write them
+        _need(_count(lost) and _positives(contents), f"'lost' or 'contents' of r{id} is not valid")
+        _need(len(contents) <= len(request["table"]), f"r{id} has more full blocks than blocks")
         _need(request["node"] == 0 or request["node"] in nodes, f"the node of r{id} is missing")
         table, shared = request["table"], request["shared_blocks"]
         entries += len(table)

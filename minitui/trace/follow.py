@@ -71,6 +71,8 @@ class Follower:
                 yield f"block {block:,} is not free"
         if len(set(blocks)) != len(blocks):
             yield "a block is allocated twice"
+        if state.free is not None and state.free[len(state.free) - len(blocks) :] != blocks[::-1]:
+            yield "its blocks are not the free blocks that are next"
         self._held += len(blocks)
 
     def _hold(self, id: int, node: int, dropped: int) -> Iterator[str]:
@@ -132,6 +134,12 @@ class Follower:
         yield from self._grown(request, ids, blocks)
         if not id or id != self.state.requests[request].node or self.state.nodes[id].children:
             yield f"node {id} is not a leaf held by r{request}"
+
+    def _full(self, request: int, contents: list[int]) -> Iterator[str]:
+        yield from self._running(request)
+        holder = self.state.requests[request]
+        if len(holder.contents) + len(contents) > len(holder.table):
+            yield f"r{request} has fewer blocks"
 
     def _split(self, id: int, upper: int, n: int) -> Iterator[str]:
         if not id or id not in self.state.nodes or n >= len(self.state.nodes[id].blocks):
@@ -205,7 +213,7 @@ class Follower:
     _CHECKS: ClassVar[dict[str, Callable[..., Iterator[str]]]] = {
         "submit": _submit, "order": _order, "admit": _admit, "match": _match, "alloc": _alloc, "hold": _hold,
         "copy": _copy, "uncopy": _uncopy, "insert": _insert, "extend": _extend, "split": _split, "merge": _merge,
-        "evict": _evict, "withdraw": _withdraw, "step": _step,
+        "again": _running, "full": _full, "evict": _evict, "withdraw": _withdraw, "step": _step,
         "draft": _drafted, "accept": _drafted, "time": _timed, "comm": _timed, "parts": _timed, "fail": _timed,
         "experts": _timed, "preempt": _released, "requeue": _released, "finish": _finish, "wait": _one_request,
     }  # fmt: skip

@@ -332,7 +332,8 @@ class TraceReader:
             for line in next(file.members(following.offset)):
                 if line.startswith(b'["k"'):
                     try:
-                        same = _timeless(_begin(following, parse(line)).snapshot) == _timeless(state.snapshot())
+                        written = _begin(following, parse(line)).snapshot
+                        same = _timeless(written) == _timeless(_older(state.snapshot(), written))
                     except ValueError as error:
                         file.fail(str(error))
                     if not same:
@@ -368,6 +369,15 @@ def _timeless(snapshot: dict[str, Any]) -> dict[str, Any]:
         for id, request in snapshot["requests"].items()
     }
     return {**snapshot, "t": 0.0, "requests": requests}
+
+
+def _older(snapshot: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
+    """Returns the snapshot without the fields that `written`, the file's, does not have: older versions had fewer."""
+    requests = {
+        id: {name: value for name, value in request.items() if name in written["requests"].get(id, request)}
+        for id, request in snapshot["requests"].items()
+    }
+    return {name: value for name, value in {**snapshot, "requests": requests}.items() if name in written}
 
 
 def _records(part: Part, line: Any) -> Iterator[Record]:

@@ -18,7 +18,9 @@ STATE_NAMES = {FREE: "free", ACTIVE: "active", SHARED: "shared", CACHED: "cached
 LONG_AGO = -1e9
 # Kinds of records: those written while a step is planned, and those that the history does not need.
 _PLANNING = frozenset({"admit", "hold", "match", "alloc", "evict", "preempt", "wait", "draft", "step"})
-_NOT_IN_HISTORY = frozenset({"alloc", "hold", "insert", "extend", "split", "merge", "settle", "withdraw", "order"})
+_NOT_IN_HISTORY = frozenset(
+    {"alloc", "hold", "insert", "extend", "split", "merge", "full", "settle", "withdraw", "order"}
+)
 _ALLOC, _EXTEND, _INSERT, _SETTLE, _HOLD, _MATCH, _SPLIT, _MERGE, _EVICT, _WITHDRAW = (
     State.CHANGES[kind]
     for kind in ("alloc", "extend", "insert", "settle", "hold", "match", "split", "merge", "evict", "withdraw")

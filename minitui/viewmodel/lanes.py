@@ -54,6 +54,7 @@ class Lane:
     blocks: int | None = None  # blocks that it held when it finished
     highest: int = 0  # the largest number of its tokens that had KV when it lost its blocks
     again: list[tuple[int, int]] = field(default_factory=list)  # (step, tokens): computed a second time
+    evicted: list[tuple[int, int]] = field(default_factory=list)  # (step, tokens): computed after their eviction
     taken: array[int] = field(default_factory=lambda: array("q"))  # (step, accepted drafts), one after the other
     void: list[int] = field(default_factory=list)  # steps whose token was dropped
     earlier: Earlier | None = None
@@ -91,13 +92,11 @@ class Lane:
             self.gains = [gain for gain in self.gains if gain[1] >= step]
 
     def forget_tokens(self, step: int) -> None:
-        """Drop what was kept for the tokens of the steps before this one. `again` is added up."""
+        """Drop what was kept for the tokens of the steps before this one. `again` and `evicted` are added up."""
         kept = next((i for i in range(0, len(self.taken), 2) if self.taken[i] >= step), len(self.taken))
         del self.taken[:kept]
         self.void = [at for at in self.void if at >= step]
-        old = [tokens for at, tokens in self.again if at < step]
-        if len(old) > 1:
-            self.again = [(step - 1, sum(old)), *self.again[len(old) :]]
+        self.again, self.evicted = _summed(self.again, step), _summed(self.evicted, step)
 
     def code_at(self, step: int, code: int) -> bool:
         """Returns True if the lane has `code` at `step`."""
@@ -126,6 +125,11 @@ class Lane:
         """Returns how many of its tokens were computed a second time, up to this step."""
         return sum(tokens for at, tokens in self.again if at <= step)
 
+    def after_evictions(self, step: int) -> int:
+        """Returns how many of its prompt's tokens were computed because their blocks had been evicted, up to this
+        step."""
+        return sum(tokens for at, tokens in self.evicted if at <= step)
+
     @property
     def tok_s(self) -> float:
         """Tokens per second from the first token to the end of the reply; 0 while unknown."""
@@ -143,6 +147,12 @@ class Lane:
         if self.submitted is None or self.admitted is None:
             return None
         return (self.admitted - self.submitted) * 1e3
+
+
+def _summed(tokens: list[tuple[int, int]], step: int) -> list[tuple[int, int]]:
+    """Returns (step, tokens) pairs with all steps before `step` added up."""
+    old = [n for at, n in tokens if at < step]
+    return [(step - 1, sum(old)), *tokens[len(old) :]] if len(old) > 1 else tokens
 
 
 class Lanes:
@@ -224,6 +234,11 @@ class Lanes:
             lane.cached_tokens = min(lane.prompt_tokens, lane.cached_tokens + record[4])
             lane.stop, lane.stop_at = record[5], record[6]
 
+    def _again(self, record: Record) -> None:
+        lane = self.lanes.get(record[3])
+        if lane is not None:
+            lane.evicted.append((self.step + 1, record[4]))
+
     def fold_step(self, record: Record) -> None:
         """Fold a `step` record. If the step only continues the decodes of the step before, no lane changes."""
         _seq, _t, _kind, step, prefills, joined, left, _tokens, _waiting = record
@@ -299,5 +314,5 @@ class Lanes:
 
     _HANDLERS = {  # noqa: RUF012  a table of methods, never changed
         "submit": _submit, "admit": _admit, "match": _match, "step": fold_step, "preempt": _preempt,
-        "requeue": _preempt, "first": _first, "finish": _finish, "accept": _accept,
+        "requeue": _preempt, "first": _first, "finish": _finish, "accept": _accept, "again": _again,
     }  # fmt: skip

@@ -5,6 +5,7 @@ View              call `reset` with a snapshot, `fold` with records, and `frame`
 AnnotatedState    the state at one moment: `view.live` is the newest, `view.shown` the one on screen, live or past
 Steps, Rates, Lanes, TokenTimes, Events, FirstTokens    the history, in rings of fixed size
 Tree              the radix tree in display order
+WasteFigures      unused slots, copies of blocks, tokens computed again
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 from engine.core.gate import RUNNING
 from engine.trace.records import Record
 from engine.trace.state import State
+from engine.trace.waste import WasteFigures, waste_of
 from minitui.viewmodel.annotated_state import AnnotatedState
 from minitui.viewmodel.board import Board
 from minitui.viewmodel.events import Event, Events, describe
@@ -35,6 +37,7 @@ from minitui.viewmodel.tree import Tree, quoted, without_markup
 __all__ = ["AnnotatedState", "Event", "Frame", "Lane", "Links", "Selection", "StepRow", "View"]
 
 TIMINGS_SECONDS = 0.5  # between two computations of the percentiles
+WASTE_SECONDS = 0.5  # between two computations of the waste
 GLOW_SECONDS, WARM_SECONDS = 0.4, 1.2  # after a change: full highlight, then fading highlight
 EMPTY = State(num_blocks=2, block_size=16, budget=1, max_num_seqs=1)
 QUOTE_WIDTH = 28
@@ -96,6 +99,8 @@ class View:
         self.links = Links()
         self.timings = Timings()
         self._timings_at = (-1e9, -1)
+        self.waste = WasteFigures()
+        self._waste_at = -1e9
         # (record number, step travelled to) of the last frame; None if that frame's picture was not still.
         self._still_moment: tuple[int, int | None] | None = None
         self._folded_at: float | None = None  # the caller's clock at the last fold
@@ -254,8 +259,8 @@ class View:
         merged.clear()
 
     def frame(self, now: float) -> None:
-        """Prepare a frame: summarise its steps, age the highlights, resolve the selection. The percentiles and
-        the tree's order are computed at intervals, and at once for a new picture that is still."""
+        """Prepare a frame: summarise its steps, age the highlights, resolve the selection. The percentiles, the
+        waste and the tree's order are computed at intervals, and at once for a new picture that is still."""
         moment = (self.shown.state.seq, self._travelled) if self.still else None
         if self.frozen and moment == self._still_moment:
             return
@@ -275,6 +280,8 @@ class View:
         moment = (self.shown.state.seq, self._travelled) if self.still else None
         is_new_still, self._still_moment = moment is not None and moment != self._still_moment, moment
         self.tree.refresh(self.shown, now, force=is_new_still)
+        if is_new_still or now - self._waste_at >= WASTE_SECONDS:
+            self._waste_at, self.waste = now, waste_of(self.shown.state)
         at, horizon = self._timings_at
         if is_new_still or (horizon != self.horizon and now - at >= TIMINGS_SECONDS):
             self._timings_at = (now, self.horizon)

@@ -34,6 +34,8 @@ def figures_in_words(row: RequestFigures) -> list[str]:
     if row.preemptions:
         again = f"{count(row.recomputed_tokens, 'token')} computed twice"
         parts.append(f"preempted {count(row.preemptions, 'time')}, {again}")
+    if row.after_evictions:
+        parts.append(f"{count(row.after_evictions, 'prompt token')} computed again: evicted from the cache")
     if gaps is not None and gaps.p50 is not None and gaps.p99 is not None:
         parts.append(f"{count(gaps.count, 'gap')}: p50 {ms(gaps.p50)}, p99 {ms(gaps.p99)} ms")
     return parts
@@ -53,6 +55,7 @@ def request_json(row: RequestFigures, name: str, causes: dict[str, float], why: 
         "longest_gap": _gap(gaps.longest, causes, why) if gaps is not None and gaps.longest is not None else None,
         "tokens_per_second": _rounded(gaps.tok_s) if gaps is not None else None, "blocks": row.blocks,
         "preemptions": row.preemptions, "tokens_computed_twice": row.recomputed_tokens,
+        "tokens_computed_after_eviction": row.after_evictions,
     }  # fmt: skip
 
 

@@ -34,6 +34,7 @@ class RequestFigures:
     blocks: int | None  # of a finished request: when it finished
     preemptions: int
     recomputed_tokens: int  # tokens whose KV was computed again after a preemption
+    after_evictions: int  # prompt tokens that were computed because their cached blocks had been evicted
 
     @property
     def first_ms(self) -> float | None:
@@ -101,6 +102,7 @@ class Requests:
         return RequestFigures(
             lane.id, lane.group, doing, request is not None, lane.prompt_tokens, cached, queue, prefill, gaps, blocks,
             lane.preemptions if request is None else request.preemptions, lane.recomputed(view.horizon),
+            lane.after_evictions(view.horizon),
         )  # fmt: skip
 
 

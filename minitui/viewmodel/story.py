@@ -151,9 +151,7 @@ def _node(view: View, id: int) -> Story:
         names = ", ".join(f"r{r.id} ({view.group_name(r.group)})" if r.group else f"r{r.id}" for r in users[:6])
         story.tell("users", names + (f" and {len(users) - 6} more" if len(users) > 6 else ""))
     else:
-        view.tree.rerank(shown)
-        rank = view.tree.rank(id)
-        story.tell("users", f"none; evict #{rank}" if rank else "none; it may be evicted")
+        story.tell("users", f"none; evict #{view.tree.eviction(shown).rank(node):,}")
     story.tell("saved", f"{count(shown.saved_by(node), 'prompt token')} taken from this node, not computed")
     parent = shown.state.nodes[node.parent]
     if parent.id:

@@ -2,9 +2,8 @@
 
 The rows of nodes that saved the most prompt tokens come first.
 
-Ordering the rows visits every node, so the rows are ordered at most once in REORDER_SECONDS. The figures of the visible
-rows are always current. The eviction order is current in trees of up to RANKED_NODES nodes. In larger trees it is
-updated together with the order of the rows.
+Rows that change places are hard to read, so the rows are ordered at most once in REORDER_SECONDS. The figures of the
+visible rows and the eviction order are always current.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ import numpy as np
 
 from engine.trace.state import CACHED, NodeView, State
 from minitui.viewmodel.annotated_state import AnnotatedState
+from minitui.viewmodel.eviction import EvictionOrder
 
 REORDER_SECONDS = 2.0
-RANKED_NODES = 4000
+NEXT = 4  # the nodes that are evicted next: so many are always shown
 CONTEXT_TOKENS = 16  # the number of the parent's last tokens that are decoded together with a node
 DOTS = "…"
 HEAD_TOKENS = 96  # the number of a node's first tokens that are decoded for its row
@@ -66,24 +66,6 @@ class TreePicture:
     rows: list[TreeRow] = field(default_factory=list)
 
 
-def eviction_order(state: State) -> list[int]:
-    """Returns the node ids in eviction order: the least recently used leaf first, a parent after its children.
-    Nodes that a request holds are left out."""
-    left = {n.id: len(n.children) for n in state.nodes.values() if n.id}
-    heap = [(n.last_used, n.id) for n in state.nodes.values() if n.id and not n.users and not n.children]
-    heapq.heapify(heap)
-    order = []
-    while heap:
-        _, id = heapq.heappop(heap)
-        order.append(id)
-        parent = state.nodes[id].parent
-        if parent > 0:
-            left[parent] -= 1
-            if not left[parent] and not state.nodes[parent].users:
-                heapq.heappush(heap, (state.nodes[parent].last_used, parent))
-    return order
-
-
 class Tree:
     """The display order, eviction ranks and texts of the nodes, kept between frames."""
 
@@ -91,30 +73,25 @@ class Tree:
         self.folded: set[int] = set()
         self._order: dict[int, tuple[int, int, int]] = {}  # node -> (saved, users, tokens) at the last ordering
         self._children_of: dict[int, list[int]] = {}  # node -> its children, in display order
-        self._ranks: dict[int, int] = {}
-        self._ranked_at: tuple[AnnotatedState, int] | None = None  # the state and record number of the ranks
+        self._eviction: EvictionOrder | None = None
+        self._eviction_at: tuple[AnnotatedState, int] | None = None  # the state and record number of `_eviction`
         self._ordered_at = -1e9
         self._ordered_for: AnnotatedState | None = None
         self._texts: dict[tuple[int, int, int, int], tuple[str, str]] = {}
         self._end_roles: dict[tuple[int, int], str] = {}
 
-    def rank(self, node: int) -> int:
-        """Returns the node's place in the eviction order, from 1, at the last `rerank`; 0 if a request holds it."""
-        return self._ranks.get(node, 0)
-
-    def rerank(self, shown: AnnotatedState) -> None:
-        """Compute the eviction ranks in the state `shown`."""
+    def eviction(self, shown: AnnotatedState) -> EvictionOrder:
+        """Returns the order of eviction in the state `shown`."""
         moment = (shown, shown.state.seq)
-        if moment != self._ranked_at:
-            self._ranked_at = moment
-            self._ranks = {id: i + 1 for i, id in enumerate(eviction_order(shown.state))}
+        if self._eviction is None or moment != self._eviction_at:
+            self._eviction, self._eviction_at = EvictionOrder(shown.state), moment
+        return self._eviction
 
     def refresh(self, shown: AnnotatedState, now: float, force: bool = False) -> None:
         """Order the nodes again if REORDER_SECONDS have passed. Call once per frame before `picture`."""
         if not force and shown is self._ordered_for and now - self._ordered_at < REORDER_SECONDS:
             return
         self._ordered_at, self._ordered_for = now, shown
-        self.rerank(shown)
         nodes = shown.state.nodes
         ids, at = np.unique(shown.node_of, return_inverse=True)
         saved = dict(zip(ids.tolist(), np.bincount(at, shown.saved).astype(np.int64).tolist(), strict=True))
@@ -135,8 +112,6 @@ class Tree:
         nodes."""
         state = shown.state
         size = state.block_size
-        if len(state.nodes) <= RANKED_NODES:
-            self.rerank(shown)
         in_tree = int(np.count_nonzero(shown.node_of))
         picture = TreePicture(len(state.nodes) - 1, in_tree * size, state.counts[CACHED] * size)
         chosen = self._choose(shown, decode, limit, pinned or set(), search, everything)
@@ -144,19 +119,24 @@ class Tree:
         stack = [(id, 0) for id in reversed(self._children(state, 0, chosen))]
         while stack:
             id, depth = stack.pop()
-            node = state.nodes[id]
-            role, text = self.text(state, node, decode)
-            picture.rows.append(
-                TreeRow(
-                    node=id, depth=depth, role=role, text=text, tokens=len(node.ids), users=node.users,
-                    saved=shown.saved_by(node), rank=0 if node.users else self.rank(id),
-                    pending=bool(state.pending) and any(block in state.pending for block in node.blocks[-64:]),
-                    has_children=bool(node.children), folded=id in self.folded,
-                )
-            )  # fmt: skip
+            picture.rows.append(self._row(shown, state.nodes[id], depth, decode))
             if id not in self.folded:
                 stack += [(child, depth + 1) for child in reversed(self._children(state, id, chosen))]
         return picture
+
+    def evicted_next(self, shown: AnnotatedState, decode: Decode) -> list[TreeRow]:
+        """Returns rows, all of depth 0, for the NEXT nodes that are evicted first."""
+        return [self._row(shown, node, 0, decode) for node in self.eviction(shown).nodes[:NEXT]]
+
+    def _row(self, shown: AnnotatedState, node: NodeView, depth: int, decode: Decode) -> TreeRow:
+        state = shown.state
+        role, text = self.text(state, node, decode)
+        return TreeRow(
+            node=node.id, depth=depth, role=role, text=text, tokens=len(node.ids), users=node.users,
+            saved=shown.saved_by(node), rank=self.eviction(shown).rank(node),
+            pending=bool(state.pending) and any(block in state.pending for block in node.blocks[-64:]),
+            has_children=bool(node.children), folded=node.id in self.folded,
+        )  # fmt: skip
 
     def _key(self, id: int) -> tuple[int, int, int, int]:
         saved, users, tokens = self._order.get(id, (0, 0, 0))

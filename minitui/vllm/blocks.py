@@ -30,10 +30,16 @@ class Blocks:
         self.size: int = info["block_size"]
         self.caching: bool = info["prefix_caching"]
         self.t = 0.0
-        self.state = State(*self._sizes)
+        self.state = self._empty()
         self.counts: Counter[str] = Counter()  # records by kind
         self._records: list[Record] = []
         self._forget()
+
+    def _empty(self) -> State:
+        """Returns an empty state. vLLM takes blocks in another order, and does not report what it computes again."""
+        state = State(*self._sizes)
+        state.free = state.waste = None
+        return state
 
     def _forget(self) -> None:
         self._next_node = 1
@@ -46,7 +52,7 @@ class Blocks:
     def begin_again(self, step: int) -> None:
         """Begin with an empty state; its record number leaves a gap."""
         seq = self.state.seq
-        self.state = State(*self._sizes)
+        self.state = self._empty()
         self.state.seq, self.state.step, self.state.t = seq + 2, step, self.t
         self._forget()
 

@@ -90,6 +90,8 @@ def test_the_command_measures_the_bundled_model_on_a_cpu(
     assert report["limits"]["read"] > 0 and report["limits"]["matmul"] > 0
     rows = {row["name"]: row for row in report["models"]["bundled"]["rows"]}
     assert rows["one stream"]["value"] > 0 and rows["8 streams"]["share"] > 0
+    unused, again = rows["8 streams, unused slots"], rows["8 streams, tokens computed again"]
+    assert 0 < unused["value"] < 100 and (again["value"], again["note"]) == (0, "0 evicted, 0 preempted, 0 duplicate")
     cached, cold = rows["first token, 512 cached + 16"], rows["first token, 528 cold"]
     assert cached["value"] < cold["value"], "a cached prefix should make the first token come sooner"
     edited, random = rows["edited code, 1 with drafts"], rows["nothing repeats, 1 with drafts"]

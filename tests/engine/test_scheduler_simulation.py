@@ -37,7 +37,7 @@ def run(engine: Engine, limit: int = 100_000) -> None:
 class Load:
     """Random arrivals, shared prefixes, aborts and failing steps, reproducible from a seed."""
 
-    def __init__(self, seed: int, delay: int, failures: bool = False) -> None:
+    def __init__(self, seed: int, delay: int, failures: bool = False, prefix_caching: bool = True) -> None:
         self.random = r = random.Random(seed)
         blocks, size = r.choice([6, 9, 16, 40, 120]), r.choice([1, 2, 4, 16])
         budget = r.choice([size, 2 * size, 16, 64, 512])
@@ -48,6 +48,7 @@ class Load:
             r.choice([1, 3, 8, 32]),
             policy=r.choice(["fcfs", "longest-prefix", "static", "priority"]),
             chunked_prefill=r.random() < 0.85,
+            prefix_caching=prefix_caching,
         )
         self.engine.delay = delay
         self.capacity = blocks * size

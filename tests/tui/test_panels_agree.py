@@ -15,11 +15,11 @@ from minitui.tui.replay_app import ReplayApp, replay_app
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.block_table import _with_ends
 from minitui.viewmodel.events import Events
+from minitui.viewmodel.eviction import EvictionOrder
 from minitui.viewmodel.lanes import Lanes
 from minitui.viewmodel.model import View
 from minitui.viewmodel.predict import question_about, why_no_question
 from minitui.viewmodel.timing import summarise
-from minitui.viewmodel.tree import eviction_order
 from tests.support.driving import press, until
 from tests.support.golden import GOLDEN
 from tests.support.traces import state_at
@@ -79,8 +79,7 @@ async def test_all_panels_of_a_picture_that_stands_are_painted_from_one_moment(
             panels = shown_panels(app)
             assert len(panels) > 3
             assert {painted[panel] for panel in panels} == {moment_of(view)}
-            order = eviction_order(view.shown.state)
-            assert [view.tree.rank(node) for node in order] == list(range(1, len(order) + 1))
+            assert view.tree.eviction(view.shown).nodes == EvictionOrder(view.shown.state).nodes
             assert view.timings == summarise(view.steps, view.first_tokens, view.horizon, view.shown.state.seq)
     assert len(stood) > 1, f"it must stand in more ways than {stood}"
 

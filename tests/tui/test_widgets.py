@@ -33,10 +33,11 @@ from minitui.tui.widgets.rows import cells, cut, fit, plain
 from minitui.tui.widgets.step_bar import StepBar
 from minitui.tui.widgets.timeline import RequestTimeline
 from minitui.tui.widgets.timings import StepTimings
-from minitui.tui.widgets.tree import RadixTree
+from minitui.tui.widgets.tree import TALL, RadixTree
 from minitui.tui.widgets.vitals import Vitals, vitals
 from minitui.tui.widgets.waterfall import Waterfall
 from minitui.viewmodel.board import Candidate, Candidates, KeyRead, Pieces
+from minitui.viewmodel.eviction import EvictionOrder, is_under_pressure, pressure_words
 from minitui.viewmodel.lanes import DECODING, FINISHED, NOTHING, PREEMPTED, PREFILLING, QUEUED
 from minitui.viewmodel.model import View
 from minitui.viewmodel.story import tell
@@ -404,7 +405,7 @@ def test_44_000_blocks_2_000_nodes_and_256_requests_are_shown_truly():
         assert inside.count(glyphs.index(rows[head + y][x])) == max(map(inside.count, range(4)))
     tree = body(RadixTree(), view, 70, 30)
     hidden = int(re.search(r"\+([\d,]+) nodes", tree[-1]).group(1).replace(",", ""))
-    assert hidden + len(tree) - 2 == len(stress.cache.tree.nodes) - 1
+    assert hidden + tree.index("evicted next".ljust(70)) - 1 == len(stress.cache.tree.nodes) - 1
     evictable = int(re.search(r"([\d,]+) tokens evictable", tree[-1]).group(1).replace(",", ""))
     assert evictable == allocator.num_cached * 16
 
@@ -605,10 +606,11 @@ def test_the_tree_shows_each_nodes_tokens_users_savings_and_rank():
     picture = view.tree.picture(view.shown, view.decode, 1000)
     nodes = stress.cache.tree.nodes
     assert {row.node for row in picture.rows} == set(nodes) - {0}
-    rows = body(widget, view, 90, len(picture.rows) + 2)
-    stress.drain()
-    stress.cache.tree.evict(stress.cache.allocator.num_cached, "test")
-    went = [record[3] for record in stress.drain() if record[2] == "evict"]
+    rows = body(widget, view, 90, len(picture.rows) + 20)
+    blocks = []
+    while stress.cache.tree.evict(1, "test"):
+        blocks.append(stress.cache.allocator.free_blocks[-1])
+    went = list(dict.fromkeys(view.shown.state.node_of[block] for block in blocks))
     depth_of = {0: -1}
     for shown, text in zip(picture.rows, rows[1:], strict=False):
         node = view.shown.state.nodes[shown.node]
@@ -621,6 +623,32 @@ def test_the_tree_shows_each_nodes_tokens_users_savings_and_rank():
         assert shown.rank == (went.index(node.id) + 1 if node.id in went else 0)
     siblings = [row for row in picture.rows if row.depth == 0]
     assert [row.saved for row in siblings] == sorted((row.saved for row in siblings), reverse=True)
+
+
+@pytest.mark.parametrize(("width", "height"), [(34, 6), (36, 11), (56, 8), (76, 17), (236, 40)])
+def test_the_nodes_and_blocks_that_go_next_are_in_sight_at_each_size(width, height):
+    stress, view = stress_view(TIGHT, 0.5, 5)
+    most, pressed = 0, 0
+    for _ in range(300):
+        stress.run_steps(1)
+        view.fold(stress.drain(), stress.now)
+        state, order = view.shown.state, EvictionOrder(view.shown.state)
+        rows = [row.rstrip() for row in body(RadixTree(), view, width, height)]
+        texts = [view.tree.text(state, node, view.decode)[1].lstrip("…")[:3] for node in order.nodes[:4]]
+        if height >= TALL and texts:
+            below = rows[rows.index("evicted next") + 1 :]
+            assert all(below[i].endswith(f" {i + 1}") and text in below[i] for i, text in enumerate(texts))
+        else:
+            said = " ".join(rows)
+            for i, text in enumerate(texts, 1):
+                assert re.search(rf"(next|  |…) {i} (\w\w\w )?{re.escape(text)}", said), (said, text)
+        most = max(most, len(texts))
+        words = [row.partition("next blocks: ")[2] for row in rows if "next blocks: " in row]
+        assert bool(words) == is_under_pressure(state)
+        if words:
+            assert pressure_words(state, order, max(1, width // 5)).startswith(words[0].rstrip("…"))
+            pressed += 1
+    assert most >= 3 and 0 < pressed < 300
 
 
 def test_a_nodes_text_begins_where_it_diverges_and_says_who_speaks():

@@ -26,7 +26,6 @@ from minitui.viewmodel.lanes import DECODING, FINISHED, NOTHING, OPEN, PREEMPTED
 from minitui.viewmodel.model import EMPTY, AnnotatedState, View
 from minitui.viewmodel.story import tell
 from minitui.viewmodel.timing import summarise
-from minitui.viewmodel.tree import eviction_order
 from minitui.viewmodel.updater import AFTER_KEY_S, Updater
 
 # A pool so tight that requests are preempted, and a budget so small that prompts are chunked.
@@ -276,18 +275,6 @@ def test_the_median_of_two_first_tokens_lies_between_them():
         firsts.fold((seq, 0.0, "first", seq, 1.0, prefill_ms))
     assert summarise(Steps(), firsts, 0, 99).median_first_ms == pytest.approx(37.0)
     assert summarise(Steps(), FirstTokens(), 0, 99).median_first_ms is None
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_order_of_eviction_is_that_of_the_engines_tree(seed):
-    stress, view, _ = followed(CLASSROOM, 700 + 50 * seed, seed)
-    nodes = view.live.state.nodes
-    expected = [block for id in eviction_order(view.live.state) for block in reversed(nodes[id].blocks)]
-    assert expected, "nothing is evictable: this would test nothing"
-    went, tree, pool = [], stress.cache.tree, stress.cache.allocator
-    while tree.evict(1, "test"):
-        went.append(pool.free_blocks[-1])  # the block freed last
-    assert went == expected
 
 
 def test_tokens_saved_are_exactly_those_of_the_matches():

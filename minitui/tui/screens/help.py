@@ -65,7 +65,7 @@ The engine records what it does, step by step. This screen is computed from thos
 
   vitals         the engine's health: speed, running and waiting requests, cache hits, pool, time per step
   step           what one step computes: one token for each decoding request, and chunks of prompts
-  KV blocks      the pool: free, cached (only in the tree), active (one request), shared (several requests)
+  KV blocks      the pool: free, cached (only in the tree), active (one request), shared (several requests); the waste
   block table    positions → blocks of the selected request; the last block is partly filled
   radix tree     the cached texts: the requests that use them, the tokens saved, the order of eviction
   lanes          waiting and running requests over time

@@ -50,7 +50,7 @@ PANELS: dict[str, type[LinePanel]] = {
 WIDE = 120  # columns; if the screen is at least this wide, panels are beside the text, otherwise below it
 # Rows of these panels; on a narrow screen, all other panels have PANEL_ROWS. The timings need 10 for their tracks.
 HEIGHTS = {
-    "step": 4, "occupancy": 1, "timings": 10, "candidates": 11, "attention": 12, "slot": 6, "costs": 12, "gpu": 12,
+    "step": 4, "occupancy": 2, "timings": 10, "candidates": 11, "attention": 12, "slot": 6, "costs": 12, "gpu": 12,
 }  # fmt: skip
 TALL = ("attention", "costs", "gpu")  # on a wide screen, these panels have its height
 PANEL_ROWS = 9

@@ -1,8 +1,9 @@
 """Block map: how full is the pool, which requests hold the blocks, and which blocks have just changed?
 
-The bar at the top shows the pool exactly. The map below it has one cell per block, in the order of the block numbers.
-If there are more blocks than cells, each cell shows the most frequent state of k blocks; the title gives k. Changed
-cells are highlighted. There are four colourings: by state, owner, age, or reference count; each has its own glyphs.
+The bar at the top shows the pool exactly, and the row below it the waste. The map has one cell per block, in the order
+of the block numbers. If there are more blocks than cells, each cell shows the most frequent state of k blocks; the
+title gives k. Changed cells are highlighted. There are four colourings: by state, owner, age, or reference count; each
+has its own glyphs.
 """
 
 from __future__ import annotations
@@ -89,7 +90,14 @@ The pool of KV memory, one cell per block. A block holds the keys and values of 
 is unused. An active block belongs to one request. A shared block is read by several requests whose texts begin with
 the same tokens. A cached block is held by no request; the tree keeps it for prompts that begin with the same text,
 and evicts it when blocks are needed. ▄ marks the block in which a request's next token is stored. Bright cells have
-just changed.""")
+just changed.
+
+Waste is memory or work that serves nothing. Unused slots are the places in the requests' blocks that hold no token yet;
+most are in the last block of each request, so smaller blocks waste fewer. A copy is a block that holds the same tokens
+after the same prefix as another block: without the prefix cache, or with different cache salts, requests do not share.
+Tokens computed again: prompt tokens whose cached blocks had been evicted, tokens that a preempted request had computed
+before, and duplicates: tokens that two requests computed at the same time, and the last token of a cached prompt with
+its block. A larger pool avoids the first two. A dash stands for figures that the recording does not have.""")
     BINDINGS: ClassVar = [
         Binding("left", "move(-1, 0)", "block before", show=False, id="map.left"),
         Binding("right", "move(1, 0)", "block after", show=False, id="map.right"),
@@ -122,6 +130,8 @@ just changed.""")
         above, legend = _lay_out(entries, width, 0 if self.frame == "none" else width - 4)
         if above:
             head.append(Row().extend(above).done(width))
+        if height > len(head) + 1:
+            head.append(occupancy.waste(view, width).done(width))
         map_height = height - len(head)
         if map_height < 1:
             return Picture(head[:height], legend=[])

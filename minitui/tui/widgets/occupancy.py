@@ -1,8 +1,10 @@
-"""Occupancy: how full is the pool? It shows an exact bar and the number of blocks in each state."""
+"""Occupancy: how full is the pool? It shows an exact bar, the number of blocks in each state, and the waste."""
 
 from __future__ import annotations
 
 from engine.trace.state import ACTIVE, CACHED, FREE, SHARED
+from engine.trace.waste import WasteFigures
+from minitui.text import count, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Run
@@ -64,11 +66,40 @@ def lead(shown: AnnotatedState) -> Row:
     return Row("KV pool ", "dim").add(f"{percent} % ", "bold ink")
 
 
+def waste_words(waste: WasteFigures, room: int) -> str:
+    """Returns the figures in the longest wording that has at most `room` characters, else in the shortest."""
+    again, copies = waste.again, "–" if waste.copies is None else f"{waste.copies:,}"
+    share = f" ({100 * waste.unused_slots / waste.slots:.0f} %)" if waste.slots else ""
+    slots = count(waste.unused_slots, "slot")
+    if again is None:
+        long = brief = "–"
+        total = "–"
+    else:
+        parts = (again.evicted, "evicted"), (again.preempted, "preempted"), (again.duplicate, "duplicate")
+        long = ", ".join(f"{tokens:,} {why}" for tokens, why in parts)
+        brief = f"{again.evicted:,} evicted {again.preempted:,} preempted {again.duplicate:,} duplicate"
+        total = short(again.evicted + again.preempted + again.duplicate)
+    wordings = (
+        f"{slots} of the requests' blocks unused{share} · {copies} blocks hold a copy · tokens computed again: {long}",
+        f"{slots} unused{share} · {copies} block copies · tokens again: {long}",
+        f"{slots} unused · {copies} copies · again: {brief}",
+        f"{slots} unused · {copies} copies · {total} tokens again",
+        f"{short(waste.unused_slots)} slots {copies} copies {total} again",
+    )
+    return next((words for words in wordings if len(words) <= room), wordings[-1])
+
+
+def waste(view: View, width: int) -> Row:
+    """Returns the row about the waste."""
+    lead = "waste "
+    return Row(lead, "dim").add(waste_words(view.waste, width - len(lead)), "dim")
+
+
 class Occupancy(LinePanel, can_focus=False):
-    """The bar and the numbers of blocks in one line, for small screens."""
+    """The bar and the numbers of blocks in one line, and the waste in a second line, for small screens."""
 
     FRAME = "none"
-    DEFAULT_CSS = "Occupancy { height: 1; }"
+    DEFAULT_CSS = "Occupancy { height: 2; }"
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         shown = view.shown
@@ -85,4 +116,4 @@ class Occupancy(LinePanel, can_focus=False):
             for code in ORDER:
                 words.add(glyph(code), STATE_NAMES[code]).add(f" {shown.counts[code]:,} ")
             room = max(4, width - head.width - words.width)
-        return Picture([head.extend(bar(shown, room)).extend(words.runs).done(width)])
+        return Picture([head.extend(bar(shown, room)).extend(words.runs).done(width), waste(view, width).done(width)])

@@ -56,6 +56,7 @@ COLUMNS = (
     Heading("blocks", 7, 2, lambda row: row.blocks),
     Heading("preempt", 8, 3, lambda row: row.preemptions),
     Heading("twice", 7, 4, lambda row: row.recomputed_tokens),
+    Heading("evicted", 8, 6, lambda row: row.after_evictions),
 )
 
 
@@ -73,7 +74,8 @@ motion do not count. "first" is the time to first token: queue + prefill. A gap 
 request; accepted drafts arrive together with a token. p50 and p99 are percentiles of the last gaps (at most 4,096),
 "longest" is the longest gap, and the text at the end says what caused this gap. "cached" is the number of prompt tokens
 that came from the tree. "blocks" is the number of blocks that the request holds, or held when it finished. "preempt"
-is how often the request lost its blocks, and "twice" is how many tokens were computed again because of that.
+is how often the request lost its blocks, and "twice" is how many tokens were computed again because of that. "evicted"
+is how many tokens of the prompt were computed because their cached blocks had been evicted.
 
 A dash means: not known, or not yet. Where the panel is narrow, some columns are left out; the column by which the rows
 are sorted is always shown. Click a heading to sort by it. Enter opens the timeline of a request: the gap before each of

@@ -2,7 +2,8 @@
 
 A row per node: its role, its text from the point where it differs from its siblings' texts, its number of tokens, its
 number of users (requests), the prompt tokens that it saved, and its place in the eviction order. The nodes that saved
-the most tokens come first.
+the most tokens come first. Below are the nodes that are evicted next; if the pool is nearly full, also the blocks that
+the next allocations take.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from minitui.text import count, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, legend, wrapped
+from minitui.viewmodel.eviction import is_under_pressure, pressure_words
 from minitui.viewmodel.model import View
 from minitui.viewmodel.tree import TreeRow
 
 ROLE_STYLES = {"sys": "pool", "usr": "hit", "ast": "decode"}
+TALL = 16  # a panel with this many rows has a row for each of the nodes that are evicted next; a smaller one, one row
 COLUMNS = (("tokens", 7), ("users", 6), ("saved", 6), ("evict #", 8))
 
 
@@ -43,7 +46,8 @@ The prefix cache. Each node is a run of tokens whose keys and values are in the 
 form a text. A new prompt follows the tree as far as its tokens match, uses the blocks of the matching tokens, and
 computes only the rest. Users: the requests that hold the node now. Saved: the prompt tokens that requests took from the
 node instead of computing them. Nodes without users can be evicted; evict # is the order of eviction: least recently
-used leaf first.""")
+used leaf first. The nodes with the numbers 1 to 4 are always shown below the tree. When the pool is nearly full, a line
+names the blocks that the next allocations take: first the free blocks, then the last blocks of node 1, and so on.""")
     BINDINGS: ClassVar = [
         Binding("up", "move(-1)", "node above", show=False, id="tree.up"),
         Binding("down", "move(1)", "node below", show=False, id="tree.down"),
@@ -60,11 +64,14 @@ used leaf first.""")
     search = ""
     typing = False  # True: the user is typing a search
     top = 0  # the first row shown
-    nodes: Sequence[int] = ()  # the node of each row
+    nodes: Sequence[int] = ()  # the node of each row of the tree
+    bottom = 0  # the first row below the tree
+    below: Sequence[int] = ()  # the node of each row from `bottom` on; 0: none
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        room = max(1, height - 2)
         shown = view.shown
+        below = self._below(view, width, height)
+        room = max(1, height - 2 - len(below))
         chosen = selected(view, "node")
         pinned = set(view.links.nodes)
         picture = view.tree.picture(shown, view.decode, room, pinned, self.search, self.everything)
@@ -83,7 +90,8 @@ used leaf first.""")
             rows += wrapped(f"empty: {why}", "dim", width)[:room]
         rows += [Row().done(width)] * (room + 1 - len(rows))
         hidden = picture.hidden_nodes + len(picture.rows) - len(visible)
-        rows.append(self._foot(hidden, picture.evictable_tokens, width))
+        self.bottom = len(rows)
+        rows += [*below, self._foot(hidden, picture.evictable_tokens, width)]
         g = glyphs()
         key = legend((g.in_use, "running", "in use"), (g.evictable, "hit", "cached, evictable"))
         note: list[Run] = []
@@ -138,6 +146,36 @@ used leaf first.""")
             row.to(at - len(text), " ", "ink" + ground).add(text, cell_style + ground)
         return row.done(width)
 
+    def _below(self, view: View, width: int, height: int) -> list[Runs]:
+        """Returns the rows about the next evictions, below the tree."""
+        state, nodes = view.shown.state, view.tree.evicted_next(view.shown, view.decode)
+        rows: list[Runs] = []
+        self.below = []
+        if nodes and height >= TALL:
+            rows = [Row("evicted next", "dim").done(width), *(self._line(view, node, width, False) for node in nodes)]
+            self.below = [0, *(node.node for node in nodes)]
+        elif nodes:
+            in_a_row = min(2 if width < 64 and height >= 10 else 4, len(nodes))
+            rows = [self._next(nodes[i : i + in_a_row], in_a_row, width) for i in range(0, len(nodes), in_a_row)]
+        if view.loaded and height > 4 and is_under_pressure(state):
+            words = pressure_words(state, view.tree.eviction(view.shown), max(1, width // 5))
+            lead = "pool nearly full · next blocks: " if width >= 60 else "next blocks: "
+            rows.append(Row(lead, "waiting").add(words, "ink").done(width))
+        return rows
+
+    def _next(self, nodes: list[TreeRow], in_a_row: int, width: int) -> Runs:
+        """Returns one row with the beginnings of the texts of these nodes, in the order of eviction."""
+        row = Row("evicted next " if width >= 56 else "next ", "dim")
+        if nodes[0].rank > 1:
+            row = Row().to(row.width)
+        each = (width - row.width) // in_a_row
+        for node in nodes:
+            role = f"{node.role} " if node.role and each >= 16 else ""
+            text = clean(node.text).lstrip(glyphs().dots)
+            row.add(f"{node.rank} ", "hit").add(role, ROLE_STYLES.get(node.role, "dim"))
+            row.add(fit(text, each - 3 - len(role), glyphs().dots) + " ", "dim")
+        return row.done(width)
+
     def _foot(self, hidden: int, evictable: int, width: int) -> Runs:
         row = Row()
         if hidden:
@@ -149,8 +187,10 @@ used leaf first.""")
     # ---- clicks and keys
 
     def clicked(self, view: View, column: int, row: int) -> None:
-        index = self.top + row - 1
-        if row >= 1 and index < len(self.nodes):
+        index, below = self.top + row - 1, row - self.bottom
+        if 0 <= below < len(self.below) and self.below[below]:
+            view.select("node", self.below[below])
+        elif below < 0 < row and index < len(self.nodes):
             view.select("node", self.nodes[index])
 
     def action_move(self, by: int) -> None:

@@ -1,0 +1,86 @@
+"""The order in which the engine will evict nodes of the tree, and the blocks that its next allocations take."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from itertools import groupby, islice
+from operator import attrgetter
+
+import numpy as np
+
+from engine.trace.state import CACHED, FREE, NodeView, State
+
+PRESSURE_BLOCKS, PRESSURE_SHARE = 4, 0.05  # a pool with at most so many free blocks is nearly full
+_age = attrgetter("last_used")
+
+
+class EvictionOrder:
+    """The nodes that no request holds, in the order in which the engine evicts them, in one state.
+
+    The engine evicts the leaf that was used the longest ago, and a node after its children. A parent was used at the
+    same time as its children or later. So the order is the order of age. Nodes of the same age are on one path from
+    the root, because a record uses the nodes of one path: the deepest is evicted first.
+    """
+
+    def __init__(self, state: State) -> None:
+        unheld = [node for node in state.nodes.values() if not node.users and node.id]
+        unheld.sort(key=_age)
+        self._ages = ages = list(map(_age, unheld))
+        end = 0
+        for start in np.flatnonzero(np.diff(np.array(ages, np.int64)) == 0).tolist():
+            if start >= end:
+                end = bisect_right(ages, ages[start])
+                unheld[start:end] = _deepest_first(unheld[start:end])
+        self.nodes = unheld
+
+    def rank(self, node: NodeView) -> int:
+        """Returns the place of a node in the order, from 1; 0 if requests hold the node."""
+        if node.users or not node.id:
+            return 0
+        place = bisect_left(self._ages, node.last_used)
+        while self.nodes[place] is not node:
+            place += 1
+        return place + 1
+
+    def blocks(self) -> Iterator[tuple[NodeView, int]]:
+        """Yields (node, block) for each block that can be evicted, in order: the last block of a node first."""
+        return ((node, block) for node in self.nodes for block in reversed(node.blocks))
+
+
+def _deepest_first(nodes: list[NodeView]) -> list[NodeView]:
+    """Returns the nodes of one path from the deepest upwards."""
+    left, parents = {node.id: node for node in nodes}, {node.parent for node in nodes}
+    ordered = []
+    for leaf in (node.id for node in nodes if node.id not in parents):
+        node = left.pop(leaf, None)
+        while node is not None:
+            ordered.append(node)
+            node = left.pop(node.parent, None)
+    return ordered
+
+
+def next_blocks(state: State, order: EvictionOrder, most: int) -> tuple[list[int], list[tuple[NodeView, int]]]:
+    """Returns the first `most` blocks that allocations take, if no request takes cached blocks before: the free blocks,
+    and then evicted blocks with their nodes. The state must know the order of the free blocks."""
+    assert state.free is not None
+    return state.free[: -most - 1 : -1], list(islice(order.blocks(), max(0, most - len(state.free))))
+
+
+def is_under_pressure(state: State) -> bool:
+    """Returns True if so few blocks are free that an allocation will soon evict or preempt."""
+    return state.counts[FREE] <= max(PRESSURE_BLOCKS, int((state.num_blocks - 1) * PRESSURE_SHARE))
+
+
+def pressure_words(state: State, order: EvictionOrder, most: int) -> str:
+    """Returns which blocks the next allocations take, at most `most`: "7 12 free, then 33 32 of #1, 15 of #2 …"."""
+    if state.free is None:
+        return "unknown: the order of the free blocks is not recorded"
+    free, evicted = next_blocks(state, order, most)
+    parts = [f"{' '.join(map(str, free))} free"] if free else []
+    for rank, (_, of_node) in enumerate(groupby(evicted, key=lambda item: item[0].id), 1):
+        numbers = " ".join(str(block) for _, block in of_node)
+        parts.append(f"{'then ' if rank == 1 and free else ''}{numbers} of #{rank}")
+    if state.counts[FREE] + state.counts[CACHED] > most:
+        return ", ".join(parts) + " …"
+    return ", ".join([*parts, "then a preemption"] if parts else ["none: the youngest request is preempted"])

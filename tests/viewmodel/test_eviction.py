@@ -1,0 +1,85 @@
+"""The predicted order of eviction and the predicted blocks, against what the engine evicts and allocates next."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.trace.records import Record
+from engine.trace.state import State
+from minitui.viewmodel.eviction import EvictionOrder, is_under_pressure, next_blocks, pressure_words
+from tests.engine.test_scheduler_simulation import Load
+
+
+def recorded(seed: int, failures: bool) -> tuple[State, list[Record]]:
+    """The state at the beginning and all records of a random load: few blocks, shared prefixes, aborts, chunks."""
+    load = Load(seed, seed % 3, failures=failures)
+    records: list[Record] = []
+    state = State.from_snapshot(load.engine.snapshot())
+    load.engine.log.watch = records.append
+    load.run(check_every=1000)
+    return state, records
+
+
+@pytest.mark.parametrize("failures", [False, True])
+def test_each_eviction_and_allocation_is_the_predicted_one(failures: bool) -> None:
+    """Before each record: the engine evicts the last blocks of node 1 of the order, and takes the predicted blocks."""
+    evictions = allocations = 0
+    for seed in range(20):
+        state, records = recorded(seed, failures)
+        for i, record in enumerate(records):
+            kind, *fields = record[2:]
+            if kind == "evict" and fields[2] != "its request failed":
+                first = EvictionOrder(state).nodes[0]
+                assert first.id == fields[0], f"seed {seed}, record {record[0]}"
+                evictions += 1
+            elif kind == "alloc":
+                order = EvictionOrder(state)
+                assert next_blocks(state, order, len(fields[1]))[0] == fields[1]
+                allocations += 1
+            if kind in ("evict", "merge") and records[i - 1][2] not in ("evict", "merge"):
+                # All evictions until the next allocation are for that allocation.
+                taken = next((r[4] for r in records[i:] if r[2] == "alloc"), None)
+                reason = fields[2] if kind == "evict" else ""
+                if taken is not None and reason.endswith(f" {len(taken)}"):
+                    free, evicted = next_blocks(state, EvictionOrder(state), len(taken))
+                    assert {*free, *(block for _, block in evicted)} == set(taken)
+            state.apply(record)
+    assert evictions > 1000 and allocations > 1000
+
+
+def test_the_whole_order_is_that_in_which_the_engine_evicts() -> None:
+    checked = 0
+    for seed in range(20):
+        load = Load(seed, 0)
+        for _ in range(40):
+            if len(load.engine.scheduler.waiting) < 4:
+                load.arrive()
+            load.engine.step()
+        tree, pool = load.engine.cache.tree, load.engine.cache.allocator
+        state = State.from_snapshot(load.engine.snapshot())
+        order = EvictionOrder(state)
+        assert [order.rank(node) for node in order.nodes] == list(range(1, len(order.nodes) + 1))
+        assert {node.id for node in order.nodes} == {n.id for n in state.nodes.values() if n.id and not n.users}
+        went = []
+        while tree.evict(1, "test"):
+            went.append(pool.free_blocks[-1])
+        assert went == [block for _, block in order.blocks()]
+        checked += len(order.nodes)
+    assert checked > 40
+
+
+def test_a_pool_under_pressure_is_put_into_words() -> None:
+    state, records = recorded(6, False)
+    said = set()
+    for record in records:
+        state.apply(record)
+        if is_under_pressure(state):
+            words = pressure_words(state, EvictionOrder(state), 4)
+            free, _, _, cached = state.counts
+            said.add((free > 0, cached > 0))
+            assert ("free" in words) == (free > 0)
+            assert ("of #1" in words) == (cached > 0 and free < 4)
+            assert ("preempt" in words) == (free + cached <= 4)
+    assert len(said) == 4
+    state.free = None  # as after a snapshot of an older version
+    assert pressure_words(state, EvictionOrder(state), 4).startswith("unknown")
