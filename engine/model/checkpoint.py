@@ -89,4 +89,4 @@ def _transposed(slot: Slot, leaf: str) -> Slot:
         return torch.cat((tensor[:, 0::2], tensor[:, 1::2]), 1) if interleaved else tensor
 
     shape = slot.view.shape
-    return replace(slot, fold=fold, stored=(shape[0], shape[2], shape[1]) if matrix else None)
+    return replace(slot, fold=fold, parts=(), stored=(shape[0], shape[2], shape[1]) if matrix else None)

@@ -53,6 +53,19 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class Packing:
+    """How the matrices of a quantised checkpoint are stored (engine/model/packed.py)."""
+
+    method: str
+    bits: int = 8
+    group_size: int = 0  # inputs with a common scale; 0: all inputs of a row
+    strategy: str = ""  # of 8-bit matrices: a scale for each "tensor", "channel" (row) or "block"
+    block: tuple[int, int] | None = None
+    symmetric: bool = True
+    version_2: bool = False  # of gptq
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer, as described by its config.json."""
 
@@ -91,6 +104,7 @@ class ModelConfig:
     windows: tuple[int, ...] = ()  # `window` of each layer; empty: no windows
     experts: ExpertsConfig | None = None  # None: every layer's MLP is dense
     dtype: str = "bfloat16"  # of the checkpoint
+    packing: Packing | None = None  # None: the checkpoint's matrices are plain tensors
 
     @property
     def max_context(self) -> int:

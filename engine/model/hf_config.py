@@ -14,6 +14,7 @@ from engine.files import read_json
 from engine.model.config import NO_ROPE, ExpertsConfig, ModelConfig, RopeConfig
 from engine.model.families import ARCHITECTURES, MODEL_TYPES, WITH_IMAGES, Architecture
 from engine.model.foreign_keys import ACTIVATIONS, neutral_values
+from engine.model.hf_packing import read_packing
 from engine.model.hf_rope import MOST_POSITIONS, RopeReader
 
 MOST_LAYERS = 10_000
@@ -39,8 +40,6 @@ class ConfigReader:
         name = self._architecture()
         arch = ARCHITECTURES[name]
         self._fill_in(arch)
-        if self._raw.get("quantization_config"):
-            raise self._error("has a quantization_config: quantised checkpoints are not supported; use the original")
         hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
         layers = fields.count("num_hidden_layers", most=MOST_LAYERS)
         head_dim = fields.count("head_dim", hidden // heads)
@@ -83,6 +82,7 @@ class ConfigReader:
             windows=windows,
             experts=self._experts(arch, layers) if arch.experts else None,
             dtype=self._dtype(),
+            packing=read_packing(fields),
         )
         if config.max_context > MOST_POSITIONS:
             raise self._error(

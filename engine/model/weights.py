@@ -6,8 +6,9 @@ mapped into memory and only one tensor is held, so the host needs little memory 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from safetensors import SafetensorError, safe_open
 from engine.errors import CheckpointError
 from engine.fields import listed
 from engine.files import checkpoint_files
+from engine.model.config import Packing
 from engine.model.linear import ByteWeight, Matrix
+from engine.model.packed import Packed, packed
 from engine.progress import Progress
 
 FLOAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+PACKED_BYTES = FLOAT_BYTES | {"I32": 4, "I64": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +51,11 @@ class Slot:
     # Changes the part before it is copied (checkpoint.py). `stored`: the shape of the tensor, if it is not the view's.
     fold: Callable[[torch.Tensor], torch.Tensor] | None = None
     stored: tuple[int, ...] | None = None
+    packed: Packed | None = None  # the tensors in which a quantised matrix is stored
 
     @property
     def shape(self) -> list[int]:
-        """The shape of the tensor in the checkpoint."""
+        """The shape of the tensor in the checkpoint; of a quantised matrix, before its quantisation."""
         if self.stored is not None:
             return list(self.stored)
         shape = list(self.view.shape[1:] if self.repeated else self.view.shape)
@@ -72,25 +77,45 @@ class Slot:
         return (self.view.shape[1:] if self.repeated else self.view.shape).numel()
 
 
-def load_weights(slots: Iterable[Slot], directory: Path, tied: bool, on_progress: Progress | None = None) -> None:
+def load_weights(
+    slots: Iterable[Slot], directory: Path, tied: bool, on_progress: Progress | None = None,
+    packing: Packing | None = None,
+) -> None:  # fmt: skip
     """Fill the slots from the safetensors files in `directory`. Raises CheckpointError if the files do not fit.
 
     `tied`: the embedding is also the output matrix. If the checkpoint has an output matrix too, both must be equal.
+    `packing`: how a quantised checkpoint stores its matrices.
     """
     files = checkpoint_files(directory)
-    wanted = _wanted(slots, files)
+    where = _where(files)
+    wanted = _wanted(slots, set(where), packing)
     total = _check(wanted, files, directory, tied)
     done = 0
+
+    def report(path: Path) -> None:
+        if on_progress is not None:
+            text = f"{path.name}: {done / 1e9:.2f} of {total / 1e9:.2f} GB"
+            on_progress({"stage": "weights", "done": done, "total": total, "text": text})
+
     for path in files:
         with _opened(path) as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
                 for slot in wanted.get(plain_name(name), ()):
+                    if slot.packed is not None:
+                        continue
                     tensor = _read(slot, file, path, name)
                     slot.view.copy_(tensor if slot.fold is None else slot.fold(tensor))
                     done += tensor.nbytes
-                    if on_progress is not None:
-                        text = f"{path.name}: {done / 1e9:.2f} of {total / 1e9:.2f} GB"
-                        on_progress({"stage": "weights", "done": done, "total": total, "text": text})
+                    report(path)
+    for name, several in wanted.items():
+        if several[0].packed is not None:
+            tensors = _read_packed(several[0], where)
+            whole = several[0].packed.expand(tensors)
+            for slot in several:
+                part = slot.take(whole)
+                slot.view.copy_(part if slot.fold is None else slot.fold(part))
+            done += sum(tensor.nbytes for tensor in tensors.values())
+            report(where[next(iter(several[0].packed.names(name)))][0])
     if tied:
         _check_tied(wanted["model.embed_tokens.weight"][0], files)
 
@@ -112,16 +137,22 @@ def dummy_weights(slots: Iterable[Slot], seed: int) -> None:
             slot.view.copy_(slot.take(slot.view.new_empty(slot.shape).normal_(0, 0.02, generator=generator)))
 
 
-def _wanted(slots: Iterable[Slot], files: list[Path]) -> dict[str, list[Slot]]:
-    """Returns the slots of each tensor. If the files lack the tensor of a slot, the slot's parts replace the slot."""
-    held: set[str] = set()
+def _where(files: list[Path]) -> dict[str, tuple[Path, str]]:
+    """Returns the file of each tensor, and its name there."""
+    found: dict[str, tuple[Path, str]] = {}
     for path in files:
         with _opened(path) as file:
-            held.update(map(plain_name, file.keys()))
+            found.update({plain_name(name): (path, name) for name in file.keys()})  # noqa: SIM118 (not a dict)
+    return found
+
+
+def _wanted(slots: Iterable[Slot], held: set[str], packing: Packing | None) -> dict[str, list[Slot]]:
+    """Returns the slots of each tensor. If the files lack the tensor of a slot, the slot's parts replace the slot."""
     wanted: dict[str, list[Slot]] = {}
     for slot in slots:
         for each in slot.parts if slot.parts and slot.name not in held else (slot,):
-            wanted.setdefault(each.name, []).append(each)
+            stored = None if packing is None else packed(packing, each.name, each.shape, held)
+            wanted.setdefault(each.name, []).append(replace(each, packed=stored))
     return wanted
 
 
@@ -136,26 +167,38 @@ def plain_name(name: str) -> str:
 def _check(wanted: dict[str, list[Slot]], files: list[Path], directory: Path, tied: bool) -> int:
     """Compare the headers of the files with the slots; return the number of bytes to read."""
     total = 0
-    missing = dict.fromkeys(wanted)
+    sources = {
+        name: source
+        for slot, *_ in wanted.values()
+        if slot.packed is not None
+        for name, source in slot.packed.names(slot.name).items()
+    }
+    whole = [name for name, (slot, *_) in wanted.items() if slot.packed is None]
+    missing = dict.fromkeys((*whole, *(name for name, source in sources.items() if source.required)))
     unexpected: list[str] = []
     misshapen: list[str] = []
     for path in files:
         with _opened(path) as file:
             for stored in file.keys():  # noqa: SIM118 (not a dict)
                 name = plain_name(stored)
-                if name not in wanted:
+                source = sources.get(name)
+                if source is None and (name not in wanted or wanted[name][0].packed is not None):
                     if not _is_unused(name) and not (tied and name == "lm_head.weight"):
                         unexpected.append(name)
                     continue
-                part, expected = file.get_slice(stored), wanted[name][0].shape
+                part = file.get_slice(stored)
                 shape, dtype = part.get_shape(), part.get_dtype()
+                expected = wanted[name][0].shape if source is None else list(source.shape)
+                types = tuple(FLOAT_BYTES) if source is None else source.types
                 missing.pop(name, None)
-                if shape != expected:
+                if shape != expected and not (source is not None and expected == [1] and shape == []):
                     misshapen.append(f"{name} is {shape} and should be {expected}")
-                elif dtype not in FLOAT_BYTES:
-                    misshapen.append(f"{name} is of type {dtype} and should be one of {', '.join(FLOAT_BYTES)}")
-                else:
+                elif dtype not in types:
+                    misshapen.append(f"{name} is of type {dtype} and should be one of {', '.join(types)}")
+                elif source is None:
                     total += FLOAT_BYTES[dtype] * sum(slot.scalars for slot in wanted[name])
+                else:
+                    total += PACKED_BYTES.get(dtype, 1) * math.prod(shape)
     faults = []
     if missing:
         faults.append(f"lacks {listed(list(missing))}")
@@ -211,10 +254,27 @@ def _read(slot: Slot, file: Any, path: Path, name: str) -> torch.Tensor:
         raise CheckpointError(f"{path} cannot be read at {name} ({error}): download it again") from error
 
 
+def _read_packed(slot: Slot, where: dict[str, tuple[Path, str]]) -> dict[str, torch.Tensor]:
+    """Returns the tensors in which the slot's matrix is stored, by their suffixes."""
+    assert slot.packed is not None
+    tensors = {}
+    for name, source in slot.packed.names(slot.name).items():
+        if name in where:
+            path, stored = where[name]
+            with _opened(path) as file:
+                try:
+                    tensors[source.suffix] = file.get_tensor(stored)
+                except (SafetensorError, OSError, RuntimeError) as error:
+                    raise CheckpointError(f"{path} cannot be read at {name} ({error}): download it again") from error
+    return tensors
+
+
 def _is_unused(name: str) -> bool:
     """Returns True for tensors without an effect: rotary frequencies, and the parts of a model that read images.
 
     Older Llama checkpoints have rotary frequencies, but the configuration determines them.
     """
     parts = ("vision_tower.", "multi_modal_projector.")
-    return name.endswith(".rotary_emb.inv_freq") or name.removeprefix("model.").startswith(parts)
+    # This engine computes the scales of activations, keys and values itself, if it rounds them at all.
+    unused = (".rotary_emb.inv_freq", ".input_scale", ".activation_scale", ".k_scale", ".v_scale")
+    return name.endswith(unused) or name.removeprefix("model.").startswith(parts)

@@ -73,6 +73,9 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
             f"{model.max_context:,}: max_model_len is {length:,}, so all positions use the "
             f"{'first' if short else 'second'} one",
         )
+    if (packing := model.packing) is not None and config.quantization == "none":
+        keep = "" if model.experts is not None else f"; --quantization {'int8' if cpu else 'fp8'} takes 8 bits for each"
+        notes += (f"the checkpoint's {packing.method} weights are expanded to {name}{keep}",)
     if config.tensor_parallel_size > 1:
         how = "gloo between processes on the CPU" if cpu else "NCCL between GPUs"
         notes += (f"the model is split over {config.tensor_parallel_size} ranks: {how}",)

@@ -213,7 +213,8 @@ class LoadedModel:
             raise EngineError("there is neither a model directory nor dummy_weights: give one of these two options")
         else:
             slots = checkpoint_slots(slots, self.model_config, self.dtype)
-            load_weights(slots, model_dir, self.model_config.tie_word_embeddings, on_progress)
+            packing = self.model_config.packing
+            load_weights(slots, model_dir, self.model_config.tie_word_embeddings, on_progress, packing)
         return model
 
     def _make_pool(self, num_blocks: int) -> KVPool:

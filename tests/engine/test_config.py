@@ -168,7 +168,7 @@ def test_linear_and_dynamic_scaling_stretch_the_context(tmp_path: Path) -> None:
         ({"num_key_value_heads": 7}, r"16 attention heads and 7 key/value heads"),
         ({"head_dim": 33}, r"head_dim 33: rotary positions need an even number"),
         ({"hidden_act": "gelu"}, r"hidden_act = 'gelu'.*allowed: None or 'silu'"),
-        ({"quantization_config": {"bits": 4}}, r"quantised checkpoints are not supported"),
+        ({"quantization_config": {"bits": 4}}, r"has quant_method None in its quantization_config: supported"),
         ({"rope_scaling": {"type": "longrope"}}, r"rope type 'longrope': supported are default, linear"),
         ({"rope_scaling": {"type": "linear"}}, r"no field 'factor' in its rope parameters"),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, r"no field 'low_freq_factor'"),

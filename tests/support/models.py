@@ -99,7 +99,8 @@ def load_decoder(directory: Path, dtype: torch.dtype = torch.float32, **options:
     model = Decoder(config, dtype, torch.device("cpu"), 16)
     for slot in model.slots():
         slot.view.fill_(torch.nan)
-    load_weights(checkpoint_slots(model.slots(), config, dtype), directory, config.tie_word_embeddings, **options)
+    slots = checkpoint_slots(model.slots(), config, dtype)
+    load_weights(slots, directory, config.tie_word_embeddings, packing=config.packing, **options)
     return model
 
 

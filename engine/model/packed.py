@@ -1,0 +1,168 @@
+"""Quantised checkpoints: how their matrices are stored, and how they are expanded while the weights are loaded.
+
+A quantised matrix is stored as several tensors. The method is the one in quantization_config; which matrices are
+quantised is seen from the names of the tensors.
+
+    fp8                 8-bit floats, one scale per block of (usually) 128 x 128 (DeepSeek, Qwen3-FP8)
+    compressed-tensors  8-bit floats or integers with a scale per matrix, row or block; 4- and 8-bit integers, packed
+    awq                 4-bit integers, a scale and a zero point per group of inputs (Lin et al. 2023)
+    gptq                4- and 8-bit integers, groups of inputs in any order (Frantar et al. 2022)
+    mxfp4               4-bit floats, one exponent per 32 numbers; the experts of gpt-oss (OCP microscaling formats)
+
+The expanded matrix is rounded to the model's type, or to our own 8-bit form with --quantization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from engine.model.config import Packing
+
+Tensors = Mapping[str, torch.Tensor]
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the positive numbers of e2m1
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the 4-bit numbers of columns 0, 1, 2 … are in a 32-bit word
+FLOATS, EIGHT_BITS, INTS = ("F64", "F32", "BF16", "F16"), ("F8_E4M3", "I8"), ("I32",)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One of the tensors in which a matrix is stored."""
+
+    suffix: str  # replaces the name's "weight"
+    shape: tuple[int, ...]
+    types: tuple[str, ...]
+    required: bool = True
+
+
+@dataclass(frozen=True)
+class Packed:
+    """How a matrix is stored, and the function that expands its tensors (by suffix) to the matrix."""
+
+    sources: tuple[Source, ...]
+    expand: Callable[[Tensors], torch.Tensor]
+
+    def names(self, name: str) -> dict[str, Source]:
+        """Returns the sources by the names of their tensors. `name`: that of the whole matrix."""
+        stem = name.removesuffix("weight") if name.endswith("weight") else name
+        return {stem + source.suffix: source for source in self.sources}
+
+
+def packed(packing: Packing, name: str, shape: list[int], held: set[str]) -> Packed | None:
+    """Returns how the matrix `name` of this shape is stored; None if the checkpoint has it as a plain tensor.
+
+    `held`: the names of all tensors in the checkpoint.
+    """
+    stem = name.removesuffix("weight")
+    if packing.method == "mxfp4":
+        return _mxfp4(shape) if f"{name}_blocks" in held else None
+    if not name.endswith(".weight") or len(shape) != 2:
+        return None
+    rows, columns = shape
+    if packing.method in ("awq", "gptq"):
+        if f"{stem}qweight" not in held:
+            return None
+        return (_awq if packing.method == "awq" else _gptq)(packing, rows, columns, f"{stem}g_idx" in held)
+    if f"{stem}weight_packed" in held:
+        return _int_packed(packing, rows, columns)
+    scale = next((each for each in ("weight_scale_inv", "weight_scale") if stem + each in held), None)
+    return None if scale is None else _scaled(packing, rows, columns, scale)
+
+
+def _scaled(packing: Packing, rows: int, columns: int, scale: str) -> Packed:
+    """8-bit numbers; a scale for the matrix (1), for each row (rows, 1) or for each block."""
+    down, across = packing.block or (rows, columns)
+    if packing.strategy == "channel":
+        down, across = 1, columns
+    shape = (-(-rows // down), -(-columns // across))
+
+    def expand(tensors: Tensors) -> torch.Tensor:
+        scales = tensors[scale].float().view(shape).repeat_interleave(down, 0)[:rows]
+        return tensors["weight"].float() * scales.repeat_interleave(across, 1)[:, :columns]
+
+    stored = (1,) if packing.strategy == "tensor" else shape
+    return Packed((Source("weight", (rows, columns), EIGHT_BITS), Source(scale, stored, FLOATS)), expand)
+
+
+def _bits(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Returns the unsigned numbers [..., n · 32 / bits] in 32-bit words [..., n], the lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2)
+
+
+def _groups(packing: Packing, columns: int) -> tuple[int, int]:
+    """Returns the number of groups of inputs, and the inputs of one group."""
+    size = packing.group_size or columns
+    return -(-columns // size), size
+
+
+def _awq(packing: Packing, rows: int, columns: int, order: bool) -> Packed:
+    (groups, size), per_word = _groups(packing, columns), 32 // packing.bits
+
+    def numbers(words: torch.Tensor) -> torch.Tensor:
+        return _bits(words, packing.bits).unflatten(-1, (-1, per_word))[..., list(AWQ_ORDER)].flatten(-2)
+
+    def expand(tensors: Tensors) -> torch.Tensor:
+        zeros = numbers(tensors["qzeros"]).repeat_interleave(size, 0)
+        return ((numbers(tensors["qweight"]) - zeros) * tensors["scales"].float().repeat_interleave(size, 0)).t()
+
+    sources = (
+        Source("qweight", (columns, rows // per_word), INTS), Source("qzeros", (groups, rows // per_word), INTS),
+        Source("scales", (groups, rows), FLOATS),
+    )  # fmt: skip
+    return Packed(sources, expand)
+
+
+def _gptq(packing: Packing, rows: int, columns: int, order: bool) -> Packed:
+    (groups, size), per_word = _groups(packing, columns), 32 // packing.bits
+
+    def expand(tensors: Tensors) -> torch.Tensor:
+        group = tensors["g_idx"].long() if "g_idx" in tensors else torch.arange(columns) // size
+        numbers = _bits(tensors["qweight"].t(), packing.bits)  # [rows, columns]
+        zeros = _bits(tensors["qzeros"], packing.bits)  # the first version of the format stores each zero minus 1
+        zeros = (zeros + (not packing.version_2)) & ((1 << packing.bits) - 1)
+        return (numbers - zeros[group].t()) * tensors["scales"].float()[group].t()
+
+    sources = (
+        Source("qweight", (columns // per_word, rows), INTS), Source("qzeros", (groups, rows // per_word), INTS),
+        Source("scales", (groups, rows), FLOATS), *([Source("g_idx", (columns,), INTS)] if order else []),
+    )  # fmt: skip
+    return Packed(sources, expand)
+
+
+def _int_packed(packing: Packing, rows: int, columns: int) -> Packed:
+    (groups, size), per_word = _groups(packing, columns), 32 // packing.bits
+    words, half = -(-columns // per_word), 1 << (packing.bits - 1)
+
+    def expand(tensors: Tensors) -> torch.Tensor:
+        numbers = _bits(tensors["weight_packed"], packing.bits)[:, :columns] - half
+        if not packing.symmetric:
+            zeros = _bits(tensors["weight_zero_point"].t(), packing.bits).t()[:rows] - half
+            numbers = numbers - zeros.repeat_interleave(size, 1)[:, :columns]
+        return numbers * tensors["weight_scale"].float().repeat_interleave(size, 1)[:, :columns]
+
+    sources = [
+        Source("weight_packed", (rows, words), INTS), Source("weight_scale", (rows, groups), FLOATS),
+        Source("weight_shape", (2,), ("I64", "I32"), required=False),
+    ]  # fmt: skip
+    if not packing.symmetric:
+        sources.append(Source("weight_zero_point", (-(-rows // per_word), groups), INTS))
+    return Packed(tuple(sources), expand)
+
+
+def _mxfp4(shape: list[int]) -> Packed:
+    """The experts of gpt-oss [E, in, out]; stored as [E, out, in / 32, 16 bytes], two numbers in a byte."""
+    experts, inputs, outputs = shape
+
+    def expand(tensors: Tensors) -> torch.Tensor:
+        table = torch.tensor((*FP4, *(-number for number in FP4)), dtype=torch.float32)
+        found = torch.empty(experts, outputs, inputs, dtype=torch.bfloat16)  # holds these numbers exactly
+        for out, packed, scales in zip(found, tensors["_blocks"], tensors["_scales"], strict=True):
+            numbers = table[torch.stack((packed & 15, packed >> 4), -1).flatten(-2).int()]  # [out, in / 32, 32]
+            out.copy_(torch.ldexp(numbers, scales.int()[..., None] - 127).flatten(1))
+        return found.transpose(1, 2)
+
+    blocks = (experts, outputs, inputs // 32)
+    return Packed((Source("_blocks", (*blocks, 16), ("U8",)), Source("_scales", blocks, ("U8",))), expand)

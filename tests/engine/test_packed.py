@@ -1,0 +1,124 @@
+"""Quantised checkpoints: what is loaded is exactly what the format says, against the dequantised model in float64."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.errors import CheckpointError
+from engine.model.hf_config import read_model_config
+from engine.model.hf_packing import METHODS
+from tests.support import paths
+from tests.support.families import checkpoint, random_config
+from tests.support.models import Driver, load_decoder, make_request, make_runner, prompt, reference, rewrite, save
+from tests.support.packing import FORMATS, compressed, mxfp4, quantise
+from tests.support.parity import PROMPT, our_logits, their_logits
+
+SIZES = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    model = reference("qwen3", **SIZES)
+    return model, save(model, tmp_path_factory.mktemp("plain"))
+
+
+def logits(directory: Path, **options: Any) -> torch.Tensor:
+    driver = Driver(make_runner(directory, options.pop("dtype", "float64"), **options))
+    return our_logits(driver, make_request(prompt(0, PROMPT), 0), [PROMPT]).log_softmax(-1)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_quantised_checkpoint_computes_what_its_matrices_stand_for(
+    name: str, plain: tuple[Any, Path], tmp_path: Path
+) -> None:
+    """Float64 of both; the matrices are far from those before quantisation, so ignoring a part would show."""
+    model, source = plain
+    exact = type(model)(model.config)
+    exact.load_state_dict(model.state_dict())
+    quantise(exact, source, tmp_path / "m", name)
+    expected = their_logits(exact.double().eval(), prompt(0, PROMPT)).log_softmax(-1)
+    torch.testing.assert_close(logits(tmp_path / "m"), expected, rtol=0, atol=1e-5)
+    assert not torch.allclose(logits(source), expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["phi3", "glm4", "granite"])
+def test_rows_are_reordered_split_and_scaled_after_they_are_expanded(kind: str, tmp_path: Path) -> None:
+    """One qkv or gate_up matrix, partial and interleaved rotary positions, multipliers."""
+    seed = next(s for s in range(99) if "partial_rotary_factor" in random_config(kind, s) or kind == "granite")
+    (tmp_path / "plain").mkdir()
+    theirs = checkpoint(kind, seed, tmp_path / "plain")
+    quantise(theirs, tmp_path / "plain", tmp_path / "m", "gptq")
+    expected = their_logits(theirs, prompt(0, PROMPT)).log_softmax(-1)
+    torch.testing.assert_close(logits(tmp_path / "m"), expected, rtol=0, atol=1e-5)
+
+
+def test_the_experts_of_gpt_oss_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tests.support.families as families
+
+    raw = random_config("gpt_oss", 0) | {"intermediate_size": 64}
+    monkeypatch.setattr(families, "random_config", lambda kind, seed: raw)
+    (tmp_path / "plain").mkdir()
+    theirs = checkpoint("gpt_oss", 0, tmp_path / "plain")
+    dense = mxfp4(tmp_path / "plain", tmp_path / "m")
+    theirs.load_state_dict(theirs.state_dict() | dense)
+    expected = their_logits(theirs, prompt(0, PROMPT)).log_softmax(-1)
+    torch.testing.assert_close(logits(tmp_path / "m"), expected, rtol=0, atol=1e-5)
+
+
+def test_8_bits_per_row_are_kept_by_our_8_bits(plain: tuple[Any, Path], tmp_path: Path) -> None:
+    """The largest number of each row is 127, so our scale of the row is the checkpoint's own."""
+    model, source = plain
+    exact = type(model)(model.config)
+    quantise(exact, source, tmp_path / "m", "int8 rows")
+    decoder = load_decoder(tmp_path / "m")
+    from engine.model.linear import Int8Weight
+
+    wide = decoder.layers[0].qkv
+    ours = Int8Weight(*Int8Weight.rounded(wide))
+    torch.testing.assert_close(ours.rows(torch.arange(len(wide))), wide, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' .*: supported are fp8, compressed-tensors,"),
+        ({"quant_method": "gptq", "bits": 3}, "bits = 3 in its quantization_config: it must be 4 or 8"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv' of awq with 4 bits"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 1]}, "two sizes above 0"),
+        (compressed("marlin-24", type="int", num_bits=4, strategy="group"), "format 'marlin-24' with 4 bits"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "groups with the same weights"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -7}, "group_size = -7"),
+        ("fp8", "quantization_config = 'fp8': it must be an object"),
+    ],
+)
+def test_a_format_that_is_not_supported_is_named(change: Any, message: str, plain: Any, tmp_path: Path) -> None:
+    raw = json.loads((plain[1] / "config.json").read_text()) | {"quantization_config": change}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_model_config(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_the_readme_lists_the_formats() -> None:
+    text = (paths.ROOT / "README.md").read_text()
+    assert dict(re.findall(r"^\| `([\w-]+)` \| (.+) \|$", text, re.MULTILINE)) == METHODS
+
+
+def test_a_missing_or_misshapen_part_of_a_matrix_is_named(plain: tuple[Any, Path], tmp_path: Path) -> None:
+    model, source = plain
+    quantise(type(model)(model.config), source, tmp_path / "m", "gptq")
+    name = "model.layers.0.self_attn.q_proj.scales"
+
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = tensors[name][:2].contiguous()
+        del tensors["model.layers.1.mlp.up_proj.qzeros"]
+
+    rewrite(tmp_path / "m", cut)
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.qzeros.*q_proj\.scales is \[2, "):
+        load_decoder(tmp_path / "m")
