@@ -184,7 +184,7 @@ def config(**changes: Any) -> bytes:
     ("files", "message"),
     [
         ({"config.json": config(architectures=["GPT9"], model_type="gpt9")}, "names GPT9: supported are"),
-        ({"config.json": config(quantization_config={"quant_method": "awq"})}, "quantised checkpoints are not supp"),
+        ({"config.json": config(quantization_config={"quant_method": "aqlm"})}, "has quant_method .aqlm. in its"),
         ({"config.json": b"<html>"}, "cannot be read"),
         (
             {"config.json": None, **dict.fromkeys(SHARDS), "model-Q4.gguf": b""},
