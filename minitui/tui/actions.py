@@ -67,6 +67,9 @@ _TABLE = {
                  "chat."),
         Action("pick", "Copy…", key="Y", slash="pick",
             help="Choose a message or a code block of this chat and copy it."),
+        Action("tokens", "What else?", key="k", slash="tokens",
+            help="Choose a token of the last answer, and see which other tokens the model found likely there. The "
+                 "engine computes the chosen token again."),
         Action("export", "Export the chat", slash="export", takes="[file]",
             help="Write this chat to a file: JSON if its name ends in .json, else Markdown."),
         Action("attach", "Attach a text file", slash="attach", takes="file",

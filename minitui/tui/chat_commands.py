@@ -7,9 +7,11 @@ import time
 
 from engine.errors import EngineError
 from minitui.chat import transcripts
+from minitui.chat.alternatives import known_tokens
 from minitui.chat.conversation import Session
 from minitui.chat.describe import split_thinking
 from minitui.tui.app_base import AppBase
+from minitui.tui.screens.tokens import TokensScreen
 
 FIRST_QUESTION = "What is a radix tree?"
 MAX_DIGITS = 12
@@ -222,6 +224,11 @@ class ChatCommands:
             raise EngineError("there is nothing to copy yet")
         rows = [(f"{n:>3} {kind:<9}", " ".join(text.split())[:100]) for n, (kind, text) in enumerate(found, 1)]
         self.app.choose("Copy", rows, lambda row: self._copy(*found[int(row.split()[0]) - 1]))
+
+    def do_tokens(self, _: str) -> None:
+        ids = known_tokens(self.app.chats, self.session)
+        prompt = self.session.messages[-1].metrics.get("prompt_tokens", len(ids))
+        self.app.push_screen(TokensScreen(ids, prompt))
 
     def do_export(self, name: str) -> None:
         path = transcripts.named_file(name or transcripts.file_name(self.session))

@@ -6,6 +6,7 @@ So the application's tests see true records and true metrics in milliseconds, wi
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from engine.core.engine import Engine
 from engine.core.request import Grammar, Request
 from engine.core.scheduler import Scheduler, SchedulerConfig
-from engine.core.step import StepPlan, StepResult
+from engine.core.step import StepPlan, StepResult, TokenLogprobs
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.params import SamplingParams
 from engine.process.heartbeat import Condition
@@ -97,7 +98,13 @@ class ScriptedRunner:
         drawn = [
             self._next(requests[row]) if samples else -1 for row, samples in zip(plan.rows, plan.samples, strict=True)
         ]
-        return self._Launched(StepResult(drawn))
+        wanting = [i for i, row in enumerate(plan.rows) if requests[row].params.logprobs is not None and drawn[i] >= 0]
+        return self._Launched(StepResult(drawn, logprobs={i: [self._logprobs(drawn[i])] for i in wanting}))
+
+    @staticmethod
+    def _logprobs(token: int) -> TokenLogprobs:
+        """The token with 3/4, and the byte whose last bit differs with 1/4."""
+        return TokenLogprobs(token, math.log(0.75), 1, [(token, math.log(0.75)), (token ^ 1, math.log(0.25))])
 
     def _next(self, request: Request) -> int:
         script = [*self._answer(self._codec.decode(request.ids[: request.prompt_len])).encode(), END]

@@ -16,8 +16,10 @@ from textual import events
 from textual.pilot import Pilot
 from textual.widgets import OptionList
 
+from engine.errors import EngineError
 from engine.process.heartbeat import Condition
 from engine.trace.state import CACHED
+from minitui.chat.alternatives import known_tokens
 from minitui.chat.conversation import Message
 from minitui.chat.sessions import Chats
 from minitui.chat.store import Store
@@ -77,6 +79,35 @@ async def ask(app: MinituiApp, pilot: Pilot[Any], text: str) -> None:
     await type_text(pilot, text)
     await press(pilot, "enter")
     await until(pilot, lambda: session.messages and not session.busy)
+
+
+async def test_a_token_of_an_answer_shows_what_else_it_could_have_been() -> None:
+    def text(app: MinituiApp) -> str:
+        strips = app.screen._compositor.render_strips()
+        return "\n".join("".join(segment.text for segment in strip) for strip in strips)
+
+    async with running(FakeSource(lambda prompt: "Paged.")) as (app, pilot, _):
+        await press(pilot, "ctrl+g", "k")
+        assert "not known here" in [notice.message for notice in app._notifications][-1]
+        app.chats.send(app.session, "hello")
+        with pytest.raises(EngineError, match="still being answered"):
+            known_tokens(app.chats, app.session)
+        await until(pilot, lambda: not app.session.busy)
+        await press(pilot, "k")
+        await until(pilot, lambda: "75.0%" in text(app))
+        shown = text(app)
+        prompt = app.session.messages[-1].metrics["prompt_tokens"]
+        assert f"token {prompt + 1} of {len(app.session.ids)}" in shown and re.search("→ “P” +█+ +75.0%", shown)
+        assert re.search("  “Q” +█+ +25.0%", shown) and "rank 1 in the model's own" in shown
+        await press(pilot, "right", "right")
+        await until(pilot, lambda: re.search("→ “g” +█+ +<25.0%", text(app)))  # the script lists only “P” and “Q”
+        assert "rank below 2" in text(app)
+        asked = [lane.prompt_tokens for lane in app.view.lanes.lanes.values() if lane.group == "tokens"]
+        assert set(asked) >= {prompt, prompt + 2}, "each is a request for the tokens before it"
+        await press(pilot, "escape")
+        app.session.ids_model = "another"
+        with pytest.raises(EngineError, match="not known here"):
+            known_tokens(app.chats, app.session)
 
 
 async def test_a_question_is_answered_and_its_figures_stand_under_it():

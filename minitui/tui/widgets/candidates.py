@@ -10,6 +10,7 @@ from minitui.viewmodel.model import View
 from minitui.visible import visible_line
 
 LONGEST_TOKEN = 16  # cells
+VISIBLE = 0.0005  # a smaller probability is printed as 0.0% and has no bar
 FIGURES = 18  # cells for the two probabilities after a bar
 
 
@@ -52,7 +53,9 @@ def _row(token: Candidate, name: str, label: int, room: int, drawn: bool, width:
     if token.now is None:
         line.add(g.times * max(1, round(token.before * room)), "bad")
     else:
-        line.add(g.active * (max(1, round(token.now * room)) if token.now > 0 else 0), "hit")
+        line.add(g.active * (max(1, round(token.now * room)) if token.now >= VISIBLE else 0), "hit")
     now = "cut" if token.now is None else f"{'<' if token.at_most else ''}{token.now:.1%}"
     line.to(label + max(0, room)).right(now, label + max(0, room) + 8, "bad" if token.now is None else "ink")
-    return line.right(f"({token.before:.1%})", width, "dim").done(width)
+    if token.before != token.now:
+        line.right(f"({token.before:.1%})", width, "dim")
+    return line.done(width)

@@ -27,7 +27,7 @@ the token's id. A space at the beginning of a piece belongs to the piece.""")
         if not isinstance(board, Pieces):
             return Picture(wrapped("no text yet: the experiment has not run", "dim", width))
         below = [Row(clip(visible_line(board.line), width), "bold ink").done(width)]
-        rows = _lines(board, width)
+        rows = piece_lines(board, width)
         hidden = len(rows) - (height - len(below))
         if hidden > 0:  # the end of the text is where it changes
             rows = rows[hidden:]
@@ -36,7 +36,7 @@ the token's id. A space at the beginning of a piece belongs to the piece.""")
         return Picture([*rows, *below], board.title, note, key if board.prompt is not None else [])
 
 
-def _lines(board: Pieces, width: int) -> list[Runs]:
+def piece_lines(board: Pieces, width: int) -> list[Runs]:
     """Returns the pieces in lines of `width` cells, each with a line of ids under it if the ids are known."""
     lines: list[Runs] = []
     text, numbers = Row(), Row()
