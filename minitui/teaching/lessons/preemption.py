@@ -29,7 +29,7 @@ async def too_small(stage: Stage) -> Seen:
     lane, written = lanes[victim], lanes[victim].highest
     await stage.pause(3)
     await stage.step_until("the resumption", partial(_resumed, stage, victim, event.seq), seconds=0.1)
-    match = next(e for e in reversed(stage.view.events.items) if e.request == victim and e.kind in ("hit", "miss"))
+    match = next(e for e in stage.view.events.newest_first() if e.request == victim and e.kind in ("hit", "miss"))
     kept, resumed = match.record[4], match.step
     lost = written - kept
     await stage.step_until("the lost tokens", lambda: sum(n for _, n in lane.again) >= lost, seconds=0.3)
