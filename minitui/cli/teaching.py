@@ -96,12 +96,16 @@ def lesson(
       minitui lesson 9            the radix cache
       minitui lesson 9 --plain    print lesson 9 as text
     """
+    from minitui.teaching.lesson_progress import FILE, LessonProgress
     from minitui.teaching.lessons import LESSONS
     from minitui.teaching.lessons import lesson as find_lesson
     from minitui.teaching.lessons.plain import print_with_own_engine
 
+    progress = LessonProgress(settings_file.data_dir() / FILE)
     if number is None:
-        print(_columns([(f"minitui lesson {one.number:<2}   {one.title}", one.question) for one in LESSONS]))
+        rows = [(f"minitui lesson {one.number:<2}   {one.title}", _about(one.question, progress.summary(one)))
+                for one in LESSONS]  # fmt: skip
+        print(_columns(rows))
         return
     chosen = find_lesson(number)
     choice, source, restart = lesson_source(chosen.number)
@@ -112,7 +116,7 @@ def lesson(
 
     def make(*arguments: Any, **options: Any) -> LessonApp:
         del options["script"]
-        return LessonApp(*arguments, lesson=chosen, restart=restart, **options)
+        return LessonApp(*arguments, lesson=chosen, restart=restart, progress=progress, **options)
 
     raise typer.Exit(run_app(source, choice, settings_file.load(), sampling, make=make))
 
@@ -128,6 +132,10 @@ def lesson_source(number: int) -> tuple[Choice, LocalSource, Any]:
         await source.reconfigure(engine_config(choice.name, **(ENGINE | options)))
 
     return choice, source, restart
+
+
+def _about(question: str, progress: str) -> str:
+    return f"{question} ({progress})" if progress else question
 
 
 def _columns(rows: list[tuple[str, str]]) -> str:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from textual.binding import Binding, BindingType
 
 from engine.errors import EngineError
+from minitui.teaching.lesson_progress import LessonProgress
 from minitui.teaching.lessons import LESSONS
 from minitui.teaching.lessons.page import Lesson
 from minitui.teaching.stage import Restart, Stage
@@ -26,9 +27,12 @@ class LessonApp(MinituiApp):
         Binding("0", "switch_mode('lesson')", "Lesson", id="lesson", tooltip="Back to the lesson", show=False)
     ]
 
-    def __init__(self, *args: Any, lesson: Lesson, restart: Restart, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, lesson: Lesson, restart: Restart, progress: LessonProgress | None = None, **options: Any
+    ) -> None:  # fmt: skip
         super().__init__(*args, script=lambda app: self._begin(), **options)
         self.lesson = lesson
+        self.progress = progress or LessonProgress()
         self.restart = restart
         self.stage: Stage | None = None  # set when the engine has started
 
@@ -51,7 +55,7 @@ class LessonApp(MinituiApp):
     def choose_lesson(self) -> None:
         """Offer a list of the lessons. The engine restarts with the options of the chosen lesson."""
         by_name = {lesson.name: lesson for lesson in LESSONS}
-        rows = [(lesson.name, lesson.question) for lesson in LESSONS]
+        rows = [(lesson.name, self.progress.summary(lesson) or lesson.question) for lesson in LESSONS]
 
         def then(name: str) -> None:
             self.run_worker(self._change(by_name[name]), group="change", exclusive=True)

@@ -23,6 +23,7 @@ from minitui.chat.sessions import Chats
 from minitui.cli.options import engine_config
 from minitui.settings import Settings
 from minitui.sources.local import LocalSource
+from minitui.teaching.lesson_progress import LessonProgress
 from minitui.teaching.lessons import LESSONS, lesson
 from minitui.teaching.lessons import page as page_module
 from minitui.teaching.lessons.l2_model import tensors
@@ -34,7 +35,8 @@ from minitui.teaching.stage import Stage
 from minitui.tui.glyphs import glyphs
 from minitui.tui.lesson_app import LessonApp
 from minitui.tui.screens.code import CodePanel, CodeScreen, wrap_code
-from minitui.tui.screens.lesson import HEIGHTS, PANEL_ROWS, PANELS, LessonScreen
+from minitui.tui.screens.lesson import LessonScreen
+from minitui.tui.widgets.lesson_panels import HEIGHTS, PANEL_ROWS, PANELS
 from minitui.tui.widgets.lesson_text import Reading, page_lines
 from minitui.viewmodel.board import Pieces
 from minitui.viewmodel.model import View
@@ -415,13 +417,13 @@ SMALL = Lesson(
 
 
 class Classroom:
-    def __init__(self, size: tuple[int, int], loaded: bool = True) -> None:
+    def __init__(self, size: tuple[int, int], loaded: bool = True, progress: LessonProgress | None = None) -> None:
         self.source = FakeSource(loads_at_once=loaded)
         self.restarts: list[dict[str, Any]] = []
         chats = Chats(self.source, sampling=sampling(20))
         self.app = LessonApp(
             self.source, chats, Settings(), system="short", load_codec=lambda info: ByteCodec(), lesson=SMALL,
-            restart=self.restart,
+            restart=self.restart, progress=progress,
         )  # fmt: skip
         self.running = self.app.run_test(size=size)
 
@@ -494,6 +496,24 @@ async def test_a_lesson_is_read_predicted_run_and_answered(size: tuple[int, int]
         assert "because" in room.text() and len(room.reading.revealed) == 3
         await room.press("right", *["left"] * 6)
         assert room.reading.at == 0
+
+
+async def test_a_lesson_goes_on_where_it_was_left(tmp_path: Path) -> None:
+    path = tmp_path / "lessons.json"
+    async with Classroom((80, 24), loaded=False, progress=LessonProgress(path)) as room:
+        await room.press("right", "b", "right", "left")
+    async with Classroom((80, 24), progress=LessonProgress(path)) as room:
+        assert room.reading.at == 2 and "L3 Test · 3 of 5" in room.text()
+        assert "you continue on page 3" in next(notice.message for notice in room.app._notifications)
+        await room.press("left")
+        assert "→ b) that" in room.text() and room.reading.at not in room.reading.seen
+        await room.press("enter")
+        await room.until(lambda: 1 in room.reading.seen)
+        assert "You said b: correct" in room.text(), "the prediction of the last time counts"
+        await room.press("right", "right", "right")
+        await room.until(lambda: room.reading.prepared)
+        await room.press("enter", "tab", "enter", "tab", "enter")
+        assert LessonProgress(path).summary(SMALL) == "all pages read, 1 of 1 prediction made"
 
 
 async def test_a_lesson_is_read_while_its_engine_starts() -> None:

@@ -13,51 +13,28 @@ from textual.containers import Container
 from textual.css.scalar import Scalar
 
 from engine.errors import EngineError
+from minitui.teaching.lesson_progress import LessonProgress
 from minitui.teaching.lessons.page import Lesson, Seen, find_code, fresh
 from minitui.teaching.stage import LETTERS, Stage
 from minitui.tui.screens.base import BaseScreen, Hint
 from minitui.tui.screens.code import CodeScreen
-from minitui.tui.widgets.attention import Attention, KeySlot
 from minitui.tui.widgets.bar import Bar
 from minitui.tui.widgets.base import LinePanel
-from minitui.tui.widgets.block_map import BlockMap
-from minitui.tui.widgets.block_table import BlockTable
-from minitui.tui.widgets.candidates import CandidateBars
-from minitui.tui.widgets.curves import CostCurves
-from minitui.tui.widgets.events import Events
-from minitui.tui.widgets.lanes import BatchLanes
+from minitui.tui.widgets.lesson_panels import (
+    BOTH_ROWS,
+    HEIGHTS,
+    MIN_PANEL_ROWS,
+    PANEL_ROWS,
+    PANELS,
+    PARTNERS,
+    TALL,
+)  # fmt: skip
 from minitui.tui.widgets.lesson_text import LessonText, Reading, page_lines
-from minitui.tui.widgets.occupancy import Occupancy
-from minitui.tui.widgets.pieces import TextPieces
-from minitui.tui.widgets.recorded_runs import HostAndDevice
-from minitui.tui.widgets.side_by_side import SideBySide
 from minitui.tui.widgets.status_bar import StatusBar
-from minitui.tui.widgets.step_bar import StepBar
-from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.top_bar import TopBar
-from minitui.tui.widgets.tree import RadixTree
-from minitui.tui.widgets.tree_blocks import NodeBlocks
-from minitui.tui.widgets.wire import WireLines
 from minitui.viewmodel.model import View
 
-PANELS: dict[str, type[LinePanel]] = {
-    "step": StepBar, "attention": Attention, "slot": KeySlot, "map": BlockMap, "table": BlockTable,
-    "lanes": BatchLanes, "tree": RadixTree,
-    "timings": StepTimings, "events": Events, "occupancy": Occupancy, "pieces": TextPieces, "runs": SideBySide,
-    "candidates": CandidateBars, "costs": CostCurves, "gpu": HostAndDevice,
-    "blocks": NodeBlocks, "wire": WireLines,
-}  # fmt: skip
 WIDE = 120  # columns; if the screen is at least this wide, panels are beside the text, otherwise below it
-# Rows of these panels; on a narrow screen, all other panels have PANEL_ROWS. The timings need 10 for their tracks.
-HEIGHTS = {
-    "step": 4, "occupancy": 2, "timings": 10, "candidates": 11, "attention": 12, "slot": 6, "costs": 12, "gpu": 12,
-}  # fmt: skip
-TALL = ("attention", "costs", "gpu")  # on a wide screen, these panels have its height
-PANEL_ROWS = 9
-MIN_PANEL_ROWS = 5  # below the text, a panel with nothing to show is hidden if fewer rows are left
-# Panel -> the panel under it. A narrow screen shows only the first of the two.
-PARTNERS = {"step": "lanes", "occupancy": "map", "slot": "map"}
-BOTH_ROWS = {"slot": 11}  # with so many rows, a narrow screen shows the partner of this panel, too
 
 
 class HasLesson(Protocol):
@@ -65,6 +42,7 @@ class HasLesson(Protocol):
 
     lesson: Lesson
     stage: Stage | None  # None until the engine has started
+    progress: LessonProgress  # what the reader has read and predicted
 
     def choose_lesson(self) -> None:
         """Let the user choose a lesson."""
@@ -114,13 +92,19 @@ class LessonScreen(BaseScreen[None]):
     def compose(self) -> ComposeResult:
         yield TopBar()
         with Container(id="body"):
-            yield LessonText(Reading(cast(HasLesson, self.app).lesson), id="text")
+            yield LessonText(self._new_reading(cast(HasLesson, self.app).lesson), id="text")
             with Container(id="side"):
                 for name, panel in PANELS.items():
                     widget = panel(id=f"panel-{name}")
                     widget.display = False
                     yield widget
         yield StatusBar()
+
+    def _new_reading(self, lesson: Lesson) -> Reading:
+        reading = Reading(lesson, cast(HasLesson, self.app).progress)
+        if reading.at:
+            self.notify(f"you continue on page {reading.at + 1}; the left arrow key shows earlier pages", markup=False)
+        return reading
 
     def on_mount(self) -> None:
         self.text.focus()
@@ -145,7 +129,7 @@ class LessonScreen(BaseScreen[None]):
     def begin(self, lesson: Lesson, stage: Stage) -> None:
         """Start a lesson whose engine is ready. If the lesson was open before, its current page stays."""
         if self.reading.ready or self.reading.lesson is not lesson:
-            self.text.reading = Reading(lesson)
+            self.text.reading = self._new_reading(lesson)
         self.stage, self.reading.ready = stage, True
         if self.reading.page is None:
             self._open_page()
@@ -216,9 +200,7 @@ class LessonScreen(BaseScreen[None]):
 
     def action_turn(self, pages: int) -> None:
         """Turn `pages` pages: forward, or back if negative."""
-        at = max(0, min(self.reading.pages - 1, self.reading.at + pages))
-        if at != self.reading.at:
-            self.reading.at = at
+        if self.reading.turn(pages):
             self._open_page()
 
     def action_question(self, step: int) -> None:
@@ -231,7 +213,7 @@ class LessonScreen(BaseScreen[None]):
         reading = self.reading
         predict = reading.page.predict if reading.page is not None else None
         if predict is not None and reading.at not in reading.seen and choice < len(predict.choices):
-            reading.predicted[reading.at] = choice
+            reading.predict(choice)
             self.text.follow()
 
     def action_go(self) -> None:
@@ -242,7 +224,7 @@ class LessonScreen(BaseScreen[None]):
         if reading.page is None:
             if reading.prepared and reading.question not in reading.revealed:
                 stage.view.frame(time.monotonic())
-                reading.revealed[reading.question] = reading.check.answer(stage)
+                reading.reveal(reading.check.answer(stage))
             elif reading.prepared:
                 self.action_question(1)
         elif reading.page.run is not None:

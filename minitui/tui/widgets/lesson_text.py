@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
+from minitui.teaching.lesson_progress import LessonProgress
 from minitui.teaching.lessons.page import Check, Lesson, Page, Seen, paragraphs
 from minitui.teaching.stage import LETTERS
 from minitui.tui.glyphs import glyphs
@@ -19,10 +20,12 @@ MAX_TEXT_WIDTH = 100  # columns; longer lines are hard to read
 class Reading:
     """The current page of a lesson, and the results so far. The last page has the closing questions."""
 
-    def __init__(self, lesson: Lesson) -> None:
+    def __init__(self, lesson: Lesson, progress: LessonProgress | None = None) -> None:
+        """Begin where the reader stopped. `progress`: None: nothing is kept."""
         self.lesson = lesson
-        self.at = 0
-        self.predicted: dict[int, int] = {}  # page -> choice
+        self.progress = progress or LessonProgress()
+        self.at = self.progress.resume_at(lesson)
+        self.predicted = self.progress.predictions(lesson)  # page -> choice
         self.typed: dict[int, str] = {}  # page -> the text that the reader typed for its experiment
         self.seen: dict[int, Seen] = {}  # page -> result of its experiment
         self.failed: dict[int, str] = {}  # page -> error of its experiment
@@ -45,6 +48,26 @@ class Reading:
     def panel_has_content(self) -> bool:
         """True if the panel shows an experiment of this page or the subject of a closing question."""
         return self.page is None or self.running or self.at in self.seen or self.at in self.failed
+
+    def turn(self, pages: int) -> bool:
+        """Turn pages: forward, or back if negative. Returns False if there is no such page. A page that the reader
+        leaves forward has been read."""
+        at = max(0, min(self.pages - 1, self.at + pages))
+        if at > self.at:
+            self.progress.mark_read(self.lesson, self.at)
+        turned, self.at = at != self.at, at
+        return turned
+
+    def predict(self, choice: int) -> None:
+        """Keep a prediction for this page."""
+        self.predicted[self.at] = choice
+        self.progress.mark_predicted(self.lesson, self.at, choice)
+
+    def reveal(self, answer: str) -> None:
+        """Keep the answer to the current closing question."""
+        self.revealed[self.question] = answer
+        if len(self.revealed) == len(self.lesson.checks):
+            self.progress.mark_read(self.lesson, self.pages - 1)
 
     @property
     def check(self) -> Check:

@@ -1,0 +1,39 @@
+"""The panels that a lesson can show, by name, and their sizes."""
+
+from __future__ import annotations
+
+from minitui.tui.widgets.attention import Attention, KeySlot
+from minitui.tui.widgets.base import LinePanel
+from minitui.tui.widgets.block_map import BlockMap
+from minitui.tui.widgets.block_table import BlockTable
+from minitui.tui.widgets.candidates import CandidateBars
+from minitui.tui.widgets.curves import CostCurves
+from minitui.tui.widgets.events import Events
+from minitui.tui.widgets.lanes import BatchLanes
+from minitui.tui.widgets.occupancy import Occupancy
+from minitui.tui.widgets.pieces import TextPieces
+from minitui.tui.widgets.recorded_runs import HostAndDevice
+from minitui.tui.widgets.side_by_side import SideBySide
+from minitui.tui.widgets.step_bar import StepBar
+from minitui.tui.widgets.timings import StepTimings
+from minitui.tui.widgets.tree import RadixTree
+from minitui.tui.widgets.tree_blocks import NodeBlocks
+from minitui.tui.widgets.wire import WireLines
+
+PANELS: dict[str, type[LinePanel]] = {
+    "step": StepBar, "attention": Attention, "slot": KeySlot, "map": BlockMap, "table": BlockTable,
+    "lanes": BatchLanes, "tree": RadixTree,
+    "timings": StepTimings, "events": Events, "occupancy": Occupancy, "pieces": TextPieces, "runs": SideBySide,
+    "candidates": CandidateBars, "costs": CostCurves, "gpu": HostAndDevice,
+    "blocks": NodeBlocks, "wire": WireLines,
+}  # fmt: skip
+# Rows of these panels; on a narrow screen, all other panels have PANEL_ROWS. The timings need 10 for their tracks.
+HEIGHTS = {
+    "step": 4, "occupancy": 2, "timings": 10, "candidates": 11, "attention": 12, "slot": 6, "costs": 12, "gpu": 12,
+}  # fmt: skip
+TALL = ("attention", "costs", "gpu")  # on a wide screen, these panels have its height
+PANEL_ROWS = 9
+MIN_PANEL_ROWS = 5  # below the text, a panel with nothing to show is hidden if fewer rows are left
+# Panel -> the panel under it. A narrow screen shows only the first of the two.
+PARTNERS = {"step": "lanes", "occupancy": "map", "slot": "map"}
+BOTH_ROWS = {"slot": 11}  # with so many rows, a narrow screen shows the partner of this panel, too
