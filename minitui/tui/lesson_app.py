@@ -32,7 +32,7 @@ class LessonApp(MinituiApp):
     ) -> None:  # fmt: skip
         super().__init__(*args, script=lambda app: self._begin(), **options)
         self.lesson = lesson
-        self.progress = progress or LessonProgress()
+        self.lesson_progress = progress or LessonProgress()
         self.restart = restart
         self.stage: Stage | None = None  # set when the engine has started
 
@@ -55,7 +55,7 @@ class LessonApp(MinituiApp):
     def choose_lesson(self) -> None:
         """Offer a list of the lessons. The engine restarts with the options of the chosen lesson."""
         by_name = {lesson.name: lesson for lesson in LESSONS}
-        rows = [(lesson.name, self.progress.summary(lesson) or lesson.question) for lesson in LESSONS]
+        rows = [(lesson.name, self.lesson_progress.summary(lesson) or lesson.question) for lesson in LESSONS]
 
         def then(name: str) -> None:
             self.run_worker(self._change(by_name[name]), group="change", exclusive=True)

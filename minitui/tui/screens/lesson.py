@@ -42,7 +42,7 @@ class HasLesson(Protocol):
 
     lesson: Lesson
     stage: Stage | None  # None until the engine has started
-    progress: LessonProgress  # what the reader has read and predicted
+    lesson_progress: LessonProgress  # what the reader has read and predicted
 
     def choose_lesson(self) -> None:
         """Let the user choose a lesson."""
@@ -101,7 +101,7 @@ class LessonScreen(BaseScreen[None]):
         yield StatusBar()
 
     def _new_reading(self, lesson: Lesson) -> Reading:
-        reading = Reading(lesson, cast(HasLesson, self.app).progress)
+        reading = Reading(lesson, cast(HasLesson, self.app).lesson_progress)
         if reading.at:
             self.notify(f"you continue on page {reading.at + 1}; the left arrow key shows earlier pages", markup=False)
         return reading
