@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sys
 import textwrap
-from typing import Annotated, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +20,9 @@ from minitui.cli.launch import live_source, recorded, report_recording, run_app
 from minitui.cli.options import KvBlocks, Record, engine_config
 from minitui.sources.local import LocalSource
 from minitui.tui.terminal import has_terminal
+
+if TYPE_CHECKING:
+    from minitui.teaching.lessons.page import Lesson
 
 ENGINE = {"kv_blocks": None, "no_prefix_caching": False}  # defaults of the options that demos and lessons change
 
@@ -87,6 +93,9 @@ def lesson(
             "--plain", "--headless", help="Print text and run every experiment; the default without a terminal."
         ),
     ] = False,
+    handout: Annotated[
+        Path | None, typer.Option(help="Write all lessons, or the given one, to a file: FILE.md or FILE.pdf.")
+    ] = None,
 ) -> None:
     """Read a lesson and run its experiments on the bundled model.
 
@@ -95,12 +104,16 @@ def lesson(
       minitui lesson 0            begin here: text, tokens, a forward pass, one more token
       minitui lesson 9            the radix cache
       minitui lesson 9 --plain    print lesson 9 as text
+      minitui lesson --handout class.pdf    for a class: texts, questions, pictures, and the answers at the end
     """
     from minitui.teaching.lesson_progress import FILE, LessonProgress
     from minitui.teaching.lessons import LESSONS
     from minitui.teaching.lessons import lesson as find_lesson
     from minitui.teaching.lessons.plain import print_with_own_engine
 
+    if handout is not None:
+        _write_handout(handout, LESSONS if number is None else (find_lesson(number),))
+        return
     progress = LessonProgress(settings_file.data_dir() / FILE)
     if number is None:
         rows = [(f"minitui lesson {one.number:<2}   {one.title}", _about(one.question, progress.summary(one)))
@@ -119,6 +132,21 @@ def lesson(
         return LessonApp(*arguments, lesson=chosen, restart=restart, progress=progress, **options)
 
     raise typer.Exit(run_app(source, choice, settings_file.load(), sampling, make=make))
+
+
+def _write_handout(path: Path, lessons: Sequence[Lesson]) -> None:
+    from minitui.export.handout import check_file, write_handout
+
+    check_file(path)
+    choice, source, restart = lesson_source(lessons[0].number)
+    sampling = Sampling(temperature=0.0, max_tokens=60)
+    print("The experiments run. This can take a minute.", file=sys.stderr)
+    asyncio.run(
+        write_handout(
+            path, lessons, source, choice.system, sampling, restart, lambda name: print(f"  {name}", file=sys.stderr)
+        )
+    )
+    print(path)
 
 
 def lesson_source(number: int) -> tuple[Choice, LocalSource, Any]:

@@ -1,0 +1,109 @@
+"""The lessons as one file for a class: Markdown, and PDF with pictures."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import EngineError
+from minitui.export.handout import check_file, write_handout
+from minitui.export.handout_parts import Part, Picture, to_markdown
+from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
+from minitui.teaching.stage import Stage
+from tests.support.fake_client import ByteCodec, FakeSource
+from tests.support.sampling import sampling
+
+
+async def greet(stage: Stage) -> Seen:
+    session = stage.chat("short", max_tokens=20, whole=True)
+    await stage.ask(session, "hello")
+    await stage.step(3)
+    return Seen(f"the engine stands at step {stage.state().step}:\n\n   a table\n   of lines", 1)
+
+
+async def stumble(stage: Stage) -> Seen:
+    raise EngineError("the experiment was not possible: \x1b[31m")
+
+
+def lesson(number: int, **options: Any) -> Lesson:
+    asked = Prediction("What?", ("this", "that"), ("it would be *this*.", ""))
+    return Lesson(
+        number, "Test", "Does it work?",
+        (
+            Page("First", "\nSome <|im_start|> text\nin lines.\n\n  a   b\n  c   d\n", "step",
+                 "engine.core.engine:Engine", greet, asked),
+            Page("Second", "\nMore text.\n", "tree", "", stumble),
+        ),
+        greet,
+        (
+            Check("How many?", "lanes", "the lanes.", lambda stage: f"{len(stage.state().requests)} request"),
+            Check("Which?", "occupancy", "the pool.", lambda stage: "that"),
+            Check("Why?", "lanes", "the lanes.", lambda stage: "because"),
+        ),
+        options,
+    )  # fmt: skip
+
+
+async def written(path: Path) -> tuple[list[str], list[dict[str, Any]]]:
+    told: list[str] = []
+    restarts: list[dict[str, Any]] = []
+
+    async def restart(options: dict[str, Any]) -> None:
+        restarts.append(options)
+
+    await write_handout(
+        path, [lesson(1), lesson(2, kv_blocks=7)], FakeSource(), "short", sampling(20), restart, told.append,
+        lambda info: ByteCodec(),
+    )  # fmt: skip
+    return told, restarts
+
+
+async def test_all_lessons_are_one_markdown_file_with_the_answers_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "class.md"
+    assert await written(path) == (["L1 Test", "L2 Test"], [{"kv_blocks": 7}])
+    text = path.read_text()
+    pages, _, results = text.partition("# Results and answers\n")
+    assert re.findall(r"^## (.*)", pages, re.M) == re.findall(r"^## (.*)", results, re.M) == ["L1 Test", "L2 Test"]
+    assert "Some \\<|im\\_start|> text in lines." in pages and "~~~~text\n  a   b\n  c   d\n~~~~" in pages
+    assert "Predict: What?\n\n- a) this\n- b) that" in pages and "The answer is" not in pages
+    assert "Code: engine/core/engine.py, line " in pages
+    assert "1\\. How many? See the lanes." in pages and pages.count("Batch lanes") == 2, "one picture for two questions"
+    assert "The answer is b) that\n\n- If a were true, it would be \\*this\\*." in results
+    assert "the engine stands at step" in results and "of 256 tokens" in results, "the picture of the experiment"
+    assert "The experiment stopped: the experiment was not possible: ␛[31m".replace("[", "\\[") in results
+    assert "1\\. 1 request" in results and "\x1b" not in text
+
+
+async def test_the_same_as_pdf(tmp_path: Path) -> None:
+    pytest.importorskip("fpdf", reason="the extra 'handout' is not installed")
+    path = tmp_path / "class.pdf"
+    await written(path)
+    assert path.read_bytes().startswith(b"%PDF-") and path.read_bytes().rstrip().endswith(b"%%EOF")
+
+
+def test_a_picture_in_a_pdf_has_its_cells_and_characters() -> None:
+    fpdf = pytest.importorskip("fpdf", reason="the extra 'handout' is not installed")
+    from minitui.export.handout_pdf import to_pdf
+
+    rows = [(("█░", "decode"), ("漢 x", "bold ink on cached-chip"))]
+    parts = [Part("h1", "Title"), Part("text", "“漢”…"), Part("picture", picture=Picture("Pool", rows, []))]
+    fpdf.FPDF.set_compression = lambda self, compress: None
+    pdf = to_pdf(parts * 40)
+    assert pdf.count(b"/Type /Page\n") >= 2
+
+
+def test_markdown_keeps_what_is_quoted_and_escapes_the_rest() -> None:
+    parts = [Part("text", "a <b> *c* `max_tokens` snake_case"), Part("pre", "x"), Part("text", "2. no list")]
+    assert to_markdown(parts) == (
+        "a \\<b> \\*c\\* `max_tokens` snake\\_case\n\n~~~~text\nx\n~~~~\n\n2\\. no list\n"
+    )
+
+
+def test_a_file_that_cannot_be_written_is_told_before_the_experiments(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"must end with \.md or \.pdf"):
+        check_file(tmp_path / "class.docx")
+    with pytest.raises(EngineError, match="there is no directory"):
+        check_file(tmp_path / "none" / "class.md")
