@@ -119,5 +119,9 @@ def _rgb(colour: str) -> tuple[int, int, int]:
 
 
 def _latin(text: str) -> str:
-    """Returns text in Latin-1: typography as ASCII, all other characters by their code, such as <U+6F22>."""
-    return "".join(c if ord(c) < 256 else f"<U+{ord(c):04X}>" for c in to_ascii(visible(text)))
+    """Returns text in Latin-1: other typography as ASCII, all other characters by their code, such as <U+6F22>."""
+    return "".join(c if ord(c) < 256 else _named(to_ascii(c)) for c in visible(text))
+
+
+def _named(character: str) -> str:
+    return character if character.isascii() else f"<U+{ord(character):04X}>"
