@@ -236,7 +236,7 @@ def test_doctor_says_what_runs_here_and_what_to_install():
     ("uvicorn", "serve", "import minitui.server.command"),
     ("httpx", "serve", "import minitui.sources.bounds"),
     ("textual_serve", "web,serve", "from minitui.web.serve import *; run_web(WebSettings(port=0), None, '', Path())"),
-    ("fpdf", "handout", "from minitui.export.handout import check_file; check_file(Path('a.pdf'))"),
+    ("fpdf", "handout", "import minitui.export.handout_pdf"),
     ("transformers", "verify", "from minitui.cli.verify import run_verify; run_verify('')"),
 ])  # fmt: skip
 def test_a_missing_extra_is_one_sentence_with_the_command_that_installs_it(package, extra, use):
