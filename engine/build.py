@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,7 @@ def build_engine(
     model = read_model_config(directory)
     before_torch()
     limits = resolve(config, model)
+    config = replace(config, quantization=limits.quantization)  # loading changes the free memory
     tokenizer = Tokenizer(directory) if config.load_tokenizer else None
     if tokenizer is not None:
         tokenizer.context = limits.max_model_len
@@ -95,7 +96,7 @@ def build_engine(
         "model": Path(config.model).name, "model_dir": str(directory), "architecture": model.architecture,
         "parameters": model.num_parameters, "active_parameters": model.active_parameters,
         "device": runner.loaded.device_name,
-        "dtype": str(limits.dtype).removeprefix("torch."), "quantization": config.quantization,
+        "dtype": str(limits.dtype).removeprefix("torch."), "quantization": limits.quantization,
         "kv_cache_dtype": "fp8" if config.kv_cache_dtype == "fp8" else str(limits.dtype).removeprefix("torch."),
         "num_blocks": runner.num_blocks - 1, "block_size": runner.block_size, "max_model_len": limits.max_model_len,
         "max_num_seqs": limits.max_num_seqs, "max_num_batched_tokens": limits.max_num_batched_tokens,

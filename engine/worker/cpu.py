@@ -29,13 +29,14 @@ class CPUDecodeSteps:
 
     def __init__(self, loaded: LoadedModel, on_progress: Progress | None = None) -> None:
         self._loaded, self._batch = loaded, loaded.batch
-        model, dtypes = loaded.model, (loaded.dtype, loaded.kv_dtype)
+        model, kind, size = loaded.model, loaded.quantization, loaded.block_size
         self._few: FewRows | None = None
         self._decode: CPUDecode | None = None
-        if not FewRows.why_not(model, *dtypes, loaded.block_size):
-            self._few = FewRows(model, loaded.pool, loaded.block_size, loaded.max_model_len)
-        elif CPUDecode.supports(model, *dtypes):
-            self._decode = CPUDecode(model, loaded.pool)
+        if loaded.dtype == loaded.kv_dtype == torch.float32:
+            if not FewRows.why_not(model.config, kind, size):
+                self._few = FewRows(model, loaded.pool, kind, size, loaded.max_model_len)
+            elif CPUDecode.supports(model):
+                self._decode = CPUDecode(model, loaded.pool)
         assert isinstance(loaded.attention, TorchAttention), "a CPU has no other attention backend"
         self._attention = loaded.attention
 

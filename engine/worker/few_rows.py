@@ -14,10 +14,12 @@ import numpy as np
 import torch
 
 from engine.attention.kv_pool import KVPool
+from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder, DenseMLP
-from engine.model.linear import Bf16Weight, Int8Weight, Matrix, embed
+from engine.model.linear import Matrix, embed
 from engine.model.traits import lacking
 
+NAMES = {"none": "float32", "bf16": "bfloat16", "int8": "int8"}  # kind of weights -> name of the kernel
 KEPT_SIZES = 8  # buffers are kept for at most this many different numbers of rows
 
 
@@ -44,28 +46,30 @@ class Buffers:
 class FewRows:
     """Runs steps of a Decoder with dense MLPs, float32 activations and a float32 KV cache."""
 
-    def __init__(self, decoder: Decoder, pool: KVPool, block_size: int, max_length: int) -> None:
+    def __init__(
+        self, decoder: Decoder, pool: KVPool, quantization: str, block_size: int, max_length: int
+    ) -> None:
         from engine.kernels.cpu.library import Kernels
 
         self._decoder, self._pool, self._max_length = decoder, pool, max_length
-        self._kernels = Kernels(_shapes(decoder, block_size))
+        self._kernels = Kernels(_shapes(decoder.config, quantization, block_size))
         self._threads = torch.get_num_threads()
-        self._no_bias = torch.zeros(max(matrix.shape[0] for matrix in _matrices(decoder)))
+        self._product = NAMES[quantization]
+        widths = decoder.layers[0].qkv.shape[0], decoder.config.mlp_width, decoder.head.shape[0]
+        self._no_bias = torch.zeros(max(decoder.config.hidden_size, *widths))
         self._windows = [decoder.config.window(i) for i in range(decoder.config.num_layers)]
         self._buffers: dict[int, Buffers] = {}
 
     @staticmethod
-    def why_not(decoder: Decoder, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int) -> str:
-        """Returns why the kernels cannot run this model; empty if they can."""
-        if not dtype == kv_dtype == torch.float32:
-            return f"activations are {dtype} and keys {kv_dtype}"
-        if lacks := lacking(decoder.config, "few_rows"):
+    def why_not(config: ModelConfig, quantization: str, block_size: int) -> str:
+        """Returns why the kernels cannot run a model with float32 activations and keys; empty if they can."""
+        if lacks := lacking(config, "few_rows"):
             return f"the model has {lacks}"
         if importlib.util.find_spec("llvmlite") is None:
             return "llvmlite is not installed"
         from engine.kernels.cpu.library import why_not
 
-        return why_not(_shapes(decoder, block_size))
+        return why_not(_shapes(config, quantization, block_size))
 
     def logits(self, tokens: np.ndarray, positions: np.ndarray, slots: np.ndarray, tables: np.ndarray) -> torch.Tensor:
         """Returns the logits [R, V] of R tokens. tokens, positions, slots: [R]; tables [R, C]: the blocks of each.
@@ -105,7 +109,7 @@ class FewRows:
             bias = self._no_bias if bias is None else bias
             n, k = weight.shape
             fields = [values, scale, x, norm, bias, out, b.scratch, k, n, rows, b.each, int(before), int(add)]
-            calls.append((_kind(weight), fields))
+            calls.append((self._product, fields))
 
         for i, layer in enumerate(decoder.layers):
             mlp, keys, values = layer.mlp, pool.keys[i], pool.values[i]
@@ -134,26 +138,12 @@ def _number(field: Any) -> int:
     return field.ctypes.data if isinstance(field, np.ndarray) else int(field)
 
 
-def _kind(weight: Matrix) -> str:
-    kinds = {Bf16Weight: "bfloat16", Int8Weight: "int8", torch.Tensor: "float32"}
-    return kinds[type(weight)]
-
-
-def _matrices(decoder: Decoder) -> list[Matrix]:
-    found = [decoder.head]
-    for layer in decoder.layers:
-        assert isinstance(layer.mlp, DenseMLP)
-        found += [layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down]
-    return found
-
-
-def _shapes(decoder: Decoder, block_size: int) -> Any:
+def _shapes(config: ModelConfig, quantization: str, block_size: int) -> Any:
     from engine.kernels.cpu.library import KernelShapes
 
-    config, matrices = decoder.config, _matrices(decoder)
     return KernelShapes(
-        weights=tuple(sorted({_kind(matrix) for matrix in matrices})),
-        columns=tuple(sorted({matrix.shape[1] for matrix in matrices})),
+        weights=(NAMES[quantization],),
+        columns=(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim),
         heads=(config.num_heads, config.num_kv_heads), head_dim=config.head_dim, block_size=block_size,
-        scale=config.scale, eps=config.rms_norm_eps, qk_norm=decoder.layers[0].qk_norm is not None,
+        scale=config.scale, eps=config.rms_norm_eps, qk_norm=config.qk_norm,
     )  # fmt: skip

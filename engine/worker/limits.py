@@ -21,6 +21,7 @@ class Limits:
     device: torch.device
     dtype: torch.dtype
     kv_dtype: torch.dtype  # of the KV cache
+    quantization: str  # none, or a kind of engine/worker/quantised.py
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
@@ -46,10 +47,9 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
     name = config.dtype
     if name == "auto":
         name = "float32" if cpu else {"float32": "bfloat16"}.get(model.dtype, model.dtype)
-    if config.quantization != "none":
-        from engine.worker.quantised import check
+    from engine.worker.quantised import choose
 
-        check(config, model, device, name)
+    quantization, why_quantised = choose(config, model, device, name)
     if config.kv_cache_dtype == "fp8" and (lacks := lacking(model, "fp8_cache")):
         raise EngineError(
             f"kv_cache_dtype is fp8, but this {model.architecture} has {lacks}, so the range of its keys and values is "
@@ -65,7 +65,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
     # On a CPU a smaller token budget gives shorter steps and a later first token; on a GPU the budget hardly matters
     # (engine/kernels/MEASURED.md).
     budget = config.max_num_batched_tokens or max(512 if cpu else 8192, sequences)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = (why_quantised,) if why_quantised else ()
     if model.default_context < model.max_context:
         short = length <= model.default_context
         notes += (
@@ -73,7 +73,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
             f"{model.max_context:,}: max_model_len is {length:,}, so all positions use the "
             f"{'first' if short else 'second'} one",
         )
-    if (packing := model.packing) is not None and config.quantization == "none":
+    if (packing := model.packing) is not None and quantization == "none":
         keep = "" if model.experts is not None else f"; --quantization {'int8' if cpu else 'fp8'} takes 8 bits for each"
         notes += (f"the checkpoint's {packing.method} weights are expanded to {name}{keep}",)
     if config.tensor_parallel_size > 1:
@@ -81,4 +81,4 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
         notes += (f"the model is split over {config.tensor_parallel_size} ranks: {how}",)
     dtype = getattr(torch, name)
     kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
-    return Limits(device, dtype, kv_dtype, sequences, budget, length, notes)
+    return Limits(device, dtype, kv_dtype, quantization, sequences, budget, length, notes)

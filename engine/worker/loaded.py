@@ -83,6 +83,7 @@ class LoadedModel:
         self.group = group
         self._reserved_bytes = reserved_bytes
         self.device, self.dtype, self.kv_dtype = group.own_device(limits.device), limits.dtype, limits.kv_dtype
+        self.quantization = limits.quantization
         self.shard = group.shard(model_config)
         self.max_num_batched_tokens = limits.max_num_batched_tokens
         self.max_model_len = limits.max_model_len
@@ -204,7 +205,7 @@ class LoadedModel:
     # ---- loading
 
     def _load(self, ops: Ops, model_dir: Path | None, on_progress: Progress | None) -> Decoder:
-        quantised = KINDS[self.config.quantization]
+        quantised = KINDS[self.quantization]
         model = Decoder(self.shard, self.dtype, self.device, self.max_model_len, ops, quantised, self.group)
         slots = self.group.shard_slots(model.slots(), self.model_config)
         if self.config.dummy_weights:

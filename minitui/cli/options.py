@@ -86,10 +86,11 @@ def _engine(
     quantization: Annotated[
         str,
         typer.Option(
-            help="none; int8: 8-bit weights on a CPU, with a quarter of the memory and 2-3 times the speed; fp8: 8-bit "
-            "weights on a GPU, with half the memory."
+            help="auto; none: weights in --dtype; bf16: 16-bit weights on a CPU, half the memory of float32; int8: "
+            "8-bit weights on a CPU, a quarter; fp8: 8-bit weights on a GPU, half the memory. On a CPU, auto takes "
+            "bf16 if the checkpoint has it, and int8 if nothing else fits into memory."
         ),
-    ] = "none",
+    ] = "auto",
     device: Device = "auto",
     tensor_parallel_size: Annotated[
         int, typer.Option(min=1, help="Split the model over this many ranks: GPUs, or processes on the CPU.")

@@ -27,6 +27,11 @@ FACTS = {  # what an answer must contain
 }
 
 
+def loaded(screen: str) -> bool:
+    """The top bar names the type of the weights."""
+    return "float32" in screen or "bf16" in screen
+
+
 @pytest.fixture
 def chat(tmp_path: Path) -> Iterator[Terminal]:
     terminal = Terminal([*MINITUI, "chat"], tmp_path, columns=120, rows=40)
@@ -44,8 +49,8 @@ def answered(screen: str) -> bool:
 
 
 def test_a_newcomers_first_minutes(chat: Terminal):
-    assert "float32" not in chat.until("welcome"), "the first picture waited for the engine"
-    chat.until("float32", 60)
+    assert not loaded(chat.until("welcome")), "the first picture waited for the engine"
+    chat.until(loaded, 60)
 
     # A question, its answer on the screen, its figures under it.
     chat.type("what is the kv c")
@@ -85,7 +90,7 @@ def test_a_newcomers_first_minutes(chat: Terminal):
 
 def test_five_questions_get_answers_with_their_facts_and_come_back_with_resume(tmp_path: Path):
     chat = Terminal([*MINITUI, "chat", "--fps", "10"], tmp_path, columns=120, rows=40)
-    chat.until("float32", 60)
+    chat.until(loaded, 60)
     for number, (question, fact) in enumerate(FACTS.items(), 1):
         if number > 1:
             chat.type("/new\r")
@@ -111,7 +116,7 @@ def engines(chat: Terminal) -> list[int]:
 
 
 def test_a_killed_engine_is_told_at_once_and_starts_again(chat: Terminal):
-    chat.until("float32", 60)
+    chat.until(loaded, 60)
     chat.type("/slow 200\r")
     chat.until("slow motion")
     chat.type("What is the KV cache?\r")

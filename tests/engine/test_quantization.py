@@ -121,7 +121,31 @@ def test_decode_steps_compute_what_the_decoder_does(count: int, directory: Path)
     torch.testing.assert_close(fast, plain, rtol=0, atol=0.01 * float(plain.abs().max()))
 
 
-@pytest.mark.parametrize("kind", ["none", "int8"])
+def test_bf16_weights_of_a_bf16_checkpoint_compute_what_float32_does(tmp_path: Path) -> None:
+    checkpoint = save(reference("qwen3").bfloat16(), tmp_path)
+    wide, half = (decodes_on_a_cpu(checkpoint, 3, quantization=kind) for kind in ("none", "bf16"))
+    for ours, theirs in zip(half[0] + half[1], wide[0] + wide[1], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
+
+
+def test_what_fits_into_memory_is_chosen(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llvmlite")
+    config, model = EngineConfig(), read_model_config(directory)
+    big = replace(model, dtype="bfloat16", num_layers=10**6)  # about 45 billion numbers
+
+    def chosen(free: int, model: Any = big, **options: Any) -> tuple[str, str]:
+        monkeypatch.setattr(quantised, "free_memory", lambda: free * 10**9)
+        return quantised.choose(replace(config, **options), model, CPU, "float32")
+
+    assert big.num_parameters > 4e10
+    assert chosen(200) == ("bf16", "")
+    assert chosen(200, replace(big, dtype="float32")) == ("none", "")
+    kind, sentence = chosen(60)
+    assert kind == "int8" and "60.0 GB are free" in sentence
+    assert chosen(200, dtype="float32") == chosen(60, quantization="none") == ("none", "")
+
+
+@pytest.mark.parametrize("kind", ["none", "bf16", "int8"])
 def test_compiled_kernels_give_a_row_the_same_bits_in_every_batch(kind: str, directory: Path) -> None:
     pytest.importorskip("llvmlite")
     alone, batch = (decodes_on_a_cpu(directory, count, quantization=kind)[0][0] for count in (1, 7))
@@ -169,7 +193,7 @@ def test_the_bundled_model_answers_as_in_float32() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "sentence"),
     [
-        ("qwen3", {"quantization": "int4"}, "must be none, bf16, int8 or fp8"),
+        ("qwen3", {"quantization": "int4"}, "must be auto, none, bf16, int8 or fp8"),
         ("qwen3", {"quantization": "fp8"}, "run on a GPU only, but the device is cpu: use --quantization int8"),
         ("qwen3", {"quantization": "int8", "dtype": "bfloat16"}, "the dtype is bfloat16: use float32"),
         ("qwen3_moe", {"quantization": "int8"}, "has experts"),

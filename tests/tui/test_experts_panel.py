@@ -54,7 +54,7 @@ def test_a_model_without_experts_tells_nothing(tmp_path: Path) -> None:
     while engine.has_work:
         engine.step()
     assert not [record for record in engine.log.drain() if record[2] == "experts"]
-    assert EngineConfig().quantization == "none"
+    assert EngineConfig().quantization == "auto"
 
 
 def test_the_load_is_that_of_the_last_records_before_a_step() -> None:
