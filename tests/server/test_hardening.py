@@ -70,10 +70,10 @@ class Open:
 @pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "application/json; charset=utf-8"])
 def test_generate_accepts_a_bare_curl_request(server: Running, kind: str | None) -> None:
     prompt = b'"<|im_start|>user\\nWhat is the KV cache?<|im_end|>\\n<|im_start|>assistant\\n"'
-    body = b'{"prompt": %s, "max_tokens": 6, "temperature": 0, "top_k": 5, "top_p": 0.9, "rep_penalty": 1.1}' % prompt
+    body = b'{"prompt": %s, "max_tokens": 40, "temperature": 0, "top_k": 5, "top_p": 0.9, "rep_penalty": 1.1}' % prompt
     streamed = server.http.post("/generate", content=body, headers={"content-type": kind} if kind else {})
     whole = server.http.post("/generate", content=body[:-1] + b', "stream": false}')
-    assert whole.status_code == 200 and whole.json()["usage"]["completion_tokens"] == 6
+    assert whole.status_code == 200 and whole.json()["usage"]["completion_tokens"] == 40
     data = events(streamed.text)
     assert data[-1] == "[DONE]" and "".join(json.loads(d)["text"] for d in data[:-1]) == whole.json()["text"]
     assert len(data) > 3
@@ -129,24 +129,25 @@ def test_a_disconnect_frees_everything_before_the_next_step(server: Running, str
         server.post("/minitui/control", {"action": "resume"})
 
 
-def test_a_disconnected_request_ends_within_two_steps_while_others_run(
+def test_a_disconnected_request_ends_within_two_steps_or_a_tenth_of_a_second_while_others_run(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from minitui.server.answer import Answer
 
-    noticed: dict[int | None, int] = {}  # the step at which the server noticed the disconnect
-    ended: dict[int, int] = {}
+    noticed: dict[int | None, tuple[int, float]] = {}  # the step and time at which the server noticed the disconnect
+    ended: dict[int, tuple[int, float]] = {}
     close, observe = Answer.close, server.service.metrics.observe
 
     def watched_close(answer: Answer) -> None:
         server.service.broadcast.pump()
         for stream in answer.streams:
-            noticed.setdefault(stream.request_id, state.step if (state := server.service.broadcast.state) else -1)
+            step = state.step if (state := server.service.broadcast.state) else -1
+            noticed.setdefault(stream.request_id, (step, time.monotonic()))
         close(answer)
 
     def watched_observe(record: Any, state: Any) -> None:
         if record[2] == "finish":
-            ended[record[3]] = state.step
+            ended[record[3]] = state.step, time.monotonic()
         observe(record, state)
 
     monkeypatch.setattr(Answer, "close", watched_close)
@@ -158,7 +159,8 @@ def test_a_disconnected_request_ends_within_two_steps_while_others_run(
         mine = max(map(int, server.snapshot()["requests"]))
         leaving.close()
         server.wait_until(lambda mine=mine: mine in ended)
-        assert 0 <= ended[mine] - noticed[mine] <= 2, f"{ended[mine] - noticed[mine]} steps"
+        steps, seconds = (end - start for start, end in zip(noticed[mine], ended[mine], strict=True))
+        assert steps >= 0 and (steps <= 2 or seconds < 0.1), f"{steps} steps, {seconds:.3f} s"
     other.close()
     server.wait_idle()
 
