@@ -190,7 +190,8 @@ class KVCache:
         blocks = request.table[start : start + len(keys)]
         request.node = self.tree.add(request.node or self.tree.root, request.id, keys, blocks, step)
         request.shared_blocks = start + len(keys)
-        return self.tree.evicted.pop(request.node.hashes[-len(keys) :])
+        evicted = self.tree.evicted
+        return evicted.pop(request.node.hashes[-len(keys) :]) if evicted else []
 
     def _keys(self, request: Request, start: int, end: int) -> list[tuple[int, ...]]:
         return [block_key(request.ids, i, self.block_size, request.cache_salt) for i in range(start, end)]

@@ -15,6 +15,9 @@ class EvictedPrefixes:
     def __init__(self) -> None:
         self._step_of: OrderedDict[int, int] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._step_of)
+
     def add(self, prefixes: Iterable[int], step: int) -> None:
         """Remember the evictions of `step`."""
         steps = self._step_of
@@ -30,8 +33,6 @@ class EvictedPrefixes:
     def pop(self, prefixes: list[int]) -> list[int]:
         """Forget prefixes, because they are in the tree again. Return the indices of those that were evicted."""
         steps = self._step_of
-        if not steps:
-            return []
         return [i for i, prefix in enumerate(prefixes) if steps.pop(prefix, None) is not None]
 
     def clear(self) -> None:

@@ -51,6 +51,19 @@ def _copies(state: State) -> int | None:
     return copies
 
 
+def copies_of(state: State, block: int) -> list[int]:
+    """Returns the other blocks that are known to hold the same text: without a prefix cache, and those of vLLM."""
+    if state.node_of[block]:
+        original = state.original_of(block)
+        return [each for each in (original, *state.copies.get(original, ())) if each != block]
+    numbers = {
+        held: number
+        for request in state.requests.values()
+        for held, number in zip(request.table, request.contents, strict=False)
+    }
+    return [held for held, number in numbers.items() if held != block and number == numbers.get(block)]
+
+
 def _texts_are_hidden(state: State) -> bool:
     """Returns True if all token ids are equal: a server that hides texts replaces every id by the same one."""
     first = next(iter(state.nodes[state.nodes[0].children[0]].ids))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from itertools import groupby, islice
 from operator import attrgetter
@@ -12,7 +11,6 @@ import numpy as np
 from engine.trace.state import CACHED, FREE, NodeView, State
 
 PRESSURE_BLOCKS, PRESSURE_SHARE = 4, 0.05  # a pool with at most so many free blocks is nearly full
-_age = attrgetter("last_used")
 
 
 class EvictionOrder:
@@ -25,20 +23,21 @@ class EvictionOrder:
 
     def __init__(self, state: State) -> None:
         unheld = [node for node in state.nodes.values() if not node.users and node.id]
-        unheld.sort(key=_age)
-        self._ages = ages = list(map(_age, unheld))
+        ages = np.fromiter(map(attrgetter("last_used"), unheld), np.int64, len(unheld))
+        order = ages.argsort()
+        self._ages = ages = ages[order]
+        self.nodes = nodes = [unheld[i] for i in order.tolist()]
         end = 0
-        for start in np.flatnonzero(np.diff(np.array(ages, np.int64)) == 0).tolist():
+        for start in np.flatnonzero(ages[1:] == ages[:-1]).tolist():
             if start >= end:
-                end = bisect_right(ages, ages[start])
-                unheld[start:end] = _deepest_first(unheld[start:end])
-        self.nodes = unheld
+                end = int(ages.searchsorted(ages[start], "right"))
+                nodes[start:end] = _deepest_first(nodes[start:end])
 
     def rank(self, node: NodeView) -> int:
         """Returns the place of a node in the order, from 1; 0 if requests hold the node."""
         if node.users or not node.id:
             return 0
-        place = bisect_left(self._ages, node.last_used)
+        place = int(self._ages.searchsorted(node.last_used))
         while self.nodes[place] is not node:
             place += 1
         return place + 1

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from engine.trace.waste import copies_of
 from minitui.text import count, match_reason, ms
 from minitui.viewmodel.annotated_state import STATE_NAMES
 from minitui.viewmodel.history import PARTS
@@ -118,7 +119,7 @@ def _block(view: View, block: int) -> Story:
     node_id = state.node_of[block]
     if node_id:
         node = state.nodes[node_id]
-        index = node.blocks.index(block)
+        index = node.blocks.index(state.original_of(block))
         text = view.decode(node.ids[index * size : (index + 1) * size])
         story.tell("tokens", quoted(without_markup(text), QUOTED))
         role, begins = view.tree.text(state, node, view.decode)
@@ -131,6 +132,9 @@ def _block(view: View, block: int) -> Story:
             story.tell("saved", f"{count(saved, 'prompt token')} taken from this block, not computed")
     elif shown.holders_of(block):
         story.tell("tokens", "private: not in the tree yet, because the block is not full or has tokens not known yet")
+    copies = copies_of(state, block)
+    if copies:
+        story.tell("copies", f"the same text is also in {_numbers(sorted(copies))}")
     ago = view.engine_now - float(shown.changed[block])
     if ago < 1e8:
         story.tell("changed", f"{ago:.1f} s ago")

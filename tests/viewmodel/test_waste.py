@@ -9,7 +9,7 @@ import pytest
 from engine.core.engine import Engine
 from engine.params import SamplingParams
 from engine.trace.state import State
-from engine.trace.waste import waste_of
+from engine.trace.waste import copies_of, waste_of
 from tests.engine.test_scheduler_simulation import Load, make_engine, run
 from tests.support.simulation import SimulatedRunner
 
@@ -19,8 +19,9 @@ def computed(engine: Engine) -> int:
     return engine.runner.tokens_computed
 
 
-def texts_in_the_pool(engine: Engine) -> list[tuple[int, ...]]:
-    """The whole text up to each full block that a request holds or that is in the tree. No step may be in flight."""
+def texts_in_the_pool(engine: Engine) -> dict[int, tuple[int, ...]]:
+    """Each full block that a request holds or that is in the tree, with the whole text up to its end. No step may be in
+    flight."""
     size, found = engine.cache.block_size, dict[int, tuple[int, ...]]()
     for request in engine.scheduler.running:
         for i in range(request.planned // size):
@@ -31,7 +32,7 @@ def texts_in_the_pool(engine: Engine) -> list[tuple[int, ...]]:
         for key, block in zip(node.keys, node.blocks, strict=True):
             text += tuple(key)
             assert found.setdefault(block, text) == text
-    return list(found.values())
+    return found
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -47,9 +48,14 @@ def test_copies_and_unused_slots_are_those_of_the_pool(prefix_caching: bool) -> 
         def checked(engine: Engine = engine, step: object = step) -> object:
             nonlocal most, unused
             emitted = step()  # type: ignore[operator]
-            texts, waste = texts_in_the_pool(engine), waste_of(State.from_snapshot(engine.snapshot()))
+            state, found = State.from_snapshot(engine.snapshot()), texts_in_the_pool(engine)
+            texts, waste = list(found.values()), waste_of(state)
             assert waste.copies == len(texts) - len(set(texts))
             tables = sum(len(request.table) for request in engine.scheduler.running)
+            if not prefix_caching:
+                block = max(found, key=lambda block: texts.count(found[block]), default=0)
+                same = {each for each, text in found.items() if text == found.get(block) and each != block}
+                assert set(copies_of(state, block)) == same
             assert waste.slots == tables * engine.cache.block_size
             assert waste.unused_slots == waste.slots - sum(r.planned for r in engine.scheduler.running)
             most, unused = max(most, waste.copies or 0), max(unused, waste.unused_slots)
