@@ -146,7 +146,7 @@ def test_a_demo_and_a_lesson_without_a_terminal_are_told_as_text(tmp_path):
 def test_two_recordings_are_compared_as_text_and_as_json(here):
     text = here("compare", "small-pool", "h200-8b", "--plain")
     assert text.returncode == 0 and "\x1b" not in text.stdout
-    assert "longest token gap" in text.stdout and "KV blocks 24 and 48,871" in text.stdout
+    assert "longest token gap" in text.stdout and "KV blocks 24 and 48,841" in text.stdout
     data = json.loads(here("compare", "small-pool", "h200-8b", "--json").stdout)
     assert [run["figures"]["steps"] for run in data["runs"]] == [159, 710]
     assert [len(run["requests"]) for run in data["runs"]] == [4, 64]
