@@ -148,7 +148,7 @@ def test_two_recordings_are_compared_as_text_and_as_json(here):
     assert text.returncode == 0 and "\x1b" not in text.stdout
     assert "longest token gap" in text.stdout and "KV blocks 24 and 48,841" in text.stdout
     data = json.loads(here("compare", "small-pool", "h200-8b", "--json").stdout)
-    assert [run["figures"]["steps"] for run in data["runs"]] == [159, 710]
+    assert [run["figures"]["steps"] for run in data["runs"]] == [159, 743]
     assert [len(run["requests"]) for run in data["runs"]] == [4, 64]
     assert data["differences"]["gap_longest"]["better"] is True
     assert data["differences"]["steps"]["better"] is None, "the runs did not do the same work"
