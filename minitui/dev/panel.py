@@ -39,6 +39,7 @@ from minitui.tui.widgets.timeline import RequestTimeline
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.tree import RadixTree
 from minitui.tui.widgets.tree_blocks import NodeBlocks
+from minitui.tui.widgets.trends import TrendCharts
 from minitui.tui.widgets.vitals import Vitals
 from minitui.tui.widgets.waterfall import Waterfall
 from minitui.tui.widgets.why import Why
@@ -141,6 +142,7 @@ PANELS: dict[str, type[LinePanel]] = {
     "timings": StepTimings,
     "tree": RadixTree,
     "tree-blocks": NodeBlocks,
+    "trends": TrendCharts,
     "vitals": Vitals,
     "waterfall": Waterfall,
     "why": Why,

@@ -180,7 +180,7 @@ class StressApp(AppBase):
 COLOURS = [(b"c", re.compile(rb"m" + word)) for word in (b"owner", b"age", b"refcount", b"state")]
 TITLES = (
     b"Block table", b"Batch lanes", b"Radix tree", b"Timings", b"Waterfall", b"Events", b"Requests", b"Timeline",
-    b"KV blocks",
+    b"Trends", b"KV blocks",
 )  # fmt: skip
 PANELS = [(b"\t", re.compile(title)) for title in TITLES]
 BETWEEN_KEYS_S = 0.12

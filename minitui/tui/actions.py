@@ -119,6 +119,9 @@ _TABLE = {
             help="Show the engine: step, blocks, tree, batches, timings, events."),
         Action("requests", "Requests", key="5", slash="requests",
             help="Show every request with its times and token gaps, and why one stalled (inspect). Again: all panels."),
+        Action("trends", "Trends", key="6", slash="trends",
+            help="Show first tokens, gaps, hit rate, pool and queue over the last minutes or hours. Again: all "
+                 "panels."),
         Action("lecture", "Lecture", key="3", slash="lecture",
             help="Show one sentence for each step: what the step did, and why."),
         Action("theme", "Theme", key="T", slash="theme", takes="[name]",

@@ -241,7 +241,8 @@ class AppBase(App[int]):
 
     def _draw_key(self) -> None:
         """After a key that selects something or travels in time, draw without waiting for the next frame."""
-        if self._drawn_moment not in (None, (self.view.version, self.view.travel_text)):
+        moment = (self.view.version, self.view.travel_text)
+        if self._drawn_moment not in (None, moment) and self.screen_stack:  # without a screen, the application ends
             self.draw()
 
     def draw(self) -> None:

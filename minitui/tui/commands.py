@@ -180,6 +180,13 @@ class Commands(ChatCommands):
         if isinstance(screen, InspectScreen) and (inspecting or screen.current not in REQUESTS):
             screen.action_requests()
 
+    def do_trends(self, _: str) -> None:
+        inspecting = self.app.current_mode == "inspect"
+        self.app.open_mode("inspect")
+        screen = self.app.screen
+        if isinstance(screen, InspectScreen) and (inspecting or screen.current != "trends"):
+            screen.action_trends()
+
     def do_theme(self, name: str) -> None:
         ours = [t for t in self.app.available_themes if t.startswith("minitui-")]
         wanted = f"minitui-{name}" if name and not name.startswith("minitui-") else name

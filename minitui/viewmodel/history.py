@@ -341,6 +341,20 @@ class Steps:
         """Returns, for each step at these column indices, the number of prompt tokens computed."""
         return self.column("tokens")[at] - self.column("decodes")[at] - self.column("drafted")[at]
 
+    def gap_ms(self, step: int) -> float | None:
+        """Returns the time between the tokens of a step and of the step before it, without pauses; None if no request
+        decoded in this step, or if a time is unknown."""
+        if step not in self or step - 1 not in self or not self.decoded(step):
+            return None
+        gap = (self._arrived[step % self.capacity] - self._arrived[(step - 1) % self.capacity]) * 1e3
+        return gap if gap >= 0 else None
+
+    def before_bucket(self, bucket: int) -> int | None:
+        """Returns the last step that was planned before a bucket of Rates began; None if no such step is kept."""
+        at = self.indices(self.first, self.last)
+        earlier = at[self.column("bucket")[at] < bucket]
+        return int(self.column("step")[earlier[-1]]) if len(earlier) else None
+
     def decoded(self, step: int) -> int:
         """Returns the number of requests that decoded in a kept step."""
         return self._decodes[step % self.capacity]

@@ -3,7 +3,7 @@
 View              call `reset` with a snapshot, `fold` with records, and `frame` before each painted frame;
                   `select` and `travel` change what the panels show
 AnnotatedState    the state at one moment: `view.live` is the newest, `view.shown` the one on screen, live or past
-Steps, Rates, Lanes, TokenTimes, Events, FirstTokens    the history, in rings of fixed size
+Steps, Rates, Trends, Lanes, TokenTimes, Events, FirstTokens    the history, in rings of fixed size
 Tree              the radix tree in display order
 WasteFigures      unused slots, copies of blocks, tokens computed again
 """
@@ -24,7 +24,7 @@ from engine.trace.state import State
 from engine.trace.waste import WasteFigures, waste_of
 from minitui.viewmodel.annotated_state import AnnotatedState
 from minitui.viewmodel.board import Board
-from minitui.viewmodel.events import Event, Events, describe
+from minitui.viewmodel.events import Event, Events, describe, looked_up
 from minitui.viewmodel.experts import ExpertLoads
 from minitui.viewmodel.history import FirstTokens, Rates, StepRow, Steps
 from minitui.viewmodel.lanes import Lane, Lanes
@@ -33,6 +33,7 @@ from minitui.viewmodel.time_travel import PastStates
 from minitui.viewmodel.timing import Timings, summarise
 from minitui.viewmodel.tokens import TokenTimes
 from minitui.viewmodel.tree import Tree, quoted, without_markup
+from minitui.viewmodel.trends import Trends
 
 __all__ = ["AnnotatedState", "Event", "Frame", "Lane", "Links", "Selection", "StepRow", "View"]
 
@@ -85,6 +86,7 @@ class View:
         self.shown = shown
         self.steps = Steps()
         self.rates = Rates()
+        self.trends = Trends()
         self.lanes = Lanes()
         self.tokens = TokenTimes(self.steps, self.lanes)
         self.events = Events()
@@ -189,6 +191,9 @@ class View:
                 rates.advance(record[1])
                 _, _, _, _, plan_us, launch_us, commit_us, wall_ms, device_ms, _ = record
                 rates.add_durations(wall_ms, (plan_us + launch_us + commit_us) / 1e3, device_ms)
+                if (gap := steps.gap_ms(record[3])) is not None:
+                    self.trends.advance(rates.now)
+                    self.trends.add("token gaps", gap, steps.decoded(record[3]))
                 continue
             if kind == "parts":
                 steps.fold_parts(record)
@@ -224,7 +229,9 @@ class View:
             lanes.fold(record, rates.now)
             if kind == "match":
                 rates.add("cached", record[4])
+                self.trends.add("hit rate", 100 * max(0, record[4]) / max(1, looked_up(record)))
             elif kind == "first":
+                self.trends.add("first token", record[4] + record[5])
                 self.first_tokens.fold(record)
             elif kind in ("finish", "preempt", "requeue"):
                 steps.fold_release(record)
@@ -246,6 +253,9 @@ class View:
         rates.level("running", len(state.requests) - len(state.queue))
         rates.level("waiting", len(state.queue))
         rates.level("used", (self.live.total - free) / self.live.total)
+        self.trends.advance(rates.now)
+        self.trends.add("pool", 100 * (self.live.total - free) / self.live.total)
+        self.trends.add("queue", len(state.queue))
 
     def _follow_merges(self, merged: dict[int, int]) -> None:
         """Let the selection and the folded nodes refer to the nodes that are left."""

@@ -97,13 +97,13 @@ async def test_tab_goes_through_the_panels_and_on_a_small_screen_shows_one_at_a_
         screen = app.screen
         assert isinstance(screen, InspectScreen) and screen.single
         seen = []
-        for _ in range(10):
+        for _ in range(11):
             await frames(app, pilot, clock)
             shown = [name for name in screen.PANELS if screen.query_one(f"#{name}").region.area]
             assert shown == [screen.current] and app.focused.id == screen.current
             seen.append(screen.current)
             await pilot.press("tab")
-        right = ["tree", "timings", "waterfall", "events", "requests", "timeline"]
+        right = ["tree", "timings", "waterfall", "events", "requests", "timeline", "trends"]
         assert seen == ["map", "table", "lanes", *right, "map"]
         await pilot.press("shift+tab")
         assert screen.current == "map"

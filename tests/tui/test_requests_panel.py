@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,7 +22,10 @@ from minitui.tui.widgets.details import Details
 from minitui.tui.widgets.requests import COLUMNS, RequestTable
 from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.timeline import RequestTimeline
+from minitui.tui.widgets.timings import StepTimings
+from minitui.tui.widgets.trends import TrendCharts
 from minitui.viewmodel.requests import RequestFigures
+from minitui.viewmodel.trends import METRICS
 from tests.support.driving import press, until
 from tests.support.golden import GOLDEN
 from tests.support.stills import picture
@@ -40,7 +44,7 @@ async def replayed(tmp_path: Path, size: tuple[int, int]) -> AsyncIterator[tuple
         app._frame()
         reader = TraceReader(GOLDEN)
         app.view.reset(reader.part(0).snapshot)
-        app.view.fold(list(reader.records()))
+        app.view.fold(list(reader.records()), time.monotonic())
         app._frame()
         assert isinstance(app.screen, InspectScreen)
         yield app, pilot, app.screen
@@ -216,3 +220,37 @@ def test_keys_of_the_timeline_choose_tokens_in_order_and_by_length(monkeypatch: 
         assert timeline._chosen() == expected
     timeline.action_longest()
     assert timeline._chosen() == order[0]
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (240, 70)])
+async def test_the_large_timings_show_the_slowest_steps_and_enter_goes_there(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
+    async with replayed(tmp_path, size) as (app, pilot, screen):
+        screen._show("timings")
+        screen.maximised = True
+        screen.lay_out()
+        await pressed(app, pilot)
+        panel = screen.query_one(StepTimings)
+        wall = app.view.steps.column("wall")[app.view.steps.indices(0, app.view.steps.last)]
+        slowest = [row.wall_ms for row in panel.slowest]
+        assert slowest == sorted(wall[~np.isnan(wall)].tolist(), reverse=True)[:10]
+        await pressed(app, pilot, "down", "down")
+        third = panel.slowest[2]
+        assert f"{third.step:,} " in panel.text and ms(slowest[2]) in panel.text
+        await pressed(app, pilot, "enter")
+        assert app.view.horizon == third.step and app.view.travel_text
+
+
+@pytest.mark.parametrize("size", [(80, 24), (240, 70)])
+async def test_six_opens_the_trends_and_enter_goes_back_to_the_cursor(tmp_path: Path, size: tuple[int, int]) -> None:
+    async with replayed(tmp_path, size) as (app, pilot, screen):
+        await pressed(app, pilot, "6")
+        panel = screen.query_one(TrendCharts)
+        assert all(f"{metric.name}  p50" in panel.text for metric in METRICS)
+        assert "5 minutes" in panel.text
+        await pressed(app, pilot, "down", "left", "left")
+        assert "1 minute" in panel.text and panel.back == 1
+        end = panel._ends[-2]
+        await pressed(app, pilot, "enter")
+        assert app.view.travel_text and app.view.bucket * 0.25 < end

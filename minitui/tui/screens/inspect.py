@@ -26,6 +26,7 @@ from minitui.tui.widgets.timeline import JumpRequested, RequestTimeline, Timelin
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.top_bar import TopBar
 from minitui.tui.widgets.tree import RadixTree
+from minitui.tui.widgets.trends import TrendCharts
 from minitui.tui.widgets.vitals import Vitals
 from minitui.tui.widgets.waterfall import Waterfall
 from minitui.viewmodel.model import View
@@ -40,7 +41,7 @@ BOTH = 44  # a terminal with fewer rows shows either the requests or the timelin
 EVERY = {
     "step": (1, 0), "map": (2, 0), "table": (2, 1), "lanes": (4, 1), "events": (4, 3),
     "tree": (5, 1), "vitals": (5, 2), "timings": (10, 4), "experts": (5, 3), "waterfall": (2, 1),
-    "requests": (5, 0), "timeline": (5, 3),
+    "requests": (5, 0), "timeline": (5, 3), "trends": (10, 2),
 }  # fmt: skip
 
 
@@ -64,7 +65,7 @@ class InspectScreen(BaseScreen[None]):
         layout: vertical; background: $ground; layers: base above;
         & #columns { height: 1fr; }
         & #left, & #right { width: 1fr; }
-        & #lanes, & #tree, & #events, & #waterfall, & #requests, & #timeline { height: 1fr; }
+        & #lanes, & #tree, & #events, & #waterfall, & #requests, & #timeline, & #trends { height: 1fr; }
         & #experts { display: none; }
         & #timings { height: 10; }
         &.-single #map, &.-single #table, &.-single #timings { height: 1fr; }
@@ -72,8 +73,8 @@ class InspectScreen(BaseScreen[None]):
     """
     FIGURES = True
     LEFT: ClassVar = ("map", "table", "lanes", "experts")
-    PANELS: ClassVar = (*LEFT, "tree", "timings", "waterfall", "events", *REQUESTS)
-    ALONE: ClassVar = frozenset({"waterfall", *REQUESTS})  # panels that are never beside others
+    PANELS: ClassVar = (*LEFT, "tree", "timings", "waterfall", "events", *REQUESTS, "trends")
+    ALONE: ClassVar = frozenset({"waterfall", "trends", *REQUESTS})  # panels that are never beside others
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,6 +105,7 @@ class InspectScreen(BaseScreen[None]):
                 yield Events(id="events")
                 yield RequestTable(id="requests")
                 yield RequestTimeline(id="timeline")
+                yield TrendCharts(id="trends")
         yield Details(id="details")
         yield StatusBar()
 
@@ -249,6 +251,10 @@ class InspectScreen(BaseScreen[None]):
         """Show the table of requests alone, or the panels as before."""
         self._toggle(self.current if self.current in REQUESTS else "requests")
 
+    def action_trends(self) -> None:
+        """Show the trends alone, or the panels as before."""
+        self._toggle("trends")
+
     def _toggle(self, name: str) -> None:
         """Show a panel of ALONE; if it is shown, the panels as before."""
         if hasattr(self, "_details") and self._details.display:
@@ -292,6 +298,8 @@ class InspectScreen(BaseScreen[None]):
             self._details.action_close()
         elif self.current in REQUESTS:
             self.action_requests()
+        elif self.current == "trends":
+            self.action_trends()
         elif block_map.zoomed_at is not None:
             block_map.action_unzoom()
         elif self.app.view.selection is not None:

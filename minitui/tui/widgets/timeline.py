@@ -12,6 +12,7 @@ from textual.message import Message
 from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
+from minitui.tui.widgets.chart import LABEL, bars, scale_of
 from minitui.tui.widgets.rows import Row, Run, Runs, legend, wrapped
 from minitui.viewmodel.lanes import Lane
 from minitui.viewmodel.model import View
@@ -20,9 +21,7 @@ from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.stalls import Stalls
 from minitui.viewmodel.tokens import Arrivals
 
-LABEL = 9  # cells for the scale
 LEAST = 4  # rows of the smallest chart
-UNEVEN = 8.0  # if the longest gap is so many times the median, the scale is logarithmic
 
 
 class JumpRequested(Message):
@@ -141,20 +140,11 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
         highest = np.maximum.reduceat(self._gaps, begins)
         places = [int(begin + self._gaps[begin : begin + k].argmax()) for begin in begins]
         styles = [self._style(view, lane, place + 1) for place in places]
-        bars = height - 2
-        low, high = self._scale()
-        unit = "ms, log" if low else "ms"
-        levels = np.clip(np.ceil(_height(highest, low, high) * bars * 8), 1, bars * 8).astype(int)
+        scale = scale_of(self._gaps)
+        unit = "ms, log" if scale.low else "ms"
         marks = Row(unit.rjust(LABEL - 2), "dim").to(LABEL + longest // k).add(glyphs().unfolded, "bold bad")
-        rows: list[Runs] = [marks.done(width)]
-        for y in range(bars, 0, -1):
-            label = _value_at(y / bars, low, high) if y in (1, bars, (bars + 1) // 2) else None
-            row = Row("" if label is None else f"{ms(label)}".rjust(LABEL - 2), "dim").to(LABEL)
-            for x, level in enumerate(levels.tolist()):
-                part = min(8, level - 8 * (y - 1))
-                ground = " on select" if x == chosen // k else ""
-                row.add(glyphs().spark[part - 1] if part > 0 else " ", styles[x] + ground)
-            rows.append(row.done(width))
+        drawn = bars(highest, styles, scale, height - 2, width, ms, cursor=chosen // k)
+        rows: list[Runs] = [marks.done(width), *drawn]
         return [*rows, self._axis(width, len(begins), chosen)]
 
     def _style(self, view: View, lane: Lane, arrival: int) -> str:
@@ -166,11 +156,6 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
         if requests:
             return "prefill"
         return "hit" if self._found.last[arrival] > self._found.first[arrival] else "decode"
-
-    def _scale(self) -> tuple[float, float]:
-        """Returns (the lowest, the highest value of the chart). A lowest value of 0: the scale is linear."""
-        high, median = float(self._gaps.max()), float(np.median(self._gaps))
-        return (median / 4 if median and high > UNEVEN * median else 0.0), max(high, 1e-6)
 
     def _axis(self, width: int, columns: int, chosen: int) -> Runs:
         """Returns the numbers of the first, the chosen and the last token, below their columns."""
@@ -232,15 +217,3 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
 
     def action_close(self) -> None:
         self.post_message(TimelineClosed())
-
-
-def _height(values: np.ndarray, low: float, high: float) -> np.ndarray:
-    """Returns the heights of bars, from 0 to 1."""
-    if not low:
-        return values / high
-    return np.log(np.maximum(values, low) / low) / math.log(high / low)
-
-
-def _value_at(height: float, low: float, high: float) -> float:
-    """Returns the value of a bar of this height."""
-    return high * height if not low else float(low * (high / low) ** height)

@@ -1,7 +1,7 @@
 """Timings: why are steps slow?
 
 The panel shows percentiles for each kind of step, the slowest step and its cause, the parts of the last time to first
-token, and the work of host and device in the last few steps.
+token, and the work of host and device in the last few steps. A large panel shows charts and the slowest steps instead.
 """
 
 from __future__ import annotations
@@ -14,11 +14,17 @@ from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
 from minitui.tui.widgets.rows import Row, Run, Runs, legend
+from minitui.tui.widgets.step_charts import charts, slow_steps
+from minitui.tui.widgets.timeline import JumpRequested
 from minitui.viewmodel.model import StepRow, View
+from minitui.viewmodel.step_times import StepTimes, rows_of, step_times
 from minitui.viewmodel.timing import KindStats, Timings, why_slow
 
 KINDS = (("decode only", "decode", "decode"), ("mixed", "mixed", "prefill"), ("prefill only", "prefill", "prefill-2"))
 LABEL = 13  # cells
+LARGE_FROM = 15  # rows: a panel of this height shows the charts and the slowest steps
+SLOWEST = 10
+SPANS = (200, 1_000, 5_000, 32_768)  # the numbers of steps that the large form can show
 FIGURE = 7  # cells
 
 
@@ -39,19 +45,42 @@ With several ranks (GPUs), each rank computes a part of every layer, and twice p
 During this exchange, no rank computes; the time of the exchange includes the wait for the slowest rank.
 
 The tracks show the work of host and device in the last steps. While the device computes, the host can plan the next
-step. The waterfall (w) shows the tracks with an axis, for all steps that are kept.""")
-    BINDINGS: ClassVar = [Binding("enter", "open", "open the slowest step", show=False, id="timings.open")]
+step. The waterfall (w) shows the tracks with an axis, for all steps that are kept.
+
+A large panel (z) shows the time of each step, a histogram, and the slowest ten steps with their causes. Enter goes
+back in time to the chosen step.""")
+    BINDINGS: ClassVar = [
+        Binding("enter", "open", "open the slowest step, or go to the chosen one", show=False, id="timings.open"),
+        Binding("up", "choose(-1)", "slower step", show=False, id="timings.up"),
+        Binding("down", "choose(1)", "faster step", show=False, id="timings.down"),
+        Binding("left", "span(1)", "more steps", show=False, id="timings.left"),
+        Binding("right", "span(-1)", "fewer steps", show=False, id="timings.right"),
+    ]
+
+    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
+        super().__init__(id=id, frame=frame)
+        self.times: StepTimes | None = None  # the steps of the large form; None: the small form is shown
+        self.slowest: list[StepRow] = []
+        self.chosen = 0  # index in `slowest`
+        self.span = 1  # index in SPANS
+        self._list_row = 0
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         t = view.timings
         rows = [self._head(width)]
         rows += [self._kind(label, getattr(t, name), style, width) for label, name, style in KINDS]
-        rows.append(self._slowest(t, width))
+        self.times = step_times(view.steps, view.horizon, SPANS[self.span]) if height >= LARGE_FROM else None
+        large = self.times is not None and len(self.times.wall) > 0
+        if not large:
+            self.times = None
+            rows.append(self._slowest(t, width))
         rows.append(self._first_token(t, width))
         if t.drafted:
             rows.append(self._drafts(t, width))
         if t.ranks > 1:
             rows.append(self._exchange(t, width))
+        if self.times is not None:
+            return self._large(self.times, view, rows, width, height)
         tracks = height >= len(rows) + 2
         if tracks:
             rows += self._tracks(t, width)
@@ -62,6 +91,21 @@ step. The waterfall (w) shows the tracks with an axis, for all steps that are ke
             (g.prompt, "prefill", "with prefill"),
         )  # fmt: skip
         return Picture(rows[:height], title=title, legend=key if tracks and t.device_ms is not None else [])
+
+    def _large(self, times: StepTimes, view: View, rows: list[Runs], width: int, height: int) -> Picture:
+        """Returns the picture with the charts and the list of the slowest steps."""
+        self.slowest = rows_of(view.steps, times.slowest(SLOWEST))
+        self.chosen = min(self.chosen, len(self.slowest) - 1)
+        rest = height - len(rows)
+        listed = min(len(self.slowest) + 1, max(4, rest // 3))
+        rows += charts(times, width, rest - listed, self.slowest[self.chosen].step)
+        self._list_row = len(rows)
+        rows += slow_steps(self.slowest, view.timings, self.chosen, width, listed)
+        g = glyphs()
+        arrows = "← → steps · ↑ ↓ choose" if g.rule != "-" else "< > steps | ^ v choose"
+        note: list[Run] = [(f"last {len(times.wall):,} steps", "ink"), *self.own_key(f"{arrows} · enter jump")]
+        key = legend((g.busy, "decode", "decode"), (g.busy, "prefill", "mixed"), (g.busy, "prefill-2", "prefill"))
+        return Picture(rows[:height], title="Timings · ms", note=note, legend=[*key, ("  ░ up to the longest", "dim")])
 
     def _head(self, width: int) -> Runs:
         row = Row("kind of step", "dim").to(LABEL)
@@ -160,10 +204,32 @@ step. The waterfall (w) shows the tracks with an axis, for all steps that are ke
         return [host.done(width), device.done(width)]
 
     def clicked(self, view: View, column: int, row: int) -> None:
-        if row == 4 and view.timings.slowest is not None:
+        if self.times is not None:
+            top = max(0, len(self.slowest) - (self.size.height - 2 - self._list_row - 1))
+            index = row - self._list_row - 1 + (top if self.chosen >= top else 0)
+            if row > self._list_row and 0 <= index < len(self.slowest):
+                self.chosen = index
+        elif row == 4 and view.timings.slowest is not None:
             view.select("step", view.timings.slowest.step)
 
+    def action_choose(self, by: int) -> None:
+        """Choose another one of the slowest steps."""
+        if self.times is not None:
+            self.chosen = max(0, min(len(self.slowest) - 1, self.chosen + by))
+            self.repaint()
+
+    def action_span(self, by: int) -> None:
+        """Show more or fewer steps."""
+        self.span = max(0, min(len(SPANS) - 1, self.span + by))
+        self.repaint()
+
     def action_open(self) -> None:
+        """Open the details of the slowest step; in the large form, go back in time to the chosen step."""
+        if self.times is not None:
+            step = self.slowest[self.chosen].step
+            self.view.select("step", step)
+            self.post_message(JumpRequested(step))
+            return
         slowest = self.view.timings.slowest
         if slowest is not None:
             self.view.select("step", slowest.step)

@@ -1,0 +1,62 @@
+"""Trends: percentiles of two hours in memory of fixed size."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from minitui.dev.panel import stress_view
+from minitui.dev.simulator import CLASSROOM
+from minitui.viewmodel.trends import METRICS, SPANS, Trends
+
+
+@pytest.mark.parametrize("span", SPANS)
+def test_percentiles_are_numpys_within_three_percent(span: int) -> None:
+    trends, rng = Trends(), np.random.default_rng(span)
+    values = rng.lognormal(3.0, 1.0, 4_000)
+    for i, value in enumerate(values):
+        trends.advance(span * i / len(values))
+        trends.add("token gaps", float(value))
+    _, (p50, p99, count) = trends.series("token gaps", span, 60, span * (1 - 1e-9), live=True)
+    assert count == len(values)
+    assert p50 == pytest.approx(np.percentile(values, 50), rel=0.035)
+    assert p99 == pytest.approx(np.percentile(values, 99), rel=0.035)
+
+
+def test_a_column_has_the_values_of_its_time_and_a_level_lasts() -> None:
+    trends = Trends()
+    for second, (pool, first) in enumerate([(10, 100.0), (20, None), (None, 300.0), (40, 400.0)]):
+        trends.advance(second)
+        if pool is not None:
+            trends.add("pool", pool)
+        if first is not None:
+            trends.add("first token", first)
+    pool, _ = trends.series("pool", 60, 60, 3.5, live=True)
+    assert pool.p50[-4:].tolist() == [10, 20, 20, 40] and np.isnan(pool.p50[:-4]).all()
+    first, _ = trends.series("first token", 60, 60, 3.5, live=True)
+    assert first.count[-4:].tolist() == [1, 0, 1, 1] and np.isnan(first.p50[-3])
+    past, (p50, _, _) = trends.series("pool", 60, 60, 2.5, live=False)
+    assert past.p50[-2:].tolist() == [10, 20] and p50 == 10, "in the past, later values are not known"
+
+
+def test_two_hours_are_kept_and_older_values_are_forgotten() -> None:
+    trends = Trends()
+    for t in range(0, 3 * 3600, 10):
+        trends.advance(t)
+        trends.add("queue", t // 3600)
+    series, (_, _, count) = trends.series("queue", 7200, 240, 3 * 3600 - 1.0, live=True)
+    assert count == 720 and set(series.p50.round().tolist()) == {1.0, 2.0}
+
+
+def test_the_records_of_a_run_fill_every_trend() -> None:
+    _, view = stress_view(CLASSROOM, 10.0, frames=50)
+    found = {m.name: view.trends.series(m.name, 60, 60, view.rates.now, live=True)[1] for m in METRICS}
+    assert found["first token"][2] == len(view.first_tokens.items)
+    steps = view.steps
+    gaps = [steps.gap_ms(step) for step in range(1, steps.last + 1)]
+    weights = [steps.decoded(step) for step in range(1, steps.last + 1)]
+    counts = [n if gap is not None else 0 for gap, n in zip(gaps, weights, strict=True)]
+    known = np.repeat([gap or 0.0 for gap in gaps], counts)
+    assert found["token gaps"][2] == len(known)
+    assert found["token gaps"][1] == pytest.approx(np.percentile(known, 99), rel=0.05)
+    assert 0 < found["hit rate"][0] <= 100 and 0 < found["pool"][0] <= 100
