@@ -103,9 +103,9 @@ _RECORDS = {  # kind of record -> (kind of event, 1 if it belongs to the step be
 }  # fmt: skip
 
 
-def looked_up(record: Record) -> int:
-    """Returns how many tokens a `match` record looked up: the prompt and, after a preemption, the reply so far."""
-    return int(record[7].split(" of ")[1].split()[0].replace(",", ""))
+def looked_up(event: Event) -> int:
+    """Returns the number of tokens that a match looked up: the prompt and, after a preemption, the reply so far."""
+    return int(event.record[7].split(" of ")[1].split()[0].replace(",", ""))
 
 
 def describe(event: Event, lane: Lane | None, quote: str = "", short: bool = False) -> str:
@@ -124,9 +124,9 @@ def describe(event: Event, lane: Lane | None, quote: str = "", short: bool = Fal
         if tokens <= 0:
             return f"{name}: {reason}" if short else f"{name} takes nothing from the tree · {reason}"
         if short:
-            return f"{name}: {tokens:,} of {looked_up(event.record):,} cached"
+            return f"{name}: {tokens:,} of {looked_up(event):,} cached"
         early = f" (r{event.writer} is still computing them)" if event.writer >= 0 else ""
-        return f"{name} takes {tokens:,} of {looked_up(event.record):,} tokens from the tree{early} · {reason}"
+        return f"{name} takes {tokens:,} of {looked_up(event):,} tokens from the tree{early} · {reason}"
     if kind == "preempt":
         text = f"{name} releases {count(fields[2], 'block')}"
         return text if short else f"{text} and queues again · {fields[1]}"

@@ -24,7 +24,7 @@ from engine.trace.state import State
 from engine.trace.waste import WasteFigures, waste_of
 from minitui.viewmodel.annotated_state import AnnotatedState
 from minitui.viewmodel.board import Board
-from minitui.viewmodel.events import Event, Events, describe, looked_up
+from minitui.viewmodel.events import Event, Events, describe
 from minitui.viewmodel.experts import ExpertLoads
 from minitui.viewmodel.history import FirstTokens, Rates, StepRow, Steps
 from minitui.viewmodel.lanes import Lane, Lanes
@@ -229,7 +229,8 @@ class View:
             lanes.fold(record, rates.now)
             if kind == "match":
                 rates.add("cached", record[4])
-                self.trends.add("hit rate", 100 * max(0, record[4]) / max(1, looked_up(record)))
+                if (lane := lanes.lanes.get(record[3])) is not None and lane.prompt_tokens > 0:
+                    self.trends.add("hit rate", min(100.0, 100 * max(0, record[4]) / lane.prompt_tokens))
             elif kind == "first":
                 self.trends.add("first token", record[4] + record[5])
                 self.first_tokens.fold(record)

@@ -107,7 +107,7 @@ def _prompt(
     if match is None:
         text = f": {count(total, 'prompt token')}"
     else:
-        total = looked_up(match.record)
+        total = looked_up(match)
         text = _match_text(match, total, view.shown.state.block_size)
     later = total - start - n
     if later > 0:
