@@ -8,8 +8,11 @@ reports the generated tokens and, for each request, its n, its max_tokens and th
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from engine.trace.records import Record
 from engine.trace.state import ACTIVE, CACHED, SHARED, RequestView, State
+from engine.trace.waste import waste_of
 from minitui.server.block_times import BLOCK_KINDS, BlockTimes
 from minitui.server.prometheus import Counter, Gauge, Histogram, Info, Metric, page
 
@@ -36,6 +39,10 @@ class Metrics:
                            "sleep_state")  # fmt: skip
         self.usage = Gauge("vllm:kv_cache_usage_perc", "Share of KV blocks that requests use, 0 to 1.")
         self.cached = Gauge("minitui:kv_cache_cached_perc", "Share of KV blocks that are cached but unused, 0 to 1.")
+        self.unused = Gauge("minitui:kv_cache_unused_slots", "Slots of the requests' blocks that hold no token.")
+        self.again = Gauge(
+            "minitui:tokens_computed_again", "Tokens computed more than once since the engine began, by cause.", "cause"
+        )
         self.cache_config = Info("vllm:cache_config_info", "The configuration of the KV cache.")
         self.old_usage = Gauge("vllm:gpu_cache_usage_perc", "Older name of kv_cache_usage_perc.")
         self.old_queries = Counter("vllm:gpu_prefix_cache_queries_total", "Older name of prefix_cache_queries_total.")
@@ -221,6 +228,10 @@ class Metrics:
         for gauge in (self.usage, self.old_usage):
             gauge.set((state.counts[ACTIVE] + state.counts[SHARED]) / total)
         self.cached.set(state.counts[CACHED] / total)
+        waste = waste_of(state)
+        self.unused.set(waste.unused_slots)
+        for cause, tokens in asdict(waste.again).items() if waste.again is not None else ():
+            self.again.set(tokens, cause)
 
     def page(self, model: str) -> str:
         """Returns the text of /metrics."""

@@ -131,7 +131,8 @@ def _block(view: View, block: int) -> Story:
         if saved:
             story.tell("saved", f"{count(saved, 'prompt token')} taken from this block, not computed")
     elif shown.holders_of(block):
-        story.tell("tokens", "private: not in the tree yet, because the block is not full or has tokens not known yet")
+        why = "not in the tree yet, because the block is not full or has tokens not known yet"
+        story.tell("tokens", f"private: {why if view.caching else 'the prefix cache is off'}")
     copies = copies_of(state, block)
     if copies:
         story.tell("copies", f"the same text is also in {_numbers(sorted(copies))}")

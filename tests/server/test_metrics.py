@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import sys
 from typing import Any
 
 import pytest
 
+from engine.trace.state import RequestView, Waste
 from tests.support.serving import Running
 
 # The queries of vLLM's and Ray's Grafana dashboards, without those for hardware and for features that minitui lacks
@@ -89,7 +89,7 @@ def test_waiting_requests_are_counted_by_reason(server: Running, held: bool) -> 
 
     state = server.state()
     state.gate, state.queue = ("closed" if held else "open"), [1, 2]
-    state.requests = dict(itertools.zip_longest(state.queue, ()))
+    state.requests = {id: RequestView(id, "", 4, 8) for id in state.queue}
     metrics = Metrics()
     metrics.read(state)
     page = metrics.page("m")
@@ -98,6 +98,22 @@ def test_waiting_requests_are_counted_by_reason(server: Running, held: bool) -> 
     metrics.read(None)
     page = metrics.page("m")
     assert "sleep_state=" not in page and "reason=" not in page.replace("finished_reason=", "")
+
+
+def test_the_waste_of_the_pool_is_measured(server: Running) -> None:
+    from minitui.server.metrics import Metrics
+
+    state = server.state()
+    state.requests = {1: RequestView(1, "", 20, 40, "running", table=[1, 2], base=20)}
+    state.waste = Waste(evicted=32, preempted=5, duplicate=16)
+    metrics = Metrics()
+    metrics.read(state)
+    page = metrics.page("m")
+    assert f"kv_cache_unused_slots{{model_name=\"m\",engine=\"0\"}} {2 * state.block_size - 20}\n" in page
+    for cause, tokens in (("evicted", 32), ("preempted", 5), ("duplicate", 16)):
+        assert f'tokens_computed_again{{model_name="m",engine="0",cause="{cause}"}} {tokens}\n' in page
+    metrics.read(None)
+    assert "tokens_computed_again{" not in metrics.page("m")
 
 
 def test_the_process_and_its_http_requests_are_measured(server: Running) -> None:
