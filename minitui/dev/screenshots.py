@@ -33,13 +33,16 @@ from minitui.export.svg import offline
 from minitui.settings import Settings
 from minitui.sources.replay import ReplaySource
 from minitui.sources.replicas import ReplicaSource
+from minitui.teaching.contrasts import CONTRASTS, Contrast
 from minitui.teaching.demo import DEMOS, print_demo
 from minitui.teaching.lessons import lesson as find_lesson
 from minitui.trace.bundled import bundled
 from minitui.tui.app import MinituiApp
+from minitui.tui.compare_app import CompareApp, compare_in_app
 from minitui.tui.lesson_app import LessonApp
 from minitui.tui.replay_app import ReplayApp
 from minitui.tui.replica_app import ReplicaApp
+from minitui.tui.screens.compare import CompareScreen
 from minitui.tui.screens.lesson import LessonScreen
 from minitui.tui.widgets.experts import ExpertMap
 from minitui.web.serve import OwnServer
@@ -63,6 +66,7 @@ class Scene:
     theme: str = "dark"
     options: dict[str, Any] = field(default_factory=dict)  # of the engine
     lesson: int | None = None  # instead of the chat: this lesson
+    contrast: str = ""  # instead of the chat: the two runs of `minitui compare NAME`
     demo: str = ""  # instead of the chat: a recording of this demo
     recording: str = ""  # instead of the chat: this bundled recording
     experts: int = 0  # instead of the bundled model: random weights with this many experts in each layer
@@ -199,6 +203,15 @@ async def code(app: MinituiApp) -> None:
     await press(app, "right", "v")
 
 
+async def compared(app: MinituiApp) -> None:
+    """Both runs have ended; the cursor is a third of the way through."""
+    await until(lambda: isinstance(app, CompareApp) and app.save is not None, 120.0)
+    screen = app.screen
+    assert isinstance(screen, CompareScreen) and screen.runs.comparison is not None
+    await press(app, "left")
+    screen.runs.cursor = screen.runs.comparison.end("ms") / 3
+
+
 async def replayed(app: MinituiApp) -> None:
     """A narrated recording at its first preemption."""
     assert isinstance(app, ReplayApp)
@@ -280,6 +293,8 @@ SCENES = {
     "lesson-projector": Scene(lesson, 100, 30, "projector", lesson=9),
     "lesson-80x24": Scene(lesson, 80, 24, lesson=9),
     "lesson-code": Scene(code, 140, 40, lesson=9),
+    "compare": Scene(compared, 140, 30, contrast="batching"),
+    "compare-80x24": Scene(compared, 80, 24, contrast="chunked-prefill"),
     "replay": Scene(replayed, 140, 40, demo="preemption"),
     "replay-light": Scene(replayed, 140, 40, "light", demo="preemption"),
     **{f"replay-{name}": Scene(at_its_fullest, 160, 48, recording=name) for name in bundled()},
@@ -310,6 +325,8 @@ async def make(scene: Scene, folder: Path, servers: contextlib.ExitStack) -> Min
         recording = ReplaySource(str(trace))
         return ReplayApp(recording, Chats(recording), settings, system="", speaker="model")
     restart: Any = None
+    if scene.contrast:
+        return two_runs(CONTRASTS[scene.contrast], settings)
     if scene.lesson is None:
         choice = choose_model(str(mixture(folder, scene.experts)) if scene.experts else None)
         source = live_source(choice, DEFAULTS | scene.options)
@@ -328,6 +345,21 @@ async def make(scene: Scene, folder: Path, servers: contextlib.ExitStack) -> Min
         return MinituiApp(source, Chats(source, sampling=Sampling(temperature=0.0)), settings, **shared)
     chats = Chats(source, sampling=Sampling(temperature=0.0, max_tokens=60))
     return LessonApp(source, chats, settings, lesson=find_lesson(scene.lesson), restart=restart, **shared)
+
+
+def two_runs(contrast: Contrast, settings: Settings) -> CompareApp:
+    """Returns the application of `minitui compare`, without recordings of the runs."""
+    choice = choose_model(None)
+    source = live_source(choice, DEFAULTS | contrast.engine(contrast.first))
+
+    async def restart(changes: dict[str, Any]) -> None:
+        await source.reconfigure(engine_config(choice.name, **(DEFAULTS | contrast.options | changes)))
+
+    def script(app: Any) -> Any:
+        return compare_in_app(contrast, app, restart, lambda prefix: [])
+
+    chats = Chats(source, sampling=Sampling(temperature=0.0, max_tokens=contrast.max_tokens))
+    return CompareApp(source, chats, settings, system=choice.system, load_codec=load_codec, script=script)
 
 
 def mixture(folder: Path, experts: int) -> Path:

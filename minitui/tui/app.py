@@ -127,7 +127,8 @@ class MinituiApp(AppBase):
             await self._script(self)
 
     def _on_progress(self, progress: dict[str, Any]) -> None:
-        self.progress = progress
+        if self.progress is not None:  # not when a demo or a lesson replaces the engine
+            self.progress = progress
 
     async def on_unmount(self) -> None:
         self.chats.cancel_all()

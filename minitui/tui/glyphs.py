@@ -24,6 +24,7 @@ class Glyphs:
     rule: str = _glyph("─", "-")
     decode: str = _glyph("─", "-")
     gaining: str = _glyph("═", "=")  # decoding several tokens in a step, because drafts were accepted
+    stall: str = _glyph("╌", "!")  # the longest gap between two tokens
     prefill: str = _glyph("█", "#")
     queued: str = _glyph("·", ".")
     preempted: str = _glyph("×", "x")

@@ -19,7 +19,8 @@ from minitui.viewmodel.spans import REQUESTS, Span
 from minitui.viewmodel.tokens import Arrivals, percentiles
 
 KINDS = ("decode", "mixed", "prefill")
-DRAFTS = "drafts"  # the kind of a phase: decode steps in which drafts were accepted
+DRAFTS, STALL = "drafts", "stall"  # parts of a decode phase: drafts were accepted; the longest gap between two tokens
+STALLED, FEW = 3.0, 4  # a gap of so many times the median is a stall; with fewer gaps, none is
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ class Run:
         ]  # fmt: skip
 
     def phases(self, unit: str, lane: Lane) -> list[Span]:
-        """Returns the phases of a request on a clock: REQUESTS and DRAFTS. Preempted and finished are moments."""
+        """Returns the phases of a request on a clock: the kinds of REQUESTS, DRAFTS and STALL."""
         known = self._spans.get((unit, lane.id))
         if known is None:
             known = self._spans[unit, lane.id] = self._phases(unit, self.clocks[unit], lane)
@@ -202,21 +203,28 @@ class Run:
             if code == QUEUED:
                 if first > joined:
                     add("queued", first, clock.begin_of(first), clock.begin_of(following))
-            elif code == PREFILLING:
-                add("prefill", first, clock.begin_of(first), clock.end_of(last))
-            elif code == DECODING:
-                at = first
-                for begun, ended in (gain for gain in lane.gains if gain[1] >= first and gain[0] <= last):
-                    add("decode", at, clock.begin_of(at), clock.begin_of(begun))
-                    add(DRAFTS, begun, clock.begin_of(begun), clock.end_of(ended))
-                    at = ended + 1
-                add("decode", at, clock.begin_of(at), clock.end_of(last))
+            elif code in (PREFILLING, DECODING):
+                add(REQUESTS[code], first, clock.begin_of(first), clock.end_of(last))
             elif code == PREEMPTED:
                 place = clock.begin_of(first)
                 spans.append(Span(REQUESTS[code], first, place, place, 0.0))
+        for begun, ended in lane.gains:
+            spans = _marked(spans, Span(DRAFTS, begun, clock.begin_of(begun), clock.end_of(ended), 0.0))
+        if unit == "ms" and (stall := self._stall(clock, lane)) is not None:
+            spans = _marked(spans, stall)
         if finished is not None:
             spans.append(Span("finished", lane.finish_step, finished, finished, 0.0))
         return spans
+
+    def _stall(self, clock: Clock, lane: Lane) -> Span | None:
+        """Returns the longest gap between two tokens of a request, if it is much longer than its other gaps."""
+        found: Arrivals = self.arrivals[lane.id]
+        gaps = np.diff(found.at)
+        if len(gaps) < FEW or gaps.max() < STALLED * np.median(gaps):
+            return None
+        at = int(gaps.argmax())
+        before, after = int(found.steps[at]), int(found.steps[at + 1])
+        return Span(STALL, after, clock.end_of(before), clock.end_of(after), float(gaps[at]) * 1e3)
 
     def _finish(self, clock: Clock, lane: Lane) -> float | None:
         """Returns the place at which a request finished: the end of the step of its last token."""
@@ -241,7 +249,7 @@ class Run:
                 continue
             kind = next((span.kind for span in spans if span.begin <= place < span.end), "")
             if kind:
-                counts["decode" if kind == DRAFTS else kind] += 1
+                counts["decode" if kind in (DRAFTS, STALL) else kind] += 1
         return counts
 
     @property
@@ -292,3 +300,19 @@ class Run:
         if events.count > len(events):
             return None
         return sum(event.record[4] for event in events.since(0) if event.kind == "evict")
+
+
+def _marked(spans: list[Span], mark: Span) -> list[Span]:
+    """Returns the spans with the kind and step of `mark` where it covers a decode phase."""
+    marked: list[Span] = []
+    for span in spans:
+        begin, end = max(span.begin, mark.begin), min(span.end, mark.end)
+        if span.kind != "decode" or end <= begin:
+            marked.append(span)
+            continue
+        pieces = (
+            span._replace(end=begin, ms=begin - span.begin), mark._replace(begin=begin, end=end, ms=end - begin),
+            span._replace(begin=end, ms=span.end - end),
+        )  # fmt: skip
+        marked += [piece for piece in pieces if piece.end > piece.begin]
+    return marked

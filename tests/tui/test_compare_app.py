@@ -58,10 +58,18 @@ async def test_two_recordings_are_shown_with_their_figures(size: tuple[int, int]
 
 
 class Changeable(FakeSource):
-    """An engine whose options can be changed: a smaller step budget stands for any setting."""
+    """An engine that can be replaced, and reports the progress of its start as a real engine does."""
+
+    report: Any = None
+
+    async def start(self, on_progress: Any) -> None:
+        self.report = on_progress
+        await super().start(on_progress)
 
     async def reconfigure(self, config: Any) -> None:
-        await self.restart(lambda progress: None)
+        report = self.report
+        report({"text": "loading the weights"})
+        await self.restart(report)
 
 
 async def test_a_contrast_runs_in_the_application_is_saved_and_opens_again(tmp_path: Path) -> None:
@@ -114,6 +122,7 @@ async def test_a_demo_of_two_settings_ends_with_both_runs_side_by_side() -> None
         await press(pilot, "k")
         screen = app.screen
         assert isinstance(screen, CompareScreen), app.story
+        assert app.progress is None, "the second engine is not loading any more"
         heads = [line for line in screen.runs.text.splitlines() if " steps · " in line]
         assert [head.split(" · ")[0] for head in heads] == ["│ static batching", "│ continuous batching"]
         steps = [re.search(r"(\d+) steps", head)[1] for head in heads]

@@ -86,8 +86,8 @@ async def test_one_cursor_tells_what_both_runs_do(batching: View) -> None:
         panel.cursor = 3.5
         panel.repaint()
         static, continuous = (line.strip("│ ") for line in panel.text.splitlines()[-3:-1])
-        assert static.split(" · ")[1:] == ["1 decode, 3 wait, 1 done", "6 of 26 reply tokens"], static
-        assert continuous.split(" · ")[1:] == ["1 decode, 1 prefill, 2 wait, 1 done", "6 of 26 reply tokens"]
+        assert static.split(" · ")[1:] == ["1 decode, 3 wait, 1 done", "6 of 26 tokens"], static
+        assert continuous.split(" · ")[1:] == ["1 decode, 1 prefill, 2 wait, 1 done", "6 of 26 tokens"]
         await pilot.press("right")
         assert panel.cursor == pytest.approx(3.5 + panel.scale.ms)
         each = panel.scale.ms

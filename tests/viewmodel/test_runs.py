@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.core.engine import Engine
@@ -16,7 +17,7 @@ from minitui.trace.reader import TraceReader
 from minitui.viewmodel.comparison import Comparison
 from minitui.viewmodel.comparison_words import key_of, settings_that_differ
 from minitui.viewmodel.model import View
-from minitui.viewmodel.runs import DRAFTS, Run
+from minitui.viewmodel.runs import DRAFTS, STALL, Run
 from tests.engine.test_step_clock import Timed
 from tests.support.golden import GOLDEN
 
@@ -98,7 +99,7 @@ def test_the_phases_of_a_request_follow_each_other_and_hold_its_tokens(name: str
         spans = run.phases(unit, lane)
         assert all(a.end <= b.begin + 1e-9 for a, b in pairwise(spans))
         found = run.arrivals[lane.id]
-        working = [span for span in spans if span.kind in ("prefill", "decode", DRAFTS)]
+        working = [span for span in spans if span.kind in ("prefill", "decode", DRAFTS, STALL)]
         for step in found.steps.tolist():
             end = run.clocks[unit].end_of(step)
             assert any(span.begin - 1e-6 <= end <= span.end + 1e-6 for span in working), (lane.id, step)
@@ -133,6 +134,22 @@ def test_static_and_continuous_batching_differ_in_steps_not_in_work(monkeypatch:
     at = 3.5  # the first request has finished; only continuous batching gives its row to the third
     assert [run.doing("steps", at)["queued"] for run in both.runs] == [3, 2]
     assert [run.written_by("steps", at) for run in both.runs] == [6, 6]
+
+
+def test_the_longest_gap_of_a_request_is_marked_if_it_stands_out() -> None:
+    view, _ = recorded_view(bundled()["small-pool"])
+    run = Run(view)
+    marked = 0
+    for lane in run.lanes:
+        stalls = [span for span in run.phases("ms", lane) if span.kind == STALL]
+        gaps = np.diff(run.arrivals[lane.id].at) * 1e3
+        stands_out = gaps.max() > 3 * np.median(gaps) and not lane.preemptions
+        assert bool(stalls) == stands_out, lane.id
+        for span in stalls:
+            marked += 1
+            assert span.end - span.begin == pytest.approx(gaps.max(), abs=0.01)
+        assert all(span.kind != STALL for span in run.phases("steps", lane))
+    assert marked
 
 
 def test_the_sentence_names_the_key_figure_the_time_and_what_got_worse(monkeypatch: pytest.MonkeyPatch) -> None:

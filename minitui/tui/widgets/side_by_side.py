@@ -14,11 +14,13 @@ from textual.binding import Binding
 from minitui.text import count, duration, ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
-from minitui.tui.widgets.rows import Row, Run, Runs, cells, clean, fit, legend
-from minitui.tui.widgets.tracks import Scale, number, ruler, track
+from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, legend
+from minitui.tui.widgets.rows import cells as width_of
+from minitui.tui.widgets.tracks import STYLES, Scale, mark, number, ruler, track
 from minitui.tui.widgets.waterfall_texts import request_legend
 from minitui.viewmodel.comparison import Comparison
 from minitui.viewmodel.model import View
+from minitui.viewmodel.runs import DRAFTS, STALL
 from minitui.viewmodel.runs import Run as OneRun
 from minitui.viewmodel.spans import Span
 
@@ -28,6 +30,7 @@ SIZES = (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0, 10.0)  # widths of a
 ROOMY = 12  # with fewer rows, the steps are left out
 MOST_ZOOM = 1 << 16
 UNITS = {"ms": ("{} ms", "clock: time, the same for both runs"), "steps": ("{} steps", "clock: steps")}
+SOMETIMES = {DRAFTS: "drafts accepted", STALL: "stalled"}  # shown in the legend only if they occur
 DOING = {"decode": "decode", "prefill": "prefill", "queued": "wait", "finished": "done"}
 NO_RUN = "no step yet"
 
@@ -40,7 +43,8 @@ class SideBySide(LinePanel):
 Two runs of the engine on one clock. Both begin at the left edge, and a column is the same time in both, so the shorter
 run is the faster one. The row of steps shows what the steps of a run computed: only prompts, prompts and decodes, or
 only decodes. Each row below is a request: it waits, its prompt is computed, it decodes one token in each step, it
-finishes. The nth row of one run and the nth row of the other are the nth request; up and down choose a pair.
+finishes. The longest gap between two tokens of a request is marked if it is more than three times as long as its median
+gap. The nth row of one run and the nth row of the other are the nth request; up and down choose a pair.
 
 Pauses and slow motion do not count. A time without work is drawn as at most one second.
 
@@ -70,6 +74,7 @@ machine, times are not.""")
         self.left = 0.0
         self.scale = Scale(0.0, 1.0, 1)
         self._label = LABEL
+        self._kinds: set[str] = set()  # the kinds of phases of the requests in sight
         self._rows: list[int | None] = []  # the index of the request in each row of the picture
 
     def picture(self, view: View, width: int, height: int) -> Picture:
@@ -84,7 +89,7 @@ machine, times are not.""")
         scale = ruler(self.scale, cursor, words, 0.0, 1.0 if self.unit == "steps" else 0.0)
         at = self.unit if self.cursor is None else _place(self.cursor, self.unit)
         rows = [self._track(at, scale, width, "dim" if cursor is None else "bold accent")]
-        self._rows = [None]
+        self._rows, self._kinds = [None], set()
         feet = [self._at_cursor(run, width) for run in comparison.runs] if self.cursor is not None else []
         heads = 2 if height >= ROOMY else 1  # rows above the lanes of a run
         rooms = _shared_out([len(run.lanes) for run in comparison.runs], height - 1 - len(feet), heads)
@@ -100,8 +105,9 @@ machine, times are not.""")
         rows += [Row().done(width)] * (height - len(rows) - len(feet))
         note: list[Run] = [(self._column_text(), "ink"), *self.own_key("[ ] zoom · k clock")]
         signs = request_legend()
-        if any(run.figures.accepted for run in comparison.runs):
-            signs = [*legend((glyphs().gaining, "hit", "drafts accepted")), ("  ", "dim"), *signs]
+        for kind, words in SOMETIMES.items():
+            if kind in self._kinds:
+                signs = [*legend((mark(kind, request=True), STYLES[kind], words)), ("  ", "dim"), *signs]
         return Picture(rows + feet, title=f"{self.TITLE} · {title}", note=note, legend=signs)
 
     def compared(self, view: View) -> Comparison:
@@ -171,13 +177,15 @@ machine, times are not.""")
         if named:
             group = run.view.group_name(lane.group)
             name = fit(name, self._label - named) + fit(clean(group), named - 1, glyphs().dots)
-        phases = track(run.phases(self.unit, lane), self.scale, cursor, _no_labels, request=True)
-        return self._track(name, phases, width, "bold accent on select" if lit else "ink")
+        phases = run.phases(self.unit, lane)
+        self._kinds.update(span.kind for span in phases)
+        cells = track(phases, self.scale, cursor, _no_labels, request=True)
+        return self._track(name, cells, width, "bold accent on select" if lit else "ink")
 
     def _at_cursor(self, run: OneRun, width: int) -> Runs:
         """Returns what a run does at the cursor."""
         assert self.cursor is not None and self.comparison is not None
-        place, widest = self.cursor, max(cells(run.name) for run in self.comparison.runs)
+        place, widest = self.cursor, max(width_of(run.name) for run in self.comparison.runs)
         row = Row(fit(clean(run.name), min(16, widest), glyphs().dots) + "  ", "accent")
         step = run.clocks[self.unit].step_at(place)
         found = None if step is None else run.view.steps.get(step)
@@ -189,7 +197,7 @@ machine, times are not.""")
         doing = run.doing(self.unit, place)
         for part in (
             ", ".join(f"{doing[kind]} {word}" for kind, word in DOING.items() if doing[kind]),
-            f"{run.written_by(self.unit, place):,} of {count(run.figures.replies, 'reply token')}",
+            f"{run.written_by(self.unit, place):,} of {count(run.figures.replies, 'token')}",
         ):
             row.add(f" {glyphs().middot} ", "dim").add(part)
         return row.done(width)

@@ -18,7 +18,7 @@ STYLES = {
     "commit": "hit", "emit": "pool", "gate": "waiting", "plan": "running", "launch": "owner-6", "wait": "dim",
     "unaccounted": "dim", "idle": "dim", "gc": "bad", "delayed": "bad", "stop": "bad", "decode": "decode",
     "mixed": "prefill", "prefill": "prefill", "queued": "dim", "preempted": "bad", "finished": "good",
-    "drafts": "hit", UNKNOWN: "dim", STEP: "faint",
+    "drafts": "hit", "stall": "bad", UNKNOWN: "dim", STEP: "faint",
 }  # fmt: skip
 PLAIN = ("dim", "faint")  # labels in these colours are drawn without a background
 TICK = 12  # cells: the least distance of two ticks of the scale
@@ -59,7 +59,7 @@ def mark(kind: str, request: bool = False) -> str:
     g = glyphs()
     if request:
         return {"queued": g.queued, "prefill": g.prefill, "decode": g.decode, "drafts": g.gaining,
-                "preempted": g.preempted, "finished": g.finished}[kind]  # fmt: skip
+                "stall": g.stall, "preempted": g.preempted, "finished": g.finished}[kind]  # fmt: skip
     return {
         "commit": g.commit, "emit": g.emit, "gate": g.gate, "plan": g.plan, "launch": g.launch, "wait": g.wait,
         "unaccounted": g.unaccounted, "idle": " ", "gc": g.gc, "delayed": g.delayed, "stop": g.stop,
