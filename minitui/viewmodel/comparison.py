@@ -206,10 +206,10 @@ class Comparison:
         words = f"With {self.runs[1].name or 'the second run'}, {_told(main)}"
         against = [one for one in told if {one.better, main.better} == {True, False}]
         time = by_name["time"]
-        if time is not main and time.weight and time not in against and not self.unlike:
-            words += f", and {_told(time)}"
         if self.disturbed:  # times may differ for other reasons than the setting
             against = [one for one in against if not one.quantity.unit]
+        elif time is not main and time.weight and time not in against and not self.unlike:
+            words += f", and {_told(time)}"
         price = max(against, key=lambda one: one.weight, default=None)
         if price is not None and price.weight >= log(1 + PRICE):
             return f"{words}. In return, {_told(price)}."

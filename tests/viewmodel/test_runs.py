@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -209,3 +210,14 @@ def test_the_setting_that_differs_names_the_figure_that_it_is_meant_to_change() 
     drafts = {"speculation": {"method": "prompt-lookup", "tokens": 8}, "overlap": False}
     assert key_of([{"speculation": None, "overlap": True}, drafts]) == "steps"
     assert "speculation off and prompt-lookup" in settings_that_differ([{"speculation": None}, drafts])
+
+
+def test_times_of_a_run_that_other_programs_delayed_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    static = viewed(played(monkeypatch, policy="static"), "static")
+    both = compared(static, viewed(played(monkeypatch), "continuous"), key="steps")
+    quiet, first = both.runs[1].figures, both.runs[0].figures
+    both.runs[1]._figures, both.runs[0]._figures = replace(quiet, delayed=0.0), replace(first, delayed=0.0)
+    assert "time of the run" in both.sentence and both.disturbed == ""
+    both.runs[0]._figures = replace(first, delayed=first.time / 4)
+    assert "time of the run" not in both.sentence and "number of steps" in both.sentence
+    assert both.disturbed.startswith("Other programs used the core for ") and "of static:" in both.disturbed

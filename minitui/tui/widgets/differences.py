@@ -26,7 +26,8 @@ class Differences(ScrollPanel):
     help_text = paragraphs("""\
 The figures of both runs, and the change from the first to the second: a share of the first, or how many times as much.
 "Better" and "worse" are given only for counts that differ, and for times and speeds that differ by more than a tenth:
-smaller differences are normal between two runs of the same setting.
+smaller differences are normal between two runs of the same setting. Each setting runs once: repeat the comparison to
+see how much the times vary on this machine. "Host waited for a core" is time in which other programs ran.
 
 Times are those of the engine, without pauses and slow motion. The time of a run is from the begin of its first step to
 the end of its last. A gap is the time between two arrivals of tokens of a request. "Computed" counts a prompt token
