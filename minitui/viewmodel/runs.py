@@ -119,9 +119,9 @@ class Run:
         self.last = steps.committed if steps.first >= 0 else -1
         self._at = steps.indices(self.first, self.last)
         self.forgotten = steps.last - self.first + 1 >= steps.capacity  # the run has more steps than are kept
-        self.clocks = {"ms": self._clock_ms(), "steps": self._clock_steps()}
         alive = (lane for lane in self.view.lanes.lanes.values() if lane.finish_step >= self.first)
         self.lanes = sorted(alive, key=lambda lane: lane.id)
+        self.clocks = {"ms": self._clock_ms(), "steps": self._clock_steps()}
         self.arrivals = {lane.id: self.view.tokens.arrivals(lane, self.last) for lane in self.lanes}
         written = np.zeros(len(self._at) + 1, np.int64)
         for found in self.arrivals.values():
@@ -146,8 +146,12 @@ class Run:
             return self._clock_steps()
         start = begins[np.argmax(timed)]
         begins, ends = np.maximum(begins, start), np.maximum(ends, start)
-        idle = np.maximum(0.0, begins[1:] - ends[:-1] - IDLE_SHOWN)
-        cut = np.r_[0.0, idle.cumsum()] + start
+        cut = np.full(len(begins), start)
+        waits = begins[1:] - ends[:-1]
+        for i in np.flatnonzero(waits > IDLE_SHOWN).tolist():
+            step = self.first + i
+            if not any(lane.submitted_step <= step < lane.finish_step for lane in self.lanes):  # else: a stall
+                cut[i + 1 :] += waits[i] - IDLE_SHOWN
         return Clock(self.first, begins - cut, ends - cut)
 
     def _clock_steps(self) -> Clock:
