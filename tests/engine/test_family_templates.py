@@ -1,0 +1,114 @@
+"""Chat templates and tokenizers in the formats of the families, against transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from engine.errors import InvalidRequest
+from engine.text.tokenizer import Tokenizer
+from tests.engine.test_tokenizer import TEXTS, byte_level, sentencepiece_like, write
+from tests.support.templates import CHATS, FORMATS
+
+
+def tiktoken_like() -> tokenizers.Tokenizer:
+    """As Llama 3's, Phi-4-mini's and gpt-oss's: bytes, cut by a pattern with groups of three digits."""
+    tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=True))
+    pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    pattern += r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s+(?!\S)|\s+"
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=480, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(TEXTS * 3, trainer)
+    return tokenizer
+
+
+def gemma_like() -> tokenizers.Tokenizer:
+    """As Gemma's: ▁ for every space and none added, bytes as a fallback."""
+    tokenizer = sentencepiece_like()
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+KINDS = {
+    "Gemma 2": gemma_like, "Gemma 3": gemma_like, "Ministral": sentencepiece_like, "Phi-4-mini": tiktoken_like,
+    "gpt-oss": tiktoken_like, "GLM-4": tiktoken_like,
+}  # fmt: skip
+
+
+def made(name: str, directory: Path) -> Tokenizer:
+    form = FORMATS[name]
+    tokenizer, tokens = KINDS.get(name, byte_level)(), form.tokens.split()
+    tokenizer.add_special_tokens(tokens)
+    write(directory, tokenizer, chat_template=form.template, bos_token=tokens[0], eos_token=tokens[-1])
+    return Tokenizer(directory)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_template_of_a_family_gives_the_ids_of_transformers(name: str, tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    ours, form = made(name, tmp_path), FORMATS[name]
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for chat, messages in CHATS.items():
+        if chat in form.texts and form.texts[chat] is None:
+            with pytest.raises(InvalidRequest, match="the model's chat template refuses these messages: "):
+                ours.apply_chat_template(messages)
+            continue
+        text = ours.render_chat(messages)
+        assert text == form.texts.get(chat, text)
+        ids = theirs.apply_chat_template(messages, add_generation_prompt=True)
+        assert ours.apply_chat_template(messages) == getattr(ids, "input_ids", ids)
+    if form.options:
+        text = ours.render_chat(CHATS["one question"], **form.options)
+        assert form.optional in text and form.optional not in ours.render_chat(CHATS["one question"])
+        assert text == theirs.apply_chat_template(
+            CHATS["one question"], add_generation_prompt=True, tokenize=False, **form.options
+        )
+    ours.stop_rendering()
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece_like, gemma_like, tiktoken_like])
+def test_texts_come_back_from_every_kind_of_tokenizer(make: Any, tmp_path: Path) -> None:
+    """Whole and token by token, also those whose characters are only bytes."""
+    from transformers import PreTrainedTokenizerFast
+
+    ours = Tokenizer(write(tmp_path, make()))
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for text in TEXTS:
+        ids = ours.encode(text, add_special_tokens=False)
+        assert ids == theirs.encode(text, add_special_tokens=False)
+        stream = ours.detokenizer()
+        assert "".join([*(stream.push([token]) for token in ids), stream.flush()]) == ours.decode(ids)
+        assert ours.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False)
+        if make in (gemma_like, tiktoken_like):
+            assert ours.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("Gemma 3", ["<eos>", "<end_of_turn>"]), ("gpt-oss", ["<|return|>", "<|startoftext|>"]),
+        ("GLM-4", ["<|endoftext|>", "<|user|>", "<|observation|>"]), ("Phi-4-mini", ["<|end|>", "<|endoftext|>"]),
+    ],
+)  # fmt: skip
+def test_end_tokens_are_those_of_generation_config(name: str, ends: list[str], tmp_path: Path) -> None:
+    """The token that ends a turn is often not the tokenizer's EOS."""
+    tokenizer = tokenizers.Tokenizer.from_str(made(name, tmp_path).to_json())
+    ids = [tokenizer.token_to_id(end) for end in ends]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": ids[0]}))
+    assert set(Tokenizer(tmp_path).eos_ids) == {*ids, tokenizer.token_to_id(FORMATS[name].tokens.split()[-1])}
