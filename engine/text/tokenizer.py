@@ -21,6 +21,7 @@ from engine.files import TOKENIZER_BYTES, read_bytes, read_json_if_there, read_t
 from engine.params import SamplingParams
 from engine.text.chat_template import LONGEST_SOURCE, ChatTemplate
 from engine.text.detokenizer import Decoding, Detokenizer
+from engine.text.markers import MarkedDetokenizer, Markers
 
 Message = dict[str, Any]
 
@@ -63,6 +64,7 @@ class Tokenizer:
         self.chat_template = self._find_template()
         self.context: int | None = None
         self._decoding = Decoding(self._tokenizer, self.special_ids)
+        self._markers = Markers(self._tokenizer.token_to_id, lambda ids: self._decoding.decode(ids, False))
 
     def encode(self, text: str, allow_special: bool = False, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of a text. Names of control tokens in it are plain text, unless `allow_special`.
@@ -73,12 +75,16 @@ class Tokenizer:
         return _encode(tokenizer, text, add_special_tokens)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Returns the text of the ids."""
+        """Returns the text of the ids. Without control tokens, other markers stand for some of them (markers.py)."""
+        if skip_special_tokens and self._markers:
+            stream = self.detokenizer()
+            return stream.push(list(ids)) + stream.flush()
         return self._decoding.decode(list(ids), skip_special_tokens)
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """Returns a detokenizer for one reply. It decodes the tokens as they arrive."""
-        return self._decoding.start(skip_special_tokens)
+        plain = self._decoding.start(skip_special_tokens)
+        return MarkedDetokenizer(self._markers, plain) if skip_special_tokens and self._markers else plain
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of a token. They may be only a part of a character."""

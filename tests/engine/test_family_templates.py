@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +113,50 @@ def test_end_tokens_are_those_of_generation_config(name: str, ends: list[str], t
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": ids[0]}))
     assert set(Tokenizer(tmp_path).eos_ids) == {*ids, tokenizer.token_to_id(FORMATS[name].tokens.split()[-1])}
+
+
+HARMONY = [
+    ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello.",
+     "<think>\nHm.\n</think>\n\nHello."),
+    ("<|channel|>analysis<|message|>Hm", "<think>\nHm"),
+    ("<|channel|>final<|message|>Hello <|x", "Hello <|x"),
+    ("Hello", "Hello"),
+    ('<|channel|>commentary to=functions.now <|constrain|>json<|message|>{"a": 1}',
+     '<tool_call>\n{"name": "now", "arguments": {"a": 1}}\n</tool_call>'),
+    ('<|channel|>analysis<|message|>Hm<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}',
+     '<think>\nHm\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
+    ("<|channel|>commentary<|message|>I ask.<|end|><|start|>assistant<|channel|>final<|message|>ça va 🫨",
+     "I ask.ça va 🫨"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reply", "shown"), HARMONY)
+def test_channels_of_gpt_oss_are_shown_as_thinking_and_calls(reply: str, shown: str, tmp_path: Path) -> None:
+    """The same text token by token, and the parser of the server finds the parts."""
+    from minitui.server.reply_parser import ReplyParser
+
+    form = FORMATS["gpt-oss"]
+    tokenizer = tiktoken_like()
+    tokenizer.add_special_tokens([*form.tokens.split(), "<|constrain|>", "<|call|>"])
+    ours = Tokenizer(write(tmp_path, tokenizer))
+    ids, stream, parser = ours.encode(reply, allow_special=True), ours.detokenizer(), ReplyParser(tools=True)
+    pieces = [*(stream.push([token]) for token in ids), stream.flush()]
+    assert "".join(pieces) == shown == ours.decode(ids)
+    assert ours.decode(ids, skip_special_tokens=False) == reply
+    parts = [*map(parser.push, pieces), parser.flush()]
+    content = re.sub(r"<(think|tool_call)>.*?(</\1>\s*|$)", "", shown, flags=re.DOTALL)
+    assert "".join(part.content for part in parts) == content
+    assert [call["function"]["name"] for part in parts for call in part.calls] == [
+        name for name in ("now", "f") if f"functions.{name}" in reply
+    ]
+
+
+@pytest.mark.parametrize("tags", [("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]")])
+@pytest.mark.parametrize("special", [False, True])
+def test_other_marks_of_thinking_are_shown_as_the_usual_ones(special: bool, tags: Any, tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(list(tags))
+    ours = Tokenizer(write(tmp_path, tokenizer))
+    ids = ours.encode(f"{tags[0]}Hm.{tags[1]}Hello", allow_special=True)
+    assert ours.decode(ids) == "<think>Hm.</think>Hello"
+    assert ours.decode(ids, skip_special_tokens=False) == f"{tags[0]}Hm.{tags[1]}Hello"

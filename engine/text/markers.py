@@ -1,0 +1,91 @@
+"""Shows the thinking and the tool calls of every family with the markers of Qwen, which all clients here understand.
+
+    gpt-oss       <|channel|>analysis<|message|>… <|end|>                        <think>…</think>
+                  <|channel|>commentary to=functions.f <|message|>{…} <|call|>   <tool_call>{"name": "f", …}</tool_call>
+                  <|start|>assistant<|channel|>final<|message|>…                 …
+    Seed-OSS      <seed:think>…</seed:think>                                     <think>…</think>
+    Ministral 3   [THINK]…[/THINK]                                               <think>…</think>
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+
+from engine.text.detokenizer import Detokenizer
+
+SINGLE = {
+    "<seed:think>": "<think>", "</seed:think>": "</think>", "[THINK]": "<think>", "[/THINK]": "</think>",
+}  # fmt: skip
+BEGINS, MESSAGE, ENDS = ("<|start|>", "<|channel|>"), "<|message|>", ("<|end|>", "<|return|>", "<|call|>")
+FUNCTION = re.compile(r"to=functions\.([\w.-]+)")
+
+
+class Markers:
+    """The ids of the tokens that are shown as other markers; empty if the vocabulary has none of them."""
+
+    def __init__(self, id_of: Callable[[str], int | None], decode: Callable[[list[int]], str]) -> None:
+        """`decode`: ids to text, with control tokens; for the few tokens of a header."""
+
+        def known(names: Mapping[str, str]) -> dict[int, str]:
+            return {found: text for name, text in names.items() if (found := id_of(name)) is not None}
+
+        self.decode = decode
+        self.single = known(SINGLE)
+        self.message = id_of(MESSAGE) if id_of("<|channel|>") is not None else None
+        has_channels = self.message is not None
+        self.begins = frozenset(known(dict.fromkeys(BEGINS, ""))) if has_channels else frozenset()
+        self.ends = frozenset(known(dict.fromkeys(ENDS, ""))) if has_channels else frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.single or self.begins)
+
+
+class MarkedDetokenizer:
+    """A detokenizer that writes the markers in place of the family's own tokens."""
+
+    def __init__(self, markers: Markers, inner: Detokenizer) -> None:
+        self._markers = markers
+        self._inner = inner
+        self._header: list[int] | None = None  # the ids since the last <|start|> or <|channel|>; None: no header
+        self._close = ""  # the text that ends the open part
+
+    def push(self, ids: list[int]) -> str:
+        markers, text = self._markers, ""
+        for token_id in ids:
+            if token_id in markers.single:
+                text += self._inner.flush() + markers.single[token_id]
+            elif token_id in markers.begins:
+                text += self._end()
+                self._header = [*(self._header or ()), token_id]
+            elif token_id in markers.ends:
+                text += self._end()
+                self._header = None
+            elif self._header is None:
+                text += self._inner.push([token_id])
+            elif token_id == markers.message:
+                text += self._begin(markers.decode(self._header))
+                self._header = None
+            else:
+                self._header.append(token_id)
+        return text
+
+    def flush(self) -> str:
+        if self._close.endswith("</tool_call>"):  # the end token of a call is not pushed
+            return self._end()
+        return self._inner.flush()
+
+    def _begin(self, header: str) -> str:
+        """Returns the marker that begins the part with this header, such as "<|start|>assistant<|channel|>analysis"."""
+        if found := FUNCTION.search(header):
+            self._close = "}\n</tool_call>"
+            return f'<tool_call>\n{{"name": {json.dumps(found[1])}, "arguments": '
+        if "analysis" in header:
+            self._close = "\n</think>\n\n"
+            return "<think>\n"
+        return ""
+
+    def _end(self) -> str:
+        text, self._close = self._inner.flush() + self._close, ""
+        return text
