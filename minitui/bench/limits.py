@@ -53,6 +53,12 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
     return Limits(copy, max(read, copy / 2), matmul, str(dtype).removeprefix("torch."), sustained)
 
 
+def cpu_read_speed() -> float:
+    """Returns how many bytes of memory the CPU reads per second."""
+    copy, read = _memory(torch.device("cpu"), CPU_NUMBERS)
+    return max(read, copy / 2)
+
+
 def _memory(device: torch.device, count: int) -> tuple[float, float]:
     """Returns the bytes per second of copying and of reading `count` float32 numbers. Frees the buffers on return."""
     source = torch.empty(count, device=device).normal_()

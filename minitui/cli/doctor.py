@@ -51,7 +51,11 @@ def examine() -> dict[str, Any]:
     memory = _memory_gib()
     largest = max((g["free_gib"] for g in gpus), default=memory)
     models, incomplete = _cached_models()
-    bytes_each = 2 if gpus else 4  # bfloat16 on a GPU, float32 on a CPU
+    modules = {m: _version(m) for m in EXTRAS}
+    kinds = {"bfloat16": 2} if gpus else {"float32": 4, "bf16": 2, "int8": 1}
+    if modules["llvmlite"] is None:
+        kinds.pop("bf16", None)
+    speed = None if gpus else _cpu_read_speed()
     return {
         "minitui": version("minitui") if _installed("minitui") else "not installed",
         "python": platform.python_version(),
@@ -63,8 +67,16 @@ def examine() -> dict[str, Any]:
         "ranks": _backends(),
         "device": "cuda" if gpus else "cpu",
         "dtype": "bfloat16" if gpus else "float32",
-        "modules": {m: _version(m) for m in EXTRAS},
-        "fits": {name: parameters * bytes_each / 2**30 * 1.15 < largest for name, parameters in SIZES},
+        "modules": modules,
+        "read_gb_per_s": None if speed is None else speed / 1e9,
+        # Model -> the kinds of weights that fit, with the milliseconds in which the weights are read (None: unknown).
+        "fits": {
+            name: {
+                kind: None if speed is None else parameters * each / speed * 1e3
+                for kind, each in kinds.items() if parameters * each / 2**30 * 1.15 < largest
+            }
+            for name, parameters in SIZES
+        },
         "terminal": _terminal(),
         "models": models,
         "incomplete_models": incomplete,
@@ -89,8 +101,10 @@ def report(found: dict[str, Any]) -> list[str]:
         lines.append("no NVIDIA GPU that torch can use: models run on the CPU, in float32")
     lines += ["", "What runs here:", "  the bundled model: yes  (minitui chat)"]
     for name, fits in found["fits"].items():
-        speed = "" if found["gpus"] else ", slowly"
-        lines.append(f"  {name:<12} {'yes' + speed if fits else 'no: the weights do not fit into memory'}")
+        text = ", ".join(kind if ms is None else f"{kind} {ms:.0f} ms" for kind, ms in fits.items())
+        lines.append(f"  {name:<12} {text or 'no: the weights do not fit into memory'}")
+    if (speed := found["read_gb_per_s"]) is not None:
+        lines.append(f"  A token of one reply takes at least this time: memory is read at {speed:.0f} GB/s.")
     if found["models"]:
         lines += ["", "Checkpoints in the local Hugging Face cache (see minitui models): " + ", ".join(found["models"])]
     if found["incomplete_models"]:
@@ -115,6 +129,15 @@ def largest_memory() -> tuple[float, bool]:
     if torch.cuda.is_available():
         return float(max(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))), True
     return _memory_gib() * 2**30, False
+
+
+def _cpu_read_speed() -> float:
+    import torch
+
+    from minitui.bench.limits import cpu_read_speed
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))  # as many as the engine uses
+    return cpu_read_speed()
 
 
 def _backends() -> list[str]:

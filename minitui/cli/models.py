@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -86,12 +87,15 @@ def examine(snapshot: Snapshot, memory: Memory) -> Model:
 
 
 def fit(weights: int, itemsize: int, memory: Memory) -> str:
-    """Returns "yes" if weights of this size fit into memory, else what to do. A CPU computes in float32."""
+    """Returns "yes" if weights of this size fit into memory, in which type if not in the usual one, else what to do."""
     parameters = weights / itemsize
+    bf16 = itemsize == 2 and importlib.util.find_spec("llvmlite") is not None
     if parameters * (2 if memory.on_gpu else 4) * MARGIN <= memory.free:
         return "yes"
+    if not memory.on_gpu and bf16 and parameters * 2 * MARGIN <= memory.free:
+        return "yes, in bf16"
     if parameters * MARGIN <= memory.free:
-        return f"with --quantization {'fp8' if memory.on_gpu else 'int8'}"
+        return "with --quantization fp8" if memory.on_gpu else "yes, in int8"
     return f"no: even 8-bit weights take {size(round(parameters * MARGIN))}, and {size(round(memory.free))} are free"
 
 

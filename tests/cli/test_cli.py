@@ -213,14 +213,16 @@ def test_old_logs_are_tidied_away(tmp_path, monkeypatch):
 def test_doctor_says_what_runs_here_and_what_to_install():
     found = {
         "minitui": "0.1.0", "python": "3.11", "torch": "2.13", "platform": "Linux", "cpu_cores": 2, "memory_gib": 8.0,
-        "gpus": [], "fits": {"Qwen3-0.6B": True, "Qwen3-8B": False}, "models": ["Qwen/Qwen3-0.6B"],
+        "gpus": [], "fits": {"Qwen3-0.6B": {"float32": 80.4, "int8": 20.1}, "Qwen3-8B": {}},
+        "read_gb_per_s": 30.0, "models": ["Qwen/Qwen3-0.6B"],
         "incomplete_models": {"Qwen/Qwen3-4B": ["model.safetensors"]},
         "modules": {**dict.fromkeys(EXTRAS), "llguidance": "1.0"},
         "terminal": {"columns": 70, "rows": 20, "colours": "256", "utf8": False}, "files": {"Settings": "x"},
     }  # fmt: skip
     text = "\n".join(report(found))
     assert "no NVIDIA GPU" in text
-    assert "Qwen3-0.6B   yes, slowly" in text
+    assert "Qwen3-0.6B   float32 80 ms, int8 20 ms" in text
+    assert "memory is read at 30 GB/s" in text
     assert "Qwen3-8B     no" in text
     for extra in ("flash", "serve", "web", "verify"):
         assert f"pip install '.[{extra}]'" in text
@@ -252,6 +254,9 @@ def test_doctor_as_json(here):
     found = json.loads(here("doctor", "--json").stdout)
     assert found["device"] in ("cpu", "cuda")
     assert found["memory_gib"] > 0.5
+    if found["device"] == "cpu":
+        reads = found["fits"]["Qwen3-0.6B"]["int8"] * found["read_gb_per_s"]
+        assert reads == pytest.approx(600), "0.6 GB: milliseconds times GB/s"
 
 
 def test_what_chat_is_told_reaches_the_applications_in_a_browser(monkeypatch):

@@ -61,11 +61,16 @@ def test_an_empty_cache_says_how_to_get_a_model(
     assert capsys.readouterr().out == f"no models in {tmp_path}: minitui chat --model Qwen/Qwen3-0.6B downloads one\n"
 
 
-def test_what_does_not_fit_in_full_precision_is_quantised_or_refused() -> None:
+def test_what_does_not_fit_in_full_precision_is_quantised_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """8 billion parameters in bfloat16."""
+    installed: dict[str, object] = {"llvmlite": object()}
+    monkeypatch.setattr("minitui.cli.models.importlib.util.find_spec", installed.get)
     assert fit(16 * GB, 2, Memory(40 * GB, on_gpu=False)) == "yes"
     assert fit(16 * GB, 2, Memory(20 * GB, on_gpu=True)) == "yes"
-    assert fit(16 * GB, 2, Memory(24 * GB, on_gpu=False)) == "with --quantization int8"
+    assert fit(16 * GB, 2, Memory(24 * GB, on_gpu=False)) == "yes, in bf16"
+    assert fit(16 * GB, 2, Memory(12 * GB, on_gpu=False)) == "yes, in int8"
+    installed.clear()
+    assert fit(16 * GB, 2, Memory(24 * GB, on_gpu=False)) == "yes, in int8"
     assert fit(16 * GB, 2, Memory(12 * GB, on_gpu=True)) == "with --quantization fp8"
     assert fit(16 * GB, 2, Memory(8 * GB, on_gpu=False)) == "no: even 8-bit weights take 9.2 GB, and 8.0 GB are free"
 
