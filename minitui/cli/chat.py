@@ -36,8 +36,9 @@ def chat(
     connect: Annotated[
         list[str] | None,
         typer.Option(
-            help="Address of a server: minitui serve, or any server with OpenAI's endpoints. For replicas, repeat the "
-            "option or separate addresses with commas: each chat runs on the replica that has cached its prefix."
+            help="Address of a server: minitui serve, vLLM, or any server with OpenAI's endpoints. For replicas, "
+            "repeat the option or separate addresses with commas: each chat runs on the replica that has cached its "
+            "prefix."
         ),
     ] = None,
     key: Annotated[
@@ -60,6 +61,8 @@ def chat(
       minitui chat --model Qwen/Qwen3-8B --dummy-weights   the model's shape with random weights
       minitui chat --kv-blocks 64                          a small pool: see evictions and preemptions
       minitui chat --connect http://desk:8000              a server (minitui serve)
+      minitui chat --connect http://vllm:8000              vLLM; its panels need --scheduler-cls
+                                                           minitui.vllm.RecordingScheduler (see README)
       minitui chat --connect http://a:8000,http://b:8000   replicas; /pin keeps a chat on one of them
       minitui chat --web                                   in a browser
       minitui chat --web --mirror --web-host 0.0.0.0       others watch your application in their browsers
@@ -113,11 +116,17 @@ def connect_to(
     if len(urls) == 1:
         [url] = urls
         info = probe(url, key)
-        if info is None:  # not a minitui server
+        if info is None or "api_port" in info:
+            from minitui.sources.vllm import HOW, VllmSource, find
             from minitui.tui.openai_app import ForeignApp
 
+            if vllm := find(url, key):
+                api, telemetry, info = vllm
+                if model not in (None, info["model"]):
+                    raise EngineError(f"{url} serves {info['model']!r}, not {model!r}: remove --model")
+                return VllmSource(api, telemetry, key), served_choice(info, system), None
             if record:
-                raise EngineError(f"{url} sends no engine records: there is nothing to record")
+                raise EngineError(f"{url} sends no engine records: there is nothing to record. For vLLM, {HOW}")
             return OpenAISource(url, key, model or ""), served_choice({}, system), ForeignApp
         if info and model not in (None, info["model"]):
             raise EngineError(f"{url} serves {info['model']!r}, not {model!r}: remove --model")

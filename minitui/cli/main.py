@@ -20,6 +20,7 @@ from minitui.cli.chat import chat
 from minitui.cli.chats import chats
 from minitui.cli.compare import compare
 from minitui.cli.doctor import doctor
+from minitui.cli.inspect import inspect
 from minitui.cli.models import models
 from minitui.cli.recordings import replay
 from minitui.cli.serve import ServeCommand, serve
@@ -49,6 +50,7 @@ that shows all of it live.
 \b
   minitui chat                          chat with the bundled model
   minitui chat --model Qwen/Qwen3-0.6B  chat with a checkpoint from disk, the local cache or the hub
+  minitui inspect --connect URL         watch a server: minitui serve, or vLLM
   minitui ask "What is a KV cache?"     one answer on stdout
   minitui demo shared-prefix            watch four chats share a system prompt
   minitui compare batching              two settings side by side on one clock
@@ -56,7 +58,7 @@ that shows all of it live.
   minitui doctor                        list what this machine can run
   minitui models                        list the models in the local cache""",
 )
-for command in (chat, ask, chats, demo, lesson, compare, replay, tail, doctor, models, verify):
+for command in (chat, inspect, ask, chats, demo, lesson, compare, replay, tail, doctor, models, verify):
     app.command()(command)
 app.command(cls=ServeCommand)(serve)
 app.command(context_settings=PASS_ON)(bench)

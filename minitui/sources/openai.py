@@ -82,26 +82,28 @@ class TextCodec:
         return messages[:-1] if messages and ids[-1] < END else messages
 
 
-class OpenAIStream(Stream):
-    """An answer that the server is writing. Its request id is a number that this client chose."""
+class CompletionStream(Stream):
+    """An answer that a server with OpenAI's endpoints is writing. Subclasses read the choices of its chunks."""
 
-    def __init__(self, source: OpenAISource, body: dict[str, Any], number: int) -> None:
+    def __init__(
+        self, source: Source, http: httpx.AsyncClient, url: str, path: str, body: dict[str, Any],
+        headers: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self._source, self._number = source, number
+        self._http, self._url = http, url
         self._began = time.perf_counter()
         self._first = self._last = 0.0  # when the first and the last piece arrived
         self._pieces = 0
         self._usage: dict[str, Any] = {}
-        self._thinking = False
-        self._limit = AnswerLimit(source.url)
-        self._task = source.keep(self._read(body))
+        self._limit = AnswerLimit(url)
+        self._task = source.keep(self._read(path, body, headers or {}))
 
-    async def _read(self, body: dict[str, Any]) -> None:
-        reason, path, bounds = "", "/v1/chat/completions", ANSWER.extension()
+    async def _read(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
+        reason, bounds = "", ANSWER.extension()
         try:
-            async with self._source.http.stream("POST", path, json=body, extensions=bounds) as response:
+            async with self._http.stream("POST", path, json=body, headers=headers, extensions=bounds) as response:
                 await check(response)
-                self.accept(self._number)
+                self._opened()
                 async for _, data in server_events(response):
                     if data == "[DONE]":
                         break
@@ -109,25 +111,71 @@ class OpenAIStream(Stream):
                     usage = chunk.get("usage")
                     self._usage = usage if isinstance(usage, dict) else self._usage
                     for choice in chunk.get("choices") or ():
-                        self._take(choice.get("delta") or {})
+                        self._take(choice)
                         reason = str(choice.get("finish_reason") or reason)[:40]
             if not reason:
-                raise EngineDead(f"{self._source.url} ended the answer without a finish reason")
+                raise EngineDead(f"{self._url} ended the answer without a finish reason")
+            await self._complete()
             self._end(reason)
         except EngineError as error:
             self.put(error)
         except (httpx.HTTPError, OSError) as error:
-            self.put(unreachable(self._source.url, error))
+            self.put(unreachable(self._url, error))
         except (TypeError, AttributeError, ValueError) as error:  # unexpected JSON
             self.put(EngineError(
-                f"{self._source.url} does not answer like an OpenAI-compatible server ({error}): is the address right?"
+                f"{self._url} does not answer like an OpenAI-compatible server ({error}): is the address right?"
             ))  # fmt: skip
         except asyncio.CancelledError:
-            self.accept(self._number)
+            self._cancelled()
             self._end("abort")
 
-    def _take(self, delta: dict[str, Any]) -> None:
+    def _opened(self) -> None:
+        """The server has accepted the request."""
+
+    def _take(self, choice: dict[str, Any]) -> None:
+        """Add what a chunk's choice holds to the stream."""
+        raise NotImplementedError
+
+    async def _complete(self) -> None:
+        """Wait for what arrives after the answer's last piece."""
+
+    def _cancelled(self) -> None:
+        """The answer was cancelled here."""
+
+    def _measured(self) -> dict[str, Any]:
+        """Returns the metrics of the answer."""
+        raise NotImplementedError
+
+    def _add(self, text: str, ids: list[int]) -> None:
+        self._limit.add(text)
+        self._last = time.perf_counter()
+        self._first = self._first or self._last
+        self._pieces += 1
+        self.put(Delta(self.request_id or 0, text, ids))
+
+    def _end(self, reason: str) -> None:
+        self.put(Delta(self.request_id or 0, "", [], reason, self._measured()))
+
+    def cancel(self) -> None:
+        """Close the connection, which ends the request. Does nothing if the request has ended."""
+        self._task.cancel()
+
+
+class OpenAIStream(CompletionStream):
+    """The answer to a chat. Its request id is a number that this client chose."""
+
+    def __init__(self, source: OpenAISource, body: dict[str, Any], number: int) -> None:
+        self._codec, self._number, self._thinking = source.codec, number, False
+        super().__init__(source, source.http, source.url, "/v1/chat/completions", body)
+
+    def _opened(self) -> None:
+        self.accept(self._number)
+
+    _cancelled = _opened
+
+    def _take(self, choice: dict[str, Any]) -> None:
         """Add the text of a chunk to the stream. Reasoning is enclosed in think tags."""
+        delta = choice.get("delta") or {}
         thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
         content = delta.get("content") or ""
         text = ""
@@ -138,14 +186,7 @@ class OpenAIStream(Stream):
             text += f"\n</think>\n\n{content}" if self._thinking else content
             self._thinking = False
         if text:
-            self._limit.add(text)
-            self._last = time.perf_counter()
-            self._first = self._first or self._last
-            self._pieces += 1
-            self.put(Delta(self._number, text, [self._source.codec.intern(text)]))
-
-    def _end(self, reason: str) -> None:
-        self.put(Delta(self._number, "", [], reason, self._measured()))
+            self._add(text, [self._codec.intern(text)])
 
     def _measured(self) -> dict[str, Any]:
         """Returns metrics from the server's usage and this client's clock; unknown values are None.
@@ -162,10 +203,6 @@ class OpenAIStream(Stream):
             "ttft_ms": (self._first - self._began) * 1e3 if self._first else None,
             "decode_tok_s": (tokens - 1) / seconds if tokens > 1 and seconds > 0 else 0.0,
         }
-
-    def cancel(self) -> None:
-        """Close the connection, which ends the request. Does nothing if the request has ended."""
-        self._task.cancel()
 
 
 class OpenAISource(Source):

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from minitui.sources.openai import OpenAISource
 from minitui.sources.server_metrics import MetricsPoller
+from minitui.sources.vllm import HOW
 from minitui.tui.app import MinituiApp
 from minitui.tui.screens.chat import RAIL_FROM, ChatScreen
 from minitui.tui.widgets.base import LinePanel
@@ -52,6 +53,6 @@ class ForeignApp(MinituiApp):
     def switch_mode(self, mode: str) -> Any:
         """Refuse all screens except the chats: the server does not report what its engine does."""
         if mode != "chat":
-            self.say("only a minitui server reports what its engine does; this server does not", error=True)
+            self.say(f"this server does not report what its engine does; for vLLM, {HOW}", error=True)
             mode = "chat"
         return super().switch_mode(mode)

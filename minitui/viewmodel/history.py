@@ -200,7 +200,8 @@ class Steps:
         i = step % self.capacity
         if self._step[i] != step:
             return
-        self._plan[i], self._launch[i], self._commit[i] = plan_us / 1e3, launch_us / 1e3, commit_us / 1e3
+        self._plan[i], self._commit[i] = plan_us / 1e3, commit_us / 1e3
+        self._launch[i] = self._nan if launch_us is None else launch_us / 1e3
         self._wall[i] = wall_ms
         self._device[i] = self._nan if device_ms is None else device_ms
         self._ended[i], self._end_seq[i] = t, seq
@@ -277,7 +278,7 @@ class Steps:
             return None
         i = step % self.capacity
         timed = self._end_seq[i] > 0
-        device, comm = self._device[i], self._comm[i]
+        device, comm, launch = self._device[i], self._comm[i], self._launch[i]
         return StepRow(
             step=step,
             t=self._t[i],
@@ -287,7 +288,7 @@ class Steps:
             waiting=self._waiting[i],
             wall_ms=self._wall[i] if timed else None,
             plan_ms=self._plan[i] if timed else None,
-            launch_ms=self._launch[i] if timed else None,
+            launch_ms=None if not timed or launch != launch else launch,
             commit_ms=self._commit[i] if timed else None,
             device_ms=None if not timed or device != device else device,
             ended=self._ended[i] if timed else None,

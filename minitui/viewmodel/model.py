@@ -190,7 +190,7 @@ class View:
                 steps.fold_time(record)
                 rates.advance(record[1])
                 _, _, _, _, plan_us, launch_us, commit_us, wall_ms, device_ms, _ = record
-                rates.add_durations(wall_ms, (plan_us + launch_us + commit_us) / 1e3, device_ms)
+                rates.add_durations(wall_ms, (plan_us + (launch_us or 0) + commit_us) / 1e3, device_ms)
                 if (gap := steps.gap_ms(record[3])) is not None:
                     self.trends.advance(rates.now)
                     self.trends.add("token gaps", gap, steps.decoded(record[3]))

@@ -205,7 +205,7 @@ class Timeline:
         at, left_out = (None, 0.0) if before is None else (_ended(before), row.cut_ms - before.cut_ms)
         planned_here = before is None or row.t >= (before.ended or 0.0)
         for step in ((row,) if planned_here else ()) + ((ahead,) if ahead is not None else ()):
-            if step.plan_ms is None or step.launch_ms is None:  # its times have not arrived
+            if step.plan_ms is None:  # its times have not arrived
                 return [*spans, Span("unaccounted", row.step, at or _arrival(row), _arrival(row), 0.0)]
             begin = _arrival(row) - (row.wall_ms or 0.0) if step is row else self.planned(step.step) - step.plan_ms
             if at is not None:
@@ -213,10 +213,12 @@ class Timeline:
                 spans.append(Span(kind, step.step, at, begin, begin - at + left_out))
             planned, left_out = begin + step.plan_ms, 0.0
             spans.append(Span("plan", step.step, begin, planned, step.plan_ms))
-            at = min(planned + step.launch_ms, _arrival(row))
-            spans.append(Span("launch", step.step, planned, at, step.launch_ms))
+            at = min(planned + (step.launch_ms or 0.0), _arrival(row))
+            if step.launch_ms is not None:
+                spans.append(Span("launch", step.step, planned, at, step.launch_ms))
         at = _arrival(row) if at is None else at
-        return [*spans, Span("wait" if spans else "unaccounted", row.step, at, _arrival(row), _arrival(row) - at)]
+        rest = "wait" if spans and row.launch_ms is not None else "unaccounted"
+        return [*spans, Span(rest, row.step, at, _arrival(row), _arrival(row) - at)]
 
     def device(self, first: int, last: int) -> list[Span]:
         """Returns the steps on the device; a step begins at the earliest when the step before has arrived."""

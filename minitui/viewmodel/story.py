@@ -187,7 +187,8 @@ def _step(view: View, step: int) -> Story:
         story.tell("drafts" if i == 0 else "", f"r{request}: {count(drafted, 'token')}{result}")
     if row.wall_ms is not None:
         story.tell("took", f"{row.wall_ms:.2f} ms · {why_slow(row, view.timings)}")
-        host = f"plan {row.plan_ms:.2f}, launch {row.launch_ms:.2f}, commit {row.commit_ms:.2f} ms"
+        launch = "–" if row.launch_ms is None else f"{row.launch_ms:.2f}"
+        host = f"plan {row.plan_ms:.2f}, launch {launch}, commit {row.commit_ms:.2f} ms"
         story.tell("host", host + (f"; device {row.device_ms:.2f} ms" if row.device_ms is not None else ""))
     if row.parts is not None:
         since = {name: getattr(row.parts, name) for name in PARTS}

@@ -40,6 +40,7 @@ class Timings:
     median_first_ms: float | None = None  # median time to first token, of the last RECENT_FIRST_TOKENS
     first_tokens: int = 0  # how many first tokens this median includes
     host_ms: float = 0.0  # mean per step: plan + launch + commit
+    launch_known: bool = True  # False: the engine does not report its launches; host_ms is plan + commit
     device_ms: float | None = None  # mean per step; None: not measured
     device_busy: float = 0.0  # device time as a share of step time
     ranks: int = 1  # GPUs that share the model
@@ -82,7 +83,8 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
     known = ~np.isnan(device)
     comm = steps.column("comm")[at]
     exchanged = ~np.isnan(comm)
-    host = steps.column("plan")[at] + steps.column("launch")[at] + steps.column("commit")[at]
+    launch = steps.column("launch")[at]
+    host = steps.column("plan")[at] + np.nan_to_num(launch) + steps.column("commit")[at]
     rows = [steps.get(int(n)) for n in numbers[-recent:]]
     return Timings(
         decode=_stats(wall[prefills == 0], total),
@@ -95,6 +97,7 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
         median_first_ms=median,
         first_tokens=len(seen),
         host_ms=float(host.mean()),
+        launch_known=not np.isnan(launch).any(),
         device_ms=float(device[known].mean()) if known.any() else None,
         device_busy=min(1.0, float(device[known].sum()) / float(wall[known].sum())) if known.any() else 0.0,
         ranks=steps.ranks if exchanged.any() else 1,

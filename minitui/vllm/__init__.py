@@ -5,6 +5,9 @@
     scheduler.py, pipe.py            run inside vLLM: collect each step's decisions, send them without ever waiting
     watcher.py, service.py           run in a process beside vLLM: the telemetry endpoint, the recording
     translate.py, blocks.py          turn what vLLM did into minitui's records
+    ports.py                         where the telemetry is: on the port after vLLM's
+
+`minitui chat --connect http://host:8000` (vLLM's address) finds the telemetry; minitui/sources/vllm.py is its client.
 
 This module imports vLLM only when vLLM asks for RecordingScheduler.
 """

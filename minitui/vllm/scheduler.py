@@ -8,6 +8,7 @@ calls cost up to a microsecond, so nothing here is called once per request and s
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from minitui.vllm.pipe import Pipe
+from minitui.vllm.ports import api_port
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -236,7 +238,8 @@ def describe(scheduler: Scheduler, block_size: int) -> dict[str, Any]:
         "dummy_weights": str(config.load_config.load_format) == "dummy", "rank": parallel.data_parallel_index,
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
         "scheduling_policy": str(config.scheduler_config.policy),
-        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "tensor_parallel_size": parallel.tensor_parallel_size, "api_port": api_port(sys.argv),
+        "generation": model.get_diff_sampling_param(),
     }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ names the request, and at the end of the step at the latest.
 from __future__ import annotations
 
 import heapq
+import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from engine.trace.records import CLEARED, Record
 from minitui.vllm.blocks import Blocks, Inconsistent
 
 MOST_FAULTS = 1000
+CHAT = re.compile(r"-minitui\.([0-9a-f]{8})\.")
 REASONS = {
     "FINISHED_STOPPED": "stop", "FINISHED_LENGTH_CAPPED": "length", "FINISHED_IGNORED": "length",
     "FINISHED_ABORTED": "abort", "FINISHED_REPETITION": "stop", "FINISHED_ERROR": "error: vLLM reports no more",
@@ -353,6 +355,6 @@ class Translator:
 
 
 def group_of(id: str) -> str:
-    """Returns the chat in an id of vLLM's: "chatcmpl-minitui.GROUP.TAG-1234abcd" (minitui/sources/vllm.py)."""
-    _, found, rest = id.partition("minitui.")
-    return rest.partition(".")[0][:64] if found else ""
+    """Returns the chat in an id of vLLM's: "cmpl-minitui.GROUP.TAG-0-1234abcd" (minitui/sources/vllm.py)."""
+    found = CHAT.search(id)
+    return found[1] if found else ""

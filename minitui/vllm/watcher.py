@@ -4,9 +4,10 @@
 
 minitui/vllm/scheduler.py starts it; environment variables configure it, because vLLM owns the command line:
 
-    MINITUI_TELEMETRY_PORT   default 8001; each data parallel rank adds its number
+    MINITUI_TELEMETRY_PORT   default: vLLM's port + 1, where `--connect` finds it; a data parallel rank adds its number
     MINITUI_TELEMETRY_HOST   default 127.0.0.1; any other address needs a key
-    MINITUI_API_KEY, MINITUI_CHAT_KEY, MINITUI_WATCH_KEY   as for `minitui serve`
+    MINITUI_API_KEY, MINITUI_CHAT_KEY, MINITUI_WATCH_KEY   as for `minitui serve`; --connect sends one key to vLLM and
+                             to the telemetry, so give both the same
     MINITUI_HIDE_TEXT=1      the telemetry has no texts
     MINITUI_RECORD=run.trace writes a recording
 """
@@ -36,28 +37,26 @@ from minitui.server.service import Service
 from minitui.server.settings import ServerSettings
 from minitui.vllm.blocks import Inconsistent
 from minitui.vllm.pipe import LENGTH
+from minitui.vllm.ports import telemetry_port
 from minitui.vllm.service import VllmService
 from minitui.vllm.translate import Translator
 
 logger = logging.getLogger("minitui.vllm")
-PORT = 8001
 PIECE = 1 << 20  # bytes read at once
 REPORT_S = 1.0  # between two reports of MINITUI_VLLM_CHECK
 ASK_AGAIN_S = 5.0
 NICE = 5  # vLLM's processes come first
 
 
-def settings_from(environment: dict[str, str], rank: int) -> ServerSettings:
+def settings_from(environment: dict[str, str], rank: int, api_port: int) -> ServerSettings:
     """Returns the settings of the telemetry endpoint. Raises EngineError with a sentence."""
-    text = environment.get("MINITUI_TELEMETRY_PORT", str(PORT))
-    if not text.isdecimal() or not 1 <= int(text) + rank <= 65535:
-        raise EngineError(f"MINITUI_TELEMETRY_PORT is {text!r}: it must be a port, 1 to 65535")
+    port = telemetry_port(environment.get("MINITUI_TELEMETRY_PORT"), api_port, rank)
     record = environment.get("MINITUI_RECORD")
     path = Path(record) if record else None
     if path is not None and rank:
         path = path.with_suffix(f".rank{rank}{path.suffix}")
     return ServerSettings(
-        host=environment.get("MINITUI_TELEMETRY_HOST", "127.0.0.1"), port=int(text) + rank,
+        host=environment.get("MINITUI_TELEMETRY_HOST", "127.0.0.1"), port=port,
         keys=gather_keys([], [], []), record=path,
         hide_text=environment.get("MINITUI_HIDE_TEXT", "") not in ("", "0"),
     )  # fmt: skip
@@ -84,7 +83,8 @@ class Watcher:
         await asyncio.wait({done, began}, return_when=asyncio.FIRST_COMPLETED)
         if self._translator is None:
             return
-        settings = settings_from(dict(os.environ), int(os.environ.get("MINITUI_VLLM_RANK", "0")))
+        rank, api_port = int(os.environ.get("MINITUI_VLLM_RANK", "0")), int(self._translator.info["api_port"])
+        settings = settings_from(dict(os.environ), rank, api_port)
         service = VllmService(self._translator, settings)
         listening = listen(settings.host, settings.port)
         server = Uvicorn(uvicorn.Config(

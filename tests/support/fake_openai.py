@@ -23,6 +23,7 @@ class FakeServer:
         self.silent = asyncio.Event()  # while set, nothing is answered, and connections are taken all the same
         self.asked: list[dict[str, Any]] = []
         self.visits: Counter[str] = Counter()  # by path
+        self.heads: list[dict[str, str]] = []  # the fields of each request, in lower case
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
 
@@ -51,6 +52,7 @@ class FakeServer:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 path = head.split()[1]
                 fields = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if line)
+                self.heads.append(fields)
                 length = int(fields.get("content-length", 0))
                 body = json.loads(await reader.readexactly(length)) if length else {}
                 await self._answer(path, body, writer)

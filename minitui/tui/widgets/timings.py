@@ -189,8 +189,12 @@ back in time to the chosen step.""")
         if not t.steps:
             return [host.add(glyphs().dash, "dim").done(width), device.add(glyphs().dash, "dim").done(width)]
         if t.device_ms is None:
-            host.add(f"{ms(t.host_ms)} ms per step: plan, launch and commit", "ink")
-            device.add("not measured: this device computes during the launch", "dim")
+            parts = "plan, launch and commit" if t.launch_known else "plan and commit; the launch is unknown"
+            host.add(f"{ms(t.host_ms)} ms per step: {parts}", "ink")
+            device.add(
+                "not measured: this device computes during the launch" if t.launch_known
+                else f"{glyphs().dash} (this engine does not report its device)", "dim",
+            )  # fmt: skip
             return [host.done(width), device.done(width)]
         device_text = f" {ms(t.device_ms)} ms, {100 * t.device_busy:.0f} % busy"
         room = width - LABEL - max(len(host_text), len(device_text)) - 1

@@ -1,0 +1,197 @@
+"""A Source for vLLM with minitui's recorder: chats use vLLM's own endpoint, records come from the recorder's telemetry.
+
+`find` looks for the telemetry on the port after vLLM's (minitui/vllm/ports.py). Prompts and replies are token ids. A
+request's header X-Request-Id names its chat, and the records then have this name as its group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from dataclasses import asdict
+from typing import Any
+from urllib.parse import urlsplit
+
+from engine.errors import EngineError, InvalidRequest
+from engine.params import SamplingParams
+from engine.trace.records import Record
+from minitui.sources.base import Progress
+from minitui.sources.http import check, close_client, httpx, load_json, normalise, open_client, unreachable
+from minitui.sources.openai import CompletionStream
+from minitui.sources.remote import DEFAULTS, NOT_SENT, RemoteSource
+from minitui.sources.remote_checks import count
+from minitui.sources.remote_info import probe_async
+
+FIND_S = 2.0  # the longest search for the telemetry
+LATE_S = 1.0  # after the first piece of an answer, the longest wait for the record of its request
+LAST_RECORDS_S = 0.5  # the longest wait for the records about the end of an answer
+UNKNOWN = -1  # the id of a request whose records did not arrive
+HOW = "start vLLM with --scheduler-cls minitui.vllm.RecordingScheduler"
+
+
+def find(url: str, key: str = "") -> tuple[str, str, dict[str, Any]] | None:
+    """Returns vLLM's address, its telemetry's address and the telemetry's info; None if there is no telemetry.
+
+    `url`: one of the two addresses. Blocks: call it before the event loop runs.
+    """
+    url = normalise(url)
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+
+    async def ask() -> tuple[str, str, dict[str, Any]] | None:
+        for telemetry in (url, _with_port(url, port + 1)):
+            try:
+                async with asyncio.timeout(FIND_S):
+                    info = await probe_async(telemetry, key)
+            except (EngineError, TimeoutError):
+                continue
+            api = (info or {}).get("api_port")
+            if info and str(info.get("engine", "")).startswith("vLLM ") and type(api) is int and 0 < api < 65536:
+                return _with_port(url, api), telemetry, info
+        return None
+
+    return asyncio.run(ask())
+
+
+def _with_port(url: str, port: int) -> str:
+    parts = urlsplit(url)
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    return f"{parts.scheme}://{host}:{port}"
+
+
+class VllmStream(CompletionStream):
+    """An answer of vLLM. The records of its request supply the request's id and what vLLM's endpoint does not say."""
+
+    def __init__(self, source: VllmSource, body: dict[str, Any], group: str, tokens: int) -> None:
+        self.group = group
+        self._tokens, self._output = tokens, 0
+        self._metrics: dict[str, Any] = {"preemptions": 0}
+        self._over = asyncio.Event()  # the record of its end has arrived
+        headers = {"X-Request-Id": f"minitui.{group}.{uuid.uuid4().hex[:12]}"}
+        super().__init__(source, source.api, source.api_url, "/v1/completions", body, headers)
+        self._task.add_done_callback(lambda _: source.forget(self))
+
+    def observe(self, record: Record) -> None:
+        """Take a record of this request."""
+        kind = record[2]
+        if kind == "submit":
+            self.accept(record[3])
+        elif kind == "match" and "match" not in self._metrics:
+            self._metrics["cached_tokens"] = record[4]
+            self._metrics["match"] = dict(zip(("stop", "at", "detail"), record[5:8], strict=True))
+        elif kind == "preempt":
+            self._metrics["preemptions"] += 1
+        elif kind == "first":
+            self._metrics |= {"queue_ms": record[4], "prefill_ms": record[5], "ttft_ms": record[4] + record[5]}
+        elif kind == "finish":
+            self._over.set()
+
+    def _take(self, choice: dict[str, Any]) -> None:
+        ids, text = choice.get("token_ids") or [], choice.get("text") or ""
+        if not (type(ids) is list and all(count(token) is not None for token in ids) and type(text) is str):
+            raise ValueError("a piece has no valid token ids")
+        self._output += len(ids)
+        if not self._pieces:
+            asyncio.get_running_loop().call_later(LATE_S, self._give_up)
+        if ids or text:
+            self._add(text, ids)
+
+    async def _complete(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_RECORDS_S):
+                await self._over.wait()
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """The records of this request are late or lost: the answer is shown without them."""
+        if not self._decided.is_set():
+            self.accept(UNKNOWN)
+
+    _cancelled = _give_up
+
+    def _measured(self) -> dict[str, Any]:
+        seconds = self._last - self._first
+        first = (self._first - self._began) * 1e3 if self._first else None
+        return {
+            "prompt_tokens": self._tokens, "output_tokens": self._output, "cached_tokens": None, "ttft_ms": first,
+            "decode_tok_s": (self._output - 1) / seconds if self._output > 1 and seconds > 0 else 0.0,
+            **self._metrics,
+        }  # fmt: skip
+
+
+class VllmSource(RemoteSource):
+    """vLLM at `api_url`, and its telemetry at `url`."""
+
+    def __init__(self, api_url: str, telemetry_url: str, key: str = "", **options: Any) -> None:
+        """`options`: those of RemoteSource."""
+        super().__init__(telemetry_url, key, **options)
+        self.api_url = normalise(api_url)
+        self.api = open_client(self.api_url, key)
+        self._served = ""
+        self._answers: list[VllmStream] = []  # without their request's end, the oldest first
+
+    async def start(self, on_progress: Progress) -> None:
+        """Connect to both addresses. Raises EngineError with a sentence for the user."""
+        try:
+            response = await check(await self.api.get("/v1/models"))
+            self._served = str(load_json(response.content)["data"][0]["id"])
+        except (httpx.HTTPError, OSError) as error:
+            raise unreachable(self.api_url, error) from error
+        except (KeyError, IndexError, TypeError) as error:
+            raise EngineError(f"{self.api_url} lists no model: is it vLLM's address?") from error
+        await super().start(on_progress)
+
+    async def close(self) -> None:
+        await super().close()
+        await close_client(self.api)
+
+    def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> VllmStream:  # type: ignore[override]
+        """Ask for an answer; returns at once. If vLLM refuses the request, the stream raises the error."""
+        values = asdict(params)
+        for name in NOT_SENT:
+            if values.pop(name) != getattr(DEFAULTS, name):
+                raise InvalidRequest(f"a chat with vLLM cannot use {name}", name)
+        room = int(self.info.get("max_model_len") or 1 << 31) - len(ids)
+        if room < 1:
+            raise InvalidRequest(f"the chat has {len(ids):,} tokens; this model takes {room + len(ids):,}", "ids")
+        values["max_tokens"] = min(values["max_tokens"] or room, room)
+        values = {name: value for name, value in values.items() if value != getattr(DEFAULTS, name) or name in SENT}
+        body = {
+            "model": self._served, "prompt": list(ids), "stream": True, "return_token_ids": True, **values,
+        }  # fmt: skip
+        stream = VllmStream(self, body, group or uuid.uuid4().hex[:8], len(ids))
+        self._answers.append(stream)
+        return stream
+
+    def forget(self, stream: VllmStream) -> None:
+        """The answer has ended."""
+        self._answers.remove(stream)
+
+    async def control(self, verb: str, **arguments: Any) -> Any:
+        """Always raises InvalidRequest: the recorder only watches vLLM."""
+        what = verb.replace("_", " ")
+        raise InvalidRequest(f"vLLM cannot {what}: minitui watches vLLM and does not control it", verb)
+
+    def drain_records(self) -> list[Record]:
+        records = super().drain_records()
+        if self._answers:
+            for record in records:
+                if record[2] in OBSERVED:
+                    self._observe(record)
+        return records
+
+    def _observe(self, record: Record) -> None:
+        for stream in self._answers:
+            if record[2] == "submit" and record[4] == stream.group and stream.request_id is None:
+                stream.observe(record)
+                return
+            if record[2] != "submit" and record[3] == stream.request_id:
+                stream.observe(record)
+                return
+
+
+OBSERVED = frozenset({"submit", "match", "preempt", "first", "finish"})
+SENT = (  # sent even if they have their defaults: vLLM's own defaults may come from the checkpoint
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens",
+)  # fmt: skip

@@ -1,0 +1,220 @@
+"""What vLLM's scheduler sent is folded into its own numbers, and the application finds and shows it. Needs no vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import marshal
+import os
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import InvalidRequest
+from engine.params import SamplingParams
+from engine.trace.state import State
+from minitui.trace.follow import Follower
+from minitui.tutor import model_dir
+from minitui.vllm.ports import api_port, telemetry_port
+from minitui.vllm.translate import Translator
+from tests.support.fake_openai import FakeServer
+from tests.support.vllm_messages import STEPS, recorded
+
+RUNS = recorded()
+PROMPT = list(range(40, 100))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_every_count_and_table_is_vllms(run: str) -> None:
+    (_, *init), *messages = RUNS[run]
+    translator = Translator(*init)
+    follower = Follower(State.from_snapshot(translator.blocks.state.snapshot()))
+    for message in messages:
+        translator.take(message)
+        for record in translator.drain():
+            follower.take(record)
+    assert translator.checked > STEPS and translator.faults == []
+    assert follower.state.snapshot() == translator.blocks.state.snapshot()
+    counts = translator.blocks.counts
+    assert counts["preempt"] > 5 and counts["finish"] > 50
+    cached = (counts["copy"], counts["uncopy"], counts["evict"], translator.totals["hits"])
+    assert all(cached) if run != "without prefix cache" else not any(cached)
+
+
+def test_a_wrong_count_and_a_wrong_table_are_found() -> None:
+    (_, *init), *messages = RUNS["asynchronous"]
+    translator = Translator(*init)
+    at = next(i for i, message in enumerate(messages) if message[0] == "schedule" and len(message[-1][1]) > 3)
+    free, tables = messages[at][-1]
+    id = next(iter(tables))
+    for message in messages[:at]:
+        translator.take(message)
+    translator.take([*messages[at][:-1], [free + 1, {**tables, id: tables[id][::-1]}]])
+    assert len(translator.faults) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "port"),
+    [("vllm serve m", 8000), ("vllm serve m --port 9000", 9000), ("serve --port=9001 m", 9001), ("x --port", 8000)],
+)
+def test_the_telemetry_is_on_the_port_after_vllms(line: str, port: int) -> None:
+    assert api_port(line.split()) == port
+    assert telemetry_port(None, port, 2) == port + 3 and telemetry_port("7000", port, 1) == 7001
+
+
+# ---- the application's source, over a watcher that reads messages from a pipe as it does beside vLLM
+
+
+class FakeVllm(FakeServer):
+    """vLLM's endpoint: answers /v1/completions with token ids. A client that goes away closes its connection."""
+
+    async def _answer(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        if path != "/v1/completions":
+            await super()._answer(path, body, writer)
+            return
+        self.asked.append(body)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
+        for i, text in enumerate(self.pieces):
+            if self.hold is not None and i == len(self.pieces) - 1:
+                await self.hold.wait()
+            reason = "length" if i == len(self.pieces) - 1 else None
+            choice = {"index": 0, "text": text, "token_ids": [50 + i], "finish_reason": reason}
+            writer.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+            await writer.drain()
+        writer.write(b"data: [DONE]\n\n")
+        await writer.drain()
+        writer.close()
+
+
+class Beside:
+    """vLLM's two addresses in this event loop. `send`: a message of its scheduler."""
+
+    def __init__(self, api: FakeVllm, pipe: int) -> None:
+        self.api, self._pipe = api, pipe
+
+    def send(self, *message: Any) -> None:
+        data = marshal.dumps(message)
+        os.write(self._pipe, len(data).to_bytes(4, "little") + data)
+
+
+def free_pair() -> int:
+    """Returns a free port whose successor is free, too."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                second.bind(("127.0.0.1", port + 1))
+                return port
+
+
+INFO = {
+    "engine": "vLLM 0.0", "model": "tutor", "tokenizer": str(model_dir()), "revision": None, "num_blocks": 30,
+    "block_size": 16, "max_num_batched_tokens": 128, "max_num_seqs": 4, "max_model_len": 400, "vocab_size": 8192,
+    "prefix_caching": True, "generation": {}, "rank": 0,
+}  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def beside_vllm() -> AsyncIterator[Beside]:
+    pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
+    from minitui.vllm.watcher import Watcher
+
+    api = await FakeVllm(models=("tutor",), port=free_pair()).start()
+    (reader, pipe), (_asked, asks) = os.pipe(), os.pipe()
+    watching = asyncio.create_task(Watcher(reader, asks).run())
+    beside = Beside(api, pipe)
+    beside.send("init", 0.0, {**INFO, "api_port": api.port})
+    try:
+        yield beside
+    finally:
+        os.close(pipe)
+        async with asyncio.timeout(10):
+            await watching
+        await api.kill()
+        for end in (reader, _asked, asks):
+            os.close(end)
+
+
+@contextlib.asynccontextmanager
+async def attached(beside: Beside, cache: Path, to_telemetry: bool = False, **options: Any) -> AsyncIterator[Any]:
+    from minitui.sources.vllm import VllmSource, find
+
+    found, url = None, f"http://127.0.0.1:{beside.api.port + to_telemetry}"
+    async with asyncio.timeout(10):
+        while (found := await asyncio.to_thread(find, url, **options)) is None:  # the watcher is not up yet
+            await asyncio.sleep(0.02)
+    source = VllmSource(*found[:2], cache=cache, **options)
+    await source.start(lambda progress: None)
+    try:
+        yield source
+    finally:
+        await source.close()
+
+
+@pytest.mark.parametrize("to_telemetry", [False, True])
+async def test_a_chat_with_vllm_is_the_request_in_the_panels(tmp_path: Path, to_telemetry: bool) -> None:
+    async with beside_vllm() as beside, attached(beside, tmp_path, to_telemetry) as source:
+        beside.api.hold = asyncio.Event()
+        assert source.info["engine"] == "vLLM 0.0" and (Path(source.info["model_dir"]) / "tokenizer.json").is_file()
+        state = State.from_snapshot(await source.snapshot())
+        stream = source.submit(PROMPT, SamplingParams(temperature=0, max_tokens=3), group="0a1b2c3d")
+        async with asyncio.timeout(10):
+            while not beside.api.asked:
+                await asyncio.sleep(0.01)
+        body, head = beside.api.asked[0], beside.api.heads[-1]
+        assert body["prompt"] == PROMPT and (body["temperature"], body["max_tokens"]) == (0, 3)
+
+        id = f"cmpl-{head['x-request-id']}-0-1234abcd"
+        beside.send("add", 0.001, id, PROMPT, 63)
+        admission = (id, 0, [1, 2, 3, 4], 60, [b"a", b"b", b"c"])
+        beside.send("schedule", 0.002, 0.003, 0, [("g", [1, 2, 3, 4])], [admission], [], (id, [60]), {}, 1, 0, None)
+        beside.send("update", 0.013, 0.014, 0, [("f", id, "FINISHED_LENGTH_CAPPED", 3)], None, None)
+        async with asyncio.timeout(10):
+            while state.step < 0 or state.requests:
+                for record in source.drain_records():
+                    state.apply(record)
+                await asyncio.sleep(0.01)
+        beside.api.hold.set()
+        async for _ in stream:
+            pass
+        assert stream.request_id == 0 and stream.ids == [50, 51, 52] and stream.text == "one two three"
+        assert stream.finish_reason == "length" and stream.metrics["cached_tokens"] == 0
+        assert stream.metrics["match"]["stop"] == "empty" and stream.metrics["prompt_tokens"] == 60
+        assert stream.metrics["queue_ms"] == 2.0 and stream.metrics["prefill_ms"] == 10.0
+        with pytest.raises(InvalidRequest, match="vLLM cannot pause"):
+            await source.control("pause")
+        with pytest.raises(InvalidRequest, match="has 400 tokens; this model takes 400"):
+            source.submit([1] * 400, SamplingParams())
+
+
+async def test_an_answer_ends_when_the_records_do_not_come(tmp_path: Path) -> None:
+    async with beside_vllm() as beside, attached(beside, tmp_path) as source:
+        stream = source.submit(PROMPT, SamplingParams(max_tokens=3))
+        async for _ in stream:
+            pass
+        assert stream.finish_reason == "length" and stream.metrics["cached_tokens"] is None
+
+
+async def test_the_telemetry_hides_texts_and_needs_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from minitui.sources.vllm import find
+
+    monkeypatch.setenv("MINITUI_API_KEY", "k" * 20)
+    monkeypatch.setenv("MINITUI_HIDE_TEXT", "1")
+    async with beside_vllm() as beside, attached(beside, tmp_path, key="k" * 20) as source:
+        assert await asyncio.to_thread(find, beside.api.url, "wrong") is None
+        beside.send("add", 0.001, "cmpl-1", PROMPT, 63)
+        admission = ("cmpl-1", 0, [1, 2, 3, 4], 60, [b"a", b"b", b"c"])
+        cached = ("c", "cmpl-1", 0, [1, 2, 3], [b"a", b"b", b"c"], PROMPT[:48])
+        events = [("g", [1, 2, 3, 4]), cached]
+        beside.send("schedule", 0.002, 0.003, 0, events, [admission], [], ("cmpl-1", [60]), {}, 1, 0, None)
+        nodes: dict[int, Any] = {}
+        async with asyncio.timeout(10):
+            while not nodes:
+                nodes = (await source.snapshot())["nodes"]
+        [leaf] = nodes.values()
+        assert leaf["blocks"] == [1, 2, 3] and len(set(leaf["ids"])) == 1
