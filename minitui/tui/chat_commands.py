@@ -11,6 +11,7 @@ from minitui.chat.alternatives import known_tokens
 from minitui.chat.conversation import Session
 from minitui.chat.describe import split_thinking
 from minitui.tui.app_base import AppBase
+from minitui.tui.screens.chat import ChatScreen
 from minitui.tui.screens.tokens import TokensScreen
 
 FIRST_QUESTION = "What is a radix tree?"
@@ -120,11 +121,17 @@ class ChatCommands:
                 name += " "
             ids[name] = chat.id
             rows.append((name, textwrap.shorten(chat.line, 80, placeholder="…")))
-        self.app.choose("Saved chats", rows, lambda name: self._open(ids[name]))
+        self.app.choose("Saved chats", rows, lambda name: self._open(ids[name], words))
 
-    def _open(self, id: str) -> None:
-        self.app.select_session(self.app.chats.reopen(id))
+    def _open(self, id: str, words: str) -> None:
+        """Open a stored chat at the passage that contains one of the words."""
+        session = self.app.chats.reopen(id)
+        self.app.select_session(session)
         self.app.open_mode("chat")
+        screen = self.app.screen
+        if isinstance(screen, ChatScreen) and screen.is_mounted:
+            screen.transcript.show(session)
+            screen.transcript.go_to(words.split())
 
     def do_next(self, _: str) -> None:
         self._go(self.app.chats.number(self.session) % len(self.app.chats.sessions) + 1)

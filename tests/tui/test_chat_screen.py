@@ -886,6 +886,19 @@ async def test_a_closed_chat_is_found_by_its_words_and_comes_back(tmp_path: Path
         await _said(app, pilot, "no chat contains")
 
 
+async def test_a_found_chat_opens_at_the_passage_not_at_its_end(tmp_path: Path):
+    async with running(store=Store(tmp_path / "chats.sqlite")) as (app, pilot, screen):
+        await ask(app, pilot, "Tell me of walruses")
+        app.session.messages[1:1] = [Message("assistant", "line\n\n" * 60)]
+        app.submit("/search walrus")
+        await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
+        await press(pilot, "enter")
+        await until(pilot, lambda: not isinstance(app.screen, ChoiceDialog))
+        transcript = screen.transcript
+        await until(pilot, lambda: transcript.max_scroll_y > 20 and transcript.scroll_y < 5)
+        assert app.screen.get_selected_text() == "walrus"
+
+
 async def test_messages_and_code_are_copied_and_files_attached(tmp_path: Path):
     async with running() as (app, pilot, screen):
         app.session.messages += [Message("user", "Show"), Message("assistant", "So:\n```python\nx = 1\n```\ndone")]

@@ -19,11 +19,13 @@ from minitui.trace.reader import TraceReader
 from minitui.tui.replay_app import ReplayApp, replay_app
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.widgets.details import Details
+from minitui.tui.widgets.events import Events, Search
 from minitui.tui.widgets.requests import COLUMNS, RequestTable
 from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.timeline import RequestTimeline
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.trends import TrendCharts
+from minitui.viewmodel.model import View
 from minitui.viewmodel.requests import RequestFigures
 from minitui.viewmodel.trends import METRICS
 from tests.support.driving import press, until
@@ -237,7 +239,7 @@ async def test_the_large_timings_show_the_slowest_steps_and_enter_goes_there(
         assert slowest == sorted(wall[~np.isnan(wall)].tolist(), reverse=True)[:10]
         await pressed(app, pilot, "down", "down")
         third = panel.slowest[2]
-        assert f"{third.step:,} " in panel.text and ms(slowest[2]) in panel.text
+        assert f"{third.step:,} " in panel.text and ms(slowest[2] or 0.0) in panel.text
         await pressed(app, pilot, "enter")
         assert app.view.horizon == third.step and app.view.travel_text
 
@@ -254,3 +256,37 @@ async def test_six_opens_the_trends_and_enter_goes_back_to_the_cursor(tmp_path: 
         end = panel._ends[-2]
         await pressed(app, pilot, "enter")
         assert app.view.travel_text and app.view.bucket * 0.25 < end
+
+
+async def test_events_are_searched_by_request_kind_and_words(tmp_path: Path) -> None:
+    async with replayed(tmp_path, (120, 40)) as (app, pilot, screen):
+        panel = screen.query_one(Events)
+        panel.focus()
+        every = list(app.view.events.newest_first())
+
+        async def found(query: str) -> set[int]:
+            await pressed(app, pilot, "slash", *(key.replace(" ", "space") for key in query), "enter")
+            return {event.seq for event in every if panel._wanted(app.view)(event)}
+
+        assert await found("r3") == {event.seq for event in every if event.request == 3}
+        assert await found("hit r3") == {event.seq for event in every if (event.kind, event.request) == ("hit", 3)}
+        told = {event.seq for event in every if "blocks" in f"{event.kind} {app.view.event_text(event)}"}
+        assert told and await found("blocks") >= told
+        assert await found("walrus") == set() and "no event contains 'walrus'" in panel.text
+        await pressed(app, pilot, "slash", "escape")
+        assert not panel.search and "no event contains" not in panel.text
+
+
+def test_a_search_reads_old_events_in_parts_and_new_ones_at_once() -> None:
+    view = View()
+    for seq in range(1, 5_001):
+        view.events.fold((seq, 0.0, "admit", seq % 10, 0, "new"), seq)
+    search = Search("r7", lambda event: True)
+    for part in (200, 400, 500):
+        search.update(view)
+        assert sum(search(event) for event in view.events.newest_first()) == part
+    assert search.finished
+    for seq in range(5_001, 10_001):
+        view.events.fold((seq, 0.0, "admit", seq % 10, 0, "new"), seq)
+    search.update(view)
+    assert sum(search(event) for event in view.events.newest_first()) == 1_000

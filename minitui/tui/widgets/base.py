@@ -37,6 +37,20 @@ def selected(view: View, kind: str) -> Any:
     return view.selection.id if view.selection is not None and view.selection.kind == kind else None
 
 
+def typed(event: events.Key, typing: bool, text: str) -> tuple[bool, str] | None:
+    """Returns (still typing, the new text) after a key in a search that a panel shows; None if the search does not use
+    the key."""
+    if event.key == "escape" and (typing or text):
+        return False, ""
+    if not typing:
+        return None
+    if event.key == "enter":
+        return False, text
+    if event.key == "backspace":
+        return True, text[:-1]
+    return (True, text + event.character) if event.is_printable and event.character else None
+
+
 @dataclass(slots=True)
 class Picture:
     """The content of a panel: the rows of its body and the texts in its frame."""

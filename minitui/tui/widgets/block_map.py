@@ -374,8 +374,10 @@ def _runs(cells: np.ndarray, looks: list[tuple[str, str]], g: Grid, width: int) 
         elif glow:
             style += "-glow" if glow == 2 else "-warm"
         if g.gap:
+            # A digit stands once in a wide cell: "33" would read as thirty-three.
+            cell = glyph.ljust(g.cell) if glyph.isdigit() else glyph * g.cell
             for _ in range(end - start):
-                runs += [(glyph * g.cell, style), (" " * g.gap, "ink")]
+                runs += [(cell, style), (" " * g.gap, "ink")]
         else:
             runs.append((glyph * (end - start), style))
         used += (end - start) * (g.cell + g.gap)

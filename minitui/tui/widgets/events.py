@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from textual import events
 from textual.binding import Binding
 
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
+from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, typed
 from minitui.tui.widgets.rows import Row, Run, Runs, cells, clean, fit
+from minitui.viewmodel.events import EVENTS_KEPT, KINDS
 from minitui.viewmodel.model import Event, View
 
 STYLES = {
@@ -38,14 +42,78 @@ def wrapped(words: str, width: int) -> list[str]:
     return lines
 
 
+REQUEST = re.compile(r"r(\d+)")
+SCANNED = 2_000  # events whose text is searched in one picture; the next pictures search the others
+
+
+class Search:
+    """The events that contain every word of a query: "r12" names a request, "evict" a kind, other words a text.
+
+    Reading all texts would take a second, so each call of `update` reads at most SCANNED of them.
+    """
+
+    def __init__(self, query: str, filter: Callable[[Event], bool]) -> None:
+        self._words = query.lower().split()
+        self._filter = filter
+        self._found: set[int] = set()  # seqs
+        self._newest = -1  # seqs of the newest and the oldest event that were read
+        self._oldest = sys.maxsize
+        self.finished = False
+
+    def update(self, view: View) -> None:
+        """Read the new events, and some of the old ones."""
+        read, newest = 0, self._newest
+        for event in view.events.newest_first():
+            if event.seq <= newest and (self.finished or event.seq >= self._oldest):
+                if self.finished:
+                    break
+                continue
+            if event.seq < self._oldest or newest < 0:
+                read += 1
+                if read > SCANNED:
+                    break
+                self._oldest = event.seq
+            self._newest = max(self._newest, event.seq)
+            if self._filter(event) and self._matches(view, event):
+                self._found.add(event.seq)
+        else:
+            self.finished = True
+        if len(self._found) > 2 * EVENTS_KEPT:
+            self._found = {event.seq for event in view.events.newest_first() if event.seq in self._found}
+
+    def _matches(self, view: View, event: Event) -> bool:
+        text = ""
+        for word in self._words:
+            request = REQUEST.fullmatch(word)
+            if request is not None:
+                if event.request != int(request[1]):
+                    return False
+            elif word in KINDS:
+                if event.kind != word:
+                    return False
+            else:
+                lane = view.lanes.lanes.get(event.request)
+                chat = view.group_name(lane.group) if lane is not None else ""
+                text = text or f"{event.kind} {view.event_text(event)} {chat}"
+                if word not in text.lower():
+                    return False
+        return True
+
+    def __call__(self, event: Event) -> bool:
+        return event.seq in self._found
+
+
 class Events(LinePanel):
-    """Up and down choose an event and select its request or node, f filters, Enter opens the details."""
+    """Up and down choose an event and select its request or node, f and / filter, Enter opens the details."""
 
     TITLE = "Events"
     help_text = paragraphs("""\
 Every decision of the engine with its reason, the newest at the top: which request was admitted and how long it had
 waited; how many tokens a prompt took from the tree, and why not all of them; which blocks were evicted and for which
-request; which request was preempted; how each request finished. Choosing an event selects its request or node.""")
+request; which request was preempted; how each request finished. Choosing an event selects its request or node.
+
+f shows one group of kinds. / searches: an event must contain every word. "r12" means request 12, the name of a kind
+("evict", "hit", …) means this kind, any other word is searched in the text and in the name of the chat.""")
     BINDINGS: ClassVar = [
         Binding("up", "move(-1)", "later", show=False, id="events.up"),
         Binding("down", "move(1)", "earlier", show=False, id="events.down"),
@@ -53,9 +121,14 @@ request; which request was preempted; how each request finished. Choosing an eve
         Binding("pagedown", "move(10)", "earlier", show=False, id="events.pagedown"),
         Binding("home", "latest", "the newest", show=False, id="events.latest"),
         Binding("f", "filter", "filter", show=False, id="events.filter", tooltip="hits, memory, requests, selected"),
+        Binding("slash", "search", "search", show=False, id="events.search", tooltip="by request (r12), kind or words"),
         Binding("enter", "open", "details", show=False, id="events.open"),
     ]
 
+    search = ""
+    typing = False  # True: the user is typing a search
+    _search: Search | None = None
+    _searched_for: tuple[Any, ...] = ()
     filter = 0  # index of the current filter in FILTERS
     chosen: int | None = None  # seq of the chosen event
     skip = 0  # number of newer events above the first row
@@ -77,14 +150,32 @@ request; which request was preempted; how each request finished. Choosing an eve
             at += [event] * len(lines)
         self.shown, self._at = shown, at
         if not rows:
-            rows = [Row("no events yet" if name == "all" else f"no events of this kind: {name}", "dim").done(width)]
-        note = [("show ", "dim"), (name, "ink"), *self.own_key("f")]
+            none = "no events yet" if name == "all" else f"no events of this kind: {name}"
+            if self._search is not None:
+                none = f"no event contains {self.search!r}" if self._search.finished else "searching"
+            rows = [Row(none, "dim").done(width)]
+        note: list[Run] = [("show ", "dim"), (name, "ink"), *self.own_key("f · / search")]
+        if self.typing or self.search:
+            cursor = "▏" if self.typing else ""
+            note = [("/" + self.search + cursor, "accent"), *([(f" in {name}", "dim")] if self.filter else [])]
         legend: list[Run] = [(f"step, event, reason · {view.events.count:,} so far", "dim")]
         if self.skip:
             legend = [(f"{self.skip:,} newer above · Home", "accent")]
         return Picture(rows, note=note, legend=legend)
 
     def _wanted(self, view: View) -> Callable[[Event], bool]:
+        """Returns the filter of the events that are shown."""
+        if not self.search:
+            self._search = None
+            return self._by_kind(view)
+        selection = view.selection if FILTERS[self.filter][0] == "selected" else None
+        key = (self.search, self.filter, view.events, selection)
+        if self._search is None or key != self._searched_for:
+            self._searched_for, self._search = key, Search(self.search, self._by_kind(view))
+        self._search.update(view)
+        return self._search
+
+    def _by_kind(self, view: View) -> Callable[[Event], bool]:
         name, kinds = FILTERS[self.filter]
         if name == "selected":
             requests, nodes = view.links.requests, view.links.nodes
@@ -152,6 +243,22 @@ request; which request was preempted; how each request finished. Choosing an eve
         self.filter = (self.filter + 1) % len(FILTERS)
         self.skip = 0
         self.repaint()
+
+    def action_search(self) -> None:
+        self.typing, self.search, self.skip = True, "", 0
+        self.repaint()
+
+    def on_key(self, event: events.Key) -> None:
+        """While the user types a search, add the keys to the search."""
+        if (changed := typed(event, self.typing, self.search)) is not None:
+            self.typing, self.search = changed
+            self.skip = 0
+            event.prevent_default().stop()
+            self.repaint()
+
+    def check_consume_key(self, key: str, character: str | None) -> bool:
+        """Returns True for a printable key while the user types a search, so that no binding acts on the key."""
+        return self.typing and character is not None and character.isprintable()
 
     def action_open(self) -> None:
         event = next((event for event in self.shown if event.seq == self.chosen), None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.segment import Segment
 from rich.style import Style
-from textual.geometry import Size
+from textual.geometry import Offset, Size
 from textual.scroll_view import ScrollView
 from textual.selection import Selection
 from textual.strip import Strip
@@ -72,6 +72,19 @@ class Transcript(ScrollView, can_focus=True):
             self._blocks = []
             self._follow = True
         self.sync()
+
+    def go_to(self, words: list[str]) -> None:
+        """Scroll to the first row that contains one of the words, and select the word; the first found word counts."""
+        rows = ["".join(text for text, _ in row) for row in self._rows]
+        for word in words:
+            for y, row in enumerate(rows):
+                at = row.lower().find(word.lower())
+                if at >= 0:
+                    self._follow = False
+                    self.scroll_to(y=max(0, y - 2), animate=False, immediate=True)
+                    found = Selection(Offset(at, y), Offset(at + len(word), y))
+                    self.screen.selections = {self: found}
+                    return
 
     def sync(self) -> None:
         """Update the rows from the session; cheap if nothing changed."""

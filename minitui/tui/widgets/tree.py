@@ -16,7 +16,7 @@ from textual.binding import Binding
 
 from minitui.text import count, short
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
+from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected, typed
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, legend, wrapped
 from minitui.viewmodel.eviction import is_under_pressure, pressure_words
 from minitui.viewmodel.model import View
@@ -228,20 +228,10 @@ names the blocks that the next allocations take: first the free blocks, then the
 
     def on_key(self, event: events.Key) -> None:
         """While the user types a search, add the keys to the search."""
-        if event.key == "escape" and (self.typing or self.search):
-            self.typing, self.search = False, ""
-        elif not self.typing:
-            return
-        elif event.key == "enter":
-            self.typing = False
-        elif event.key == "backspace":
-            self.search = self.search[:-1]
-        elif event.is_printable and event.character:
-            self.search += event.character
-        else:
-            return
-        event.prevent_default().stop()
-        self.repaint()
+        if (changed := typed(event, self.typing, self.search)) is not None:
+            self.typing, self.search = changed
+            event.prevent_default().stop()
+            self.repaint()
 
     def check_consume_key(self, key: str, character: str | None) -> bool:
         """Returns True for a printable key while the user types a search, so that no binding acts on the key."""
