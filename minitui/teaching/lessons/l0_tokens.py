@@ -232,8 +232,8 @@ LESSON = Lesson(
         Page(
             "Query, key and value",
             """
-            How can a pass for one token depend on all tokens before it? Through attention. Every layer computes three
-            lists of numbers for each token:
+            Attention connects a token with the tokens before it. Every layer computes three lists of numbers for each
+            token:
 
               query   what this token looks for in the tokens before it
               key     what this token can be found by
@@ -243,8 +243,8 @@ LESSON = Lesson(
             of its value is taken. The sum of these values goes on to the next part of the layer. No token looks at
             tokens after it.
 
-            So the key and the value of a token depend on this token and on those before it, and never change when the
-            text gets longer.
+            So the key and the value of a token depend on this token and on those before it. They do not change when
+            the text gets longer.
             """,
             code="engine.attention.torch_backend:TorchAttention",
         ),

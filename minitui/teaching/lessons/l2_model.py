@@ -153,9 +153,9 @@ LESSON = Lesson(
             To compute one token, nearly all weights must be read once. The exceptions are the embedding table, of
             which one line is read (unless the table is also the last matrix), and models with experts: only the
             experts chosen for the token are read. To compute a hundred tokens in one step, a weight is also read only
-            once; the arithmetic grows. If reading takes longer than computing, more tokens in a step cost little. This
-            is why a prompt is computed many tokens at a time, why many requests decode in one batch, and why one chat
-            alone uses only a small part of a GPU's arithmetic.
+            once; the arithmetic grows. If reading takes longer than computing, more tokens in a step cost little. So
+            many tokens of a prompt are computed in one step, and many requests decode in one batch. One chat alone
+            uses only a small part of a GPU's arithmetic.
             """,
             panel="timings",
             run=many_or_one,
@@ -222,8 +222,9 @@ LESSON = Lesson(
             they are stored, so a cached key is valid for one position only.
 
             Positions are not the reason why prompts can share a cached block only if they are equal from their first
-            token on: a key could be rotated again. The reason is attention. From the second layer on, the key and the
-            value of a token are computed from a vector that contains what attention collected from all tokens before.
+            token on: a key could be rotated again. The reason is attention. From the second layer on, a token's vector
+            contains what attention has collected from all tokens before. The key and the value are computed from this
+            vector.
 
             Several query heads share one key/value head (grouped-query attention). Fewer key/value heads mean a smaller
             cache. The cache's size often limits how many requests run at once.

@@ -98,12 +98,12 @@ LESSON = Lesson(
             any more, so they are stored in the KV cache. Without the cache, every step would compute the whole text
             again.
 
-            The length of a reply is not known in advance. If each request got one piece of memory, large enough for
-            the longest reply, most of it would stay empty, and the gaps between the pieces would be too small to use.
-            So the memory is divided into blocks of equal size (16 tokens here). A request takes another block whenever
-            its last one is full. This can be any free block of the pool. Only the empty end of each request's last
-            block is wasted: at most 15 tokens. The idea comes from the pages of operating systems; vLLM brought it to
-            inference.
+            The length of a reply is not known in advance. A request could get one piece of memory, large enough for
+            the longest reply. But most of the piece would stay empty, and the gaps between pieces would be too small
+            to use. So the memory is divided into blocks of equal size (16 tokens here). A request takes another block
+            whenever its last one is full. This can be any free block of the pool. Only the empty end of each request's
+            last block is wasted: at most 15 tokens. The idea comes from the pages of operating systems; vLLM brought
+            it to inference.
 
             Each request has a block table. For each logical block 0, 1, 2 … of its text, the table has the number of
             the physical block.

@@ -127,8 +127,8 @@ LESSON = Lesson(
             A token may attend to itself and to earlier tokens, never to later ones. If a prompt is computed in one
             piece, query i, counted from 0, sees keys 0 to i: the mask is a triangle.
 
-            If the beginning of the prompt is cached, its keys are in the pool, and only the other tokens have queries
-            in this step. Queries are again counted from 0. The panel shows two prompts: first a prompt of which nothing
+            If the beginning of the prompt is cached, its keys are in the pool. Only the other tokens have queries in
+            this step. Queries are again counted from 0. The panel shows two prompts: first a prompt of which nothing
             is cached, then a prompt with a cached beginning.
             """,
             panel="attention",
@@ -151,8 +151,8 @@ LESSON = Lesson(
             "Padding and the null block",
             """
             The sequences of a batch have different lengths, and block tables of different widths. Padding points to
-            block 0, the null block. The null block belongs to no request, and its numbers are always finite, so reading
-            it is harmless; a mask gives these keys no weight. A free block may contain any old data; a test fills free
+            block 0, the null block. The null block belongs to no request. Its numbers are always finite, so reading it
+            is harmless: a mask gives these keys no weight. A free block may contain any old data; a test fills free
             blocks with NaN and checks that no output changes.
 
             Decode reads much and computes little: it reads each key and value of a request for one token only, for the

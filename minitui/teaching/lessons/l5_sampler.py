@@ -213,7 +213,7 @@ LESSON = Lesson(
               4 temperature        divides the scores: below 1 the best tokens become likelier, above 1 less likely
               5 top_k              keeps the k best tokens
               6 top_p              keeps the best tokens up to a total probability of p
-              7 min_p              keeps tokens at least p times as likely as the best
+              7 min_p              cuts tokens less likely than p times the best
               8 draw               samples one of the remaining tokens, by probability
 
             Temperature 0 is greedy: it takes the largest logit. A stage that no request uses is skipped. The order

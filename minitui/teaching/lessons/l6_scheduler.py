@@ -148,9 +148,9 @@ LESSON = Lesson(
             "Joining and leaving",
             f"""
             Static batching fills a batch, computes it until its longest reply has ended, and then starts the next
-            batch. When a short reply has ended, its row (its place in the batch) stays empty, and new requests wait for
-            the end of the whole batch. Continuous batching fills the rows again in every step: a finished reply frees
-            its row at once, and the next request in the queue takes the row in the following step.
+            batch. A row is a place in the batch. When a short reply has ended, its row stays empty, and new requests
+            wait for the end of the whole batch. Continuous batching fills the rows again in every step: a finished
+            reply frees its row at once, and the next request in the queue takes the row in the following step.
 
             This engine has four rows. Four replies of {", ".join(map(str, LENGTHS[:4]))} tokens start. Two more
             replies, of {LENGTHS[4]} tokens each, wait. A reply of n tokens takes n steps.
@@ -200,9 +200,9 @@ LESSON = Lesson(
             "Waiting, with a reason",
             """
             This engine has four rows: four requests can run at once. A request that is not admitted stays in the
-            queue. A record gives the reason. Another record follows only when the reason changes. The engine checks
-            in this order and records the first reason that it finds: the budget is used up, no row is free, the
-            request's own last step has not committed (after a preemption), too few blocks are available.
+            queue. A record gives the reason. Another record follows only when the reason changes. The engine checks in
+            this order and records the first reason that it finds: the budget is used up, no row is free, a step of the
+            preempted request itself still runs, too few blocks are available.
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._obstacle",

@@ -79,8 +79,8 @@ LESSON = Lesson(
             The engine keeps a tree of the prefixes in the pool. A node is a sequence of whole blocks with their token
             ids. Its children are found by the ids of their first block. The lookup of a prompt walks down the tree,
             with one dictionary access for each node. If a prompt matches only the first blocks of a node, the node is
-            split after these blocks, and the common part becomes the parent of the rest. A node and its only child
-            are merged when the same requests use both.
+            split after these blocks. The common part becomes the parent of the rest. A node and its only child are
+            merged when the same requests use both.
 
             Only whole blocks are shared, and a shared block is never written again. The block that a request is
             filling belongs to it alone. The last token of a prompt is never taken from the tree, because its logits

@@ -72,7 +72,7 @@ The engine records what it does, step by step. This screen is computed from thos
   timings        decode, mixed and prefill steps; time to first token = queue + prefill
   events         every decision with its reason, the newest first
   waterfall      (w) host, device and requests on an axis of time: what each step spent its time on
-  requests       (5) a row for each request: its token gaps and what caused the longest; enter: each token
+  requests       (5) a line for each request: its token gaps and what caused the longest; enter: each token
   trends         (6) first tokens, token gaps, hit rate, pool and queue over the last minutes and hours
 
 Tab goes to the next panel, and ? explains the panel with the focus. Select an item with the arrow keys: every panel

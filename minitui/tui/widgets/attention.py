@@ -20,9 +20,9 @@ class Attention(LinePanel):
 
     TITLE = "Who sees whom"
     help_text = paragraphs("""\
-Causal attention. Each row is a query of the step, each column a key. A query sees the keys of all tokens up to its own.
-If the whole prompt is computed in one step, the picture is a triangle. If the beginning of the prompt is cached, its
-keys are there, but it has no queries in this step: the picture is a rectangle with a slanted end.""")
+Causal attention. Each line is a query of the step, each column a key. A query sees the keys of all tokens up to its
+own. If the whole prompt is computed in one step, the picture is a triangle. If the beginning of the prompt is cached,
+its keys are there, but it has no queries in this step: the picture is a rectangle with a slanted end.""")
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         row = view.shown_step()

@@ -27,7 +27,7 @@ class ExpertMap(LinePanel):
     TITLE = "Experts"
     help_text = paragraphs("""\
 A mixture-of-experts model has many small MLPs per layer in place of one, and a router sends each token to a few of
-them. Each row is a layer, each cell an expert; the height of its bar shows its recent load. A bar of middle height is
+them. Each line is a layer, each cell an expert; the height of its bar shows its recent load. A bar of middle height is
 the layer's mean; two levels higher is twice the mean; a dot is an expert without tokens. The figure at the right is
 the hottest expert's load, in multiples of the mean.
 

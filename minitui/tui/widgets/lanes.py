@@ -35,12 +35,12 @@ class BatchLanes(LinePanel):
 
     TITLE = "Batch lanes"
     help_text = paragraphs("""\
-Continuous batching. Each row is a request, each column one or more steps. A request first waits, then its prompt is
+Continuous batching. Each line is a request, each column one or more steps. A request first waits, then its prompt is
 prefilled (many tokens per step), then it decodes one token in every step until it finishes. Requests join and leave
 between any two steps; no request waits for the slowest request of a batch. × means preempted: the pool was full and the
-request released its blocks. With more requests than rows, a row is reused when its request has finished: "r9 +2" means
-that r9 uses the row now, and that two finished requests used it before. If you select one of these two, the label
-names that request.""")
+request released its blocks. With more requests than lines, a line is reused when its request has finished: "r9 +2"
+means that r9 uses the line now, and that two finished requests used it before. If you select one of these two, the
+label names that request.""")
     BINDINGS: ClassVar = [
         Binding("up", "choose(-1)", "request above", show=False, id="lanes.up"),
         Binding("down", "choose(1)", "request below", show=False, id="lanes.down"),

@@ -69,7 +69,7 @@ class RequestTable(LinePanel):
 
     TITLE = "Requests"
     help_text = paragraphs("""\
-One row for each request that runs, waits, or finished recently. All times are in milliseconds; pauses and slow
+One line for each request that runs, waits, or finished recently. All times are in milliseconds; pauses and slow
 motion do not count. "first" is the time to first token: queue + prefill. A gap is the time between two tokens of a
 request; accepted drafts arrive together with a token. p50 and p99 are percentiles of the last gaps (at most 4,096),
 "longest" is the longest gap, and the text at the end says what caused this gap. "cached" is the number of prompt tokens
@@ -83,9 +83,9 @@ its tokens.""")
     BINDINGS: ClassVar = [
         Binding("up", "choose(-1)", "request above", show=False, id="requests.up"),
         Binding("down", "choose(1)", "request below", show=False, id="requests.down"),
-        Binding("pageup", "choose(-10)", "ten rows up", show=False, id="requests.pageup"),
-        Binding("pagedown", "choose(10)", "ten rows down", show=False, id="requests.pagedown"),
-        Binding("home", "choose(-100000)", "first row", show=False, id="requests.first"),
+        Binding("pageup", "choose(-10)", "ten lines up", show=False, id="requests.pageup"),
+        Binding("pagedown", "choose(10)", "ten lines down", show=False, id="requests.pagedown"),
+        Binding("home", "choose(-100000)", "first line", show=False, id="requests.first"),
         Binding("left", "sort(-1)", "sort by the column before", show=False, id="requests.left"),
         Binding("right", "sort(1)", "sort by the next column", show=False, id="requests.right"),
         Binding("s", "reverse", "reverse the order", show=False, id="requests.reverse"),
