@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import platform
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,7 @@ from engine.kernels.cpu.emit import I32, I64, PTR, Kernel
 from engine.kernels.cpu.product import VNNI, emit_product
 
 LLVM = 22  # the version whose instructions the kernels use
+X86 = platform.machine() in ("x86_64", "AMD64")
 FIELDS = 16  # numbers in the array of one call; a kernel reads the first ones
 OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
@@ -50,6 +52,8 @@ def why_not(shapes: KernelShapes) -> str:
     process = ctypes.CDLL(None)
     if missing := [name for name in OPENMP if not hasattr(process, name)]:
         return f"torch's OpenMP library lacks {missing[0]}"
+    if X86 and not _features().get("fma"):
+        return "the processor has no instruction for fused products and sums (FMA)"
     if "int8" in shapes.weights and not (_features().get("avx512vnni") and _features().get("avx512vl")):
         return "the processor has no AVX-512 VNNI"
     if _lanes(shapes) < 4:
@@ -111,7 +115,9 @@ def _compile(module: ir.Module) -> llvm.ExecutionEngine:
     process = ctypes.CDLL(None)
     for name in OPENMP:
         llvm.add_symbol(name, ctypes.cast(getattr(process, name), ctypes.c_void_p).value)
-    features = llvm.get_host_cpu_features().flatten() + ",-prefer-256-bit"
+    features = llvm.get_host_cpu_features().flatten()
+    if X86:
+        features += ",-prefer-256-bit"
     machine = llvm.Target.from_default_triple().create_target_machine(llvm.get_host_cpu_name(), features, opt=3)
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()

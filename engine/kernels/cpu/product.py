@@ -1,7 +1,8 @@
 """out [R, N] = f(x) [R, K] · weightᵀ for few rows: each weight is read from memory once, whatever the number of rows.
 
 f is nothing, an RMSNorm, or silu(gate) · up. Every thread computes f for all rows, into memory of its own: for few rows
-this is quicker than a barrier. Each output is one sum over k in one vector, so it does not depend on R.
+this is quicker than a barrier. Each output is one sum over k in one vector, so it does not depend on R. What torch has
+instead, and why it was not taken: engine/kernels/MEASURED.md.
 
 Integers: each row of f(x) is rounded to 8 bits (engine/model/linear.py). The processor's instruction (VNNI) multiplies
 unsigned by signed bytes. So 128 is added to each weight, and 128 times the sum of the row is subtracted at the end.
