@@ -60,6 +60,7 @@ def compare(
       minitui compare batching            static and continuous batching
       minitui compare chunked-prefill     a long prompt beside running replies: in one step and in chunks
       minitui compare speculation         without and with drafts from the text
+      minitui compare allocation          one piece of memory for each request, and paging
       minitui compare pool --pools 24,64  two sizes of the KV pool
       minitui compare cache --save demo   also write demo.cache-off.trace and demo.cache-on.trace
       minitui compare demo.cache-off.trace demo.cache-on.trace

@@ -124,7 +124,8 @@ def lesson(
     choice, source, restart = lesson_source(chosen.number)
     sampling = Sampling(temperature=0.0, max_tokens=60)
     if plain or not has_terminal():
-        raise typer.Exit(asyncio.run(print_with_own_engine(chosen, source, choice.system, sampling, print)))
+        printing = print_with_own_engine(chosen, source, choice.system, sampling, print, restart=restart)
+        raise typer.Exit(asyncio.run(printing))
     from minitui.tui.lesson_app import LessonApp
 
     def make(*arguments: Any, **options: Any) -> LessonApp:

@@ -73,6 +73,7 @@ async def write_handout(
         ]
         for number, lesson in enumerate(lessons):
             tell(lesson.name)
+            stage.home = lesson.options
             if number:
                 await stage.other_engine(**lesson.options)
             assert stage.chats.codec is not None

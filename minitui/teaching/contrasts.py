@@ -21,6 +21,7 @@ QUESTIONS = (
 )  # fmt: skip
 LENGTHS = (6, 30, 8, 6, 26, 6, 8, 10)  # tokens of the replies
 WRITERS = 3
+PIECE, PIECES = 192, 4  # one-piece allocation: tokens of a piece, and pieces in the memory
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,13 @@ CONTRASTS = {
         "a chat asks the same question twice, without and with drafts copied from its text", asked_twice,
         Setting("no speculation", {"speculation": "off"}), Setting("prompt lookup", {"speculation": "prompt-lookup"}),
         70, {"kv_blocks": 64},
+    ),
+    "allocation": Contrast(
+        f"eight replies in memory for {PIECES * PIECE} tokens: one piece of {PIECE} for each request, and blocks of 16",
+        eight_replies,
+        Setting("one piece", {"block_size": PIECE, "kv_blocks": PIECES}),
+        Setting("paging", {"block_size": 16, "kv_blocks": PIECES * PIECE // 16}),
+        30, {"no_prefix_caching": True},
     ),
     "pool": Contrast(
         "four replies of 120 tokens, in a pool that is too small for them and in one that is large enough",

@@ -81,6 +81,8 @@ class Stage:
     keys: bool = False  # True if the user can answer a prediction with a key, which calls `guess`
     typed: str = ""  # the text that the reader typed for the experiment; empty: the experiment's own text
     said: list[str] = field(default_factory=list)  # the texts shown so far
+    home: dict[str, Any] = field(default_factory=dict)  # the options of a lesson's own engine; see `go_home`
+    _options: dict[str, Any] | None = None  # the options of the last `other_engine`
     _choices: Sequence[str] = ()  # choices of the open prediction
     _guessed: int | None = None
     _began: tuple[int, int] = (-1, 0)  # numbers of the last step and the last record before `begin_count`
@@ -383,6 +385,7 @@ class Stage:
         if self.restart is None:
             raise EngineError("this engine cannot be started with other options")
         await self._end_run()
+        self._options = options
         self.feed.restart()
         await self.restart(options)
         self.feed.replaced()
@@ -390,6 +393,13 @@ class Stage:
         self._began = (-1, 0)
         for session in self.chats.sessions:
             session.request = None
+
+
+    async def go_home(self) -> None:
+        """Returns to the lesson's own engine, if an experiment has replaced it."""
+        if self._options not in (None, self.home):
+            await self.other_engine(**self.home)
+            self.view.earlier = None
 
 
 @asynccontextmanager

@@ -39,7 +39,7 @@ class LessonApp(MinituiApp):
     async def _begin(self) -> None:
         self.stage = Stage(
             self.source, self.chats, self.feed, self.system, lambda text: None, self.select_session, lambda mode: None,
-            self.restart, bar=glyphs().active, held=lambda: self.feed.frozen,
+            self.restart, bar=glyphs().active, held=lambda: self.feed.frozen, home=self.lesson.options,
         )  # fmt: skip
         # The screen begins the lesson at its next paint. `_open` is not called here: it would return to the first page.
 
@@ -68,6 +68,7 @@ class LessonApp(MinituiApp):
         if isinstance(screen, LessonScreen):
             screen.workers.cancel_group(screen, "lesson")
         self.lesson = lesson
+        self.stage.home = lesson.options
         try:
             await self.stage.other_engine(**lesson.options)
         except EngineError as error:

@@ -30,8 +30,9 @@ from minitui.teaching.lessons.l2_model import tensors
 from minitui.teaching.lessons.l5_sampler import parse_settings
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, TypeIn, find_code, fresh, paragraphs
 from minitui.teaching.lessons.plain import print_with_own_engine
+from minitui.teaching.lessons.side_by_side import side_by_side
 from minitui.teaching.merges import merges, shown_piece
-from minitui.teaching.stage import Stage
+from minitui.teaching.stage import Restart, Stage
 from minitui.tui.glyphs import glyphs
 from minitui.tui.lesson_app import LessonApp
 from minitui.tui.screens.code import CodePanel, CodeScreen, wrap_code
@@ -53,6 +54,7 @@ RIGHT = {  # what each experiment must prove, by lesson and page title
     (1, "One question, step by step"): "5: the prompt's step samples the first token",
     (2, "The cost of reading weights"): "several times as long as one token of the prompt",
     (2, "A decode step of many rows"): "less than twice as long",
+    (3, "One piece or blocks"): "4 with one piece for each, 8 with blocks",
     (3, "What a token costs"): "4,096 bytes: 4 KiB",
     (3, "Two chats, one pool"): "mixed: each chat took the next free block when it needed one",
     (3, "Four states"): "the full blocks stay cached until their memory is needed",
@@ -77,6 +79,9 @@ RIGHT = {  # what each experiment must prove, by lesson and page title
 }
 
 
+DEFAULTS = {"kv_blocks": None, "no_prefix_caching": False}
+
+
 class Taught:
     """What came out of a lesson's experiments and questions."""
 
@@ -86,17 +91,20 @@ class Taught:
         self.panels: list[str] = []  # beside each question, in its smallest size
 
 
-async def teach(one: Lesson, source: LocalSource) -> Taught:
+async def teach(one: Lesson, source: LocalSource, restart: Restart) -> Taught:
     chats = Chats(source, sampling=sampling(40))
     chats.use(load_codec(source.info))
     feed = Updater(source, View())
     await feed.sync()
     assert chats.codec is not None
     feed.view.ids_to_text = chats.codec.decode
-    stage = Stage(source, chats, feed, choose_model(None).system, lambda text: None, beat=0.0)
+    stage = Stage(
+        source, chats, feed, choose_model(None).system, lambda text: None, restart=restart, beat=0.0, home=one.options
+    )
     taught = Taught()
     for page in one.pages:
-        if page.run is not None:
+        # Two runs side by side take several engines, and tests/tui/test_compare_app.py runs them.
+        if page.run is not None and (page.panel != "runs" or page.predict is not None):
             await fresh(stage)
             taught.seen[page.title] = await page.run(stage)
     await fresh(stage)
@@ -120,8 +128,10 @@ async def teach_all(log: Path) -> dict[int, Taught | Exception]:
     """Every lesson in one process, each in an engine with its own options."""
 
     def config(one: Lesson) -> Any:
-        options = {"kv_blocks": None, "no_prefix_caching": False, **one.options}
-        return engine_config(model=choose_model(None).name, **options)
+        return engine_config(model=choose_model(None).name, **DEFAULTS | one.options)
+
+    async def restart(options: dict[str, Any]) -> None:
+        await source.reconfigure(engine_config(choose_model(None).name, **DEFAULTS | options))
 
     source = LocalSource(config(LESSONS[0]), log, "tutor")
     await source.start(lambda progress: None)
@@ -130,7 +140,7 @@ async def teach_all(log: Path) -> dict[int, Taught | Exception]:
         for one in LESSONS:
             await source.reconfigure(config(one))
             try:
-                taught[one.number] = await teach(one, source)
+                taught[one.number] = await teach(one, source, restart)
             except Exception as error:
                 taught[one.number] = error
     finally:
@@ -378,6 +388,21 @@ def test_paragraphs_keep_tables_and_wrap_the_rest() -> None:
 # ---- on the screen
 
 
+async def test_two_runs_side_by_side_and_then_the_lessons_own_engine_again() -> None:
+    async with Classroom((120, 40), lesson=SIDE_BY_SIDE) as room:
+        await room.press("enter")
+        await room.until(lambda: 0 in room.reading.seen or 0 in room.reading.failed)
+        assert 0 in room.reading.seen, room.reading.failed
+        text = room.text()
+        assert "24 blocks · " in text and "64 blocks · " in text, "both runs are in the panel"
+        assert "steps" in room.reading.seen[0].text and "replies" in room.reading.seen[0].text
+        pools = [options["kv_blocks"] for options in room.restarts]
+        assert pools == [24, 64, 24, 64], "each setting once to warm up, and once to measure"
+        await room.press("right", "enter")
+        await room.until(lambda: 1 in room.reading.seen)
+        assert room.restarts[4:] == [{"kv_blocks": 77}] and room.app.view.earlier is None
+
+
 async def greet(stage: Stage) -> Seen:
     """An experiment for a scripted engine."""
     session = stage.chat("short", max_tokens=20, whole=True)
@@ -416,13 +441,22 @@ SMALL = Lesson(
 )  # fmt: skip
 
 
+SIDE_BY_SIDE = Lesson(
+    3, "Two", "Which?", (Page("Both", "", "runs", "", side_by_side("pool")), Page("Then", "", "step", "", greet)),
+    greet, SMALL.checks, {"kv_blocks": 77},
+)  # fmt: skip
+
+
 class Classroom:
-    def __init__(self, size: tuple[int, int], loaded: bool = True, progress: LessonProgress | None = None) -> None:
+    def __init__(
+        self, size: tuple[int, int], loaded: bool = True, progress: LessonProgress | None = None,
+        lesson: Lesson | None = None,
+    ) -> None:  # fmt: skip
         self.source = FakeSource(loads_at_once=loaded)
         self.restarts: list[dict[str, Any]] = []
         chats = Chats(self.source, sampling=sampling(20))
         self.app = LessonApp(
-            self.source, chats, Settings(), system="short", load_codec=lambda info: ByteCodec(), lesson=SMALL,
+            self.source, chats, Settings(), system="short", load_codec=lambda info: ByteCodec(), lesson=lesson or SMALL,
             restart=self.restart, progress=progress,
         )  # fmt: skip
         self.running = self.app.run_test(size=size)

@@ -105,7 +105,7 @@ async def test_lessons_look_as_they_did(size: tuple[int, int]) -> None:
             await pilot.press("right", "enter")
             await until(app, lambda: reading.at in reading.seen)
             await album.take("a page with bars, and nothing predicted")
-            await pilot.press("right", "right", "right")
+            await pilot.press(*["right"] * 4)
             await until(app, lambda: reading.prepared)
             await album.take("the closing questions")
             await pilot.press("enter")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
+from minitui.teaching.lessons.side_by_side import side_by_side
 from minitui.teaching.lessons.step_costs import MANY, SIZES, prompt_tokens, rows
 from minitui.teaching.recorded_steps import recorded_device
 from minitui.teaching.stage import Stage
@@ -213,6 +214,21 @@ LESSON = Lesson(
             panel="costs",
             code="minitui.teaching.lessons.step_costs:prompt_tokens",
             run=prompt_tokens,
+        ),
+        Page(
+            "Guesses, checked in one step",
+            """
+            More tokens in a step cost little. Speculation uses this for a single reply: the engine guesses the next
+            tokens, and one step computes them together with the last token. At each position, the step samples as
+            usual. A guess is accepted if it equals the sampled token, so the reply stays the same.
+
+            Here the guesses are copied from the text: what followed the last time when the same tokens occurred. A chat
+            asks the same question twice, first without guesses, then with them. The panel shows both runs on one clock.
+            On a CPU, each guess costs more than on a GPU: compare steps and time.
+            """,
+            panel="runs",
+            code="engine.core.speculation:PromptLookup",
+            run=side_by_side("speculation"),
         ),
         Page(
             "Positions and heads",

@@ -6,7 +6,9 @@ from itertools import pairwise
 
 from engine.trace.state import ACTIVE, CACHED, FREE, SHARED
 from minitui.chat.conversation import Session
+from minitui.teaching.contrasts import LENGTHS, PIECE, PIECES
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
+from minitui.teaching.lessons.side_by_side import side_by_side, with_pieces_and_blocks
 from minitui.teaching.stage import Stage
 
 
@@ -109,6 +111,34 @@ LESSON = Lesson(
             the physical block.
             """,
             code="engine.attention.kv_pool:KVPool",
+        ),
+        Page(
+            "One piece or blocks",
+            f"""
+            {len(LENGTHS)} requests want replies of {min(LENGTHS)} to {max(LENGTHS)} tokens. The memory has room for
+            {PIECE * PIECES} tokens. In the first run, each request gets one piece for {PIECE} tokens, because its reply
+            might be long. (The engine does this with blocks of {PIECE} tokens.) In the second run, a request gets a
+            block of 16 tokens whenever its last block is full.
+
+            The panel shows both runs on one clock, the first above the second. A row is a request.
+            """,
+            panel="runs",
+            code="engine.core.allocator:BlockAllocator",
+            run=side_by_side("allocation", with_pieces_and_blocks),
+            predict=Prediction(
+                f"How many of the {len(LENGTHS)} requests run at the same time, at most?",
+                (
+                    f"{PIECES} with one piece for each, {len(LENGTHS)} with blocks",
+                    f"{len(LENGTHS)} in both runs",
+                    f"{PIECES} in both runs",
+                ),
+                (
+                    "",
+                    "a piece could be used by two requests. But the whole piece is reserved for one reply, however "
+                    "short.",
+                    f"blocks would be reserved, too. But a short prompt and {max(LENGTHS)} tokens need a few blocks.",
+                ),
+            ),
         ),
         Page(
             "What a token costs",

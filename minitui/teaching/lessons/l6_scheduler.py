@@ -5,6 +5,7 @@ from __future__ import annotations
 from minitui.chat.conversation import Session
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.lessons.preemption import too_small
+from minitui.teaching.lessons.side_by_side import side_by_side
 from minitui.teaching.scenarios import paste
 from minitui.teaching.stage import Stage
 from minitui.text import ms
@@ -175,6 +176,18 @@ LESSON = Lesson(
             ),
         ),
         Page(
+            "Static and continuous",
+            """
+            Eight replies of different lengths run in four rows: first in static batches, then with continuous
+            batching. Each run has an engine of its own. The panel shows both runs on one clock, the first above the
+            second. A row of the panel is a request.
+
+            In the static run, look for requests that wait although a row is empty.
+            """,
+            panel="runs",
+            run=side_by_side("batching"),
+        ),
+        Page(
             "A long prompt",
             """
             Three requests decode. A user pastes a long text. The budget of this engine is 64 tokens a step. A prompt
@@ -195,6 +208,19 @@ LESSON = Lesson(
                     "a new request could wait for as long as others write, although the step has room.",
                 ),
             ),
+        ),
+        Page(
+            "In one step and in chunks",
+            """
+            Three requests write, and a user pastes a long text: first into an engine that computes a prompt in one
+            step, then into one that computes at most 64 tokens in a step.
+
+            Chunks have a price, too: the pasted prompt shares its steps with the other requests, so its own first
+            token can come later. Compare the longest gap between two tokens with the longest time to a first token
+            (p99).
+            """,
+            panel="runs",
+            run=side_by_side("chunked-prefill"),
         ),
         Page(
             "Waiting, with a reason",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.trace.state import SHARED
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
+from minitui.teaching.lessons.side_by_side import side_by_side
 from minitui.teaching.lessons.tree_walk import touch_and_evict, walk
 from minitui.teaching.scenarios import QUESTIONS
 from minitui.teaching.stage import Stage
@@ -141,6 +142,15 @@ LESSON = Lesson(
                     "",
                 ),
             ),
+        ),
+        Page(
+            "Without and with the cache",
+            """
+            The same six chats in two engines: one without the prefix cache, one with it. The panel shows both runs on
+            one clock, the first above the second. Compare the length of the prefill at the beginning.
+            """,
+            panel="runs",
+            run=side_by_side("cache"),
         ),
         Page(
             "What is evicted, and when",

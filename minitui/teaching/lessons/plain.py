@@ -10,7 +10,7 @@ from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import load_codec
 from minitui.sources.base import Source
 from minitui.teaching.lessons.page import Lesson, Page, find_code, fresh, paragraphs
-from minitui.teaching.stage import LETTERS, Stage, plain_stage
+from minitui.teaching.stage import LETTERS, Restart, Stage, plain_stage
 
 WIDTH = 88
 
@@ -58,10 +58,13 @@ async def _print_page(page: Page, stage: Stage, out: Callable[[str], None]) -> N
 
 
 async def print_with_own_engine(
-    lesson: Lesson, source: Source, system: str, sampling: Sampling, out: Callable[[str], None], load: Any = load_codec
-) -> int:
-    """Starts the engine, prints the lesson and closes the engine; returns the exit code."""
-    async with plain_stage(source, sampling, load, system=system, say=lambda text: None, beat=0.0) as stage:
+    lesson: Lesson, source: Source, system: str, sampling: Sampling, out: Callable[[str], None], load: Any = load_codec,
+    restart: Restart | None = None,
+) -> int:  # fmt: skip
+    """Starts the engine, prints the lesson and closes the engine; returns the exit code. `restart`: see Stage."""
+    async with plain_stage(
+        source, sampling, load, system=system, say=lambda text: None, beat=0.0, restart=restart, home=lesson.options
+    ) as stage:
         assert stage.chats.codec is not None
         stage.view.ids_to_text = stage.chats.codec.decode
         await print_lesson(lesson, stage, out)

@@ -30,8 +30,9 @@ PANELS: dict[str, type[LinePanel]] = {
 # Rows of these panels; on a narrow screen, all other panels have PANEL_ROWS. The timings need 10 for their tracks.
 HEIGHTS = {
     "step": 4, "occupancy": 2, "timings": 10, "candidates": 11, "attention": 12, "slot": 6, "costs": 12, "gpu": 12,
+    "runs": 13,
 }  # fmt: skip
-TALL = ("attention", "costs", "gpu")  # on a wide screen, these panels have its height
+TALL = ("attention", "costs", "gpu", "runs")  # on a wide screen, these panels have its height
 PANEL_ROWS = 9
 MIN_PANEL_ROWS = 5  # below the text, a panel with nothing to show is hidden if fewer rows are left
 # Panel -> the panel under it. A narrow screen shows only the first of the two.

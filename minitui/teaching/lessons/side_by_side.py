@@ -1,0 +1,60 @@
+"""Experiments: the same work under two settings, each in an engine of its own, one above the other on one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from minitui.teaching.compare import run_contrast
+from minitui.teaching.contrasts import Contrast, Setting, find_contrast
+from minitui.teaching.lessons.page import Seen
+from minitui.teaching.stage import Stage
+from minitui.viewmodel.comparison import Comparison, Difference
+from minitui.viewmodel.comparison_words import key_of
+from minitui.viewmodel.model import View
+
+Answer = Callable[[Comparison], int]  # returns the index of the right choice
+SHOWN = ("steps", "time", "computed", "first_p99", "gap_longest", "accepted")
+
+
+def side_by_side(name: str, answer: Answer | None = None) -> Callable[[Stage], Awaitable[Seen]]:
+    """Returns an experiment that runs a contrast. `answer` reads the right choice of the prediction from it."""
+
+    async def run(stage: Stage) -> Seen:
+        chosen = find_contrast(name)
+        outcome = await run_contrast(_with_all_options(chosen), stage)
+        comparison = Comparison.of(stage.view, key_of(outcome.infos))
+        by_name = {one.quantity.name: one for one in comparison.differences}
+        lines = [_line(by_name[name]) for name in SHOWN if name in by_name]
+        first, second = (run.name for run in comparison.runs)
+        head = f"   {'':<24}{first:>20}{second:>22}"
+        return Seen(
+            f"{comparison.sentence} {outcome.replies}\n\n" + "\n".join([head, *lines]),
+            answer(comparison) if answer is not None else None,
+        )
+
+    return run
+
+
+def _with_all_options(chosen: Contrast) -> Contrast:
+    """Returns the contrast with the options of both engines in its settings."""
+    first, second = (Setting(one.name, chosen.engine(one)) for one in chosen.settings)
+    return replace(chosen, first=first, second=second)
+
+
+def _line(one: Difference) -> str:
+    quantity = one.quantity
+    return f"   {quantity.title.strip():<24}{quantity.text(one.first):>20}{quantity.text(one.second):>22}"
+
+
+def most_running(view: View) -> int:
+    """Returns the largest number of requests that decoded in one step."""
+    steps = view.steps
+    rows = (steps.get(step) for step in range(max(0, steps.first), steps.last + 1))
+    return max((row.decodes for row in rows if row is not None), default=0)
+
+
+def with_pieces_and_blocks(comparison: Comparison) -> int:
+    """Returns 0 if paging runs more requests at once than one piece for each, 1 if both run all, 2 if neither does."""
+    first, second = (most_running(run.view) for run in comparison.runs)
+    return 0 if first < second else 1 if second == comparison.runs[1].figures.requests else 2
