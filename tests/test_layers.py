@@ -26,7 +26,7 @@ ENGINE_LEVELS = (
     ("core", "attention"),
     ("model", "text"),
     ("parallel",),
-    ("worker",),
+    ("worker", "gguf"),
     ("hub",),
     ("prompts",),
     ("build", "outputs"),

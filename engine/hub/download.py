@@ -87,8 +87,8 @@ class Download:
         raise CheckpointError(
             f"{self._repository} on the hub has no {missing}"
             + (f", only {shown(listed(others))[1:-1]}" if others else "")
-            + ": minitui reads plain weights in safetensors, not GGUF, quantised files or other formats; name the "
-            "repository with the plain weights"
+            + ": minitui downloads weights in safetensors; name the repository with these, or download a GGUF file and "
+            "give its path"
         )
 
     def _check_description(self, directory: Path, tokenizer: bool) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from engine.errors import CheckpointError
 from engine.fields import shown
+from engine.files import CONFIG
 from engine.hub.cache import Snapshot, cache_directory, snapshots_of
 from engine.progress import Progress
 
@@ -23,6 +24,8 @@ LONGEST_NAME = 96  # characters; the limit of the hub
 def resolve_model(name: str, on_progress: Progress | None = None, weights: bool = True, tokenizer: bool = True) -> Path:
     """Return the directory of the checkpoint `name`: a path, or a name like "Qwen3-8B" or "Qwen/Qwen3-8B".
 
+    A path may also be a GGUF file, or a directory with one; it is unpacked to the cache (engine/gguf/checkpoint.py).
+
     A name may end in @ and a branch, a tag or a commit, as in "Qwen/Qwen3-8B@main".
 
     A path is tried first, then the local Hugging Face cache, then the hub. A model on the hub is downloaded to the
@@ -33,7 +36,12 @@ def resolve_model(name: str, on_progress: Progress | None = None, weights: bool 
     """
     directory = _as_directory(name)
     if directory is not None:
-        return directory
+        file = _gguf_file(directory)
+        if file is None:
+            return directory
+        from engine.gguf.checkpoint import as_checkpoint
+
+        return as_checkpoint(file, on_progress, weights)
     name, revision = _parts(name)
     found = snapshots_of(name, revision)
     whole = next((snapshot for snapshot in found if snapshot.complete(weights)), None)
@@ -51,6 +59,8 @@ def _as_directory(name: str) -> Path | None:
         path = Path(name).expanduser()
         if name and path.is_dir():
             return path
+        if name and path.is_file() and path.suffix.lower() == ".gguf":
+            return path
         is_file = path.is_file()
     except (OSError, RuntimeError, ValueError) as error:  # too long, not permitted, or an unknown user's home
         raise CheckpointError(
@@ -60,6 +70,18 @@ def _as_directory(name: str) -> Path | None:
     if is_file:
         raise CheckpointError(f"{path} is a file: give the directory that holds config.json and the weights")
     return None
+
+
+def _gguf_file(path: Path) -> Path | None:
+    """Return the GGUF file that the path means; None if it is a directory with a config.json, or without GGUF files."""
+    if path.is_file():
+        return path
+    found = sorted(path.glob("*.gguf"))
+    if not found or (path / CONFIG).exists():
+        return None
+    if len(found) > 1:
+        raise CheckpointError(f"{path} has {len(found)} GGUF files: name one of them, as in --model {found[0]}")
+    return found[0]
 
 
 def _parts(name: str) -> tuple[str, str]:
@@ -78,8 +100,9 @@ def _check_name(name: str, given: str) -> None:
     if colon and "/" not in file and NAME.fullmatch(plain):
         plain = re.sub(r"[-_.]gguf$", "", plain, flags=re.IGNORECASE)
         raise CheckpointError(
-            f"{shown(given)} is not a directory, and a name with a colon means one file of a GGUF repository. GGUF and "
-            f"quantised files are not supported: give the name of the repository with the plain weights, as in {plain}"
+            f"{shown(given)} is not a directory, and a name with a colon means one file of a GGUF repository. minitui "
+            "downloads no GGUF files: download the file and give its path, or give the name of the repository with the "
+            f"safetensors, as in {plain}"
         )
     if not NAME.fullmatch(name) or len(name) > LONGEST_NAME or {".", ".."} & set(name.split("/")):
         raise CheckpointError(

@@ -34,8 +34,8 @@ def valid_text(value: str | None) -> str | None:
 Model = Annotated[
     str | None,
     typer.Option(
-        help="A directory, or a model's name in the local Hugging Face cache or on the hub, with @REVISION if "
-        "needed. Default: the bundled model.",
+        help="A directory, a GGUF file, or a model's name in the local Hugging Face cache or on the hub, with "
+        "@REVISION if needed. Default: the bundled model.",
         autocompletion=complete_model,
     ),
 ]

@@ -146,7 +146,7 @@ def test_what_is_neither_a_directory_nor_a_name_is_refused(name: str, hub: FakeH
 
 @pytest.mark.parametrize("name", ["Org/Model-1B-GGUF:Q4_K_M", "Org/Model-1B:Q4_K_M", "Model-1B.gguf:latest"])
 def test_a_name_of_a_quantised_file_says_what_to_name_instead(name: str, hub: FakeHub) -> None:
-    with pytest.raises(CheckpointError, match=r"GGUF and quantised files are not supported.* as in (Org/)?Model-1B$"):
+    with pytest.raises(CheckpointError, match=r"downloads no GGUF files: .* as in (Org/)?Model-1B$"):
         resolve_model(name)
 
 
@@ -188,7 +188,7 @@ def config(**changes: Any) -> bytes:
         ({"config.json": b"<html>"}, "cannot be read"),
         (
             {"config.json": None, **dict.fromkeys(SHARDS), "model-Q4.gguf": b""},
-            r"no config.json, only .*model-Q4.gguf.*plain weights",
+            r"no config.json, only .*model-Q4.gguf.*download a GGUF file and give its path",
         ),
         (
             {INDEX: None, **dict.fromkeys(SHARDS), "pytorch_model.bin": b""},

@@ -1,0 +1,162 @@
+"""Reads the header of a GGUF file: the metadata and the list of tensors. Everything in it is checked before it is used.
+
+A file has a magic number, a version, two counts, the metadata, the list of tensors, and then the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from engine.errors import CheckpointError
+from engine.fields import shown
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+LONGEST_STRING = 4 << 20  # bytes; the longest chat templates have 30,000
+MOST_ENTRIES = 4_096  # of the metadata
+MOST_ITEMS = 4 << 20  # of an array; the largest vocabularies have 260,000 tokens
+MOST_TENSORS = 100_000
+MOST_DIMENSIONS = 4
+STRING, ARRAY = 8, 9
+NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+BLOCKS = {  # type of a tensor -> (name, numbers of a block, bytes of a block)
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 30: ("BF16", 1, 2),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of the file. `shape`: as in torch; the file lists it in reverse."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: str  # a name of BLOCKS
+    offset: int  # of its first byte, from the file's begin
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """The metadata and the tensors of a file."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def error(self, sentence: str) -> CheckpointError:
+        return CheckpointError(f"{self.path} {sentence}")
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """Returns a value of the metadata. Raises CheckpointError if it is not a `kind`, or absent with no default."""
+        value = self.metadata.get(key, default)
+        if value is None:
+            raise self.error(f"has no {key} in its metadata: download it again, or use another file")
+        if kind is float and isinstance(value, int):
+            value = float(value)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise self.error(f"has {key} = {shown(value)}, which is not of type {kind.__name__}: download it again")
+        return value
+
+
+def read_header(path: Path) -> Header:
+    """Returns the header of a GGUF file. Raises CheckpointError, with the fault, if it is not a whole GGUF file."""
+    try:
+        with path.open("rb") as file:
+            return _Reader(path, file, path.stat().st_size).header()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): download it again") from error
+
+
+class _Reader:
+    def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
+        self._path, self._file, self._size = path, file, size
+
+    def header(self) -> Header:
+        if self._take(4) != MAGIC:
+            raise self._error("does not begin with GGUF: it is not a GGUF file")
+        version, tensors, entries = self._number("<I"), self._number("<Q"), self._number("<Q")
+        if version not in VERSIONS:
+            raise self._error(f"has version {version} of GGUF: supported are {VERSIONS[0]} and {VERSIONS[1]}")
+        self._limit("entries of metadata", entries, MOST_ENTRIES)
+        self._limit("tensors", tensors, MOST_TENSORS)
+        metadata = {}
+        for _ in range(entries):
+            key = self._string()
+            metadata[key] = self._value(self._number("<I"))
+        listed = [self._tensor() for _ in range(tensors)]
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
+            raise self._error(f"has general.alignment {shown(alignment)}: download it again")
+        begin = -(-self._file.tell() // alignment) * alignment
+        found: dict[str, Tensor] = {}
+        for name, shape, kind, offset in listed:
+            if kind not in BLOCKS:
+                raise self._error(
+                    f"stores {shown(name)} as type {kind}, which is not supported: use a file of type "
+                    f"{', '.join(sorted(name for name, *_ in BLOCKS.values()))}"
+                )
+            title, numbers, bytes_ = BLOCKS[kind]
+            count = math.prod(shape)
+            if name in found or (shape and shape[-1] % numbers):
+                raise self._error(f"has a tensor {shown(name)} twice, or in parts of blocks: download it again")
+            tensor = Tensor(name, shape, title, begin + offset, count // numbers * bytes_)
+            if tensor.offset + tensor.nbytes > self._size:
+                raise self._error(
+                    f"ends at byte {self._size:,}, within the tensor {shown(name)}, which needs "
+                    f"{tensor.offset + tensor.nbytes:,}: download it again"
+                )
+            found[name] = tensor
+        return Header(self._path, metadata, found)
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, dimensions = self._string(), self._number("<I")
+        self._limit("dimensions", dimensions, MOST_DIMENSIONS)
+        shape = tuple(self._number("<Q") for _ in range(dimensions))[::-1]
+        if not all(0 < size <= self._size * 8 for size in shape):
+            raise self._error(f"has a tensor {shown(name)} of shape {shown(list(shape))}: download it again")
+        return name, shape, self._number("<I"), self._number("<Q")
+
+    def _value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self._string()
+        if kind != ARRAY:
+            return self._number(self._format(kind))
+        inner, count = self._number("<I"), self._number("<Q")
+        self._limit("items in an array", count, MOST_ITEMS)
+        if inner == STRING:
+            return [self._string() for _ in range(count)]
+        one = self._format(inner)
+        data = self._take(count * struct.calcsize(one))
+        return list(struct.unpack(f"<{count}{one[1]}", data))
+
+    def _format(self, kind: int) -> str:
+        if kind not in NUMBERS:
+            raise self._error(f"has a value of type {kind} in its metadata, which is unknown: download it again")
+        return NUMBERS[kind]
+
+    def _string(self) -> str:
+        length = self._number("<Q")
+        self._limit("bytes in a string", length, LONGEST_STRING)
+        return self._take(length).decode("utf-8", "replace")
+
+    def _number(self, form: str) -> Any:
+        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
+
+    def _limit(self, what: str, found: int, most: int) -> None:
+        if found > most:
+            raise self._error(f"has {found:,} {what}, and the limit is {most:,}: download it again")
+
+    def _take(self, count: int) -> bytes:
+        data = self._file.read(count)
+        if len(data) < count:
+            raise self._error(f"ends within its header, at byte {self._size:,}: download it again")
+        return data
+
+    def _error(self, sentence: str) -> CheckpointError:
+        return CheckpointError(f"{self._path} {sentence}")

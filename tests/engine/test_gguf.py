@@ -1,0 +1,286 @@
+"""GGUF files: written with the gguf package from the bundled model, and loaded again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine.errors import CheckpointError
+from engine.gguf import checkpoint
+from engine.gguf.header import Header, read_header
+from engine.hub.resolve import resolve_model
+from engine.llm import LLM
+from engine.model.hf_config import read_model_config
+from engine.params import SamplingParams
+from engine.text.tokenizer import Tokenizer
+from minitui import tutor
+from tests.support.paths import ROOT
+
+gguf = pytest.importorskip("gguf")
+TYPES = gguf.GGMLQuantizationType
+TUTOR = tutor.model_dir()
+NAMES = {ours: theirs for theirs, ours in checkpoint.NAMES.items()}
+TEXTS = [
+    "What is a KV cache?", " two  spaces\n\nand 12345 numbers, it's", "Grüße, 世界! 🙂",
+    "<|im_end|>def f(x):\n\treturn x",
+]  # fmt: skip
+QWEN3 = ROOT.parent / "shared" / "qwen3"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def written(path: Path, kind: str = "F32", change: Callable[[Any], None] = lambda writer: None) -> Path:
+    """The bundled model as a GGUF file, with matrices of this type."""
+    config = json.loads((TUTOR / "config.json").read_text())
+    writer = gguf.GGUFWriter(str(path), "qwen3")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    add_tokenizer(writer, TUTOR, "gpt-2")
+    for name, tensor in load_file(TUTOR / "model.safetensors").items():
+        add_tensor(writer, gguf_name(name), tensor.float().numpy(), kind)
+    change(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add_tokenizer(writer: Any, directory: Path, pre: str) -> None:
+    found = json.loads((directory / "tokenizer.json").read_text())
+    tokens = {i: token for token, i in found["model"]["vocab"].items()}
+    added = {token["id"]: token for token in found["added_tokens"]}
+    tokens |= {i: token["content"] for i, token in added.items()}
+    kinds = [(3 if added[i]["special"] else 4) if i in added else 1 for i in range(len(tokens))]
+    merges = found["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([tokens[i] for i in range(len(tokens))])
+    writer.add_token_types(kinds)
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    writer.add_eos_token_id(Tokenizer(directory).eos_ids[0])
+    writer.add_chat_template(Tokenizer(directory).chat_template)
+
+
+def gguf_name(name: str) -> str:
+    module, _, leaf = name.rpartition(".")
+    if module.startswith("model.layers."):
+        _, _, number, inner = module.split(".", 3)
+        return f"blk.{number}.{NAMES[inner]}.{leaf}"
+    return f"{NAMES[module]}.{leaf}"
+
+
+def add_tensor(writer: Any, name: str, values: np.ndarray, kind: str) -> None:
+    if values.ndim < 2 or kind == "F32":
+        writer.add_tensor(name, values)
+    elif kind == "F16":
+        writer.add_tensor(name, values.astype(np.float16))
+    else:
+        writer.add_tensor(name, gguf.quants.quantize(values, TYPES[kind]), raw_dtype=TYPES[kind])
+
+
+def loaded(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+# ---- weights
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
+def test_the_weights_are_those_of_the_file(kind: str, tmp_path: Path) -> None:
+    made = loaded(resolve_model(str(written(tmp_path / f"tutor-{kind}.gguf", kind))))
+    for name, tensor in load_file(TUTOR / "model.safetensors").items():
+        expected = tensor.float()
+        if tensor.dim() > 1 and kind.startswith("Q"):
+            values = gguf.quants.quantize(expected.numpy(), TYPES[kind])
+            expected = torch.from_numpy(gguf.quants.dequantize(values, TYPES[kind])).half().float()
+        elif tensor.dim() > 1 and kind == "F16":
+            expected = expected.half().float()
+        assert torch.equal(made[name].float(), expected), name
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
+def test_blocks_of_256_numbers_are_expanded(kind: str, tmp_path: Path) -> None:
+    """The package cannot write these types, so the blocks are random bytes."""
+    rows, columns = 3, 512
+    bytes_each = gguf.constants.GGML_QUANT_SIZES[TYPES[kind]][1]
+    blocks = np.random.default_rng(0).integers(0, 60, (rows, columns // 256 * bytes_each), dtype=np.uint8)
+    path = tmp_path / "one.gguf"
+    writer = gguf.GGUFWriter(str(path), "qwen3")
+    writer.add_tensor("blk.0.ffn_up.weight", blocks, raw_dtype=TYPES[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    header = read_header(path)
+    tensor = header.tensors["blk.0.ffn_up.weight"]
+    assert tensor.shape == (rows, columns)
+    with path.open("rb") as file:
+        found = checkpoint._read(header, file, tensor)
+    assert np.array_equal(found, gguf.quants.dequantize(blocks, TYPES[kind]).astype(np.float16))
+
+
+def test_a_file_answers_as_the_checkpoint_does(tmp_path: Path) -> None:
+    question = [{"role": "user", "content": "What is a KV cache?"}]
+    replies = []
+    for model in (str(TUTOR), str(written(tmp_path / "tutor.gguf", "BF16"))):
+        llm = LLM(model, device="cpu", kv_tokens=2_048)
+        replies.append(llm.chat(question, SamplingParams(temperature=0.0, max_tokens=24), use_tqdm=False)[0])
+    assert replies[0].outputs[0].text == replies[1].outputs[0].text
+    assert replies[0].prompt_token_ids == replies[1].prompt_token_ids
+
+
+def test_a_file_is_unpacked_once_and_a_changed_one_again(tmp_path: Path, cache: Path) -> None:
+    path = written(tmp_path / "tutor.gguf")
+    told: list[dict[str, Any]] = []
+    first = resolve_model(str(path), told.append)
+    assert told[-1]["done"] == told[-1]["total"] > 1e6 and "unpacking tutor.gguf" in told[-1]["text"]
+    assert resolve_model(str(tmp_path)) == resolve_model(str(path), told.clear) == first
+    shutil.copy(path, tmp_path / "other.gguf")
+    with pytest.raises(CheckpointError, match="has 2 GGUF files: name one of them"):
+        resolve_model(str(tmp_path))
+    path.write_bytes(path.read_bytes() + b"\0")
+    assert resolve_model(str(path)) != first
+    assert {each.parent for each in cache.rglob("config.json")} == set((cache / "minitui" / "gguf").iterdir())
+
+
+def test_rows_that_rotate_neighbouring_numbers_are_put_into_halves() -> None:
+    """llama.cpp permutes q and k of the architecture "llama": this is the inverse."""
+    heads, dim, rows = 3, 8, np.arange(24 * 2).reshape(24, 2)
+    permuted = rows.reshape(heads, 2, dim // 2, 2).swapaxes(1, 2).reshape(24, 2)
+    assert np.array_equal(checkpoint._halves(permuted, heads), rows)
+
+
+# ---- the tokenizer and the configuration
+
+
+def test_the_tokenizer_and_the_template_are_the_checkpoint_s(tmp_path: Path) -> None:
+    directory = resolve_model(str(written(tmp_path / "tutor.gguf")), weights=False)
+    assert not (directory / "model.safetensors").exists()
+    ours, theirs = Tokenizer(directory), Tokenizer(TUTOR)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.encode(text, allow_special=True) == theirs.encode(text, allow_special=True)
+        assert ours.decode(ours.encode(text)) == text
+    assert (ours.special_ids, ours.eos_ids[0]) == (theirs.special_ids, theirs.eos_ids[0])
+    chat = [{"role": "user", "content": "Hello"}]
+    assert ours.apply_chat_template(chat) == theirs.apply_chat_template(chat)
+    assert read_model_config(directory).num_parameters == read_model_config(TUTOR).num_parameters
+
+
+@pytest.mark.skipif(not QWEN3.is_dir(), reason="the tokenizer of Qwen3 is not here")
+def test_the_words_of_qwen_are_split_as_its_tokenizer_does(tmp_path: Path) -> None:
+    found = json.loads((QWEN3 / "tokenizer.json").read_text())
+    vocab = found["model"]["vocab"] | {token["content"]: token["id"] for token in found["added_tokens"]}
+    metadata = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": sorted(vocab, key=vocab.__getitem__),
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in found["model"]["merges"]],
+    }  # fmt: skip
+    made, config = checkpoint.tokenizer_files(Header(tmp_path, metadata, {}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, theirs = Tokenizer(tmp_path), Tokenizer(QWEN3)
+    assert [ours.encode(text) for text in TEXTS[:3]] == [theirs.encode(text) for text in TEXTS[:3]]
+
+
+def test_sentence_pieces_are_merged_by_their_scores(tmp_path: Path) -> None:
+    pieces = {"▁": -20, "a": -21, "b": -22, "c": -23, "ab": -3, "bc": -1, "▁a": -5, "▁abc": -2, "abc": -4}
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *pieces]
+    scores = [0.0] * 259 + [float(score) for score in pieces.values()]
+    writer = gguf.GGUFWriter(str(tmp_path / "pieces.gguf"), "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores(scores)
+    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * 9])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_add_bos_token(True)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    made, config = checkpoint.tokenizer_files(read_header(tmp_path / "pieces.gguf"))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer(tmp_path)
+    names = [tokens[i] for i in tokenizer.encode("abc é")]
+    assert names == ["<s>", "▁abc", "▁", "<0xC3>", "<0xA9>"], "bc, then abc, then ▁abc"
+    assert tokenizer.decode(tokenizer.encode("abc é")) == "abc é"
+
+
+def test_a_stretched_llama_gets_its_factor_back(tmp_path: Path) -> None:
+    def llama3(writer: Any) -> None:
+        length = 2 * np.pi * 10_000.0 ** (np.arange(32) / 32)
+        smooth = np.clip((8192 / length - 1) / 3, 0, 1)
+        writer.add_tensor("rope_freqs.weight", (1 / ((1 - smooth) / 8 + smooth)).astype(np.float32))
+
+    directory = resolve_model(str(written(tmp_path / "tutor.gguf", change=llama3)), weights=False)
+    rope = json.loads((directory / "config.json").read_text())["rope_parameters"]
+    assert (rope["rope_type"], rope["factor"], rope["low_freq_factor"]) == ("llama3", 8.0, 1.0)
+
+
+# ---- damaged and foreign files
+
+
+def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match="the architecture 'mamba': supported in GGUF are llama, qwen2, qwen3"):
+        resolve_model(str(tmp_path / "x.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "ends within its header"),
+        (b"PK\x03\x04" + bytes(40), "it is not a GGUF file"),
+        (b"GGUF" + struct.pack("<IQQ", 9, 0, 0), "version 9"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), "tensors, and the limit is"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60), "entries of metadata, and the limit is"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 60), "bytes in a string, and the limit is"),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 4, 1 << 60), "items in an array, and the limit"),
+        (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"k", 77), "a value of type 77"),
+        (b"GGUF" + struct.pack("<IQQQ1sIQQIQ", 3, 1, 0, 1, b"t", 1, 64, 0, 0, 0)[:-12], "ends within its header"),
+        (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 64, 0, 0), "within the tensor 't'"),
+        (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 64, 99, 0), "as type 99, which is not supported"),
+    ],
+)
+def test_a_damaged_header_is_one_sentence(data: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        resolve_model(str(path))
+    assert str(path) in str(caught.value)
+
+
+def test_no_cut_of_a_file_raises_anything_else(tmp_path: Path, cache: Path) -> None:
+    whole = written(tmp_path / "tutor.gguf").read_bytes()
+    path = tmp_path / "cut.gguf"
+    for size in (5, 30, 77, 400, 5_000, 60_000, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError):
+            resolve_model(str(path))
+    assert not list(cache.rglob("*.json"))
