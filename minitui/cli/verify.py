@@ -109,6 +109,7 @@ def run_reference(directory: Path, dtype: Any, device: Any) -> Reference:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from engine.model.hf_config import read_model_config
     from engine.text.tokenizer import Tokenizer
 
     logging.set_verbosity_error()
@@ -117,9 +118,13 @@ def run_reference(directory: Path, dtype: Any, device: Any) -> Reference:
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     experts = "eager"  # the faster kernels that are the default for mixtures of experts do not support float64
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, experts_implementation=experts)
+    config = read_model_config(directory)
+    attention = "eager" if config.softcap else None  # the faster attention of transformers leaves soft caps out
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, experts_implementation=experts, attn_implementation=attention
+    )
     model = model.to(device).eval()
-    positions = model.config.max_position_embeddings
+    positions = min(config.max_position, config.default_context)
     longest = positions - NEW_TOKENS - 1  # the most tokens of a prompt; teacher forcing samples one more token
     if longest < 1:
         raise EngineError(f"{directory.name} has {positions} positions; verify needs at least {NEW_TOKENS + 2}")

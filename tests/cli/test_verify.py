@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from engine.errors import EngineError
 from minitui import tutor
 from minitui.cli.verify import NEW_TOKENS, Reference, _same_tokens, run_verify
+from tests.support.families import checkpoint
 
 PROMPT, SAME = [5, 6], [1, 2, 3]
 
@@ -87,3 +89,13 @@ def test_a_model_of_few_positions_is_compared(tmp_path: Path, capsys: Any) -> No
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "max_position_embeddings": NEW_TOKENS + 2}))
     assert run_verify(str(directory), "float32", "cpu", as_json=True) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", os.environ.get("VERIFY_FAMILIES", "gemma2 gpt_oss phi3").split())
+def test_a_random_checkpoint_of_a_family_passes(kind: str, tmp_path: Path, capsys: Any) -> None:
+    """VERIFY_FAMILIES names other families: the model types in tests/support/families.py."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tutor.model_dir() / name, tmp_path)
+    checkpoint(kind, 1, tmp_path, vocab_size=json.loads((tutor.model_dir() / "config.json").read_text())["vocab_size"])
+    code = run_verify(str(tmp_path), "float64", "cpu", as_json=True)
+    assert code == 0, capsys.readouterr().out

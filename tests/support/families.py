@@ -152,14 +152,14 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def checkpoint(kind: str, seed: int, directory: Path) -> Any:
+def checkpoint(kind: str, seed: int, directory: Path, **fields: Any) -> Any:
     """Write a checkpoint with a random config of the family; return the model of transformers, in float64.
 
-    The config.json stays as it was before transformers put it in order.
+    `fields`: replace those of the config. The config.json stays as it was before transformers put it in order.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    raw = random_config(kind, seed)
+    raw = random_config(kind, seed) | fields
     path = directory / "config.json"
     path.write_text(json.dumps(raw))
     torch.manual_seed(seed)
