@@ -72,7 +72,7 @@ async def join_and_leave(stage: Stage) -> Seen:
         f"{figures.steps} steps, from step {first} to step {stage.view.steps.last}. Each of the {len(late_ids)} "
         f"waiting requests took the next free row: {late}. {tokens} tokens in {figures.steps} steps of {rows} rows: "
         f"{tokens / figures.steps / rows:.0%} of the rows were used. Static batches would take {static} steps and use "
-        f"{tokens / static / rows:.0%} of the rows. These two numbers are calculated; the demo `batching` runs static "
+        f"{tokens / static / rows:.0%} of the rows. These two numbers are calculated; the next page runs static "
         "batches.",
         0 if figures.steps < static else 1,
     )
