@@ -101,19 +101,18 @@ class Run:
 
     def __init__(self, view: View, name: str = "") -> None:
         self.view, self.name = view, name or view.run_name
-        self._known: tuple[object, int, int] | None = None
         self._read()
 
     def refresh(self) -> None:
         """Read the view again if it has folded records since."""
-        if self._known != self._moment():
+        if self.moment != self._moment():
             self._read()
 
     def _moment(self) -> tuple[object, int, int]:
         return self.view.steps, self.view.steps.committed, self.view.live.state.seq
 
     def _read(self) -> None:
-        self._known = self._moment()
+        self.moment = self._moment()  # changes with each reading of new records
         steps = self.view.steps
         self.first = max(steps.first, 0)
         self.last = steps.committed if steps.first >= 0 else -1

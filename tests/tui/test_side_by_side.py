@@ -13,6 +13,7 @@ from minitui.tui.theme import THEMES
 from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.side_by_side import SideBySide
 from minitui.viewmodel.model import View
+from minitui.viewmodel.runs import Run
 from tests.viewmodel.test_runs import played, recorded_view, viewed
 
 
@@ -137,3 +138,13 @@ def test_more_requests_than_rows_are_counted_and_can_be_reached() -> None:
     assert f"+ {64 - seen} more requests: up and down show them" in [row.rstrip() for row in rows]
     panel.chosen = 63
     assert any(row.startswith("r68") for row in drawn(panel, large, 100, 24))
+
+
+def test_a_picture_that_stays_the_same_is_not_drawn_again(batching: View, monkeypatch: pytest.MonkeyPatch) -> None:
+    panel = SideBySide()
+    rows = drawn(panel, batching)
+    monkeypatch.setattr(Run, "steps_between", lambda *arguments: pytest.fail("the picture was drawn again"))
+    assert drawn(panel, batching) == rows
+    monkeypatch.undo()
+    panel.cursor = 1.0
+    assert drawn(panel, batching) != rows

@@ -198,10 +198,7 @@ def test_runs_of_different_work_are_not_compared_by_totals() -> None:
     assert both.unlike.startswith("The two runs did not do the same work: 4 and 64 requests; ")
     assert "time of the run" not in both.sentence
     assert "number of" not in both.sentence
-    first, second = (run.figures for run in both.runs)
-    assert first.first_p99 and second.first_p99 and first.first_p99 * 2 < second.first_p99
-    assert f"In return, the time to first token (p99) was {second.first_p99:.0f} ms instead of" in both.sentence
-    assert "longest gap" in compared(small, large, key="gap_longest").sentence
+    assert "With the second run, the longest gap" in compared(small, large, key="gap_longest").sentence
 
 
 def test_the_setting_that_differs_names_the_figure_that_it_is_meant_to_change() -> None:
@@ -221,6 +218,8 @@ def test_times_of_a_run_that_other_programs_delayed_are_not_told(monkeypatch: py
     quiet, first = both.runs[1].figures, both.runs[0].figures
     both.runs[1]._figures, both.runs[0]._figures = replace(quiet, delayed=0.0), replace(first, delayed=0.0)
     assert "time of the run" in both.sentence and both.disturbed == ""
+    both.runs[1]._figures = replace(quiet, delayed=0.0, first_p99=3 * (first.first_p99 or 1.0))
+    assert ". In return, the time to first token (p99) was " in both.sentence and "(3.0 times)." in both.sentence
     both.runs[0]._figures = replace(first, delayed=first.time / 4)
     assert "time of the run" not in both.sentence and "number of steps" in both.sentence
     assert both.disturbed.startswith("Other programs used the core for ") and "of static:" in both.disturbed
