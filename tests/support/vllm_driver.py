@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 from collections import deque
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -72,28 +73,58 @@ def make_scheduler(
     )  # fmt: skip
 
 
+class Grammar:
+    """Stands for a compiled schema: it accepts all tokens."""
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        return True
+
+    def is_terminated(self) -> bool:
+        return False
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        return tokens
+
+
 class Load:
     """Drives a scheduler with random requests, steps and cancellations. `in_flight`: steps that may overlap."""
 
-    def __init__(self, scheduler: Any, seed: int, in_flight: int = 1, vocabulary: int = 40, drafts: int = 0) -> None:
+    def __init__(
+        self, scheduler: Any, seed: int, in_flight: int = 1, vocabulary: int = 40, drafts: int = 0, longest: int = 0,
+        schemas: float = 0.0,
+    ) -> None:  # fmt: skip
+        """`longest`: tokens of the longest prompts; `schemas`: the share of requests with a schema."""
+        self.longest, self.schemas = longest, schemas
         self.scheduler, self.random, self.drafts = scheduler, random.Random(seed), drafts
         self.most_in_flight, self.vocabulary = in_flight, vocabulary
         self.steps = self.requests = 0
+        self.waited = 0  # requests that waited for their schema
+        self._compiling: list[Future[Grammar]] = []
         self._queue: deque[Any] = deque()
         self._alive: list[str] = []
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         draw = self.random.randrange
         self._prefixes = [[draw(vocabulary) for _ in range(draw(1, 160))] for _ in range(5)]
 
-    def add(self, prompt: list[int], max_tokens: int, priority: int = 0, salt: str | None = None) -> str:
-        """Submit one request; returns its id."""
+    def add(
+        self, prompt: list[int], max_tokens: int, priority: int = 0, salt: str | None = None, schema: bool = False
+    ) -> str:
+        """Submit one request; returns its id. `schema`: it waits until its schema is compiled, some steps later."""
         id = f"chatcmpl-{self.requests:08x}"
         self.requests += 1
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        self.scheduler.add_request(Request(
+        if schema:
+            params.structured_outputs = StructuredOutputsParams(json_object=True)
+        request = Request(
             request_id=id, prompt_token_ids=prompt, sampling_params=params, pooling_params=None,
             block_hasher=self._hasher, priority=priority, cache_salt=salt,
-        ))  # fmt: skip
+        )  # fmt: skip
+        if schema:
+            assert request.structured_output_request is not None
+            request.structured_output_request.grammar = future = Future()
+            self._compiling.append(future)
+            self.waited += 1
+        self.scheduler.add_request(request)
         self._alive.append(id)
         return id
 
@@ -105,11 +136,16 @@ class Load:
         ]
         if rnd.random() < 0.1:
             prompt += [rnd.randrange(self.vocabulary) for _ in range(300)]
+        if self.longest and rnd.random() < 0.2:
+            prompt += [rnd.randrange(self.vocabulary) for _ in range(rnd.randrange(self.longest))]
         salt = "s" if rnd.random() < 0.1 else None
-        self.add(prompt, rnd.choice([1, 2, 20, 80, 200]), priority=rnd.randrange(3), salt=salt)
+        schema = rnd.random() < self.schemas
+        self.add(prompt, rnd.choice([1, 2, 20, 80, 200]), priority=rnd.randrange(3), salt=salt, schema=schema)
 
     def step(self) -> None:
         """Schedule a step, and end steps until at most `in_flight` - 1 are left."""
+        if self._compiling and (self.random.random() < 0.2 or not self.scheduler.get_request_counts()[0]):
+            self._compiling.pop(0).set_result(Grammar())
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
             self.steps += bool(output.total_num_scheduled_tokens)

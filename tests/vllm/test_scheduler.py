@@ -20,6 +20,7 @@ KINDS = [
     {}, {"asynchronous": True}, {"drafts": 3}, {"caching": False}, {"asynchronous": True, "caching": False},
     {"policy": "priority"}, {"policy": "priority", "asynchronous": True}, {"chunked": False},
     {"blocks": 400, "rows": 32, "budget": 512, "asynchronous": True},
+    {"blocks": 300, "longest": 3000, "asynchronous": True}, {"schemas": 0.4}, {"schemas": 0.4, "asynchronous": True},
 ]  # fmt: skip
 
 
@@ -64,8 +65,9 @@ def make(monkeypatch, tmp_path):
     monkeypatch.setattr(recording, "Pipe", Direct)
 
     def make(**options):
+        loads = {name: options.pop(name) for name in ("longest", "schemas") if name in options}
         scheduler = make_scheduler(tmp_path, **options)
-        load = Load(scheduler, 1, 2 if options.get("asynchronous") else 1, drafts=options.get("drafts", 0))
+        load = Load(scheduler, 1, 2 if options.get("asynchronous") else 1, drafts=options.get("drafts", 0), **loads)
         return scheduler, load, scheduler._recorder.pipe
 
     return make
@@ -81,6 +83,7 @@ def test_every_count_table_and_hit_is_vllms(make, options):
     assert pipe.translator.faults == []
     assert {"admit", "alloc", "finish", "time"} <= pipe.kinds
     assert pipe.follower.state.snapshot() == pipe.translator.blocks.state.snapshot()
+    assert bool(load.waited) == bool(options.get("schemas"))
 
 
 def test_equal_prompts_in_one_step_keep_copies(make):
