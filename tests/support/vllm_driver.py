@@ -161,6 +161,10 @@ class Load:
             while self._queue:
                 self._end_step(*self._queue.popleft())
 
+    def sample(self, id: str) -> int:
+        """Returns the next token of a request."""
+        return self.random.randrange(self.vocabulary)
+
     def _end_step(self, output: Any, chunks: set[str]) -> None:
         """`chunks`: the requests of which this step does not complete the prefill."""
         rnd, tokens = self.random, output.num_scheduled_tokens
@@ -172,7 +176,7 @@ class Load:
                 sampled.append([])
             else:
                 accepted = rnd.randint(0, len(drafts))
-                sampled.append([rnd.randrange(self.vocabulary) for _ in range(accepted + 1)])
+                sampled.append([self.sample(id) for _ in range(accepted + 1)])
         result = ModelRunnerOutput(
             req_ids=ids, req_id_to_index={id: i for i, id in enumerate(ids)}, sampled_token_ids=sampled,
         )  # fmt: skip

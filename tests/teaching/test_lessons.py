@@ -236,6 +236,13 @@ def test_the_radix_lesson_tells_why_a_hit_ended_and_what_an_eviction_was_for(out
     assert [whose for _, whose in out] == ["B", "A"], "A's blocks are evicted only after all of B's"
 
 
+def test_the_scheduler_lesson_compares_each_step_with_vllms(outcome: Callable[[int], Taught]) -> None:
+    text = outcome(6).seen["The same requests on vLLM"].text
+    ours, theirs = re.findall(r": (\d+) steps; preempted request (\d) in its step (\d+)", text)
+    alike = re.search(r"In (\d+) steps both planned the same", text)
+    assert ours == theirs and ours[1] == "3" and alike is not None and alike[1] == ours[0]
+
+
 def test_a_reference_to_another_lesson_has_its_number_and_its_title() -> None:
     names = [one.name for one in LESSONS]
     for one in LESSONS:

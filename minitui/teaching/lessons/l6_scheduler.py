@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from minitui.chat.conversation import Session
+from minitui.teaching.lessons.beside_vllm import same_load
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.lessons.preemption import too_small
 from minitui.teaching.lessons.side_by_side import side_by_side
@@ -290,6 +291,21 @@ LESSON = Lesson(
             """,
             panel="events",
             code="engine.core.scheduler:Scheduler._plan_decodes",
+        ),
+        Page(
+            "The same requests on vLLM",
+            """
+            vLLM's scheduler solves the same problem: a budget of tokens, a number of rows, a pool of blocks. Three
+            prompts that fill most of the pool are sent at the same time, first to vLLM's scheduler and then to this
+            engine. vLLM's part is a recording of its real scheduler, which had no model: it got the tokens of this
+            engine's replies. Both have the same pool, rows and budget.
+
+            The picture shows both runs, one below the other. The clock counts steps: vLLM's steps computed nothing and
+            took no time. `minitui inspect --connect` shows a vLLM with a model.
+            """,
+            panel="runs-steps",
+            code="minitui.vllm.scheduler:Recorder.scheduled",
+            run=same_load,
         ),
     ),
     close,

@@ -20,10 +20,20 @@ from minitui.tui.widgets.tree import RadixTree
 from minitui.tui.widgets.tree_blocks import NodeBlocks
 from minitui.tui.widgets.wire import WireLines
 
+
+class RunsInSteps(SideBySide):
+    """Two runs, of which one has no times."""
+
+    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
+        super().__init__(id=id, frame=frame)
+        self.unit = "steps"
+
+
 PANELS: dict[str, type[LinePanel]] = {
     "step": StepBar, "attention": Attention, "slot": KeySlot, "map": BlockMap, "table": BlockTable,
     "lanes": BatchLanes, "tree": RadixTree,
     "timings": StepTimings, "events": Events, "occupancy": Occupancy, "pieces": TextPieces, "runs": SideBySide,
+    "runs-steps": RunsInSteps,
     "candidates": CandidateBars, "costs": CostCurves, "gpu": HostAndDevice,
     "blocks": NodeBlocks, "wire": WireLines,
 }  # fmt: skip
