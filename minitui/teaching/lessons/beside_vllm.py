@@ -48,7 +48,8 @@ async def same_load(stage: Stage) -> Seen:
     return Seen(
         f"This engine: {ours}.\n\n{name}: {theirs}.\n\n"
         f"In {count(alike, 'step')} both planned the same: as many decodes, and prompt tokens of the same requests. "
-        "Both preempt the youngest request, release all its blocks, and find some of them in the cache when it resumes.\n\n"
+        "Both preempt the youngest request, release all its blocks, and find some of them in the cache when it "
+        "resumes.\n\n"
         "The two differ in what this load does not show. This engine evicts the end of the least recently used branch "
         "of its tree; vLLM has no tree and takes the block that became free first. If two requests write the same "
         "text, this engine keeps one copy of its blocks, and vLLM keeps two."
