@@ -98,3 +98,4 @@ class Pipe:
         """Close the connection: the watcher finishes its recording and ends."""
         for end in (self._out, self._back):
             os.close(end)
+        self._process.poll()  # it started the watcher and ended; this removes it from the process table

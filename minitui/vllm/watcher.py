@@ -168,6 +168,8 @@ async def _serve(server: Uvicorn, listening: socket.socket) -> None:
 
 def main() -> int:
     """Run the watcher; returns the exit code."""
+    if os.fork():  # at its end, vLLM kills its child processes; the watcher must live on to close its recording
+        os._exit(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends when vLLM ends
     with contextlib.suppress(OSError):

@@ -8,16 +8,21 @@ import json
 import marshal
 import os
 import socket
-from collections.abc import AsyncIterator
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from engine.errors import InvalidRequest
 from engine.params import SamplingParams
 from engine.trace.state import State
 from minitui.trace.follow import Follower
+from minitui.trace.reader import TraceError, TraceReader
 from minitui.tutor import model_dir
 from minitui.vllm.ports import api_port, telemetry_port
 from minitui.vllm.translate import Translator
@@ -218,3 +223,45 @@ async def test_the_telemetry_hides_texts_and_needs_the_key(tmp_path: Path, monke
                 nodes = (await source.snapshot())["nodes"]
         [leaf] = nodes.values()
         assert leaf["blocks"] == [1, 2, 3] and len(set(leaf["ids"])) == 1
+
+
+VLLM = """
+import time
+from minitui.vllm.pipe import Pipe
+from tests.support.vllm_messages import recorded
+from tests.vllm.test_recorded import INFO
+
+pipe = Pipe({})
+(_, began, facts), *messages = recorded()["priorities"]
+pipe.send(("init", began, {**INFO, **facts, "api_port": 8000}))
+for message in messages[:2000]:
+    pipe.send(tuple(message))
+print("sent", flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_recording_is_closed_when_vllm_kills_its_processes(tmp_path: Path) -> None:
+    pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
+    path, port = tmp_path / "run.trace", free_pair()
+    environment = {**os.environ, "MINITUI_RECORD": str(path), "MINITUI_TELEMETRY_PORT": str(port)}
+    with subprocess.Popen([sys.executable, "-c", VLLM], env=environment, stdout=subprocess.PIPE) as vllm:
+        assert vllm.stdout is not None and vllm.stdout.readline() == b"sent\n"
+        wait_for(lambda: path.exists() and path.stat().st_size > 0, 20)
+        for process in [*psutil.Process(vllm.pid).children(recursive=True), vllm]:
+            process.kill()
+
+    def complete() -> bool:
+        with contextlib.suppress(TraceError):
+            return TraceReader(path).complete
+        return False
+
+    wait_for(complete, 20)
+    assert TraceReader(path).last_step > 100
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.05)
