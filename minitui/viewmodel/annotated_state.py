@@ -40,6 +40,10 @@ class LastTable:
     seq: int
 
 
+# Sequence number, engine time and kind of a record, request (for "evict": node), blocks as int32.
+BlockEvent = tuple[int, float, str, int, bytes]
+
+
 class AnnotatedState:
     """A State and two values for each block. `changed`: the engine time at which the block was last allocated, held,
     released or evicted. `saved`: the prompt tokens that were not computed because the block was in the tree."""
@@ -57,6 +61,7 @@ class AnnotatedState:
         self.computing: dict[int, int] = {}  # seq of a match record -> the request still computing the matched blocks
         # seq of a finish, preempt or requeue record -> (tokens with KV, blocks) that the request had
         self.released: dict[int, tuple[int, int]] = {}
+        self.block_events: list[BlockEvent] = []  # since the last call of `fold` by the view, which takes them
         self._writers: dict[int, int] = {}  # pending block -> the request that computes it
         self.step_began = LONG_AGO  # engine time of the first record of the last step
         self._between_steps = True
@@ -89,6 +94,7 @@ class AnnotatedState:
     def _alloc(self, record: Record) -> None:
         seq, t, _kind, request, blocks = record
         _ALLOC(self.state, request, blocks)
+        self.block_events.append((seq, t, "alloc", request, array("i", blocks).tobytes()))
         changed, saved, born = self._changed, self._saved, self._born
         for block in blocks:  # the block has saved no tokens for its new owner yet
             changed[block] = t
@@ -128,7 +134,10 @@ class AnnotatedState:
         start, dropped = request.shared_blocks, record[5]
         self._touch(request.table[start : start + dropped], record[1])
         _HOLD(self.state, *record[3:])
-        self._touch(request.table[start : request.shared_blocks], record[1])
+        held = request.table[start : request.shared_blocks]
+        self._touch(held, record[1])
+        if held:
+            self.block_events.append((record[0], record[1], "hold", record[3], array("i", held).tobytes()))
         self.node_changed[record[4]] = record[1]
 
     def _match(self, record: Record) -> None:
@@ -154,6 +163,7 @@ class AnnotatedState:
     def _release(self, record: Record) -> None:
         request = self.state.requests[record[3]]
         self._touch(request.table, record[1])
+        self.block_events.append((record[0], record[1], record[2], record[3], array("i", request.table).tobytes()))
         self.released[record[0]] = (self.state.computed(request), len(request.table))
         if record[2] == "finish":
             # The new entry must become the last: the entries are in the order in which the requests finished.
@@ -190,8 +200,10 @@ class AnnotatedState:
         # Thousands of evictions are kept: bytes need less memory than a list, and the garbage collector ignores them.
         self.evicted[seq] = node.ids[start : start + EVICTED_IDS_KEPT].tobytes()
         changed = self._changed
-        for block in node.blocks[keep:]:
+        evicted = node.blocks[keep:]
+        for block in evicted:
             changed[block] = t
+        self.block_events.append((seq, t, "evict", id, array("i", evicted).tobytes()))
         _EVICT(self.state, id, n, reason)
         if not keep:
             self.node_changed.pop(id, None)

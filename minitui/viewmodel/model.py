@@ -11,6 +11,7 @@ WasteFigures      unused slots, copies of blocks, tokens computed again
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from engine.core.gate import RUNNING
 from engine.trace.records import Record
 from engine.trace.state import State
 from engine.trace.waste import WasteFigures, waste_of
-from minitui.viewmodel.annotated_state import AnnotatedState
+from minitui.viewmodel.annotated_state import AnnotatedState, BlockEvent
 from minitui.viewmodel.board import Board
 from minitui.viewmodel.events import Event, Events, describe
 from minitui.viewmodel.experts import ExpertLoads
@@ -42,6 +43,7 @@ WASTE_SECONDS = 0.5  # between two computations of the waste
 GLOW_SECONDS, WARM_SECONDS = 0.4, 1.2  # after a change: full highlight, then fading highlight
 EMPTY = State(num_blocks=2, block_size=16, budget=1, max_num_seqs=1)
 QUOTE_WIDTH = 28
+BLOCK_EVENTS_KEPT = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class View:
         self.lanes = Lanes()
         self.tokens = TokenTimes(self.steps, self.lanes)
         self.events = Events()
+        self.block_log: deque[BlockEvent] = deque(maxlen=BLOCK_EVENTS_KEPT)
         self.first_tokens = FirstTokens()
         self.experts = ExpertLoads()
         self.tree = Tree()
@@ -246,6 +249,8 @@ class View:
                 steps.pace(record[3])
         if self.live.merged:
             self._follow_merges(self.live.merged)
+        self.block_log.extend(self.live.block_events)
+        self.live.block_events.clear()
         evicted.clear()
         computing.clear()
         released.clear()
@@ -484,6 +489,19 @@ class View:
 
     def group_name(self, group: str) -> str:
         return self.group_names.get(group, group)
+
+    def block_history(self, block: int, most: int) -> list[BlockEvent]:
+        """Returns the last `most` events of a block up to the picture's record, newest first."""
+        wanted, found = array("i", [block]).tobytes(), []
+        for event in reversed(self.block_log):
+            at = event[4].find(wanted) if event[0] <= self.shown.state.seq else -1
+            while at % 4 and at >= 0:  # not at the start of a number
+                at = event[4].find(wanted, at + 1)
+            if at >= 0:
+                found.append(event)
+                if len(found) == most:
+                    break
+        return found
 
     def event_text(self, event: Event, short: bool = False) -> str:
         """Returns the event as a sentence, or in few words for narrow panels if `short`."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from minitui.viewmodel.model import View
 
 QUOTED = 600  # characters: longer texts are cut
+HISTORY = 6  # events of a block
 
 
 @dataclass(slots=True)
@@ -111,6 +112,13 @@ def _block(view: View, block: int) -> Story:
         "cached": "in the tree and held by no request: it may be evicted when blocks are needed",
     }
     story.tell("state", means[name])
+    now = state.t if view.exact else view.engine_now
+    happened = [
+        f"{now - t:,.1f} s ago {_HAPPENED[kind].format(id=id)}"
+        for _seq, t, kind, id, _blocks in view.block_history(block, HISTORY)
+    ]
+    if happened:
+        story.tell("history", " · ".join(happened))
     for i, request in enumerate(shown.holders_of(block)):
         index = request.table.index(block)
         at = f"tokens {index * size:,} to {min((index + 1) * size, max(1, state.computed(request))) - 1:,}"
@@ -140,6 +148,13 @@ def _block(view: View, block: int) -> Story:
     if ago < 1e8:
         story.tell("changed", f"{ago:.1f} s ago")
     return story
+
+
+_HAPPENED = {  # kind of record -> what happened to the block
+    "alloc": "allocated for r{id}", "hold": "taken by r{id} from the tree", "evict": "evicted with node {id}",
+    "finish": "released by r{id}, which finished", "preempt": "released by r{id}, which was preempted",
+    "requeue": "released by r{id}, which queues again",
+}  # fmt: skip
 
 
 def _node(view: View, id: int) -> Story:

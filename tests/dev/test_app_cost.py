@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections import deque
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -51,6 +52,7 @@ def watched() -> tuple[View, Stress]:
     view.past = PastStates(kept=2_000, every=400)
     view.past.begin(view.live)
     view.events = Events(300)
+    view.block_log = deque(maxlen=300)
     view.trends = Trends(8, 8)
     return view, stress
 

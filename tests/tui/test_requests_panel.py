@@ -18,7 +18,7 @@ from minitui.text import ms
 from minitui.trace.reader import TraceReader
 from minitui.tui.replay_app import ReplayApp, replay_app
 from minitui.tui.screens.inspect import InspectScreen
-from minitui.tui.widgets.details import Details
+from minitui.tui.widgets.details import Details, SelectedBlock
 from minitui.tui.widgets.events import Events, Search
 from minitui.tui.widgets.requests import COLUMNS, RequestTable
 from minitui.tui.widgets.rows import plain
@@ -290,3 +290,21 @@ def test_a_search_reads_old_events_in_parts_and_new_ones_at_once() -> None:
         view.events.fold((seq, 0.0, "admit", seq % 10, 0, "new"), seq)
     search.update(view)
     assert sum(search(event) for event in view.events.newest_first()) == 1_000
+
+
+@pytest.mark.parametrize("size", [(80, 24), (240, 70)])
+async def test_a_large_map_describes_the_selected_block_with_its_history(tmp_path: Path, size: tuple[int, int]) -> None:
+    async with replayed(tmp_path, size) as (app, pilot, screen):
+        about = screen.query_one(SelectedBlock)
+        app.view.select("block", 3)
+        screen.maximised = True
+        screen._show("map")
+        await pressed(app, pilot)
+        reader = TraceReader(GOLDEN)
+        told = [record for record in reader.records() if record[2] == "alloc" and 3 in record[4]]
+        history = app.view.block_history(3, 100)
+        assert [event[0] for event in history if event[2] == "alloc"] == [record[0] for record in reversed(told)]
+        assert {"alloc", "finish"} <= {event[2] for event in history}
+        assert about.display and about.text.startswith("╭─ Block 3") and "history" in about.text
+        await pressed(app, pilot, "escape")
+        assert not about.display

@@ -12,10 +12,10 @@ from textual.binding import Binding
 
 from minitui.tui.screens.base import BaseScreen, Hint
 from minitui.tui.widgets.bar import Bar
-from minitui.tui.widgets.base import Column, Columns, LinePanel, Opened
+from minitui.tui.widgets.base import Column, Columns, LinePanel, Opened, selected
 from minitui.tui.widgets.block_map import BlockMap
 from minitui.tui.widgets.block_table import BlockTable
-from minitui.tui.widgets.details import Details
+from minitui.tui.widgets.details import Details, SelectedBlock
 from minitui.tui.widgets.events import Events
 from minitui.tui.widgets.experts import ExpertMap
 from minitui.tui.widgets.lanes import BatchLanes
@@ -41,7 +41,7 @@ BOTH = 44  # a terminal with fewer rows shows either the requests or the timelin
 EVERY = {
     "step": (1, 0), "map": (2, 0), "table": (2, 1), "lanes": (4, 1), "events": (4, 3),
     "tree": (5, 1), "vitals": (5, 2), "timings": (10, 4), "experts": (5, 3), "waterfall": (2, 1),
-    "requests": (5, 0), "timeline": (5, 3), "trends": (10, 2),
+    "requests": (5, 0), "timeline": (5, 3), "trends": (10, 2), "about": (5, 4),
 }  # fmt: skip
 
 
@@ -84,6 +84,7 @@ class InspectScreen(BaseScreen[None]):
         self._before_alone = ("map", False)  # `current` and `maximised` before a panel of ALONE was shown
         self._frames = 0
         self._due: deque[str] = deque()  # panels that are to be painted
+        self._about = False  # the selected block is described below the map
         self._at_once = False  # the picture must not wait: something was selected, or the picture does not move
         self._painted_moment: object = None
         self._above = 1  # rows of the top bar, which is higher when it shows the story of a demo
@@ -95,6 +96,7 @@ class InspectScreen(BaseScreen[None]):
         with Columns(id="columns"):
             with Column(id="left"):
                 yield BlockMap(id="map")
+                yield SelectedBlock(id="about")
                 yield BlockTable(id="table")
                 yield BatchLanes(id="lanes")
                 yield ExpertMap(id="experts")
@@ -152,6 +154,9 @@ class InspectScreen(BaseScreen[None]):
         if self.current in REQUESTS and self.size.height >= BOTH:
             for name in REQUESTS:
                 self._panels[name].display = True
+        about = self._panels["about"]
+        about.display = self._about = single and self.current == "map" and selected(self.app.view, "block") is not None
+        about.styles.height = max(10, self.size.height // 3)
         self._left.display = not single or self.current in self.LEFT
         self._right.display = not single or self.current not in self.LEFT
         step = self._panels["step"]
@@ -182,6 +187,8 @@ class InspectScreen(BaseScreen[None]):
             self.lay_out()
         if (above := max(1, self._bars[0].size.height)) != self._above:
             self._above = above
+            self.lay_out()
+        if self._about != (self.single and self.current == "map" and selected(view, "block") is not None):
             self.lay_out()
         moment = (view.version, view.travel_text, view.still)
         at_once = self._at_once = view.still or moment != self._painted_moment

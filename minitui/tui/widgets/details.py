@@ -7,12 +7,38 @@ from typing import Any, ClassVar
 
 from textual.binding import Binding
 
-from minitui.tui.widgets.base import LinePanel, Picture, ScrollPanel
-from minitui.tui.widgets.rows import Row, Runs, clean
+from minitui.tui.widgets.base import LinePanel, Picture, ScrollPanel, selected
+from minitui.tui.widgets.rows import Row, Run, Runs, clean
 from minitui.viewmodel.model import View
 from minitui.viewmodel.story import tell
 
 LABEL = 13  # cells
+
+
+def story_lines(view: View, kind: str, subject: Any, width: int) -> list[Runs]:
+    """Returns the details of a thing as rows."""
+    rows: list[Runs] = []
+    for label, text in tell(view, kind, subject).lines:
+        pieces = textwrap.wrap(clean(text), max(20, width - LABEL)) or [""]
+        for i, piece in enumerate(pieces):
+            rows.append(Row(label if i == 0 else "", "dim").to(LABEL).add(piece).done(width))
+    return rows
+
+
+class SelectedBlock(LinePanel, can_focus=False):
+    """The tokens, holders, age and history of the selected block, below a maximised map."""
+
+    TITLE = "Block"
+    DEFAULT_CSS = "SelectedBlock { display: none; }"
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        block = selected(view, "block")
+        if block is None:
+            return Picture([Row("no block is selected", "dim").done(width)])
+        rows = story_lines(view, "block", block, width)
+        more = len(rows) - height
+        key: list[Run] = [(f"{more} more lines: enter", "dim")] if more > 0 else []
+        return Picture(rows[:height], title=tell(view, "block", block).title, legend=key)
 
 
 class Details(ScrollPanel):
@@ -36,7 +62,7 @@ class Details(ScrollPanel):
         """
         self.kind, self.subject, self._back, self.top = kind, subject, back, 0
         width = min(92, self.screen.size.width - 4)
-        lines = self._lines(view, width - 4)
+        lines = story_lines(view, self.kind, self.subject, width - 4)
         height = min(max(5, len(lines) + 2), self.screen.size.height - 4)
         self.styles.width, self.styles.height = width, height
         self.styles.offset = ((self.screen.size.width - width) // 2, (self.screen.size.height - height) // 2)
@@ -44,16 +70,8 @@ class Details(ScrollPanel):
         self.focus()
         self.paint(view)
 
-    def _lines(self, view: View, width: int) -> list[Runs]:
-        rows: list[Runs] = []
-        for label, text in tell(view, self.kind, self.subject).lines:
-            pieces = textwrap.wrap(clean(text), max(20, width - LABEL)) or [""]
-            for i, piece in enumerate(pieces):
-                rows.append(Row(label if i == 0 else "", "dim").to(LABEL).add(piece).done(width))
-        return rows
-
     def picture(self, view: View, width: int, height: int) -> Picture:
-        rows = self._lines(view, width)
+        rows = story_lines(view, self.kind, self.subject, width)
         shown, below = self.window(rows, height)
         legend = [("esc closes", "dim")]
         if below:
