@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import tracemalloc
+from collections import deque
 from typing import ClassVar
 
 import numpy as np
@@ -349,6 +350,7 @@ def test_once_its_rings_are_full_the_view_needs_no_more_memory(monkeypatch):
     stress, view = Stress(TIGHT), View()
     view.reset(State(TIGHT.blocks + 1, TIGHT.block_size, TIGHT.budget, TIGHT.rows).snapshot())
     view.past.every, view.past.kept, view.steps = 200, 600, Steps(128)
+    view.block_log = deque(maxlen=100)
     files = [tracemalloc.Filter(True, name) for name in ("*/minitui/viewmodel/*", "*/engine/trace/*", __file__)]
 
     def kept(steps: int) -> int:

@@ -89,7 +89,8 @@ class BlockMap(LinePanel):
 The pool of KV memory, one cell per block. A block holds the keys and values of 16 tokens, for all layers. A free block
 is unused. An active block belongs to one request. A shared block is read by several requests whose texts begin with
 the same tokens. A cached block is held by no request; the tree keeps it for prompts that begin with the same text,
-and evicts it when blocks are needed. A large map (z) describes the selected block: tokens, holders, age, history. ▄ marks the block in which a request's next token is stored. Bright cells have
+and evicts it when blocks are needed. A large map (z) describes the selected block:
+tokens, holders, age, history. ▄ marks the block in which a request's next token is stored. Bright cells have
 just changed.
 
 Waste is memory or work that serves nothing. Unused slots are the places in the requests' blocks that hold no token yet;
