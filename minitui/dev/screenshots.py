@@ -231,6 +231,20 @@ async def at_its_fullest(app: MinituiApp) -> None:
     await until(lambda: app.replay.step >= step)  # with overlap, the next step is planned before `step` ends
 
 
+async def requested(app: MinituiApp) -> None:
+    """The table of requests of a recording at its fullest batch."""
+    await at_its_fullest(app)
+    await settled(app)
+    await press(app, "5")
+
+
+async def waterfall(app: MinituiApp) -> None:
+    """The tracks of host and device of a recording at its fullest batch."""
+    await at_its_fullest(app)
+    await settled(app)
+    await press(app, "w")
+
+
 async def helped(app: MinituiApp) -> None:
     """The help: it explains the screen and its keys."""
     await four_share(app)
@@ -298,6 +312,8 @@ SCENES = {
     "replay": Scene(replayed, 140, 40, demo="preemption"),
     "replay-light": Scene(replayed, 140, 40, "light", demo="preemption"),
     **{f"replay-{name}": Scene(at_its_fullest, 160, 48, recording=name) for name in bundled()},
+    "requests": Scene(requested, 140, 40, recording="h200-8b"),
+    "waterfall": Scene(waterfall, 140, 40, recording="h200-8b"),
     "replicas": Scene(replicas, 120, 30, options=SCHOOL, replicas=2),
     "replicas-80x24": Scene(replicas, 80, 24, options=SCHOOL, replicas=2),
     "help": Scene(helped, 120, 36, options=SMALL),

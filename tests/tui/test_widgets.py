@@ -33,7 +33,7 @@ from minitui.tui.widgets.rows import cells, cut, fit, plain
 from minitui.tui.widgets.step_bar import StepBar
 from minitui.tui.widgets.timeline import RequestTimeline
 from minitui.tui.widgets.timings import StepTimings
-from minitui.tui.widgets.tree import TALL, RadixTree
+from minitui.tui.widgets.tree import LARGE, TALL, RadixTree
 from minitui.tui.widgets.vitals import Vitals, vitals
 from minitui.tui.widgets.waterfall import Waterfall
 from minitui.viewmodel.board import Candidate, Candidates, KeyRead, Pieces
@@ -597,6 +597,19 @@ def test_the_default_span_of_the_lanes_is_at_least_ten_seconds():
     first, last = view.steps.get(max(widget.first_step, 0)), view.steps.get(view.horizon)
     assert last.t - first.t >= 10.0
     assert widget.k * widget.columns < 4 * (view.horizon - view.steps.since(last.t - 10.0, last.step))
+
+
+def test_a_large_tree_has_the_whole_text_of_the_selected_node():
+    _, view = stress_view(CLASSROOM, 4.0, 40)
+    node = max((n for n in view.shown.state.nodes.values() if n.id), key=lambda n: len(n.ids))
+    view.select("node", node.id)
+    rows = body(RadixTree(), view, 100, 40)
+    begin = next(i for i, row in enumerate(rows) if row.startswith(f"text of node {node.id}: {len(node.ids):,} tokens"))
+    shown = " ".join(" ".join(rows[begin + 1 :]).split())
+    whole = " ".join(view.decode(list(node.ids)).split())
+    assert shown.startswith(whole[:400]) and len(whole) > 400
+    assert rows[-1].startswith("+") or "evictable" in rows[-1]
+    assert not any("text of node" in row for row in body(RadixTree(), view, 100, LARGE - 1))
 
 
 def test_the_tree_shows_each_nodes_tokens_users_savings_and_rank():

@@ -24,6 +24,8 @@ from minitui.viewmodel.tree import TreeRow
 
 ROLE_STYLES = {"sys": "pool", "usr": "hit", "ast": "decode"}
 TALL = 16  # a panel with this many rows has a row for each of the nodes that are evicted next; a smaller one, one row
+LARGE = 30  # a panel with this many rows also has the whole text of the selected node
+WHOLE_TOKENS = 2_048  # the most tokens of this text
 COLUMNS = (("tokens", 7), ("users", 6), ("saved", 6), ("evict #", 8))
 
 
@@ -47,7 +49,8 @@ form a text. A new prompt follows the tree as far as its tokens match, uses the 
 computes only the rest. Users: the requests that hold the node now. Saved: the prompt tokens that requests took from the
 node instead of computing them. Nodes without users can be evicted; evict # is the order of eviction: least recently
 used leaf first. The nodes with the numbers 1 to 4 are always shown below the tree. When the pool is nearly full, a line
-names the blocks that the next allocations take: first the free blocks, then the last blocks of node 1, and so on.""")
+names the blocks that the next allocations take: first the free blocks, then the last blocks of node 1, and so on. A
+large panel (z) also has the whole text of the selected node.""")
     BINDINGS: ClassVar = [
         Binding("up", "move(-1)", "node above", show=False, id="tree.up"),
         Binding("down", "move(1)", "node below", show=False, id="tree.down"),
@@ -70,8 +73,8 @@ names the blocks that the next allocations take: first the free blocks, then the
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         shown = view.shown
-        below = self._below(view, width, height)
-        room = max(1, height - 2 - len(below))
+        whole, below = self._whole_text(view, width, height), self._below(view, width, height)
+        room = max(1, height - 2 - len(whole) - len(below))
         chosen = selected(view, "node")
         pinned = set(view.links.nodes)
         picture = view.tree.picture(shown, view.decode, room, pinned, self.search, self.everything)
@@ -90,6 +93,7 @@ names the blocks that the next allocations take: first the free blocks, then the
             rows += wrapped(f"empty: {why}", "dim", width)[:room]
         rows += [Row().done(width)] * (room + 1 - len(rows))
         hidden = picture.hidden_nodes + len(picture.rows) - len(visible)
+        rows += whole
         self.bottom = len(rows)
         rows += [*below, self._foot(hidden, picture.evictable_tokens, width)]
         g = glyphs()
@@ -145,6 +149,19 @@ names the blocks that the next allocations take: first the free blocks, then the
             at += w
             row.to(at - len(text), " ", "ink" + ground).add(text, cell_style + ground)
         return row.done(width)
+
+    def _whole_text(self, view: View, width: int, height: int) -> list[Runs]:
+        """Returns the whole text of the selected node, below the tree of a large panel."""
+        node = view.shown.state.nodes.get(selected(view, "node"))
+        if height < LARGE or node is None or not node.id:
+            return []
+        figures = f"{count(len(node.ids), 'token')}, {count(view.shown.saved_by(node), 'prompt token')} saved"
+        rows = [Row(f"text of node {node.id}: ", "dim").add(figures, "ink").done(width)]
+        text = wrapped(clean(view.decode(node.ids[:WHOLE_TOKENS])), "ink", width)
+        most = height // 3
+        if len(text) > most:
+            text = [*text[: most - 1], Row(glyphs().dots, "dim").done(width)]
+        return [*rows, *text]
 
     def _below(self, view: View, width: int, height: int) -> list[Runs]:
         """Returns the rows about the next evictions, below the tree."""
