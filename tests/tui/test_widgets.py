@@ -33,7 +33,8 @@ from minitui.tui.widgets.rows import cells, cut, fit, plain
 from minitui.tui.widgets.step_bar import StepBar
 from minitui.tui.widgets.timeline import RequestTimeline
 from minitui.tui.widgets.timings import StepTimings
-from minitui.tui.widgets.tree import LARGE, TALL, RadixTree
+from minitui.tui.widgets.tree import LARGE as LARGE_PANEL
+from minitui.tui.widgets.tree import TALL, RadixTree
 from minitui.tui.widgets.vitals import Vitals, vitals
 from minitui.tui.widgets.waterfall import Waterfall
 from minitui.viewmodel.board import Candidate, Candidates, KeyRead, Pieces
@@ -609,7 +610,7 @@ def test_a_large_tree_has_the_whole_text_of_the_selected_node():
     whole = " ".join(view.decode(list(node.ids)).split())
     assert shown.startswith(whole[:400]) and len(whole) > 400
     assert rows[-1].startswith("+") or "evictable" in rows[-1]
-    assert not any("text of node" in row for row in body(RadixTree(), view, 100, LARGE - 1))
+    assert not any("text of node" in row for row in body(RadixTree(), view, 100, LARGE_PANEL - 1))
 
 
 def test_the_tree_shows_each_nodes_tokens_users_savings_and_rank():
