@@ -361,7 +361,7 @@ def test_a_shape_that_the_copy_engine_cannot_read_runs_without_graphs(
     model = read_model_config(directory)
     assert model.experts is not None
     odd = replace(model, experts=replace(model.experts, inner_size=36))
-    limits = Limits(torch.device("cuda"), torch.bfloat16, torch.bfloat16, 8, 64, 256)
+    limits = Limits(torch.device("cuda"), torch.bfloat16, torch.bfloat16, "none", 8, 64, 256)
     monkeypatch.setattr("engine.build.resolve", lambda config, model: limits)
     assert choose_parts(odd, EngineConfig(device="cuda")).executors == (Eager,)
 
