@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.trace.state import CACHED, FREE, NodeView, State
 
-PRESSURE_BLOCKS, PRESSURE_SHARE = 4, 0.05  # a pool with at most so many free blocks is nearly full
+PRESSURE_BLOCKS, PRESSURE_SHARE = 4, 0.05  # a pool with at most so many free blocks is under pressure
 
 
 class EvictionOrder:
@@ -72,11 +72,11 @@ def is_under_pressure(state: State) -> bool:
 
 
 def pressure_words(state: State, order: EvictionOrder, most: int) -> str:
-    """Returns which blocks the next allocations take, at most `most`: "7 12 free, then 33 32 of #1, 15 of #2 …"."""
+    """Returns which blocks the next allocations take, at most `most`: "free 7 12, then 33 32 of #1, 15 of #2 …"."""
     if state.free is None:
         return "unknown: the order of the free blocks is not recorded"
     free, evicted = next_blocks(state, order, most)
-    parts = [f"{' '.join(map(str, free))} free"] if free else []
+    parts = [f"free {' '.join(map(str, free))}"] if free else []
     for rank, (_, of_node) in enumerate(groupby(evicted, key=lambda item: item[0].id), 1):
         numbers = " ".join(str(block) for _, block in of_node)
         parts.append(f"{'then ' if rank == 1 and free else ''}{numbers} of #{rank}")

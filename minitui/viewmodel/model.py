@@ -27,7 +27,7 @@ from minitui.viewmodel.annotated_state import AnnotatedState, BlockEvent
 from minitui.viewmodel.board import Board
 from minitui.viewmodel.events import Event, Events, describe
 from minitui.viewmodel.experts import ExpertLoads
-from minitui.viewmodel.history import FirstTokens, Rates, StepRow, Steps
+from minitui.viewmodel.history import BUCKET, FirstTokens, Rates, StepRow, Steps
 from minitui.viewmodel.lanes import Lane, Lanes
 from minitui.viewmodel.selection import Links, Selection, resolve
 from minitui.viewmodel.time_travel import PastStates
@@ -128,6 +128,11 @@ class View:
         decodes, accepted = (int(self.steps.column(name)[at].sum()) for name in ("decodes", "accepted"))
         tokens = decodes + accepted if what == "decode" else int(self.steps.prefilled(at).sum())
         return tokens / seconds if seconds else 0.0
+
+    @property
+    def saved_in_the_last_minute(self) -> int:
+        """Prompt tokens that requests took from the cache in the last minute of working time."""
+        return int(self.rates.series("cached", round(60 / BUCKET), self.bucket + 1).sum())
 
     # ---- folding
 

@@ -600,6 +600,21 @@ def test_the_default_span_of_the_lanes_is_at_least_ten_seconds():
     assert widget.k * widget.columns < 4 * (view.horizon - view.steps.since(last.t - 10.0, last.step))
 
 
+def test_the_tree_says_what_the_cache_saved_in_the_last_minute():
+    stress, view = stress_view(CLASSROOM, 4.0, 40)
+    before = view.saved_in_the_last_minute
+    stress.run(20.0)
+    records = stress.drain()
+    view.fold(records, stress.now)
+    saved = view.saved_in_the_last_minute
+    assert saved - before == sum(record[4] for record in records if record[2] == "match") > 500
+    assert f"{saved:,} prompt tokens saved in the last minute" in body(RadixTree(), view, 120, 20)[-1]
+    stress.run(90.0)
+    later = stress.drain()
+    view.fold(later, stress.now)
+    assert 0 < view.saved_in_the_last_minute < sum(record[4] for record in later if record[2] == "match")
+
+
 def test_a_large_tree_has_the_whole_text_of_the_selected_node():
     _, view = stress_view(CLASSROOM, 4.0, 40)
     node = max((n for n in view.shown.state.nodes.values() if n.id), key=lambda n: len(n.ids))
@@ -781,7 +796,7 @@ def test_timings_show_the_summarys_figures():
     assert f"step {slowest.step:,}" in rows[4] and "prefill tokens" in rows[4]
     first = view.timings.first_token
     assert "= queue" in rows[5] and f"r{first.request}" in rows[5]
-    assert rows[6].startswith("host") and rows[7].startswith("device") and "% busy" in rows[7]
+    assert rows[6].startswith("host") and rows[7].startswith("device") and "busy at most" in rows[7]
 
 
 def test_where_it_is_narrow_the_step_tells_every_figure_of_what_it_computes():

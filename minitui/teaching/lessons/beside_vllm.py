@@ -51,8 +51,9 @@ async def same_load(stage: Stage) -> Seen:
         "Both preempt the youngest request, release all its blocks, and find some of them in the cache when it "
         "resumes.\n\n"
         "The two differ in what this load does not show. This engine evicts the end of the least recently used branch "
-        "of its tree; vLLM has no tree and takes the block that became free first. If two requests write the same "
-        "text, this engine keeps one copy of its blocks, and vLLM keeps two."
+        "of its tree; vLLM has no tree and takes the block that became free first. If two requests compute "
+        "the same text at the same time, before it is in the cache, this engine keeps one copy of its blocks, and vLLM "
+        "keeps both until a request releases one."
     )
 
 

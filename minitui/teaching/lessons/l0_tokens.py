@@ -220,9 +220,10 @@ LESSON = Lesson(
             1. To sample is to choose one token by these probabilities. The sampled token is the next token of the
             reply.
 
-            Then the token is appended, and the model runs again. A reply of 100 tokens needs 100
-            forward passes, one after the other: each pass needs the token that the pass before it gave. The reply ends
-            when the model samples an end token, or when the reply has as many tokens as the user allowed.
+            Then the token is appended, and the model runs again. A reply of 100 tokens needs 100 forward passes, one
+            after the other: each pass needs the token that the pass before it gave. (Lesson 2 shows how guesses can
+            save passes.) The reply ends when the model samples an end token, or when the reply has as many tokens as
+            the user allowed.
 
             An engine calls one forward pass a step. In one step, an engine can compute tokens of several prompts and
             replies.
@@ -272,7 +273,7 @@ LESSON = Lesson(
         Page(
             "The words of the other lessons",
             """
-            Each word has one meaning in all lessons:
+            These words have these meanings in all lessons:
 
               request    a prompt, with the reply's largest length and the way to sample
               step       one forward pass, with the planning before it and the sampling after it

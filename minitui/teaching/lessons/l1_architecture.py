@@ -70,8 +70,8 @@ LESSON = Lesson(
               6 detokenize   engine/text/tokenizer.py   ids become text again
               7 emit         engine/core/engine.py      ids are appended, ended replies are found, clients get text
 
-            A request passes stage 1 once. Stages 2 to 7 happen in every step, for all running requests. A new request
-            can start in any step that has room for it: it does not wait until all other replies have ended.
+            A request passes stage 1 once, and the other stages in every step in which it takes part. A new request can
+            start in any step that has room for it: it does not wait until all other replies have ended.
             """,
         ),
         Page(

@@ -102,9 +102,9 @@ LESSON = Lesson(
             MLP). Before attention and before the MLP, the vector is normalised (RMSNorm). After the last layer, a
             matrix as wide as the vocabulary gives the logits: one score for each possible next token.
 
-            Llama, Mistral, Qwen2 and Qwen3 differ only in configuration: with or without biases, with or without norms
-            on queries and keys, how positions are scaled, whether the last matrix is the embedding table ("tied"). So
-            one decoder file is enough.
+            The dense models of Llama 3, Mistral, Qwen2 and Qwen3 differ only in configuration: with or without biases,
+            with or without norms on queries and keys, how positions are scaled, whether the last matrix is the
+            embedding table ("tied"). So one decoder file is enough.
 
             Tokens interact only in attention. Everything else is computed for each token alone. So tokens of different
             requests can pass through the model in one batch.

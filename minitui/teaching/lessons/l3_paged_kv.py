@@ -148,13 +148,13 @@ LESSON = Lesson(
               bytes per token = 2 x layers x key heads x head size x bytes per number
 
             The 2 is for key and value; queries are not stored. For Qwen3-8B in 16 bits: 2 x 36 x 8 x 128 x 2 = 147,456
-            bytes, 144 KiB. A chat of 8,192 tokens needs 1.2 GB. A GPU of 24 GB with 16 GB of weights has room for six
-            such chats. So memory limits the number of running requests more than computing does.
+            bytes, 144 KiB. A chat of 8,192 tokens needs 1.2 GB. A GPU of 24 GB with 16 GB of weights has room for at
+            most six such chats. So memory often limits the number of running requests.
             """,
             code="engine.model.config:ModelConfig.kv_bytes_per_token",
             run=cost,
             predict=Prediction(
-                "Here, with 4 layers, 2 key heads of size 64 and 4 bytes per number, a token needs …",
+                "Here, with 4 layers, 2 key heads of size 64 and 4 bytes per number (float32), a token needs …",
                 ("512 bytes", "4,096 bytes: 4 KiB", "24,576 bytes: 24 KiB"),
                 (
                     "only one layer would store a key, or only one head in each layer both: 2 x 64 x 4 bytes.",

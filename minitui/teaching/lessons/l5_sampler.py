@@ -212,7 +212,7 @@ LESSON = Lesson(
               3 penalties          lower the scores of tokens that already occurred
               4 temperature        divides the scores: below 1 the best tokens become likelier, above 1 less likely
               5 top_k              keeps the k best tokens
-              6 top_p              keeps the best tokens up to a total probability of p
+              6 top_p              keeps the fewest best tokens that reach total p
               7 min_p              cuts tokens less likely than p times the best
               8 draw               samples one of the remaining tokens, by probability
 
@@ -247,9 +247,9 @@ LESSON = Lesson(
             "Random numbers without state",
             """
             To sample by probability, add noise of a certain distribution (Gumbel) to the logits and take the token with
-            the largest sum. The result is an exact sample, in one pass and without sorting. The noise is a hash of
-            four numbers: the seed, the index of the sample if a request has several, the position, and the token's id.
-            There is no random generator whose state changes from draw to draw.
+            the largest sum. The result is an exact sample of what the cuts have left, in one pass. The noise is a hash
+            of four numbers: the seed, the index of the sample if a request has several, the position, and the token's
+            id. There is no random generator whose state changes from draw to draw.
             """,
             panel="step",
             code="engine.kernels.noise:gumbel",
@@ -269,13 +269,13 @@ LESSON = Lesson(
             "The same draw in every batch",
             """
             A draw depends on the position in the text, not on the steps before it. So a request may be chunked,
-            preempted, resumed, cached or batched with any other requests: with the same seed its tokens stay the same.
+            preempted, resumed, cached or batched with any other requests: with the same seed the same noise is used.
             A request without a seed gets a random seed. The seed is recorded, so every reply can be sampled again.
 
             One thing can still change a reply: arithmetic. A sum of rounded numbers depends on the order of its terms,
             most of all in half precision. With another batch size the order may change. This can decide between two
             tokens that are almost equally likely. So the tests of this engine compare tokens in double precision, where
-            they must be equal.
+            such near ties practically do not occur.
 
             If the logits of a request are not finite numbers, it ends with an error and the others continue.
             """,

@@ -65,8 +65,8 @@ LESSON = Lesson(
             "Client, server, engine",
             """
             `minitui serve` offers the same engine over HTTP. Server and engine are two processes: requests go to the
-            engine over a socket; text and token ids come back. No server runs in this lesson: its experiments send
-            requests to the engine directly. The server has these endpoints:
+            engine over a socket; text and token ids come back. In this lesson only page 2 starts a server;
+            the other experiments send requests to the engine directly. The server has these endpoints:
 
               /v1/chat/completions, /v1/responses     the APIs of OpenAI; /v1/messages: Anthropic's
               /generate, /tokenize, /detokenize       simpler endpoints

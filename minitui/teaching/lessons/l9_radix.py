@@ -112,8 +112,8 @@ LESSON = Lesson(
                 (
                     "the engine would look up prompts as a whole. But it compares them block by block.",
                     "",
-                    "part of a block could be shared. But the rest of that block belongs to the first chat, which "
-                    "still writes to it.",
+                    "part of a block could be shared. But a block is shared whole or not at all: its last keys belong "
+                    "to other tokens here, so the second chat would need a copy of the block.",
                     "the two questions would have to be the same.",
                 ),
             ),

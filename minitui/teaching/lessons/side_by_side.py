@@ -27,7 +27,7 @@ def side_by_side(name: str, answer: Answer | None = None) -> Callable[[Stage], A
         by_name = {one.quantity.name: one for one in comparison.differences}
         lines = [_line(by_name[name]) for name in SHOWN if name in by_name]
         first, second = (run.name for run in comparison.runs)
-        head = f"   {'':<24}{first:>20}{second:>22}"
+        head = f" {'':<22}{first:>16}{second:>20}"
         return Seen(
             f"{comparison.sentence} {outcome.replies}\n\n" + "\n".join([head, *lines]),
             answer(comparison) if answer is not None else None,
@@ -44,7 +44,7 @@ def _with_all_options(chosen: Contrast) -> Contrast:
 
 def _line(one: Difference) -> str:
     quantity = one.quantity
-    return f"   {quantity.title.strip():<24}{quantity.text(one.first):>20}{quantity.text(one.second):>22}"
+    return f" {quantity.title.strip():<22}{quantity.text(one.first):>16}{quantity.text(one.second):>20}"
 
 
 def most_running(view: View) -> int:

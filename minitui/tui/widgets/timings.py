@@ -45,7 +45,9 @@ With several ranks (GPUs), each rank computes a part of every layer, and twice p
 During this exchange, no rank computes; the time of the exchange includes the wait for the slowest rank.
 
 The tracks show the work of host and device in the last steps. While the device computes, the host can plan the next
-step. The waterfall (w) shows the tracks with an axis, for all steps that are kept.
+step. The device's time runs from a step's first kernel to its last. Without CUDA graphs the device also waits for
+launches in this time, so it is busy for the given share at most. The waterfall (w) shows the tracks with an axis, for
+all steps that are kept.
 
 A large panel (z) shows the time of each step, a histogram, and the slowest ten steps with their causes. Enter goes
 back in time to the chosen step.""")
@@ -196,7 +198,7 @@ back in time to the chosen step.""")
                 else f"{glyphs().dash} (this engine does not report its device)", "dim",
             )  # fmt: skip
             return [host.done(width), device.done(width)]
-        device_text = f" {ms(t.device_ms)} ms, {100 * t.device_busy:.0f} % busy"
+        device_text = f" {ms(t.device_ms)} ms, busy at most {100 * t.device_busy:.0f} %"
         room = width - LABEL - max(len(host_text), len(device_text)) - 1
         steps = [row for row in t.recent if row.wall_ms is not None and row.ended is not None]
         if room < 12 or not steps:

@@ -2,7 +2,7 @@
 
 A row per node: its role, its text from the point where it differs from its siblings' texts, its number of tokens, its
 number of users (requests), the prompt tokens that it saved, and its place in the eviction order. The nodes that saved
-the most tokens come first. Below are the nodes that are evicted next; if the pool is nearly full, also the blocks that
+the most tokens come first. Below are the nodes that are evicted next; if few blocks are free, also the blocks that
 the next allocations take.
 """
 
@@ -48,8 +48,9 @@ The prefix cache. Each node is a run of tokens whose keys and values are in the 
 form a text. A new prompt follows the tree as far as its tokens match, uses the blocks of the matching tokens, and
 computes only the rest. Users: the requests that hold the node now. Saved: the prompt tokens that requests took from the
 node instead of computing them. Nodes without users can be evicted; evict # is the order of eviction: least recently
-used leaf first. The nodes with the numbers 1 to 4 are always shown below the tree. When the pool is nearly full, a line
-names the blocks that the next allocations take: first the free blocks, then the last blocks of node 1, and so on. A
+used leaf first. The nodes with the numbers 1 to 4 are always shown below the tree. When few blocks are free, a line
+names the blocks that the next allocations take: first the free blocks, then the last blocks of node 1, and so on. The
+last line says how many prompt tokens the cache saved in the last minute of working time. A
 large panel (z) also has the whole text of the selected node.""")
     BINDINGS: ClassVar = [
         Binding("up", "move(-1)", "node above", show=False, id="tree.up"),
@@ -95,7 +96,7 @@ large panel (z) also has the whole text of the selected node.""")
         hidden = picture.hidden_nodes + len(picture.rows) - len(visible)
         rows += whole
         self.bottom = len(rows)
-        rows += [*below, self._foot(hidden, picture.evictable_tokens, width)]
+        rows += [*below, self._foot(view, hidden, picture.evictable_tokens, width)]
         g = glyphs()
         key = legend((g.in_use, "running", "in use"), (g.evictable, "hit", "cached, evictable"))
         note: list[Run] = []
@@ -176,7 +177,7 @@ large panel (z) also has the whole text of the selected node.""")
             rows = [self._next(nodes[i : i + in_a_row], in_a_row, width) for i in range(0, len(nodes), in_a_row)]
         if view.loaded and height > 4 and is_under_pressure(state):
             words = pressure_words(state, view.tree.eviction(view.shown), max(1, width // 5))
-            lead = "pool nearly full · next blocks: " if width >= 60 else "next blocks: "
+            lead = "few free blocks · next blocks: " if width >= 60 else "next blocks: "
             rows.append(Row(lead, "waiting").add(words, "ink").done(width))
         return rows
 
@@ -193,12 +194,15 @@ large panel (z) also has the whole text of the selected node.""")
             row.add(fit(text, each - 3 - len(role), glyphs().dots) + " ", "dim")
         return row.done(width)
 
-    def _foot(self, hidden: int, evictable: int, width: int) -> Runs:
+    def _foot(self, view: View, hidden: int, evictable: int, width: int) -> Runs:
         row = Row()
         if hidden:
             row.add(f"+{count(hidden, 'node')}", "ink").add(" · ", "dim")
         words = f"{count(evictable, 'token')} evictable"
         row.add(words + " in total" if row.width + len(words) + 9 <= width else words, "dim")
+        saved = f" · {count(view.saved_in_the_last_minute, 'prompt token')} saved in the last minute"
+        if row.width + len(saved) <= width:
+            row.add(saved, "hit")
         return row.done(width)
 
     # ---- clicks and keys
