@@ -122,6 +122,22 @@ def test_without_measured_parts_nothing_is_blamed() -> None:
     assert why_slow(row, timings) == "expected 5.00 ms, +85.0: unexplained 85.0"
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_kinds_of_overlapping_steps_are_compared_by_the_device_s_time(overlap: bool) -> None:
+    """With overlap, the launch of an eager step delays the result of the step before it."""
+    history = Steps()
+    for step in range(60):
+        mixed = step % 10 == 5
+        device = 25.0 if mixed else 5.0
+        wall = (2.0 if mixed else 25.0 if step % 10 == 4 else 5.0) if overlap else device + 1.0
+        prefills, joined = [(9, 0, 64, False)] if mixed else [], [] if step else [1]
+        history.fold_step((step, 0.1 * step, "step", step, prefills, joined, [], 1 + 64 * mixed, 0))
+        history.fold_time((step, 0.1 * step, "time", step, 100, 100, 100, wall, device, "mixed" if mixed else "decode"))
+    timings = summarise(history, FirstTokens(), history.last, 99)
+    assert timings.by_device is overlap and timings.decode.p99 == pytest.approx(5.0 if overlap else 6.0)
+    assert timings.mixed.p50 == pytest.approx(25.0 if overlap else 26.0) and timings.mixed.steps == 6
+
+
 def test_too_few_steps_give_no_expectation() -> None:
     history, _ = run(4, stalls_every=0, steps=8)
     row = history.get(7)

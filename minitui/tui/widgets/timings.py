@@ -36,6 +36,8 @@ class StepTimings(LinePanel):
 Decoding reads all weights to make one token for each request: it is memory-bound, and a few more requests cost
 little. Prefill computes many tokens at once: it is compute-bound. A mixed step does both, and every request in it
 waits for the whole step: this is why long prompts are cut into chunks. One step in a hundred takes longer than p99.
+Where steps overlap, the table has the device's times ("device ms"), because the time between two results includes the
+launch of the next step.
 
 "Expected" is the time that a step should take. It is computed from rows, prompt tokens and the keys that attention
 reads, with costs that are fitted to the recent steps of this run. The number after "+" is the excess, followed by its
@@ -86,7 +88,8 @@ back in time to the chosen step.""")
         tracks = height >= len(rows) + 2
         if tracks:
             rows += self._tracks(t, width)
-        title = f"Timings · ms, {t.steps:,} steps in {t.seconds:.1f} s" if t.steps else "Timings · ms"
+        unit = "device ms" if t.by_device else "ms"
+        title = f"Timings · {unit}, {t.steps:,} steps in {t.seconds:.1f} s" if t.steps else "Timings · ms"
         g = glyphs()
         key = legend(
             (g.busy, "hit", "plan, launch, commit"), (g.busy, "decode", "decode"),
