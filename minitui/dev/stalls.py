@@ -34,7 +34,7 @@ from engine.core.request import Request
 from engine.params import SamplingParams
 from minitui import tutor
 from minitui.viewmodel.causes import explain
-from minitui.viewmodel.lanes import PREEMPTED, Lane
+from minitui.viewmodel.lanes import Lane
 from minitui.viewmodel.model import View
 from minitui.viewmodel.stalls import Reason, Stalls
 from minitui.viewmodel.token_gaps import Gap
@@ -156,7 +156,7 @@ class Rig:
                 more = [self.ask(tokens - 200, 200) for _ in range(MORE)]  # they ended without a preemption
             for _ in range(32):  # `gaps` takes longer than a step
                 self.step()
-            found = [(gap, lane) for gap, lane in self.gaps(first) if lane.preemptions and preempted(gap, lane)]
+            found = [(gap, lane) for gap, lane in self.gaps(first) if lane.preempted_in(gap.since, gap.step)]
         for request in more:
             self.engine.abort(request.id)
         return self.finding("pool", found[0][0].ms, *found[0])
@@ -173,11 +173,6 @@ class Rig:
                 arrivals = self.view.tokens.arrivals(lane, self.view.horizon)
                 found += [(arrivals.gap(i), lane) for i in range(1, len(arrivals)) if arrivals.steps[i] >= first]
         return found
-
-
-def preempted(gap: Gap, lane: Lane) -> bool:
-    """Returns True if the request was preempted in the gap."""
-    return any(code == PREEMPTED and gap.since < first <= gap.step for code, first, _ in lane.spans)
 
 
 def names(kind: str, reason: Reason) -> bool:

@@ -102,6 +102,10 @@ class Lane:
         """Returns True if the lane has `code` at `step`."""
         return any(kind == code and first <= step <= last for kind, first, last in self.spans)
 
+    def preempted_in(self, since: int, step: int) -> bool:
+        """Returns True if the request was preempted after step `since`, and at `step` at the latest."""
+        return any(code == PREEMPTED and since < first <= step for code, first, _ in self.spans)
+
     def columns(self, first_step: int, k: int, n: int, until: int) -> list[int]:
         """Returns `n` codes, each for `k` steps; the first begins at `first_step`. NOTHING after step `until`."""
         out = [NOTHING] * n

@@ -16,7 +16,7 @@ import numpy as np
 from minitui.text import count, duration, ms
 from minitui.viewmodel.causes import NOISE, TOLERANCE, WORTH, Cause, CostModel, explain, fit
 from minitui.viewmodel.history import StepRow
-from minitui.viewmodel.lanes import PREEMPTED, PREFILLING, Lane
+from minitui.viewmodel.lanes import PREFILLING, Lane
 from minitui.viewmodel.token_gaps import Gap
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Stalls:
         row = view.steps.get(gap.step)
         if row is None or gap.since not in view.steps:
             return Reason(None, (Cause("the steps are no longer kept, cause unknown", gap.ms),))
-        if any(code == PREEMPTED and gap.since < first <= gap.step for code, first, _ in lane.spans):
+        if lane.preempted_in(gap.since, gap.step):
             return _after_preemption(view, lane, gap)
         steps, times = view.tokens.clock(gap.since, gap.step)
         before = 0.0
