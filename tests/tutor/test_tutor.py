@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
+import typer
 
 from engine.llm import LLM
 from engine.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
+from minitui.cli.main import app
 from minitui.dev.tutor.dataset import (
     NEAR_DUPLICATE,
     NO_MORE,
@@ -24,10 +27,14 @@ from minitui.dev.tutor.dataset import (
 )
 from minitui.dev.tutor.scoring import judge
 from minitui.dev.tutor.wordings import Damage, Wordings
+from minitui.teaching.contrasts import CONTRASTS
+from minitui.teaching.scenarios import DEMOS
+from minitui.tui.actions import BY_SLASH
 from minitui.tutor import DEFAULT_SYSTEM_PROMPT, known_questions, model_dir
 
 MEGABYTE = 1024 * 1024
 BLOCK_SIZE = 16
+ENDPOINTS = {"generate", "metrics"}
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +102,17 @@ def test_each_check_accepts_the_answer_it_asks_for():
     items = load_items()
     checks = [check for check in load_checks() if check.tier in ("near", "far")]
     assert not [check.question for check in checks if judge(check, items[check.id].answer) != "right"]
+
+
+def test_the_answers_name_commands_that_exist():
+    answers = {item.id: item.answer for item in load_items().values()}
+    quoted = " ".join(re.findall(r"```.*?```|`[^`]*`", " ".join(answers.values()), re.DOTALL))
+    commands = set(re.findall(r"\bminitui ([a-z]+)", quoted))
+    assert len(commands) > 8 and commands <= set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    slashes = set(re.findall(r"`/([a-z-]+)", quoted))
+    assert len(slashes) > 8 and slashes <= set(BY_SLASH) | ENDPOINTS
+    assert set(re.findall(r"`([a-z-]+)`", answers["app_demo"])) == set(DEMOS)
+    assert set(re.findall(r"`([a-z-]{2,})`", answers["app_compare"])) - {"tab"} == set(CONTRASTS)
 
 
 def test_the_evaluation_has_two_tiers_of_at_least_60():
