@@ -1,103 +1,101 @@
-"""The report's rows for a CPU: one stream, eight streams, and the first token without and with a cached prefix."""
+"""The report's rows for a CPU: decode steps of 1 to 8 rows, a prompt, and the first token with a cached prompt.
+
+llama.cpp is measured beside the engine where it is installed. The two take turns, so that a slowdown of the machine
+affects both, and the order changes from pair to pair.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from statistics import median
-from typing import Any
-
-import torch
+from typing import Protocol
 
 from engine.llm import LLM
 from minitui.bench.limits import Limits
 from minitui.bench.rows import Row, decode_steps, greedy, random_prompts, recorded, seconds, waste_rows
 from minitui.bench.shapes import Work
 
-PROMPT, REPLY, PREFIX = 32, 64, 512  # tokens
-STREAMS, REPEATS = 8, 5
+ROWS = (1, 2, 4, 8)
+PROMPT, REPLY = 32, 32  # tokens of each row
+Pair = tuple[tuple[float, ...], tuple[float, ...]]
+PREFIX, REST = 512, 16  # tokens of a long prompt; tokens after it when it is cached
 
 
-def cpu_rows(llm: LLM, work: Work, limits: Limits, directory: Path, compare: bool) -> Iterator[Row]:
-    """Yields the rows of the report. `compare`: also measure transformers, if it is installed."""
-    vocab = int(llm.info["vocab_size"])
-    seeds = iter(range(1, 10_000))
+class Other(Protocol):
+    """Another engine with the same shape (minitui/bench/llama.py)."""
 
-    def prompts(count: int, length: int) -> list[list[int]]:
-        return random_prompts([length] * count, vocab, next(seeds))
+    def decode(self, rows: int, prompt: int, steps: int) -> float:
+        """Returns the median milliseconds of a greedy decode step."""
 
-    seconds(llm, prompts(STREAMS, PROMPT), greedy(8))
-    run_transformers = _transformers(directory, llm.info["dtype"]) if compare else None
-    # The engines take turns, so that a slowdown of the machine affects both.
-    single, batched, other_single, other_batched = [], [], [], []
-    for _ in range(REPEATS):
-        single.append(seconds(llm, prompts(1, PROMPT), greedy(REPLY)))
-        batched.append(seconds(llm, prompts(STREAMS, PROMPT), greedy(REPLY)))
-        if run_transformers is not None:
-            other_single.append(run_transformers(prompts(1, PROMPT), REPLY))
-            other_batched.append(run_transformers(prompts(STREAMS, PROMPT), REPLY))
-    least = work.replies(limits, [PROMPT], [REPLY])
-    per_token = 1e3 / REPLY
-    other = median(other_single) * per_token if other_single else None
-    llm.engine.log.drain()
-    seconds(llm, prompts(1, PROMPT), greedy(REPLY))
-    yield Row("one stream", median(single) * per_token, "ms/token", least * per_token, other / 1.7 if other else None,
-              other, _host(llm, 1))  # fmt: skip
-    tokens = STREAMS * REPLY
-    least = work.replies(limits, [PROMPT] * STREAMS, [REPLY] * STREAMS)
-    other = tokens / median(other_batched) if other_batched else None
-    note = ""
-    if other_single:
-        ratio = median(other_single) * STREAMS / median(batched)
-        note = f"{ratio:.1f} x the speed of transformers with one stream (goal 8 x)"
-    yield Row(f"{STREAMS} streams", tokens / median(batched), "tok/s", tokens / least, other * 1.6 if other else None,
-              other, note)  # fmt: skip
-    _, state, records = recorded(llm, lambda: seconds(llm, prompts(STREAMS, PROMPT), greedy(REPLY)))
-    yield from waste_rows(f"{STREAMS} streams", state, records)
-    cold, cached = [], []
-    for _ in range(REPEATS):
-        (start,), (rest,) = prompts(1, PREFIX), prompts(1, 16)
-        cold.append(seconds(llm, [start + rest], greedy(1)))
-        cached.append(seconds(llm, [start + prompts(1, 16)[0]], greedy(1)))
-    least = work.prefill(limits, [PREFIX + 16])
-    yield Row(f"first token, {PREFIX + 16} cold", median(cold) * 1e3, "ms", least * 1e3)
-    least = work.prefill(limits, [PREFIX + 16], cached=PREFIX)
-    yield Row(f"first token, {PREFIX} cached + 16", median(cached) * 1e3, "ms", least * 1e3, median(cold) * 1e3 / 8,
-              note=f"{median(cold) / median(cached):.1f} x faster than cold")  # fmt: skip
+    def first_tokens(self, prompt: int, rest: int) -> tuple[float, float]:
+        """Returns the milliseconds until the first token of a prompt, and of one with this prompt cached."""
 
 
-def _host(llm: LLM, rows: int) -> str:
-    steps = decode_steps(llm.engine.log.drain())
-    if steps is None:
-        return ""
-    return f"plan and commit {steps.plan_us + steps.commit_us:.0f} us per step of {rows} row{'s' if rows > 1 else ''}"
+def cpu_rows(llm: LLM, work: Work, limits: Limits, pairs: int, other: Other | None) -> Iterator[Row]:
+    """Yields the rows of the report: medians of `pairs` runs of the engine, and of as many of `other`."""
+    ours = _Ours(llm)
+    ours.decode(max(ROWS), PROMPT, REPLY)  # warms up
+    ours.first_tokens(PREFIX, REST)
+    for rows in ROWS:
+        steps = _in_turn(pairs, ours, other, partial(_decode, rows=rows))
+        least = work.decode(limits, [PROMPT + REPLY // 2] * rows) * 1e3
+        yield _row(f"decode step, {rows} row{'s' if rows > 1 else ''}", steps, 0, least, rows)
+    firsts = _in_turn(pairs, ours, other, lambda engine: engine.first_tokens(PREFIX, REST))
+    yield _row(f"prompt of {PREFIX}", firsts, 0, work.prefill(limits, [PREFIX]) * 1e3, PREFIX)
+    least = work.prefill(limits, [PREFIX + REST], cached=PREFIX) * 1e3
+    yield _row(f"first token, {PREFIX} cached + {REST}", firsts, 1, least, None)
+    streams = max(ROWS)
+    _, state, records = recorded(llm, lambda: seconds(llm, ours.prompts(streams, PROMPT), greedy(REPLY)))
+    yield from waste_rows(f"{streams} streams", state, records)
 
 
-def _transformers(directory: Path, dtype: str) -> Callable[[list[list[int]], int], float] | None:
-    """Returns a function that runs transformers' `generate` greedily and returns the seconds that it took.
+def _decode(engine: Other, rows: int) -> tuple[float]:
+    return (engine.decode(rows, PROMPT, REPLY),)
 
-    Returns None if transformers is not installed, or if the checkpoint is not one safetensors file.
-    """
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        return None
-    if not (directory / "model.safetensors").exists():
-        return None
-    model: Any = AutoModelForCausalLM.from_pretrained(str(directory), dtype=getattr(torch, dtype)).eval()
 
-    def run(prompts: list[list[int]], tokens: int) -> float:
-        ids = torch.tensor(prompts)
-        started = time.perf_counter()
-        with torch.inference_mode():
-            out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
-                pad_token_id=0,
-            )  # fmt: skip
-        took = time.perf_counter() - started
-        assert out.shape[1] == ids.shape[1] + tokens, "generate stopped early: its time is not comparable"
-        return took
+class _Ours:
+    """The engine, measured as the other one is. A step is measured from its plan to the end of its commit."""
 
-    run([[1, 2, 3]], 4)
-    return run
+    def __init__(self, llm: LLM) -> None:
+        self._llm, self._vocab, self._seed = llm, int(llm.info["vocab_size"]), 0
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        self._seed += 1  # always new prompts: repeated prompts would be cached
+        return random_prompts([length] * count, self._vocab, self._seed)
+
+    def decode(self, rows: int, prompt: int, steps: int) -> float:
+        self._llm.engine.log.drain()
+        seconds(self._llm, self.prompts(rows, prompt), greedy(steps + 1))
+        found = decode_steps(self._llm.engine.log.drain())
+        assert found is not None, "a reply has too few steps"
+        return found.wall_ms + found.commit_us / 1e3
+
+    def first_tokens(self, prompt: int, rest: int) -> tuple[float, float]:
+        (start,), (end,) = self.prompts(1, prompt), self.prompts(1, rest)
+        cold, cached = (seconds(self._llm, [tokens], greedy(1)) * 1e3 for tokens in (start, start + end))
+        return cold, cached
+
+
+def _in_turn(
+    pairs: int, ours: Other, other: Other | None, run: Callable[[Other], tuple[float, ...]]
+) -> list[Pair]:
+    """Runs both engines `pairs` times; returns (figures of ours, figures of the other or ()) of each pair."""
+    found = []
+    for pair in range(pairs):
+        if other is not None and pair % 2:
+            theirs = run(other)
+            found.append((run(ours), theirs))
+        else:
+            found.append((run(ours), () if other is None else run(other)))
+    return found
+
+
+def _row(name: str, runs: list[Pair], which: int, least: float, tokens: int | None) -> Row:
+    """Returns the row of figure `which`, in milliseconds. `tokens`: computed in this time; None: no rate is given."""
+    value = median(ours[which] for ours, _ in runs)
+    rate = None if tokens is None else tokens / value * 1e3
+    if not runs[0][1]:
+        return Row(name, value, "ms", least, tokens_per_s=rate)
+    other, ratio = median(theirs[which] for _, theirs in runs), median(a[which] / b[which] for a, b in runs)
+    return Row(name, value, "ms", least, other=other, other_name="llama.cpp", ratio=ratio, tokens_per_s=rate)

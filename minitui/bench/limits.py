@@ -39,8 +39,11 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
     copy, read = _memory(device, NUMBERS if device.type == "cuda" else CPU_NUMBERS)
     n = 8192 if device.type == "cuda" else 1024
     a, b = (torch.empty(n, n, device=device).normal_().to(dtype) for _ in range(2))
-    c = torch.empty(n, n, device=device, dtype=torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype)
-    product: Callable[[], object] = partial(torch.mm, a, b, out=c)
+    if dtype == torch.int8:
+        product: Callable[[], object] = partial(torch._int_mm, a, b.t())
+    else:
+        c = torch.empty(n, n, device=device, dtype=torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype)
+        product = partial(torch.mm, a, b, out=c)
     if dtype == torch.float8_e4m3fn:
         one = torch.ones((), device=device)
         product = partial(torch._scaled_mm, a, b.t(), one, one, out_dtype=c.dtype, out=c)

@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,8 @@ HELP = """Measure this machine, and the share of its limits that the engine reac
   minitui bench                     on a GPU: Qwen3-0.6B and 8B with random weights; else the bundled model
   minitui bench --model DIR         a checkpoint; with --dummy-weights, DIR needs only config.json
   minitui bench --shape 8B --json   one built-in shape, as JSON
+  minitui bench --shape 0.6B --quantization int8     on a CPU, with llama.cpp beside it if it is installed:
+                                    pip install llama-cpp-python gguf
   minitui bench --url ADDRESS       measure a server; minitui bench --url ADDRESS --help lists the options
 """
 
@@ -48,7 +51,7 @@ class Options:
     max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of a step, on a GPU.")] = 16_384
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: one fewer than there are cores.")] = None
     no_compare: Annotated[
-        bool, typer.Option("--no-compare", help="On a CPU: do not measure transformers.")
+        bool, typer.Option("--no-compare", help="On a CPU: do not measure llama.cpp.")
     ] = False
     no_watching: Annotated[
         bool, typer.Option("--no-watching", help="Do not measure the cost of engine records.")
@@ -56,7 +59,9 @@ class Options:
     no_speculation: Annotated[
         bool, typer.Option("--no-speculation", help="Do not measure speculation.")
     ] = False
-    pairs: Annotated[int, typer.Option(help="Number of pairs of runs, one with and one without engine records.")] = 8
+    pairs: Annotated[
+        int, typer.Option(min=1, help="Pairs of runs: minitui and llama.cpp, with and without engine records.")
+    ] = 8
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 
 
@@ -100,8 +105,9 @@ def _report(options: Options, say: Any) -> dict[str, Any]:
     on_gpu = torch.cuda.is_available() and options.device != "cpu"
     if not on_gpu:  # measure with as many threads as the engine uses
         torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 2) - 1))
-    fp8 = torch.float8_e4m3fn if options.quantization == "fp8" else torch.bfloat16
-    limits = measure_limits(torch.device("cuda" if on_gpu else "cpu"), fp8 if on_gpu else torch.float32)
+    usual = torch.bfloat16 if on_gpu else torch.float32
+    dtype = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(options.quantization, usual)
+    limits = measure_limits(torch.device("cuda" if on_gpu else "cpu"), dtype)
     threads = torch.get_num_threads()
     name = torch.cuda.get_device_name() if on_gpu else f"CPU, {threads} thread{'s' if threads > 1 else ''}"
     say(name, *limits.lines(), sep="\n")
@@ -169,6 +175,8 @@ def _measure(
     from engine.model.hf_config import read_model_config
     from minitui.bench.cpu import cpu_rows
     from minitui.bench.gpu import H200, GpuRows
+    from minitui.bench.llama import LlamaCpp, NotMeasured
+    from minitui.bench.rows import said
     from minitui.bench.shapes import Work
     from minitui.bench.speculation import CPU_REPLY, CPU_STREAMS, REPLY, STREAMS, speculation_rows, timed
     from minitui.bench.watching import watching
@@ -196,12 +204,19 @@ def _measure(
     if on_gpu:
         references = H200.get(label, {}) if "H200" in torch.cuda.get_device_name() else {}
         found = GpuRows(llm, work, limits, references).all()
+        rows = said(found, say)
     else:
-        found = cpu_rows(llm, work, limits, directory, not options.no_compare)
-    rows = []
-    for row in found:
-        say(row.line())
-        rows.append(row.as_dict())
+        with ExitStack() as stack:
+            other, note = None, ""
+            if not options.no_compare:
+                try:
+                    other = stack.enter_context(LlamaCpp(config, info["quantization"], torch.get_num_threads()))
+                    note = f"beside it: {other.name}, {options.pairs} pair{'s' if options.pairs > 1 else ''} of runs"
+                except NotMeasured as error:
+                    note = str(error)
+                say(note)
+                notes.append(note)
+            rows = said(cpu_rows(llm, work, limits, options.pairs, other), say)
     result: dict[str, Any] = {"info": info, "notes": notes, "rows": rows}
     if not options.no_watching:
         result["watching"], lines = watching(llm, 64 if on_gpu else 4, pairs=options.pairs)
@@ -214,15 +229,13 @@ def _measure(
     plain = {n: timed(llm, n, reply) for n in streams}
     llm.engine.check()
     llm.close()
-    del llm, found  # free their memory for the next engine
+    del llm  # free their memory for the next engine
     gc.collect()
     if on_gpu:
         torch.cuda.empty_cache()
     llm = load(speculation="prompt-lookup")
     for n in streams:
-        for row in speculation_rows(plain[n], timed(llm, n, reply)):
-            say(row.line())
-            rows.append(row.as_dict())
+        rows += said(speculation_rows(plain[n], timed(llm, n, reply)), say)
     llm.engine.check()
     llm.close()
     return result

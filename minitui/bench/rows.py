@@ -21,7 +21,8 @@ from engine.trace.waste import waste_of
 class Row:
     """A measured value.
 
-    `limit`: the best value that the machine's limits allow. `other`: the value of the best other engine.
+    `limit`: the best value that the machine's limits allow. `other`: the value of another engine. `ratio`: the median
+    of value / other, if both were measured in pairs.
     """
 
     name: str
@@ -32,6 +33,9 @@ class Row:
     other: float | None = None
     note: str = ""
     sustained: float | None = None  # `limit`, but computed with Limits.sustained
+    other_name: str = "best other"
+    ratio: float | None = None
+    tokens_per_s: float | None = None  # if the unit is a time
 
     @property
     def share(self) -> float | None:
@@ -48,8 +52,12 @@ class Row:
         steady = self._share_of(self.sustained)
         share += f" ({steady:4.0%} sustained)" if steady is not None else ""
         parts = [f"{self.name:34s} {_number(self.value)} {self.unit:9s} {share}"]
+        if self.tokens_per_s is not None:
+            parts.append(f"{_number(self.tokens_per_s)} tok/s")
         if self.other is not None:
-            parts.append(f"best other {_number(self.other)}")
+            parts.append(f"{self.other_name} {_number(self.other)}")
+        if self.ratio is not None:
+            parts.append(f"ratio {self.ratio:.2f}")
         if self.goal is not None:
             reached = self.value >= self.goal if self.unit.endswith("/s") else self.value <= self.goal
             parts.append(f"goal {_number(self.goal)} {'reached' if reached else 'missed'}")
@@ -134,3 +142,12 @@ def decode_steps(records: list[Record]) -> StepTimes | None:
         return None
     plan, launch, commit, wall, device = (median(float(record[i] or 0.0) for record in found) for i in range(1, 6))
     return StepTimes(len(found), plan, launch, commit, wall, device)
+
+
+def said(rows: Iterator[Row], say: Any) -> list[dict[str, Any]]:
+    """Calls `say` with each row as soon as it is measured; returns the rows as data."""
+    found = []
+    for row in rows:
+        say(row.line())
+        found.append(row.as_dict())
+    return found
