@@ -1,12 +1,12 @@
-"""Explains slow steps: a cost model gives the expected time of a step, and measured parts show what took longer.
-
-The model is linear and its coefficients are not negative: a constant, and a cost for each decoding row, draft token,
-prompt token, key that decodes read, and pair of query and key in prefill. It is fitted to recent steps by least squares
-in which outliers count little (Huber 1964), so that stalls do not raise the expected time.
+"""Explains slow steps: the cost model gives the expected time of a step, and measured parts show what took longer.
 
 A cause is named only with evidence from the records: a pause that the engine measured, a part of the host's time that
 took longer than usual, or a device time above the model's. A cause gets at most the time that it cost, and the rest of
 the excess is called unexplained.
+
+A step's time is the time since the results of the step before. It contains the commit of the step before and, where
+steps overlap, the plan and the launch of the next step. The names of causes say so, for example "launch of step 57
+(prefill of r12)".
 """
 
 from __future__ import annotations
@@ -15,33 +15,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from minitui.text import count, ms
+from minitui.viewmodel.cost_model import PLANNED, CostModel, Windows, windows
 from minitui.viewmodel.history import StepRow, Steps
 
-FEATURES = ("steps", "rows", "draft tokens", "prefill tokens", "keys", "prefill pairs")
-FIT_STEPS = 1_000  # the model is fitted to this many recent steps
-LEAST_STEPS = 12  # with fewer steps there is no model
-ROUNDS = 6  # number of times that the errors are weighted again
 TOLERANCE = 0.25  # an excess up to this share of the expected time needs no explanation
 NOISE = 4.0  # an excess up to this many typical deviations needs no explanation
 WORTH = 0.1  # causes with a smaller share of the excess are not named
-HOST = {  # part of the host's time -> its name on the screen
-    "commit": "commit", "emit": "output and commands", "plan": "plan", "launch": "launch",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """Gives the expected time of a step, in ms. `cost`: one value for each of FEATURES; `spread`: typical deviation."""
-
-    cost: tuple[float, ...]
-    spread: float
-    device_cost: tuple[float, ...] | None  # the same for the device's time; None: not measured
-    device_spread: float
-    usual: dict[str, float]  # the median of each part of the host's time
-
-    def expected(self, row: StepRow) -> float:
-        """Returns the expected time of the step."""
-        return float(np.dot(self.cost, _features(row)))
+NAMED = 2  # requests named in a cause; more are counted
+EMIT = "output and commands"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +35,23 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefill:
+    """What the prompts of `step` cost of the time of a step: `ms` of the expected time. `parts`: the measured times
+    that contain this cost, the longest first."""
+
+    step: int
+    ms: float
+    parts: tuple[Cause, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """A step's time compared with its expected time, in ms. `causes` and `unexplained` add up to the excess."""
 
     took: float
     expected: float
-    prefill: float  # the part of `expected` that prompt tokens take
+    prefills: tuple[Prefill, ...]  # the parts of `expected` that prompt tokens take
+    tolerance: float  # a smaller excess is the usual variation
     causes: tuple[Cause, ...] = ()
     unexplained: float = 0.0
 
@@ -67,30 +60,10 @@ class Explanation:
         """True if the step took longer than expected, beyond the usual variation."""
         return bool(self.causes or self.unexplained)
 
-
-def fit(steps: Steps, horizon: int) -> CostModel | None:
-    """Returns the model of the steps up to `horizon`; None if too few of them have a time."""
-    at = steps.indices(horizon - FIT_STEPS + 1, horizon)
-    at = at[~np.isnan(steps.column("wall")[at])]
-    if len(at) < LEAST_STEPS:
-        return None
-    decodes = steps.column("decodes")[at]
-    columns = (
-        np.ones(len(at)), decodes, steps.column("drafted")[at], steps.prefilled(at), steps.column("keys")[at],
-        steps.column("pairs")[at],
-    )  # fmt: skip
-    work = np.column_stack(columns).astype(np.float64)
-    parts = {name: steps.column(f"part:{name}")[at].astype(np.float64) for name in (*HOST, "wait")}
-    took = np.sum(list(parts.values()), axis=0)
-    measured = ~np.isnan(took)
-    cost, spread = _robust(work, np.where(measured, took, steps.column("wall")[at]))
-    device = steps.column("device")[at]
-    known = ~np.isnan(device)
-    device_cost, device_spread = None, 0.0
-    if known.sum() >= LEAST_STEPS:
-        device_cost, device_spread = _robust(work[known], device[known])
-    usual = {name: float(np.median(values[measured])) if measured.any() else 0.0 for name, values in parts.items()}
-    return CostModel(cost, spread, device_cost, device_spread, usual)
+    @property
+    def prefill(self) -> float:
+        """The part of `expected` that all prompt tokens take."""
+        return sum(prefill.ms for prefill in self.prefills)
 
 
 def explain(row: StepRow, model: CostModel) -> Explanation | None:
@@ -98,17 +71,25 @@ def explain(row: StepRow, model: CostModel) -> Explanation | None:
 
     Recordings of older versions have no parts, so their explanations have no causes.
     """
-    parts, work = row.parts, _features(row)
-    if row.wall_ms is None:
+    steps, parts = model.steps, row.parts
+    if row.wall_ms is None or row.step not in steps:
         return None
-    took = row.wall_ms if parts is None else parts.took
-    expected = model.expected(row)
-    prefill = sum(model.cost[i] * work[i] for i in map(FEATURES.index, ("prefill tokens", "prefill pairs")))
-    excess = took - expected
-    if excess <= max(TOLERANCE * expected, NOISE * model.spread):
-        return Explanation(took, expected, prefill)
+    window = windows(steps, np.array([row.step % steps.capacity]))
+    times = model.expected(window)
+    took, expected = float(window.took[0]), float(times.total[0])
+    excess, prefilling = took - expected, bool(times.with_prefill[0])
+    tolerance = max(TOLERANCE * expected, NOISE * model.spreads[prefilling])
+    if window.head[0] and row.chunks:  # the rest of a prefill that began before varies as much as all of this prefill
+        tolerance = max(tolerance, NOISE * model.device_spreads[True])
+    prefills = [
+        Prefill(row.step + i, float(cost[0]), _prefill_parts(window, row, i))
+        for i, cost in times.prefill.items() if cost[0] > 0
+    ]  # fmt: skip
+    found = Explanation(took, expected, tuple(prefills), tolerance)
+    if excess <= tolerance:
+        return found
     if parts is None:
-        return Explanation(took, expected, prefill, (), excess)
+        return Explanation(took, expected, found.prefills, tolerance, (), excess)
     left, causes = excess, []
 
     def blame(name: str, ms: float) -> None:
@@ -118,54 +99,91 @@ def explain(row: StepRow, model: CostModel) -> Explanation | None:
             causes.append(Cause(name, ms))
             left -= ms
 
-    beyond = {name: getattr(parts, name) - model.usual[name] for name in (*HOST, "wait")}
-    largest = max(beyond.values())
+    host = _host_parts(window, row, model)
+    usual = sum(part.usual for part in host)
+    waited = parts.wait - max(0.0, expected - usual)
+    largest = max([part.beyond for part in host] + [waited])
     if parts.stops:
         blame("process stopped", largest)
     blame("garbage collection", parts.gc)
     blame("another program on the core", parts.delayed or 0.0)
     accounted = excess - left
-    if row.comm_ms is not None and model.device_cost is not None:
-        blame("exchange between ranks", row.comm_ms - float(np.dot(model.device_cost, work)))
-    for name, words in HOST.items():
+    computes = float((window.work @ model.device)[0]) if model.device is not None else None
+    if row.comm_ms is not None and computes is not None:
+        blame("exchange between ranks", row.comm_ms - computes)
+    for part in host:
         # The pauses above may lie in any part: subtract their time from the part with the largest excess.
-        blame(words, beyond[name] - (accounted if beyond[name] == largest else 0.0))
-    if row.device_ms is not None and model.device_cost is not None:
-        usual = float(np.dot(model.device_cost, work))
-        own = row.device_ms - usual - accounted
-        if own > NOISE * model.device_spread:
-            blame("device", own)
-    return Explanation(took, expected, prefill, tuple(causes), left)
+        blame(part.name, part.beyond - (accounted if part.beyond == largest else 0.0))
+    if row.device_ms is not None and computes is not None:
+        own = row.device_ms - computes - accounted
+        if own > NOISE * model.device_spreads[bool(row.chunks)]:
+            # If the next step was launched meanwhile, the device delayed only a host that waited for it.
+            blame("device", min(own, waited) if window.overlapped[0] else own)
+    return Explanation(took, expected, found.prefills, tolerance, tuple(causes), left)
 
 
-def _features(row: StepRow) -> tuple[float, ...]:
-    return (1.0, row.decodes, row.drafted, row.prefill_tokens, row.keys, row.pairs)
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of the host's time: how long it took, and how long it should have taken."""
+
+    name: str
+    took: float
+    usual: float
+
+    @property
+    def beyond(self) -> float:
+        return self.took - self.usual
 
 
-def _robust(work: np.ndarray, took: np.ndarray) -> tuple[tuple[float, ...], float]:
-    """Returns non-negative coefficients by iteratively reweighted least squares, and the typical deviation."""
-    scale = np.maximum(work.max(axis=0), 1.0)
-    scaled = work / scale
-    # Minimise relative errors: a prefill of 60 ms may deviate more than a decode step of 3 ms.
-    weights = base = 1.0 / np.maximum(took, np.median(took))
-    cost, spread = np.zeros(work.shape[1]), 0.0
-    for _ in range(ROUNDS):
-        cost = _non_negative(scaled * weights[:, None], took * weights)
-        errors = np.abs(took - scaled @ cost)
-        spread = 1.4826 * float(np.median(errors))
-        limit = 1.5 * np.maximum(spread, 1e-6)
-        weights = base * np.sqrt(np.minimum(1.0, limit / np.maximum(errors, 1e-12)))
-    return tuple((cost / scale).tolist()), spread
+def _host_parts(window: Windows, row: StepRow, model: CostModel) -> list[_Part]:
+    """Returns the host's parts in a window, each with the step that it belongs to."""
+    steps, took = model.steps, {name: float(values[0]) for name, values in window.parts.items()}
+    own = {name: float(window.own[name][0]) if window.here[0] else 0.0 for name in PLANNED}
+    usual = {i: {name: float((work @ model.host[name])[0]) for name in model.host}
+             for i, work in ((-1, window.before), (0, window.work), (1, window.ahead))}  # fmt: skip
+    found = [
+        _Part(f"commit of {_named(steps, row.step - 1)}", took["commit"], usual[-1]["commit"]),
+        _Part(EMIT, took["emit"], model.emit),
+    ]
+    for name in PLANNED:
+        if window.here[0]:
+            rest = 0.0 if window.overlapped[0] else took[name] - own[name]  # nothing else was planned here
+            found.append(_Part(name, own[name] + rest, usual[0][name]))
+        if window.overlapped[0]:
+            found.append(_Part(f"{name} of {_named(steps, row.step + 1)}", took[name] - own[name], usual[1][name]))
+    return found
 
 
-def _non_negative(work: np.ndarray, took: np.ndarray) -> np.ndarray:
-    """Returns least-squares coefficients, none negative: drops the lowest and solves again while any is negative."""
-    active = list(np.flatnonzero(work.any(axis=0)))
-    cost = np.zeros(work.shape[1])
-    while active:
-        solved = np.linalg.lstsq(work[:, active], took, rcond=None)[0]
-        if (solved >= 0).all():
-            cost[active] = solved
-            break
-        active.pop(int(np.argmin(solved)))
-    return cost
+def _prefill_parts(window: Windows, row: StepRow, i: int) -> tuple[Cause, ...]:
+    """Returns the measured times of the step `row.step + i` in this window, the longest first."""
+    took = {name: float(values[0]) for name, values in window.parts.items()}
+    own = {name: float(window.own[name][0]) if window.here[0] else 0.0 for name in PLANNED}
+    if i < 0:
+        found = {"commit": took["commit"]}
+    elif i > 0:
+        found = {name: took[name] - own[name] for name in PLANNED}
+    else:
+        found = {**own, "device": row.device_ms or 0.0}
+    return tuple(sorted((Cause(*part) for part in found.items()), key=lambda part: -part.ms))
+
+
+def _named(steps: Steps, step: int) -> str:
+    """Returns "step 57", or "step 57 (prefill of r12)"."""
+    row = steps.get(step)
+    return f"step {step:,}" + (f" (prefill of {prefilled(row)})" if row is not None and row.chunks else "")
+
+
+def prefilled(row: StepRow) -> str:
+    """Returns the requests whose prompts a step computed: "r12 and r13", or "5 requests"."""
+    requests = [request for request, *_ in row.chunks]
+    return count(len(requests), "request") if len(requests) > NAMED else " and ".join(f"r{id}" for id in requests)
+
+
+def in_parts(prefill: Prefill) -> str:
+    """Returns the parts of a prefill that are not the device's: "launch 4.20 ms, plan 1.07"; empty if only the device
+    took time."""
+    every = sum(part.ms for part in prefill.parts)
+    worth = [part for part in prefill.parts if part.ms > WORTH * every]
+    if not worth or worth[0].name == "device":
+        return ""
+    return ", ".join(f"{part.name} {ms(part.ms)}" for part in worth) + " ms"

@@ -75,6 +75,7 @@ class StepRow:
     pairs: float = 0.0  # pairs of a query and a key in its prefill chunks
     cut_ms: float = 0.0  # time left out of the axis before this step (spans.py)
     held: bool = False  # planned while the engine was paused or slowed
+    plans_next: bool = False  # with overlap: `plan` and `launch` of its parts are those of the next step
 
     @property
     def drafted(self) -> int:
@@ -95,6 +96,10 @@ class StepRow:
         if not self.chunks:
             return "decode"
         return "mixed" if self.decodes else "prefill"
+
+    def part_name(self, part: str) -> str:
+        """Returns the name of a part of its time: with overlap "launch of 57", because step 57 is the next step."""
+        return f"{part} of {self.step + 1:,}" if self.plans_next and part in ("plan", "launch") else part
 
 
 class Steps:
@@ -300,7 +305,15 @@ class Steps:
             pairs=self._pairs[i],
             cut_ms=self._cut[i],
             held=bool(self._held[i]),
+            plans_next=self._overlaps(step) and self._overlaps(step - 1),
         )
+
+    def _overlaps(self, step: int) -> bool:
+        """True if the step after `step` was planned before the results of `step` arrived."""
+        i, following = step % self.capacity, (step + 1) % self.capacity
+        if step not in self or self._step[following] != step + 1:
+            return False
+        return self._end_seq[i] > 0 and self._t[following] < self._ended[i]
 
     def _parts_of(self, i: int) -> StepParts | None:
         values = {name: column[i] for name, column in self._parts.items()}

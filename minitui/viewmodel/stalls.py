@@ -1,9 +1,9 @@
 """Explains the gap before a token from records: what the engine did between two tokens of one request.
 
 A gap covers whole steps. If the request was preempted in the gap, there are two causes: the steps in which it was in
-the queue, and the steps that computed its tokens again. Otherwise the cost model of minitui/viewmodel/causes.py
-explains the last step of the gap: the prompts of other requests and each measured cause get at most what they cost, and
-the rest is unexplained. The steps before the last one did not compute the request.
+the queue, and the steps that computed its tokens again. Otherwise minitui/viewmodel/causes.py explains the last step of
+the gap: prompts, also those of a step that was launched meanwhile, and each measured cause get at most what they cost,
+and the rest is unexplained. The steps before the last one did not compute the request.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minitui.text import count, duration, ms
-from minitui.viewmodel.causes import NOISE, TOLERANCE, WORTH, Cause, CostModel, explain, fit
+from minitui.viewmodel.causes import WORTH, Cause, Prefill, explain, in_parts, prefilled
+from minitui.viewmodel.cost_model import CostModel, fit
 from minitui.viewmodel.history import StepRow
 from minitui.viewmodel.lanes import PREFILLING, Lane
 from minitui.viewmodel.token_gaps import Gap
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 REFIT = 128  # steps: after this many, a model is fitted again
 SHORTEST_PAUSE_MS = 1.0  # shorter pauses are not mentioned
-NAMED = 2  # requests named in a cause; more are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class Reason:
         parts = [f"{cause.name} {ms(cause.ms)}" for cause in self.causes]
         if self.unexplained:
             parts.append(f"unexplained {ms(self.unexplained)}")
+        if parts and self.variation > WORTH * sum(cause.ms for cause in self.causes):
+            parts.append(f"usual variation {ms(self.variation)}")
         if not parts:
             return f"within the usual variation around {ms(self.usual or 0.0)} ms"
         return ", ".join(parts) + (f" ms; usually {ms(self.usual)} ms" if self.usual else " ms")
@@ -94,29 +96,32 @@ def in_words(gap: Gap, reason: Reason) -> str:
 def _of_step(view: View, row: StepRow, model: CostModel | None, took: float) -> Reason:
     """Returns the causes of the time that one step took."""
     found = explain(row, model) if model is not None else None
-    if found is None or model is None:
+    if found is None:
         return Reason(None, (), took)
     usual = min(took, found.expected - found.prefill)
     left, causes = took - usual, []
-    prompts = [Cause(_prompts(view, row), found.prefill)] if row.chunks else []
+    prompts = [Cause(_prompts(view, prefill), prefill.ms) for prefill in found.prefills]
     for cause in (*prompts, *found.causes):
         cost = min(cause.ms, left)
         if cost > WORTH * (took - usual):
             causes.append(Cause(cause.name, cost))
             left -= cost
-    if left <= max(TOLERANCE * found.expected, NOISE * model.spread):  # the usual variation
+    if left <= found.tolerance:  # the usual variation
         return Reason(usual, tuple(causes), variation=left)
     return Reason(usual, tuple(causes), left)
 
 
-def _prompts(view: View, row: StepRow) -> str:
-    requests = [request for request, *_ in row.chunks]
-    many = len(requests) > NAMED
-    names = count(len(requests), "request") if many else " and ".join(f"r{request}" for request in requests)
-    lanes = [view.lanes.lanes[request] for request in requests if request in view.lanes.lanes]
+def _prompts(view: View, prefill: Prefill) -> str:
+    """Returns "prefill of r12 (424 tokens)", with the parts of its time that the device did not need."""
+    row = view.steps.get(prefill.step)
+    if row is None:
+        return f"prefill of step {prefill.step:,}"
+    lanes = [view.lanes.lanes[request] for request, *_ in row.chunks if request in view.lanes.lanes]
     again = sum(tokens for lane in lanes for step, tokens in lane.again if step == row.step)
-    recomputed = f", {again:,} of them again after a preemption" if again else ""
-    return f"prefill of {names} ({count(row.prefill_tokens, 'token')}{recomputed})"
+    words = [count(row.prefill_tokens, "token") + (f", {again:,} of them again after a preemption" if again else "")]
+    if parts := in_parts(prefill):
+        words.append(f"its {parts}")
+    return f"prefill of {prefilled(row)} ({'; '.join(words)})"
 
 
 def _after_preemption(view: View, lane: Lane, gap: Gap) -> Reason:

@@ -206,7 +206,7 @@ def _step(view: View, step: int) -> Story:
         host = f"plan {row.plan_ms:.2f}, launch {launch}, commit {row.commit_ms:.2f} ms"
         story.tell("host", host + (f"; device {row.device_ms:.2f} ms" if row.device_ms is not None else ""))
     if row.parts is not None:
-        since = {name: getattr(row.parts, name) for name in PARTS}
+        since = {row.part_name(name): getattr(row.parts, name) for name in PARTS}
         story.tell("parts", ", ".join(f"{name} {ms(value)}" for name, value in since.items()) + " ms")
         delayed = "unknown" if row.parts.delayed is None else f"{ms(row.parts.delayed)} ms"
         story.tell("pauses", f"garbage collection {ms(row.parts.gc)} ms, another program on the core {delayed}"

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minitui.text import count, ms
-from minitui.viewmodel.causes import WORTH, CostModel, explain, fit
+from minitui.viewmodel.causes import WORTH, explain
+from minitui.viewmodel.cost_model import CostModel, fit
 from minitui.viewmodel.history import FirstToken, FirstTokens, StepRow, Steps
 
 WINDOW_SECONDS = 10.0
@@ -136,8 +137,14 @@ def why_slow(row: StepRow, timings: Timings) -> str:
     if explanation is None:
         return ""
     text = f"expected {ms(explanation.expected)} ms"
-    if row.prefill_tokens:
-        text += f", {ms(explanation.prefill)} of it for {count(row.prefill_tokens, 'prefill token')}"
+    for prefill in explanation.prefills:
+        computed = timings.model.steps.get(prefill.step) if timings.model is not None else None
+        if computed is None or (prefill.step != row.step and prefill.ms <= WORTH * explanation.expected):
+            continue
+        tokens = count(computed.prefill_tokens, "prefill token")
+        if prefill.step != row.step:
+            tokens = f"the {prefill.parts[0].name} of step {prefill.step:,} ({tokens})"
+        text += f", {ms(prefill.ms)} of it for {tokens}"
     if not explanation.slow:
         return text
     parts = [f"{cause.name} {ms(cause.ms)}" for cause in explanation.causes]

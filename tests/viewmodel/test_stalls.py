@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import random
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
+from engine.core.engine import Engine
+from engine.core.request import Grammar
+from engine.core.scheduler import SchedulerConfig
+from engine.core.step import StepPlan
 from engine.params import SamplingParams
-from engine.trace.records import Record
+from engine.trace.records import Record, RecordLog
 from engine.trace.state import State
 from minitui.cli.tail import tail_trace
 from minitui.dev import stalls as live
 from minitui.dev.simulator import SMALL, Load, Stress
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
+from minitui.viewmodel.causes import explain
+from minitui.viewmodel.cost_model import FEATURES
 from minitui.viewmodel.lanes import PREEMPTED, Lane
 from minitui.viewmodel.model import View
 from minitui.viewmodel.request_teller import RequestTeller
@@ -26,6 +34,7 @@ from minitui.viewmodel.token_gaps import Gap
 from tests.engine.test_scheduler_simulation import make_engine
 from tests.engine.test_scheduler_simulation import run as drive
 from tests.support.golden import GOLDEN
+from tests.support.simulation import SimulatedLaunch, SimulatedRunner, simulated
 from tests.viewmodel.test_requests import played
 
 STEP = 150  # the step that stalls
@@ -176,6 +185,70 @@ def test_stalls_in_a_live_engine_are_named() -> None:
     findings = [rig.stall(kind) for kind in ("plan", "launch", "commit", "emit", "collection", "pool")]
     assert sum(finding.named for finding in findings) >= 5, findings
     assert all(finding.gap_ms > 0.9 * finding.stalled_ms for finding in findings)
+
+
+class EagerGpu(SimulatedRunner):
+    """A device beside the host, and their clock. Decodes are launched as CUDA graphs in 0.2 ms. Steps with prefill are
+    launched kernel by kernel: the host needs 4 to 7 ms, longer than the device."""
+
+    synchronous = False
+
+    def __init__(self) -> None:
+        super().__init__(201, 16, 16)
+        self.seconds, self.ends, self.random = 0.0, 0.0, random.Random(0)
+
+    def now(self) -> float:
+        self.seconds += 1e-5  # the host's work between two looks at the clock
+        return self.seconds
+
+    def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> SimulatedLaunch:
+        launched, begun = super().launch(plan, grammars), max(self.ends, self.seconds)
+        eager = len(plan.rows) > plan.num_decoding
+        self.seconds += self.random.uniform(4e-3, 7e-3) if eager else 2e-4
+        self.ends = max(begun + 1.5e-4, self.seconds if eager else 0.0)
+        launched.result.device_ms = (self.ends - begun) * 1e3
+        return launched
+
+
+def test_a_prompt_that_costs_its_launch_is_named_and_not_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host launches the prompt before it fetches the tokens of the step before."""
+    gpu = EagerGpu()
+    monkeypatch.setattr("engine.core.step_clock.now", gpu.now)
+    config, log = SchedulerConfig(512, 16, max_model_len=4096), RecordLog(gpu.now)
+    rig = live.Rig(simulated(Engine(gpu, config, overlap=True, log=log)), seed=1, on_gpu=False)
+    for _ in range(100):
+        rig.step()
+    for _ in range(4):
+        found = rig.stall("prompt")
+        assert found.named and found.gap_ms > 4, found
+        assert re.match(r"prefill of r\d+.* \(\d+ tokens; its launch [0-9.]+ ms\) ", found.reason), found
+
+
+def test_every_longest_gap_of_a_gpu_s_recording_is_explained_by_a_prompt() -> None:
+    """An H200 with overlap: a decode step takes 5 ms, and a step with prefill costs 20 to 35 ms of its launch."""
+    reader, view = TraceReader(find_trace("h200-8b")), View()
+    view.reset(reader.part(0).snapshot)
+    view.fold(list(reader.records()))
+    view.frame(0.0)
+    model = view.timings.model
+    assert model is not None and model.device is not None and model.device[FEATURES.index("prefill steps")] > 5
+    stats = {lane.id: view.tokens.stats(lane, view.horizon) for lane in view.lanes.lanes.values()}
+    longest = {id: one.longest for id, one in stats.items() if one is not None and one.longest is not None}
+    assert sum(gap.ms > 15 for gap in longest.values()) > 50
+    for id, gap in longest.items():
+        if gap.ms <= 15:
+            continue
+        lane = view.lanes.lanes[id]
+        reason = Stalls().reason(view, lane, gap)
+        assert len(reason.causes) == 1 and reason.unexplained == 0
+        following = view.steps.get(gap.step + 1)
+        assert following is not None and following.launch_ms is not None
+        assert f"; its launch {following.launch_ms:.1f} ms)" in reason.causes[0].name
+        assert reason.causes[0].name.startswith(f"prefill of r{following.chunks[0][0]}")
+    for step in range(view.steps.first, view.horizon):
+        row = view.steps.get(step)
+        found = explain(row, model) if row is not None and row.parts is not None else None
+        assert found is None or not found.slow
 
 
 @pytest.mark.parametrize("kind", ["sync", "overlap", "drafts"])

@@ -82,7 +82,7 @@ def _entries(row: StepRow, host: Sequence[Span]) -> list[tuple[str, str, str, st
     values = {name: known.get(name) if parts is None else getattr(parts, name) for name in PARTS}
     own = [span.ms for span in host if span.step == row.step and span.kind == "unaccounted"]
     values["unaccounted"] = sum(own)
-    entries = [(mark(name), STYLES[name], name, _value(value)) for name, value in values.items()]
+    entries = [(mark(name), STYLES[name], row.part_name(name), _value(value)) for name, value in values.items()]
     device = "prefill" if row.chunks else "decode"
     entries.append((mark(device), STYLES[device], f"device ({row.kind})", _value(row.device_ms)))
     for name in ("gc", "delayed"):
