@@ -287,15 +287,15 @@ def prefill_attention(
 ) -> None:  # fmt: skip
     """Write attention of sequences `first` ... n - 1 to the rows of their tokens in `out` [T, heads * d].
 
-    The sequences before `first` have one token each. Without `splits`, max_seq_len and the number of tiles decide
-    whether keys are split. dense: this step's rotated keys and values [T, kv_heads, d], views of the projection's
-    output; None: the kernel reads them from the cache. kv_scales: fp32 [2, kv_heads] of an 8-bit cache
+    The sequences before `first` have at most one token each. Without `splits`, max_seq_len and the number of tiles
+    decide whether keys are split. dense: this step's rotated keys and values [T, kv_heads, d], views of the
+    projection's output; None: the kernel reads them from the cache. kv_scales: fp32 [2, kv_heads] of an 8-bit cache
     (engine/attention/kv_fp8.py); `dense` must then hold the rounded values, as the cache does. fresh: no chunk follows
     a cached context; with `dense`, the cache is not read. window, softcap, sinks: as in decode_attention.
     """
     block_size, kv_heads, head_dim = k_cache.shape[1:]
     group = q.shape[1] // kv_heads
-    n, tokens = seq_lens.shape[0] - first, q.shape[0] - first
+    n, tokens = seq_lens.shape[0] - first, q.shape[0]
     block_m = max(BLOCK_M, triton.next_power_of_2(group))
     tiles = tokens // (block_m // group) + n
     if tiles > MAX_SPLIT_TILES:

@@ -31,7 +31,6 @@ class Batch:
         self.bounds = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self.last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.sampler = Sampler(max_rows, vocab_size, device, self.upload, processed_logprobs)
-        self._joined: StepPlan | None = None  # the last plan whose joins have been applied
 
     def apply(self, plan: StepPlan) -> None:
         """Apply the plan's changes to the rows."""
@@ -39,11 +38,9 @@ class Batch:
         self.change_table(plan)
 
     def join(self, plan: StepPlan) -> None:
-        """Set up sampling for the rows that new requests take. A second call with the same plan does nothing."""
-        if plan.joins and self._joined is not plan:
-            self._joined = plan
-            for settings in plan.joins:
-                self.sampler.set_row(settings)
+        """Set up sampling for the rows that new requests take."""
+        for settings in plan.joins:
+            self.sampler.set_row(settings)
 
     def change_host_table(self, plan: StepPlan) -> None:
         """Change only the host's block table. The caller must send the changes to the device."""

@@ -4,8 +4,7 @@ Each form of step is captured in several sizes. A step is padded to the next cap
 size is replayed. The forms:
 
     decode   one token per sequence; the size is the number of sequences
-    extend   chunks of few sequences; a chunk has only one token if the rest of its prompt is cached; the size is the
-             number of tokens
+    extend   chunks of few prompts, with or without sequences that decode (engine/worker/extend_graphs.py)
     verify   a few tokens per sequence, some of them drafts; only with speculation (engine/worker/verify_graphs.py)
     sample   from logits to tokens (engine/worker/sampling_graphs.py)
 
@@ -27,15 +26,14 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from engine.attention.base import ForwardMeta
 from engine.attention.triton_backend import TritonAttention
 from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.kernels.batch_state import HEADER, prepare
 from engine.kernels.moe import forms
-from engine.kernels.prefill_attention import BLOCK_M, num_splits
 from engine.progress import Progress
 from engine.worker.capture import Work, capture_all
+from engine.worker.extend_graphs import SEQUENCES, ExtendGraphs
 from engine.worker.fused_decode import DecodeLayers
 from engine.worker.launch import LaunchedStep
 from engine.worker.loaded import LoadedModel
@@ -45,13 +43,10 @@ from engine.worker.upload import Staging
 from engine.worker.verify_graphs import VerifyGraphs, verify_sizes
 
 CHANGES = 1024  # block table changes that fit into the input of a decode step; more changes are sent before the step
-EXTEND_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048, 2304, 2560, 3072)
 WARM_UP_TOKENS = (1, 24, 100, 256, 700, 1024, 2047)
-# The host's time to launch one layer kernel by kernel. For Qwen3-30B-A3B, a chunk of 700 tokens after 1,024 cached
-# tokens takes 14 ms as a graph and 20 ms kernel by kernel.
-LAUNCH_SECONDS = 2e-4
 MATMUL_RATE = 5e14  # operations per second of a step that is GPU-bound
-EXTEND_SEQUENCES = 8
+LAUNCH_SECONDS = (1e-4, 6e-4)  # the least and the most time to launch a layer that is believed; see launch_seconds
+LAUNCH_TRIALS = 4
 
 
 class CudaGraphs:
@@ -64,22 +59,25 @@ class CudaGraphs:
         self._sampling: SamplingGraphs | None = None
         self.num_graphs = 0
         # Smaller steps do not use flash attention: they are host-bound, and flash needs more of the host's time.
-        attention.flash_from = launch_bound(loaded)
+        bound = loaded.group.least(launch_bound(loaded, launch_seconds(loaded)))
+        attention.flash_from = bound
         if not loaded.config.enforce_eager:
-            self._capture(loaded, attention, on_progress)
+            self._capture(loaded, attention, bound, on_progress)
         attention.warm_up(loaded.pool, loaded.dtype)
         warm_up_forms(loaded, on_progress)
         # Later garbage collections skip the objects that exist now: visiting them delays a step by 60 ms.
         gc.collect()
         gc.freeze()
 
-    def _capture(self, loaded: LoadedModel, attention: TritonAttention, on_progress: Progress | None) -> None:
+    def _capture(
+        self, loaded: LoadedModel, attention: TritonAttention, bound: int, on_progress: Progress | None
+    ) -> None:
         rows = loaded.batch.max_rows
         drafts = verify_sizes(loaded) if loaded.config.speculation != "off" else ()
-        sampling = SamplingGraphs(loaded, max(rows, EXTEND_SEQUENCES, *drafts))
+        sampling = SamplingGraphs(loaded, max(rows, SEQUENCES, *drafts))
         layers = DecodeLayers(loaded.model, attention, loaded.pool, loaded.batch.table, loaded.group)
         decode = DecodeGraphs(loaded, layers, sampling)
-        extend = ExtendGraphs(loaded, attention, layers, sampling)
+        extend = ExtendGraphs(loaded, attention, layers, sampling, bound)
         work: list[Work] = []
         self._sampling, self.parts = sampling, [decode, extend]
         if drafts:
@@ -127,7 +125,7 @@ class DecodeGraphs(StepGraphs):
         self._batch.join(plan)
         self._send(plan)
         bucket = self._bucket[n]
-        self._replay(bucket)
+        self._replay(bucket, bucket)
         asked, entries = self._batch.sampler.asked(plan.rows), self._batch.indices[:n]
         if asked & ~DRAWABLE:
             positions = plan.starts.astype(np.int64) + 1
@@ -163,89 +161,29 @@ class DecodeGraphs(StepGraphs):
         self._layers.logits(self._tokens[:n], sampling.rows[:n], sampling.lengths[:n], live, sampling.logits[:n])
 
 
-class ExtendGraphs(StepGraphs):
-    """Steps with chunks of at most EXTEND_SEQUENCES sequences."""
+def launch_bound(loaded: LoadedModel, seconds: float) -> int:
+    """Returns the number of tokens below which a step takes longer to launch than to compute.
 
-    form = "extend"
-
-    def __init__(
-        self, loaded: LoadedModel, attention: TritonAttention, layers: DecodeLayers, sampling: SamplingGraphs
-    ) -> None:
-        most_useful = max(64, launch_bound(loaded))
-        limit = loaded.group.least(min(loaded.max_num_batched_tokens, loaded.max_model_len, most_useful))
-        enough_rows = loaded.batch.max_rows >= EXTEND_SEQUENCES
-        super().__init__(loaded, layers, sampling, [t for t in EXTEND_TOKENS if t <= limit] if enough_rows else [])
-        self._attention = attention
-        self._input = Staging(4 * max(self._sizes, default=0) + 5 * EXTEND_SEQUENCES, torch.int64, loaded.device)
-
-    def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
-        n, tokens = len(plan.rows), plan.num_tokens
-        if not self._sizes or plan.num_drafted or n > EXTEND_SEQUENCES or tokens > self._sizes[-1]:
-            return None
-        self._batch.join(plan)
-        asked = self._batch.sampler.asked(plan.rows)
-        if plan.prompt_targets or asked & ~DRAWABLE:
-            return None
-        bucket = next(t for t in self._sizes if t >= tokens)
-        begin = self._loaded.mark()
-        self._batch.change_table(plan)
-        self._send(plan, bucket)
-        self._replay(bucket)
-        every = bool(plan.samples.all())
-        entries = self._batch.indices[:n] if every else np.flatnonzero(plan.samples)
-        return self._sampling.draw(plan, asked, EXTEND_SEQUENCES, n, None if every else entries, entries, begin)
-
-    def _send(self, plan: StepPlan, bucket: int) -> None:
-        n, tokens = len(plan.rows), plan.num_tokens
-        ends, seq_lens, token_rows, positions, slots = self._batch.layout(plan)
-        sent = self._input.array()
-        total = 4 * bucket + 5 * EXTEND_SEQUENCES
-        sent[:total] = 0
-        sent[:tokens] = plan.token_ids
-        sent[bucket : bucket + tokens] = positions
-        sent[2 * bucket : 2 * bucket + tokens] = slots
-        sent[3 * bucket : 3 * bucket + tokens] = token_rows
-        tail = sent[4 * bucket : total].reshape(5, EXTEND_SEQUENCES)
-        tail[0, :n] = plan.rows
-        tail[1, :n], tail[1, n:] = ends, tokens  # the end of each sequence; padding sequences are empty
-        tail[2, :n] = seq_lens
-        tail[3, :n] = ends - 1
-        tail[4, :n] = np.where(plan.samples, seq_lens, 0)  # 0: draws nothing
-        self._input.send(total)
-
-    def _run(self, tokens: int) -> None:
-        sent, n = self._input.target, EXTEND_SEQUENCES
-        ids, positions, slots, token_rows = sent[: 4 * tokens].view(4, tokens)
-        rows, ends, seq_lens, logit_rows, draws = sent[4 * tokens : 4 * tokens + 5 * n].view(5, n)
-        self._sampling.rows[:n].copy_(rows)
-        self._sampling.lengths[:n].copy_(draws)
-        bounds = torch.zeros(n + 1, dtype=torch.int32, device=self._loaded.device)
-        bounds[1:].copy_(ends)
-        used = (seq_lens > 0).sum(0, keepdim=True).to(torch.int32)
-        meta = ForwardMeta(
-            positions=positions,
-            slot_mapping=slots,
-            cu_seqlens_q=bounds,
-            seq_lens=seq_lens.to(torch.int32),
-            block_table=self._batch.table.index_select(0, rows),
-            max_q_len=tokens,
-            max_seq_len=self._loaded.max_model_len,
-            num_decodes=0,
-            logit_rows=logit_rows,
-            live=bounds[n:],
-            live_rows=used,
-        )
-        ids = torch.where(ids < 0, self._batch.last_token.index_select(0, token_rows), ids)
-        # Most of the graph's sequences are padding, so the number of splits depends on the tokens, not the sequences.
-        tiles = -(-tokens * self._attention.group // BLOCK_M)
-        self._attention.plan(meta, padded=True, splits=num_splits(tiles, self._loaded.shard.num_kv_heads))
-        self._layers.logits_of_chunks(ids, meta, self._sampling.logits[:n])
-
-
-def launch_bound(loaded: LoadedModel) -> int:
-    """Returns the number of tokens below which a step takes longer to launch than to compute."""
+    `seconds`: the time to launch one layer kernel by kernel.
+    """
     layer = loaded.model.nbytes_per_token / loaded.dtype.itemsize / loaded.model_config.num_layers
-    return int(LAUNCH_SECONDS * MATMUL_RATE / (2 * layer))
+    return int(seconds * MATMUL_RATE / (2 * layer))
+
+
+def launch_seconds(loaded: LoadedModel) -> float:
+    """Measures the time that this host needs to launch one layer kernel by kernel.
+
+    Hosts differ: on two H200 machines, a layer of Qwen3-8B took 0.2 and 0.6 ms.
+    """
+    times = []
+    for _ in range(LAUNCH_TRIALS):
+        torch.cuda.synchronize(loaded.device)
+        started = time.perf_counter()
+        loaded.warm_up(1)
+        times.append(time.perf_counter() - started)
+    torch.cuda.synchronize(loaded.device)
+    least, most = LAUNCH_SECONDS
+    return min(max(min(times) / loaded.model_config.num_layers, least), most)
 
 
 def warm_up_forms(loaded: LoadedModel, on_progress: Progress | None) -> None:

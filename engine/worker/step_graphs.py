@@ -25,12 +25,12 @@ class StepGraphs:
     form: str  # the name of the kind
 
     def __init__(
-        self, loaded: LoadedModel, layers: DecodeLayers, sampling: SamplingGraphs, sizes: Sequence[int]
+        self, loaded: LoadedModel, layers: DecodeLayers, sampling: SamplingGraphs, sizes: Sequence[Any]
     ) -> None:
-        """`sizes`: the sizes to capture, ascending."""
+        """`sizes`: the sizes to capture, ascending; str(size) is part of the graph's name."""
         self._loaded, self._batch, self._layers, self._sampling = loaded, loaded.batch, layers, sampling
         self._sizes = sizes
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[Any, torch.cuda.CUDAGraph] = {}  # by size
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
         """Replay a graph that is large enough for the plan. Returns None if there is no such graph."""
@@ -40,13 +40,14 @@ class StepGraphs:
         """Returns the captures, largest first."""
         return [(f"{self.form} {size}", self.graphs, size, partial(self._run, size)) for size in reversed(self._sizes)]
 
-    def _run(self, size: int) -> None:
+    def _run(self, size: Any) -> None:
         """Run a step of this size. This call is captured."""
         raise NotImplementedError
 
-    def _replay(self, size: int) -> None:
+    def _replay(self, size: Any, tokens: int) -> None:
+        """Replay the graph of this size, which computes this number of tokens, padding included."""
         self.graphs[size].replay()
-        self._loaded.group.count_step(self._loaded.shard.num_layers, size)
+        self._loaded.group.count_step(self._loaded.shard.num_layers, tokens)
 
     def _sample_eagerly(
         self, plan: StepPlan, grammars: Mapping[int, Grammar], entries: np.ndarray, positions: np.ndarray,

@@ -84,7 +84,7 @@ class VerifyGraphs(StepGraphs):
         by_sequence[1, :n], by_sequence[1, n:] = ends, tokens
         by_sequence[2, :n] = seq_lens
         self._input.send(5 * bucket + 3 * limit)
-        self._replay(bucket)
+        self._replay(bucket, bucket)
         asked = self._batch.sampler.asked(plan.rows)
         if asked & ~DRAWABLE:
             which = self._batch.upload(drawing)

@@ -236,12 +236,14 @@ class Stage:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, speculation: str) -> None:
         with imported("engine.worker.cuda_graphs") as graphs:
             verify_graphs = sys.modules["engine.worker.verify_graphs"]
+            extend_graphs = sys.modules["engine.worker.extend_graphs"]
         self.went: list[str] = []
         self.captured: list[str] = []
-        for module in (graphs, verify_graphs):
+        for module in (graphs, verify_graphs, extend_graphs):
             monkeypatch.setattr(module, "Staging", HostStaging)
         monkeypatch.setattr(verify_graphs, "SIZES", (8, 16))
         monkeypatch.setattr(graphs, "capture_all", self._capture)
+        monkeypatch.setattr(graphs, "launch_seconds", lambda _: 1e-4)
         monkeypatch.setattr(graphs.gc, "freeze", lambda: None)
         monkeypatch.setattr(graphs.SamplingGraphs, "__init__", buffers)
         monkeypatch.setattr(graphs.SamplingGraphs, "draw", lambda *given: self._draw(*given))
@@ -286,7 +288,8 @@ def test_graphs_are_captured_in_one_order_and_tried_in_one_order(
     drafts = speculation != "off"
     sample = [16, 8, 4, 2, 1]
     assert stage.captured == [
-        *(["verify 16", "verify 8"] if drafts else []), "extend 64", "extend 32", "extend 16",
+        *(["verify 16", "verify 8"] if drafts else []),
+        *(f"extend {size}" for size in ("64 with 16", "64", "32 with 16", "32", "16")),
         *(f"decode {n}" for n in sample), *(f"sample {n}" for n in sample for _ in range(3)),
     ]  # fmt: skip
     assert stage.graphs.num_graphs == len(stage.captured)
@@ -323,8 +326,11 @@ def plan(q_lens: list[int], decodes: int, drafted: int = 0, **params: Any) -> St
         (plan([1, 1, 60], 2), ["extend 64", "draw 3 of 8"]),
         (plan([1], 0), ["extend 16", "draw 1 of 8"]),
         (plan([1, 1, 63], 2), ["eager"]),  # more tokens than the largest graph
-        (plan([2] * 9, 0), ["eager"]),  # more sequences than any graph
-        (plan([1, 40], 1, logit_bias={3: 1.0}), ["eager"]),  # the sampling kernels do not support it
+        (plan([2] * 9, 0), ["eager"]),  # more chunks than any graph
+        (plan([1] * 9 + [20], 9), ["extend 32 with 16", "draw 10 of 16"]),
+        (plan([1] * 8 + [50], 8), ["extend 64 with 16", "draw 9 of 16"]),
+        (plan([1] * 8 + [8], 8), ["extend 32 with 16", "draw 9 of 16"]),  # one size has more tokens than decodes
+        (plan([1, 40], 1, logit_bias={3: 1.0}), ["extend 64", "sampled eagerly"]),
         (plan([1, 40], 1, prompt_logprobs=0), ["eager"]),
         (plan([1, 4], 1, 1), ["verify 8", "draw 5 of 8"]),
         (plan([1, 4, 7], 1, 1), ["verify 16", "draw 12 of 16"]),
@@ -347,12 +353,3 @@ def test_a_step_uses_the_smallest_graph_that_fits(
     monkeypatch.setattr(Sampler, "set_row", checked)
     assert Runner.launch(stage.runner, step, {}) == "launched"
     assert stage.went == wanted
-
-
-def test_a_step_that_fits_no_graph_sets_its_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = Stage(monkeypatch, "off")
-    step = plan([1, 40], 1, logit_bias={3: 1.0})
-    Runner.launch(stage.runner, step, {})
-    version = stage.loaded.batch.sampler.version
-    stage.loaded.batch.apply(step)
-    assert version == stage.loaded.batch.sampler.version == len(step.joins) > 0

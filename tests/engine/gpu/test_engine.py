@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,39 @@ def test_a_seeded_reply_does_not_depend_on_its_neighbours_settings(model: str) -
         ids_of(llm.generate([asked, asked], [mine, neighbour], use_tqdm=False))[0] for neighbour in neighbours
     )
     assert first == second
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_prompts_that_arrive_while_many_decode_are_computed_with_them_in_one_graph(kind: str, tmp_path: Path) -> None:
+    raw = SHAPE if kind == "qwen3" else {
+        **SHAPE, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    llm, rng = LLM(str(tmp_path), **OPTIONS), np.random.default_rng(0)
+    runner: Any = llm.engine.runner
+    extend = next(part for part in runner.executors[0].parts if part.form == "extend")
+    used: Counter[Any] = Counter()
+    replay = extend._replay
+    extend._replay = lambda size, tokens: (used.update([size]), replay(size, tokens))
+    asked = prompts(7, 34, 300)
+    added, steps = [], 0
+    while llm.engine.has_work or len(added) < len(asked):
+        if steps % 2 == 0:
+            for prompt in asked[len(added) : len(added) + int(rng.integers(1, 4))]:
+                more: dict[str, Any] = {"logit_bias": {9: 0.0}} if len(added) % 9 == 8 else {}
+                added.append(llm.engine.add_request(prompt, greedy(40, **more)))
+        llm.engine.step()
+        steps += 1
+    llm.engine.check()
+    replies = [list(request.output_ids) for request in added]
+    assert {size.decodes for size in used} >= {0, 16, 32}, used
+    assert used.total() > 15
+    reference = LLM(str(tmp_path), attention_backend="torch", **OPTIONS)
+    short = below_best(reference, asked, replies)
+    if kind == "qwen3":
+        assert max(short) < TOLERANCE
+    assert np.mean([s > 0 for s in short]) < 0.1
 
 
 @pytest.mark.parametrize("more", [{}, {"speculation": "prompt-lookup"}], ids=["plain", "with drafts"])
