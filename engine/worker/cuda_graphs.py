@@ -173,13 +173,13 @@ def launch_bound(loaded: LoadedModel, seconds: float) -> int:
 def launch_seconds(loaded: LoadedModel) -> float:
     """Measures the time that this host needs to launch one layer kernel by kernel.
 
-    Hosts differ: on two H200 machines, a layer of Qwen3-8B took 0.2 and 0.6 ms.
+    Hosts differ by a factor of three (engine/kernels/MEASURED.md).
     """
     times = []
     for _ in range(LAUNCH_TRIALS):
         torch.cuda.synchronize(loaded.device)
         started = time.perf_counter()
-        loaded.warm_up(1)
+        loaded.warm_up(1, loaded.pool)
         times.append(time.perf_counter() - started)
     torch.cuda.synchronize(loaded.device)
     least, most = LAUNCH_SECONDS

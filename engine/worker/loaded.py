@@ -259,12 +259,12 @@ class LoadedModel:
             )
         return room // per_block
 
-    def warm_up(self, tokens: int) -> torch.Tensor:
-        """Run a step of at most `tokens` prompt tokens, with a separate pool that has only a null block.
+    def warm_up(self, tokens: int, pool: KVPool | None = None) -> torch.Tensor:
+        """Run a step of at most `tokens` prompt tokens, whose keys and values go to the null block of `pool`.
 
-        Returns logits for the largest number of draws that a step can have.
+        None: a pool of its own, with only a null block. Returns logits for the largest number of draws of a step.
         """
-        pool, n = self._make_pool(1), min(self.batch.max_rows, tokens)
+        pool, n = pool or self._make_pool(1), min(self.batch.max_rows, tokens)
         lengths = np.full(n, tokens // n)
         lengths[0] += tokens - int(lengths.sum())
         lengths = np.minimum(lengths, self.max_model_len)

@@ -168,11 +168,12 @@ LESSON = Lesson(
             There are three kinds of graphs (speculation adds a fourth). The word in brackets is the unit of the sizes:
 
               decode (requests)  one token for each request
-              extend (tokens)    chunks of a few requests: ends of prompts
+              extend (tokens)    chunks of at most eight prompts, alone or beside requests that decode
               sample (requests)  greedy, with noise, or with noise and top-k or top-p
 
-            Longer prompts have no graph. From about 1,000 tokens on (Qwen3-8B on the H200), their kernels take longer
-            than the launches; a shorter prompt would gain. (vLLM captures prompts too, in pieces.) Sampling has its own
+            Longer steps have no graph. From 300 to 600 tokens on (Qwen3-8B on the H200), their kernels take longer than
+            the launches. At the start the engine measures how long its host takes to launch a layer, and captures up to
+            this size. (vLLM captures prompts in pieces, between the attention of two layers.) Sampling has its own
             graphs because its settings differ from step to step. Lengths, block numbers and settings are data in the
             buffers.
 
