@@ -172,9 +172,8 @@ LESSON = Lesson(
               sample (requests)  greedy, with noise, or with noise and top-k or top-p
 
             Longer steps have no graph. From 300 to 600 tokens on (Qwen3-8B on the H200), their kernels take longer than
-            the launches. At the start the engine measures how long its host takes to launch a layer, and captures up to
-            this size. (vLLM captures prompts in pieces, between the attention of two layers.) Sampling has its own
-            graphs because its settings differ from step to step. Lengths, block numbers and settings are data in the
+            the launches. (vLLM captures prompts in pieces, from attention to attention.) Sampling has its own graphs
+            because its settings differ from step to step. Lengths, block numbers and settings are data in the
             buffers.
 
             The limit that remains is the speed of the memory: a decode step must read the weights, and the keys and
