@@ -168,7 +168,7 @@ LESSON = Lesson(
             There are three kinds of graphs (speculation adds a fourth). The word in brackets is the unit of the sizes:
 
               decode (requests)  one token for each request
-              extend (tokens)    chunks of at most eight prompts, alone or beside requests that decode
+              extend (tokens)    chunks of a few prompts, also beside decodes
               sample (requests)  greedy, with noise, or with noise and top-k or top-p
 
             Longer steps have no graph. From 300 to 600 tokens on (Qwen3-8B on the H200), their kernels take longer than
