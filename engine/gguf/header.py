@@ -11,22 +11,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from engine.errors import CheckpointError
 from engine.fields import shown
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
+LARGEST_HEADER = 256 << 20  # bytes; that of a model with 260,000 tokens and their merges has 20 million
 LONGEST_STRING = 4 << 20  # bytes; the longest chat templates have 30,000
 MOST_ENTRIES = 4_096  # of the metadata
 MOST_ITEMS = 4 << 20  # of an array; the largest vocabularies have 260,000 tokens
 MOST_TENSORS = 100_000
 MOST_DIMENSIONS = 4
-STRING, ARRAY = 8, 9
+MOST_NUMBERS = 65_536  # of a tensor that holds settings
+STRING, ARRAY, FLOAT = 8, 9, 6
 NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 BLOCKS = {  # type of a tensor -> (name, numbers of a block, bytes of a block)
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 30: ("BF16", 1, 2),
+    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136),
+    30: ("BF16", 1, 2), 39: ("MXFP4", 32, 17),
 }  # fmt: skip
 
 
@@ -63,6 +68,15 @@ class Header:
             raise self.error(f"has {key} = {shown(value)}, which is not of type {kind.__name__}: download it again")
         return value
 
+    def numbers(self, name: str) -> list[float]:
+        """Returns the numbers of a small tensor that holds settings of the model."""
+        tensor = self.tensors.get(name)
+        if tensor is None or tensor.type != "F32" or tensor.nbytes > 4 * MOST_NUMBERS:
+            raise self.error(f"has no tensor {name} of at most {MOST_NUMBERS:,} F32 numbers: download it again")
+        with self.path.open("rb") as file:
+            file.seek(tensor.offset)
+            return list(struct.unpack(f"<{tensor.nbytes // 4}f", file.read(tensor.nbytes)))
+
 
 def read_header(path: Path) -> Header:
     """Returns the header of a GGUF file. Raises CheckpointError, with the fault, if it is not a whole GGUF file."""
@@ -76,6 +90,7 @@ def read_header(path: Path) -> Header:
 class _Reader:
     def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
         self._path, self._file, self._size = path, file, size
+        self._taken = 0  # bytes of the header
 
     def header(self) -> Header:
         if self._take(4) != MAGIC:
@@ -94,6 +109,7 @@ class _Reader:
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
             raise self._error(f"has general.alignment {shown(alignment)}: download it again")
         begin = -(-self._file.tell() // alignment) * alignment
+        room = self._size - begin
         found: dict[str, Tensor] = {}
         for name, shape, kind, offset in listed:
             if kind not in BLOCKS:
@@ -103,14 +119,17 @@ class _Reader:
                 )
             title, numbers, bytes_ = BLOCKS[kind]
             count = math.prod(shape)
-            if name in found or (shape and shape[-1] % numbers):
+            if name in found or shape[-1] % numbers:
                 raise self._error(f"has a tensor {shown(name)} twice, or in parts of blocks: download it again")
             tensor = Tensor(name, shape, title, begin + offset, count // numbers * bytes_)
+            room -= tensor.nbytes
             if tensor.offset + tensor.nbytes > self._size:
                 raise self._error(
                     f"ends at byte {self._size:,}, within the tensor {shown(name)}, which needs "
                     f"{tensor.offset + tensor.nbytes:,}: download it again"
                 )
+            if room < 0:
+                raise self._error(f"has tensors that overlap, such as {shown(name)}: download it again")
             found[name] = tensor
         return Header(self._path, metadata, found)
 
@@ -118,7 +137,7 @@ class _Reader:
         name, dimensions = self._string(), self._number("<I")
         self._limit("dimensions", dimensions, MOST_DIMENSIONS)
         shape = tuple(self._number("<Q") for _ in range(dimensions))[::-1]
-        if not all(0 < size <= self._size * 8 for size in shape):
+        if not shape or not all(0 < size <= self._size * 8 for size in shape):
             raise self._error(f"has a tensor {shown(name)} of shape {shown(list(shape))}: download it again")
         return name, shape, self._number("<I"), self._number("<Q")
 
@@ -126,7 +145,8 @@ class _Reader:
         if kind == STRING:
             return self._string()
         if kind != ARRAY:
-            return self._number(self._format(kind))
+            value = self._number(self._format(kind))
+            return float(str(np.float32(value))) if kind == FLOAT else value  # 0.22, not 0.2199999988079071
         inner, count = self._number("<I"), self._number("<Q")
         self._limit("items in an array", count, MOST_ITEMS)
         if inner == STRING:
@@ -154,6 +174,9 @@ class _Reader:
 
     def _take(self, count: int) -> bytes:
         data = self._file.read(count)
+        self._taken += count
+        if self._taken > LARGEST_HEADER:
+            raise self._error(f"has a header of more than {LARGEST_HEADER:,} bytes: download it again")
         if len(data) < count:
             raise self._error(f"ends within its header, at byte {self._size:,}: download it again")
         return data

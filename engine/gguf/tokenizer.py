@@ -12,18 +12,39 @@ LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 DIGITS = rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}|{OTHERS}"
 NUMBERS = rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}{{1,3}}|{OTHERS}"
-# tokenizer.ggml.pre -> the expression that splits a text into words. None: that of GPT-2, which is built in.
-PATTERNS = {"qwen2": DIGITS, "llama-bpe": NUMBERS, "llama3": NUMBERS, "gpt-2": None, "default": None}
-NFC = ("qwen2",)
+SEED = rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+BY_CASE = [rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"]
+SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT_4O = "|".join([*(f"{word}{CONTRACTIONS}?" for word in BY_CASE), r"\p{N}{1,3}", SIGNS])
+TEKKEN = "|".join([*BY_CASE, r"\p{N}", SIGNS])
+GPT_2, ONE_DIGIT = "GPT-2", "GPT-2, digits one by one"  # ways of GPT-2, which are built in
+PATTERNS = {  # tokenizer.ggml.pre -> the expression that splits a text into words
+    "llama-bpe": NUMBERS, "llama3": NUMBERS, "llama-v3": NUMBERS, "dbrx": NUMBERS, "smaug-bpe": NUMBERS,
+    "chatglm-bpe": NUMBERS, "glm4": NUMBERS, "qwen2": DIGITS, "deepseek-r1-qwen": DIGITS, "stablelm2": DIGITS,
+    "gpt-4o": GPT_4O, "tekken": TEKKEN, "seed-coder": SEED, "gpt-2": GPT_2, "phi-2": GPT_2, "olmo": GPT_2,
+    "mpt": GPT_2, "default": GPT_2, "starcoder": ONE_DIGIT, "refact": ONE_DIGIT, "smollm": ONE_DIGIT,
+    "codeshell": ONE_DIGIT, "command-r": ONE_DIGIT,
+}  # fmt: skip
+WHOLE_WORDS = (
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+    "tekken",
+)  # words of the vocabulary are not merged; BOS is the default
+NFC = ("qwen2", "deepseek-r1-qwen")
+LONGEST_PIECE = 1_024  # characters
+MOST_CHARACTERS = 16 << 20  # of all pieces; Gemma's have 2 million
 SPACE = "▁"
+TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|return|>", "<|call|>")
 
 
 def tokenizer_files(header: Header) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the contents of tokenizer.json and tokenizer_config.json. Raises CheckpointError."""
     tokens: list[str] = header.get("tokenizer.ggml.tokens", list)
     types: list[int] = header.get("tokenizer.ggml.token_type", list, [1] * len(tokens))
-    kind = header.get("tokenizer.ggml.model", str)
-    if len(types) != len(tokens) or not all(isinstance(token, str) for token in tokens):
+    kind, pre = header.get("tokenizer.ggml.model", str), header.metadata.get("tokenizer.ggml.pre")
+    if not tokens or len(types) != len(tokens) or not _all(str, tokens) or not _all(int, types):
         raise header.error("has a damaged list of tokens: download it again")
     if kind == "gpt2":
         made = _byte_level(header, tokens)
@@ -41,10 +62,24 @@ def tokenizer_files(header: Header) -> tuple[dict[str, Any], dict[str, Any]]:
         i = header.metadata.get(f"tokenizer.ggml.{name}_token_id")
         if isinstance(i, int) and 0 <= i < len(tokens):
             config[f"{name}_token"] = tokens[i]
-            if name == "bos" and header.metadata.get("tokenizer.ggml.add_bos_token") is True:
+            adds = header.metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre in WHOLE_WORDS)
+            if name == "bos" and adds is True:
                 made["post_processor"] = _adds_bos(tokens[i], i)
     template = header.metadata.get("tokenizer.chat_template")
     return made, config | ({"chat_template": template} if isinstance(template, str) else {})
+
+
+def end_tokens(header: Header) -> list[int]:
+    """Returns the ids of the tokens that end a reply: those of the metadata, and control tokens with a known name."""
+    tokens: list[str] = header.get("tokenizer.ggml.tokens", list)
+    found = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ends = TURN_ENDS if "<|return|>" in tokens else (*TURN_ENDS, "<|end|>")  # gpt-oss has several messages in a reply
+    found += [i for i, token in enumerate(tokens) if token in ends]
+    return list(dict.fromkeys(i for i in found if type(i) is int and 0 <= i < len(tokens)))
+
+
+def _all(kind: type, values: list[Any]) -> bool:
+    return all(type(value) is kind for value in values)
 
 
 def _byte_level(header: Header, tokens: list[str]) -> dict[str, Any]:
@@ -52,17 +87,22 @@ def _byte_level(header: Header, tokens: list[str]) -> dict[str, Any]:
     if pre not in PATTERNS:
         raise header.error(f"splits words as {pre!r:.40} does: supported are {', '.join(PATTERNS)}")
     pattern, alone = PATTERNS[pre], {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    splitter: dict[str, Any] = {**alone, "use_regex": True}
-    if pattern is not None:
+    split: dict[str, Any] = {"type": "Digits", "individual_digits": True}
+    if pattern not in (GPT_2, ONE_DIGIT):
         split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        splitter = {"type": "Sequence", "pretokenizers": [split, {**alone, "use_regex": False}]}
-    merges = [merge.split(" ", 1) for merge in header.get("tokenizer.ggml.merges", list)]
+    last = {**alone, "use_regex": pattern in (GPT_2, ONE_DIGIT)}
+    steps = [last] if pattern == GPT_2 else [split, last]
+    merges = header.get("tokenizer.ggml.merges", list)
+    if not _all(str, merges):
+        raise header.error("has a damaged list of merges: download it again")
     return {
-        "version": "1.0", "normalizer": {"type": "NFC"} if pre in NFC else None, "pre_tokenizer": splitter,
+        "version": "1.0", "normalizer": {"type": "NFC"} if pre in NFC else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "post_processor": None, "decoder": {**alone, "add_prefix_space": True, "use_regex": True},
         "model": {
-            "type": "BPE", "vocab": {token: i for i, token in enumerate(tokens)}, "merges": merges,
-            "ignore_merges": pre in ("llama-bpe", "llama3"),
+            "type": "BPE", "vocab": {token: i for i, token in enumerate(tokens)},
+            "merges": [merge.split(" ", 1) for merge in merges],
+            "ignore_merges": pre in WHOLE_WORDS,
         },
     }  # fmt: skip
 
@@ -70,8 +110,10 @@ def _byte_level(header: Header, tokens: list[str]) -> dict[str, Any]:
 def _sentence_pieces(header: Header, tokens: list[str], types: list[int]) -> dict[str, Any]:
     """SentencePiece's BPE merges the pair whose result has the highest score; scores give the order of the merges."""
     scores: list[float] = header.get("tokenizer.ggml.scores", list)
-    if len(scores) != len(tokens):
+    if len(scores) != len(tokens) or not _all(float, scores):
         raise header.error("has not one score for each token: download it again")
+    if sum(map(len, tokens)) > MOST_CHARACTERS or max(map(len, tokens), default=0) > LONGEST_PIECE:
+        raise header.error(f"has tokens of more than {LONGEST_PIECE:,} characters: download it again")
     vocab = {token: i for i, token in enumerate(tokens)}
     merges: list[tuple[float, int, list[str]]] = []
     for token, i in vocab.items():

@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from engine.gguf.checkpoint import FAMILIES
 from engine.model.config import ModelConfig
 
+ARCHITECTURES = {  # those whose tensors the writer knows
+    "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}  # fmt: skip
 TYPES = {"none": "F32", "bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}  # kind of weights -> the nearest type in GGUF
 BITS = {"F32": 32.0, "BF16": 16.0, "Q8_0": 8.5, "Q4_0": 4.5}  # of a weight, with its share of the scale
 DIFFERENT_ROWS = 64  # a matrix repeats so many random rows
@@ -18,8 +21,7 @@ DIFFERENT_ROWS = 64  # a matrix repeats so many random rows
 
 def family(config: ModelConfig) -> str | None:
     """Returns the model's architecture in GGUF; None if the writer does not know it."""
-    names = {family.architecture: name for name, family in FAMILIES.items()} | {"MistralForCausalLM": "llama"}
-    return None if config.experts or config.packing else names.get(config.architecture)
+    return None if config.experts or config.packing else ARCHITECTURES.get(config.architecture)
 
 
 def file_bytes(config: ModelConfig, type_name: str) -> int:

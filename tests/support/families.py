@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.support.models import SMALL
+from tests.support.models import SMALL, SMALL_EXPERTS
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 LLAMA3 = {
@@ -25,7 +25,12 @@ def random_config(kind: str, seed: int) -> dict[str, Any]:
     layers = random.choice([2, 3, 4])
     raw = {**SMALL, "model_type": kind, "num_hidden_layers": layers, "num_key_value_heads": random.choice([1, 2, 4])}
     raw |= {"tie_word_embeddings": random.random() < 0.5}
-    raw |= FAMILIES[kind](random, layers)
+    raw |= FAMILIES[kind](random, layers) if kind in FAMILIES else SMALL_EXPERTS if kind == "qwen3_moe" else {}
+    return without_gaps(raw)
+
+
+def without_gaps(raw: dict[str, Any]) -> dict[str, Any]:
+    """The fields without those whose value is `...`."""
     return {key: value for key, value in raw.items() if value is not ...}
 
 
@@ -155,11 +160,12 @@ FAMILIES = {
 def checkpoint(kind: str, seed: int, directory: Path, **fields: Any) -> Any:
     """Write a checkpoint with a random config of the family; return the model of transformers, in float64.
 
-    `fields`: replace those of the config. The config.json stays as it was before transformers put it in order.
+    `fields`: replace those of the config, and `...` removes one. The config.json stays as it was before transformers
+    put it in order.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    raw = random_config(kind, seed) | fields
+    raw = without_gaps(random_config(kind, seed) | fields)
     path = directory / "config.json"
     path.write_text(json.dumps(raw))
     torch.manual_seed(seed)

@@ -1,0 +1,176 @@
+"""Makes config.json from the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from engine.fields import Fields, shown
+from engine.gguf.families import Family
+from engine.gguf.header import Header
+from engine.model.config import LONGROPE, RopeConfig
+from engine.model.families import MODEL_TYPES
+from engine.model.hf_config import FULL, MOST_LAYERS, SLIDING, ConfigReader
+
+# Key of the metadata, without the architecture -> field of config.json. A family that lacks the field refuses it.
+FIELDS = {
+    "attention.sliding_window": "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping", "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling", "use_parallel_residual": "use_parallel_residual",
+    "attention.clamp_kqv": "clip_qkv", "attention.causal": "is_causal",
+    "leading_dense_block_count": "first_k_dense_replace", "expert_weights_scale": "routed_scaling_factor",
+    "expert_group_count": "n_group", "attention.shared_kv_layers": "num_kv_shared_layers",
+}  # fmt: skip
+LOCAL_BASE = "rope.freq_base_swa"
+ROPE_FIELDS = {  # of yarn
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_attn_factor": "attention_factor", "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow", "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+    "attention.temperature_scale": "llama_4_scaling_beta",
+}  # fmt: skip
+LLAMA3_BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+SOFTMAX = 1  # the value of expert_gating_func
+FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+OF_ROPE = (FREQUENCIES, LONG, SHORT)  # tensors that become fields of config.json
+
+
+def config(header: Header, family: Family) -> dict[str, Any]:
+    """Returns the contents of config.json. Raises CheckpointError if the model is damaged or not supported."""
+    found = _config(header, family)
+    ConfigReader(Fields(header.path, dict(found))).model_config()
+    return found
+
+
+def _config(header: Header, family: Family) -> dict[str, Any]:
+    kind, arch = header.get("general.architecture", str), family.arch
+
+    def whole(key: str, default: int | None = None) -> int:
+        return header.get(f"{kind}.{key}", int, default)
+
+    hidden, heads, layers = whole("embedding_length"), whole("attention.head_count"), whole("block_count")
+    if heads < 1 or hidden < 1 or not 0 < layers <= MOST_LAYERS:
+        raise header.error(f"has {layers} layers with {heads} heads and an embedding of {hidden}: download it again")
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise header.error("has no matrix token_embd.weight: download it again")
+    head_dim = whole("attention.key_length", hidden // heads)
+    norm = "layer_norm_epsilon" if arch.layer_norm else "layer_norm_rms_epsilon"
+    stored = {tensor.type for tensor in header.tensors.values() if len(tensor.shape) > 1}
+    found = {
+        "architectures": [family.architecture],
+        "model_type": next(name for name, of in MODEL_TYPES.items() if of == family.architecture),
+        "vocab_size": embedding.shape[0], "hidden_size": hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": whole("attention.head_count_kv", heads),
+        "head_dim": head_dim, arch.eps: header.get(f"{kind}.attention.{norm}", float),
+        "max_position_embeddings": whole("context_length"),
+        "hidden_act": "gelu_pytorch_tanh" if arch.activation == "gelu" else arch.activation,
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "dtype": "bfloat16" if stored == {"BF16"} or not family.half_range else
+                 "float32" if stored == {"F32"} else "float16",
+    }  # fmt: skip
+    for field, module in ((arch.mlp_bias, "ffn_down"), (arch.output_bias, "attn_output"), (arch.qkv_bias, "attn_q")):
+        if isinstance(field, str):
+            found[field] = f"blk.0.{module}.bias" in header.tensors
+    for key, field in FIELDS.items():
+        if f"{kind}.{key}" in header.metadata:
+            found[field] = header.metadata[f"{kind}.{key}"]
+    found |= _rope(header, kind, family, head_dim)
+    found |= _windows(header, kind, family, layers, found)
+    if family.wide_queries:
+        found["query_pre_attn_scalar"] = hidden // heads if layers == family.wide_queries else head_dim
+    inner = whole("feed_forward_length", whole("expert_feed_forward_length", 0))
+    if arch.experts:
+        found |= _experts(header, kind, family, inner)
+    return {"intermediate_size": inner, **found}
+
+
+def _experts(header: Header, kind: str, family: Family, inner: int) -> dict[str, Any]:
+    gating = header.get(f"{kind}.expert_gating_func", int, SOFTMAX)
+    if gating not in (0, SOFTMAX) or header.metadata.get(f"{kind}.expert_weights_norm") is False:
+        raise header.error("chooses experts by other numbers than softmax: use its checkpoint in safetensors")
+    own = family.arch.experts
+    return {
+        "num_local_experts" if own == "intermediate_size" else "num_experts": header.get(f"{kind}.expert_count", int),
+        "num_experts_per_tok": header.get(f"{kind}.expert_used_count", int), "norm_topk_prob": True,
+        own: header.get(f"{kind}.expert_feed_forward_length", int, inner),
+    }  # fmt: skip
+
+
+def _windows(header: Header, kind: str, family: Family, layers: int, found: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields for the layers with a window. Files of Llama, StarCoder2 and others have no window at all."""
+    if family.arch.window != "always":
+        return {}
+    window, pattern = found.get("sliding_window"), header.metadata.get(f"{kind}.attention.sliding_window_pattern")
+    if not window:  # Phi-4 has 0
+        return {"sliding_window": None}
+    if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
+        pattern = [layer % pattern != pattern - 1 for layer in range(layers)]
+    if pattern is None:
+        return {}
+    if not isinstance(pattern, list) or len(pattern) != layers or any(each not in (0, 1) for each in pattern):
+        raise header.error(
+            f"has {kind}.attention.sliding_window_pattern = {shown(pattern)}: it must be a number, or true or false "
+            f"for each of the {layers} layers"
+        )
+    return {"layer_types": [SLIDING if local else FULL for local in pattern]}
+
+
+def _rope(header: Header, kind: str, family: Family, head_dim: int) -> dict[str, Any]:
+    """Returns rope_parameters, and rope_local_base_freq if the layers with a window have another base."""
+    theta = header.get(f"{kind}.rope.freq_base", float, 10_000.0)
+    table = {"rope_theta": theta, **_scaling(header, kind, theta)}
+    if table.get("rope_type") == "yarn":
+        for key, field in ROPE_FIELDS.items():
+            if f"{kind}.{key}" in header.metadata:
+                table[field] = header.metadata[f"{kind}.{key}"]
+        if "mscale_all_dim" in table:
+            table["mscale"] = table["mscale_all_dim"]
+        if family.arch.clamped:
+            table["truncate"] = False  # of gpt-oss; the format has no field for it
+    rotated = header.get(f"{kind}.rope.dimension_count", int, head_dim)
+    if family.arch.partial_rotary is not None and 0 < rotated < head_dim:
+        table["partial_rotary_factor"] = math.nextafter(rotated / head_dim, 1)  # the product is not below `rotated`
+    elif rotated != head_dim:
+        raise header.error(f"rotates {rotated} of the {head_dim} numbers of a head: use its checkpoint in safetensors")
+    found: dict[str, Any] = {"rope_parameters": table}
+    has_local = "rope_local_base_freq" in family.arch.reads
+    local = header.get(f"{kind}.{LOCAL_BASE}", float, 10_000.0 if has_local else theta)
+    if has_local or local != theta:
+        found["rope_local_base_freq"] = local
+    if LONG in header.tensors:
+        original = f"{kind}.rope.scaling.original_context_length"
+        found["original_max_position_embeddings"] = header.get(original, int)
+    return found
+
+
+def _scaling(header: Header, kind: str, theta: float) -> dict[str, Any]:
+    scaling = header.metadata.get(f"{kind}.rope.scaling.type", "none")
+    factor = header.metadata.get(f"{kind}.rope.scaling.factor", 1.0)
+    if LONG in header.tensors or SHORT in header.tensors:
+        long, short = (header.numbers(name) for name in (LONG, SHORT))
+        attention = header.metadata.get(f"{kind}.rope.scaling.attn_factor")
+        return {"rope_type": LONGROPE, "long_factor": long, "short_factor": short, "attention_factor": attention}
+    if FREQUENCIES in header.tensors:
+        return {"rope_type": "llama3", **LLAMA3_BANDS, "factor": _llama3_factor(header, theta)}
+    if scaling not in ("none", "linear", "yarn"):
+        raise header.error(f"stretches positions by {shown(scaling)}: supported are linear and yarn")
+    return {"rope_type": "default"} if scaling == "none" else {"rope_type": scaling, "factor": factor}
+
+
+def _llama3_factor(header: Header, theta: float) -> float:
+    """Returns the factor of Llama 3's positions. The file has the divisor of each frequency, not the factor."""
+    import torch  # not at the top: a client reads other files without torch
+
+    from engine.model.rope import inverse_frequencies
+
+    found = torch.tensor(header.numbers(FREQUENCIES))
+    factor, dim = float(found.max()), 2 * len(found)
+    rope = RopeConfig(
+        "llama3", theta, factor, int(LLAMA3_BANDS["original_max_position_embeddings"]),
+        low_freq_factor=LLAMA3_BANDS["low_freq_factor"], high_freq_factor=LLAMA3_BANDS["high_freq_factor"],
+    )  # fmt: skip
+    expected = inverse_frequencies(RopeConfig(theta=theta), dim) / inverse_frequencies(rope, dim)
+    if not torch.allclose(found, expected, rtol=1e-3):
+        raise header.error("stretches positions in its own way (rope_freqs.weight): use the checkpoint in safetensors")
+    return factor

@@ -1,0 +1,88 @@
+"""The table of the architectures of GGUF: which family each belongs to, and what llama.cpp's converter changes in it.
+
+Names and layouts: https://github.com/ggml-org/llama.cpp/tree/master/conversion
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from engine.fields import shown
+from engine.gguf.header import Header
+from engine.model.families import ARCHITECTURES, Architecture
+
+NAMES = {  # name of a module in GGUF -> name in the decoder; of a layer's modules, without the layer
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm", "attn_sinks": "self_attn.sinks", "post_attention_norm": "after_attention_norm",
+    "ffn_norm": "post_attention_layernorm", "post_ffw_norm": "after_mlp_norm", "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj", "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}  # fmt: skip
+SECOND_NORM = {"post_attention_norm": "post_attention_layernorm"}  # the norm before the MLP has this name in two files
+FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """What differs between the architectures of GGUF."""
+
+    architecture: str  # a name of engine/model/families.py
+    pairs: bool = False  # the rows of q and k are in the order that rotates neighbouring numbers
+    names: Mapping[str, str] = field(default_factory=dict)  # replace those of NAMES
+    # The number of layers of the model whose queries are divided by √(hidden size / heads) instead of √head_dim.
+    wide_queries: int = 0
+    half_range: bool = True  # False: activations are too large for float16
+
+    @property
+    def arch(self) -> Architecture:
+        return ARCHITECTURES[self.architecture]
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", pairs=True),
+    "qwen2": Family("Qwen2ForCausalLM"),
+    "qwen3": Family("Qwen3ForCausalLM"),
+    "qwen3moe": Family("Qwen3MoeForCausalLM"),
+    "mistral3": Family("Ministral3ForCausalLM", pairs=True),
+    "granite": Family("GraniteForCausalLM", pairs=True),
+    "seed_oss": Family("SeedOssForCausalLM", names=SECOND_NORM),
+    "smollm3": Family("SmolLM3ForCausalLM", pairs=True),
+    "phi3": Family("Phi3ForCausalLM", names=FUSED),
+    "olmo2": Family("Olmo2ForCausalLM"),
+    "glm4": Family("Glm4ForCausalLM", names={"ffn_up": FUSED["ffn_up"]}),
+    "gemma2": Family("Gemma2ForCausalLM", wide_queries=46, half_range=False),
+    "gemma3": Family("Gemma3ForCausalLM", wide_queries=62, half_range=False),
+    "stablelm": Family("StableLmForCausalLM"),
+    "starcoder2": Family("Starcoder2ForCausalLM"),
+    "gpt-oss": Family("GptOssForCausalLM", names=SECOND_NORM, half_range=False),
+}
+MIXTRAL = Family("MixtralForCausalLM", pairs=True)  # "llama" with experts
+OLMO3 = Family("Olmo3ForCausalLM")  # "olmo2" with windows
+
+
+def family_of(header: Header) -> Family:
+    """Returns the family of a file. Raises CheckpointError if it is not supported."""
+    kind = header.get("general.architecture", str)
+    if kind not in FAMILIES:
+        nearest = max(FAMILIES, key=lambda name: _common(name, kind))
+        hint = f", and the nearest is {nearest}" if _common(nearest, kind) > 2 else ""
+        raise header.error(
+            f"has the architecture {shown(kind)}{hint}: supported in GGUF are {', '.join(FAMILIES)}; use a model of "
+            "these, or its checkpoint in safetensors"
+        )
+    if kind == "llama" and header.get("llama.expert_count", int, 0):
+        return MIXTRAL
+    if kind == "olmo2" and header.get("olmo2.attention.sliding_window", int, 0):
+        return OLMO3
+    return FAMILIES[kind]
+
+
+def _common(name: str, other: str) -> int:
+    """Returns how many characters at the beginning of both names are equal."""
+    pairs = zip(name, other.lower(), strict=False)
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))

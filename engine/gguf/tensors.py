@@ -1,0 +1,218 @@
+"""Writes the tensors of a GGUF file as safetensors, with the names and the layout of the family's checkpoint.
+
+A tensor is read, changed and written in pieces, so little memory is needed. Quantised numbers become float16, whose
+rounding is far finer than the quantisation; those of MXFP4 become bfloat16, which has them exactly.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from engine.errors import CheckpointError, not_installed
+from engine.fields import shown
+from engine.gguf.config import OF_ROPE
+from engine.gguf.families import NAMES, Family
+from engine.gguf.header import Header, Tensor
+from engine.progress import Progress
+
+Make = Callable[..., np.ndarray]
+# Type in GGUF -> type in safetensors and in numpy; of all others, HALF.
+STORED: dict[str, tuple[str, Any]] = {
+    "F32": ("F32", np.float32), "F16": ("F16", np.float16), "BF16": ("BF16", np.uint16), "MXFP4": ("BF16", np.uint16),
+}  # fmt: skip
+HALF: tuple[str, Any] = ("F16", np.float16)
+BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
+ROWS_OF_A_PIECE = 1_024
+BLOCK_OF_MXFP4 = 17  # bytes: the exponent, and 32 numbers of 4 bits
+
+
+@dataclass(frozen=True)
+class Output:
+    """Tensors of the checkpoint, one after the other. Each piece is made of the same rows of all sources."""
+
+    names: tuple[str, ...]
+    kind: str  # the type in safetensors; U8: the sources' blocks are not expanded
+    shape: tuple[int, ...]  # of each tensor
+    sources: tuple[Tensor, ...]
+    rows: int = ROWS_OF_A_PIECE
+    make: Make = lambda piece: piece
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.names) * math.prod(self.shape) * BYTES[self.kind]
+
+
+def outputs(header: Header, family: Family, config: dict[str, Any]) -> list[Output]:
+    """Returns the tensors of the checkpoint. Raises CheckpointError for a tensor that is unknown to the family."""
+    found: list[Output] = []
+    experts: dict[tuple[str, str, str], Tensor] = {}
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    for tensor in header.tensors.values():
+        if tensor.name in OF_ROPE:
+            continue
+        module, leaf = _decoder_name(header, family, tensor)
+        owner = module.rpartition(".")[2]
+        module = ".".join(family.arch.names.get(part, part) for part in module.split("."))
+        name = (module if owner == "sinks" else f"{module}.{leaf}",)
+        kind, _ = STORED.get(tensor.type, HALF)
+        rows, *inner = tensor.shape
+        if ".experts." in module:
+            if not inner or rows != (config.get("num_experts") or config.get("num_local_experts")):
+                raise header.error(f"has {rows} experts in {shown(tensor.name)}, not expert_count: download it again")
+            if family.arch.clamped:
+                experts[module.rpartition(".")[0], owner, leaf] = tensor
+                continue
+            before, _, after = name[0].partition(".experts.")
+            names = tuple(f"{before}.experts.{expert}.{after}" for expert in range(rows))
+            found.append(Output(names, kind, tuple(inner), (tensor,), 1))
+        elif family.pairs and owner in heads:
+            if rows % (2 * heads[owner]):
+                raise header.error(f"has {rows} rows in {shown(tensor.name)}, not a multiple of its heads")
+            found.append(Output(name, kind, tensor.shape, (tensor,), rows // heads[owner], _halves))
+        elif family.arch.offset_norms and "norm" in owner:
+            found.append(Output(name, "F32", tensor.shape, (tensor,), rows, _less_one))
+        else:
+            found.append(Output(name, kind, tensor.shape, (tensor,)))
+    return found + _clamped(header, experts)
+
+
+def write(header: Header, found: list[Output], path: Path, on_progress: Progress | None) -> None:
+    """Write a safetensors file: the length of the header, the header, and the tensors one after the other."""
+    listed: dict[str, Any] = {}
+    at = 0
+    for output in found:
+        for name in output.names:
+            if name in listed:
+                raise header.error(f"has the tensor {shown(name)} twice: download it again")
+            end = at + output.nbytes // len(output.names)
+            listed[name] = {"dtype": output.kind, "shape": list(output.shape), "data_offsets": [at, end]}
+            at = end
+    head = json.dumps(listed).encode()
+    head += b" " * (-len(head) % 8)
+    done = 0
+    with path.open("wb") as out, header.path.open("rb") as file:
+        out.write(len(head).to_bytes(8, "little") + head)
+        for output in found:
+            whole = output.sources[0].shape[0]
+            for first in range(0, whole, output.rows):
+                rows = min(output.rows, whole - first)
+                parts = [_read(header, file, source, first, rows, output.kind) for source in output.sources]
+                out.write(np.ascontiguousarray(output.make(*parts)).tobytes())
+            done += output.nbytes
+            if on_progress is not None:
+                text = f"unpacking {header.path.name}: {done / 1e9:.2f} of {at / 1e9:.2f} GB"
+                on_progress({"stage": "weights", "done": done, "total": at, "text": text})
+
+
+def _decoder_name(header: Header, family: Family, tensor: Tensor) -> tuple[str, str]:
+    """Returns the module that the decoder has for a tensor, and "weight" or "bias"."""
+    module, _, leaf = tensor.name.rpartition(".")
+    layer = ""
+    if module.startswith("blk.") and module.count(".") == 2:
+        _, number, module = module.split(".")
+        layer = f"model.layers.{number}."
+    found = family.names.get(module) or NAMES.get(module)
+    if found is None or leaf not in ("weight", "bias"):
+        raise header.error(
+            f"has a tensor {shown(tensor.name)}, unknown to this architecture: use its checkpoint in safetensors"
+        )
+    return layer + found, leaf
+
+
+def _clamped(header: Header, experts: dict[tuple[str, str, str], Tensor]) -> list[Output]:
+    """Returns the experts of gpt-oss as its checkpoint has them: [E, in, out], where gates and ups alternate.
+
+    Blocks of MXFP4 stay blocks: [E, out, in / 32, 16 bytes], with the exponents in a tensor of their own.
+    """
+    found = []
+    for (module, owner, leaf), tensor in experts.items():
+        sources: tuple[Tensor, ...] = (tensor,)
+        name = f"{module}.{owner}{'' if leaf == 'weight' else '_bias'}"
+        if owner == "up_proj":
+            continue
+        if owner == "gate_proj":
+            up = experts.get((module, "up_proj", leaf))
+            if up is None or (up.shape, up.type) != (tensor.shape, tensor.type):
+                raise header.error(f"has no tensor that belongs to {shown(tensor.name)}: download it again")
+            sources, name = (tensor, up), name.replace("gate_proj", "gate_up_proj")
+        kind, _ = STORED.get(tensor.type, HALF)
+        count, out, *inner = tensor.shape
+        out *= len(sources)
+        if tensor.type == "MXFP4" and inner:
+            shape = (count, out, inner[0] // 32)
+            found.append(Output((f"{name}_blocks",), "U8", (*shape, 16), sources, 1, _blocks))
+            found.append(Output((f"{name}_scales",), "U8", shape, sources, 1, _exponents))
+        else:
+            found.append(Output((name,), kind, (count, *inner, out), sources, 1, _transposed))
+    return found
+
+
+def _halves(head: np.ndarray) -> np.ndarray:
+    """Returns the rows of a head in the order that rotates the first half with the second half."""
+    return head.reshape(len(head) // 2, 2, -1).swapaxes(0, 1)
+
+
+def _less_one(norm: np.ndarray) -> np.ndarray:
+    """Returns the weights of Gemma's norms as its checkpoints have them: the converter adds 1."""
+    wide = (norm.astype(np.uint32) << 16).view(np.float32) if norm.dtype == np.uint16 else norm.astype(np.float32)
+    return wide - np.float32(1)
+
+
+def _alternating(parts: tuple[np.ndarray, ...]) -> np.ndarray:
+    """Joins n arrays [1, out, …] to one [1, n · out, …] whose rows alternate."""
+    joined = np.stack(parts, 2)
+    return joined.reshape(1, -1, *joined.shape[3:])
+
+
+def _transposed(*parts: np.ndarray) -> np.ndarray:
+    """Returns an expert's matrices [1, out, in] as [1, in, out]; biases stay [1, out]."""
+    return _alternating(parts).swapaxes(1, -1)
+
+
+def _blocks(*parts: np.ndarray) -> np.ndarray:
+    """Returns the numbers of blocks: GGUF has i and i + 16 in a byte, the checkpoint 2i and 2i + 1."""
+    blocks = _alternating(parts).reshape(-1, BLOCK_OF_MXFP4)[:, 1:]
+    numbers = np.concatenate((blocks & 15, blocks >> 4), 1)
+    return numbers[:, 0::2] | numbers[:, 1::2] << 4
+
+
+def _exponents(*parts: np.ndarray) -> np.ndarray:
+    return _alternating(parts).reshape(-1, BLOCK_OF_MXFP4)[:, 0]
+
+
+def _read(header: Header, file: BinaryIO, tensor: Tensor, first: int, rows: int, kind: str) -> np.ndarray:
+    """Returns rows of a tensor in the type in which they are written; for U8, their bytes."""
+    size = tensor.nbytes // tensor.shape[0]
+    file.seek(tensor.offset + first * size)
+    data = np.frombuffer(file.read(rows * size), np.uint8)
+    if len(data) != rows * size:
+        raise header.error(f"ended while {shown(tensor.name)} was read: download it again")
+    inner = (rows, *tensor.shape[1:])
+    _, stored = STORED.get(tensor.type, HALF)
+    if kind == "U8":
+        return data.reshape(*inner[:-1], -1)
+    if tensor.type in ("F32", "F16", "BF16"):
+        return data.view(stored).reshape(inner)
+    with np.errstate(over="ignore", invalid="ignore"):
+        numbers = _dequantize()(data.reshape(*inner[:-1], -1), tensor.type)
+        if tensor.type == "MXFP4":
+            return (np.ascontiguousarray(numbers, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        numbers = numbers.astype(stored)
+    if not np.isfinite(numbers).all():
+        raise header.error(f"has numbers in {shown(tensor.name)} that are not finite in float16: download it again")
+    return numbers
+
+
+def _dequantize() -> Callable[[np.ndarray, str], np.ndarray]:
+    try:
+        from gguf import GGMLQuantizationType, quants
+    except ImportError as error:
+        raise CheckpointError(not_installed("reading quantised GGUF files", error, "gguf")) from error
+    return lambda data, kind: quants.dequantize(data, GGMLQuantizationType[kind])

@@ -1,0 +1,115 @@
+"""Every architecture of GGUF: a file has the configuration and the weights of the checkpoint that it was made of."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine.errors import CheckpointError
+from engine.gguf.families import FAMILIES
+from engine.gguf.header import BLOCKS
+from engine.hub.resolve import resolve_model
+from engine.model.config import ModelConfig, RopeConfig
+from engine.model.hf_config import read_model_config
+from engine.model.rope import rope_table
+from tests.support import paths
+from tests.support.families import LLAMA3, checkpoint
+from tests.support.gguf_files import ARCHITECTURES, HELD, no_tokenizer, write_gguf
+from tests.support.models import load_decoder
+
+gguf = pytest.importorskip("gguf")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def made(kind: str, seed: int, directory: Path, **fields: Any) -> Path:
+    directory.mkdir()
+    checkpoint(kind, seed, directory, **{**HELD.get(kind, {}), **fields})
+    return directory
+
+
+def without_positions(config: ModelConfig) -> ModelConfig:
+    rope = RopeConfig(
+        rotary_dim=config.rope.rotary_dim, interleaved=config.rope.interleaved, query_beta=config.rope.query_beta
+    )
+    return replace(config, dtype="", rope=rope, layer_ropes=())
+
+
+def positions(config: ModelConfig) -> torch.Tensor:
+    """The rotary positions of every layer, for short and for long contexts."""
+    ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
+    tables = [rope_table(each, config.head_dim, size, config.max_position) for each in ropes for size in (64, 256)]
+    return torch.cat(tables)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_a_file_is_the_checkpoint(kind: str, seed: int, tmp_path: Path) -> None:
+    fields = {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8192}} if kind == "llama" and seed else {}
+    directory = made(kind, seed, tmp_path / "model", **fields)
+    theirs = resolve_model(str(write_gguf(directory, tmp_path / "model.gguf")))
+    found, expected = read_model_config(theirs), read_model_config(directory)
+    assert without_positions(found) == without_positions(expected)
+    torch.testing.assert_close(positions(found), positions(expected), rtol=0, atol=1e-5)
+    for ours, other in zip(load_decoder(directory).slots(), load_decoder(theirs).slots(), strict=True):
+        torch.testing.assert_close(other.view, ours.view, rtol=1e-6, atol=1e-6, msg=ours.name)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gemma2", "gpt_oss"])
+def test_quantised_and_16_bit_files_are_close(kind: str, tmp_path: Path) -> None:
+    """Experts, folded norms and blocks of MXFP4, which stay blocks in gpt-oss."""
+    directory = made(kind, 0, tmp_path / "model", hidden_size=64, intermediate_size=64)
+    parameters = [slot.view for slot in load_decoder(directory).slots()]
+    for form, close in (("Q8_0", 0.02), ("BF16", 0.01), ("MXFP4", 0.3)):
+        theirs = resolve_model(str(write_gguf(directory, tmp_path / f"{form}.gguf", form)))
+        blocks = [name for name in load_file(theirs / "model.safetensors") if name.endswith("_blocks")]
+        assert bool(blocks) == (form == "MXFP4" and kind == "gpt_oss")
+        for ours, other in zip(parameters, load_decoder(theirs).slots(), strict=True):
+            assert (other.view - ours).norm() <= close * ours.norm(), other.name
+
+
+def test_what_the_family_does_not_have_is_refused(tmp_path: Path) -> None:
+    """The settings of a file become those of config.json, and its reader knows them."""
+    directory = made("qwen3", 0, tmp_path / "model")
+
+    def refused(name: str, change: Any) -> str:
+        path = write_gguf(directory, tmp_path / f"{name}.gguf", tokenizer=lambda w: (no_tokenizer(w), change(w)))
+        with pytest.raises(CheckpointError) as caught:
+            resolve_model(str(path), weights=False)
+        return str(caught.value)
+
+    said = refused("a", lambda writer: writer.add_logit_scale(3.0))
+    assert "a.gguf has logits_scaling = 3.0, which is not supported for Qwen3ForCausalLM" in said
+    assert "is_causal = False" in refused("b", lambda w: w.add_causal_attention(False))
+    assert "rotates 8 of the 32 numbers" in refused("c", lambda writer: writer.add_rope_dimension_count(8))
+
+
+def test_an_unknown_architecture_names_the_nearest(tmp_path: Path) -> None:
+    for kind, hint in (("gemma4", ", and the nearest is gemma2: supp"), ("mamba", "'mamba': supp")):
+        writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        with pytest.raises(CheckpointError, match=f"{hint}orted in GGUF are llama, qwen2, qwen3, "):
+            resolve_model(str(tmp_path / "x.gguf"))
+
+
+def test_every_architecture_is_tested() -> None:
+    assert set(ARCHITECTURES.values()) == set(FAMILIES)
+
+
+def test_the_readme_lists_the_architectures_and_the_types() -> None:
+    text = (paths.ROOT / "README.md").read_text()
+    said, _, rest = text.partition("**GGUF.**")[2].partition("The file is unpacked")
+    assert set(re.findall(r"`([\w-]+)`", said)) == set(FAMILIES)
+    types = re.findall(r"\b(?:B?F(?:16|32)|I?Q\d_\w+|MXFP4)\b", rest.partition("become")[0])
+    assert set(types) == {name for name, *_ in BLOCKS.values()}

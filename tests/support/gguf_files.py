@@ -1,0 +1,199 @@
+"""Writes a checkpoint of transformers as a GGUF file, with the gguf package and the rules of llama.cpp's converter."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+PERMUTED = ("llama", "granite", "smollm3", "mistral3")  # rotated as pairs of neighbours
+# Fields of the random configs that the format cannot hold; ... removes a field.
+HELD: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"norm_topk_prob": True},
+    "granite": {"rope_scaling": None, "rope_parameters": None},
+    "smollm3": {"no_rope_layers": ..., "no_rope_layer_interval": ..., "use_sliding_window": False,
+                "num_hidden_layers": 5, "sliding_window": None},
+    "ministral3": {"sliding_window": None},
+    "mixtral": {"sliding_window": None},
+    "olmo2": {"attention_bias": False},
+    "olmo3": {"attention_bias": False},
+    "gemma2": {"attention_bias": False, "query_pre_attn_scalar": 32, "layer_types": ..., "attn_logit_softcapping": 5.0,
+               "final_logit_softcapping": 3.0},
+    "gemma3_text": {"query_pre_attn_scalar": 32, "layer_types": ..., "sliding_window_pattern": 6,
+                    "num_hidden_layers": 7},
+    "starcoder2": {"sliding_window": None},
+    "gpt_oss": {"swiglu_limit": 7.0, "layer_types": ...},
+}  # fmt: skip
+ARCHITECTURES = {
+    "llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
+    "ministral3": "mistral3", "granite": "granite", "seed_oss": "seed_oss", "smollm3": "smollm3", "phi3": "phi3",
+    "olmo2": "olmo2", "olmo3": "olmo2", "glm4": "glm4", "gemma2": "gemma2", "gemma3_text": "gemma3",
+    "stablelm": "stablelm", "starcoder2": "starcoder2", "gpt_oss": "gpt-oss",
+}  # fmt: skip
+
+
+class Converter:
+    """Writes one file. `fields`: the config.json, completed by transformers."""
+
+    def __init__(self, path: Path, fields: dict[str, Any]) -> None:
+        import gguf
+
+        self.gguf, self.fields, self.kind = gguf, fields, fields["model_type"]
+        self.arch = ARCHITECTURES[self.kind]
+        self.writer = gguf.GGUFWriter(str(path), self.arch)
+        number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.arch)
+        self.names = gguf.get_tensor_name_map(number, fields["num_hidden_layers"])
+
+    def metadata(self) -> None:
+        writer, fields = self.writer, self.fields
+        heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
+        head_dim = fields.get("head_dim") or hidden // heads
+        writer.add_block_count(fields["num_hidden_layers"])
+        writer.add_context_length(fields["max_position_embeddings"])
+        writer.add_embedding_length(hidden)
+        writer.add_feed_forward_length(fields["intermediate_size"])
+        writer.add_head_count(heads)
+        writer.add_head_count_kv(fields["num_key_value_heads"])
+        if "rms_norm_eps" in fields:
+            writer.add_layer_norm_rms_eps(fields["rms_norm_eps"])
+        else:
+            writer.add_layer_norm_eps(fields.get("layer_norm_eps") or fields["norm_epsilon"])
+        if self.kind not in ("granite", "phi3") and fields.get("head_dim"):
+            writer.add_key_length(head_dim)
+            writer.add_value_length(head_dim)
+        experts = fields.get("num_local_experts") or fields.get("num_experts")
+        if experts:
+            writer.add_expert_count(experts)
+            writer.add_expert_used_count(fields["num_experts_per_tok"])
+        if self.kind in ("qwen3_moe", "gpt_oss"):
+            writer.add_expert_feed_forward_length(fields.get("moe_intermediate_size") or fields["intermediate_size"])
+        if self.kind == "granite":
+            writer.add_attention_scale(fields["attention_multiplier"])
+            writer.add_embedding_scale(fields["embedding_multiplier"])
+            writer.add_residual_scale(fields["residual_multiplier"])
+            writer.add_logit_scale(fields["logits_scaling"])
+        if self.kind == "stablelm":
+            writer.add_parallel_residual(fields["use_parallel_residual"])
+        if self.kind == "gemma2":
+            writer.add_attn_logit_softcapping(fields["attn_logit_softcapping"])
+            writer.add_final_logit_softcapping(fields["final_logit_softcapping"])
+        if self.kind in ("gemma2", "gemma3_text", "olmo3", "gpt_oss", "phi3"):
+            writer.add_sliding_window(fields["sliding_window"] or 0)
+        if self.kind == "olmo3":
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in fields["layer_types"]])
+        self._rope(head_dim)
+
+    def _rope(self, head_dim: int) -> None:
+        writer, table = self.writer, dict(self.fields["rope_parameters"])
+        if isinstance(local := table.get("sliding_attention"), dict):
+            writer.add_rope_freq_base_swa(local["rope_theta"])
+            table = table["full_attention"]
+        share = table.get("partial_rotary_factor") or self.fields.get("partial_rotary_factor")
+        if self.arch in PERMUTED:
+            writer.add_rope_dimension_count(head_dim)
+        elif self.kind in ("phi3", "glm4", "stablelm"):
+            writer.add_rope_dimension_count(int((1.0 if share is None else share) * head_dim))
+        writer.add_rope_freq_base(table["rope_theta"])
+        kinds = self.gguf.RopeScalingType
+        if table["rope_type"] == "linear":
+            writer.add_rope_scaling_type(kinds.LINEAR)
+            writer.add_rope_scaling_factor(table["factor"])
+        elif table["rope_type"] == "yarn":
+            writer.add_rope_scaling_type(kinds.YARN)
+            writer.add_rope_scaling_factor(table["factor"])
+            writer.add_rope_scaling_orig_ctx_len(table["original_max_position_embeddings"])
+            if "beta_fast" in table:
+                writer.add_rope_scaling_yarn_beta_fast(table["beta_fast"])
+                writer.add_rope_scaling_yarn_beta_slow(table["beta_slow"])
+        elif table["rope_type"] == "longrope":
+            original = self.fields["original_max_position_embeddings"]
+            scale = self.fields["max_position_embeddings"] / original
+            writer.add_rope_scaling_orig_ctx_len(original)
+            writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)))
+            for length in ("long", "short"):
+                writer.add_tensor(f"rope_factors_{length}.weight", np.array(table[f"{length}_factor"], np.float32))
+        elif table["rope_type"] == "llama3":
+            plain = 1 / table["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+            low, high, length = table["low_freq_factor"], table["high_freq_factor"], 8192
+            smooth = np.clip((length * plain / (2 * np.pi) - low) / (high - low), 0, 1)
+            writer.add_tensor("rope_freqs.weight", (1 / ((1 - smooth) / table["factor"] + smooth)).astype(np.float32))
+        if self.kind == "ministral3":
+            writer.add_rope_scaling_yarn_log_mul(table["mscale_all_dim"])
+            writer.add_attn_temperature_scale(table["llama_4_scaling_beta"])
+
+    def tensors(self, tensors: dict[str, torch.Tensor], kind: str) -> None:
+        """`kind`: the type of the matrices."""
+        experts: dict[str, dict[int, torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            if self.kind == "gemma2" and name == "lm_head.weight":
+                continue
+            if self.arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+                tensor = tensor + 1
+            if self.arch in PERMUTED and ("q_proj." in name or "k_proj." in name):
+                heads = self.fields["num_attention_heads" if "q_proj." in name else "num_key_value_heads"]
+                tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+            if self.kind == "gpt_oss" and ".experts." in name:
+                self._experts_of_gpt_oss(name, tensor, kind)
+            elif ".experts." in name:
+                before, _, after = name.partition(".experts.")
+                number, _, rest = after.partition(".")
+                experts.setdefault(f"{before}.experts.{rest}", {})[int(number)] = tensor
+            else:
+                self._add(f"{name}.weight" if name.endswith("sinks") else name, tensor, kind)
+        for name, parts in experts.items():
+            if self.kind == "mixtral":
+                name = name.replace("model.layers", "layers").replace("block_sparse_moe", "feed_forward")
+            self._add(name, torch.stack([parts[number] for number in sorted(parts)]), kind)
+
+    def _experts_of_gpt_oss(self, name: str, tensor: torch.Tensor, kind: str) -> None:
+        is_bias, stem = name.endswith("_bias"), name.removesuffix("_bias")
+        leaf = "bias" if is_bias else "weight"
+        tensor = tensor if is_bias else tensor.transpose(1, 2)
+        if stem.endswith("gate_up_proj"):
+            for part, first in (("gate_proj", 0), ("up_proj", 1)):
+                self._add(f"{stem.replace('gate_up_proj', part)}.{leaf}", tensor[:, first::2], kind)
+        else:
+            self._add(f"{stem}.{leaf}", tensor, kind)
+
+    def _add(self, name: str, tensor: torch.Tensor, kind: str) -> None:
+        found = self.names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert found is not None, f"{self.arch} has no {name}"
+        values, types = tensor.contiguous().float().numpy(), self.gguf.GGMLQuantizationType
+        if values.ndim < 2 or kind == "F32" or "ffn_gate_inp" in found or "exps.bias" in found:
+            self.writer.add_tensor(found, values)
+        elif values.shape[-1] % self.gguf.GGML_QUANT_SIZES[types[kind]][0]:
+            self.writer.add_tensor(found, values.astype(np.float16))
+        else:
+            self.writer.add_tensor(found, self.gguf.quants.quantize(values, types[kind]), raw_dtype=types[kind])
+
+    def finish(self) -> None:
+        self.writer.write_header_to_file()
+        self.writer.write_kv_data_to_file()
+        self.writer.write_tensors_to_file()
+        self.writer.close()
+
+
+def write_gguf(directory: Path, path: Path, kind: str = "F32", tokenizer: Any = None) -> Path:
+    """Write the checkpoint in a directory as a GGUF file. `tokenizer`: adds its metadata to a writer."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory)
+    converter = Converter(path, config.to_dict())
+    converter.metadata()
+    (tokenizer or no_tokenizer)(converter.writer)
+    converter.tensors(load_file(directory / "model.safetensors"), kind)
+    converter.finish()
+    return path
+
+
+def no_tokenizer(writer: Any) -> None:
+    """As many tokens as SMALL has, in the manner of GPT-2."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(["t", "0", "t0", *(f"x{i}" for i in range(196))])
+    writer.add_token_types([1] * 199)
+    writer.add_token_merges(["t 0"])
