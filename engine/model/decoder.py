@@ -23,7 +23,7 @@ from engine.model.linear import ByteWeight, Matrix, linear
 from engine.model.rope import query_scales, rope_table
 from engine.model.weights import Slot
 
-Quantised = type[ByteWeight] | None  # the class of 8-bit matrices; None: matrices are plain tensors
+Quantised = type[ByteWeight] | None  # the class of rounded matrices; None: matrices are plain tensors
 
 
 def empty_matrix(rows: int, columns: int, dtype: torch.dtype, device: torch.device, quantised: Quantised) -> Matrix:
@@ -166,12 +166,13 @@ class Decoder:
         group: Group = ALONE,
     ) -> None:
         """`max_positions`: rows of the table of cos and sin. `ops`: norms, RoPE and activation functions. `quantised`:
-        the class of 8-bit matrices; all other parameters have `dtype`. `group`: the ranks that share the model. With
+        the class of rounded matrices; all other parameters have `dtype`. `group`: the ranks that share the model. With
         several ranks, `config` describes this rank's shard (engine/parallel/)."""
         self.config = config
         self._ops = ops
         self._group = group
-        vocabulary = (config.vocab_size, config.hidden_size, dtype, device, quantised)
+        outer = None if quantised is None else quantised.vocabulary()
+        vocabulary = (config.vocab_size, config.hidden_size, dtype, device, outer)
         self.embedding = empty_matrix(*vocabulary)
         self.layers = [Layer(config, i, dtype, device, ops, quantised) for i in range(config.num_layers)]
         self.norm = norm_weight(config, config.hidden_size, dtype, device)

@@ -1,5 +1,7 @@
 """The model's matrices, as tensors or as 8-bit numbers with a scale per row, and their products with activations.
 
+Matrices of 4-bit numbers are in engine/model/four_bits.py.
+
 Decoding reads every weight in each step, so on a CPU memory bandwidth limits its speed. An int8 matrix has a quarter
 of the bytes of a float32 matrix. Processors have special instructions (VNNI) for products of 8-bit integers, so each
 row of activations is rounded to 8 bits too (W8A8, dynamic, symmetric). Each row of weights and of activations has its
@@ -21,7 +23,7 @@ INT8_MAX = 127  # the range is symmetric: −128 is not used
 
 
 class ByteWeight:
-    """A matrix [N, K]: 8-bit numbers [N, K] and a float32 scale per row [N].
+    """A matrix [N, K]: 8-bit numbers [N, K] and a float32 scale per row [N]. Subclasses have other numbers.
 
     It has the tensor methods that are used when weights are loaded.
     """
@@ -29,6 +31,7 @@ class ByteWeight:
     __slots__ = ("scale", "values")
 
     dtype: ClassVar[torch.dtype]
+    itemsize: ClassVar[float] = 1  # bytes of a number, with its share of scales that not only its row has
 
     def __init__(self, values: torch.Tensor, scale: torch.Tensor) -> None:
         self.values, self.scale = values, scale
@@ -38,6 +41,11 @@ class ByteWeight:
         """Returns an uninitialised matrix."""
         values = torch.empty(rows, columns, dtype=cls.dtype, device=device)
         return cls(values, torch.empty(rows, dtype=torch.float32, device=device))
+
+    @classmethod
+    def vocabulary(cls) -> type[ByteWeight]:
+        """Returns the class of the embedding and of the output matrix, if this is the class of the other matrices."""
+        return cls
 
     @staticmethod
     def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,7 +87,7 @@ class ByteWeight:
         self.values.copy_(values)
 
     def normal_(self, mean: float, std: float, generator: torch.Generator | None = None) -> None:
-        """Fill with the normal numbers that a float32 tensor would get, rounded to 8 bits."""
+        """Fill with the normal numbers that a float32 tensor would get, rounded."""
         self.copy_(torch.empty(self.shape, device=self.device).normal_(mean, std, generator=generator))
 
 
@@ -107,6 +115,7 @@ class Bf16Weight(ByteWeight):
 
     __slots__ = ()
     dtype = torch.bfloat16
+    itemsize = 2
 
     @classmethod
     def empty(cls, rows: int, columns: int, device: torch.device) -> Self:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from engine.attention.base import AttentionBackend
 from engine.attention.kv_pool import KVPool
 from engine.model.decoder import Decoder, DenseMLP
-from engine.model.linear import INT8_MAX, Bf16Weight, Int8Weight, Matrix
+from engine.model.linear import INT8_MAX, Int8Weight, Matrix
 from engine.model.traits import lacking
 
 TINY = float(np.finfo(np.float32).tiny)
@@ -82,7 +82,8 @@ class CPUDecode:
     @staticmethod
     def supports(decoder: Decoder) -> bool:
         """Returns True if the class can run the model with float32 activations and keys."""
-        return not lacking(decoder.config, "cpu_decode") and not isinstance(decoder.head, Bf16Weight)
+        known = isinstance(decoder.layers[0].qkv, (torch.Tensor, Int8Weight))
+        return known and not lacking(decoder.config, "cpu_decode")
 
     @np.errstate(invalid="ignore")  # NaN becomes an arbitrary int8 number, but its scale is NaN, so the product is NaN
     def logits(

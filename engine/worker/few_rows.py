@@ -16,10 +16,14 @@ import torch
 from engine.attention.kv_pool import KVPool
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder, DenseMLP
+from engine.model.four_bits import Int4Weight
 from engine.model.linear import Matrix, embed
 from engine.model.traits import lacking
 
-NAMES = {"none": "float32", "bf16": "bfloat16", "int8": "int8"}  # kind of weights -> name of the kernel
+KERNELS = {  # kind of weights -> kernels for the matrices of the layers, and for the output matrix
+    "none": ("float32", "float32"), "bf16": ("bfloat16", "bfloat16"), "int8": ("int8", "int8"),
+    "int4": ("int4", "int8"),
+}  # fmt: skip
 KEPT_SIZES = 8  # buffers are kept for at most this many different numbers of rows
 
 
@@ -49,12 +53,12 @@ class FewRows:
     def __init__(
         self, decoder: Decoder, pool: KVPool, quantization: str, block_size: int, max_length: int
     ) -> None:
-        from engine.kernels.cpu.library import Kernels
+        from engine.kernels.cpu.library import model_kernels
 
         self._decoder, self._pool, self._max_length = decoder, pool, max_length
-        self._kernels = Kernels(_shapes(decoder.config, quantization, block_size))
+        self._kernels = model_kernels(_shapes(decoder.config, _products(quantization, decoder), block_size))
         self._threads = torch.get_num_threads()
-        self._product = NAMES[quantization]
+        self._products = _products(quantization, decoder)
         widths = decoder.layers[0].qkv.shape[0], decoder.config.mlp_width, decoder.head.shape[0]
         self._no_bias = torch.zeros(max(decoder.config.hidden_size, *widths))
         self._windows = [decoder.config.window(i) for i in range(decoder.config.num_layers)]
@@ -69,7 +73,7 @@ class FewRows:
             return "llvmlite is not installed"
         from engine.kernels.cpu.library import why_not
 
-        return why_not(_shapes(config, quantization, block_size))
+        return why_not(_shapes(config, KERNELS[quantization], block_size))
 
     def logits(self, tokens: np.ndarray, positions: np.ndarray, slots: np.ndarray, tables: np.ndarray) -> torch.Tensor:
         """Returns the logits [R, V] of R tokens. tokens, positions, slots: [R]; tables [R, C]: the blocks of each.
@@ -109,7 +113,9 @@ class FewRows:
             bias = self._no_bias if bias is None else bias
             n, k = weight.shape
             fields = [values, scale, x, norm, bias, out, b.scratch, k, n, rows, b.each, int(before), int(add)]
-            calls.append((self._product, fields))
+            if isinstance(weight, Int4Weight):
+                fields += [weight.groups, 0 if weight.offsets is None else weight.offsets, weight.shift]
+            calls.append((self._products[weight is decoder.head], fields))
 
         for i, layer in enumerate(decoder.layers):
             mlp, keys, values = layer.mlp, pool.keys[i], pool.values[i]
@@ -138,11 +144,18 @@ def _number(field: Any) -> int:
     return field.ctypes.data if isinstance(field, np.ndarray) else int(field)
 
 
-def _shapes(config: ModelConfig, quantization: str, block_size: int) -> Any:
+def _products(quantization: str, decoder: Decoder) -> tuple[str, str]:
+    """Returns the kernels of the matrices of the layers, and of the output matrix."""
+    layers, head = KERNELS[quantization]
+    first = decoder.layers[0].qkv
+    return ("int4_offsets" if isinstance(first, Int4Weight) and first.offsets is not None else layers), head
+
+
+def _shapes(config: ModelConfig, products: tuple[str, str], block_size: int) -> Any:
     from engine.kernels.cpu.library import KernelShapes
 
     return KernelShapes(
-        weights=(NAMES[quantization],),
+        weights=tuple(dict.fromkeys(products)),
         columns=(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim),
         heads=(config.num_heads, config.num_kv_heads), head_dim=config.head_dim, block_size=block_size,
         scale=config.scale, eps=config.rms_norm_eps, qk_norm=config.qk_norm,

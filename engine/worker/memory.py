@@ -25,11 +25,11 @@ def check_memory(model: ModelConfig, config: EngineConfig, limits: Limits, total
             "--max-model-len"
         )
     ranks = config.tensor_parallel_size
-    from engine.worker.quantised import itemsize  # needs torch
+    from engine.worker.quantised import weight_bytes  # needs torch
 
     columns = -(-limits.max_model_len // config.block_size)
     parts = {
-        "weights": model.num_parameters * itemsize(limits.quantization, limits.dtype) // ranks,
+        "weights": weight_bytes(limits.quantization, model, limits.dtype) // ranks,
         f"a KV cache of {blocks:,} blocks": blocks
         * config.block_size
         * model.kv_bytes_per_token(limits.kv_dtype)

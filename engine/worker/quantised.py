@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -11,26 +12,38 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.model.config import ModelConfig
+from engine.model.four_bits import Int4Weight
 from engine.model.linear import Bf16Weight, ByteWeight, Fp8Weight, Int8Weight
 from engine.worker.few_rows import FewRows
 
-KINDS: dict[str, type[ByteWeight] | None] = {"none": None, "bf16": Bf16Weight, "int8": Int8Weight, "fp8": Fp8Weight}
-
-ON_CPU = ("bf16", "int8")
+KINDS: dict[str, type[ByteWeight] | None] = {
+    "none": None, "bf16": Bf16Weight, "int8": Int8Weight, "int4": Int4Weight, "fp8": Fp8Weight,
+}  # fmt: skip
+ON_CPU = ("bf16", "int8", "int4")
+SMALL = {"int8": 8, "int4": 4}  # what "auto" takes if other weights do not fit, the largest first -> bits
 BESIDE_WEIGHTS = 2 << 30  # bytes of memory that `choose` leaves to the KV cache, activations and the application
 
 
-def itemsize(kind: str, dtype: torch.dtype) -> int:
-    """Returns the bytes of a number in a matrix."""
+def itemsizes(kind: str, dtype: torch.dtype) -> tuple[float, float]:
+    """Returns the bytes of a number in the matrices of the layers, and in the embedding and the output matrix."""
     weights = KINDS[kind]
-    return (dtype if weights is None else weights.dtype).itemsize
+    if weights is None:
+        return dtype.itemsize, dtype.itemsize
+    return weights.itemsize, weights.vocabulary().itemsize
+
+
+def weight_bytes(kind: str, model: ModelConfig, dtype: torch.dtype) -> int:
+    """Returns the bytes of a model's weights."""
+    layers, outer = itemsizes(kind, dtype)
+    vocabulary = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
+    return round((model.num_parameters - vocabulary) * layers + vocabulary * outer)
 
 
 def choose(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str) -> tuple[str, str]:
     """Returns (kind of weights, a sentence for the user or ""). Raises EngineError if the kind in `config` cannot run.
 
     For "auto" on a CPU: bf16 if the checkpoint has this type, because it is exact then and takes half the memory and
-    time of float32; int8 if the others do not fit into the free memory.
+    time of float32; int8 if the others do not fit into the free memory, and int4 if int8 does not fit either.
     """
     if config.quantization != "auto":
         if config.quantization != "none":
@@ -42,15 +55,19 @@ def choose(config: EngineConfig, model: ModelConfig, device: torch.device, dtype
     exact = model.dtype == "bfloat16" and model.packing is None
     if exact and config.tensor_parallel_size == 1 and config.kv_cache_dtype == "auto":
         kind = "none" if FewRows.why_not(model, "bf16", config.block_size) else "bf16"
-    free, numbers = free_memory(), model.num_parameters
-    if numbers * itemsize(kind, torch.float32) + BESIDE_WEIGHTS <= free:
+    free, wanted = free_memory() - BESIDE_WEIGHTS, weight_bytes(kind, model, torch.float32)
+    if wanted <= free:
         return kind, ""
-    try:
-        check(replace(config, quantization="int8"), model, device, dtype)
-    except EngineError:
+    chosen = kind
+    for small in SMALL:
+        if chosen == kind or weight_bytes(chosen, model, torch.float32) > free:
+            with suppress(EngineError):
+                check(replace(config, quantization=small), model, device, dtype)
+                chosen = small
+    if chosen == kind:
         return kind, ""
-    sizes = f"{numbers * itemsize(kind, torch.float32) / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
-    return "int8", f"the weights are rounded to 8 bits (int8): otherwise they would take {sizes}"
+    sizes = f"{wanted / 1e9:.1f} GB, and {(free + BESIDE_WEIGHTS) / 1e9:.1f} GB are free"
+    return chosen, f"the weights are rounded to {SMALL[chosen]} bits ({chosen}): otherwise they would take {sizes}"
 
 
 def free_memory() -> int:
@@ -82,6 +99,8 @@ def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype:
         raise EngineError(
             f"{kind} weights support only dense models, but {model.architecture} has experts: use --quantization none"
         )
+    if kind == "int4":
+        _check_four_bits(model)
     if kind in ON_CPU:
         return
     major, minor = torch.cuda.get_device_capability(device)
@@ -107,3 +126,17 @@ def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype:
             f"fp8 weights need vocab_size to be a multiple of 16, but it is {model.vocab_size:,}: "
             "use --quantization none"
         )
+
+
+def _check_four_bits(model: ModelConfig) -> None:
+    if why_not := Int4Weight.why_not():
+        raise EngineError(f"int4 weights need compiled kernels, but {why_not}: use --quantization int8")
+    for name, size, multiple in (
+        ("hidden_size", model.hidden_size, 32), ("heads times head_dim", model.num_heads * model.head_dim, 32),
+        ("key/value heads times head_dim", model.num_kv_heads * model.head_dim, 16),
+        ("intermediate_size", model.intermediate_size, 32),
+    ):  # fmt: skip
+        if size % multiple:
+            raise EngineError(
+                f"int4 weights need {name} to be a multiple of {multiple}, but it is {size}: use --quantization int8"
+            )

@@ -42,7 +42,7 @@ class Options:
     ] = False
     shape: Annotated[list[str] | None, typer.Option(help="Built-in shape: 0.6B, 8B or 30B-A3B; repeatable.")] = None
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
-    quantization: Annotated[str, typer.Option(help="auto; none; bf16 or int8 on a CPU; fp8 on a GPU.")] = "auto"
+    quantization: Annotated[str, typer.Option(help="auto; none; bf16, int8 or int4 on a CPU; fp8 on a GPU.")] = "auto"
     tensor_parallel_size: Annotated[int, typer.Option(help="Number of ranks that share the model.")] = 1
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Do not use CUDA graphs.")] = False
     overlap: Annotated[str, typer.Option(help="auto, on or off: plan a step while the previous one runs.")] = "auto"
@@ -173,6 +173,7 @@ def _measure(
     from engine.hub.resolve import resolve_model
     from engine.llm import LLM
     from engine.model.hf_config import read_model_config
+    from engine.worker.quantised import itemsizes
     from minitui.bench.cpu import cpu_rows
     from minitui.bench.gpu import H200, GpuRows
     from minitui.bench.llama import LlamaCpp, NotMeasured
@@ -199,8 +200,8 @@ def _measure(
         *notes, sep="\n",
     )  # fmt: skip
     itemsize, small = getattr(torch, info["dtype"]).itemsize, info["kv_cache_dtype"] == "fp8"
-    weight_itemsize = {"none": itemsize, "bf16": 2}.get(info["quantization"], 1)
-    work = Work.of(config, 1 if small else itemsize, weight_itemsize=weight_itemsize)
+    weights = itemsizes(info["quantization"], getattr(torch, info["dtype"]))
+    work = Work.of(config, 1 if small else itemsize, weights)
     if on_gpu:
         references = H200.get(label, {}) if "H200" in torch.cuda.get_device_name() else {}
         found = GpuRows(llm, work, limits, references).all()

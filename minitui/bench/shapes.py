@@ -54,19 +54,22 @@ class Work:
     head: int  # number of weights in the output matrix
     kv_bytes: int  # bytes of one token's keys and values, all layers
     attention: int  # operations for one query and one key, all layers
-    itemsize: int  # bytes of a weight
+    itemsize: float  # bytes of a weight
+    head_itemsize: float  # bytes of a weight of the output matrix
     expert_layers: int = 0  # number of layers with experts
     experts: int = 0  # number of experts in each of these layers
     experts_per_token: int = 0
     expert: int = 0  # number of weights in one expert
 
     @staticmethod
-    def of(config: ModelConfig, itemsize: int, weight_itemsize: int | None = None) -> Work:
+    def of(config: ModelConfig, itemsize: int, weights: tuple[float, float] | None = None) -> Work:
         """Returns the work of a model.
 
-        `itemsize`: bytes of a number in the KV cache. `weight_itemsize`: bytes of a weight; None: `itemsize`.
+        `itemsize`: bytes of a number in the KV cache. `weights`: bytes of a weight of the layers, and of the output
+        matrix; None: `itemsize`.
         """
         c, d, e = config, config.head_dim, config.experts
+        each, head_each = weights or (itemsize, itemsize)
         expert_layers = sum(e.layers) if e else 0
         attention = c.hidden_size * (2 * c.num_heads + 2 * c.num_kv_heads) * d
         mlps = (c.num_layers - expert_layers) * 3 * c.hidden_size * c.intermediate_size
@@ -76,7 +79,7 @@ class Work:
             expert_layers=expert_layers, experts=e.count if e else 0, experts_per_token=e.per_token if e else 0,
             expert=3 * c.hidden_size * e.inner_size if e else 0,
             kv_bytes=2 * c.num_layers * c.num_kv_heads * d * itemsize,
-            attention=4 * c.num_layers * c.num_heads * d, itemsize=weight_itemsize or itemsize,
+            attention=4 * c.num_layers * c.num_heads * d, itemsize=each, head_itemsize=head_each,
         )  # fmt: skip
 
     def prefill(self, limits: Limits, lengths: list[int], cached: int = 0) -> float:
@@ -104,8 +107,8 @@ class Work:
         return self.experts * (1 - (1 - self.experts_per_token / self.experts) ** tokens) if self.experts else 0.0
 
     def _seconds(self, limits: Limits, tokens: int, drawn: int, keys: int, pairs: float) -> float:
-        weights = self.body + self.head + self.expert_layers * self.experts_used(tokens) * self.expert
-        read = weights * self.itemsize + keys * self.kv_bytes
+        weights = self.body + self.expert_layers * self.experts_used(tokens) * self.expert
+        read = weights * self.itemsize + self.head * self.head_itemsize + keys * self.kv_bytes
         used = self.body + self.expert_layers * self.experts_per_token * self.expert
         operations = 2 * used * tokens + 2 * self.head * drawn + self.attention * pairs
         return max(read / limits.read, operations / limits.matmul)

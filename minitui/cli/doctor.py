@@ -26,7 +26,10 @@ EXTRAS = {  # module -> (extra, purpose)
     "transformers": ("verify", "minitui verify: comparison with transformers, token for token"),
     "triton": ("", "kernels for NVIDIA GPUs, Hopper or newer; part of torch's CUDA builds"),
 }
-SIZES = (("Qwen3-0.6B", 0.6e9), ("Qwen3-1.7B", 1.7e9), ("Qwen3-4B", 4.0e9), ("Qwen3-8B", 8.2e9), ("Qwen3-32B", 32.8e9))
+SIZES = {  # model -> its weights, and how many of them are in the embedding and the output matrix
+    "Qwen3-0.6B": (0.6e9, 0.16e9), "Qwen3-1.7B": (1.7e9, 0.31e9), "Qwen3-4B": (4.0e9, 0.39e9),
+    "Qwen3-8B": (8.2e9, 1.24e9), "Qwen3-32B": (32.8e9, 1.56e9),
+}  # fmt: skip
 
 
 def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
@@ -52,9 +55,7 @@ def examine() -> dict[str, Any]:
     largest = max((g["free_gib"] for g in gpus), default=memory)
     models, incomplete = _cached_models()
     modules = {m: _version(m) for m in EXTRAS}
-    kinds = {"bfloat16": 2} if gpus else {"float32": 4, "bf16": 2, "int8": 1}
-    if modules["llvmlite"] is None:
-        kinds.pop("bf16", None)
+    kinds = {"bfloat16": (2.0, 2.0)} if gpus else _cpu_kinds()
     speed = None if gpus else _cpu_read_speed()
     return {
         "minitui": version("minitui") if _installed("minitui") else "not installed",
@@ -72,10 +73,11 @@ def examine() -> dict[str, Any]:
         # Model -> the kinds of weights that fit, with the milliseconds in which the weights are read (None: unknown).
         "fits": {
             name: {
-                kind: None if speed is None else parameters * each / speed * 1e3
-                for kind, each in kinds.items() if parameters * each / 2**30 * 1.15 < largest
+                kind: None if speed is None else bytes_ / speed * 1e3
+                for kind, (inner, outer) in kinds.items()
+                if (bytes_ := (numbers - vocabulary) * inner + vocabulary * outer) / 2**30 * 1.15 < largest
             }
-            for name, parameters in SIZES
+            for name, (numbers, vocabulary) in SIZES.items()
         },
         "terminal": _terminal(),
         "models": models,
@@ -129,6 +131,19 @@ def largest_memory() -> tuple[float, bool]:
     if torch.cuda.is_available():
         return float(max(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))), True
     return _memory_gib() * 2**30, False
+
+
+def _cpu_kinds() -> dict[str, tuple[float, float]]:
+    """Returns the kinds of weights that this CPU supports, with the bytes of a number in the layers and outside."""
+    import torch
+
+    from engine.model.four_bits import Int4Weight
+    from engine.worker.quantised import itemsizes
+
+    compiled = importlib.util.find_spec("llvmlite") is not None
+    kinds = {"float32": "none", "bf16": "bf16" if compiled else "", "int8": "int8"}
+    kinds["int4"] = "" if Int4Weight.why_not() else "int4"
+    return {name: itemsizes(kind, torch.float32) for name, kind in kinds.items() if kind}
 
 
 def _cpu_read_speed() -> float:

@@ -16,6 +16,7 @@ from engine.hub.cache import Snapshot, cache_directory, cached_snapshots
 from minitui.visible import json_text, visible_line
 
 MARGIN = 1.15  # memory that a model takes, as a multiple of its weights
+FOUR_BITS = 0.65  # bytes of a weight in int4, with scales; the embedding and the output matrix are int8
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
@@ -96,7 +97,14 @@ def fit(weights: int, itemsize: int, memory: Memory) -> str:
         return "yes, in bf16"
     if parameters * MARGIN <= memory.free:
         return "with --quantization fp8" if memory.on_gpu else "yes, in int8"
-    return f"no: even 8-bit weights take {size(round(parameters * MARGIN))}, and {size(round(memory.free))} are free"
+    from engine.model.four_bits import Int4Weight  # needs torch
+
+    four_bits = not (memory.on_gpu or Int4Weight.why_not())
+    smallest = parameters * MARGIN * (FOUR_BITS if four_bits else 1)
+    if smallest <= memory.free:
+        return "yes, in int4"
+    bits = 4 if four_bits else 8
+    return f"no: even {bits}-bit weights take {size(round(smallest))}, and {size(round(memory.free))} are free"
 
 
 def weights_size(directory: Path) -> int:

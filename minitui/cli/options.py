@@ -87,8 +87,9 @@ def _engine(
         str,
         typer.Option(
             help="auto; none: weights in --dtype; bf16: 16-bit weights on a CPU, half the memory of float32; int8: "
-            "8-bit weights on a CPU, a quarter; fp8: 8-bit weights on a GPU, half the memory. On a CPU, auto takes "
-            "bf16 if the checkpoint has it, and int8 if nothing else fits into memory."
+            "8-bit weights on a CPU, a quarter; int4: 4-bit weights on a CPU, a sixth; fp8: 8-bit weights on a GPU, "
+            "half the memory. On a CPU, auto takes bf16 if the checkpoint has it, int8 if nothing else fits into "
+            "memory, and int4 if int8 does not fit either."
         ),
     ] = "auto",
     device: Device = "auto",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.model.four_bits import Int4Weight
 from minitui import tutor
 from minitui.cli.models import Memory, complete_model, fit, models
 
@@ -69,6 +70,10 @@ def test_what_does_not_fit_in_full_precision_is_quantised_or_refused(monkeypatch
     assert fit(16 * GB, 2, Memory(20 * GB, on_gpu=True)) == "yes"
     assert fit(16 * GB, 2, Memory(24 * GB, on_gpu=False)) == "yes, in bf16"
     assert fit(16 * GB, 2, Memory(12 * GB, on_gpu=False)) == "yes, in int8"
+    monkeypatch.setattr(Int4Weight, "why_not", lambda: "")
+    assert fit(16 * GB, 2, Memory(8 * GB, on_gpu=False)) == "yes, in int4"
+    assert fit(16 * GB, 2, Memory(5 * GB, on_gpu=False)) == "no: even 4-bit weights take 6.0 GB, and 5.0 GB are free"
+    monkeypatch.setattr(Int4Weight, "why_not", lambda: "llvmlite is not installed")
     installed.clear()
     assert fit(16 * GB, 2, Memory(24 * GB, on_gpu=False)) == "yes, in int8"
     assert fit(16 * GB, 2, Memory(12 * GB, on_gpu=True)) == "with --quantization fp8"

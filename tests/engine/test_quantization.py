@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.errors import CheckpointError, EngineError
 from engine.llm import LLM
 from engine.model.decoder import Decoder
+from engine.model.four_bits import Int4Weight
 from engine.model.hf_config import read_model_config
 from engine.model.linear import Fp8Weight, Int8Weight, embed, linear, quantise_rows
 from engine.model.weights import dummy_weights, load_weights
@@ -21,7 +22,7 @@ from engine.params import SamplingParams
 from engine.worker import quantised
 from minitui import tutor
 from tests.support.models import Driver, make_request, make_runner, prompt, reference, save
-from tests.support.parity import decodes_on_a_cpu, few_rows, step_logits  # noqa: F401 (a fixture)
+from tests.support.parity import decodes_on_a_cpu, few_rows, our_logits, step_logits  # noqa: F401 (a fixture)
 
 CPU = torch.device("cpu")
 OPTIONS = {"quantization": "int8"}
@@ -142,14 +143,110 @@ def test_what_fits_into_memory_is_chosen(directory: Path, monkeypatch: pytest.Mo
     assert chosen(200, replace(big, dtype="float32")) == ("none", "")
     kind, sentence = chosen(60)
     assert kind == "int8" and "60.0 GB are free" in sentence
+    if not Int4Weight.why_not():
+        kind, sentence = chosen(40)
+        assert kind == "int4" and "rounded to 4 bits (int4)" in sentence
+        monkeypatch.setattr(Int4Weight, "why_not", lambda: "there is no such processor")
+    assert chosen(40)[0] == "int8"
     assert chosen(200, dtype="float32") == chosen(60, quantization="none") == ("none", "")
 
 
-@pytest.mark.parametrize("kind", ["none", "bf16", "int8"])
+@pytest.mark.parametrize("kind", ["none", "bf16", "int8", "int4"])
 def test_compiled_kernels_give_a_row_the_same_bits_in_every_batch(kind: str, directory: Path) -> None:
     pytest.importorskip("llvmlite")
     alone, batch = (decodes_on_a_cpu(directory, count, quantization=kind)[0][0] for count in (1, 7))
     assert torch.equal(alone[0], batch[0])
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_a_number_of_a_group_is_off_by_two_steps_at_most(group: int) -> None:
+    weight = four_bits(48, 128, group)
+    x = torch.randn(48, 128) * torch.logspace(-6, 3, 48)[:, None]
+    x[3] = 0
+    weight.copy_(x.bfloat16())
+    rounded, exact = weight.dense(), x.bfloat16().double()
+    step = (weight.groups.double().transpose(1, 2).flatten(0, 1) * weight.scale.double()[:, None]).abs()
+    assert ((rounded - exact).abs() <= 1.65 * step.repeat_interleave(group, 1)).all()
+    error = (rounded - exact).square().sum(1) / exact.square().sum(1).clamp_min(1e-30)
+    assert error[3] == 0
+    assert error.mean() < (0.0073 if group == 32 else 0.0105), "one scale, largest / 8, gives 0.0076 and 0.0113"
+
+
+def four_bits(rows: int, columns: int, group: int = 32, offsets: bool = False) -> Int4Weight:
+    """A random matrix. Its row 3 has numbers of 1e-6, its row 4 has zeros."""
+    if why_not := Int4Weight.why_not():
+        pytest.skip(why_not)
+    kind = type("Kind", (Int4Weight,), {"__slots__": (), "group": group, "with_offsets": offsets})
+    weight = kind.empty(rows, columns, CPU)
+    scales = torch.rand(rows, columns // group) + 0.1
+    scales[3], scales[4] = 1e-6, 0
+    moved = torch.randint(-8, 9, scales.shape) if offsets else None
+    weight.store(0, torch.randint(0, 16, (rows, columns), dtype=torch.uint8), scales, moved)
+    return weight
+
+
+@pytest.mark.parametrize(("group", "offsets"), [(32, False), (64, True), (128, False), (128, True)])
+@pytest.mark.parametrize("processor", ["", "avx2"])
+def test_a_product_with_4_bits_is_that_of_the_rounded_matrices(
+    processor: str, group: int, offsets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only other rounding is that of the activations: 127 steps for each 32 numbers."""
+    weight, x = four_bits(80, 384, group, offsets), torch.randn(11, 384) * torch.logspace(-3, 3, 384)
+    values, scale = quantise_rows(x.view(-1, 32))
+    rounded = (values.double() * scale.double()[:, None]).view(x.shape)
+    product = linear(x, weight, torch.ones(80))
+    torch.testing.assert_close(product.double(), rounded @ weight.dense().t() + 1, rtol=1e-5, atol=1e-3)
+    assert (product[:, 4] == 1).all()
+    for count in (1, 2, 4):
+        assert torch.equal(linear(x[:count], weight, torch.ones(80)), product[:count])
+    from engine.kernels.cpu import library
+    from engine.kernels.cpu import linear as compiled
+
+    if processor and library.X86:  # whole sums are the same, so all bits are
+        monkeypatch.setattr(library, "_processor", lambda: processor)
+        monkeypatch.setattr(compiled, "kernels", compiled.kernels.__wrapped__)  # without its cache
+        assert torch.equal(linear(x, weight, torch.ones(80)), product)
+
+
+def test_4_bits_take_what_they_should_and_keep_the_output_matrix_in_8(directory: Path) -> None:
+    if why_not := Int4Weight.why_not():
+        pytest.skip(why_not)
+    config = read_model_config(directory)
+    model = Decoder(config, torch.float32, CPU, 16, quantised=Int4Weight)
+    load_weights(model.slots(), directory, config.tie_word_embeddings)
+    plain = Decoder(config, torch.float32, CPU, 16)
+    load_weights(plain.slots(), directory, config.tie_word_embeddings)
+    assert isinstance(model.head, Int8Weight) and model.head is model.embedding
+    for ours, theirs in zip(model.layers, plain.layers, strict=True):
+        for small, wide in (ours.qkv, theirs.qkv), (ours.mlp.down, theirs.mlp.down):
+            error = (small.dense() - wide).square().sum() / wide.square().sum()
+            assert 0.006 < error < 0.0073
+    layers = model.nbytes - model.embedding.nbytes
+    assert quantised.weight_bytes("int4", config, torch.float32) == pytest.approx(model.nbytes, rel=0.15)
+    assert layers < 0.17 * (plain.nbytes - plain.embedding.nbytes)
+
+
+def test_the_4_bit_model_computes_what_its_matrices_stand_for(directory: Path) -> None:
+    """Of the same matrices in float64. The rounding of activations to 8 bits causes the difference."""
+    if why_not := Int4Weight.why_not():
+        pytest.skip(why_not)
+    small, exact = (
+        Driver(make_runner(directory, dtype, quantization=kind))
+        for dtype, kind in (("float32", "int4"), ("float64", "none"))
+    )
+    with torch.inference_mode():
+        for ours, theirs in zip(small.runner.loaded.model.slots(), exact.runner.loaded.model.slots(), strict=True):
+            view = ours.view
+            if isinstance(view, Int4Weight):
+                view = view.dense()
+            theirs.view.copy_(view.rows(torch.arange(len(view.scale))) if isinstance(view, Int8Weight) else view)
+    found, expected = (our_logits(driver, make_request(prompt(0, 37), 0), [20, 17]) for driver in (small, exact))
+    error = (found - expected).norm() / expected.norm()
+    assert 1e-4 < error < 0.02
+    for count in (1, 7):
+        fast, plain = decodes_on_a_cpu(directory, count, quantization="int4")
+        for ours, theirs in zip(fast, plain, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0.01 * float(theirs.abs().max()))
 
 
 def test_log_probabilities_stay_near_those_of_float32(directory: Path) -> None:
@@ -193,7 +290,7 @@ def test_the_bundled_model_answers_as_in_float32() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "sentence"),
     [
-        ("qwen3", {"quantization": "int4"}, "must be auto, none, bf16, int8 or fp8"),
+        ("qwen3", {"quantization": "int3"}, "must be auto, none, bf16, int8, int4 or fp8"),
         ("qwen3", {"quantization": "fp8"}, "run on a GPU only, but the device is cpu: use --quantization int8"),
         ("qwen3", {"quantization": "int8", "dtype": "bfloat16"}, "the dtype is bfloat16: use float32"),
         ("qwen3_moe", {"quantization": "int8"}, "has experts"),

@@ -100,9 +100,13 @@ class Kernel(ir.IRBuilder):
         """Returns a vector with `value` (a float or a Python number) in every lane."""
         if isinstance(value, (int, float)):
             return ir.Constant(self.floats, [float(value)] * self.lanes)
-        undefined = ir.Constant(self.floats, ir.Undefined)
+        return self.every(value, self.floats)
+
+    def every(self, value: Any, vector: ir.Type) -> Any:
+        """Returns a vector of this type with `value` in every lane."""
+        undefined = ir.Constant(vector, ir.Undefined)
         one = self.insert_element(undefined, value, I32(0))
-        return self.shuffle_vector(one, undefined, self.all_ints(0))
+        return self.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count))
 
     def all_ints(self, value: int) -> Any:
         """Returns a vector of 32-bit integers with `value` in every lane."""

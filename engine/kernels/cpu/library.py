@@ -6,6 +6,7 @@ import ctypes
 import math
 import platform
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,11 +17,14 @@ from llvmlite import ir
 
 from engine.kernels.cpu.attention import emit_attend, emit_rotate
 from engine.kernels.cpu.emit import I32, I64, PTR, Kernel
+from engine.kernels.cpu.four_bit_rounding import emit_rounding
+from engine.kernels.cpu.four_bits import PART, emit_four_bits
 from engine.kernels.cpu.product import VNNI, emit_product
 
 LLVM = 22  # the version whose instructions the kernels use
 X86 = platform.machine() in ("x86_64", "AMD64")
 FIELDS = 16  # numbers in the array of one call; a kernel reads the first ones
+FOUR_BITS = {"int4": False, "int4_offsets": True}  # kernel -> whether groups have offsets
 OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
@@ -28,7 +32,7 @@ OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 class KernelShapes:
     """What the kernels of one model are compiled for."""
 
-    weights: tuple[str, ...]  # float32, bfloat16, int8: the kinds of its matrices
+    weights: tuple[str, ...]  # the kinds of its matrices: float32, bfloat16, int8, int4, int4_offsets
     columns: tuple[int, ...]  # the lengths of the rows of its matrices
     heads: tuple[int, int]  # of queries, of keys
     head_dim: int
@@ -43,8 +47,8 @@ def _features() -> dict[str, bool]:
     return dict(llvm.get_host_cpu_features())
 
 
-def why_not(shapes: KernelShapes) -> str:
-    """Returns why this machine or these shapes cannot have the kernels; empty if they can."""
+def lacks(weights: Iterable[str]) -> str:
+    """Returns what this machine lacks for products with these kinds of matrices; empty if it lacks nothing."""
     if llvm.llvm_version_info[0] != LLVM:  # LLVM ends the process if an instruction has other operands
         return f"llvmlite {llvmlite.__version__} has LLVM {llvm.llvm_version_info[0]}, the kernels need {LLVM}"
     if sys.platform == "win32":
@@ -54,13 +58,32 @@ def why_not(shapes: KernelShapes) -> str:
         return f"torch's OpenMP library lacks {missing[0]}"
     if X86 and not _features().get("fma"):
         return "the processor has no instruction for fused products and sums (FMA)"
-    if "int8" in shapes.weights and not (_features().get("avx512vnni") and _features().get("avx512vl")):
+    if "int8" in weights and not (_features().get("avx512vnni") and _features().get("avx512vl")):
         return "the processor has no AVX-512 VNNI"
+    if FOUR_BITS.keys() & set(weights) and not _processor():
+        return "the processor has none of AVX-512 VNNI, AVX2 with F16C, and ARM's dot products"
+    return ""
+
+
+def why_not(shapes: KernelShapes) -> str:
+    """Returns why this machine or these shapes cannot have the kernels; empty if they can."""
+    if found := lacks(shapes.weights):
+        return found
     if _lanes(shapes) < 4:
         return f"rows of {min(shapes.columns)} numbers, or heads of {shapes.head_dim}, do not fill vectors"
     if "int8" in shapes.weights and _int8_width(shapes) not in VNNI:
         return f"rows of {min(shapes.columns)} bytes do not fill vectors"
+    if FOUR_BITS.keys() & set(shapes.weights) and (odd := [each for each in shapes.columns if each % PART]):
+        return f"rows of {odd[0]} numbers are not a multiple of {PART}"
     return ""
+
+
+def _processor() -> str:
+    """Returns which products of bytes the processor has: a key of ROWS (engine/kernels/cpu/four_bits.py), or ""."""
+    has = _features()
+    if X86:
+        return "avx512" if has.get("avx512vnni") and has.get("avx512vl") else "avx2" if has.get("f16c") else ""
+    return "dotprod" if has.get("dotprod") else ""
 
 
 def _lanes(shapes: KernelShapes, *, attention: bool = True) -> int:
@@ -73,24 +96,40 @@ def _int8_width(shapes: KernelShapes) -> int:
     return math.gcd(64, *shapes.columns)
 
 
-class Kernels:
-    """The compiled kernels of one model. Keep this object for as long as the kernels run."""
-
-    def __init__(self, shapes: KernelShapes) -> None:
-        module = ir.Module()
-        module.triple = llvm.get_process_triple()
-        lanes, wide = _lanes(shapes), _lanes(shapes, attention=False)
-        for weights in shapes.weights:
+def model_kernels(shapes: KernelShapes) -> Kernels:
+    """Compiles the kernels of a model: "rotate", "attend", and a product for each kind of weights."""
+    module = ir.Module()
+    lanes, wide = _lanes(shapes), _lanes(shapes, attention=False)
+    for weights in shapes.weights:
+        if weights in FOUR_BITS:
+            emit_four_bits(module, weights, _processor(), FOUR_BITS[weights], shapes.eps)
+        else:
             emit_product(module, weights, weights, wide, _int8_width(shapes), shapes.eps)
-        heads, dim = shapes.heads, shapes.head_dim
-        emit_rotate(module, "rotate", lanes, heads, dim, shapes.eps, shapes.qk_norm)
-        emit_attend(module, "attend", lanes, heads, dim, shapes.scale, shapes.block_size)
+    heads, dim = shapes.heads, shapes.head_dim
+    emit_rotate(module, "rotate", lanes, heads, dim, shapes.eps, shapes.qk_norm)
+    emit_attend(module, "attend", lanes, heads, dim, shapes.scale, shapes.block_size)
+    return Kernels(module)
+
+
+def four_bit_kernels(name: str) -> Kernels:
+    """Compiles the product with 4-bit weights without a norm before it, for any model; and "rounding"."""
+    module = ir.Module()
+    emit_rounding(module, "rounding")
+    emit_four_bits(module, name, _processor(), FOUR_BITS[name], eps=0.0)
+    return Kernels(module)
+
+
+class Kernels:
+    """Compiled kernels. Keep this object for as long as the kernels run."""
+
+    def __init__(self, module: ir.Module) -> None:
+        module.triple = llvm.get_process_triple()
         _emit_run(module)
         self._engine = _compile(module)
         self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._engine.get_function_address("run"))
 
     def address(self, name: str) -> int:
-        """Returns the address of a kernel: "rotate", "attend", or a kind of weights for its product."""
+        """Returns the address of a kernel."""
         return self._engine.get_function_address(name)
 
     def run(self, functions: np.ndarray, calls: np.ndarray, threads: int) -> None:

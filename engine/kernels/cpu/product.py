@@ -32,8 +32,11 @@ class Before(IntEnum):
 
 
 def scratch_floats(rows: int, columns: int) -> int:
-    """Returns how many floats of scratch memory each thread needs: f(x), its bytes, a scale and a sum per row."""
-    return rows * columns + rows * columns // 4 + 2 * rows + 64
+    """Returns how many floats of scratch memory each thread needs: f(x), its bytes, and their scales and sums.
+
+    There is a scale and a sum per row, or per 32 numbers (engine/kernels/cpu/four_bits.py).
+    """
+    return rows * columns + rows * columns // 4 + 2 * rows * (1 + columns // 32) + 64
 
 
 def emit_product(module: ir.Module, name: str, weights: str, lanes: int, width: int, eps: float) -> None:
@@ -49,7 +52,7 @@ def emit_product(module: ir.Module, name: str, weights: str, lanes: int, width: 
     )  # fmt: skip
     scratch = b.at(scratch, b.mul(b.thread(), each), F32)
     integers = weights == "int8"
-    _prepare(b, x, norm, scratch, K, R, before, eps)
+    prepare(b, x, norm, scratch, K, R, before, eps)
     rows_at = b.select(b.icmp_signed("==", before, I64(Before.NOTHING)), x, scratch)
     if integers:
         floats = b.mul(R, K)
@@ -130,7 +133,7 @@ def emit_product(module: ir.Module, name: str, weights: str, lanes: int, width: 
     b.ret_void()
 
 
-def _prepare(b: Kernel, x: Any, norm: Any, scratch: Any, K: Any, R: Any, before: Any, eps: float) -> None:
+def prepare(b: Kernel, x: Any, norm: Any, scratch: Any, K: Any, R: Any, before: Any, eps: float) -> None:
     """Write f(x) [R, K] to scratch, unless f is nothing."""
     with b.if_then(b.icmp_signed("==", before, I64(Before.NORM))), b.loop(I64(0), R) as (r, _):
         start = b.mul(r, K)

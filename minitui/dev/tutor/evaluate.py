@@ -68,7 +68,7 @@ def hold_turns(items: dict[str, Item], answer: Answer, chats: int = CHATS, turns
 
 def main(
     model: Annotated[Path, typer.Option(help="Directory of the checkpoint.")] = model_dir(),  # noqa: B008
-    quantization: Annotated[str, typer.Option(help="none or int8.")] = "none",
+    quantization: Annotated[str, typer.Option(help="none, int8 or int4.")] = "none",
     questions: Annotated[
         str, typer.Option("--set", help="evaluation.jsonl or development.jsonl.")
     ] = "evaluation.jsonl",

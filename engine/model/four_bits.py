@@ -1,0 +1,142 @@
+"""Matrices of 4-bit numbers in groups, for float32 activations on a CPU with compiled kernels.
+
+A group is 32 or more consecutive numbers of a row. A number q from 0 to 15 stands for
+
+    row scale · group scale · (q - 8 + group offset)
+
+Group scales and offsets are float16. The row scale is a power of two in float32, so that group scales are neither too
+large nor too small for float16. Our own rounding uses groups of 32 without offsets, as Q4_0 of llama.cpp does. The
+embedding and the output matrix are int8: they are the most sensitive, and the embedding is read by rows.
+
+The kernel (engine/kernels/cpu/four_bits.py) computes 16 rows at a time, so 16 rows are stored together: 64 bytes have 8
+numbers of each row. The first 4 numbers are the low halves of 4 bytes, the next 4 are the high halves.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import ClassVar, Self
+
+import torch
+
+from engine.errors import how_to_install
+from engine.model.linear import ByteWeight, Int8Weight
+
+ROWS, GROUP = 16, 32  # rows that are stored together; numbers in a group of our own rounding
+AT_ONCE = 1 << 20  # numbers that are rounded at a time
+
+
+class Int4Weight(ByteWeight):
+    """A matrix [N, K], with N a multiple of 16 and K a multiple of the group size.
+
+    values: bytes [N / 16, K / 8, 64]; scale [N]; groups and offsets: float16 [N / 16, K / group, 16].
+    """
+
+    __slots__ = ("groups", "offsets")
+    dtype = torch.uint8
+    itemsize = 0.5 + 2 / GROUP
+    group: ClassVar[int] = GROUP
+    with_offsets: ClassVar[bool] = False
+
+    def __init__(
+        self, values: torch.Tensor, scale: torch.Tensor, groups: torch.Tensor, offsets: torch.Tensor | None
+    ) -> None:
+        super().__init__(values, scale)
+        self.groups, self.offsets = groups, offsets
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, device: torch.device) -> Self:
+        groups = torch.empty(rows // ROWS, columns // cls.group, ROWS, dtype=torch.float16, device=device)
+        return cls(
+            torch.empty(rows // ROWS, columns // 8, 4 * ROWS, dtype=torch.uint8, device=device),
+            torch.empty(rows, dtype=torch.float32, device=device),
+            groups,
+            torch.empty_like(groups) if cls.with_offsets else None,
+        )
+
+    @classmethod
+    def vocabulary(cls) -> type[ByteWeight]:
+        return Int8Weight
+
+    @staticmethod
+    def why_not() -> str:
+        """Returns why this machine cannot compute products; empty if it can."""
+        if importlib.util.find_spec("llvmlite") is None:
+            return f"llvmlite is not installed ({how_to_install('cpu')})"
+        from engine.kernels.cpu.library import lacks
+
+        return lacks(("int4",))
+
+    @property
+    def shift(self) -> int:
+        """Returns log2 of the size of a group in parts of 32 numbers: the kernel's rounding of activations."""
+        return (self.shape[1] // self.groups.shape[1] // 32).bit_length() - 1
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.scale), self.values.shape[1] * 8))
+
+    @property
+    def nbytes(self) -> int:
+        offsets = 0 if self.offsets is None else self.offsets.nbytes
+        return self.values.nbytes + self.scale.nbytes + self.groups.nbytes + offsets
+
+    def split(self, sizes: list[int]) -> list[Self]:
+        blocks = [size // ROWS for size in sizes]
+        offsets = [None] * len(sizes) if self.offsets is None else self.offsets.split(blocks)
+        parts = zip(self.values.split(blocks), self.scale.split(sizes), self.groups.split(blocks), offsets, strict=True)
+        return [type(self)(*part) for part in parts]
+
+    def chunk(self, n: int) -> list[Self]:
+        return self.split([len(self.scale) // n] * n)
+
+    def copy_(self, weight: torch.Tensor) -> None:
+        """Round weight [N, K], of any floating type, into this matrix, some rows at a time."""
+        from engine.kernels.cpu.linear import round_to_four_bits  # needs llvmlite
+
+        step = max(ROWS, AT_ONCE // weight.shape[1] // ROWS * ROWS)
+        for first in range(0, len(weight), step):
+            part = weight[first : first + step].float().contiguous()
+            scales = part.new_empty(len(part), self.groups.shape[1])
+            blocks = slice(first // ROWS, (first + len(part)) // ROWS)
+            round_to_four_bits(part, self.values[blocks], scales)
+            self._store_scales(first, scales, None)
+
+    def store(
+        self, first: int, numbers: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None
+    ) -> None:
+        """Store rows from `first` on. numbers: uint8 [n, K]; scales, offsets: [n, K / group], any type."""
+        blocks = slice(first // ROWS, (first + len(numbers)) // ROWS)
+        parts = numbers.view(-1, ROWS, numbers.shape[1] // 8, 2, 4).transpose(1, 2)
+        torch.bitwise_or(parts[..., 0, :], parts[..., 1, :] << 4, out=self.values[blocks].view(parts[..., 0, :].shape))
+        self._store_scales(first, scales, offsets)
+
+    def _store_scales(self, first: int, scales: torch.Tensor, offsets: torch.Tensor | None) -> None:
+        largest = torch.linalg.vector_norm(scales, torch.inf, 1, dtype=torch.float32)
+        row = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
+        row = torch.where((largest > 0) & largest.isfinite(), row, 1.0)
+        rows, blocks = slice(first, first + len(row)), slice(first // ROWS, (first + len(row)) // ROWS)
+        self.scale[rows] = row
+        self.groups[blocks] = (scales.float() / row[:, None]).view(-1, ROWS, scales.shape[1]).transpose(1, 2)
+        if self.offsets is not None:
+            self.offsets[blocks] = 0.0 if offsets is None else offsets.view(-1, ROWS, offsets.shape[1]).transpose(1, 2)
+
+    def dense(self) -> torch.Tensor:
+        """Returns the numbers that the matrix stands for, in float64 [N, K]."""
+        low, high = self.values & 15, self.values >> 4
+        both = torch.stack([part.unflatten(-1, (ROWS, 4)) for part in (low, high)], -2)  # [N / 16, K / 8, 16, 2, 4]
+        numbers = both.transpose(1, 2).reshape(self.shape).double() - 8
+        if self.offsets is not None:
+            numbers += self._by_row(self.offsets)
+        return numbers * self._by_row(self.groups) * self.scale.double()[:, None]
+
+    def _by_row(self, groups: torch.Tensor) -> torch.Tensor:
+        wide = groups.double().transpose(1, 2).flatten(0, 1)
+        return wide.repeat_interleave(self.shape[1] // wide.shape[1], 1)
+
+    def product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        from engine.kernels.cpu.linear import four_bit_product  # needs llvmlite
+
+        out = x.new_empty(len(x), len(self.scale)) if out is None else out
+        four_bit_product(x.contiguous(), self.values, self.scale, self.groups, self.offsets, self.shift, out)
+        return out
