@@ -5,6 +5,7 @@
                   <|start|>assistant<|channel|>final<|message|>…                 …
     Seed-OSS      <seed:think>…</seed:think>                                     <think>…</think>
     Ministral 3   [THINK]…[/THINK]                                               <think>…</think>
+    Granite, Mistral, Seed-OSS: calls after a token of their own (engine/text/written_calls.py)
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import re
 from collections.abc import Callable, Mapping
 
 from engine.text.detokenizer import Detokenizer
+from engine.text.written_calls import as_blocks
 
 SINGLE = {
     "<seed:think>": "<think>", "</seed:think>": "</think>", "[THINK]": "<think>", "[/THINK]": "</think>",
 }  # fmt: skip
 BEGINS, MESSAGE, ENDS = ("<|start|>", "<|channel|>"), "<|message|>", ("<|end|>", "<|return|>", "<|call|>")
+CALLS, END_CALL = ("<|tool_call|>", "[TOOL_CALLS]", "<seed:tool_call>"), "</seed:tool_call>"
 FUNCTION = re.compile(r"to=functions\.([\w.-]+)")
 
 
@@ -37,9 +40,11 @@ class Markers:
         has_channels = self.message is not None
         self.begins = frozenset(known(dict.fromkeys(BEGINS, ""))) if has_channels else frozenset()
         self.ends = frozenset(known(dict.fromkeys(ENDS, ""))) if has_channels else frozenset()
+        self.calls = frozenset(known(dict.fromkeys(CALLS, "")))
+        self.end_call = id_of(END_CALL)
 
     def __bool__(self) -> bool:
-        return bool(self.single or self.begins)
+        return bool(self.single or self.begins or self.calls)
 
 
 class MarkedDetokenizer:
@@ -50,11 +55,19 @@ class MarkedDetokenizer:
         self._inner = inner
         self._header: list[int] | None = None  # the ids since the last <|start|> or <|channel|>; None: no header
         self._close = ""  # the text that ends the open part
+        self._call: list[int] | None = None  # the ids since a token of CALLS; None: no call
 
     def push(self, ids: list[int]) -> str:
         markers, text = self._markers, ""
         for token_id in ids:
-            if token_id in markers.single:
+            if token_id in markers.calls:
+                text += self._inner.flush() + self._end_call()
+                self._call = []
+            elif self._call is not None and token_id == markers.end_call:
+                text += self._end_call()
+            elif self._call is not None:
+                self._call.append(token_id)
+            elif token_id in markers.single:
                 text += self._inner.flush() + markers.single[token_id]
             elif token_id in markers.begins:
                 text += self._end()
@@ -72,6 +85,8 @@ class MarkedDetokenizer:
         return text
 
     def flush(self) -> str:
+        if self._call is not None:
+            return self._end_call()
         if self._close.endswith("</tool_call>"):  # the end token of a call is not pushed
             return self._end()
         return self._inner.flush()
@@ -85,6 +100,10 @@ class MarkedDetokenizer:
             self._close = "\n</think>\n\n"
             return "<think>\n"
         return ""
+
+    def _end_call(self) -> str:
+        call, self._call = self._call, None
+        return as_blocks(self._markers.decode(call)) if call else ""
 
     def _end(self) -> str:
         text, self._close = self._inner.flush() + self._close, ""

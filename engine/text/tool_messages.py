@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -32,6 +33,8 @@ def for_template(
     Raises InvalidRequest if the arguments of a tool call are not a JSON object.
     """
     messages = with_parsed_arguments(messages)
+    if "length != 9" in template:
+        messages = with_short_ids(messages)
     if tools and "tools" in template:
         return messages, tools
     if tools or "tool" not in template:
@@ -63,6 +66,23 @@ def with_parsed_arguments(messages: list[Message]) -> list[Message]:
                 raise InvalidRequest(f"{field}: the arguments of {name!r} are not a JSON object", field)
             parsed.append({**call, "function": {**call["function"], "arguments": arguments}})
         done.append({**message, "tool_calls": parsed})
+    return done
+
+
+def with_short_ids(messages: list[Message]) -> list[Message]:
+    """Returns the messages with ids of calls as templates of Mistral demand them: 9 letters and digits."""
+
+    def short(name: Any) -> str:
+        return hashlib.sha256(str(name).encode("utf-8", "replace")).hexdigest()[:9]
+
+    done = []
+    for message in messages:
+        new = dict(message)
+        if "tool_call_id" in message:
+            new["tool_call_id"] = short(message["tool_call_id"])
+        if message.get("tool_calls"):
+            new["tool_calls"] = [{**call, "id": short(call.get("id"))} for call in message["tool_calls"]]
+        done.append(new)
     return done
 
 

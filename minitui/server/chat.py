@@ -167,7 +167,7 @@ class Choice:
         self._legacy = body.functions is not None  # calls are shown as function_call, and there is at most one
         self._single = body.parallel_tool_calls is False or self._legacy
         self._with_reasoning = body.include_reasoning is not False
-        free = ReplyParser(answer.thinking, bool(answer.tools))
+        free = ReplyParser(answer.thinking, answer.tools)
         self._parser = ForcedCallParser(answer.forced) if answer.forced else free
         self._new = Parts()
         self.parts = Parts()

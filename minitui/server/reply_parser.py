@@ -2,6 +2,7 @@
 
     <think>...</think>                      reasoning
     <tool_call>{"name", "arguments"}</tool_call>   a call, in the format of Hermes and Qwen
+    a call without markers                  if the reply's content begins with it (bare_calls.py)
     everything else                         content
 
 A marker may arrive in pieces. Text that may be the beginning of a marker is held back until later text shows whether it
@@ -17,8 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from minitui.server.bare_calls import BareCalls
+
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
+KINDS: dict[str, Any] = {  # types of JSON schema other than text
+    "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict, "null": type(None),
+}  # fmt: skip
 BEGUN_CALL = re.compile(r'\{"name": (?P<name>"(?:[^"\\]|\\.)*")(?:, "arguments": (?P<arguments>.*))?', re.DOTALL)
 
 
@@ -35,11 +41,12 @@ class Parts:
 
 
 class ReplyParser:
-    """Parses one reply. `thinking`: the prompt ends with an open think tag. `tools`: look for tool calls."""
+    """Parses one reply. `thinking`: the prompt ends with an open think tag. `tools`: look for calls of these tools."""
 
-    def __init__(self, thinking: bool = False, tools: bool = False) -> None:
+    def __init__(self, thinking: bool = False, tools: Sequence[dict[str, Any]] = ()) -> None:
         self._mode = "think" if thinking else "start"
-        self._tools = tools
+        self._types = {tool["function"]["name"]: _types(tool["function"].get("parameters")) for tool in tools}
+        self._bare = BareCalls(self._types)
         self._held = ""
         self._skip_newlines = False
 
@@ -57,7 +64,9 @@ class ReplyParser:
         if self._mode == "think":
             parts.reasoning = self._held
         elif self._mode == "call":
-            _take_call(self._held, parts, CALL + self._held)
+            self._take_call(self._held, parts, CALL + self._held)
+        elif self._types and self._mode in ("first", "bare") and (calls := self._bare.parse(self._held)):
+            parts.calls = [_call(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
         else:
             parts.content = self._held
         self._held = ""
@@ -72,19 +81,19 @@ class ReplyParser:
                 return True
             if THINK.startswith(stripped):
                 return False  # no text yet, or an incomplete tag: "<thi"
-            self._mode = "content"
+            self._mode = "first"
             return True
         if self._mode == "think":
             found, text = self._until(END_THINK)
             parts.reasoning += text
             if found:
-                self._mode, self._skip_newlines = "content", True
+                self._mode, self._skip_newlines = "first", True
             return found
         if self._mode == "call":
             body, end, rest = self._held.partition(END_CALL)
             if not end:
                 return False
-            _take_call(body, parts, CALL + body + END_CALL)
+            self._take_call(body, parts, CALL + body + END_CALL)
             self._held, self._mode, self._skip_newlines = rest, "content", True
             return True
         if self._skip_newlines:  # empty lines between the content and the reasoning or call before it are dropped
@@ -92,7 +101,14 @@ class ReplyParser:
             if not self._held:
                 return False
             self._skip_newlines = False
-        if not self._tools:
+        if self._mode == "first":
+            begins = self._bare.begins(self._held.lstrip()) if self._types else False
+            if begins is not None:
+                self._mode = "bare" if begins else "content"
+            return begins is not None
+        if self._mode == "bare":
+            return False
+        if not self._types:
             parts.content += self._held
             self._held = ""
             return False
@@ -118,6 +134,22 @@ class ReplyParser:
         self._held = before[cut:]
         return False, before[:cut]
 
+    def _take_call(self, text: str, parts: Parts, as_written: str) -> None:
+        """Add the tool call in `text` to `parts`. If `text` is not a valid call, add `as_written` as content."""
+        try:
+            value = json.loads(text)
+            name, arguments = value["name"], value.get("arguments", value.get("parameters", {}))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            name, arguments = None, None
+        if not isinstance(name, str):
+            parts.content += as_written
+            return
+        if isinstance(arguments, dict):
+            types = self._types.get(name, {})
+            arguments = {key: _typed(value, types.get(key)) for key, value in arguments.items()}
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        parts.calls.append(_call(name, written))
+
 
 class ForcedCallParser(ReplyParser):
     """Parses a reply whose grammar allows exactly one tool call and no other text.
@@ -127,7 +159,7 @@ class ForcedCallParser(ReplyParser):
 
     def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
         """`tools`: the reply calls one of these."""
-        super().__init__()
+        super().__init__(tools=tools)
         self._only = tools[0]["function"]["name"] if len(tools) == 1 else None
 
     def _advance(self, parts: Parts) -> bool:
@@ -136,7 +168,7 @@ class ForcedCallParser(ReplyParser):
     def flush(self) -> Parts:
         parts = Parts()
         held, self._held = self._held, ""
-        _take_call(held, parts, "")
+        self._take_call(held, parts, "")
         if not parts.calls:
             begun = BEGUN_CALL.match(held)
             name = json.loads(begun["name"]) if begun else self._only
@@ -146,18 +178,24 @@ class ForcedCallParser(ReplyParser):
         return parts
 
 
-def _take_call(text: str, parts: Parts, as_written: str) -> None:
-    """Add the tool call in `text` to `parts`. If `text` is not a valid call, add `as_written` as content."""
+def _types(schema: Any) -> dict[str, Any]:
+    """Returns the types of the parameters in a JSON schema, by name."""
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    found = properties.items() if isinstance(properties, dict) else ()
+    return {name: each.get("type") for name, each in found if isinstance(each, dict)}
+
+
+def _typed(value: Any, types: Any) -> Any:
+    """Returns the value of a text if the tool wants no text: some families write all arguments as text."""
+    wanted = types if isinstance(types, list) else [types]
+    if not isinstance(value, str) or not set(map(str, wanted)) <= set(KINDS):
+        return value
     try:
-        value = json.loads(text)
-        name, arguments = value["name"], value.get("arguments", {})
-    except (ValueError, TypeError, KeyError, RecursionError):
-        name, arguments = None, None
-    if not isinstance(name, str):
-        parts.content += as_written
-        return
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    parts.calls.append(_call(name, written))
+        found = json.loads(value.lower() if value in ("True", "False", "None") else value)
+    except (ValueError, RecursionError):
+        return value
+    fits = any(isinstance(found, KINDS[each]) and (type(found) is bool) == (each == "boolean") for each in wanted)
+    return found if fits else value
 
 
 def _call(name: str, arguments: str) -> dict[str, Any]:

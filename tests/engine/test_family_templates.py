@@ -13,6 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from engine.errors import InvalidRequest
 from engine.text.tokenizer import Tokenizer
+from engine.text.tool_messages import for_template
 from tests.engine.test_tokenizer import TEXTS, byte_level, sentencepiece_like, write
 from tests.support.templates import CHATS, FORMATS
 
@@ -115,6 +116,10 @@ def test_end_tokens_are_those_of_generation_config(name: str, ends: list[str], t
     assert set(Tokenizer(tmp_path).eos_ids) == {*ids, tokenizer.token_to_id(FORMATS[name].tokens.split()[-1])}
 
 
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"properties": {"n": {"type": "integer"}}}}}
+    for name in ("now", "f")
+]
 HARMONY = [
     ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello.",
      "<think>\nHm.\n</think>\n\nHello."),
@@ -139,7 +144,7 @@ def test_channels_of_gpt_oss_are_shown_as_thinking_and_calls(reply: str, shown: 
     tokenizer = tiktoken_like()
     tokenizer.add_special_tokens([*form.tokens.split(), "<|constrain|>", "<|call|>"])
     ours = Tokenizer(write(tmp_path, tokenizer))
-    ids, stream, parser = ours.encode(reply, allow_special=True), ours.detokenizer(), ReplyParser(tools=True)
+    ids, stream, parser = ours.encode(reply, allow_special=True), ours.detokenizer(), ReplyParser(tools=TOOLS)
     pieces = [*(stream.push([token]) for token in ids), stream.flush()]
     assert "".join(pieces) == shown == ours.decode(ids)
     assert ours.decode(ids, skip_special_tokens=False) == reply
@@ -160,3 +165,58 @@ def test_other_marks_of_thinking_are_shown_as_the_usual_ones(special: bool, tags
     ids = ours.encode(f"{tags[0]}Hm.{tags[1]}Hello", allow_special=True)
     assert ours.decode(ids) == "<think>Hm.</think>Hello"
     assert ours.decode(ids, skip_special_tokens=False) == f"{tags[0]}Hm.{tags[1]}Hello"
+
+
+CALLS = {  # tokens of a family, a reply, its content, its calls
+    "Granite": ("<|tool_call|>",
+                '<|tool_call|>[{"name": "f", "arguments": {"n": 1}}, {"name": "now", "arguments": {}}]', "",
+                [("f", {"n": 1}), ("now", {})]),
+    "Mistral 7B": ("[TOOL_CALLS]", 'I look. [TOOL_CALLS][{"name": "f", "arguments": {"n": 1}}]', "I look. ",
+                   [("f", {"n": 1})]),
+    "Ministral 3": ("[TOOL_CALLS] [ARGS] [CALL_ID] [THINK] [/THINK]",
+                    '[THINK]Hm.[/THINK][TOOL_CALLS]f[ARGS]{"n": 1}[TOOL_CALLS]now[CALL_ID]x1[ARGS]{}', "",
+                    [("f", {"n": 1}), ("now", {})]),
+    "Seed-OSS": ("<seed:tool_call> </seed:tool_call>",
+                 "Ja: <seed:tool_call>\n<function=f>\n<parameter=n>12</parameter>\n<parameter=t>12</parameter>\n"
+                 "</function>\n</seed:tool_call>", "Ja: ", [("f", {"n": 12, "t": "12"})]),
+    "Llama 3.1": ("<|python_tag|>", '<|python_tag|>{"name": "f", "parameters": {"n": 1}}; {"name": "now", '
+                  '"parameters": {}}', "", [("f", {"n": 1}), ("now", {})]),
+    "Llama 3.2": ("", "[f(n=1, t='é'), now()]", "", [("f", {"n": 1, "t": "é"}), ("now", {})]),
+    "GLM-4": ("<|observation|>", 'f\n{"n": 1}', "", [("f", {"n": 1})]),
+    "an unknown tool": ("", '{"name": "g", "parameters": {}}', '{"name": "g", "parameters": {}}', []),
+    "a cut call": ("", '{"name": "f", "parameters": {"n"', '{"name": "f", "parameters": {"n"', []),
+    "a link": ("", "[f](https://a.example) is a page about calls, and this text is longer than the head of a call.",
+               "[f](https://a.example) is a page about calls, and this text is longer than the head of a call.", []),
+    "not JSON": ("", "[f(n=b'x')]", "[f(n=b'x')]", []),
+    "a list": ("", "[1, 2]", "[1, 2]", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_calls_of_every_family_are_found(name: str, tmp_path: Path) -> None:
+    """Token by token and as a whole, through the server's parser."""
+    from minitui.server.reply_parser import ReplyParser
+
+    tokens, reply, content, calls = CALLS[name]
+    tokenizer = tiktoken_like()
+    tokenizer.add_special_tokens(tokens.split())
+    ours = Tokenizer(write(tmp_path, tokenizer))
+    ids, stream = ours.encode(reply, allow_special=True), ours.detokenizer()
+    pieces = [*(stream.push([token]) for token in ids), stream.flush()]
+    assert "".join(pieces) == ours.decode(ids)
+    for texts in (pieces, [ours.decode(ids)]):
+        parser = ReplyParser(tools=TOOLS)
+        parts = [*map(parser.push, texts), parser.flush()]
+        found = [call["function"] for part in parts for call in part.calls]
+        assert [(call["name"], json.loads(call["arguments"])) for call in found] == calls
+        assert "".join(part.content for part in parts) == content
+    parser = ReplyParser()
+    assert "".join(part.content for part in (parser.push(reply), parser.flush())) == reply, "no tools are offered"
+
+
+def test_templates_of_mistral_get_ids_of_nine_characters() -> None:
+    call = {"id": "call_0123456789", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    chat: list[Any] = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": call["id"]}]
+    [asked, answered], _ = for_template(chat, TOOLS, "{% if call.id | length != 9 %}… {{ tools }}")
+    assert asked["tool_calls"][0]["id"] == answered["tool_call_id"] and len(answered["tool_call_id"]) == 9
+    assert for_template(chat, TOOLS, "{{ tools }}")[0][1]["tool_call_id"] == call["id"]
