@@ -17,9 +17,8 @@ from engine.options import engine_config
 from engine.outputs import Collector, RequestOutput
 from engine.params import SamplingParams
 from engine.process.client import EngineClient
-from engine.process.stream import Stream
+from engine.process.stream import Merged, Stream
 from engine.prompts import check_names, needed, read
-from engine.text.output import Delta
 from engine.text.tokenizer import Tokenizer
 
 
@@ -80,16 +79,19 @@ class AsyncLLM:
                                  "request_id")  # fmt: skip
         collector = Collector(name, found, params, self._tokenizer)
         streams = self._streams[name] = []
+        merged = None
         try:
             for index in range(params.n):
                 streams.append(client.submit(
                     found.ids, params, sample_index=index, priority=priority, cache_salt=found.cache_salt
                 ))  # fmt: skip
-            async with contextlib.aclosing(_merged(streams)) as deltas:
-                async for index, delta in deltas:
-                    collector.add(index, delta)
-                    yield collector.snapshot()
+            merged = Merged(streams)
+            async for index, delta in merged:
+                collector.add(index, delta)
+                yield collector.snapshot()
         finally:
+            if merged is not None:
+                merged.cancel()
             await self.abort(name)
 
     async def abort(self, request_id: str) -> None:
@@ -122,28 +124,3 @@ class AsyncLLM:
         """End the process at once. Safe without a running event loop."""
         if self._client is not None:
             self._client.kill()
-
-
-async def _merged(streams: list[Stream]) -> AsyncGenerator[tuple[int, Delta], None]:
-    """Yields (index of the stream, delta) as the deltas arrive. Raises the first error of a stream."""
-    arrived: asyncio.Queue[tuple[int, Delta | Exception]] = asyncio.Queue()
-
-    async def read_all(index: int, stream: Stream) -> None:
-        try:
-            async for delta in stream:
-                arrived.put_nowait((index, delta))
-        except Exception as error:
-            arrived.put_nowait((index, error))
-
-    tasks = [asyncio.ensure_future(read_all(index, stream)) for index, stream in enumerate(streams)]
-    try:
-        left = len(streams)
-        while left:
-            index, delta = await arrived.get()
-            if isinstance(delta, Exception):
-                raise delta
-            left -= bool(delta.finish_reason)
-            yield index, delta
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -1,15 +1,16 @@
-"""The answer to one request: a queue of deltas, read through an async iterator."""
+"""The answer to one request: a queue of deltas, read through an async iterator; and the answers to several."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from typing import Any, Generic, TypeVar
 
 from engine.errors import EngineDead, EngineError
 from engine.text.output import Delta
 
+Item = TypeVar("Item")
 
 class Stream:
     """One request's deltas, as an async iterator.
@@ -84,3 +85,41 @@ class Stream:
         self._wake.set()
         if isinstance(item, EngineError):
             self._decided.set()
+
+
+class Merged(Generic[Item]):
+    """Iterates over (index of the source, item) of several sources, as the items arrive. Raises their first error.
+
+    A slow reader slows the sources down: at most one item of each is held. `cancel` must be called in the end.
+    """
+
+    def __init__(self, sources: Sequence[AsyncIterable[Item]]) -> None:
+        self._arrived: asyncio.Queue[tuple[int, Item] | Exception | None] = asyncio.Queue(len(sources))
+        self._left = len(sources)
+        self._tasks = [asyncio.create_task(self._read(*numbered)) for numbered in enumerate(sources)]
+
+    def __aiter__(self) -> Merged[Item]:
+        return self
+
+    async def __anext__(self) -> tuple[int, Item]:
+        while self._left:
+            found = await self._arrived.get()
+            if isinstance(found, Exception):
+                raise found
+            if found is not None:
+                return found
+            self._left -= 1
+        raise StopAsyncIteration
+
+    def cancel(self) -> None:
+        """End the reading. Repeated calls are allowed."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _read(self, index: int, source: AsyncIterable[Item]) -> None:
+        try:
+            async for item in source:
+                await self._arrived.put((index, item))
+        except Exception as error:
+            await self._arrived.put(error)
+        await self._arrived.put(None)

@@ -21,7 +21,7 @@ from fastapi.responses import JSONResponse, Response
 from engine.core.step import TokenLogprobs
 from engine.errors import EngineDead, InvalidRequest
 from engine.params import SamplingParams
-from engine.process.stream import Stream
+from engine.process.stream import Merged, Stream
 from engine.text.output import Delta
 from minitui.server.errors import ApiError
 from minitui.server.notices import notice
@@ -68,7 +68,7 @@ class Answer:
         self._stream_events = stream
         self._places = contextlib.ExitStack()
         self._places.enter_context(service.admit(sequences))
-        self._tasks: list[asyncio.Task[None]] = []
+        self._merged: Merged[Output] | None = None  # of several sequences
         self._deadline = asyncio.get_running_loop().time() + service.settings.request_s
         self._params = SamplingParams()
         self.prompts: list[list[int]] = []  # their token ids, once they are submitted
@@ -148,8 +148,8 @@ class Answer:
 
     def close(self) -> None:
         """End the unfinished sequences and free their places in the queue. Repeated calls are allowed."""
-        for task in self._tasks:
-            task.cancel()
+        if self._merged is not None:
+            self._merged.cancel()
         for stream in self.streams:
             if not stream.finish_reason:
                 with contextlib.suppress(EngineDead):
@@ -177,7 +177,9 @@ class Answer:
 
     async def _parts(self) -> AsyncIterator[Part]:
         """Yields parts until all sequences have ended. Raises the error of a sequence that failed."""
-        source = self._read_one() if len(self.streams) == 1 else self._read_several()
+        if len(self.streams) > 1:
+            self._merged = Merged([_read(stream) for stream in self.streams])
+        source = self._merged or self._read_one()
         while True:
             try:
                 async with asyncio.timeout_at(self._deadline):
@@ -208,28 +210,6 @@ class Answer:
     async def _read_one(self) -> AsyncIterator[Part]:
         async for part in _read(self.streams[0]):
             yield 0, part
-
-    async def _read_several(self) -> AsyncIterator[Part]:
-        unread: asyncio.Queue[Part | Exception | None] = asyncio.Queue(maxsize=len(self.streams))
-
-        async def read(index: int, stream: Stream) -> None:
-            try:
-                async for part in _read(stream):
-                    await unread.put((index, part))
-            except Exception as error:
-                await unread.put(error)
-            await unread.put(None)
-
-        self._tasks = [asyncio.create_task(read(i, stream)) for i, stream in enumerate(self.streams)]
-        left = len(self.streams)
-        while left:
-            item = await unread.get()
-            if item is None:
-                left -= 1
-            elif isinstance(item, Exception):
-                raise item
-            else:
-                yield item
 
 
 async def _read(stream: Stream) -> AsyncIterator[Output]:
