@@ -18,6 +18,7 @@ from typing import Any
 MOST_WAITING = 32 << 20
 PIPE_SIZE = 1 << 20
 LENGTH = 4  # bytes of the length before each message
+VERSION = 2  # of marshal's format: later versions look up each object, to write it once
 
 
 class Pipe:
@@ -26,6 +27,7 @@ class Pipe:
     def __init__(self, environment: dict[str, str]) -> None:
         """`environment`: added to the variables of this process."""
         self.lost = False
+        self._unsent: list[bytes] = []  # since the last flush
         self._waiting: deque[bytes | memoryview] = deque()
         self._size = 0
         reader, self._out = os.pipe()
@@ -44,13 +46,20 @@ class Pipe:
         os.close(asks)
 
     def send(self, message: tuple[Any, ...]) -> None:
-        """Send a message, or keep it until the watcher has room for it, or drop it."""
+        """Encode a message; the next flush sends it."""
+        if not self.lost:
+            data = marshal.dumps(message, VERSION)
+            self._unsent += (len(data).to_bytes(LENGTH, "little"), data)
+
+    def flush(self) -> None:
+        """Send the messages, or keep them until the watcher has room for them, or drop them."""
         if self.lost:
             self._send_waiting()
             return
-        data = marshal.dumps(message)
-        frame = len(data).to_bytes(LENGTH, "little") + data
-        sent = 0
+        if not self._unsent:
+            return
+        frame, sent = b"".join(self._unsent), 0
+        self._unsent.clear()
         if not self._waiting or self._send_waiting():
             with contextlib.suppress(BlockingIOError):
                 sent = os.write(self._out, frame)

@@ -2,7 +2,8 @@
 
 It is vLLM's own scheduler; after each decision it writes down what was decided. minitui/vllm/translate.py describes the
 messages. Nothing here may disturb vLLM: the first exception ends the recording, with one line in vLLM's log. Python
-calls cost up to a microsecond, so nothing here is called once per request and step.
+calls cost up to a microsecond, so nothing here is called once per request and step. A message is encoded at once, while
+its objects are in the processor's caches; messages are sent together, because each write wakes the watcher.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import sys
 import time
 from collections import deque
+from itertools import compress, filterfalse
 from typing import TYPE_CHECKING, Any
 
 from vllm import __version__
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.minitui")  # below "vllm": else vLLM's log would not show it
 now = time.perf_counter  # the same clock in all processes of a machine
+FLUSH_S = 0.04  # between two writes to the watcher
 ASKED_EVERY = 256  # steps between two looks at what the watcher asks for, and between two reports of the cost
 
 
@@ -46,35 +49,42 @@ class Recorder:
     def __init__(self, scheduler: Scheduler, pipe: Pipe | None = None) -> None:
         """`pipe`: replaces the watcher process, for tests. Raises ValueError if the model cannot be shown."""
         self.scheduler = scheduler
-        self.events: list[tuple[Any, ...]] = []  # since the last message
         self.step = -1
         self.checking = bool(os.environ.get("MINITUI_VLLM_CHECK"))
         self.seconds = 0.0  # spent here
+        self.events: list[tuple[Any, ...]] = []  # since the last message
+        self._tokens: dict[str, int] = {}  # of the last step: request -> tokens
+        self._ids: list[str] = []
+        self._counts: list[int] = []
+        self._flush_at = 0.0
         self._in_flight: deque[tuple[SchedulerOutput, int]] = deque(maxlen=64)
-        self._tokens: dict[str, int] | None = None  # of the last step
         self._manager = _only_manager(scheduler)
         self._pool = scheduler.kv_cache_manager.block_pool
         self._info = describe(scheduler, self._manager.block_size)
         self.pipe = pipe or Pipe({"MINITUI_VLLM_RANK": str(self._info["rank"])})
-        self._hooks = {
-            name: getattr(self, f"_{name}") for name in ("get_new_blocks", "cache_full_blocks", "evict_blocks")
-        }
-        for name, hook in self._hooks.items():
-            setattr(self._pool, name, hook(getattr(self._pool, name)))
+        for name, method in (("get_new_blocks", self._get_new_blocks), ("cache_full_blocks", self._cache_full_blocks),
+                             ("evict_blocks", self._evict_blocks)):  # fmt: skip
+            setattr(self._pool, name, method(getattr(self._pool, name)))
         self.pipe.send(("init", now(), self._info))
+        self.pipe.flush()
 
     def stop(self) -> None:
         """Remove the hooks from the pool and end the watcher."""
-        for name in self._hooks:
+        for name in ("get_new_blocks", "cache_full_blocks", "evict_blocks"):
             self._pool.__dict__.pop(name, None)
-        self.pipe.close()
+        try:
+            self.pipe.flush()
+        finally:
+            self.pipe.close()
 
     # ---- the pool
 
     def _get_new_blocks(self, original: Any) -> Any:
         def get_new_blocks(num_blocks: int) -> Any:
             blocks = original(num_blocks)
+            began = now()
             self.events.append(("g", [block.block_id for block in blocks]))
+            self.seconds += now() - began
             return blocks
 
         return get_new_blocks
@@ -85,6 +95,7 @@ class Recorder:
             **options: Any,
         ) -> None:  # fmt: skip
             original(request, blocks, num_cached_blocks, num_full_blocks, block_size, *rest, **options)
+            began = now()
             if num_cached_blocks < num_full_blocks:
                 self.events.append((
                     "c", request.request_id, num_cached_blocks,
@@ -92,6 +103,7 @@ class Recorder:
                     request.block_hashes[num_cached_blocks:num_full_blocks],
                     request._all_token_ids[num_cached_blocks * block_size : num_full_blocks * block_size],
                 ))  # fmt: skip
+            self.seconds += now() - began
 
         return cache_full_blocks
 
@@ -102,10 +114,24 @@ class Recorder:
 
         return evict_blocks
 
+    def _take_events(self) -> list[tuple[Any, ...]]:
+        """Returns the events since the last call."""
+        events, self.events = self.events, []
+        return events
+
+    def _send(self, t: float, *message: Any) -> None:
+        """Send a message; `t`: the time now. Without requests there may be no later message to send it with."""
+        self.pipe.send(message)
+        if t > self._flush_at or not self.scheduler.requests:
+            self._flush_at = t + FLUSH_S
+            self.pipe.flush()
+
     # ---- the scheduler
 
     def added(self, request: Request) -> None:
-        self.pipe.send(("add", now(), *self._facts(request)))
+        began = now()
+        self._send(began, "add", began, *self._facts(request))
+        self.seconds += now() - began
 
     def _facts(self, request: Request) -> tuple[Any, ...]:
         ids = request.prompt_token_ids or [0] * request.num_prompt_tokens
@@ -115,33 +141,29 @@ class Recorder:
     def scheduled(self, output: SchedulerOutput, began: float) -> None:
         """Send what `schedule` decided."""
         ended = now()
-        events, self.events = self.events, []
+        events = self._take_events()
         tokens = output.num_scheduled_tokens
         if not tokens and not events:
             return
         scheduler, cached = self.scheduler, output.scheduled_cached_reqs
-        resumed = cached.resumed_req_ids
+        resumed, ids, grows = cached.resumed_req_ids, cached.req_ids, cached.new_block_ids
         new = [self._admission(r.req_id, r.num_computed_tokens, r.block_ids[0]) for r in output.scheduled_new_reqs]
         if resumed:
-            rows = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
+            rows = zip(ids, cached.num_computed_tokens, grows, strict=True)
             new += [self._admission(id, n, blocks[0]) for id, n, blocks in rows if id in resumed]
         grown = [
-            (id, blocks[0])
-            for id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True)
-            if blocks is not None and id not in resumed
-        ]
+            (ids[i], grows[i][0]) for i in compress(range(len(grows)), grows)  # blocks are None in most rows
+            if ids[i] not in resumed
+        ]  # fmt: skip
         drafts = {id: len(ids) for id, ids in output.scheduled_spec_decode_tokens.items()}
         step = -1
         if tokens:
             step = self.step = self.step + 1
             self._in_flight.append((output, step))
-        same = tokens == self._tokens
-        self._tokens = tokens
+        changed = self._changed(tokens, new)
         running, waiting = scheduler.get_request_counts()
-        check = self._counts() if self.checking else None
-        # Joining the ids takes half the time of encoding the dictionary.
-        sent = None if same else ("\n".join(tokens), list(tokens.values()))
-        self.pipe.send(("schedule", began, ended, step, events, new, grown, sent, drafts, running, waiting, check))
+        check = self._check() if self.checking else None
+        self._send(ended, "schedule", began, ended, step, events, new, grown, changed, drafts, running, waiting, check)
         if step % ASKED_EVERY == ASKED_EVERY - 1:
             self.pipe.send(("cost", self.step + 1, self.seconds))
             if self.pipe.asked():
@@ -149,6 +171,23 @@ class Recorder:
         if self.pipe.recover():
             self.send_whole_state()
         self.seconds += now() - ended
+
+    def _changed(self, tokens: dict[str, int], new: list[tuple[Any, ...]]) -> tuple[Any, ...] | None:
+        """Returns how a step's requests and their tokens differ from the step before: most steps are equal."""
+        ids, counts = list(tokens), list(tokens.values())
+        same = ids == self._ids
+        if same and counts == self._counts:
+            return None
+        gone: list[str] = []
+        come: list[str] = []
+        old, self._tokens, self._ids, self._counts = self._tokens, tokens, ids, counts
+        if not same:
+            gone = list(filterfalse(tokens.__contains__, old))
+            come = [row[0] for row in new if row[0] in tokens and row[0] not in old]
+            if len(come) != len(tokens) - len(old) + len(gone):  # a running request that the last step left out
+                come = list(filterfalse(old.__contains__, tokens))
+        one = counts.count(1) == len(counts)
+        return gone, come, [] if one else [item for item in tokens.items() if item[1] != 1]
 
     def _admission(self, id: str, computed: int, blocks: list[int]) -> tuple[Any, ...]:
         request = self.scheduler.requests[id]
@@ -158,7 +197,7 @@ class Recorder:
     def updated(self, output: SchedulerOutput, result: ModelRunnerOutput, began: float) -> None:
         """Send what `update_from_output` did."""
         ended = now()
-        events, self.events = self.events, []
+        events = self._take_events()
         step = -1
         while self._in_flight:
             scheduled, number = self._in_flight.popleft()
@@ -175,15 +214,15 @@ class Recorder:
                 for id, draft in output.scheduled_spec_decode_tokens.items()
                 if id in index and sampled and sampled[index[id]]
             ]
-        check = self._counts() if self.checking else None
-        self.pipe.send(("update", began, ended, step, events, accepted, check))
+        check = self._check() if self.checking else None
+        self._send(ended, "update", began, ended, step, events, accepted, check)
         self.seconds += now() - ended
 
     def send_events(self) -> None:
         """Send what was done outside of a step: requests that were cancelled."""
-        events, self.events = self.events, []
+        began, events = now(), self._take_events()
         if events:
-            self.pipe.send(("events", now(), events))
+            self._send(began, "events", began, events)
 
     def send_whole_state(self) -> None:
         """Send the state of every request, after messages were lost or did not fit what came before."""
@@ -198,10 +237,10 @@ class Recorder:
                 request.block_hashes[:cached], request._all_token_ids[: cached * manager.block_size],
                 request.num_preemptions,
             ))  # fmt: skip
-        self._tokens = None
+        self._tokens, self._ids, self._counts = {}, [], []
         self.pipe.send(("whole", now(), self.step, requests, waiting))
 
-    def _counts(self) -> tuple[Any, ...]:
+    def _check(self) -> tuple[Any, ...]:
         """Returns vLLM's own numbers, which the watcher compares with its state: free blocks, and every block table."""
         tables = {
             id: [block.block_id for block in blocks] for id, blocks in self._manager.req_to_blocks.items() if blocks

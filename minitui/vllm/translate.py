@@ -4,8 +4,8 @@ The messages, in order; times are seconds of one clock:
 
     init      t, facts about the engine
     add       t, id, prompt ids, largest number of tokens
-    schedule  began, ended, step (-1: nothing to compute), events, admissions, grown, the step's request ids (one text)
-              and their tokens (None: as in the step before), drafts, running, waiting, check
+    schedule  began, ended, step (-1: nothing to compute), events, admissions, grown, changes, drafts, running, waiting,
+              check
     update    began, ended, step, events, accepted drafts, check
     events    t, events: what happened outside of a step
     cost      steps, seconds that they took in vLLM's process for this recording
@@ -14,6 +14,8 @@ The messages, in order; times are seconds of one clock:
 Events: ("g", blocks) taken from the pool; ("c", id, start, blocks, hashes, ids) cached; ("e", blocks) evicted by a
 connector; ("p", id) preempted; ("f", id, status, tokens) finished; ("r",) the prefix cache was cleared. An admission is
 (id, cached tokens, block table, tokens, hashes of the cached blocks and the next one); grown is [(id, new blocks)].
+Changes: against the step before, the ids of requests that are not in this step any more, those that are new in it, and
+(id, tokens) of all requests that compute more than one token; None: no change.
 
 vLLM takes the blocks of a request before it reports them, so a request's new blocks are applied when an event first
 names the request, and at the end of the step at the latest.
@@ -83,7 +85,8 @@ class Translator:
         self._most_rows = 0
         self._prefilling: dict[str, Known] = {}
         self._decoding: set[str] = set()
-        self._tokens: dict[str, int] = {}
+        self._scheduled: dict[str, int] = {}  # the requests of the last step -> 1
+        self._tokens: dict[str, int] = {}  # the requests of the last step -> tokens
         self._planned: dict[int, Planned] = {}
         self._admissions: dict[str, tuple[Any, ...]] = {}
         self._grown: dict[str, list[int]] = {}
@@ -190,7 +193,8 @@ class Translator:
 
     def _schedule(
         self, began: float, ended: float, step: int, events: list[Any], admissions: list[Any], grown: list[Any],
-        tokens: tuple[str, list[int]] | None, drafts: dict[str, int], running: int, waiting: int, check: Any,
+        changes: tuple[list[str], list[str], list[Any]] | None, drafts: dict[str, int], running: int, waiting: int,
+        check: Any,
     ) -> None:  # fmt: skip
         self._at(ended)
         self._admissions = {admission[0]: admission for admission in admissions}
@@ -203,9 +207,12 @@ class Translator:
         for id in list(self._grown):
             self._touch(id)
         self._in_step = -1
-        if tokens is not None:
-            ids, counts = tokens
-            self._tokens = dict(zip(ids.split("\n"), counts, strict=True)) if counts else {}
+        if changes is not None:
+            gone, come, several = changes
+            for id in gone:
+                del self._scheduled[id]
+            self._scheduled.update(dict.fromkeys(come, 1))
+            self._tokens = self._scheduled | dict(several)
         if step >= 0:
             self._step(step, began, ended, drafts, waiting)
         total = sum(self._tokens.values()) if step >= 0 else 0

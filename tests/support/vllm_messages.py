@@ -39,6 +39,9 @@ class Kept:
     def send(self, message: tuple[Any, ...]) -> None:
         self.messages.append(json.loads(json.dumps(message, default=lambda hash: hash[:6].hex())))
 
+    def flush(self) -> None:
+        pass
+
     def recover(self) -> bool:
         return False
 

@@ -49,6 +49,9 @@ class Direct:
             self.kinds.add(record[2])
             self.follower.take(record)
 
+    def flush(self):
+        pass
+
     def recover(self):
         return False
 
