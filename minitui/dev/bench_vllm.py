@@ -1,12 +1,14 @@
 """Runs `vllm serve` with the recorder: checks the recording against vLLM's own numbers, and measures its cost.
 
-    python -m minitui.dev.bench_vllm truth|cost --out DIR [--configs DIR] [--seconds 120]
+    python -m minitui.dev.bench_vllm truth|cost --out DIR [--configs DIR] [--seconds 120] …
 
 Needs vLLM and a GPU, and no network: the models have random weights in the shape of real ones.
 
-truth  Two servers run a load that shares prefixes, cancels requests and does not fit the pool: the 8B shape under 64
-       streams, and a small shape for many steps. vLLM sends its own count of free blocks and its block tables with each
-       step, and the watcher compares them. Writes DIR/truth-*.json, the traces, and each server's /metrics.
+truth  Servers run a load that shares prefixes, cancels requests and does not fit the pool: the 8B shape under 64
+       streams, and a small shape for many steps (`--servers tiny,tiny,tiny,tiny --steps 100000`: each has a client
+       process; the run ends when all together have compared so many steps). vLLM sends its own count of free blocks and
+       its block tables with each step, and the watcher compares them. Writes DIR/truth-*.json, the traces, and each
+       server's /metrics.
 cost   A server without and one with the recorder, on one GPU, take turns: without, recorded, recorded with a reader.
        The 8B shape at 64 rows, the 0.6B shape at 256. Writes DIR/cost.json.
 """
@@ -49,6 +51,7 @@ QUESTIONS = (
 TINY = {"num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 8,
         "num_key_value_heads": 4, "max_window_layers": 2}  # fmt: skip
 START_S = 280.0
+PIECE_S = 0.005  # of an answer without a stream: a client goes away after so many seconds for each piece
 KV_BYTES = {"8B": 147_456, "0.6B": 114_688, "tiny": 4_096}  # of one token
 
 
@@ -182,22 +185,33 @@ class Streams:
 
     async def ask(self, messages: list[dict[str, str]], tokens: int, cancel_after: int = 0, **extra: Any) -> str:
         body = {
-            "model": f"Qwen3-{self.server.shape}", "messages": messages, "max_tokens": tokens, "stream": True,
-            "temperature": 0.8, "chat_template_kwargs": {"enable_thinking": False}, **extra,
+            "model": f"Qwen3-{self.server.shape}", "messages": messages, "max_tokens": tokens,
+            "stream": self.server.shape != "tiny", "temperature": 0.8,
+            "chat_template_kwargs": {"enable_thinking": False}, **extra,
         }  # fmt: skip
         text, pieces = "", 0
-        async with self.http.post(f"{self.server.url}/v1/chat/completions", json=body) as response:
-            if response.status != 200:
-                self.refused += 1
-                return ""
-            async for line in response.content:
-                if line.startswith(b"data: {"):
-                    choices = json.loads(line[6:]).get("choices")
-                    text += (choices[0]["delta"].get("content") or "") if choices else ""
-                    pieces += 1
-                    if cancel_after and pieces >= cancel_after:
-                        self.cancelled += 1
-                        return text  # leaving the block closes the connection
+        try:
+            async with (
+                asyncio.timeout(None if body["stream"] or not cancel_after else cancel_after * PIECE_S),
+                self.http.post(f"{self.server.url}/v1/chat/completions", json=body) as response,
+            ):
+                if response.status != 200:
+                    self.refused += 1
+                    return ""
+                if not body["stream"]:
+                    text = (await response.json())["choices"][0]["message"]["content"] or ""
+                else:
+                    async for line in response.content:
+                        if line.startswith(b"data: {"):
+                            choices = json.loads(line[6:]).get("choices")
+                            text += (choices[0]["delta"].get("content") or "") if choices else ""
+                            pieces += 1
+                            if cancel_after and pieces >= cancel_after:
+                                self.cancelled += 1
+                                return text  # leaving the block closes the connection
+        except TimeoutError:
+            self.cancelled += 1
+            return text
         self.done += 1
         return text
 
@@ -241,38 +255,68 @@ class Streams:
         await asyncio.gather(*(work() for _ in range(workers)))
 
 
-async def truth(out: Path, configs: Path, seconds: float) -> None:
+async def truth(out: Path, configs: Path, seconds: float, shapes: list[str], steps: int) -> None:
     """Runs the loads, and prints what the comparisons found."""
-    large = Server("truth-8b", "8B", 8000, sizes("8B", 64, 2048, 8192, 1200), recorded=True, check=True)
-    tiny = Server("truth-tiny", "tiny", 8010, sizes("tiny", 24, 512, 4096, 520), recorded=True, check=True)
-    servers = [large, tiny]
+    servers = []
+    for i, shape in enumerate(shapes):
+        options = sizes("8B", 64, 2048, 8192, 1200) if shape == "8B" else sizes("tiny", 24, 512, 4096, 300)
+        servers.append(Server(f"truth-{shape.lower()}-{i}", shape, 8000 + 10 * i, options, recorded=True, check=True))
+    clients: list[subprocess.Popen[bytes]] = []
     try:
         for server in servers:
             start(server, configs, out)
+            time.sleep(2)  # their first allocations do not overlap
         wait_ready(servers, configs, out)
-        timeout = aiohttp.ClientTimeout(total=120)
-        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
-            first, second = Streams(large, http, 1), Streams(tiny, http, 2)
-            until = time.monotonic() + seconds
-
-            async def run_large() -> None:
-                await first.drive()
-                print(f"the first load has ended, {until - time.monotonic():.0f} s are left", flush=True)
-                await first.wild(until, 64)
-
-            await asyncio.gather(run_large(), second.wild(until, 20))
-        await asyncio.sleep(1.5)
-        for server, streams in ((large, first), (tiny, second)):
+        for i, server in enumerate(servers):
+            clients.append(subprocess.Popen([
+                sys.executable, "-m", "minitui.dev.bench_vllm", "load", "--url", server.url, "--servers", server.shape,
+                "--seconds", str(seconds), "--seed", str(i + 1),
+            ], cwd=ROOT))  # fmt: skip
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and (not steps or (n := sum(compared(out, servers))) < steps):
+            await asyncio.sleep(1.0)
+            if steps and int(until - time.monotonic()) % 10 == 0:
+                print(f"{n:,} of {steps:,} steps compared, {until - time.monotonic():.0f} s are left", flush=True)
+        for client in clients:
+            client.send_signal(signal.SIGINT)
+            client.wait(20)
+        await asyncio.sleep(2.5)  # cancelled requests end, and the reports are written
+        for server in servers:
             page = urllib.request.urlopen(f"{server.url}/metrics", timeout=5).read()
             (out / f"{server.name}.prom").write_bytes(page)
-            print(f"{server.name}: {streams.done} answers, {streams.cancelled} cancelled, {streams.refused} refused")
     finally:
+        for client in clients:
+            client.kill()
         stop(servers, out)
     for server in servers:
         report = json.loads((out / f"{server.name}.json").read_text())
         print(server.name, json.dumps(report), flush=True)
         for line in compare_metrics(report["totals"], (out / f"{server.name}.prom").read_text()):
             print(f"  {line}", flush=True)
+    print(f"{sum(compared(out, servers)):,} steps compared", flush=True)
+
+
+def compared(out: Path, servers: list[Server]) -> list[int]:
+    """Returns, for each server, the steps after which the watcher has compared vLLM's numbers."""
+    numbers = []
+    for server in servers:
+        with contextlib.suppress(OSError, ValueError):
+            numbers.append(json.loads((out / f"{server.name}.json").read_text())["comparisons"] // 2)
+    return numbers
+
+
+async def load(server: Server, seconds: float, seed: int) -> None:
+    """Runs the clients of one server until the time is over, or until Ctrl+C."""
+    until = time.monotonic() + seconds
+    timeout = aiohttp.ClientTimeout(total=120)
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
+        streams = Streams(server, http, seed)
+        try:
+            if server.shape == "8B":
+                await streams.drive()
+            await streams.wild(until, 64 if server.shape == "8B" else 30)
+        finally:
+            print(f"{server.url}: {streams.done} answers, {streams.cancelled} cancelled, {streams.refused} refused")
 
 
 def compare_metrics(totals: dict[str, int], page: str) -> list[str]:
@@ -386,19 +430,27 @@ def _loss(plain: list[float], other: list[float]) -> dict[str, float]:
 def main() -> None:
     """Run the chosen part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("truth", "cost", "read"))
+    parser.add_argument("part", choices=("truth", "cost", "read", "load"))
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--configs", type=Path, default=ROOT.parent / "shared" / "qwen3")
     parser.add_argument("--seconds", type=float, default=120.0, help="of load, without the start of the servers")
     parser.add_argument("--shapes", default="8B:64:256,0.6B:256:256", help="of cost: shape:rows:tokens, …")
+    parser.add_argument("--servers", default="8B,tiny", help="of truth: shapes")
+    parser.add_argument("--steps", type=int, default=0, help="of truth: end when so many are compared")
     parser.add_argument("--url", default="")
+    parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     if given.part == "read":
         read_records(given.url)
         return
+    if given.part == "load":
+        port = int(given.url.rpartition(":")[2])
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(load(Server("", given.servers, port, []), given.seconds, given.seed))
+        return
     given.out.mkdir(parents=True, exist_ok=True)
     if given.part == "truth":
-        asyncio.run(truth(given.out, given.configs, given.seconds))
+        asyncio.run(truth(given.out, given.configs, given.seconds, given.servers.split(","), given.steps))
     else:
         shapes = [
             (shape, int(rows), int(tokens)) for shape, rows, tokens in (s.split(":") for s in given.shapes.split(","))
