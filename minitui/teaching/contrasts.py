@@ -19,7 +19,7 @@ QUESTIONS = (
     "What is the KV cache?", "What is paged attention?", "What is a radix cache?", "What is continuous batching?",
     "What is prefill?", "What is a block table?",
 )  # fmt: skip
-LENGTHS = (6, 30, 8, 6, 26, 6, 8, 10)  # tokens of the replies
+LENGTHS = (12, 110, 12, 12, 96, 12, 16, 20)  # tokens of the replies: in each four, one is long
 WRITERS = 3
 PIECE, PIECES = 192, 4  # one-piece allocation: tokens of a piece, and pieces in the memory
 
@@ -98,7 +98,7 @@ async def eight_replies(stage: Stage) -> list[Session]:
         await stage.ask(session, "What is decode?")
     stage.look("inspect")
     await stage.watch(2, seconds=0.5)
-    await stage.slow(0.09)
+    await stage.slow(0.03)
     await stage.answers(sessions)
     return sessions
 
@@ -141,10 +141,12 @@ CONTRASTS = {
         48, {"kv_blocks": 96},
     ),
     "batching": Contrast(
-        "eight replies of 6 to 30 tokens in four rows, with static and with continuous batching", eight_replies,
+        f"eight replies of {min(LENGTHS)} to {max(LENGTHS)} tokens in four rows, with static and with continuous "
+        "batching",
+        eight_replies,
         Setting("static batching", {"scheduling_policy": "static"}),
         Setting("continuous batching", {"scheduling_policy": "fcfs"}),
-        30, {"kv_blocks": 64, "max_num_seqs": 4, "no_prefix_caching": True},
+        max(LENGTHS), {"kv_blocks": 64, "max_num_seqs": 4, "no_prefix_caching": True},
     ),
     "chunked-prefill": Contrast(
         "a long prompt beside three running replies, computed in one step and in chunks of 64 tokens", long_paste,
@@ -162,7 +164,7 @@ CONTRASTS = {
         eight_replies,
         Setting("one piece", {"block_size": PIECE, "kv_blocks": PIECES}),
         Setting("paging", {"block_size": 16, "kv_blocks": PIECES * PIECE // 16}),
-        30, {"no_prefix_caching": True},
+        max(LENGTHS), {"no_prefix_caching": True},
     ),
     "pool": Contrast(
         "four replies of 120 tokens, in a pool that is too small for them and in one that is large enough",

@@ -24,7 +24,8 @@ QUESTION = "What is decode?"
 TOKENS = 12  # of each reply
 LIMIT_S = 30.0  # for the server's start, and for each request
 LONGEST_LINE = 1 << 16  # bytes
-HIDDEN = ("id", "created", "system_fingerprint")  # fields that the picture of a chunk leaves out
+# Fields that the picture of an answer leaves out; it also leaves out fields that are null.
+HIDDEN = ("id", "created", "system_fingerprint", "object", "model", "index", "logprobs")
 
 
 async def request(stage: Stage) -> Seen:
@@ -150,6 +151,12 @@ def _short(line: str) -> str:
         found = json.loads(line[len(prefix) :])
     except ValueError:
         return line
-    if not isinstance(found, dict):
-        return line
-    return prefix + json.dumps({name: value for name, value in found.items() if name not in HIDDEN}, ensure_ascii=False)
+    return prefix + json.dumps(_shown(found), ensure_ascii=False) if isinstance(found, dict) else line
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_shown(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {name: _shown(item) for name, item in value.items() if name not in HIDDEN and item is not None}

@@ -194,8 +194,9 @@ LESSON = Lesson(
             A prompt is a text that a model has to continue. A reply is the continuation. In a chat, the prompt also has
             tokens such as <|im_start|>, which mark who speaks.
 
-            The model consists of layers with many fixed numbers, the weights. The ids go in at the first layer. To
-            compute all layers once is a forward pass. Its result depends on all tokens of the prompt.
+            The model consists of layers with many fixed numbers, the weights. Each id selects a list of numbers, and
+            these lists go in at the first layer. To compute all layers once is a forward pass. Its result depends on
+            all tokens of the prompt.
             """,
             panel="pieces",
             code="engine.model.decoder:Decoder.forward",
@@ -241,11 +242,11 @@ LESSON = Lesson(
               value   what this token hands over when it is found
 
             The query of a token is compared with the keys of all tokens up to itself. The better a key fits, the more
-            of its value is taken. The sum of these values goes on to the next part of the layer. No token looks at
-            tokens after it.
+            of its value is taken. The sum of these values goes on to the next part of the layer. So the key and value
+            of a token depend only on this token and on those before it. They do not change when the text gets longer.
 
-            So the key and the value of a token depend on this token and on those before it. They do not change when
-            the text gets longer.
+            A layer does this several times side by side, with different lists. The bundled model has 6 queries for each
+            token (query heads), but only 2 keys and values (KV heads): 3 query heads use each KV head.
             """,
             code="engine.attention.torch_backend:TorchAttention",
         ),
@@ -283,7 +284,7 @@ LESSON = Lesson(
               block      a part of the KV cache with room for 16 tokens
               pool       all blocks
               batch      the requests that run together; each has a row, its place in the batch
-              prefix     the beginning of a prompt; a cached prefix is one whose keys are kept
+              prefix     the beginning of a prompt; a cached prefix is one whose keys and values are kept
               host       the CPU: it plans the steps
               device     the processor that computes steps: a GPU, or the same CPU
             """,

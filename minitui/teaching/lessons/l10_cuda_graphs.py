@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
-from minitui.teaching.lessons.recorded_timelines import LARGE, SMALL, large_model, launch_ms, small_model
+from minitui.teaching.lessons.recorded_timelines import LARGE, SMALL, gain, large_model, launch_ms, small_model
 from minitui.teaching.recorded_steps import recorded_device
 from minitui.teaching.stage import Stage
 from minitui.text import count, ms
@@ -12,6 +12,7 @@ LARGEST_BATCH = 5  # requests
 SIZES = (1, 2, 4, 8)  # the smallest graphs
 GPU = recorded_device()
 SMALL_MODEL, LARGE_MODEL = GPU.models[SMALL], GPU.models[LARGE]
+SMALL_LAUNCHES = launch_ms(SMALL_MODEL.timeline("eager", 1))  # of a step
 
 
 async def host_share(stage: Stage) -> Seen:
@@ -37,7 +38,12 @@ async def batch_sizes(stage: Stage) -> Seen:
         assert stage.last_row().decodes == n
         served.append((n, next(size for size in SIZES if size >= n)))
     lines = [f"   {count(n, 'request'):<10}   graph for {size}, {size - n} of padding" for n, size in served]
-    return Seen("\n".join(lines), {4: 0, 5: 1, 8: 2}[served[-1][1]])
+    return Seen(
+        "\n".join(lines)
+        + "\n\nA batch uses the smallest graph that is large enough. Its other places are padding: they belong to no "
+        "request and point to the null block, and their results are ignored.",
+        {4: 0, 5: 1, 8: 2}[served[-1][1]],
+    )
 
 
 async def close(stage: Stage) -> None:
@@ -46,6 +52,10 @@ async def close(stage: Stage) -> None:
         session = stage.chat("", max_tokens=40, whole=True)
         await stage.ask(session, question)
     await stage.step(5)
+
+
+def _tenths(value: float) -> str:
+    return f"{value:.1f}"
 
 
 def _padding(stage: Stage) -> str:
@@ -72,9 +82,9 @@ LESSON = Lesson(
             "The cost of a launch",
             """
             On a GPU the host does not compute. It launches kernels: small programs, several for each layer. A launch
-            costs the host some microseconds. The kernels of a large prompt keep the GPU busy for much longer.
-            A decode step of a few tokens has hundreds of launches too, but each kernel has little work. So without a
-            graph, the GPU would wait for the host.
+            costs the host some microseconds; if Python and PyTorch make it, tens of microseconds. The kernels of a
+            large prompt keep the GPU busy for much longer. A decode step of a few tokens has hundreds of launches too,
+            but each kernel has little work.
 
             A CUDA graph is a recording of such a sequence of launches. It is captured once, with all arguments, and
             then replayed with a single call. A replay always reads and writes the same addresses. So the inputs of a
@@ -100,53 +110,59 @@ LESSON = Lesson(
               graphs   the host replays one graph
               overlap  graphs; the host launches the next step before this one ends
 
-            An eager kernel starts when it is launched and the kernel before it has ended. All kernels of the step
-            together run for {ms(SMALL_MODEL.kernels[1][1])} ms (measured with a profiler). To launch one
-            kernel takes the host
-            {launch_ms(SMALL_MODEL.timeline("eager", 1)) / SMALL_MODEL.kernels[1][0] * 1e3:.0f} microseconds.
+            An eager kernel starts when it is launched and the kernel before has ended. The host does not wait. A launch
+            takes {SMALL_LAUNCHES / SMALL_MODEL.kernels[1][0] * 1e3:.0f} microseconds. The kernels run for
+            {ms(SMALL_MODEL.kernels[1][1])} ms: by a profiler, which makes each look longer.
             """,
             panel="gpu",
             code="engine.worker.cuda_graphs:DecodeGraphs.launch",
             run=small_model,
             predict=Prediction(
-                "What decides how long an eager step of this model takes?",
-                ("the host: its launches", "the device: its kernels"),
+                "About how long does an eager step of this model take?",
+                (
+                    f"{_tenths(SMALL_LAUNCHES)} ms",
+                    f"{_tenths(SMALL_MODEL.kernels[1][1])} ms",
+                    f"{_tenths(SMALL_LAUNCHES + SMALL_MODEL.kernels[1][1])} ms",
+                ),
                 (
                     "",
-                    "the launches together would take less time than the kernels. Multiply the number of kernels by "
-                    "the time of a launch.",
+                    "all kernels would have to be launched at once. But the host launches one after the other: "
+                    "multiply the number of kernels by the time of a launch.",
+                    "the host would wait for each kernel. But while the device runs a kernel, the host launches the "
+                    "next one: the two times overlap.",
                 ),
             ),
         ),
         Page(
             "A larger model",
             f"""
-            The same for {LARGE_MODEL.name}, which reads {LARGE_MODEL.weights_gb:.0f} GB of weights in each step. Its
-            kernels take longer, so the host has more time. On the host of this recording, launches are slow: an eager
-            step takes {ms(LARGE_MODEL.timeline("eager", 1).step_ms)} ms, and its
-            {LARGE_MODEL.kernels[1][0]:.0f} kernels run for {ms(LARGE_MODEL.kernels[1][1])} ms of it.
+            The same for a larger model. In each step, {LARGE_MODEL.name} reads {LARGE_MODEL.weights_gb:.0f} GB of
+            weights, {SMALL_MODEL.name} {SMALL_MODEL.weights_gb:.1f} GB. An eager step of {LARGE_MODEL.name} has
+            {LARGE_MODEL.kernels[1][0]:.0f} kernels, one of {SMALL_MODEL.name} {SMALL_MODEL.kernels[1][0]:.0f}. The
+            graph made a step of {SMALL_MODEL.name} {gain(SMALL_MODEL):.0f} times as fast.
 
             Below, in a tall window, is the same with 64 rows.
             """,
             panel="gpu",
             run=large_model,
             predict=Prediction(
-                "How long does a step take with a graph?",
-                ("about as long as before", "about as long as its kernels", "half as long as its kernels"),
+                f"A graph makes a step of {LARGE_MODEL.name} faster, too. By which factor?",
+                ("by a larger one", "by about the same one", "by a smaller one"),
                 (
-                    "the kernels would take all of the time. But in most of an eager step, no kernel runs.",
+                    "the launches would have to grow more than the kernels. There are more of them, but each kernel "
+                    "also reads more weights, and a graph does not make reading faster.",
+                    "kernels and launches would have to grow alike. Compare how much more there is to read, and how "
+                    "many more kernels there are.",
                     "",
-                    "a graph would make the kernels themselves faster. It only removes the pauses between them.",
                 ),
             ),
         ),
         Page(
             "A ladder of sizes",
             """
-            A graph is captured for a fixed number of requests, but a batch may have any number. Capturing a graph for
-            each number would need much time and memory. So there is a ladder of sizes: 1, 2, 4, 8, 16, then in
-            steps of 16 up to 128, and then in steps of 32. A batch uses the smallest size that is large enough. The
-            graph's other places are padding: they belong to no request and point to the null block.
+            A graph is captured for a fixed number of requests, and always computes this number. But a batch may have
+            any number. Capturing a graph for each number would need much time and memory. So there is a ladder of
+            sizes: 1, 2, 4, 8, 16, then in steps of 16 up to 128, and then in steps of 32.
             """,
             panel="step",
             code="engine.worker.cuda_graphs:ladder",

@@ -60,18 +60,18 @@ LESSON = Lesson(
         Page(
             "Seven stages",
             """
-            An inference engine turns requests into tokens. Every engine does seven things. Here is the code of each:
+            An inference engine turns requests into replies. Engines do seven things. Here is the code of each:
 
               1 tokenize     engine/text/tokenizer.py   text becomes token ids
               2 schedule     engine/core/scheduler.py   chooses the requests of a step, and how many tokens of each
               3 allocate     engine/core/allocator.py   chooses the memory blocks for these tokens
               4 forward      engine/model/              the model computes these tokens
-              5 sample       engine/worker/sampler.py   one token is drawn for each request
+              5 sample       engine/worker/sampler.py   the next token of each request is chosen
               6 detokenize   engine/text/tokenizer.py   ids become text again
               7 emit         engine/core/engine.py      ids are appended, ended replies are found, clients get text
 
-            A request passes stage 1 once, and the other stages in every step in which it takes part. A new request can
-            start in any step that has room for it: it does not wait until all other replies have ended.
+            A request passes stage 1 once. The other stages follow in each of its steps. A new request can start in any
+            step that has room for it: it does not wait until all other replies have ended.
             """,
         ),
         Page(
@@ -88,7 +88,6 @@ LESSON = Lesson(
 
             Press v to read the code of a step.
             """,
-            panel="timings",
             code="engine.core.engine:Engine.step",
         ),
         Page(
@@ -122,14 +121,15 @@ LESSON = Lesson(
         Page(
             "A separate process, and a log",
             """
-            The engine runs in its own process, and this application only reads its records. So drawing the screen never
-            delays a step. If the application crashes, the engine ends, too.
+            The engine runs in its own process, and this application only reads its records. So the engine never waits
+            for the screen. If the application crashes, the engine ends, too.
 
             Every change to the scheduler, the blocks or the tree is written to one log, as a record with a number, a
-            time and a reason: submitted, admitted, matched, allocated, evicted, finished. Panels, traces and this
-            lesson's figures are computed from these records. A snapshot and the records after it give the exact state.
+            time and a reason: submitted, admitted, matched, allocated, evicted, finished. A snapshot and the records
+            after it give the exact state.
 
-            Every panel is computed from the log alone. So every panel can be stepped, frozen and moved back in time.
+            Panels, traces and this lesson's figures are computed from the log alone. So a panel can be stepped, frozen
+            and moved back in time.
             """,
             panel="events",
             code="engine.trace.records",

@@ -76,16 +76,17 @@ def _decode_ms(stage: Stage) -> str:
     return f"{ms(stage.timings().decode.p50)} ms (the median of the decode steps here)"
 
 
-def _prefill_ms(stage: Stage) -> str:
+def _prefill(stage: Stage) -> float:
+    """Returns the ms of the prompt's step."""
     row = next(
         (stage.view.steps.get(s) for s in range(stage.view.steps.last, -1, -1) if stage.view.steps.chunks(s)), None
     )
     assert row is not None
-    return f"{ms(row.wall_ms or 0)} ms"
+    return row.wall_ms or 0.0
 
 
-def _host(stage: Stage) -> str:
-    return f"{ms(stage.timings().host_ms)} ms per step (mean)"
+def _decodes(stage: Stage) -> str:
+    return f"about {_prefill(stage) / stage.timings().decode.p50:.0f}, and each of them computes only one token"
 
 
 LESSON = Lesson(
@@ -102,8 +103,8 @@ LESSON = Lesson(
             MLP). Before attention and before the MLP, the vector is normalised (RMSNorm). After the last layer, a
             matrix as wide as the vocabulary gives the logits: one score for each possible next token.
 
-            The dense models of Llama 3, Mistral, Qwen2 and Qwen3 differ only in configuration: with or without biases,
-            with or without norms on queries and keys, how positions are scaled, whether the last matrix is the
+            The dense models of Llama 3, Mistral, Qwen2, Qwen3 and others differ only in configuration: with or without
+            biases, with or without norms on queries and keys, how positions are scaled, whether the last matrix is the
             embedding table ("tied"). So one decoder file is enough.
 
             Tokens interact only in attention. Everything else is computed for each token alone. So tokens of different
@@ -218,9 +219,9 @@ LESSON = Lesson(
         Page(
             "Guesses, checked in one step",
             """
-            More tokens in a step cost little. Speculation uses this for a single reply: the engine guesses the next
-            tokens, and one step computes them together with the last token. At each position, the step samples as
-            usual. A guess is accepted if it equals the sampled token, so the reply stays the same.
+            On a GPU, a few more tokens in a step cost little. Speculation uses this for a single reply: the engine
+            guesses the next tokens, and one step computes them together with the last token. At each position, the step
+            samples as usual. A guess is accepted if it equals the sampled token, so the reply stays the same.
 
             Here the guesses are copied from the text: what followed the last time when the same tokens occurred. A chat
             asks the same question twice, first without guesses, then with them. The panel shows both runs on one clock.
@@ -237,13 +238,14 @@ LESSON = Lesson(
             position (RoPE). Their product then depends on the distance between the two tokens. Keys are rotated before
             they are stored, so a cached key is valid for one position only.
 
-            Positions are not the reason why prompts can share a cached block only if they are equal from their first
-            token on: a key could be rotated again. The reason is attention. From the second layer on, a token's vector
+            Prompts can share a cached block only if they are equal from their first token on. Positions are not the
+            reason: a key could be rotated again. The reason is attention. From the second layer on, a token's vector
             contains what attention has collected from all tokens before. The key and the value are computed from this
             vector.
 
-            Several query heads share one key/value head (grouped-query attention). Fewer key/value heads mean a smaller
-            cache. The cache's size often limits how many requests run at once.
+            Query heads and KV heads are explained in L0 Tokens. If several query heads share one KV head, this is
+            grouped-query attention. Only keys and values are kept, so fewer KV heads mean a smaller cache. The cache's
+            size often limits how many requests run at once.
             """,
             code="engine.model.rope:rope_table",
         ),
@@ -260,13 +262,13 @@ LESSON = Lesson(
             "How long did the prompt's step take?",
             "timings",
             "the timings panel: the line for prefill steps.",
-            _prefill_ms,
+            lambda stage: f"{ms(_prefill(stage))} ms",
         ),
         Check(
-            "How long do plan, launch and commit take on the host?",
+            "How many decode steps take as long as the prompt's step?",
             "timings",
-            "the timings panel: the tracks of host and device; on a CPU both use the same cores.",
-            _host,
+            "the timings panel: divide p50 of the prefill steps by p50 of the decode steps.",
+            _decodes,
         ),
     ),
     {"kv_blocks": 192, "max_num_seqs": SIZES[-1]},

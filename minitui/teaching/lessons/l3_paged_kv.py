@@ -120,7 +120,7 @@ LESSON = Lesson(
             might be long. (The engine does this with blocks of {PIECE} tokens.) In the second run, a request gets a
             block of 16 tokens whenever its last block is full.
 
-            The panel shows both runs on one clock, the first above the second. A row is a request.
+            The panel shows both runs on one clock, the first above the second. Each line is a request.
             """,
             panel="runs",
             code="engine.core.allocator:BlockAllocator",
@@ -143,9 +143,9 @@ LESSON = Lesson(
         Page(
             "What a token costs",
             """
-            Every layer stores one key and one value for each key head:
+            Every layer stores one key and one value for each KV head (L0 Tokens):
 
-              bytes per token = 2 x layers x key heads x head size x bytes per number
+              bytes per token = 2 x layers x KV heads x head size x bytes per number
 
             The 2 is for key and value; queries are not stored. For Qwen3-8B in 16 bits: 2 x 36 x 8 x 128 x 2 = 147,456
             bytes, 144 KiB. A chat of 8,192 tokens needs 1.2 GB. A GPU of 24 GB with 16 GB of weights has room for at
@@ -154,7 +154,7 @@ LESSON = Lesson(
             code="engine.model.config:ModelConfig.kv_bytes_per_token",
             run=cost,
             predict=Prediction(
-                "Here, with 4 layers, 2 key heads of size 64 and 4 bytes per number (float32), a token needs …",
+                "Here, with 4 layers, 2 KV heads of size 64 and 4 bytes per number (float32), a token needs …",
                 ("512 bytes", "4,096 bytes: 4 KiB", "24,576 bytes: 24 KiB"),
                 (
                     "only one layer would store a key, or only one head in each layer both: 2 x 64 x 4 bytes.",
@@ -188,12 +188,12 @@ LESSON = Lesson(
             The state of a block follows from two facts: how many requests hold it, and whether the tree of known
             prefixes refers to it.
 
-              free     no request, no tree    active   one request, in the tree or not
-              shared   several requests       cached   only the tree: it may be evicted
+              free     no request, no tree
+              active   one request, in the tree or not
+              shared   several requests
+              cached   no request, only the tree: it may be evicted
 
-            The allocator counts them: free + active + shared + cached is always the whole pool, here 48. Block 0 is not
-            one of the 48. It is the null block: its numbers are always finite. The padding of block tables points to
-            this block.
+            The counts of the four states together are always the whole pool, here 48.
             """,
             panel="map",
             code="engine.core.allocator:BlockAllocator",

@@ -34,8 +34,9 @@ async def find_slots(stage: Stage) -> Seen:
         lines.append(f"   token {position:>3}  table[{logical}] = {block:>2}  slot {block}*{size} + {offset} = {slot}")
     return Seen(
         "\n".join(lines)
-        + f"\n\nThe last step computed token {n - 1}. In every layer each of its queries read {n} keys of one key "
-        f"head, of tokens 0 to {n - 1}, its own included, through the {len(request.table)} entries of the block table.",
+        + f"\n\nThe last step computed token {n - 1}. In every layer, each of its queries read {n} keys of its KV "
+        f"head: those of tokens 0 to {n - 1}, its own included. The {len(request.table)} entries of the block table "
+        "gave their places.",
         2,
     )
 
@@ -84,13 +85,12 @@ LESSON = Lesson(
         Page(
             "Slots",
             """
-            The pool of one layer is two tensors, keys and values, of shape [blocks, 16, key heads, head size]. A slot
+            The pool of one layer is two tensors, keys and values, of shape [blocks, 16, KV heads, head size]. A slot
             is the place of one token. Slots are numbered through all blocks. The slot of token p of a request is
 
               slot  =  table[p // 16] * 16  +  p % 16
 
             Every layer first stores the keys and values of all tokens of the step in their slots. Then attention reads.
-            So a request can use keys that another request's chunk writes in the same step.
 
             Reading uses the block table. This engine's simplest backend copies the slots of each sequence into one
             tensor (unless they are side by side) and passes it to torch. A GPU kernel reads block by block through the
@@ -102,10 +102,10 @@ LESSON = Lesson(
         Page(
             "From position to slot",
             """
-            One chat writes a reply. Each of its decode steps computes one new token, and so one query for each query
-            head. Before the experiment, other chats use and release the blocks of the pool in another order. So the
-            blocks of this chat are not side by side. The panels then show one query of the last step: the keys that
-            it reads, one after the other, each in its slot and its block. (A kernel reads many at the same time.)
+            One chat writes a reply. Each of its decode steps computes one new token, with one query in each query head.
+            Other chats have used and released blocks before, so the free blocks are no longer in order, and the blocks
+            of this chat are not side by side. The panels show one query of the last step: the keys that it reads, one
+            after the other, each in its slot and its block. (A kernel reads many at the same time.)
             """,
             panel="slot",
             run=find_slots,
@@ -128,8 +128,8 @@ LESSON = Lesson(
             piece, query i, counted from 0, sees keys 0 to i: the mask is a triangle.
 
             If the beginning of the prompt is cached, its keys are in the pool. Only the other tokens have queries in
-            this step. Queries are again counted from 0. The panel shows two prompts: first a prompt of which nothing
-            is cached, then a prompt with a cached beginning.
+            this step. Queries are again counted from 0. The panel shows first a prompt of which nothing is cached,
+            then one with a cached beginning. A row has the position of its query's token.
             """,
             panel="attention",
             code="engine.attention.base:ForwardMeta",
@@ -155,10 +155,10 @@ LESSON = Lesson(
             is harmless: a mask gives these keys no weight. A free block may contain any old data; a test fills free
             blocks with NaN and checks that no output changes.
 
-            Decode reads much and computes little: it reads each key and value of a request for one token only, for the
-            few query heads that share the key head. Prefill computes much: many tokens share the keys and values that
-            they read. So this engine has a GPU kernel for each of the two. Other engines compute both with one kernel:
-            FlashAttention takes sequences with any number of queries.
+            Decode reads much and computes little: each key and value that it reads serves one token, in the few query
+            heads of its KV head. Prefill computes much: each key and value serves many tokens. So this engine has a GPU
+            kernel for each of the two. Some engines compute both with one kernel: FlashAttention takes sequences with
+            any number of queries.
             """,
             code="engine.attention.torch_backend:TorchAttention._plan_decodes",
         ),

@@ -18,10 +18,12 @@ SEED = 7
 UNKNOWN = "The blocks"  # the model has no answer to this prompt: several first tokens are likely
 SHOWN = 8  # tokens in the panel
 COLUMNS = 5  # tokens in the text
-NAME_WIDTH = 22
+NAME_WIDTH = 21  # of a line of the table, which has at most 60 cells
+COLUMN = 7
 BIAS = 2.0
 KEPT = 3
 CLOSING = {"top_k": KEPT}
+MIN_P = 0.1  # of a closing question
 PICTURES: tuple[dict[str, float], ...] = (
     {"temperature": 0.5}, {"temperature": 1.0}, {"temperature": 2.0}, {"top_k": KEPT}, {"top_p": 0.7}, {"min_p": 0.1},
     {"repetition_penalty": 2.0},
@@ -97,7 +99,7 @@ async def move_the_bars(stage: Stage) -> Seen:
         pictures = [{}, typed]
     else:
         pictures = [*PICTURES, {"logit_bias": {columns[-1]: BIAS}}]
-    lines = [f"   {'':<{NAME_WIDTH}}" + "".join(f"{_text(stage, token)!r:>9}" for token in columns)]
+    lines = [f"   {'':<{NAME_WIDTH}}" + "".join(f"{_heading(stage, token):>{COLUMN}}" for token in columns)]
     top_k: dict[int, float] = {}
     for settings in pictures:
         now, drawn = await likeliest(stage, ids, **settings)
@@ -107,7 +109,9 @@ async def move_the_bars(stage: Stage) -> Seen:
         shares = [
             f"{now[token]:.1%}" if token in now else "cut" if len(now) < MAX_LOGPROBS else "-" for token in columns
         ]
-        lines.append(f"   {title:<{NAME_WIDTH}}" + "".join(f"{share:>9}" for share in shares))
+        lines += [f"   {title}"] if len(title) > NAME_WIDTH else []
+        name = "" if len(title) > NAME_WIDTH else title
+        lines.append(f"   {name:<{NAME_WIDTH}}" + "".join(f"{share:>{COLUMN}}" for share in shares))
         await stage.pause(2.5)
     last = {"temperature": 2.0} | typed
     seed = last.pop("seed", SEED)
@@ -124,6 +128,11 @@ async def move_the_bars(stage: Stage) -> Seen:
         + f"\n\nDrawn with {_title(stage, last)}, by seed: {', '.join(draws)}. The same seed gave {same}.",
         None if typed else _kept_in_proportion(before, top_k),
     )
+
+
+def _heading(stage: Stage, token: int) -> str:
+    text = repr(_text(stage, token))
+    return text if len(text) < COLUMN else text[: COLUMN - 2] + "…"
 
 
 def _title(stage: Stage, settings: dict[str, Any]) -> str:
@@ -166,14 +175,12 @@ def _short(text: str) -> str:
 
 
 async def close(stage: Stage) -> None:
-    """Draws one token with top_k, and then stops the engine in the middle of a greedy reply."""
+    """Draws one token with top_k."""
     assert stage.chats.codec is not None
     ids = stage.chats.codec.apply_chat_template([{"role": "user", "content": UNKNOWN}], add_generation_prompt=True)
     before, _ = await likeliest(stage, ids)
     now, drawn = await likeliest(stage, ids, **CLOSING)
-    picture = candidates(stage, _title(stage, CLOSING), before, now, drawn, SEED)
-    await stage.write(QUESTION, 40, 6)
-    stage.view.put(picture)
+    stage.view.put(candidates(stage, _title(stage, CLOSING), before, now, drawn, SEED))
 
 
 def _tokens(stage: Stage) -> tuple[Candidate, ...]:
@@ -192,9 +199,10 @@ def _first_cut(stage: Stage) -> str:
     return f"“{token.text}”, with {token.before:.1%}: top_k keeps a number of tokens, however likely the next one is"
 
 
-def _drawn(stage: Stage) -> str:
-    row = stage.last_row()
-    return f"{row.decodes + sum(chunk[3] for chunk in row.chunks)}"
+def _below_min_p(stage: Stage) -> str:
+    tokens = _tokens(stage)
+    least = MIN_P * max(token.before for token in tokens)
+    return ", ".join(f"“{token.text}” ({token.before:.1%})" for token in tokens if token.before < least)
 
 
 LESSON = Lesson(
@@ -209,7 +217,7 @@ LESSON = Lesson(
 
               1 allow and favour   grammar, allowed_token_ids, bad_words, logit_bias
               2 min_tokens         forbids the end until the reply has this many tokens
-              3 penalties          lower the scores of tokens that already occurred
+              3 penalties          change the scores of tokens that already occurred
               4 temperature        divides the scores: below 1 the best tokens become likelier, above 1 less likely
               5 top_k              keeps the k best tokens
               6 top_p              keeps the fewest best tokens that reach total p
@@ -247,9 +255,9 @@ LESSON = Lesson(
             "Random numbers without state",
             """
             To sample by probability, add noise of a certain distribution (Gumbel) to the logits and take the token with
-            the largest sum. The result is an exact sample of what the cuts have left, in one pass. The noise is a hash
-            of four numbers: the seed, the index of the sample if a request has several, the position, and the token's
-            id. There is no random generator whose state changes from draw to draw.
+            the largest sum. Each token that the cuts have left is then chosen with exactly its probability. The noise
+            is a hash of four numbers: the seed, the index of the sample if a request has several, the position, and the
+            token's id. There is no random generator whose state changes from draw to draw.
             """,
             panel="step",
             code="engine.kernels.noise:gumbel",
@@ -297,10 +305,10 @@ LESSON = Lesson(
             _first_cut,
         ),
         Check(
-            "How many tokens did the last step sample?",
-            "step",
-            "the step bar: without speculation, every decoding request samples one token.",
-            _drawn,
+            f"Which of these tokens would min_p {MIN_P} cut, instead of top_k?",
+            "candidates",
+            "the candidates: the numbers in brackets, without settings. Compare them with a tenth of the largest.",
+            _below_min_p,
         ),
     ),
     {"kv_blocks": 96, "logprobs_mode": "processed_logprobs"},

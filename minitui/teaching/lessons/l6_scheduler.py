@@ -12,7 +12,7 @@ from minitui.teaching.stage import Stage
 from minitui.text import ms
 
 BLOCKS = 48  # of the pool
-LENGTHS = (5, 10, 20, 40, 15, 15)  # lengths of the replies in tokens
+LENGTHS = (5, 20, 25, 40, 30, 30)  # lengths of the replies in tokens
 WRITERS = ("What is prefill?", "What is decode?", "What is a token budget?")
 
 
@@ -75,7 +75,7 @@ async def join_and_leave(stage: Stage) -> Seen:
         f"{tokens / figures.steps / rows:.0%} of the rows were used. Static batches would take {static} steps and use "
         f"{tokens / static / rows:.0%} of the rows. These two numbers are calculated; the next page runs static "
         "batches.",
-        0 if figures.steps < static else 1,
+        {max(LENGTHS): 0, static: 2, tokens: 3}.get(figures.steps, 1),
     )
 
 
@@ -95,7 +95,7 @@ async def fifth_waits(stage: Stage) -> Seen:
         f"r{ids[0]} got the fourth row. r{event.request} waited in step {waited_for}; the record gives the reason: "
         f"“{event.record[4]}”. A running request finished in step {ended.step}, and r{ids[1]} was admitted in step "
         f"{admitted.step}.",
-        0 if admitted.step <= waited_for else 1 if admitted.step == ended.step + 1 else 2,
+        admitted.step - ended.step if 0 <= admitted.step - ended.step <= 2 else None,
     )
 
 
@@ -151,11 +151,10 @@ LESSON = Lesson(
             f"""
             Static batching fills a batch, computes it until its longest reply has ended, and then starts the next
             batch. A row is a place in the batch. When a short reply has ended, its row stays empty, and new requests
-            wait for the end of the whole batch. Continuous batching fills the rows again in every step: a finished
-            reply frees its row at once, and the next request in the queue takes the row in the following step.
+            wait for the end of the whole batch. Continuous batching fills free rows in every step.
 
-            This engine has four rows. Four replies of {", ".join(map(str, LENGTHS[:4]))} tokens start. Two more
-            replies, of {LENGTHS[4]} tokens each, wait. A reply of n tokens takes n steps.
+            This engine has four rows and batches continuously. Four replies of {", ".join(map(str, LENGTHS[:4]))}
+            tokens start. Two more replies, of {LENGTHS[4]} tokens each, wait. A reply of n tokens takes n steps.
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._admit",
@@ -163,11 +162,14 @@ LESSON = Lesson(
             predict=Prediction(
                 "After how many steps have all six replies ended?",
                 (
-                    f"{max(LENGTHS)}: as many as the longest reply takes",
-                    f"{static_steps(4)}: the last two start when the first four have ended",
-                    f"{sum(LENGTHS)}: one reply after the other",
+                    f"{max(LENGTHS)}",
+                    f"{LENGTHS[1] + LENGTHS[5]}",
+                    f"{static_steps(4)}",
+                    f"{sum(LENGTHS)}",
                 ),
                 (
+                    f"there would have to be more rows. But the sixth reply can only start when a second row is free: "
+                    f"after {LENGTHS[1]} steps. It needs {LENGTHS[5]} more.",
                     "",
                     f"the two waiting replies could not start before the reply of {max(LENGTHS)} tokens has "
                     f"ended: {max(LENGTHS)} + {LENGTHS[4]} steps. This is static batching.",
@@ -181,9 +183,16 @@ LESSON = Lesson(
             """
             Eight replies of different lengths run in four rows: first in static batches, then with continuous
             batching. Each run has an engine of its own. The panel shows both runs on one clock, the first above the
-            second. A row of the panel is a request.
+            second. Each line is a request.
 
-            In the static run, look for requests that wait although a row is empty.
+            In the static run, look for requests that wait although a row is empty. Compare the steps, the time of the
+            run, and the times to the first token.
+
+            The steps of a run are not equally long. A step with a prompt is longer, and all rows wait for it
+            ("stalled"): static batches compute several prompts in one such step, continuous batching computes each
+            prompt when a row is free. And on a CPU, a step with four rows takes longer than a step with one. So the
+            time differs less than the number of steps. On a GPU, a step with four rows takes hardly longer than one
+            with a single row (L2 Model and weights).
             """,
             panel="runs",
             run=side_by_side("batching"),
@@ -216,9 +225,9 @@ LESSON = Lesson(
             Three requests write, and a user pastes a long text: first into an engine that computes a prompt in one
             step, then into one that computes at most 64 tokens in a step.
 
-            Chunks have a price, too: the pasted prompt shares its steps with the other requests, so its own first
-            token can come later. Compare the longest gap between two tokens with the longest time to a first token
-            (p99).
+            Chunks have a price, too. The pasted prompt shares its steps with the other requests, and every chunk is a
+            step of its own with its own costs. So its first token usually comes later, and the whole run takes longer.
+            Compare the longest gap between two tokens with the longest time to a first token (p99).
             """,
             panel="runs",
             run=side_by_side("chunked-prefill"),
@@ -228,24 +237,21 @@ LESSON = Lesson(
             """
             This engine has four rows: four requests can run at once. A request that is not admitted stays in the
             queue. A record gives the reason. Another record follows only when the reason changes. The engine checks in
-            this order and records the first reason that it finds: the budget is used up, no row is free, a step of the
-            preempted request itself still runs, too few blocks are available.
+            this order and records the first reason that it finds: the budget is used up, no row is free, a step of a
+            preempted request still runs, too few blocks are available.
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._obstacle",
             run=fifth_waits,
             predict=Prediction(
-                "Three requests run, and two more arrive. When does the last of them start?",
+                "Three requests run, and two more arrive. The first reply ends with step n. In which step does the "
+                "last request start?",
+                ("step n", "step n + 1", "step n + 2"),
                 (
-                    "at once: the batch grows",
-                    "in the step after another request has ended",
-                    "when all four running requests have ended",
-                ),
-                (
-                    "the number of rows would have no limit. But each row needs memory of its own, and the "
-                    "buffers of a step have a fixed size.",
+                    "step n would have to know its own end when it is planned. But a step is planned first; only its "
+                    "commit frees the row (L1 Architecture).",
                     "",
-                    "the batch would be static. One free row is enough for one request.",
+                    "one step would compute only three rows. But the row is free when step n + 1 is planned.",
                 ),
             ),
         ),
@@ -300,8 +306,8 @@ LESSON = Lesson(
             engine. vLLM's part is a recording of its real scheduler, which had no model: it got the tokens of this
             engine's replies. Both have the same pool, rows and budget.
 
-            The picture shows both runs, one below the other. The clock counts steps: vLLM's steps computed nothing and
-            took no time. `minitui inspect --connect` shows a vLLM with a model.
+            The picture shows both runs, one below the other. The clock counts steps, because vLLM's steps computed
+            nothing. `minitui inspect --connect` shows a vLLM with a model.
             """,
             panel="runs-steps",
             code="minitui.vllm.scheduler:Recorder.scheduled",

@@ -10,11 +10,12 @@ from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.merges import shown_piece
 from minitui.teaching.stage import Stage
 from minitui.viewmodel.board import Pieces
-from minitui.viewmodel.model import Lane
 
 TEXT = "a😀b漢é"
 
-CHARACTER = "漢"  # of TEXT, in a closing question
+CHARACTER = "漢"  # of TEXT, in the closing questions
+ARRIVED = 7  # tokens of TEXT, in a closing question
+STOP = "b漢"  # part of TEXT, in a closing question
 
 SILENT = (0, 3, 6, 9)  # choices of the question: tokens that emit nothing
 
@@ -57,13 +58,12 @@ async def held_back(stage: Stage) -> Seen:
         f"Without a stop string the reply is “{' '.join(words[:9])} …”. With stop={stop!r} it ends after “{cut}”, with "
         f"the reason “{reason}”, in {len(stopped)} deltas. Empty deltas: {sum(not piece for piece in stopped)}. "
         "Their text could still have become the stop string, so it was held back.",
-        1 if stop not in cut and text.startswith(cut) else 0,
+        1 if cut == text[: text.index(stop)] else 0 if stop in cut else 2,
     )
 
 
 async def close(stage: Stage) -> None:
-    """Pauses the engine in the middle of a reply, and shows the tokens of TEXT."""
-    await stage.write("What is incremental detokenization?", 12, 6)
+    """Shows the tokens of TEXT."""
     tokenizer = Tokenizer(Path(stage.source.info["model_dir"]))
     ids = tokenizer.encode(TEXT)
     pieces = tuple(shown_piece(tokenizer.token_bytes(token)) for token in ids)
@@ -78,13 +78,12 @@ def _completes(stage: Stage) -> str:
     return f"{board.pieces[at]}, the token {board.ids[at]}: before it, the bytes of {CHARACTER} are held back"
 
 
-def _lane(stage: Stage) -> Lane:
-    return stage.view.lanes.lanes[max(stage.view.lanes.lanes)]
-
-
-def _written(stage: Stage) -> str:
-    request = stage.youngest()
-    return f"{stage.state().computed(request) - request.prompt_tokens + 1}"
+def _emitted(stage: Stage) -> str:
+    board = stage.view.board
+    assert isinstance(board, Pieces)
+    text = TEXT.encode()[:ARRIVED].decode(errors="ignore")
+    held = "".join(board.pieces[len(text.encode()) : ARRIVED])
+    return f"{text} has been emitted; {held}, the first byte of {CHARACTER}, is held back"
 
 
 LESSON = Lesson(
@@ -105,9 +104,9 @@ LESSON = Lesson(
 
             So the detokenizer of a reply has state: the last bytes, if they may be the beginning of a character. These
             bytes are held back until the rest of the character arrives. With byte-level BPE the emitted texts together
-            equal the decoding of all ids at once: the text is the joined bytes. With other tokenizers a token's text
-            can depend on the token before. So two decodings are compared: of the last token without and with the new
-            one.
+            equal the decoding of all ids at once: the text is the joined bytes. With other tokenizers, the text of a
+            token can depend on the token before. Then the new text is the difference of two decodings: without and with
+            the new token.
             """,
             code="engine.text.tokenizer:Tokenizer.detokenizer",
         ),
@@ -148,12 +147,13 @@ LESSON = Lesson(
             code="engine.text.output:OutputProcessor",
             run=held_back,
             predict=Prediction(
-                "Is the stop string itself part of the reply?",
-                ("yes, the reply ends after it", "no, the reply ends before it, unless the request asks for it"),
+                "A stop string has two tokens. What does the client get of it?",
+                ("all of it", "nothing: the reply ends before it", "its first token"),
                 (
-                    "text up to the stop string could be sent at once, and none would have to be held back. But "
-                    "the stop string is a mark for the program that asked, and seldom a part of the answer.",
+                    "no text would have to be held back. (A request can ask for this: include_stop_str_in_output.)",
                     "",
+                    "the first token would be sent before the second arrives. But then its text can still become the "
+                    "stop string, so it is held back.",
                 ),
             ),
         ),
@@ -178,10 +178,10 @@ LESSON = Lesson(
     close,
     (
         Check(
-            "How many tokens has this reply so far?",
-            "lanes",
-            "the batch lanes: count the reply's decode steps, and add one for the step that ended the prompt.",
-            _written,
+            f"The first {ARRIVED} tokens of {TEXT} have arrived. Which text has been emitted, and what is held back?",
+            "pieces",
+            "the tokens: each is one byte. A character is emitted with the last of its bytes.",
+            _emitted,
         ),
         Check(
             f"The tokens of {TEXT} arrive one by one. With which token is {CHARACTER} emitted?",
@@ -190,10 +190,13 @@ LESSON = Lesson(
             _completes,
         ),
         Check(
-            "Has the reply ended? If so, why?",
-            "events",
-            "the events: an end has a reason: stop, length, abort or error.",
-            lambda stage: f"yes: {_lane(stage).finish_reason}" if _lane(stage).finish_reason else "no",
+            f"The request has the stop string {STOP}. Which text is emitted at all?",
+            "pieces",
+            "the tokens: from the first byte on that may begin the stop string, everything is held back.",
+            lambda stage: (
+                f"{TEXT[: TEXT.index(STOP)]}: b is held back, and with the last byte of {CHARACTER} the stop "
+                "string is complete"
+            ),
         ),
     ),
     {"kv_blocks": 96},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.trace.state import ACTIVE, CACHED, FREE, SHARED
+from engine.trace.state import CACHED, FREE
 from minitui.teaching.lessons.curl import QUESTION, TOKENS, request
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.stage import Stage
@@ -74,8 +74,8 @@ LESSON = Lesson(
               /minitui/...                            records and control, for minitui chat --connect
 
             The server tokenizes and checks each request before it sends the request to the engine. An invalid request
-            (a negative temperature, an unknown field that could change the answer, a prompt that can never fit) is
-            refused with an error that names the field.
+            (a negative temperature, a prompt that can never fit) is refused with an error that names the field. An
+            unknown field is ignored, and the header X-Minitui-Warning names it.
             """,
             code="minitui.server.service:Service",
         ),
@@ -85,22 +85,23 @@ LESSON = Lesson(
             The experiment starts the HTTP server on the engine of this lesson. It listens on a free port of this
             machine and accepts one key. Then curl, a program for HTTP requests, asks “{QUESTION}” twice, each time for
             up to {TOKENS} tokens: first as a whole, then with "stream": true. The panel shows the commands, and what
-            the server sends. Some fields, such as an id, are left out.
+            the server sends. Some fields are left out.
 
-            A stream is one HTTP response that stays open. The server writes events. An event is a line that begins with
+            In a stream, the server writes events while the engine computes. An event is a line that begins with
             “data:”, and an empty line.
             """,
             panel="wire",
             code="minitui.server.chat",
             run=request,
             predict=Prediction(
-                "How does the text of the streamed reply arrive?",
-                ("in one event at the end", "in many events, while it is written", "in one response for each token"),
+                f"How many HTTP requests does curl send for a streamed reply of {TOKENS} tokens?",
+                (f"{TOKENS}: one for each token", "one", "two: one for the first token, one for the others"),
                 (
-                    "the stream would have no advantage: the user would wait as long as for the whole answer.",
+                    "the client would have to ask again and again whether there is a new token. But a response can "
+                    "stay open: the server sends an event whenever it has new text.",
                     "",
-                    "the client would have to send a request for each token. But the server knows the next token "
-                    "first, so it sends.",
+                    "the response would have to end after the first token. But it stays open until the reply has "
+                    "ended.",
                 ),
             ),
         ),
@@ -171,10 +172,10 @@ LESSON = Lesson(
             lambda stage: f"r{stage.state().queue[0]}" if stage.state().queue else "none",
         ),
         Check(
-            "How many blocks are held by exactly one request, and how many by several requests?",
-            "occupancy",
-            "the line of the KV pool: one request holds an active block, several requests hold a shared block.",
-            lambda stage: f"{stage.state().counts[ACTIVE]} are active, {stage.state().counts[SHARED]} are shared",
+            "If each request were a stream over HTTP: how many responses would be open now?",
+            "lanes",
+            "the batch lanes: a response stays open while its request waits or runs.",
+            lambda stage: f"{len(stage.state().requests)}",
         ),
     ),
     {"kv_blocks": 64, "max_num_seqs": 4},

@@ -88,7 +88,8 @@ LESSON = Lesson(
             are needed: even a prompt that is completely cached computes at least one token.
 
             The tree is SGLang's idea (RadixAttention). By default, SGLang's blocks have one token, so a match can end
-            at any token. vLLM has no tree: it finds each block by a hash of the block's tokens and of the hash before.
+            at any token. vLLM has no tree: it finds each block by a hash of the block's tokens and of the hash of the
+            block before.
             """,
             code="engine.core.radix:RadixTree.match",
         ),
@@ -124,9 +125,8 @@ LESSON = Lesson(
             Six chats with one system prompt arrive together, in an empty engine. The budget has room for all six
             prompts in one step. When this step is planned, no prompt has been computed.
 
-            Remember two things. The engine plans one request after the other, and it knows all tokens of a prompt when
-            it plans (L1 Architecture). In every layer, the keys and values of all tokens of a step are stored before
-            attention reads any (L4 Paged attention).
+            Two things decide: what the engine knows when it plans (L1 Architecture), and in which order a layer stores
+            keys and reads them (L4 Paged attention).
             """,
             panel="tree",
             code="engine.core.cache:KVCache.publish_planned",

@@ -18,6 +18,8 @@ from typing import Any
 from engine.errors import EngineError
 from minitui.teaching.stage import LETTERS, Stage
 
+MIN_COLUMN = 16  # cells; a last column with less room is wrapped like a paragraph
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -122,8 +124,9 @@ def _wrap_last_column(line: str, width: int) -> list[str]:
     if len(line) <= width:
         return [line]
     columns = [found.end() for found in re.finditer(r"\s{2,}", line)]
-    indent = columns[-1] if len(columns) > 1 else len(line) - len(line.lstrip())
-    rest = textwrap.wrap(line[indent:], max(16, width - indent))
+    first = len(line) - len(line.lstrip())
+    indent = columns[-1] if len(columns) > 1 and columns[-1] <= width - MIN_COLUMN else first
+    rest = textwrap.wrap(line[indent:], max(MIN_COLUMN, width - indent))
     return [(line[:indent] if i == 0 else " " * indent) + piece for i, piece in enumerate(rest)]
 
 

@@ -190,11 +190,14 @@ class LessonScreen(BaseScreen[None]):
     # ---- pages
 
     def _open_page(self) -> None:
-        """Stop a running experiment, and show the top of the page. For the closing questions, prepare the engine."""
+        """Stop a running experiment, and show the top of the page, with the picture of its experiment. For the closing
+        questions, prepare the engine."""
         reading = self.reading
         self.workers.cancel_group(self, "lesson")
         reading.running = False
         self.text.top = 0
+        if self.stage is not None:
+            self.stage.view.put(reading.boards.get(reading.at))
         if reading.page is None and reading.ready and not reading.prepared and self.stage is not None:
             self.run_worker(self._prepare(reading, self.stage), group="lesson", exclusive=True)
 
@@ -256,6 +259,7 @@ class LessonScreen(BaseScreen[None]):
         try:
             await fresh(stage)
             reading.seen[at] = await run(stage)
+            reading.boards[at] = stage.view.board
         except EngineError as error:
             reading.failed[at] = f"The experiment stopped: {error}"
         finally:
@@ -266,6 +270,7 @@ class LessonScreen(BaseScreen[None]):
         try:
             await fresh(stage)
             await reading.lesson.close(stage)
+            reading.boards[reading.at] = stage.view.board
             reading.prepared = True
         except EngineError as error:
             reading.failed[reading.at] = f"The engine could not be prepared: {error}"

@@ -25,6 +25,8 @@ from minitui.tui.widgets.rows import Line, Row, Run, Runs, cells, clip, plain, r
 from minitui.viewmodel.model import View
 
 NARROWEST = 8  # cells; narrower panels are blank
+EDGE = 6  # cells of the lower edge that a legend cannot have
+LEGEND_GAP = 2  # cells between two entries of a legend below the picture
 
 
 def paragraphs(text: str) -> str:
@@ -163,9 +165,10 @@ class LinePanel(Widget, can_focus=True):
         if glyphs().rule == "-":
             left, right = ("| ", line), (" |", line)
         rows: list[Runs] = [self._edge(picture, width, top=True, line=line)]
-        for y in range(inner_height):
-            body_row = picture.rows[y] if y < len(picture.rows) else ()
-            rows.append((left, *_exact(body_row, inner_width), right))
+        body = picture.rows[:inner_height] + [()] * (inner_height - len(picture.rows))
+        if runs_width(picture.legend) > width - EDGE:
+            body = _with_legend(body, picture.legend, inner_width)
+        rows += [(left, *_exact(row, inner_width), right) for row in body]
         if height > 1:
             rows.append(self._edge(picture, width, top=False, line=line))
         return rows
@@ -258,6 +261,30 @@ class ScrollPanel(LinePanel):
         """Scroll by lines; down is positive."""
         self.top += lines
         self.repaint()
+
+
+def _with_legend(body: list[Runs], legend: list[Run], width: int) -> list[Runs]:
+    """Returns the rows with the legend in the last ones, if these are empty. Used if the frame has no room for it."""
+    lines = [Row()]
+    for entry in _entries(legend):
+        if lines[-1].width and lines[-1].width + LEGEND_GAP + runs_width(entry) > width:
+            lines.append(Row())
+        lines[-1].to(lines[-1].width + LEGEND_GAP if lines[-1].width else 0).extend(entry)
+    kept = len(body) - len(lines)
+    if kept < 1 or any(plain(row).strip() for row in body[kept:]):
+        return body
+    return [*body[:kept], *(line.done(width) for line in lines)]
+
+
+def _entries(legend: list[Run]) -> list[list[Run]]:
+    """Returns the entries of a legend, without the spaces between them."""
+    entries: list[list[Run]] = [[]]
+    for run in legend:
+        if run[0].strip():
+            entries[-1].append(run)
+        else:
+            entries.append([])
+    return [entry for entry in entries if entry]
 
 
 def _exact(row: Runs, width: int) -> Runs:

@@ -154,7 +154,8 @@ its block. A larger pool avoids the first two. A dash stands for figures that th
         else:
             title += f" · {shown.total:,} blocks of {shown.state.block_size}"
         filling: list[Run] = [("  ", "ink")] * bool(legend) + [(glyphs().filling, "active"), (" filling", "dim")]
-        if layer is None and self.grid.k == 1 and runs_width([*legend, *filling]) <= width - 4:
+        fits = runs_width([*legend, *filling]) <= width - 4 or len(head) + len(rows) < height - 1
+        if layer is None and self.grid.k == 1 and fits:
             legend = [*legend, *filling]
         return Picture([*head, *rows], title=title, note=note, legend=legend)
 

@@ -21,8 +21,16 @@ from minitui.tui.widgets.tree_blocks import NodeBlocks
 from minitui.tui.widgets.wire import WireLines
 
 
-class RunsInSteps(SideBySide):
+class Runs(SideBySide):
+    """Two runs. The arrow keys turn pages here, so the panel does not name its keys."""
+
+    MORE = ""
+
+
+class RunsInSteps(Runs):
     """Two runs, of which one has no times."""
+
+    TIMES = False
 
     def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
         super().__init__(id=id, frame=frame)
@@ -32,7 +40,7 @@ class RunsInSteps(SideBySide):
 PANELS: dict[str, type[LinePanel]] = {
     "step": StepBar, "attention": Attention, "slot": KeySlot, "map": BlockMap, "table": BlockTable,
     "lanes": BatchLanes, "tree": RadixTree,
-    "timings": StepTimings, "events": Events, "occupancy": Occupancy, "pieces": TextPieces, "runs": SideBySide,
+    "timings": StepTimings, "events": Events, "occupancy": Occupancy, "pieces": TextPieces, "runs": Runs,
     "runs-steps": RunsInSteps,
     "candidates": CandidateBars, "costs": CostCurves, "gpu": HostAndDevice,
     "blocks": NodeBlocks, "wire": WireLines,
@@ -40,9 +48,9 @@ PANELS: dict[str, type[LinePanel]] = {
 # Rows of these panels; on a narrow screen, all other panels have PANEL_ROWS. The timings need 10 for their tracks.
 HEIGHTS = {
     "step": 4, "occupancy": 2, "timings": 10, "candidates": 11, "attention": 12, "slot": 6, "costs": 12, "gpu": 12,
-    "runs": 13,
+    "runs": 13, "runs-steps": 13,
 }  # fmt: skip
-TALL = ("attention", "costs", "gpu", "runs")  # on a wide screen, these panels have its height
+TALL = ("attention", "costs", "gpu", "runs", "runs-steps")  # on a wide screen, these panels have its height
 PANEL_ROWS = 9
 MIN_PANEL_ROWS = 5  # below the text, a panel with nothing to show is hidden if fewer rows are left
 # Panel -> the panel under it. A narrow screen shows only the first of the two.

@@ -12,6 +12,7 @@ from minitui.teaching.stage import LETTERS
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import Picture, ScrollPanel
 from minitui.tui.widgets.rows import Row
+from minitui.viewmodel.board import Board
 from minitui.viewmodel.model import View
 
 MAX_TEXT_WIDTH = 100  # columns; longer lines are hard to read
@@ -29,6 +30,7 @@ class Reading:
         self.typed: dict[int, str] = {}  # page -> the text that the reader typed for its experiment
         self.seen: dict[int, Seen] = {}  # page -> result of its experiment
         self.failed: dict[int, str] = {}  # page -> error of its experiment
+        self.boards: dict[int, Board | None] = {}  # page -> what its experiment showed at its end
         self.ready = False  # the engine has started
         self.running = False  # an experiment runs
         self.prepared = False  # the engine is in the state that the closing questions ask about

@@ -26,7 +26,7 @@ the token's id. A space at the beginning of a piece belongs to the piece.""")
         board = view.board
         if not isinstance(board, Pieces):
             return Picture(wrapped("no text yet: the experiment has not run", "dim", width))
-        below = [Row(clip(visible_line(board.line), width), "bold ink").done(width)]
+        below = wrapped(board.line, "bold ink", width)
         rows = piece_lines(board, width)
         hidden = len(rows) - (height - len(below))
         if hidden > 0:  # the end of the text is where it changes

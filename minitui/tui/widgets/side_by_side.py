@@ -39,6 +39,8 @@ class SideBySide(LinePanel):
     """Left and right move the cursor, [ and ] change the scale, T changes the clock, up and down choose a request."""
 
     TITLE = "Two runs"
+    MORE = ": up and down show them"  # after the number of the requests that are not in sight
+    TIMES = True  # the line above a run has its time, speed and longest gap
     help_text = paragraphs("""\
 Two runs of the engine on one clock. Both begin at the left edge, and a column is the same time in both, so the shorter
 run is the faster one. The row of steps shows what the steps of a run computed: only prompts, prompts and decodes, or
@@ -110,7 +112,7 @@ machine, times are not.""")
             self._rows += [*[None] * heads, *shown]
             if len(shown) < min(len(run.lanes), room):
                 others = len(run.lanes) - len(shown)
-                rows.append(Row(f"+ {count(others, 'more request')}: up and down show them", "dim").done(width))
+                rows.append(Row(f"+ {count(others, 'more request')}{self.MORE}", "dim").done(width))
                 self._rows.append(None)
         rows += [Row().done(width)] * (height - len(rows) - len(feet))
         note: list[Run] = [(self._column_text(), "ink"), *self.own_key("[ ] zoom · k clock")]
@@ -165,10 +167,11 @@ machine, times are not.""")
     def _head(self, run: OneRun, width: int) -> Runs:
         figures = run.figures
         row = Row(clean(run.name) or "this run", "bold accent")
-        parts = [duration(figures.time), count(figures.steps, "step")]
-        if figures.tok_s:
+        parts = [duration(figures.time)] if self.TIMES else []
+        parts.append(count(figures.steps, "step"))
+        if figures.tok_s and self.TIMES:
             parts.append(f"{figures.tok_s:,.0f} tok/s")
-        if figures.longest is not None:
+        if figures.longest is not None and self.TIMES:
             parts.append(f"longest gap {ms(figures.longest.ms)} ms (r{figures.longest.request})")
         parts.append(f"{figures.computed:,} prompt tokens computed")
         for part in parts:
