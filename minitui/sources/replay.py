@@ -156,6 +156,11 @@ class ReplaySource(Source):
         """True if all records have been handed out."""
         return self.reader is not None and self._next()[0] is None
 
+    @property
+    def stopped(self) -> bool:
+        """True if time does not pass: the replay is paused or at its end."""
+        return self._closed or self.ended
+
     def set_speed(self, speed: float) -> None:
         """Set the speed: 1 is as fast as the engine was, 0.1 ten times slower. Raises InvalidRequest."""
         if not MIN_SPEED <= speed <= MAX_SPEED:

@@ -222,6 +222,7 @@ class ReplayApp(MinituiApp):
 
     def _frame(self) -> None:
         self.story = self._narrate()
+        self.view.stopped = self.replay.stopped
         super()._frame()
 
     def group_names(self) -> dict[str, str]:

@@ -55,6 +55,7 @@ class Lane:
     highest: int = 0  # the largest number of its tokens that had KV when it lost its blocks
     again: list[tuple[int, int]] = field(default_factory=list)  # (step, tokens): computed a second time
     evicted: list[tuple[int, int]] = field(default_factory=list)  # (step, tokens): computed after their eviction
+    reused: list[tuple[int, int]] = field(default_factory=list)  # (step, tokens): from the tree after a preemption
     taken: array[int] = field(default_factory=lambda: array("q"))  # (step, accepted drafts), one after the other
     void: list[int] = field(default_factory=list)  # steps whose token was dropped
     earlier: Earlier | None = None
@@ -92,11 +93,12 @@ class Lane:
             self.gains = [gain for gain in self.gains if gain[1] >= step]
 
     def forget_tokens(self, step: int) -> None:
-        """Drop what was kept for the tokens of the steps before this one. `again` and `evicted` are added up."""
+        """Drop what was kept for the tokens of the steps before this one. Numbers of tokens are added up."""
         kept = next((i for i in range(0, len(self.taken), 2) if self.taken[i] >= step), len(self.taken))
         del self.taken[:kept]
         self.void = [at for at in self.void if at >= step]
         self.again, self.evicted = _summed(self.again, step), _summed(self.evicted, step)
+        self.reused = _summed(self.reused, step)
 
     def code_at(self, step: int, code: int) -> bool:
         """Returns True if the lane has `code` at `step`."""
@@ -128,6 +130,10 @@ class Lane:
     def recomputed(self, step: int) -> int:
         """Returns how many of its tokens were computed a second time, up to this step."""
         return sum(tokens for at, tokens in self.again if at <= step)
+
+    def taken_again(self, step: int) -> int:
+        """Returns how many of its tokens came from the tree after a preemption, up to this step."""
+        return sum(tokens for at, tokens in self.reused if at <= step)
 
     def after_evictions(self, step: int) -> int:
         """Returns how many of its prompt's tokens were computed because their blocks had been evicted, up to this
@@ -234,7 +240,9 @@ class Lanes:
     def _match(self, record: Record) -> None:
         lane = self.lanes.get(record[3])
         # As in the engine's figures, only matches before the first preemption count.
-        if lane is not None and not lane.preemptions:
+        if lane is not None and lane.preemptions:
+            lane.reused.append((self.step + 1, record[4]))
+        elif lane is not None:
             lane.cached_tokens = min(lane.prompt_tokens, lane.cached_tokens + record[4])
             lane.stop, lane.stop_at = record[5], record[6]
 

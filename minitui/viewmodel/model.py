@@ -43,6 +43,7 @@ WASTE_SECONDS = 0.5  # between two computations of the waste
 GLOW_SECONDS, WARM_SECONDS = 0.4, 1.2  # after a change: full highlight, then fading highlight
 EMPTY = State(num_blocks=2, block_size=16, budget=1, max_num_seqs=1)
 QUOTE_WIDTH = 28
+STALL_FROM_MS = 250.0  # records may arrive this late
 BLOCK_EVENTS_KEPT = 20_000
 
 
@@ -73,6 +74,7 @@ class View:
         self.selection: Selection | None = None
         self.board: Board | None = None  # what a lesson shows besides the records
         self.home: str | None = None  # panels of a single request show only requests of this group; None: of all groups
+        self.stopped = False  # a recording is paused or at its end: its time does not pass
         self.frozen = False  # the user froze the picture: no record is folded
         self.dropped = 0  # records missing from the history: lost, or dropped from a long backlog
         self.gap = False  # records are missing: `reset` with a snapshot is needed
@@ -108,6 +110,7 @@ class View:
         self._waste_at = -1e9
         # (record number, step travelled to) of the last frame; None if that frame's picture was not still.
         self._still_moment: tuple[int, int | None] | None = None
+        self._result_at = 0.0  # working time of the last `time` record
         self._folded_at: float | None = None  # the caller's clock at the last fold
         self._framed = shown.state.step
         self._travelled: int | None = None
@@ -199,6 +202,7 @@ class View:
                 rates.advance(record[1])
                 _, _, _, _, plan_us, launch_us, commit_us, wall_ms, device_ms, _ = record
                 rates.add_durations(wall_ms, (plan_us + (launch_us or 0) + commit_us) / 1e3, device_ms)
+                self._result_at = rates.now
                 if (gap := steps.gap_ms(record[3])) is not None:
                     self.trends.advance(rates.now)
                     self.trends.add("token gaps", gap, steps.decoded(record[3]))
@@ -286,7 +290,7 @@ class View:
         if self.frozen and moment == self._still_moment:
             return
         self._now = now
-        if self.live.state.gate == "open" and self.loaded:
+        if self.live.state.gate == "open" and self.loaded and not self.stopped:
             self.rates.advance(self.engine_now)
         last = self.steps.last
         self.steps_per_frame = max(0, last - self._framed) if last >= 0 else 0
@@ -355,6 +359,12 @@ class View:
     def idle(self) -> bool:
         """True if no request is running or waiting."""
         return not self.shown.state.requests
+
+    @property
+    def since_result_ms(self) -> float:
+        """Working time since the results of the last step; 0 in the past, and if it is too short to be a stall."""
+        ms = (self.rates.now - self._result_at) * 1e3
+        return ms if ms >= STALL_FROM_MS and self._travelled is None and self.shown.state.requests else 0.0
 
     @property
     def horizon(self) -> int:

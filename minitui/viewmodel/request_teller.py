@@ -77,7 +77,7 @@ class RequestTeller(Teller):
     def _line(self, lane: Lane) -> Line:
         view = self.view
         figures = self._requests.of(view, lane)
-        gap = figures.gaps.longest if figures.gaps is not None else None
+        gap = figures.longest
         reason = self._stalls.reason(view, lane, gap) if gap is not None else None
         why = in_words(gap, reason) if gap is not None and reason is not None else ""
         if gap is not None and (self._longest is None or gap.ms > self._longest[0]):

@@ -32,7 +32,7 @@ def figures_in_words(row: RequestFigures) -> list[str]:
     if row.blocks is not None:
         parts.append(count(row.blocks, "block"))
     if row.preemptions:
-        again = f"{count(row.recomputed_tokens, 'token')} computed twice"
+        again = f"{count(row.recomputed_tokens, 'token')} computed twice, {row.reused_tokens:,} from the cache again"
         parts.append(f"preempted {count(row.preemptions, 'time')}, {again}")
     if row.after_evictions:
         parts.append(f"{count(row.after_evictions, 'prompt token')} computed again: evicted from the cache")
@@ -52,9 +52,10 @@ def request_json(row: RequestFigures, name: str, causes: dict[str, float], why: 
         "gaps": gaps.count if gaps is not None else None,
         "gap_p50_ms": _rounded(gaps.p50) if gaps is not None else None,
         "gap_p99_ms": _rounded(gaps.p99) if gaps is not None else None,
-        "longest_gap": _gap(gaps.longest, causes, why) if gaps is not None and gaps.longest is not None else None,
+        "longest_gap": _gap(row.longest, causes, why) if row.longest is not None else None,
         "tokens_per_second": _rounded(gaps.tok_s) if gaps is not None else None, "blocks": row.blocks,
         "preemptions": row.preemptions, "tokens_computed_twice": row.recomputed_tokens,
+        "tokens_cached_after_preemption": row.reused_tokens,
         "tokens_computed_after_eviction": row.after_evictions,
     }  # fmt: skip
 
@@ -63,7 +64,7 @@ def _gap(gap: Gap, causes: dict[str, float], why: str) -> dict[str, Any]:
     paused = round(gap.paused_ms, 3)
     return {
         "ms": round(gap.ms, 3), "token": gap.token, "step": gap.step, "paused_ms": paused, "causes_ms": causes,
-        "text": why,
+        "so_far": gap.so_far, "text": why,
     }  # fmt: skip
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from minitui.viewmodel.lanes import Lane, Lanes
-from minitui.viewmodel.token_gaps import GapStats
+from minitui.viewmodel.lanes import DECODING, Lane, Lanes
+from minitui.viewmodel.token_gaps import Gap, GapStats
 from minitui.viewmodel.tokens import FINISHED_KEPT
 
 if TYPE_CHECKING:
@@ -31,10 +31,20 @@ class RequestFigures:
     queue_ms: float | None  # while the request waits: until now
     prefill_ms: float | None
     gaps: GapStats | None  # None: the tokens up to this moment are no longer known
+    running: Gap | None  # the gap since the last token of a live request
     blocks: int | None  # of a finished request: when it finished
     preemptions: int
     recomputed_tokens: int  # tokens whose KV was computed again after a preemption
+    reused_tokens: int  # tokens that came from the cache after a preemption
     after_evictions: int  # prompt tokens that were computed because their cached blocks had been evicted
+
+    @property
+    def longest(self) -> Gap | None:
+        """The longest gap, also if it has not ended."""
+        ended = self.gaps.longest if self.gaps is not None else None
+        if self.running is None or (ended is not None and ended.ms >= self.running.ms):
+            return ended
+        return self.running
 
     @property
     def first_ms(self) -> float | None:
@@ -100,10 +110,23 @@ class Requests:
             doing = doing or ("decode" if request.joined_at >= 0 else "prefill")
             cached, blocks = request.cached_tokens, len(request.table)
         return RequestFigures(
-            lane.id, lane.group, doing, request is not None, lane.prompt_tokens, cached, queue, prefill, gaps, blocks,
+            lane.id, lane.group, doing, request is not None, lane.prompt_tokens, cached, queue, prefill, gaps,
+            self._running(view, lane, request, gaps), blocks,
             lane.preemptions if request is None else request.preemptions, lane.recomputed(view.horizon),
-            lane.after_evictions(view.horizon),
+            lane.taken_again(view.horizon), lane.after_evictions(view.horizon),
         )  # fmt: skip
+
+
+    @staticmethod
+    def _running(view: View, lane: Lane, request: RequestView | None, gaps: GapStats | None) -> Gap | None:
+        """Returns the gap that has not ended if the request stalls: the engine's step takes long, or the request was
+        preempted and does not decode yet."""
+        if request is None or gaps is None or not gaps.tokens:
+            return None
+        more = view.since_result_ms
+        if not more and (not request.preemptions or lane.code_at(view.horizon, DECODING)):
+            return None
+        return view.tokens.running(lane, view.horizon, more)
 
 
 def _first_token(

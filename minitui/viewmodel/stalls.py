@@ -64,6 +64,8 @@ class Stalls:
         row = view.steps.get(gap.step)
         if row is None or gap.since not in view.steps:
             return Reason(None, (Cause("the steps are no longer kept, cause unknown", gap.ms),))
+        if gap.so_far:
+            return _so_far(view, lane, gap)
         if lane.preempted_in(gap.since, gap.step):
             return _after_preemption(view, lane, gap)
         steps, times = view.tokens.clock(gap.since, gap.step)
@@ -87,6 +89,8 @@ class Stalls:
 
 def in_words(gap: Gap, reason: Reason) -> str:
     """Returns the gap in words: "12.4 ms before token 17, step 132: garbage collection 8.1 ms"."""
+    if gap.so_far:
+        return f"{ms(gap.ms)} ms so far before token {gap.token:,}: {reason}"
     text = f"{ms(gap.ms)} ms before token {gap.token:,}, step {gap.step:,}: {reason}"
     if gap.paused_ms >= SHORTEST_PAUSE_MS:
         text += f" · {duration(gap.paused_ms)} of pause or slow motion are not counted"
@@ -122,6 +126,22 @@ def _prompts(view: View, prefill: Prefill) -> str:
     if parts := in_parts(prefill):
         words.append(f"its {parts}")
     return f"prefill of {prefilled(row)} ({'; '.join(words)})"
+
+
+def _so_far(view: View, lane: Lane, gap: Gap) -> Reason:
+    """Returns what is known about a gap that has not ended."""
+    causes = []
+    rest = view.since_result_ms
+    if lane.preempted_in(gap.since, view.horizon + 1):
+        causes += [cause for cause in _after_preemption(view, lane, gap).causes if cause.ms]
+    elif gap.ms > rest:
+        causes.append(Cause(f"{count(gap.step - gap.since, 'step')} without this request", gap.ms - rest))
+    if rest:
+        row = view.steps.get(view.steps.committed + 1)
+        computes = f" (prefill of {prefilled(row)})" if row is not None and row.chunks else ""
+        what = "no results of a step" if row is None else f"step {row.step:,}{computes} has not ended"
+        causes.append(Cause(f"{what} for", rest))
+    return Reason(None, tuple(causes))
 
 
 def _after_preemption(view: View, lane: Lane, gap: Gap) -> Reason:

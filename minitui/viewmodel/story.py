@@ -71,7 +71,8 @@ def _request(view: View, id: int) -> Story:
         if lane.drafted:
             story.tell("drafts", f"{lane.accepted:,} of {lane.drafted:,} accepted: each accepted draft saves one step")
         if lane.preemptions:
-            story.tell("preempted", count(lane.preemptions, "time"))
+            reused = count(lane.taken_again(view.horizon), "token")
+            story.tell("preempted", f"{count(lane.preemptions, 'time')}; then {reused} came from the tree again")
     if request is not None and request.table:
         shared = [block for block in request.table if state.holders[block] > 1]
         story.tell("blocks", f"{count(len(request.table), 'block')} of {size} tokens, {len(shared)} shared")

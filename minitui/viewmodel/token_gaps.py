@@ -14,6 +14,7 @@ class Gap:
     step: int  # the step of this token
     since: int  # the step of the arrival before
     paused_ms: float  # time of pauses and slow motion in the gap; not part of `ms`
+    so_far: bool = False  # the gap has not ended: `step` is the last step whose results arrived
 
 
 @dataclass(frozen=True, slots=True)

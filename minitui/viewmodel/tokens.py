@@ -19,6 +19,7 @@ from minitui.viewmodel.history import Steps
 from minitui.viewmodel.lanes import DECODING, OPEN, PREFILLING, Lane, Lanes
 from minitui.viewmodel.token_gaps import Earlier, Gap, GapStats
 
+IN_FLIGHT = 8  # one of so many last steps has results
 LEAVING = 4_096  # steps whose tokens are summarised together
 FINISHED_KEPT = 256  # finished requests whose tokens are summarised
 MEASURED = 4_096  # the percentiles are those of so many recent gaps
@@ -72,6 +73,20 @@ class TokenTimes:
             np.r_[step, found.steps], np.r_[at, found.at], np.r_[paused, found.paused],
             np.r_[earlier.stats.tokens, found.first], np.r_[earlier.stats.tokens, found.last],
         )  # fmt: skip
+
+    def running(self, lane: Lane, horizon: int, more_ms: float) -> Gap | None:
+        """Returns the gap since the last token of a request that has not finished; None without a gap.
+
+        `more_ms`: the time since the results of step `horizon` or of the last step before it.
+        """
+        found = self.arrivals(lane, horizon)
+        _, times = self.clock(max(self.first, horizon - IN_FLIGHT), horizon)
+        if not len(found) or not len(times):
+            return None
+        ms = float(times[-1] - found.at[-1]) * 1e3 + more_ms
+        if ms <= 0:
+            return None
+        return Gap(ms, int(found.last[-1]) + 1, horizon, int(found.steps[-1]), 0.0, so_far=True)
 
     def _kept(self, lane: Lane, horizon: int) -> Arrivals:
         """Returns the arrivals in the steps from `first` to `horizon`."""

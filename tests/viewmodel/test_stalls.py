@@ -343,3 +343,82 @@ def test_a_request_is_told_when_its_last_step_is_timed_and_an_aborted_one_soon_a
     assert {row["request"] for row in told} == set(requests)
     for row in told:
         assert row["output_tokens"] == len(requests[row["request"]].output_ids)
+
+
+# ---- stalls that have not ended
+
+
+def longest_of(view: View, lane: Lane) -> Gap:
+    gap = Requests().of(view, lane).longest
+    assert gap is not None
+    return gap
+
+
+def test_a_step_that_does_not_end_is_the_longest_gap_so_far() -> None:
+    engine, view = make_engine(overlap=True), View()
+    view.reset(engine.snapshot())
+    request = engine.add_request([1, 2], SamplingParams(max_tokens=40, ignore_eos=True))
+    for _ in range(12):
+        engine.step()
+    view.fold(engine.log.drain(), now=10.0)
+    view.frame(10.0)
+    lane = view.lanes.lanes[request.id]
+    before = longest_of(view, lane)
+    assert not before.so_far
+    view.frame(13.0)
+    gap = longest_of(view, lane)
+    assert gap.so_far and gap.ms == pytest.approx(3_000, abs=100)
+    in_flight = view.steps.committed + 1
+    assert in_flight == view.steps.last
+    words = Stalls().words(view, lane, gap)
+    assert f"ms so far before token {gap.token}: step {in_flight:,} has not ended for 3,0" in words
+    view.travel(-3)
+    assert not longest_of(view, lane).so_far
+    view.present()
+    engine.step()
+    view.fold(engine.log.drain(), now=13.0)
+    view.frame(13.0)
+    assert not longest_of(view, lane).so_far
+
+
+def test_a_preempted_request_stalls_from_its_last_token_on() -> None:
+    stress, view, seen = Stress(TIGHT), View(), dict[int, Gap]()
+    view.reset(State(TIGHT.blocks + 1, TIGHT.block_size, TIGHT.budget, TIGHT.rows).snapshot())
+    ended = reused = 0
+    for _ in range(700):
+        stress.run_steps(2)
+        view.fold(stress.drain(), now=stress.now)
+        view.frame(stress.now)
+        for lane in list(view.lanes.active.values()):
+            row = Requests().of(view, lane)
+            if row.running is None:
+                gap = seen.pop(lane.id, None)
+                if gap is not None and row.gaps is not None and row.gaps.longest is not None:
+                    assert row.gaps.longest.ms >= gap.ms  # the gap ended, and none was longer
+                    ended += 1
+                continue
+            before = seen.get(lane.id)
+            assert row.running.so_far and (before is None or row.running.ms >= before.ms)
+            assert row.longest is not None and row.longest.ms >= row.running.ms
+            reason = Stalls().reason(view, lane, row.running)
+            assert sum(cause.ms for cause in reason.causes) == pytest.approx(row.running.ms)
+            assert all(cause.name.startswith(("queue after", "computing")) for cause in reason.causes)
+            seen[lane.id] = row.running
+        reused += sum(Requests().of(view, lane).reused_tokens for lane in view.lanes.active.values())
+    assert ended > 10 and reused
+
+
+def test_the_tokens_that_a_resume_takes_from_the_cache_are_counted() -> None:
+    counted = 0
+    for seed in range(6):
+        truth = played(seed, "sync")
+        view, matched, preempted = truth.view(), dict[int, int](), set[int]()
+        for record in truth.records:
+            if record[2] == "preempt":
+                preempted.add(record[3])
+            elif record[2] == "match" and record[3] in preempted:
+                matched[record[3]] = matched.get(record[3], 0) + record[4]
+        for id, tokens in matched.items():
+            assert Requests().of(view, view.lanes.lanes[id]).reused_tokens == tokens
+        counted += sum(matched.values())
+    assert counted

@@ -51,11 +51,12 @@ COLUMNS = (
     Heading("tokens", 7, 5, lambda row: row.gaps.tokens if row.gaps is not None else None),
     Heading("p50", 7, 2, lambda row: row.gaps.p50 if row.gaps is not None else None, _ms),
     Heading("p99", 7, 1, lambda row: row.gaps.p99 if row.gaps is not None else None, _ms),
-    Heading("longest", 8, 0, lambda row: row.gaps.longest.ms if row.gaps and row.gaps.longest else None, _ms),
+    Heading("longest", 8, 0, lambda row: row.longest.ms if row.longest is not None else None, _ms),
     Heading("tok/s", 7, 2, lambda row: row.gaps.tok_s if row.gaps is not None else None, lambda value: f"{value:,.0f}"),
     Heading("blocks", 7, 2, lambda row: row.blocks),
     Heading("preempt", 8, 3, lambda row: row.preemptions),
     Heading("twice", 7, 4, lambda row: row.recomputed_tokens),
+    Heading("reused", 7, 4, lambda row: row.reused_tokens),
     Heading("evicted", 8, 6, lambda row: row.after_evictions),
 )
 
@@ -72,10 +73,11 @@ class RequestTable(LinePanel):
 One line for each request that runs, waits, or finished recently. All times are in milliseconds; pauses and slow
 motion do not count. "first" is the time to first token: queue + prefill. A gap is the time between two tokens of a
 request; accepted drafts arrive together with a token. p50 and p99 are percentiles of the last gaps (at most 4,096),
-"longest" is the longest gap, and the text at the end says what caused this gap. "cached" is the number of prompt tokens
-that came from the tree. "blocks" is the number of blocks that the request holds, or held when it finished. "preempt"
-is how often the request lost its blocks, and "twice" is how many tokens were computed again because of that. "evicted"
-is how many tokens of the prompt were computed because their cached blocks had been evicted.
+"longest" is the longest gap, also one that has not ended ("so far"), and the text at the end says what caused this
+gap. "cached" is the number of prompt tokens that came from the tree. "blocks" is the number of blocks that the request
+holds, or held when it finished. "preempt" is how often the request lost its blocks, and "twice" is how many tokens were
+computed again because of that. "reused" is how many came from the tree instead. "evicted" is how many tokens of the
+prompt were computed because their cached blocks had been evicted.
 
 A dash means: not known, or not yet. Where the panel is narrow, some columns are left out; the column by which the rows
 are sorted is always shown. Click a heading to sort by it. Enter opens the timeline of a request: the gap before each of
@@ -192,9 +194,9 @@ its tokens.""")
                 row.to(end - len(text), " ", style).add(text, style)
             row.to(end, " ", style)
         if why:
-            gap = figures.gaps.longest if figures.gaps is not None else None
-            lane = view.lanes.lanes.get(figures.id)
-            text = str(self._stalls.reason(view, lane, gap)) if gap is not None and lane is not None else ""
+            gap, lane = figures.longest, view.lanes.lanes.get(figures.id)
+            so_far = "so far: " if gap is not None and gap.so_far else ""
+            text = so_far + str(self._stalls.reason(view, lane, gap)) if gap is not None and lane is not None else ""
             row.add("  " + fit(text, why, glyphs().dots), "dim" + ground)
         row.to(width, " ", "ink" + ground)
         return row.done(width)
@@ -203,7 +205,7 @@ its tokens.""")
         """Returns the longest gap of the selected request in words; without a selection, of all requests."""
         at = self._chosen(view)
         row = worst if at is None else self.rows[at]
-        gap = row.gaps.longest if row is not None and row.gaps is not None else None
+        gap = row.longest if row is not None else None
         lane = view.lanes.lanes.get(row.id) if row is not None else None
         if row is None or gap is None or lane is None:
             return [Row("no gap between two tokens yet", "dim").done(width), Row().done(width)]

@@ -85,6 +85,8 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
         self._found = view.tokens.arrivals(lane, view.horizon) if figures.gaps is not None else None
         self._gaps = np.diff(self._found.at) * 1e3 if self._found is not None else np.empty(0)
         words = [figures.state, *figures_in_words(figures)]
+        running = figures.running
+        late = wrapped(self._stalls.words(view, lane, running), "bold bad", width) if running is not None else []
         rows = wrapped(" · ".join(words), "ink", width)[:2]
         chat = view.group_name(lane.group)
         title = f"Timeline of r{lane.id}" + (f" · {chat}" if chat else "")
@@ -92,11 +94,11 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
         if chosen is None or self._found is None:
             gone = figures.gaps is None
             rows.append(Row("its tokens are no longer kept" if gone else "no gap yet: two tokens make one").done(width))
-            return Picture(rows, title=title)
+            return Picture([*rows, *late][:height], title=title)
         gap = self._found.gap(chosen + 1)
         longest = int(self._gaps.argmax())
         before = lane.earlier.stats.longest if lane.earlier is not None else None
-        foot = wrapped(self._stalls.words(view, lane, gap), "bold ink", width)
+        foot = [*late, *wrapped(self._stalls.words(view, lane, gap), "bold ink", width)]
         if before is not None and before.ms > self._gaps[longest]:
             longer = f"an older gap was longer: {ms(before.ms)} ms before token {before.token:,}, not in the chart"
             foot += wrapped(longer, "dim", width)

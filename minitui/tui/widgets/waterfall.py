@@ -12,6 +12,7 @@ import numpy as np
 from textual import events
 from textual.binding import Binding
 
+from minitui.text import duration
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
 from minitui.tui.widgets.rows import Row, Run, Runs, fit
 from minitui.tui.widgets.tracks import SCALES, UNKNOWN, Scale, number, numbered, ruler, track
@@ -108,6 +109,8 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
             rows.append(at_cursor(self.cursor, scale.left, self.host, device, width))
         if (row := view.steps.get(line.last if self.step is None else self.step)) is not None:
             rows += figures(row, self.host, view.timings, width)
+        if late := view.since_result_ms:
+            rows.append(Row(f"no results since {duration(late)}, so far", "bold bad").done(width))
         self._lanes_row = len(rows)
         rows += self._requests(view, line, named, max(0, height - len(rows)), width)
         note = [(f"1 column = {number(scale.ms)} ms", "ink"), *self.own_key("[ ]")]
