@@ -92,16 +92,16 @@ def _byte_level(header: Header, tokens: list[str]) -> dict[str, Any]:
         split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     last = {**alone, "use_regex": pattern in (GPT_2, ONE_DIGIT)}
     steps = [last] if pattern == GPT_2 else [split, last]
-    merges = header.get("tokenizer.ggml.merges", list)
-    if not _all(str, merges):
-        raise header.error("has a damaged list of merges: download it again")
+    vocab = {token: i for i, token in enumerate(tokens)}
+    merges = [str(merge).split(" ", 1) for merge in header.get("tokenizer.ggml.merges", list)]
+    if not all(len(pair) == 2 and pair[0] in vocab and pair[1] in vocab and "".join(pair) in vocab for pair in merges):
+        raise header.error("has tokenizer.ggml.merges that do not join two tokens to a third: download it again")
     return {
         "version": "1.0", "normalizer": {"type": "NFC"} if pre in NFC else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "post_processor": None, "decoder": {**alone, "add_prefix_space": True, "use_regex": True},
         "model": {
-            "type": "BPE", "vocab": {token: i for i, token in enumerate(tokens)},
-            "merges": [merge.split(" ", 1) for merge in merges],
+            "type": "BPE", "vocab": vocab, "merges": merges,
             "ignore_merges": pre in WHOLE_WORDS,
         },
     }  # fmt: skip

@@ -19,11 +19,14 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.fields import LARGEST_NUMBER
 from engine.model.config import Packing
 
 Tensors = Mapping[str, torch.Tensor]
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the positive numbers of e2m1
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the 4-bit numbers of columns 0, 1, 2 … are in a 32-bit word
+NAN_OF_E4M3 = 0x7F
+LARGEST_EXPONENT = 127 + 99  # of MXFP4, which adds 127: 2^99 is below LARGEST_NUMBER
 FLOATS, EIGHT_BITS, INTS = ("F64", "F32", "BF16", "F16"), ("F8_E4M3", "I8"), ("I32",)
 
 
@@ -48,6 +51,22 @@ class Packed:
         """Returns the sources by the names of their tensors. `name`: that of the whole matrix."""
         stem = name.removesuffix("weight") if name.endswith("weight") else name
         return {stem + source.suffix: source for source in self.sources}
+
+
+def fault(tensors: Tensors) -> tuple[str, str] | None:
+    """Returns the suffix of a tensor that no matrix has, and what is wrong with it; None if there is none."""
+    for suffix, tensor in tensors.items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            wrong = bool(((tensor.view(torch.uint8) & NAN_OF_E4M3) == NAN_OF_E4M3).any())
+        elif tensor.is_floating_point():
+            wrong = not bool((tensor.abs() <= LARGEST_NUMBER).all())
+        else:
+            wrong = suffix == "_scales" and bool((tensor > LARGEST_EXPONENT).any())
+        if wrong:
+            return suffix, f"numbers that are not finite or are above {LARGEST_NUMBER:g}"
+        if suffix == "g_idx" and not bool(((tensor >= 0) & (tensor < len(tensors["scales"]))).all()):
+            return suffix, f"groups other than 0 to {len(tensors['scales']) - 1}"
+    return None
 
 
 def packed(packing: Packing, name: str, shape: list[int], held: set[str]) -> Packed | None:

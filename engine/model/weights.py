@@ -20,7 +20,7 @@ from engine.fields import listed
 from engine.files import checkpoint_files
 from engine.model.config import Packing
 from engine.model.linear import ByteWeight, Matrix
-from engine.model.packed import Packed, packed
+from engine.model.packed import Packed, fault, packed
 from engine.progress import Progress
 
 FLOAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
@@ -266,6 +266,10 @@ def _read_packed(slot: Slot, where: dict[str, tuple[Path, str]]) -> dict[str, to
                     tensors[source.suffix] = file.get_tensor(stored)
                 except (SafetensorError, OSError, RuntimeError) as error:
                     raise CheckpointError(f"{path} cannot be read at {name} ({error}): download it again") from error
+    if (wrong := fault(tensors)) is not None:
+        suffix, what = wrong
+        name = next(each for each, source in slot.packed.names(slot.name).items() if source.suffix == suffix)
+        raise CheckpointError(f"{where[name][0]} has {what} in {name}: download it again")
     return tensors
 
 

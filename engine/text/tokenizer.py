@@ -17,11 +17,12 @@ import tokenizers
 from engine.eos import eos_ids
 from engine.errors import CheckpointError, InvalidRequest, PromptTooLong
 from engine.fields import Fields, shown
-from engine.files import TOKENIZER_BYTES, read_bytes, read_json_if_there, read_text
+from engine.files import read_json_if_there, read_text
 from engine.params import SamplingParams
 from engine.text.chat_template import LONGEST_SOURCE, ChatTemplate
 from engine.text.detokenizer import Decoding, Detokenizer
 from engine.text.markers import MarkedDetokenizer, Markers
+from engine.text.tokenizer_file import LONG_TEXT, encode, load
 
 Message = dict[str, Any]
 
@@ -32,8 +33,6 @@ PRIVATE_USE = range(0xE000, 0xF900)  # characters without a standard meaning
 # The mark of a chat consists of random PRIVATE_USE characters. It is put into the names of control tokens in messages,
 # so that these names stay text. No message contains it by chance.
 MARK_LENGTH = 8  # characters
-LONG_TEXT = 4096  # characters
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 CHARACTERS_PER_TOKEN = 8  # almost every text has fewer on average
 CUT_TOKENS = 16  # cutting a text in two adds at most this many tokens
 
@@ -52,7 +51,7 @@ class Tokenizer:
     def __init__(self, directory: str | Path) -> None:
         """Raises CheckpointError if tokenizer.json is missing or broken."""
         self.directory = directory = Path(directory)
-        self._tokenizer = _load(directory / "tokenizer.json")
+        self._tokenizer = load(directory / "tokenizer.json")
         self._config = self._fields("tokenizer_config.json").raw
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -72,7 +71,7 @@ class Tokenizer:
         `add_special_tokens`: also add the tokens that the tokenizer puts around a text, such as a BOS.
         """
         tokenizer = self._tokenizer if allow_special else self._literal
-        return _encode(tokenizer, text, add_special_tokens)
+        return encode(tokenizer, text, add_special_tokens)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of the ids. Without control tokens, other markers stand for some of them (markers.py)."""
@@ -126,7 +125,7 @@ class Tokenizer:
             rendered = _up_to_last_message(rendered, shown)
         if not any_length:
             self._check_length(rendered.replace(mark, "") if mark else rendered)
-        return self._encode_marked(rendered, mark) if mark else _encode(self._tokenizer, rendered, False)
+        return self._encode_marked(rendered, mark) if mark else encode(self._tokenizer, rendered, False)
 
     def render_chat(
         self, messages: list[Message], add_generation_prompt: bool = True, *, chat_template: str | None = None,
@@ -180,7 +179,7 @@ class Tokenizer:
     @cached_property
     def _literal(self) -> tokenizers.Tokenizer:
         """A copy of the tokenizer that treats the names of control tokens as plain text."""
-        copy = _load(self.directory / "tokenizer.json")
+        copy = load(self.directory / "tokenizer.json")
         copy.encode_special_tokens = True
         return copy
 
@@ -203,7 +202,7 @@ class Tokenizer:
             return
         count, length = 0, max(LONG_TEXT, self.context * CHARACTERS_PER_TOKEN)
         for start in range(0, len(text) - length, length):
-            count += len(_encode(self._tokenizer, text[start : start + length], False)) - CUT_TOKENS
+            count += len(encode(self._tokenizer, text[start : start + length], False)) - CUT_TOKENS
             if count > self.context:
                 raise PromptTooLong(
                     f"the chat has more than {self.context:,} tokens, the size of the context: shorten it",
@@ -230,13 +229,13 @@ class Tokenizer:
         if not text:
             return []
         if first or self._decoding.byte_level:
-            return _encode(self._literal, text, False)
+            return encode(self._literal, text, False)
         # Tokenizers like SentencePiece add a space before a text. So encode a newline and the text: the space is then
         # before the newline. Remove the ids of both.
-        newline, ids = _encode(self._literal, "\n", False), _encode(self._literal, "\n" + text, False)
+        newline, ids = encode(self._literal, "\n", False), encode(self._literal, "\n" + text, False)
         if ids[: len(newline)] == newline:
             return ids[len(newline) :]
-        return _encode(self._literal, text, False)
+        return encode(self._literal, text, False)
 
     def _fields(self, name: str) -> Fields:
         path = self.directory / name
@@ -301,44 +300,6 @@ def _up_to_last_message(rendered: str, messages: list[Message]) -> str:
             "continue_final_message",
         )
     return rendered[: at + len(text if rendered.startswith(text, at) else text.rstrip())]
-
-
-def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Encode a text; raise InvalidRequest if it contains a lone surrogate, which UTF-8 cannot encode.
-
-    Long texts use the batch call, because `encode` blocks all other threads while it runs.
-    """
-    try:
-        if len(text) < LONG_TEXT:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-    except TypeError:
-        if (lone := LONE_SURROGATE.search(text)) is None:
-            raise
-        raise InvalidRequest(
-            f"character {lone.start():,} of the text is a lone surrogate (U+{ord(lone[0]):04X}), not a character: "
-            "remove it or replace it with U+FFFD"
-        ) from None
-
-
-def _load(path: Path) -> tokenizers.Tokenizer:
-    """Returns the tokenizer of a tokenizer.json, without padding and truncation. Raises CheckpointError."""
-    try:
-        data = read_bytes(path, TOKENIZER_BYTES)
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} does not exist: save the model's tokenizer in this format, with tokenizer.save_pretrained of "
-            "transformers"
-        ) from None
-    try:
-        tokenizer = tokenizers.Tokenizer.from_buffer(data)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the library is in Rust: a panic there is not an Exception
-        raise CheckpointError(f"{path} cannot be read ({error}): download it again") from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
 
 
 def _strings(value: Any) -> Iterable[str]:

@@ -275,7 +275,7 @@ def test_a_chat_longer_than_the_context_is_refused_before_all_of_it_is_encoded(m
     tokenizer.chat_template, tokenizer.context = "{{ 'hello world ' * 10**6 }}", 1000
     encoded = []
     fake = lambda _, text, add: encoded.append(len(text)) or [0] * len(text)  # noqa: E731
-    monkeypatch.setattr("engine.text.tokenizer._encode", fake)
+    monkeypatch.setattr("engine.text.tokenizer.encode", fake)
     for content in ("x", "<|im_end|>"):
         with pytest.raises(InvalidRequest, match="more than 1,000 tokens, the size of the context: shorten it"):
             tokenizer.apply_chat_template([{"role": "user", "content": content}])

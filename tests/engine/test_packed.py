@@ -123,3 +123,31 @@ def test_a_missing_or_misshapen_part_of_a_matrix_is_named(plain: tuple[Any, Path
     rewrite(tmp_path / "m", cut)
     with pytest.raises(CheckpointError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.qzeros.*q_proj\.scales is \[2, "):
         load_decoder(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix", "value", "what"),
+    [
+        ("fp8 blocks", "weight_scale_inv", float("inf"), "not finite or are above 1e\\+30"),
+        ("fp8 rows", "weight", float("nan"), "not finite"),
+        ("int8 rows", "weight_scale", 3e38, "not finite or are above"),
+        ("awq", "scales", float("nan"), "not finite"),
+        ("gptq", "g_idx", 6, "groups other than 0 to 5"),
+        ("gptq", "g_idx", -1, "groups other than 0 to 5"),
+    ],
+)
+def test_hostile_scales_and_groups_are_named(
+    name: str, suffix: str, value: float, what: str, plain: tuple[Any, Path], tmp_path: Path
+) -> None:
+    model, source = plain
+    copy = type(model)(model.config)
+    copy.load_state_dict(model.state_dict())
+    quantise(copy, source, tmp_path / "m", name)
+    tensor = f"model.layers.1.mlp.up_proj.{suffix}"
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[tensor].view(-1)[3] = value
+
+    rewrite(tmp_path / "m", spoil)
+    with pytest.raises(CheckpointError, match=rf"model.safetensors has .*{what}.* in {tensor}: download it again"):
+        load_decoder(tmp_path / "m")

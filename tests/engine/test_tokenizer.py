@@ -461,6 +461,34 @@ def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("normalizer", normalizers.Replace("a", "b" * 300), "makes a text up to 300"),
+        ("normalizer", normalizers.Sequence([normalizers.Replace("a", "aa")] * 9), "makes a text up to 512"),
+        ("decoder", decoders.Replace("a", "b" * 999), "makes a text up to 999"),
+        ("post_processor", processors.TemplateProcessing(["a", "$A"] * 2_000, None, [("a", 0)]), "than 65,536 char"),
+    ],
+)
+def test_a_tokenizer_that_makes_texts_long_is_refused(part: str, value: Any, message: str, tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    setattr(tokenizer, part, value)
+    with pytest.raises(CheckpointError, match=f"tokenizer.json has a {part} .*{message}"):
+        Tokenizer(write(tmp_path, tokenizer))
+
+
+def test_an_expression_that_is_too_slow_for_a_text_refuses_the_text(tmp_path: Path) -> None:
+    """The library panics, which is no Exception."""
+    tokenizer = byte_level()
+    slow = pre_tokenizers.Split(tokenizers.Regex(r"(a+a+)+b"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([slow, tokenizer.pre_tokenizer])
+    ours = Tokenizer(write(tmp_path, tokenizer))
+    assert ours.encode("aab")
+    for length in (30, 5_000):
+        with pytest.raises(InvalidRequest, match=f"tokenizer cannot split this text of {length:,} characters"):
+            ours.encode("a" * length)
+
+
 def test_a_broken_template_is_named(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write(tmp_path, byte_level(), chat_template="{% for %}"))
     with pytest.raises(CheckpointError, match=r"chat template of .* is broken"):
