@@ -120,6 +120,22 @@ def load_weights(
         _check_tied(wanted["model.embed_tokens.weight"][0], files)
 
 
+def expanded_tensors(slots: Iterable[Slot], directory: Path, packing: Packing) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a quantised checkpoint by their names, with the matrices expanded, for comparisons."""
+    where = _where(checkpoint_files(directory))
+    found: dict[str, torch.Tensor] = {}
+    for name, (slot, *_) in _wanted(slots, set(where), packing).items():
+        if slot.packed is not None:
+            found[name] = slot.packed.expand(_read_packed(slot, where))
+            for part in slot.packed.names(name):
+                where.pop(part, None)
+    for name, (path, stored) in where.items():
+        if not _is_unused(name):
+            with _opened(path) as file:
+                found[name] = file.get_tensor(stored)
+    return found
+
+
 def dummy_weights(slots: Iterable[Slot], seed: int) -> None:
     """Fill the slots for measurements: norms with 1, all others with normal numbers of standard deviation 0.02.
 

@@ -106,7 +106,6 @@ def run_verify(model: str, dtype: str = "auto", device: str = "auto", as_json: b
 def run_reference(directory: Path, dtype: Any, device: Any) -> Reference:
     """Returns greedy replies and all log-probabilities from transformers, computed one prompt at a time."""
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     from engine.model.hf_config import read_model_config
@@ -120,9 +119,7 @@ def run_reference(directory: Path, dtype: Any, device: Any) -> Reference:
     experts = "eager"  # the faster kernels that are the default for mixtures of experts do not support float64
     config = read_model_config(directory)
     attention = "eager" if config.softcap else None  # the faster attention of transformers leaves soft caps out
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, experts_implementation=experts, attn_implementation=attention
-    )
+    model = _loaded(directory, config, dtype=dtype, experts_implementation=experts, attn_implementation=attention)
     model = model.to(device).eval()
     positions = min(config.max_position, config.default_context)
     longest = positions - NEW_TOKENS - 1  # the most tokens of a prompt; teacher forcing samples one more token
@@ -147,6 +144,29 @@ def run_reference(directory: Path, dtype: Any, device: Any) -> Reference:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return Reference(prompts, replies, logprobs)
+
+
+def _loaded(directory: Path, config: Any, **options: Any) -> Any:
+    """Returns the model of transformers. It gets the expanded matrices of a quantised checkpoint.
+
+    transformers would need further packages, and a GPU, to compute with the quantised matrices.
+    """
+    import torch
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+
+    from engine.model.checkpoint import checkpoint_slots
+    from engine.model.decoder import Decoder
+    from engine.model.weights import expanded_tensors
+
+    if config.packing is None:
+        return AutoModelForCausalLM.from_pretrained(directory, **options)
+    plain = AutoConfig.from_pretrained(directory)
+    del plain.quantization_config
+    decoder = Decoder(config, torch.float32, torch.device("meta"), 1)
+    slots = checkpoint_slots(decoder.slots(), config, torch.float32)
+    state = expanded_tensors(slots, directory, config.packing)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(plain)]
+    return kind.from_pretrained(None, config=plain, state_dict=state, **options)
 
 
 def compare(directory: Path, reference: Reference, dtype: str, device: str) -> list[Check]:

@@ -16,6 +16,9 @@ from engine.errors import EngineError
 from minitui import tutor
 from minitui.cli.verify import NEW_TOKENS, Reference, _same_tokens, run_verify
 from tests.support.families import checkpoint
+from tests.support.gguf_files import HELD, add_tokenizer, write_gguf
+from tests.support.models import reference, save
+from tests.support.packing import mxfp4, quantise
 
 PROMPT, SAME = [5, 6], [1, 2, 3]
 
@@ -94,8 +97,38 @@ def test_a_model_of_few_positions_is_compared(tmp_path: Path, capsys: Any) -> No
 @pytest.mark.parametrize("kind", os.environ.get("VERIFY_FAMILIES", "gemma2 gpt_oss phi3").split())
 def test_a_random_checkpoint_of_a_family_passes(kind: str, tmp_path: Path, capsys: Any) -> None:
     """VERIFY_FAMILIES names other families: the model types in tests/support/families.py."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tutor.model_dir() / name, tmp_path)
-    checkpoint(kind, 1, tmp_path, vocab_size=json.loads((tutor.model_dir() / "config.json").read_text())["vocab_size"])
+    checkpoint(kind, 1, tmp_path, vocab_size=with_the_tutor_s_tokenizer(tmp_path))
     code = run_verify(str(tmp_path), "float64", "cpu", as_json=True)
     assert code == 0, capsys.readouterr().out
+
+
+def with_the_tutor_s_tokenizer(directory: Path) -> int:
+    """Copy the tokenizer of the bundled model; return the size of its vocabulary."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tutor.model_dir() / name, directory)
+    return int(json.loads((tutor.model_dir() / "config.json").read_text())["vocab_size"])
+
+
+@pytest.mark.parametrize("form", os.environ.get("VERIFY_FORMATS", "awq").split(","))
+def test_a_random_quantised_checkpoint_passes(form: str, tmp_path: Path, capsys: Any) -> None:
+    """VERIFY_FORMATS names other formats, with commas: those of tests/support/packing.py, or mxfp4."""
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    plain.mkdir()
+    sizes = {"vocab_size": with_the_tutor_s_tokenizer(plain), "hidden_size": 96, "intermediate_size": 160}
+    if form == "mxfp4":
+        checkpoint("gpt_oss", 1, plain, **{**sizes, "intermediate_size": 64})
+        mxfp4(plain, packed)
+    else:
+        model = reference("qwen3", **sizes, head_dim=32)
+        quantise(model, save(model, plain), packed, form)
+    with_the_tutor_s_tokenizer(packed)
+    assert run_verify(str(packed), "float64", "cpu", as_json=True) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", os.environ.get("VERIFY_GGUF", "gemma3_text").split())
+def test_a_random_gguf_file_passes(kind: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """VERIFY_GGUF names other families: the model types in tests/support/gguf_files.py."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    checkpoint(kind, 1, tmp_path, **HELD.get(kind, {}), vocab_size=with_the_tutor_s_tokenizer(tmp_path))
+    path = write_gguf(tmp_path, tmp_path / "m.gguf", "Q8_0", lambda w: add_tokenizer(w, tutor.model_dir(), "gpt-2"))
+    assert run_verify(str(path), "float64", "cpu", as_json=True) == 0, capsys.readouterr().out

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine.errors import CheckpointError
-from engine.gguf import families, tensors
+from engine.gguf import families, header, tensors
 from engine.gguf.header import Header, read_header
 from engine.gguf.tokenizer import end_tokens, tokenizer_files
 from engine.hub.resolve import resolve_model
@@ -25,6 +25,7 @@ from engine.model.hf_config import read_model_config
 from engine.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from minitui import tutor
+from tests.support.gguf_files import add_tokenizer
 from tests.support.paths import ROOT
 
 gguf = pytest.importorskip("gguf")
@@ -66,22 +67,6 @@ def written(path: Path, kind: str = "F32", change: Callable[[Any], None] = lambd
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def add_tokenizer(writer: Any, directory: Path, pre: str) -> None:
-    found = json.loads((directory / "tokenizer.json").read_text())
-    tokens = {i: token for token, i in found["model"]["vocab"].items()}
-    added = {token["id"]: token for token in found["added_tokens"]}
-    tokens |= {i: token["content"] for i, token in added.items()}
-    kinds = [(3 if added[i]["special"] else 4) if i in added else 1 for i in range(len(tokens))]
-    merges = found["model"]["merges"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list([tokens[i] for i in range(len(tokens))])
-    writer.add_token_types(kinds)
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
-    writer.add_eos_token_id(Tokenizer(directory).eos_ids[0])
-    writer.add_chat_template(Tokenizer(directory).chat_template)
 
 
 def gguf_name(name: str) -> str:
@@ -134,11 +119,11 @@ def test_blocks_of_256_numbers_are_expanded(kind: str, tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    header = read_header(path)
-    tensor = header.tensors["blk.0.ffn_up.weight"]
+    found_header = read_header(path)
+    tensor = found_header.tensors["blk.0.ffn_up.weight"]
     assert tensor.shape == (rows, columns)
     with path.open("rb") as file:
-        found = tensors._read(header, file, tensor, 0, rows, "F16")
+        found = tensors._read(found_header, file, tensor, 0, rows, "F16")
     assert np.array_equal(found, gguf.quants.dequantize(blocks, TYPES[kind]).astype(np.float16))
 
 
@@ -293,6 +278,56 @@ def test_a_damaged_header_is_one_sentence(data: bytes, message: str, tmp_path: P
     with pytest.raises(CheckpointError, match=message) as caught:
         resolve_model(str(path))
     assert str(path) in str(caught.value)
+
+
+def test_tensors_that_overlap_and_longer_headers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both would take far more memory or disk than the file has."""
+    one = b"".join(struct.pack("<Q1sIQIQ", 1, name, 1, 16, 0, 0) for name in (b"a", b"b"))
+    path = tmp_path / "bad.gguf"
+    path.write_bytes((b"GGUF" + struct.pack("<IQQ", 3, 2, 0) + one).ljust(96, b"\0") + bytes(64))
+    with pytest.raises(CheckpointError, match=r"bad\.gguf has tensors that overlap, such as 'b'"):
+        read_header(path)
+    monkeypatch.setattr(header, "LARGEST_HEADER", 60)
+    with pytest.raises(CheckpointError, match=r"bad\.gguf has a header of more than 60 bytes"):
+        read_header(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("tokenizer.ggml.merges", ["a b", "ab c"], "tokenizer.ggml.merges that do not join two tokens to a third"),
+        ("tokenizer.ggml.merges", [1], "tokenizer.ggml.merges that do not"),
+        ("tokenizer.ggml.token_type", ["x"], "a damaged list of tokens"),
+        ("tokenizer.ggml.pre", "klingon", "splits words as 'klingon' does: supported are llama-bpe"),
+        ("tokenizer.ggml.model", "rwkv", "a tokenizer of type 'rwkv'"),
+    ],
+)
+def test_a_damaged_tokenizer_is_named(key: str, value: Any, message: str, tmp_path: Path) -> None:
+    metadata = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": ["a", "b", "ab"],
+        "tokenizer.ggml.merges": ["a b"],
+    }  # fmt: skip
+    assert tokenizer_files(Header(tmp_path, metadata, {}))
+    with pytest.raises(CheckpointError, match=message):
+        tokenizer_files(Header(tmp_path, metadata | {key: value}, {}))
+
+
+def test_long_pieces_are_refused_before_they_are_cut_everywhere(tmp_path: Path) -> None:
+    metadata = {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a" * 2_000], "tokenizer.ggml.scores": [0.0],
+    }  # fmt: skip
+    with pytest.raises(CheckpointError, match="tokens of more than 1,024 characters"):
+        tokenizer_files(Header(tmp_path, metadata, {}))
+
+
+def test_scales_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    path = written(tmp_path / "tutor.gguf", "Q8_0")
+    found = read_header(path).tensors["blk.0.attn_q.weight"]
+    data = bytearray(path.read_bytes())
+    data[found.offset : found.offset + 2] = b"\x00\x7c"  # infinity in float16
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"numbers in 'blk\.0\.attn_q\.weight' that are not finite"):
+        resolve_model(str(path))
 
 
 def test_no_cut_of_a_file_raises_anything_else(tmp_path: Path, cache: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
+
+from engine.text.tokenizer import Tokenizer
 
 PERMUTED = ("llama", "granite", "smollm3", "mistral3")  # rotated as pairs of neighbours
 # Fields of the random configs that the format cannot hold; ... removes a field.
@@ -188,6 +191,23 @@ def write_gguf(directory: Path, path: Path, kind: str = "F32", tokenizer: Any = 
     converter.tensors(load_file(directory / "model.safetensors"), kind)
     converter.finish()
     return path
+
+
+def add_tokenizer(writer: Any, directory: Path, pre: str) -> None:
+    """The tokenizer of a directory, as of GPT-2's kind."""
+    found = json.loads((directory / "tokenizer.json").read_text())
+    tokens = {i: token for token, i in found["model"]["vocab"].items()}
+    added = {token["id"]: token for token in found["added_tokens"]}
+    tokens |= {i: token["content"] for i, token in added.items()}
+    kinds = [(3 if added[i]["special"] else 4) if i in added else 1 for i in range(len(tokens))]
+    merges = found["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([tokens[i] for i in range(len(tokens))])
+    writer.add_token_types(kinds)
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    writer.add_eos_token_id(Tokenizer(directory).eos_ids[0])
+    writer.add_chat_template(Tokenizer(directory).chat_template)
 
 
 def no_tokenizer(writer: Any) -> None:
