@@ -25,7 +25,7 @@ KEPT = 3
 CLOSING = {"top_k": KEPT}
 MIN_P = 0.1  # of a closing question
 PICTURES: tuple[dict[str, float], ...] = (
-    {"temperature": 0.5}, {"temperature": 1.0}, {"temperature": 2.0}, {"top_k": KEPT}, {"top_p": 0.7}, {"min_p": 0.1},
+    {"temperature": 0.5}, {"temperature": 1.0}, {"temperature": 2.0}, {"top_k": KEPT}, {"top_p": 0.6}, {"min_p": 0.1},
     {"repetition_penalty": 2.0},
 )  # fmt: skip
 SETTINGS: dict[str, Callable[[str], float]] = {
