@@ -14,6 +14,7 @@ from itertools import takewhile
 from statistics import median
 from typing import Any
 
+from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.trace.state import CACHED, FREE, SHARED, NodeView, State
 from minitui.chat.conversation import Session
@@ -27,7 +28,7 @@ from minitui.teaching.contrasts import (
     paste,
 )
 from minitui.teaching.stage import Figures, Stage
-from minitui.text import match_reason
+from minitui.text import duration, match_reason
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
 from minitui.viewmodel.runs import Run
@@ -196,8 +197,8 @@ async def chunked_prefill(stage: Stage) -> None:
     stage.tell(
         f"The longest wait of a writing chat for its next token, while {tokens:,} prompt tokens were computed:\n"
         f"{stage.bars(rows)}\n"
-        f"The first token of the long prompt itself came after {in_chunks:,.0f} ms instead of {whole:,.0f} ms: its "
-        "chunks share steps with decoding requests."
+        f"The first token of the long prompt itself came after {in_chunks:,.0f} ms instead of {whole:,.0f} ms"
+        + (": its chunks share steps with decoding requests." if in_chunks > whole else ".")
     )
 
 
@@ -387,33 +388,23 @@ async def batching(stage: Stage) -> None:
     await stage.pause(2)
     contrast = CONTRASTS["batching"]
     static = await _first(stage, contrast)
+    times = [Run(stage.view).figures.time]
     stage.tell(
         f"That took {static.steps} steps. Now the same replies with continuous batching: a finished request frees its "
         "row at once."
     )
     continuous = await _second(stage, contrast)
+    times.append(Run(stage.view).figures.time)
     rows = [
-        (name, run.steps, f"{run.steps} steps, {sum(LENGTHS) / run.steps:.1f} tokens a step, {_total_ms(run):,.0f} ms")
-        for name, run in (("static", static), ("continuous", continuous))
+        (name, run.steps, f"{run.steps} steps, {duration(time)}")
+        for name, run, time in zip(("static", "continuous"), (static, continuous), times, strict=True)
     ]
-    times = await _step_times(static.decode_step_ms, "row", "rows")
+    step_times = await _step_times(static.decode_step_ms, "row", "rows")
+    less = times[1] * static.steps > times[0] * continuous.steps
     stage.tell(
-        f"The same {sum(LENGTHS)} tokens in the same four rows:\n{stage.bars(rows)}\n{times} "
-        f"Continuous batching keeps the rows full, so it needs fewer steps.{_why_less(static, continuous)}"
-    )
-
-
-def _total_ms(figures: Figures) -> float:
-    return figures.prefill_ms + figures.decode_ms
-
-
-def _why_less(static: Figures, continuous: Figures) -> str:
-    """Returns why the time differs less than the number of steps, if this is so."""
-    if _total_ms(continuous) * static.steps <= _total_ms(static) * continuous.steps:
-        return ""
-    return (
-        " The time differs less, because all rows wait while a prompt is computed: "
-        f"{continuous.prefill_ms:,.0f} ms instead of {static.prefill_ms:,.0f} ms."
+        f"The same {sum(LENGTHS)} tokens in the same four rows:\n{stage.bars(rows)}\n{step_times} "
+        "Continuous batching keeps the rows full, so it needs fewer steps."
+        + " The time differs less: steps with more rows take longer, and all wait while a prompt is computed." * less
     )
 
 
@@ -465,10 +456,10 @@ async def speculation(stage: Stage) -> None:
     await stage.begin_run(contrast.second.name)
     session = await ask_again(stage)
     stage.tell(
-        "Prompt lookup searches the earlier text for the last three tokens. The tokens that follow the place found "
-        "are the guesses. The next step computes the guesses together with the last token, and samples at each "
-        "position as usual. A guess is accepted only if it equals the sampled token. So the answer stays the same; "
-        "only the number of steps changes."
+        "Prompt lookup searches the earlier text for the last three tokens. The tokens that follow the place found, "
+        f"at most {EngineConfig.speculative_tokens}, are the guesses. The next step computes the guesses together with "
+        "the last token, and samples at each position as usual. A guess is accepted only if it equals the sampled "
+        "token. So the answer stays the same; only the number of steps changes."
     )
     await stage.pause(4)
     await stage.predict(
@@ -495,7 +486,7 @@ async def speculation(stage: Stage) -> None:
     times = await _step_times(without.decode_step_ms | drafting.decode_step_ms, "token", "tokens")
     right = 2 if drafting.steps < without.steps // 4 else 1 if drafting.steps < without.steps else 0
     stage.tell(
-        f"{stage.verdict(right)}The same {tokens} tokens:\n{stage.bars(rows)}\n"
+        f"{stage.verdict(right)}The same {tokens} tokens of the second answer:\n{stage.bars(rows)}\n"
         f"{drafting.accepted} of {drafting.drafted} guessed tokens were right. {times} A reply without repetition "
         "gains nothing. After wrong guesses, a request gets fewer guesses."
     )

@@ -268,6 +268,7 @@ def test_the_figures_in_the_text_are_those_of_the_pool_on_screen(outcome: Callab
 def test_no_line_beside_a_panel_is_cut(number: int, outcome: Callable[[int], Taught]) -> None:
     """On a screen of 120 columns, the text has 60 cells."""
     texts = [page.text for page in lesson(number).pages] + [seen.text for seen in outcome(number).seen.values()]
+    texts += [check.question for check in lesson(number).checks] + outcome(number).answers
     long = [line for text in texts for line in paragraphs(text, 60) if cells(line) > 60]
     assert not long
 

@@ -169,10 +169,10 @@ LESSON = Lesson(
             A model computes with numbers. So text is cut into tokens, pieces with a number each: the token id. The
             model's vocabulary is all its tokens.
 
-            This tokenizer first cuts a text into words and signs; a space belongs to the word after it. It cuts each
+            This tokenizer first cuts a text into words and signs; a space belongs to the next word. It cuts each
             word into bytes: a letter is one byte or more. Then it joins pieces by a list of merge rules. A rule names
-            two pieces that become one if they are neighbours. Frequent pairs are early in the list. The earliest rule
-            that fits is applied first, until no rule fits.
+            two pieces that become one if they are neighbours. Frequent pairs are early in the list. Again and again,
+            the earliest rule that fits is applied, until no rule fits.
             """,
             panel="pieces",
             code="minitui.teaching.merges:merges",

@@ -111,8 +111,8 @@ LESSON = Lesson(
               overlap  graphs; the host launches the next step before this one ends
 
             An eager kernel starts when it is launched and the kernel before has ended. The host does not wait. A launch
-            takes {SMALL_LAUNCHES / SMALL_MODEL.kernels[1][0] * 1e3:.0f} microseconds. The kernels run for
-            {ms(SMALL_MODEL.kernels[1][1])} ms: by a profiler, which makes each look longer.
+            takes {SMALL_LAUNCHES / SMALL_MODEL.kernels[1][0] * 1e3:.0f} microseconds. All kernels run for
+            {ms(SMALL_MODEL.kernels[1][1])} ms, says a profiler, which makes each look longer.
             """,
             panel="gpu",
             code="engine.worker.cuda_graphs:DecodeGraphs.launch",

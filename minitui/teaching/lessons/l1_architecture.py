@@ -82,9 +82,9 @@ LESSON = Lesson(
             host: ids are appended, and finished replies release their blocks. Full blocks are published so that other
             requests can share them: blocks of prompts in plan, blocks of replies in commit.
 
-            A plan needs the ids of prompts, but only the lengths of replies. So with a GPU the host plans step n+1
-            while the device runs step n. If a reply ends with step n, its token from step n+1 is discarded. On a CPU
-            the three parts run one after the other.
+            A plan needs the tokens of prompts, but of replies only how many tokens they have. So with a GPU the host
+            plans step n+1 while the device runs step n. If a reply ends with step n, its token from step n+1 is
+            discarded. On a CPU the three parts run one after the other.
 
             Press v to read the code of a step.
             """,

@@ -181,12 +181,12 @@ LESSON = Lesson(
             "A decode step of many rows",
             f"""
             A decode step computes one token for each row and reads every weight once, for all rows. The {GPU.name} of
-            the recording reads {GPU.read_bytes_per_s / 1e12:.1f} TB and computes
-            {GPU.operations_per_s / 1e12:.0f} trillion operations in a second: {GPU.operations_per_byte:.0f} operations
-            in the time of one byte. In bfloat16, a weight has 2 bytes and needs 2 operations for each row.
+            the recording reads {GPU.read_bytes_per_s / 1e12:.1f} TB and computes {GPU.operations_per_s / 1e12:.0f}
+            trillion operations in a second. So it computes {GPU.operations_per_byte:.0f} operations while it reads one
+            byte. In bfloat16, a weight has 2 bytes and needs 2 operations for each row.
 
-            The experiment measures decode steps with {SIZES[0]} to {SIZES[-1]} rows on this machine and draws their
-            times beside those of the {GPU.name}. Equal heights are equal factors.
+            The experiment measures decode steps with {SIZES[0]} to {SIZES[-1]} rows here and draws their times beside
+            those of the {GPU.name}. The same height is always the same factor.
             """,
             panel="costs",
             code="minitui.teaching.lessons.step_costs:rows",
@@ -207,8 +207,7 @@ LESSON = Lesson(
             f"""
             A step that computes a prompt reads the weights once, too. More prompt tokens add arithmetic, as more rows
             do. So on the {GPU.name}, {SIZES[-1]} prompt tokens cost little more than one. From some length on,
-            arithmetic takes most of the time: a prompt of twice the length then takes about twice as long, and from
-            there on, a larger batch of tokens is no longer free.
+            arithmetic takes most of the time: a prompt of twice the length then takes about twice as long.
 
             On a CPU, this length is short. Compare where the curves begin to rise.
             """,
@@ -223,9 +222,9 @@ LESSON = Lesson(
             guesses the next tokens, and one step computes them together with the last token. At each position, the step
             samples as usual. A guess is accepted if it equals the sampled token, so the reply stays the same.
 
-            Here the guesses are copied from the text: what followed the last time when the same tokens occurred. A chat
-            asks the same question twice, first without guesses, then with them. The panel shows both runs on one clock.
-            On a CPU, each guess costs more than on a GPU: compare steps and time.
+            Here the guesses are copied from the text: the tokens that followed when the last tokens occurred before. A
+            chat asks the same question twice, first without guesses, then with them. The panel shows both runs on one
+            clock. On a CPU, each guess costs more than on a GPU: compare steps and time.
             """,
             panel="runs",
             code="engine.core.speculation:PromptLookup",

@@ -101,7 +101,7 @@ LESSON = Lesson(
             again.
 
             The length of a reply is not known in advance. A request could get one piece of memory, large enough for
-            the longest reply. But most of the piece would stay empty, and the gaps between pieces would be too small
+            the longest reply. But most of the piece would stay empty, and the gaps between pieces could be too small
             to use. So the memory is divided into blocks of equal size (16 tokens here). A request takes another block
             whenever its last one is full. This can be any free block of the pool. Only the empty end of each request's
             last block is wasted: at most 15 tokens. The idea comes from the pages of operating systems; vLLM brought
@@ -157,7 +157,7 @@ LESSON = Lesson(
                 "Here, with 4 layers, 2 KV heads of size 64 and 4 bytes per number (float32), a token needs …",
                 ("512 bytes", "4,096 bytes: 4 KiB", "24,576 bytes: 24 KiB"),
                 (
-                    "only one layer would store a key, or only one head in each layer both: 2 x 64 x 4 bytes.",
+                    "only one KV head of one layer would store its key and value: 2 x 64 x 4 bytes.",
                     "",
                     "queries would be stored, or every query head would have its own key and value.",
                 ),

@@ -129,7 +129,7 @@ LESSON = Lesson(
 
             If the beginning of the prompt is cached, its keys are in the pool. Only the other tokens have queries in
             this step. Queries are again counted from 0. The panel shows first a prompt of which nothing is cached,
-            then one with a cached beginning. A row has the position of its query's token.
+            then one with a cached beginning. The number of a row is its token's position.
             """,
             panel="attention",
             code="engine.attention.base:ForwardMeta",

@@ -220,7 +220,7 @@ LESSON = Lesson(
               3 penalties          change the scores of tokens that already occurred
               4 temperature        divides the scores: below 1 the best tokens become likelier, above 1 less likely
               5 top_k              keeps the k best tokens
-              6 top_p              keeps the fewest best tokens that reach total p
+              6 top_p              keeps the best tokens, until their total reaches p
               7 min_p              cuts tokens less likely than p times the best
               8 draw               samples one of the remaining tokens, by probability
 

@@ -188,11 +188,9 @@ LESSON = Lesson(
             In the static run, look for requests that wait although a row is empty. Compare the steps, the time of the
             run, and the times to the first token.
 
-            The steps of a run are not equally long. A step with a prompt is longer, and all rows wait for it
-            ("stalled"): static batches compute several prompts in one such step, continuous batching computes each
-            prompt when a row is free. And on a CPU, a step with four rows takes longer than a step with one. So the
-            time differs less than the number of steps. On a GPU, a step with four rows takes hardly longer than one
-            with a single row (L2 Model and weights).
+            The time differs less than the number of steps, for two reasons. All rows wait while a step computes a
+            prompt ("stalled"), and static batches compute more prompts in one such step. And on a CPU, a step with four
+            rows takes longer than a step with one row; on a GPU, hardly longer (L2 Model and weights).
             """,
             panel="runs",
             run=side_by_side("batching"),
@@ -226,8 +224,8 @@ LESSON = Lesson(
             step, then into one that computes at most 64 tokens in a step.
 
             Chunks have a price, too. The pasted prompt shares its steps with the other requests, and every chunk is a
-            step of its own with its own costs. So its first token usually comes later, and the whole run takes longer.
-            Compare the longest gap between two tokens with the longest time to a first token (p99).
+            step of its own with its own costs. So its first token usually comes later, and the whole run can take
+            longer. Compare the longest gap between two tokens with the longest time to a first token (p99).
             """,
             panel="runs",
             run=side_by_side("chunked-prefill"),

@@ -68,7 +68,8 @@ LESSON = Lesson(
             engine over a socket; text and token ids come back. In this lesson only page 2 starts a server;
             the other experiments send requests to the engine directly. The server has these endpoints:
 
-              /v1/chat/completions, /v1/responses     the APIs of OpenAI; /v1/messages: Anthropic's
+              /v1/chat/completions, /v1/responses     the APIs of OpenAI
+              /v1/messages                            the API of Anthropic
               /generate, /tokenize, /detokenize       simpler endpoints
               /v1/models, /health, /ready, /metrics   for monitoring
               /minitui/...                            records and control, for minitui chat --connect
@@ -131,8 +132,8 @@ LESSON = Lesson(
                     "",
                     "every closed browser tab would cost a row and blocks until an answer is complete that no "
                     "client reads.",
-                    "its row would still be used. Only full blocks in the tree wait for another need, as cached "
-                    "blocks, and any request can take their place.",
+                    "the row and the blocks would stay occupied. Full blocks do stay in the tree, but as cached "
+                    "blocks, which any request can replace.",
                 ),
             ),
         ),
@@ -147,8 +148,8 @@ LESSON = Lesson(
             GPU itself fails, the engine's process must be replaced: /health reports the failure, and the server starts
             a new process. Until the new process is ready, the server answers 503.
 
-            Two figures describe a server's speed: the time to the first token (queue + prefill), and the time per
-            token (the length of a step). A larger batch shortens the queue, but makes each step longer. `/metrics` has
+            Two figures describe a server's speed: the time to the first token (queue + prefill), and the time per token
+            (about the length of a step). A larger batch shortens the queue, but makes each step longer. `/metrics` has
             a histogram of each figure.
             """,
             code="minitui.server.errors",

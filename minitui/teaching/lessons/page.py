@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import textwrap
+import unicodedata
 from ast import AsyncFunctionDef, ClassDef, FunctionDef, parse
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -110,13 +111,18 @@ def paragraphs(text: str, width: int) -> list[str]:
         run: list[str] = []
         for line in part.split("\n"):
             if line.startswith(" "):
-                lines += textwrap.wrap(" ".join(run), width) if run else []
+                lines += _wrap(" ".join(run), width) if run else []
                 run = []
                 lines += _wrap_last_column(line, width)
             else:
                 run.append(line)
-        lines += textwrap.wrap(" ".join(run), width) if run else []
+        lines += _wrap(" ".join(run), width) if run else []
     return lines
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    wide = sum(unicodedata.east_asian_width(character) in "WF" for character in text)  # characters of two cells
+    return textwrap.wrap(text, width - wide)
 
 
 def _wrap_last_column(line: str, width: int) -> list[str]:
@@ -126,7 +132,7 @@ def _wrap_last_column(line: str, width: int) -> list[str]:
     columns = [found.end() for found in re.finditer(r"\s{2,}", line)]
     first = len(line) - len(line.lstrip())
     indent = columns[-1] if len(columns) > 1 and columns[-1] <= width - MIN_COLUMN else first
-    rest = textwrap.wrap(line[indent:], max(MIN_COLUMN, width - indent))
+    rest = _wrap(line[indent:], max(MIN_COLUMN, width - indent))
     return [(line[:indent] if i == 0 else " " * indent) + piece for i, piece in enumerate(rest)]
 
 

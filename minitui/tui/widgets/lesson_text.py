@@ -9,6 +9,7 @@ from textual.binding import Binding, BindingType
 from minitui.teaching.lesson_progress import LessonProgress
 from minitui.teaching.lessons.page import Check, Lesson, Page, Seen, paragraphs
 from minitui.teaching.stage import LETTERS
+from minitui.text import count
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import Picture, ScrollPanel
 from minitui.tui.widgets.rows import Row
@@ -110,9 +111,9 @@ class LessonText(ScrollPanel):
         self._height = height
         shown, below = self.window(rows, height)
         title = f"{reading.lesson.name} {glyphs().middot} {reading.at + 1} of {reading.pages}"
-        legend = [(f"down: {below} more lines", "accent")] if below else [(_keys(reading), "dim")]
+        legend = [(f"down: {count(below, 'more line')}", "accent")] if below else [(_keys(reading), "dim")]
         if self.top and not below:
-            legend.insert(0, (f"up: {self.top} more lines {glyphs().middot} ", "dim"))
+            legend.insert(0, (f"up: {count(self.top, 'more line')} {glyphs().middot} ", "dim"))
         return Picture(shown, title, legend=legend)
 
 
@@ -123,7 +124,7 @@ def _keys(reading: Reading) -> str:
         parts.append("enter shows answer, tab next question")
     elif page.run is not None:
         if reading.at in reading.seen:
-            parts.append("enter runs it again")
+            parts.append("enter again")
         else:
             letters = " ".join(LETTERS[: len(page.predict.choices)]) if page.predict else ""
             parts.append(f"{letters} predict, enter runs" if letters else "enter runs")
