@@ -182,8 +182,9 @@ def test_the_bars_of_the_sampler_lesson_are_those_of_its_rules(outcome: Callable
     text = outcome(5).seen["Settings move the bars"].text
     table: dict[str, list[float | None]] = {}
     for line in text.split("\n"):
-        if found := re.match(r"   (\S.*?)((?: +(?:[\d.]+%|cut)){5})$", line):
-            table[found[1].strip()] = [None if w == "cut" else float(w[:-1]) / 100 for w in found[2].split()]
+        if found := re.match(r"   (\S.*?)((?: +(?:[\d.]+%|cut|-)){5})$", line):
+            words = found[2].split()  # "-": not among the most likely tokens that the engine lists
+            table[found[1].strip()] = [None if w == "cut" else float(w.rstrip("-%") or 0) / 100 for w in words]
     before = table["temperature 1"]
     assert all(share is not None for share in before) and len(table) == 8, text
     known = [share or 0.0 for share in before]
@@ -192,10 +193,11 @@ def test_the_bars_of_the_sampler_lesson_are_those_of_its_rules(outcome: Callable
         assert max(ratios) / min(ratios) < 1.15, f"{name}: the shares are the powers of the others, rounded"
     kept = table["top_k 3"]
     assert sum(share or 0.0 for share in kept) == pytest.approx(1.0, abs=0.002) and kept[3:] == [None, None]
-    assert table["top_p 0.7"][:2] == pytest.approx([known[i] / sum(known[:2]) for i in (0, 1)], abs=0.002)
+    assert table["top_p 0.6"][:2] == pytest.approx([known[i] / sum(known[:2]) for i in (0, 1)], abs=0.002)
     assert [share is None for share in table["min_p 0.1"]] == [base < 0.1 * known[0] for base in known]
     assert (table["repetition_penalty 2"][1] or 0.0) < known[1] / 10, "The prompt has the token “The”"
-    assert (table["logit_bias “In” +2"][4] or 0.0) > 3 * known[4]
+    (biased,) = (shares for name, shares in table.items() if name.startswith("logit_bias"))
+    assert (biased[4] or 0.0) > 3 * known[4]
     first, again = re.findall(r"7: “(.*?)”", text)
     assert first == again and "gave the same token" in text
 
