@@ -10,6 +10,7 @@ from types import UnionType
 from typing import Any
 
 from engine.errors import InvalidRequest
+from engine.fields import shown
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -241,15 +242,16 @@ def _whole(value: Any) -> Any:
 
 
 def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        raise InvalidRequest(f"{name} is {value!r}: it must be a finite number", name)
+    is_nan = value != value  # math.isnan raises OverflowError for very large integers
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or is_nan or abs(value) == math.inf:
+        raise InvalidRequest(f"{name} is {shown(value)}: it must be a finite number", name)
     if value > high or value < low or (open_low and value == low):
         bound = "above" if open_low else "at least"
-        raise InvalidRequest(f"{name} is {value}: it must be {bound} {low:g} and at most {high:g}", name)
+        raise InvalidRequest(f"{name} is {shown(value)}: it must be {bound} {low:g} and at most {high:g}", name)
 
 
 def _integer(name: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidRequest(f"{name} is {value!r}: it must be a whole number", name)
+        raise InvalidRequest(f"{name} is {shown(value)}: it must be a whole number", name)
     if not low <= value <= high:
-        raise InvalidRequest(f"{name} is {value}: it must be from {low:,} to {high:,}", name)
+        raise InvalidRequest(f"{name} is {shown(value)}: it must be from {low:,} to {high:,}", name)

@@ -1,6 +1,6 @@
 """Parses a reply while it is written: reasoning, content and tool calls.
 
-    <think>...</think>                      reasoning
+    <think>...</think>                      reasoning; Granite has its answer in <response>...</response> after it
     <tool_call>{"name", "arguments"}</tool_call>   a call, in the format of Hermes and Qwen
     a call without markers                  if the reply's content begins with it (bare_calls.py)
     everything else                         content
@@ -22,6 +22,7 @@ from minitui.server.bare_calls import BareCalls
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
+RESPONSE, END_RESPONSE = "<response>", "</response>"
 KINDS: dict[str, Any] = {  # types of JSON schema other than text
     "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict, "null": type(None),
 }  # fmt: skip
@@ -49,6 +50,8 @@ class ReplyParser:
         self._bare = BareCalls(self._types)
         self._held = ""
         self._skip_newlines = False
+        self._thought = False  # True after the reasoning
+        self._in_response = False
 
     def push(self, text: str) -> Parts:
         """Take the next text; returns all parts that later text cannot change."""
@@ -87,7 +90,7 @@ class ReplyParser:
             found, text = self._until(END_THINK)
             parts.reasoning += text
             if found:
-                self._mode, self._skip_newlines = "first", True
+                self._mode, self._skip_newlines, self._thought = "first", True, True
             return found
         if self._mode == "call":
             body, end, rest = self._held.partition(END_CALL)
@@ -102,19 +105,26 @@ class ReplyParser:
                 return False
             self._skip_newlines = False
         if self._mode == "first":
+            if self._thought and RESPONSE.startswith(self._held[: len(RESPONSE)]):
+                if len(self._held) < len(RESPONSE):
+                    return False
+                self._held, self._in_response = self._held[len(RESPONSE) :], True
             begins = self._bare.begins(self._held.lstrip()) if self._types else False
             if begins is not None:
                 self._mode = "bare" if begins else "content"
             return begins is not None
         if self._mode == "bare":
             return False
-        if not self._types:
+        marker = END_RESPONSE if self._in_response else CALL if self._types else ""
+        if not marker:
             parts.content += self._held
             self._held = ""
             return False
-        found, text = self._until(CALL)
+        found, text = self._until(marker)
         parts.content += text.rstrip("\n") if found else text
-        if found:
+        if found and self._in_response:
+            self._in_response = False
+        elif found:
             self._mode = "call"
         return found
 

@@ -214,6 +214,26 @@ def test_the_calls_of_every_family_are_found(name: str, tmp_path: Path) -> None:
     assert "".join(part.content for part in (parser.push(reply), parser.flush())) == reply, "no tools are offered"
 
 
+@pytest.mark.parametrize(
+    ("reply", "content"),
+    [
+        ("<think>Hm.</think><response>Hello.</response>", "Hello."),
+        ("<think>Hm.</think>\n<response>Hello.", "Hello."),
+        ("<think>Hm.</think><resp", "<resp"),
+        ("<think>Hm.</think>Hello </response>", "Hello </response>"),
+    ],
+)
+@pytest.mark.parametrize("tools", [[], TOOLS])
+def test_the_answer_of_granite_is_the_content(reply: str, content: str, tools: list[Any]) -> None:
+    from minitui.server.reply_parser import ReplyParser
+
+    for pieces in (list(reply), [reply]):
+        parser = ReplyParser(tools=tools)
+        parts = [*map(parser.push, pieces), parser.flush()]
+        assert "".join(part.reasoning for part in parts) == "Hm."
+        assert "".join(part.content for part in parts) == content
+
+
 def test_templates_of_mistral_get_ids_of_nine_characters() -> None:
     call = {"id": "call_0123456789", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     chat: list[Any] = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": call["id"]}]

@@ -510,6 +510,13 @@ def test_end_ids_come_from_every_file_that_names_one(tmp_path: Path) -> None:
     assert tokenizer.special_ids == {0, 1, 2}
 
 
+def test_a_generation_config_with_a_number_too_large_for_a_float_is_one_sentence(tmp_path: Path) -> None:
+    write(tmp_path, byte_level())
+    (tmp_path / "generation_config.json").write_text('{"top_p": 1' + "0" * 400 + "}")
+    with pytest.raises(CheckpointError, match=r"top_p is 10000\d+…: it must be above 0 and at most 1"):
+        Tokenizer(tmp_path)
+
+
 def test_a_greedy_generation_config_is_temperature_zero(tmp_path: Path) -> None:
     write(tmp_path, byte_level())
     (tmp_path / "generation_config.json").write_text('{"do_sample": false}')
