@@ -171,7 +171,7 @@ def without_graphs(model: ModelConfig, config: EngineConfig) -> str:
             f"the matrices of an expert are {model.hidden_size} by {experts.inner_size}, divided among {ranks} "
             f"rank{'s' if ranks > 1 else ''}, but our kernels need a multiple of 8 numbers in each row"
         )
-    return why_not_triton(model, limits.dtype, limits.device)
+    return why_not_triton(model, limits.dtype, limits.device, limits.kv_dtype)
 
 
 def as_engine_error(error: BaseException) -> EngineError:

@@ -43,7 +43,7 @@ def choose_attention(
     from engine.attention.torch_backend import TorchAttention
 
     prefill, decode = backend_names(name)
-    why_not = why_not_triton(config, dtype, device)
+    why_not = why_not_triton(config, dtype, device, kv_dtype)
     if why_not and "triton" in (prefill, decode):
         raise EngineError(f"attention_backend triton cannot be used: {why_not}; choose auto")
     best = "torch" if why_not else "triton"
@@ -74,14 +74,24 @@ def choose_attention(
     return TwoBackends(make(prefill), make(decode))
 
 
-def why_not_triton(config: AttentionShape, dtype: torch.dtype, device: torch.device) -> str:
-    """Return the reason why our Triton kernels cannot run this model on this device; "" if they can."""
+def why_not_triton(
+    config: AttentionShape, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
+) -> str:
+    """Return the reason why our Triton kernels cannot run this model on this device; "" if they can.
+
+    kv_dtype: as in choose_attention.
+    """
     if device.type != "cuda":
         return "our Triton kernels need a CUDA device"
     major, minor = torch.cuda.get_device_capability(device)
-    if major < 9:  # older GPUs lack the instructions for overlapping launches
+    if major < 8:
         return (
-            f"our Triton kernels are for GPUs of compute capability 9.0 (Hopper) and later, and "
+            f"our Triton kernels are for GPUs of compute capability 8.0 (Ampere) and later, and "
+            f"{torch.cuda.get_device_name(device)} has {major}.{minor}"
+        )
+    if kv_dtype is not None and kv_dtype.itemsize == 1 and (major, minor) < (8, 9):
+        return (
+            f"our Triton kernels read an 8-bit cache on GPUs of compute capability 8.9 and later, and "
             f"{torch.cuda.get_device_name(device)} has {major}.{minor}"
         )
     try:

@@ -26,6 +26,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.kernels.card import overlap
+
 LOG2E = 1.4426950408889634
 MAX_SPLITS = 32
 
@@ -371,6 +373,7 @@ def decode_attention(
     block_size, kv_heads, head_dim = k_cache.shape[1:]
     form = (form_for if kv_scales is None else form_for_fp8)(n, kv_heads, workspace.longest)
     qk_weight, rope, eps = fused or (None, None, 0.0)
+    early = overlap()["PDL"] and fused is not None
     _decode_kernel[(kv_heads, n, form.splits)](
         q, k_cache, v_cache, out, workspace.partial, workspace.stats, workspace.counters, block_table, rows, seq_lens,
         qk_weight, rope, kv_scales, sinks, q.stride(0), out.stride(0), block_table.stride(0), window, scale * LOG2E,
@@ -378,5 +381,5 @@ def decode_attention(
         BLOCK_H=max(16, triton.next_power_of_2(group)), TILE=form.tile, SPLITS=form.splits, MIN_CHUNK=form.min_chunk,
         FUSED=fused is not None, HAS_NORM=qk_weight is not None, EPS=eps, WINDOWED=window > 0, CAP=softcap * LOG2E,
         HAS_SINKS=sinks is not None,
-        PEEL=form.peel, STAGES=form.stages, PDL=fused is not None, num_warps=form.warps, launch_pdl=fused is not None,
+        PEEL=form.peel, STAGES=form.stages, PDL=early, num_warps=form.warps, launch_pdl=early,
     )  # fmt: skip

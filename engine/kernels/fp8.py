@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from engine.kernels.card import fitting, overlap
 from engine.kernels.gemv import ScaledMatrix, gemv
 
 SKINNY = 64  # tokens
@@ -79,8 +80,8 @@ def round_rows(x: torch.Tensor, *, silu: bool = False, both: bool = False) -> tu
     scale = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(k)
     _round_rows_kernel[(tokens,)](
-        x, values, scale, k, MOST=E4M3_MAX, FACTOR=LOW, SILU=silu, BOTH=both, BLOCK=block, PDL=True,
-        num_warps=max(1, min(16, block // 512)), launch_pdl=True,
+        x, values, scale, k, MOST=E4M3_MAX, FACTOR=LOW, SILU=silu, BOTH=both, BLOCK=block,
+        num_warps=max(1, min(16, block // 512)), **overlap(),
     )  # fmt: skip
     return values, scale
 
@@ -137,11 +138,12 @@ def skinny(
     m, (n, k) = len(scale), w.shape
     block_m = max(16, triton.next_power_of_2(m))
     block_n, stages, warps = (128, 5, 8) if parts > 1 and n >= 4096 else (64, 6, 4)
+    stages = fitting(stages, (2 * block_m + block_n) * BLOCK_K)
     y = torch.empty(parts, m, n, dtype=dtype, device=values.device) if out is None else out
     _skinny_kernel[(triton.cdiv(n, block_n), parts)](
         TensorDescriptor.from_tensor(values, [block_m, BLOCK_K]), scale,
         TensorDescriptor.from_tensor(w.values, [block_n, BLOCK_K]), w.scale, y, m, n, K=k, FACTOR=LOW, BLOCK_M=block_m,
-        BLOCK_N=block_n, BLOCK_K=BLOCK_K, SPLIT_K=parts, STAGES=stages, PDL=True, num_warps=warps, launch_pdl=True,
+        BLOCK_N=block_n, BLOCK_K=BLOCK_K, SPLIT_K=parts, STAGES=stages, num_warps=warps, **overlap(),
     )  # fmt: skip
     return y
 

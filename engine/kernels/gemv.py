@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.kernels.card import overlap
+
 
 class ScaledMatrix(Protocol):
     """A matrix of 8-bit numbers [N, K] with one float32 scale per row [N], such as engine.model.linear.ByteWeight."""
@@ -165,6 +167,6 @@ def gemv(
     _gemv_kernel[(triton.cdiv(n, block_n),)](
         x, values, out, scale, weight, residual, n, K=k, EPS=eps, SCALED=scale is not None, NORM=norm is not None,
         RESIDUAL=residual is not None, GATE_UP=gate_up, BLOCK_N=block_n, BLOCK_K=block_k,
-        AHEAD=min(ahead, triton.cdiv(k, block_k)), PDL=True, num_warps=warps, launch_pdl=True,
+        AHEAD=min(ahead, triton.cdiv(k, block_k)), num_warps=warps, **overlap(),
     )  # fmt: skip
     return out

@@ -28,6 +28,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.kernels.card import overlap
+
 ELECTED = 256  # draws that one lane of `elect` exchanges, two words each
 SPINS = 1024  # a waiting program checks the mailbox this many times, then the flag once
 
@@ -198,8 +200,8 @@ def _launch_sum(
         words, residual.view(torch.int32), weight.view(torch.int32), out.view(torch.int32), rows * hidden // 2,
         tokens, count, box.addresses, box.calls, box.abort, HALF=hidden // 2, EPS=eps, NORM=norm, PARTS=parts,
         EMBED=embed, RANK=box.rank, SIZE=box.size, SIZE2=triton.next_power_of_2(box.size), LANES=box.lanes,
-        WORDS=box.words, SPINS=SPINS, BLOCK=block, DTYPE=_TRITON_TYPES[out.dtype], PDL=True,
-        num_warps=max(1, min(16, block // 128)), launch_pdl=True,
+        WORDS=box.words, SPINS=SPINS, BLOCK=block, DTYPE=_TRITON_TYPES[out.dtype],
+        num_warps=max(1, min(16, block // 128)), **overlap(),
     )  # fmt: skip
     return out
 

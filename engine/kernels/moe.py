@@ -25,6 +25,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from engine.kernels.card import fitting, overlap
 from engine.kernels.moe_route import Form, Routes, form_for, route
 
 
@@ -247,7 +248,8 @@ def products(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routes:
     w = TensorDescriptor.from_tensor(gate_up.view(experts * 2 * inner_size, hidden), [n, k])
     _gate_up_kernel[(count * triton.cdiv(inner_size, n),)](
         x, w, inner, routes.order, routes.tiles, H=hidden, INNER=inner_size, TOP=per_token, BLOCK_M=tiles.rows,
-        BLOCK_N=n, BLOCK_K=k, NARROW=tiles.narrow, STAGES=stages, PDL=True, num_warps=warps, launch_pdl=True,
+        BLOCK_N=n, BLOCK_K=k, NARROW=tiles.narrow,
+        STAGES=fitting(stages, (tiles.rows + 2 * n) * k * x.element_size()), num_warps=warps, **overlap(),
     )  # fmt: skip
     n, k, warps, stages = tiles.down
     k = min(k, max(16, triton.next_power_of_2(inner_size)))
@@ -259,8 +261,9 @@ def products(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routes:
     w = TensorDescriptor.from_tensor(down.view(experts * hidden, inner_size), [n, k])
     _down_kernel[(programs,)](
         rows, w, out, routes.order, routes.tiles, routes.weights, H=hidden, INNER=inner_size, BLOCK_M=tiles.rows,
-        BLOCK_N=n, BLOCK_K=k, NARROW=tiles.narrow, STAGES=stages, PERSISTENT=persistent,
-        PDL=True, num_warps=warps, launch_pdl=True,
+        BLOCK_N=n, BLOCK_K=k, NARROW=tiles.narrow,
+        STAGES=fitting(stages, (tiles.rows + n) * k * x.element_size()), PERSISTENT=persistent,
+        num_warps=warps, **overlap(),
     )  # fmt: skip
     return out
 
@@ -271,7 +274,7 @@ def total(each: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
     out = torch.empty(tokens, hidden, dtype=each.dtype, device=each.device)
     block = min(2048, triton.next_power_of_2(hidden))
     _total_kernel[(tokens, triton.cdiv(hidden, block))](
-        each, out, live, hidden, TOP=top, BLOCK=block, HAS_LIVE=live is not None, PDL=True, num_warps=4, launch_pdl=True
+        each, out, live, hidden, TOP=top, BLOCK=block, HAS_LIVE=live is not None, num_warps=4, **overlap()
     )
     return out
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.kernels.card import overlap
 from engine.kernels.moe_route import topk_scores
 
 MOST_EXPERTS = 256  # limited because one program compares all pairs of experts
@@ -183,15 +184,15 @@ def one_token(
     out = torch.empty_like(x)
     _pick_kernel[(1,)](
         logits, chosen, weights, load, live, experts, TOP=per_token, NORMALISED=normalised,
-        BLOCK_E=triton.next_power_of_2(experts), PDL=True, num_warps=8, launch_pdl=True,
+        BLOCK_E=triton.next_power_of_2(experts), num_warps=8, **overlap(),
     )  # fmt: skip
     _gate_up_kernel[(per_token * triton.cdiv(inner_size, ROWS),)](
         x, norm[0], gate_up, inner, chosen, H=hidden, INNER=inner_size, EPS=norm[1], BLOCK_N=ROWS,
-        BLOCK_K=min(GATE_UP_COLUMNS, triton.next_power_of_2(hidden)), PDL=True, num_warps=4, launch_pdl=True,
+        BLOCK_K=min(GATE_UP_COLUMNS, triton.next_power_of_2(hidden)), num_warps=4, **overlap(),
     )  # fmt: skip
     _down_kernel[(triton.cdiv(hidden, ROWS),)](
         inner, chosen, weights, down, x, out, H=hidden, INNER=inner_size, TOP=per_token, BLOCK_N=ROWS,
-        BLOCK_K=min(DOWN_COLUMNS, triton.next_power_of_2(inner_size)), AHEAD=min(EXPERTS_AHEAD, per_token), PDL=True,
-        num_warps=4, launch_pdl=True,
+        BLOCK_K=min(DOWN_COLUMNS, triton.next_power_of_2(inner_size)), AHEAD=min(EXPERTS_AHEAD, per_token),
+        num_warps=4, **overlap(),
     )  # fmt: skip
     return out

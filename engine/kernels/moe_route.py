@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.kernels.card import overlap
+
 ROUTER_PROGRAMS = 128  # the hidden size is split so that the router kernel has about this many programs
 
 
@@ -249,7 +251,7 @@ def route(
     counts = torch.empty(experts, dtype=torch.int32, device=device)
     _router_kernel[(triton.cdiv(tokens, form.tokens), split, triton.cdiv(experts, form.experts))](
         x, router, parts, counts, tokens, experts, H=hidden, BLOCK_M=form.tokens, BLOCK_E=form.experts,
-        BLOCK_K=_block_k(hidden), SPLIT=split, ALL_E=block_e, PDL=True, num_warps=4, num_stages=3, launch_pdl=True,
+        BLOCK_K=_block_k(hidden), SPLIT=split, ALL_E=block_e, num_warps=4, num_stages=3, **overlap(),
     )  # fmt: skip
     tiles = most_tiles(pairs, experts, rows)
     routes = Routes(
@@ -261,12 +263,12 @@ def route(
     block_top = triton.next_power_of_2(per_token)
     _choose_kernel[(triton.cdiv(tokens, form.choose),)](
         parts, chosen, routes.weights, places, counts, live, tokens, experts, TOP=per_token, BLOCK_TOP=block_top,
-        NORMALISED=normalised, SPLIT=split, BLOCK_T=form.choose, BLOCK_E=block_e, HAS_LIVE=live is not None, PDL=True,
-        num_warps=1, launch_pdl=True,
+        NORMALISED=normalised, SPLIT=split, BLOCK_T=form.choose, BLOCK_E=block_e, HAS_LIVE=live is not None,
+        num_warps=1, **overlap(),
     )  # fmt: skip
     _group_kernel[(triton.cdiv(pairs, block),)](
         chosen, places, counts, routes.order, routes.tiles, load, live, tokens, experts, tiles, TOP=per_token,
-        PAIRS=block, BLOCK_E=block_e, BLOCK_M=rows, HAS_LIVE=live is not None, PDL=True,
-        BLOCK_TILES=form.tiles, num_warps=1, launch_pdl=True,
+        PAIRS=block, BLOCK_E=block_e, BLOCK_M=rows, HAS_LIVE=live is not None,
+        BLOCK_TILES=form.tiles, num_warps=1, **overlap(),
     )  # fmt: skip
     return routes

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.kernels.card import overlap
 from engine.kernels.decode_attention import norm_rope
 
 
@@ -66,7 +67,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     block = triton.next_power_of_2(hidden)
     _rms_norm_kernel[(tokens,)](
         flat, residual, weight, out, flat.stride(-2), flat.stride(0), hidden, EPS=eps, ADD=residual is not None,
-        PARTS=parts, BLOCK=block, PDL=True, num_warps=max(1, min(8, block // 512)), launch_pdl=True,
+        PARTS=parts, BLOCK=block, num_warps=max(1, min(8, block // 512)), **overlap(),
     )  # fmt: skip
     return out if parts > 1 else out.view(x.shape)
 
@@ -165,9 +166,8 @@ def qk_norm_rope_store(
         BLOCK_KV=triton.next_power_of_2(kv_heads),
         EPS=eps,
         HAS_NORM=qk_weight is not None,
-        PDL=True,
         num_warps=4 if block_h <= 32 else 8,
-        launch_pdl=True,
+        **overlap(),
     )
     return qkv.view(tokens, -1, dim)[:, :heads]
 
@@ -194,6 +194,6 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     blocks = triton.cdiv(inner, 1024)
     # One grid axis for rows and blocks: the other axes are limited to 65,535, and a step may have more tokens.
     _silu_mul_kernel[(tokens * blocks,)](
-        gate_up, out, inner, blocks, BLOCK=1024, PDL=True, num_warps=4, launch_pdl=True
+        gate_up, out, inner, blocks, BLOCK=1024, num_warps=4, **overlap()
     )
     return out

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from engine.kernels.card import fitting
 from engine.kernels.decode_attention import capped
 
 LOG2E = 1.4426950408889634
@@ -303,6 +304,8 @@ def prefill_attention(
     elif splits is None:
         splits = num_splits(tiles, kv_heads) if max_seq_len >= 512 else 1
     tile = 64 if head_dim <= 128 else 32
+    # A stage holds a tile of keys and one of values; the queries stay in shared memory, too.
+    stages = fitting(3, 2 * tile * head_dim * k_cache.dtype.itemsize, block_m * head_dim * q.dtype.itemsize)
     keys = values = None
     if dense is not None:
         keys, values = (
@@ -314,5 +317,5 @@ def prefill_attention(
         scale * LOG2E,
         KV_HEADS=kv_heads, GROUP=group, D=head_dim, BLOCK_SIZE=block_size, BLOCK_M=block_m, TILE=tile, SPLITS=splits,
         SEQS=triton.next_power_of_2(max(n, 256)), DENSE=dense is not None, CONTEXT=not fresh,
-        WINDOWED=window > 0, CAP=softcap * LOG2E, HAS_SINKS=sinks is not None, STAGES=3, num_warps=4,
+        WINDOWED=window > 0, CAP=softcap * LOG2E, HAS_SINKS=sinks is not None, STAGES=stages, num_warps=4,
     )  # fmt: skip

@@ -20,6 +20,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from engine.kernels.card import fitting, overlap
+
 
 @triton.jit
 def _split_linear_kernel(
@@ -98,6 +100,6 @@ def split_linear(x: torch.Tensor, w: torch.Tensor, form: Form, dtype: torch.dtyp
     tiles_x, tiles_w = (TensorDescriptor.from_tensor(t, [b, block_k]) for t, b in ((x, block_m), (w, block_n)))
     _split_linear_kernel[(triton.cdiv(n, block_n), split)](
         tiles_x, tiles_w, y, m, n, K=k, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, SPLIT_K=split,
-        STAGES=stages, PDL=True, num_warps=warps, launch_pdl=True,
+        STAGES=fitting(stages, (block_m + block_n) * block_k * x.element_size()), num_warps=warps, **overlap(),
     )  # fmt: skip
     return y

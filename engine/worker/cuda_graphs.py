@@ -44,7 +44,9 @@ from engine.worker.verify_graphs import VerifyGraphs, verify_sizes
 
 CHANGES = 1024  # block table changes that fit into the input of a decode step; more changes are sent before the step
 WARM_UP_TOKENS = (1, 24, 100, 256, 700, 1024, 2047)
-MATMUL_RATE = 5e14  # operations per second of a step that is GPU-bound
+# A step that is GPU-bound computes at this share of the rate of one large matrix product.
+MATMUL_SHARE = 0.65
+MATMUL_SIZE, MATMUL_COUNT = 4096, 8  # the product that is measured, and how often it is computed
 LAUNCH_SECONDS = (1e-4, 6e-4)  # the least and the most time to launch a layer that is believed; see launch_seconds
 LAUNCH_TRIALS = 4
 
@@ -59,7 +61,7 @@ class CudaGraphs:
         self._sampling: SamplingGraphs | None = None
         self.num_graphs = 0
         # Smaller steps do not use flash attention: they are host-bound, and flash needs more of the host's time.
-        bound = loaded.group.least(launch_bound(loaded, launch_seconds(loaded)))
+        bound = loaded.group.least(launch_bound(loaded, launch_seconds(loaded), matmul_rate(loaded)))
         attention.flash_from = bound
         if not loaded.config.enforce_eager:
             self._capture(loaded, attention, bound, on_progress)
@@ -161,13 +163,25 @@ class DecodeGraphs(StepGraphs):
         self._layers.logits(self._tokens[:n], sampling.rows[:n], sampling.lengths[:n], live, sampling.logits[:n])
 
 
-def launch_bound(loaded: LoadedModel, seconds: float) -> int:
+def launch_bound(loaded: LoadedModel, seconds: float, rate: float) -> int:
     """Returns the number of tokens below which a step takes longer to launch than to compute.
 
-    `seconds`: the time to launch one layer kernel by kernel.
+    `seconds`: the time to launch one layer kernel by kernel. `rate`: operations per second of the matrix products.
     """
     layer = loaded.model.nbytes_per_token / loaded.dtype.itemsize / loaded.model_config.num_layers
-    return int(seconds * MATMUL_RATE / (2 * layer))
+    return int(seconds * rate / (2 * layer))
+
+
+def matmul_rate(loaded: LoadedModel) -> float:
+    """Measures the operations per second of the matrix products of a step that is GPU-bound."""
+    a = torch.randn(MATMUL_SIZE, MATMUL_SIZE, dtype=loaded.dtype, device=loaded.device)
+    torch.mm(a, a)
+    torch.cuda.synchronize(loaded.device)
+    started = time.perf_counter()
+    for _ in range(MATMUL_COUNT):
+        torch.mm(a, a)
+    torch.cuda.synchronize(loaded.device)
+    return MATMUL_SHARE * MATMUL_COUNT * 2 * MATMUL_SIZE**3 / (time.perf_counter() - started)
 
 
 def launch_seconds(loaded: LoadedModel) -> float:

@@ -24,7 +24,7 @@ EXTRAS = {  # module -> (extra, purpose)
     "fpdf": ("handout", "minitui lesson --handout FILE.pdf: the lessons for a class as PDF"),
     "llguidance": ("structured", "answers that follow a JSON schema, a regular expression or a list of choices"),
     "transformers": ("verify", "minitui verify: comparison with transformers, token for token"),
-    "triton": ("", "kernels for NVIDIA GPUs, Hopper or newer; part of torch's CUDA builds"),
+    "triton": ("", "kernels for NVIDIA GPUs, Ampere or newer; part of torch's CUDA builds"),
 }
 SIZES = {  # model -> its weights, and how many of them are in the embedding and the output matrix
     "Qwen3-0.6B": (0.6e9, 0.16e9), "Qwen3-1.7B": (1.7e9, 0.31e9), "Qwen3-4B": (4.0e9, 0.39e9),

@@ -46,7 +46,7 @@ MODELS = {
     "OLMo 2": replace(DENSE, architecture="Olmo2ForCausalLM", pre_norms=False, post_norms=True, full_qk_norm=True),
     "queries by position": replace(DENSE, rope=RopeConfig(query_beta=0.1, original_max_position=64), head_dim=128),
 }
-HOPPER, ADA = (9, 0), (8, 9)
+HOPPER, ADA, AMPERE, TURING = (9, 0), (8, 9), (8, 6), (7, 5)
 
 
 def stand_in(name: str) -> type:
@@ -129,7 +129,11 @@ TABLE: list[tuple[str, dict[str, Any], tuple[int, int], str]] = [
     ("head of 128", {"block_size": 64}, HOPPER, "CudaGraphs + Eager, triton"),
     ("head of 128", {"attention_backend": "triton"}, HOPPER, "CudaGraphs + Eager, triton"),
     ("head of 128", {"dtype": "float32"}, HOPPER, "Eager, torch"),
-    ("head of 128", {}, ADA, "Eager, torch"),
+    ("head of 128", {}, ADA, "CudaGraphs + Eager, triton"),
+    ("head of 128", {}, AMPERE, "CudaGraphs + Eager, triton"),
+    ("head of 128", SMALL_CACHE, ADA, "CudaGraphs + Eager, triton"),
+    ("head of 128", SMALL_CACHE, AMPERE, "Eager, torch"),
+    ("head of 128", {}, TURING, "Eager, torch"),
     ("dense", SMALL_CACHE | EAGER | EIGHT, HOPPER, "CudaGraphs + Eager, triton"),
     ("dense", SMALL_CACHE | DRAFTS | FP8, HOPPER, "CudaGraphs + Eager, triton"),
     ("dense", SMALL_CACHE | TWO, HOPPER, "CudaGraphs + Eager, triton"),
@@ -151,7 +155,7 @@ TABLE: list[tuple[str, dict[str, Any], tuple[int, int], str]] = [
     ("windows", FLASH, HOPPER, "CudaGraphs + Eager, flash + triton"),
     ("Gemma 2", {}, HOPPER, "CudaGraphs + Eager, triton"),
     ("Gemma 2", FLASH, HOPPER, "refused: attention_backend flash lacks soft caps, which this model has"),
-    ("Gemma 2", {}, ADA, "Eager, torch"),
+    ("Gemma 2", {}, TURING, "Eager, torch"),
     ("gpt-oss", {}, HOPPER, "Eager, triton"),
     ("gpt-oss", TWO, HOPPER, "Eager, triton"),
     ("OLMo 2", {}, HOPPER, "CudaGraphs + Eager, triton"),
@@ -162,12 +166,12 @@ TABLE: list[tuple[str, dict[str, Any], tuple[int, int], str]] = [
     ("dense", {"dtype": "float32"} | SMALL_CACHE, HOPPER, "Eager, torch"),
     ("dense", {"dtype": "float32"} | FP8, HOPPER, "refused: fp8 weights need bfloat16 activations"),
     ("dense", {"quantization": "int8"}, HOPPER, "refused: int8 weights run on a CPU only, but the device is cuda"),
-    ("dense", {}, ADA, "Eager, torch"),
-    ("dense", SMALL_CACHE | DRAFTS | TWO, ADA, "Eager, torch"),
-    ("dense", {"attention_backend": "triton"}, ADA, "refused: attention_backend triton cannot be used: our Triton"),
+    ("dense", {}, TURING, "Eager, torch"),
+    ("dense", SMALL_CACHE | DRAFTS | TWO, TURING, "Eager, torch"),
+    ("dense", {"attention_backend": "triton"}, TURING, "refused: attention_backend triton cannot be used: our Triton"),
     ("dense", FP8, ADA, "refused: fp8 weights need a GPU of compute capability 9.0 or more, but Some GPU has 8.9"),
     ("dense", FLASH, ADA, "refused: FlashAttention-2, the version for this GPU, needs blocks of a multiple of"),
-    ("dense", FLASH | {"block_size": 256}, ADA, "Eager, flash + torch"),
+    ("dense", FLASH | {"block_size": 256}, ADA, "CudaGraphs + Eager, flash + triton"),
 ]  # fmt: skip
 
 
@@ -185,7 +189,7 @@ def test_every_combination_has_a_path_or_a_refusal_with_advice(gpus: Any) -> Non
         [{}, FLASH, {"attention_backend": "triton"}, {"attention_backend": "torch,triton"}],
     ]  # fmt: skip
     ways: dict[str, int] = {}
-    for capability in (HOPPER, ADA):
+    for capability in (HOPPER, TURING):
         gpus(capability)
         for model, picks in itertools.product(MODELS.values(), itertools.product(*choices)):
             options = {name: value for pick in picks for name, value in pick.items()}
@@ -202,10 +206,10 @@ def test_every_combination_has_a_path_or_a_refusal_with_advice(gpus: Any) -> Non
 
 
 def test_the_reason_for_no_graphs_is_reported(gpus: Any) -> None:
-    gpus(ADA)
+    gpus(TURING)
     slow = EngineConfig(device="cuda", dtype="bfloat16")
     assert build.without_graphs(DENSE, slow) == (
-        "our Triton kernels are for GPUs of compute capability 9.0 (Hopper) and later, and Some GPU has 8.9"
+        "our Triton kernels are for GPUs of compute capability 8.0 (Ampere) and later, and Some GPU has 7.5"
     )
     gpus(HOPPER)
     assert build.without_graphs(DENSE, slow) == ""
@@ -244,6 +248,7 @@ class Stage:
         monkeypatch.setattr(verify_graphs, "SIZES", (8, 16))
         monkeypatch.setattr(graphs, "capture_all", self._capture)
         monkeypatch.setattr(graphs, "launch_seconds", lambda _: 1e-4)
+        monkeypatch.setattr(graphs, "matmul_rate", lambda _: 5e14)
         monkeypatch.setattr(graphs.gc, "freeze", lambda: None)
         monkeypatch.setattr(graphs.SamplingGraphs, "__init__", buffers)
         monkeypatch.setattr(graphs.SamplingGraphs, "draw", lambda *given: self._draw(*given))

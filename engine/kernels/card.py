@@ -1,0 +1,46 @@
+"""What the kernels must know of the card: the size of its shared memory, and whether launches can overlap.
+
+    Ampere (8.0, 8.6), Ada (8.9)      launches do not overlap; 8.6 and 8.9 have 99 KiB of shared memory
+    Hopper (9.0), Blackwell (10.0)    launches overlap; 227 KiB
+    Blackwell (12.0), such as RTX 50  launches overlap; 99 KiB
+
+Tiles and stages were measured on Hopper. On a card with less shared memory, fewer tiles are loaded ahead.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+OVERLAP = (9, 0)  # programmatic dependent launch
+RESERVED = 2048  # bytes of shared memory that a kernel uses for other things than tiles
+
+
+class Card(NamedTuple):
+    """The current GPU."""
+
+    capability: tuple[int, int]
+    shared: int  # bytes of shared memory that one program can use
+
+
+@cache
+def card() -> Card:
+    """Returns the current GPU; without a GPU, a Hopper card."""
+    if not torch.cuda.is_available():
+        return Card((9, 0), 227 * 1024)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Card((properties.major, properties.minor), properties.shared_memory_per_block_optin)
+
+
+@cache
+def overlap() -> dict[str, bool]:
+    """Returns the arguments of a kernel that starts before the previous kernel has ended, if the card can do that."""
+    can = card().capability >= OVERLAP
+    return {"PDL": can, "launch_pdl": can}
+
+
+def fitting(stages: int, stage_bytes: int, other_bytes: int = 0) -> int:
+    """Returns `stages`, or fewer if that many stages do not fit into the shared memory beside `other_bytes`."""
+    return max(1, min(stages, (card().shared - RESERVED - other_bytes) // stage_bytes))

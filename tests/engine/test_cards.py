@@ -1,0 +1,118 @@
+"""The kernels on cards that are not there: each form is compiled for the card and fits into its shared memory.
+
+Needs triton, not a GPU. The forms are those of Qwen3-8B, Qwen3-0.6B and Qwen3-30B-A3B.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.timeout(900)
+
+from engine.kernels import batch_state, fp8, gemv, moe, moe_one, norms, sample, split_linear  # noqa: E402
+from engine.kernels.card import Card  # noqa: E402
+from engine.kernels.decode_attention import DecodeWorkspace, decode_attention  # noqa: E402
+from engine.kernels.prefill_attention import PrefillWorkspace, prefill_attention  # noqa: E402
+from engine.kernels.row_settings import NUM_SETTINGS  # noqa: E402
+from tests.support.compile_kernels import compiling_for  # noqa: E402
+
+KIB = 1024
+CARDS = {
+    "A100": Card((8, 0), 163 * KIB), "RTX 3090": Card((8, 6), 99 * KIB), "RTX 4090": Card((8, 9), 99 * KIB),
+    "H200": Card((9, 0), 227 * KIB), "B200": Card((10, 0), 227 * KIB), "RTX 5090": Card((12, 0), 99 * KIB),
+}  # fmt: skip
+ROPE = torch.empty(100, 128)
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def longs(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def attention(kv_dtype: torch.dtype = torch.bfloat16) -> None:
+    kv_heads, dim, scales = 8, 128, None if kv_dtype == torch.bfloat16 else torch.ones(2, 8)
+    pool = torch.empty(4, 16, kv_heads, dim, dtype=kv_dtype)
+    for heads in (32, 16):
+        workspace = DecodeWorkspace(256, kv_heads, heads // kv_heads, dim, torch.device("cpu"), 32768)
+        for n in (1, 16, 64, 256):
+            for fused in (None, (half(heads + kv_heads, dim), ROPE, 1e-6)):
+                decode_attention(
+                    half(n, (heads + 2 * kv_heads) * dim), pool, pool, half(n, heads * dim), workspace, ints(256, 9),
+                    ints(n), ints(n), 0.1, heads // kv_heads, fused=fused, kv_scales=scales,
+                )  # fmt: skip
+    qkv = half(100, 48, dim)
+    for splits, fresh in ((1, True), (4, False)):
+        prefill_attention(
+            qkv[:, :32], pool, pool, half(100, 32 * dim), PrefillWorkspace(kv_heads, dim, torch.device("cpu")),
+            ints(3, 9), ints(3), ints(4), 0.1, max_seq_len=900, dense=(qkv[:, 32:40], qkv[:, 40:]), splits=splits,
+            fresh=fresh, kv_scales=scales,
+        )  # fmt: skip
+
+
+def layers() -> None:
+    for hidden in (4096, 1024):
+        norms.rms_norm(half(8, hidden), half(hidden), 1e-6, half(8, hidden))
+        norms.silu_mul(half(8, 6 * hidden))
+        for n, k in ((6 * hidden, hidden), (hidden, hidden), (hidden, 3 * hidden)):
+            gemv.gemv(half(1, k), half(n, k), residual=half(1, n))
+            for tokens in (2, 16, 64, 100, 240):
+                if form := split_linear.form_for(tokens, n, k):
+                    split_linear.split_linear(half(tokens, k), half(n, k), form)
+        gemv.gemv(half(1, hidden), half(6 * hidden, hidden), norm=(half(hidden), 1e-6), gate_up=True)
+    cache = half(4, 16, 8, 128)
+    norms.qk_norm_rope_store(half(8, 48 * 128), half(40, 128), 1e-6, (ROPE, longs(8)), cache, cache, longs(8))
+
+
+def mixture() -> None:
+    hidden, inner = 2048, 768
+    router, gate_up, down, load = half(128, hidden), half(128, 2 * inner, hidden), half(128, hidden, inner), longs(128)
+    for tokens in moe.forms(4096, hidden, 128, 8):
+        moe.total(moe.each_expert(half(tokens, hidden), router, gate_up, down, 8, True, load, ints(1)))
+    moe_one.one_token(half(1, hidden), (half(hidden), 1e-6), half(1, 128), gate_up, down, 8, True, load, ints(1))
+
+
+def sampling() -> None:
+    n, vocabulary = 16, 151_936
+    workspace = sample.SampleWorkspace(n, vocabulary, torch.device("cpu"))
+    for noisy, truncated in ((False, False), (True, False), (True, True)):
+        sample.draw(
+            half(n, vocabulary), ints(n), ints(n), torch.zeros(256, NUM_SETTINGS), ints(256), ints(256, 2), longs(n),
+            longs(256), workspace, noisy=noisy, truncated=truncated,
+        )  # fmt: skip
+    batch_state.prepare(ints(4096), ints(256, 9), longs(256), longs(n), ints(n), ints(n), n, 256, 100)
+
+
+def eight_bits() -> None:
+    attention(torch.float8_e4m3fn)
+    for n, k in ((12288, 4096), (4096, 12288)):
+        values = torch.empty(n, k, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        matrix: Any = SimpleNamespace(values=values, scale=torch.empty(n), shape=torch.Size((n, k)))
+        for tokens in (1, 2, 64):
+            if tokens == 1:
+                gemv.gemv(half(1, k), matrix)
+            else:
+                fp8.back_to_hidden(half(tokens, k), matrix)
+
+
+@pytest.mark.parametrize("part", [attention, layers, mixture, sampling, eight_bits])
+@pytest.mark.parametrize("name", CARDS)
+def test_every_form_is_compiled_and_fits(name: str, part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = CARDS[name]
+    if part is eight_bits and wanted.capability < (8, 9):
+        pytest.skip("the engine refuses 8-bit floats on this card")
+    with compiling_for(wanted, monkeypatch) as found:
+        part()
+    assert found
+    assert max(found.values()) <= wanted.shared, found
