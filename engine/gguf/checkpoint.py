@@ -1,7 +1,7 @@
 """Turns a GGUF file into a checkpoint directory: config.json, tokenizer, and weights in safetensors.
 
-The engine then loads it like any other checkpoint (engine/model/linear.py rounds quantised weights to 8 bits again, if
-the user asks for this). The directory is kept in the cache; a file that changes gets a new one.
+The engine then loads it like any other checkpoint (engine/model/linear.py rounds expanded weights again, if the user
+asks for this). The directory is kept in the cache; a file that changes gets a new one.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from engine.files import CONFIG, SINGLE
 from engine.gguf.config import config
 from engine.gguf.families import family_of
 from engine.gguf.header import read_header
-from engine.gguf.tensors import outputs, write
+from engine.gguf.tensors import four_bits, outputs, write
 from engine.gguf.tokenizer import end_tokens, tokenizer_files
 from engine.progress import Progress
 
-REVISION = 2  # increases when the contents of the directories change
+REVISION = 3  # increases when the contents of the directories change
 
 
 def as_checkpoint(path: Path, on_progress: Progress | None = None, weights: bool = True) -> Path:
@@ -41,6 +41,8 @@ def as_checkpoint(path: Path, on_progress: Progress | None = None, weights: bool
     tensors = outputs(header, family, fields) if weights else []
     if any(output.kind == "U8" for output in tensors):
         fields["quantization_config"] = {"quant_method": "mxfp4"}
+    elif packing := four_bits(tensors):
+        fields["quantization_config"] = packing
     files = {CONFIG: fields}
     files["tokenizer.json"], files["tokenizer_config.json"] = tokenizer_files(header)
     files["generation_config.json"] = {"eos_token_id": end_tokens(header)}

@@ -1,7 +1,8 @@
 """Writes the tensors of a GGUF file as safetensors, with the names and the layout of the family's checkpoint.
 
-A tensor is read, changed and written in pieces, so little memory is needed. Quantised numbers become float16, whose
-rounding is far finer than the quantisation; those of MXFP4 become bfloat16, which has them exactly.
+A tensor is read, changed and written in pieces, so little memory is needed. Matrices of Q4_0 stay 4-bit numbers, in the
+layout of compressed-tensors. Other quantised numbers become float16, whose rounding is far finer than the quantisation;
+those of MXFP4 become bfloat16, which has them exactly.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,9 +29,10 @@ STORED: dict[str, tuple[str, Any]] = {
     "F32": ("F32", np.float32), "F16": ("F16", np.float16), "BF16": ("BF16", np.uint16), "MXFP4": ("BF16", np.uint16),
 }  # fmt: skip
 HALF: tuple[str, Any] = ("F16", np.float16)
-BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
+BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1, "I32": 4}
 ROWS_OF_A_PIECE = 1_024
 BLOCK_OF_MXFP4 = 17  # bytes: the exponent, and 32 numbers of 4 bits
+BLOCK_OF_Q4_0 = 18  # bytes: the scale in float16, and 32 numbers of 4 bits
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,12 @@ class Output:
     """Tensors of the checkpoint, one after the other. Each piece is made of the same rows of all sources."""
 
     names: tuple[str, ...]
-    kind: str  # the type in safetensors; U8: the sources' blocks are not expanded
+    kind: str  # the type in safetensors
     shape: tuple[int, ...]  # of each tensor
     sources: tuple[Tensor, ...]
     rows: int = ROWS_OF_A_PIECE
     make: Make = lambda piece: piece
+    raw: bool = False  # `make` gets the sources' bytes
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +83,35 @@ def outputs(header: Header, family: Family, config: dict[str, Any]) -> list[Outp
             found.append(Output(name, "F32", tensor.shape, (tensor,), rows, _less_one))
         else:
             found.append(Output(name, kind, tensor.shape, (tensor,)))
-    return found + _clamped(header, experts)
+    clamped = _clamped(header, experts)
+    return clamped + (found if clamped else [part for output in found for part in _four_bits(output)])
+
+
+def four_bits(found: list[Output]) -> dict[str, Any] | None:
+    """Returns the quantization_config of the checkpoint's 4-bit matrices; None if there are none."""
+    if not any(output.kind == "I32" for output in found):
+        return None
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+    groups = {"group_0": {"weights": weights, "targets": ["Linear"]}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+
+
+def _four_bits(output: Output) -> list[Output]:
+    """Returns the outputs for a matrix of Q4_0: its numbers and its scales. Returns other outputs as they are."""
+    tensor, name = output.sources[0], output.names[0]
+    module = name.removesuffix("weight")
+    outside = module.endswith(("embed_tokens.", "lm_head."))
+    if tensor.type != "Q4_0" or len(tensor.shape) != 2 or module == name or outside:
+        return [output]
+    rows, columns = tensor.shape
+    parts = (("weight_packed", "I32", 8, _numbers), ("weight_scale", "F16", 32, _scales))
+    return [
+        replace(
+            output, names=(module + leaf,), kind=kind, shape=(rows, columns // each), raw=True,
+            make=lambda piece, change=change: output.make(change(piece)),
+        )
+        for leaf, kind, each, change in parts
+    ]  # fmt: skip
 
 
 def write(header: Header, found: list[Output], path: Path, on_progress: Progress | None) -> None:
@@ -103,8 +134,11 @@ def write(header: Header, found: list[Output], path: Path, on_progress: Progress
             whole = output.sources[0].shape[0]
             for first in range(0, whole, output.rows):
                 rows = min(output.rows, whole - first)
-                parts = [_read(header, file, source, first, rows, output.kind) for source in output.sources]
-                out.write(np.ascontiguousarray(output.make(*parts)).tobytes())
+                parts = [_read(header, file, source, first, rows, output.raw) for source in output.sources]
+                made = output.make(*parts)
+                if made.dtype == np.float16 and output.raw and not np.isfinite(made).all():
+                    raise header.error(f"has scales in {shown(output.names[0])} that are not finite: download it again")
+                out.write(np.ascontiguousarray(made).tobytes())
             done += output.nbytes
             if on_progress is not None:
                 text = f"unpacking {header.path.name}: {done / 1e9:.2f} of {at / 1e9:.2f} GB"
@@ -147,11 +181,23 @@ def _clamped(header: Header, experts: dict[tuple[str, str, str], Tensor]) -> lis
         out *= len(sources)
         if tensor.type == "MXFP4" and inner:
             shape = (count, out, inner[0] // 32)
-            found.append(Output((f"{name}_blocks",), "U8", (*shape, 16), sources, 1, _blocks))
-            found.append(Output((f"{name}_scales",), "U8", shape, sources, 1, _exponents))
+            found.append(Output((f"{name}_blocks",), "U8", (*shape, 16), sources, 1, _blocks, raw=True))
+            found.append(Output((f"{name}_scales",), "U8", shape, sources, 1, _exponents, raw=True))
         else:
             found.append(Output((name,), kind, (count, *inner, out), sources, 1, _transposed))
     return found
+
+
+def _numbers(rows: np.ndarray) -> np.ndarray:
+    """Returns 32-bit words of 8 numbers: GGUF has i and i + 16 of a block in a byte, the checkpoint 2i and 2i + 1."""
+    blocks = rows.reshape(len(rows), -1, BLOCK_OF_Q4_0)[..., 2:]
+    numbers = np.concatenate((blocks & 15, blocks >> 4), -1)
+    return (numbers[..., 0::2] | numbers[..., 1::2] << 4).reshape(len(rows), -1).view(np.int32)
+
+
+def _scales(rows: np.ndarray) -> np.ndarray:
+    blocks = rows.reshape(len(rows), -1, BLOCK_OF_Q4_0)[..., :2]
+    return blocks.reshape(len(rows), -1).view(np.float16)
 
 
 def _halves(head: np.ndarray) -> np.ndarray:
@@ -187,8 +233,8 @@ def _exponents(*parts: np.ndarray) -> np.ndarray:
     return _alternating(parts).reshape(-1, BLOCK_OF_MXFP4)[:, 0]
 
 
-def _read(header: Header, file: BinaryIO, tensor: Tensor, first: int, rows: int, kind: str) -> np.ndarray:
-    """Returns rows of a tensor in the type in which they are written; for U8, their bytes."""
+def _read(header: Header, file: BinaryIO, tensor: Tensor, first: int, rows: int, raw: bool) -> np.ndarray:
+    """Returns rows of a tensor in the type in which they are written, or their bytes."""
     size = tensor.nbytes // tensor.shape[0]
     file.seek(tensor.offset + first * size)
     data = np.frombuffer(file.read(rows * size), np.uint8)
@@ -196,7 +242,7 @@ def _read(header: Header, file: BinaryIO, tensor: Tensor, first: int, rows: int,
         raise header.error(f"ended while {shown(tensor.name)} was read: download it again")
     inner = (rows, *tensor.shape[1:])
     _, stored = STORED.get(tensor.type, HALF)
-    if kind == "U8":
+    if raw:
         return data.reshape(*inner[:-1], -1)
     if tensor.type in ("F32", "F16", "BF16"):
         return data.view(stored).reshape(inner)

@@ -20,6 +20,7 @@ from engine.model.families import ARCHITECTURES
 from engine.model.rope import row_order
 from engine.model.weights import Cut, Slot
 
+REORDERED = ("q_proj", "k_proj", "q_norm", "k_norm")  # their folds, if any, change the order of rows
 Fold = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -37,7 +38,8 @@ def checkpoint_slots(slots: Iterable[Slot], config: ModelConfig, dtype: torch.dt
         module, _, leaf = slot.name.rpartition(".")
         owner = module.rpartition(".")[2]
         fold = _fold(slot, config, dtype, owner)
-        slot = replace(slot, fold=fold, parts=tuple(map(mapped, slot.parts)))
+        reorders = fold is not None and owner in REORDERED
+        slot = replace(slot, fold=fold, reorders=reorders, parts=tuple(map(mapped, slot.parts)))
         if arch.clamped and owner == "experts":
             return _transposed(slot, leaf)
         if arch.fused_qkv and owner in widths:
@@ -60,7 +62,7 @@ def _part_of(slot: Slot, owner: str, fused: str, first: int, whole: int) -> Slot
 
 def _fold(slot: Slot, config: ModelConfig, dtype: torch.dtype, owner: str) -> Fold | None:
     arch = ARCHITECTURES[config.architecture]
-    if owner in ("q_proj", "k_proj", "q_norm", "k_norm"):
+    if owner in REORDERED:
         order = row_order(config.rope, config.head_dim)
         if order is not None:
             return lambda tensor: tensor.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)

@@ -63,6 +63,7 @@ class Packing:
     block: tuple[int, int] | None = None
     symmetric: bool = True
     version_2: bool = False  # of gptq
+    in_order: bool = True  # a group has consecutive inputs
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,9 @@ from typing import ClassVar, Self
 import torch
 
 from engine.errors import how_to_install
+from engine.model.config import Packing
 from engine.model.linear import ByteWeight, Int8Weight
+from engine.model.packed import Groups
 
 ROWS, GROUP = 16, 32  # rows that are stored together; numbers in a group of our own rounding
 AT_ONCE = 1 << 20  # numbers that are rounded at a time
@@ -46,12 +48,12 @@ class Int4Weight(ByteWeight):
 
     @classmethod
     def empty(cls, rows: int, columns: int, device: torch.device) -> Self:
-        groups = torch.empty(rows // ROWS, columns // cls.group, ROWS, dtype=torch.float16, device=device)
+        groups = (rows // ROWS, columns // cls.group, ROWS)
         return cls(
             torch.empty(rows // ROWS, columns // 8, 4 * ROWS, dtype=torch.uint8, device=device),
             torch.empty(rows, dtype=torch.float32, device=device),
-            groups,
-            torch.empty_like(groups) if cls.with_offsets else None,
+            torch.empty(groups, dtype=torch.float16, device=device),
+            torch.empty(groups, dtype=torch.float16, device=device) if cls.with_offsets else None,
         )
 
     @classmethod
@@ -121,6 +123,19 @@ class Int4Weight(ByteWeight):
         if self.offsets is not None:
             self.offsets[blocks] = 0.0 if offsets is None else offsets.view(-1, ROWS, offsets.shape[1]).transpose(1, 2)
 
+    def take(self, groups: Groups) -> bool:
+        """Store a matrix as it is and return True, or return False if its groups do not fit."""
+        if groups.size % self.group or groups.numbers.shape[1] % self.group:
+            return False
+        if self.offsets is None and not bool((groups.zeros == 8).all()):
+            return False
+        count = self.groups.shape[1]
+        scales, zeros = (
+            each.repeat_interleave(groups.size // self.group, 1)[:, :count] for each in (groups.scales, groups.zeros)
+        )
+        self.store(0, groups.numbers.to(torch.uint8).contiguous(), scales.contiguous(), 8 - zeros.contiguous())
+        return True
+
     def dense(self) -> torch.Tensor:
         """Returns the numbers that the matrix stands for, in float64 [N, K]."""
         low, high = self.values & 15, self.values >> 4
@@ -133,6 +148,24 @@ class Int4Weight(ByteWeight):
     def _by_row(self, groups: torch.Tensor) -> torch.Tensor:
         wide = groups.double().transpose(1, 2).flatten(0, 1)
         return wide.repeat_interleave(self.shape[1] // wide.shape[1], 1)
+
+    @classmethod
+    def of(cls, packing: Packing) -> type[Int4Weight] | None:
+        """Returns the class that takes the 4-bit matrices of a checkpoint as they are; None if there is none."""
+        whole = packing.group_size == 0
+        if packing.method not in ("awq", "gptq", "compressed-tensors") or packing.bits != 4 or not packing.in_order:
+            return None
+        largest = GROUP if whole else packing.group_size & -packing.group_size  # a power of 2
+        if largest < GROUP:
+            return None
+
+        class Stored(cls):  # type: ignore[valid-type, misc]
+            __slots__ = ()
+            group = largest
+            with_offsets = packing.method != "compressed-tensors" or not packing.symmetric
+            itemsize = 0.5 + (4 if with_offsets else 2) / largest
+
+        return Stored
 
     def product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         from engine.kernels.cpu.linear import four_bit_product  # needs llvmlite

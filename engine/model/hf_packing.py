@@ -44,7 +44,7 @@ def read_packing(fields: Fields) -> Packing | None:
         if raw.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2"):
             raise inner.refuse("checkpoint_format", "'gptq' or 'gptq_v2'")
         newer = raw.get("checkpoint_format") == "gptq_v2"
-        return Packing("gptq", raw["bits"], _group(inner, raw), version_2=newer)
+        return Packing("gptq", raw["bits"], _group(inner, raw), version_2=newer, in_order=not raw.get("desc_act"))
     if method == "compressed-tensors":
         return _compressed(fields, raw)
     raise _error(fields, f"quant_method {shown(method)}", ", ".join(METHODS))

@@ -83,7 +83,8 @@ class ByteWeight:
 
     def copy_(self, weight: torch.Tensor) -> None:
         """Round weight [N, K], of any floating type, into this matrix."""
-        values, self.scale[:] = self.rounded(weight.to(self.device))
+        weight = weight.to(self.device)
+        values, self.scale[:] = self.rounded(weight.float() if weight.dtype == torch.float64 else weight)
         self.values.copy_(values)
 
     def normal_(self, mean: float, std: float, generator: torch.Generator | None = None) -> None:

@@ -9,7 +9,8 @@ quantised is seen from the names of the tensors.
     gptq                4- and 8-bit integers, groups of inputs in any order (Frantar et al. 2022)
     mxfp4               4-bit floats, one exponent per 32 numbers; the experts of gpt-oss (OCP microscaling formats)
 
-The expanded matrix is rounded to the model's type, or to our own 8-bit form with --quantization.
+The expanded matrix is rounded to the model's type, or to one of our own forms with --quantization. 4-bit integers whose
+groups fit our 4-bit form are not expanded: they are stored in this form as they are (engine/model/four_bits.py).
 """
 
 from __future__ import annotations
@@ -41,11 +42,32 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Groups:
+    """A matrix [rows, columns] of whole numbers, with a scale and a zero point for each `size` numbers of a row."""
+
+    numbers: torch.Tensor
+    scales: torch.Tensor  # float32 [rows, groups]
+    zeros: torch.Tensor  # whole numbers [rows, groups]
+    size: int
+
+    def dense(self) -> torch.Tensor:
+        """Returns the matrix in float32."""
+        columns = self.numbers.shape[1]
+        scales, zeros = (each.repeat_interleave(self.size, 1)[:, :columns] for each in (self.scales, self.zeros))
+        return (self.numbers - zeros) * scales
+
+    def by(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Groups:
+        """Returns a part of the rows, or the rows in another order."""
+        return Groups(change(self.numbers), change(self.scales), change(self.zeros), self.size)
+
+
+@dataclass(frozen=True)
 class Packed:
     """How a matrix is stored, and the function that expands its tensors (by suffix) to the matrix."""
 
     sources: tuple[Source, ...]
     expand: Callable[[Tensors], torch.Tensor]
+    groups: Callable[[Tensors], Groups | None] | None = None  # of 4-bit numbers; returns None if they are not in order
 
     def names(self, name: str) -> dict[str, Source]:
         """Returns the sources by the names of their tensors. `name`: that of the whole matrix."""
@@ -123,44 +145,54 @@ def _awq(packing: Packing, rows: int, columns: int, order: bool) -> Packed:
     def numbers(words: torch.Tensor) -> torch.Tensor:
         return _bits(words, packing.bits).unflatten(-1, (-1, per_word))[..., list(AWQ_ORDER)].flatten(-2)
 
-    def expand(tensors: Tensors) -> torch.Tensor:
-        zeros = numbers(tensors["qzeros"]).repeat_interleave(size, 0)
-        return ((numbers(tensors["qweight"]) - zeros) * tensors["scales"].float().repeat_interleave(size, 0)).t()
+    def found(tensors: Tensors) -> Groups:
+        zeros = numbers(tensors["qzeros"]).t()
+        return Groups(numbers(tensors["qweight"]).t(), tensors["scales"].float().t(), zeros, size)
 
     sources = (
         Source("qweight", (columns, rows // per_word), INTS), Source("qzeros", (groups, rows // per_word), INTS),
         Source("scales", (groups, rows), FLOATS),
     )  # fmt: skip
-    return Packed(sources, expand)
+    return Packed(sources, lambda tensors: found(tensors).dense(), found)
 
 
 def _gptq(packing: Packing, rows: int, columns: int, order: bool) -> Packed:
     (groups, size), per_word = _groups(packing, columns), 32 // packing.bits
 
-    def expand(tensors: Tensors) -> torch.Tensor:
-        group = tensors["g_idx"].long() if "g_idx" in tensors else torch.arange(columns) // size
+    in_order = torch.arange(columns) // size
+
+    def stored(tensors: Tensors) -> Groups:
         numbers = _bits(tensors["qweight"].t(), packing.bits)  # [rows, columns]
         zeros = _bits(tensors["qzeros"], packing.bits)  # the first version of the format stores each zero minus 1
         zeros = (zeros + (not packing.version_2)) & ((1 << packing.bits) - 1)
-        return (numbers - zeros[group].t()) * tensors["scales"].float()[group].t()
+        return Groups(numbers, tensors["scales"].float().t(), zeros.t(), size)
+
+    def expand(tensors: Tensors) -> torch.Tensor:
+        found, group = stored(tensors), tensors["g_idx"].long() if "g_idx" in tensors else in_order
+        return (found.numbers - found.zeros[:, group]) * found.scales[:, group]
+
+    def in_groups(tensors: Tensors) -> Groups | None:
+        if "g_idx" in tensors and not torch.equal(tensors["g_idx"].long(), in_order):
+            return None
+        return stored(tensors)
 
     sources = (
         Source("qweight", (columns // per_word, rows), INTS), Source("qzeros", (groups, rows // per_word), INTS),
         Source("scales", (groups, rows), FLOATS), *([Source("g_idx", (columns,), INTS)] if order else []),
     )  # fmt: skip
-    return Packed(sources, expand)
+    return Packed(sources, expand, in_groups if packing.bits == 4 else None)
 
 
 def _int_packed(packing: Packing, rows: int, columns: int) -> Packed:
     (groups, size), per_word = _groups(packing, columns), 32 // packing.bits
     words, half = -(-columns // per_word), 1 << (packing.bits - 1)
 
-    def expand(tensors: Tensors) -> torch.Tensor:
-        numbers = _bits(tensors["weight_packed"], packing.bits)[:, :columns] - half
+    def found(tensors: Tensors) -> Groups:
+        numbers, scales = _bits(tensors["weight_packed"], packing.bits)[:, :columns], tensors["weight_scale"].float()
+        zeros = torch.full_like(scales, half, dtype=torch.int32)
         if not packing.symmetric:
-            zeros = _bits(tensors["weight_zero_point"].t(), packing.bits).t()[:rows] - half
-            numbers = numbers - zeros.repeat_interleave(size, 1)[:, :columns]
-        return numbers * tensors["weight_scale"].float().repeat_interleave(size, 1)[:, :columns]
+            zeros = _bits(tensors["weight_zero_point"].t(), packing.bits).t()[:rows]
+        return Groups(numbers, scales, zeros, size)
 
     sources = [
         Source("weight_packed", (rows, words), INTS), Source("weight_scale", (rows, groups), FLOATS),
@@ -168,7 +200,7 @@ def _int_packed(packing: Packing, rows: int, columns: int) -> Packed:
     ]  # fmt: skip
     if not packing.symmetric:
         sources.append(Source("weight_zero_point", (-(-rows // per_word), groups), INTS))
-    return Packed(tuple(sources), expand)
+    return Packed(tuple(sources), lambda tensors: found(tensors).dense(), found if packing.bits == 4 else None)
 
 
 def _mxfp4(shape: list[int]) -> Packed:

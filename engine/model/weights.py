@@ -19,6 +19,7 @@ from engine.errors import CheckpointError
 from engine.fields import listed
 from engine.files import checkpoint_files
 from engine.model.config import Packing
+from engine.model.four_bits import Int4Weight
 from engine.model.linear import ByteWeight, Matrix
 from engine.model.packed import Packed, fault, packed
 from engine.progress import Progress
@@ -50,6 +51,7 @@ class Slot:
     cut: Cut | None = None  # the part of the tensor that fills the view (shards.py); None: the whole tensor
     # Changes the part before it is copied (checkpoint.py). `stored`: the shape of the tensor, if it is not the view's.
     fold: Callable[[torch.Tensor], torch.Tensor] | None = None
+    reorders: bool = False  # the fold changes only the order of rows; other folds of matrices multiply by a number
     stored: tuple[int, ...] | None = None
     packed: Packed | None = None  # the tensors in which a quantised matrix is stored
 
@@ -110,10 +112,7 @@ def load_weights(
     for name, several in wanted.items():
         if several[0].packed is not None:
             tensors = _read_packed(several[0], where)
-            whole = several[0].packed.expand(tensors)
-            for slot in several:
-                part = slot.take(whole)
-                slot.view.copy_(part if slot.fold is None else slot.fold(part))
+            _fill(several, several[0].packed, tensors)
             done += sum(tensor.nbytes for tensor in tensors.values())
             report(where[next(iter(several[0].packed.names(name)))][0])
     if tied:
@@ -287,6 +286,25 @@ def _read_packed(slot: Slot, where: dict[str, tuple[Path, str]]) -> dict[str, to
         name = next(each for each, source in slot.packed.names(slot.name).items() if source.suffix == suffix)
         raise CheckpointError(f"{where[name][0]} has {what} in {name}: download it again")
     return tensors
+
+
+def _fill(slots: list[Slot], packed: Packed, tensors: dict[str, torch.Tensor]) -> None:
+    """Fill the slots of one quantised matrix: as it is if the views are of 4 bits and it fits, else expanded."""
+    groups = whole = None
+    if packed.groups is not None and isinstance(slots[0].view, Int4Weight):
+        groups = packed.groups(tensors)
+    for slot in slots:
+        if groups is not None:
+            part = groups.by(slot.take)
+            if slot.reorders and slot.fold is not None:
+                part = part.by(slot.fold)
+            elif slot.fold is not None:
+                part = replace(part, scales=slot.fold(part.scales))
+            if slot.view.take(part):
+                continue
+        whole = packed.expand(tensors) if whole is None else whole
+        tensor = slot.take(whole)
+        slot.view.copy_(tensor if slot.fold is None else slot.fold(tensor))
 
 
 def _is_unused(name: str) -> bool:

@@ -34,7 +34,7 @@ from engine.worker.batch import Batch
 from engine.worker.inputs import Draws
 from engine.worker.launch import DrawnLogprobs, LaunchedStep, PromptLogprobs
 from engine.worker.limits import resolve
-from engine.worker.quantised import KINDS
+from engine.worker.quantised import matrices
 from engine.worker.sampler import Drawn
 from engine.worker.upload import to_host
 
@@ -205,7 +205,7 @@ class LoadedModel:
     # ---- loading
 
     def _load(self, ops: Ops, model_dir: Path | None, on_progress: Progress | None) -> Decoder:
-        quantised = KINDS[self.quantization]
+        quantised = matrices(self.quantization, self.model_config)
         model = Decoder(self.shard, self.dtype, self.device, self.max_model_len, ops, quantised, self.group)
         slots = self.group.shard_slots(model.slots(), self.model_config)
         if self.config.dummy_weights:

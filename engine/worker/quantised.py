@@ -24,6 +24,14 @@ SMALL = {"int8": 8, "int4": 4}  # what "auto" takes if other weights do not fit,
 BESIDE_WEIGHTS = 2 << 30  # bytes of memory that `choose` leaves to the KV cache, activations and the application
 
 
+def matrices(kind: str, model: ModelConfig) -> type[ByteWeight] | None:
+    """Returns the class of the layers' matrices. The class for int4 takes a checkpoint's 4-bit matrices if they fit."""
+    stored = None if kind != "int4" or model.packing is None else Int4Weight.of(model.packing)
+    if stored is not None and not any(size % stored.group for _, size, _ in _four_bit_sizes(model)[:3]):
+        return stored
+    return KINDS[kind]
+
+
 def itemsizes(kind: str, dtype: torch.dtype) -> tuple[float, float]:
     """Returns the bytes of a number in the matrices of the layers, and in the embedding and the output matrix."""
     weights = KINDS[kind]
@@ -42,8 +50,9 @@ def weight_bytes(kind: str, model: ModelConfig, dtype: torch.dtype) -> int:
 def choose(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str) -> tuple[str, str]:
     """Returns (kind of weights, a sentence for the user or ""). Raises EngineError if the kind in `config` cannot run.
 
-    For "auto" on a CPU: bf16 if the checkpoint has this type, because it is exact then and takes half the memory and
-    time of float32; int8 if the others do not fit into the free memory, and int4 if int8 does not fit either.
+    For "auto" on a CPU: int4 if the checkpoint has such matrices; bf16 if the checkpoint has this type, because it is
+    exact then and takes half the memory and time of float32; int8 if the others do not fit into the free memory, and
+    int4 if int8 does not fit either.
     """
     if config.quantization != "auto":
         if config.quantization != "none":
@@ -51,6 +60,13 @@ def choose(config: EngineConfig, model: ModelConfig, device: torch.device, dtype
         return config.quantization, ""
     if device.type != "cpu" or config.dtype != "auto":
         return "none", ""
+    if model.packing is not None and matrices("int4", model) is not KINDS["int4"]:
+        with suppress(EngineError):
+            check(replace(config, quantization="int4"), model, device, dtype)
+            return "int4", (
+                f"the checkpoint's {model.packing.method} weights are computed in 4 bits (int4), as they are stored; "
+                "the embedding and the output matrix are rounded to 8 bits"
+            )
     kind = "none"
     exact = model.dtype == "bfloat16" and model.packing is None
     if exact and config.tensor_parallel_size == 1 and config.kv_cache_dtype == "auto":
@@ -131,12 +147,17 @@ def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype:
 def _check_four_bits(model: ModelConfig) -> None:
     if why_not := Int4Weight.why_not():
         raise EngineError(f"int4 weights need compiled kernels, but {why_not}: use --quantization int8")
-    for name, size, multiple in (
-        ("hidden_size", model.hidden_size, 32), ("heads times head_dim", model.num_heads * model.head_dim, 32),
-        ("key/value heads times head_dim", model.num_kv_heads * model.head_dim, 16),
-        ("intermediate_size", model.intermediate_size, 32),
-    ):  # fmt: skip
+    for name, size, multiple in _four_bit_sizes(model):
         if size % multiple:
             raise EngineError(
                 f"int4 weights need {name} to be a multiple of {multiple}, but it is {size}: use --quantization int8"
             )
+
+
+def _four_bit_sizes(model: ModelConfig) -> tuple[tuple[str, int, int], ...]:
+    """Returns (name, size, what the size must be a multiple of). The first three are the lengths of rows."""
+    return (
+        ("hidden_size", model.hidden_size, 32), ("heads times head_dim", model.num_heads * model.head_dim, 32),
+        ("intermediate_size", model.intermediate_size, 32),
+        ("key/value heads times head_dim", model.num_kv_heads * model.head_dim, 16),
+    )  # fmt: skip

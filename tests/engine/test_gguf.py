@@ -21,11 +21,13 @@ from engine.gguf.header import Header, read_header
 from engine.gguf.tokenizer import end_tokens, tokenizer_files
 from engine.hub.resolve import resolve_model
 from engine.llm import LLM
+from engine.model.four_bits import Int4Weight
 from engine.model.hf_config import read_model_config
 from engine.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from minitui import tutor
 from tests.support.gguf_files import add_tokenizer
+from tests.support.models import load_decoder, make_runner
 from tests.support.paths import ROOT
 
 gguf = pytest.importorskip("gguf")
@@ -100,10 +102,28 @@ def test_the_weights_are_those_of_the_file(kind: str, tmp_path: Path) -> None:
         expected = tensor.float()
         if tensor.dim() > 1 and kind.startswith("Q"):
             values = gguf.quants.quantize(expected.numpy(), TYPES[kind])
-            expected = torch.from_numpy(gguf.quants.dequantize(values, TYPES[kind])).half().float()
+            expected = torch.from_numpy(gguf.quants.dequantize(values, TYPES[kind]))
+            if f"{name}_packed" in made:
+                numbers = made[f"{name}_packed"][..., None] >> torch.arange(0, 32, 4) & 15
+                scales = made[f"{name}_scale"].float().repeat_interleave(32, 1)
+                made[name] = (numbers.flatten(1) - 8) * scales
+            else:
+                expected = expected.half().float()
         elif tensor.dim() > 1 and kind == "F16":
             expected = expected.half().float()
         assert torch.equal(made[name].float(), expected), name
+
+
+def test_4_bits_are_computed_as_they_are(tmp_path: Path) -> None:
+    if why_not := Int4Weight.why_not():
+        pytest.skip(why_not)
+    directory = resolve_model(str(written(tmp_path / "tutor.gguf", "Q4_0")))
+    runner = make_runner(directory, "auto")
+    assert runner.loaded.quantization == "int4"
+    exact = load_decoder(directory)
+    for ours, theirs in zip(runner.loaded.model.slots(), exact.slots(), strict=True):
+        if isinstance(ours.view, Int4Weight):
+            assert torch.equal(ours.view.dense().float(), theirs.view), ours.name
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "IQ4_XS"])
@@ -123,7 +143,7 @@ def test_blocks_of_256_numbers_are_expanded(kind: str, tmp_path: Path) -> None:
     tensor = found_header.tensors["blk.0.ffn_up.weight"]
     assert tensor.shape == (rows, columns)
     with path.open("rb") as file:
-        found = tensors._read(found_header, file, tensor, 0, rows, "F16")
+        found = tensors._read(found_header, file, tensor, 0, rows, raw=False)
     assert np.array_equal(found, gguf.quants.dequantize(blocks, TYPES[kind]).astype(np.float16))
 
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from engine.errors import CheckpointError
+from engine.model.four_bits import Int4Weight
 from engine.model.hf_config import read_model_config
 from engine.model.hf_packing import METHODS
 from tests.support import paths
 from tests.support.families import checkpoint, random_config
 from tests.support.models import Driver, load_decoder, make_request, make_runner, prompt, reference, rewrite, save
-from tests.support.packing import FORMATS, compressed, mxfp4, quantise
+from tests.support.packing import FORMATS, awq, compressed, gptq, mxfp4, pack_quantized, quantise
 from tests.support.parity import PROMPT, our_logits, their_logits
 
 SIZES = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
@@ -69,6 +70,67 @@ def test_the_experts_of_gpt_oss_are_expanded(tmp_path: Path, monkeypatch: pytest
     theirs.load_state_dict(theirs.state_dict() | dense)
     expected = their_logits(theirs, prompt(0, PROMPT)).log_softmax(-1)
     torch.testing.assert_close(logits(tmp_path / "m"), expected, rtol=0, atol=1e-5)
+
+
+FOUR_BITS = {  # groups that our 4-bit form takes as they are
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False},
+        lambda m: gptq(m, 4, 32, False),
+    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}, lambda m: awq(m, 64)),
+    "symmetric": (
+        compressed("pack-quantized", type="int", num_bits=4, strategy="group", group_size=32),
+        lambda m: pack_quantized(m, group=32),
+    ),
+    "rows": (
+        compressed("pack-quantized", type="int", num_bits=4, strategy="channel"),
+        lambda m: pack_quantized(m, group=m.shape[1]),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [*(("llama", name) for name in FOUR_BITS), ("granite", "awq"), ("glm4", "gptq")]
+)
+def test_4_bits_in_groups_are_computed_as_they_are(
+    kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with multipliers (Granite) and other orders of rows (GLM-4). No number is rounded again."""
+    if why_not := Int4Weight.why_not():
+        pytest.skip(why_not)
+    monkeypatch.setitem(FORMATS, name, FOUR_BITS[name])
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "num_attention_heads": 4}
+    (tmp_path / "plain").mkdir()
+    if kind == "llama":
+        theirs = reference(kind, **sizes)
+        save(theirs, tmp_path / "plain")
+    else:
+        import tests.support.families as families
+
+        raw = random_config(kind, 0) | sizes | {"num_key_value_heads": 2}
+        monkeypatch.setattr(families, "random_config", lambda kind, seed: raw)
+        theirs = checkpoint(kind, 0, tmp_path / "plain")
+    quantise(theirs, tmp_path / "plain", tmp_path / "m", name)
+    driver = Driver(make_runner(tmp_path / "m", "auto"))
+    assert driver.runner.loaded.quantization == "int4"
+    expected = load_decoder(tmp_path / "m")
+    for ours, exact in zip(driver.runner.loaded.model.slots(), expected.slots(), strict=True):
+        if isinstance(ours.view, Int4Weight):
+            torch.testing.assert_close(ours.view.dense(), exact.view.double(), rtol=1e-3, atol=1e-7)
+    found = our_logits(driver, make_request(prompt(0, PROMPT), 0), [PROMPT]).double()
+    exact = their_logits(theirs, prompt(0, PROMPT))
+    assert (found - exact).norm() < 0.04 * exact.norm(), "the rounding of activations, and of the output matrix"
+
+
+def test_groups_in_any_order_are_expanded(
+    plain: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, source = plain
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False}
+    monkeypatch.setitem(FORMATS, "gptq", (config, lambda m: gptq(m, 4, 32, True)))
+    quantise(type(model)(model.config), source, tmp_path / "m", "gptq")
+    runner = make_runner(tmp_path / "m", "auto")
+    assert runner.loaded.quantization == "none"
 
 
 def test_8_bits_per_row_are_kept_by_our_8_bits(plain: tuple[Any, Path], tmp_path: Path) -> None:

@@ -208,6 +208,24 @@ def test_a_product_with_4_bits_is_that_of_the_rounded_matrices(
         assert torch.equal(linear(x, weight, torch.ones(80)), product)
 
 
+def test_the_product_with_4_bits_compiles_to_dot_products_of_arm() -> None:
+    """Only compiled: the test may run on another processor."""
+    llvm = pytest.importorskip("llvmlite.binding")
+    from llvmlite import ir
+
+    from engine.kernels.cpu.four_bits import emit_four_bits
+
+    module = ir.Module()
+    emit_four_bits(module, "int4", "dotprod", True, 1e-6)
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    target = llvm.Target.from_triple("aarch64-unknown-linux-gnu")
+    assembly = target.create_target_machine(features="+dotprod", opt=2).emit_assembly(
+        llvm.parse_assembly(str(module))
+    )
+    assert assembly.count("sdot") >= 7 * 4 * 8, "7 rows in tiles of 4, 2 and 1; 4 vectors; 8 times 4 numbers"
+
+
 def test_4_bits_take_what_they_should_and_keep_the_output_matrix_in_8(directory: Path) -> None:
     if why_not := Int4Weight.why_not():
         pytest.skip(why_not)
