@@ -199,7 +199,7 @@ machine, times are not.""")
         """Returns what a run does at the cursor."""
         assert self.cursor is not None and self.comparison is not None
         place, widest = self.cursor, max(width_of(run.name) for run in self.comparison.runs)
-        row = Row(fit(clean(run.name), min(16, widest), glyphs().dots) + "  ", "accent")
+        row = Row(fit(clean(run.name), min(20, widest), glyphs().dots) + "  ", "accent")
         step = run.clocks[self.unit].step_at(place)
         found = None if step is None else run.view.steps.get(step)
         if found is not None:
