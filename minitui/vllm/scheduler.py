@@ -198,12 +198,10 @@ class Recorder:
         """Send what `update_from_output` did."""
         ended = now()
         events = self._take_events()
-        step = -1
-        while self._in_flight:
-            scheduled, number = self._in_flight.popleft()
-            if scheduled is output:
-                step = number
-                break
+        # An output without tokens is not in the queue, and steps that were launched after it may be in flight.
+        step = next((number for scheduled, number in self._in_flight if scheduled is output), -1)
+        while step >= 0 and self._in_flight.popleft()[1] != step:
+            pass
         if step < 0 and not events:
             return
         accepted = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import marshal
+from collections import Counter
 
 import pytest
 
@@ -30,7 +31,7 @@ class Direct:
     lost = False
 
     def __init__(self, *_):
-        self.kinds = set()
+        self.kinds = Counter()
         self.broken = None
 
     def send(self, message):
@@ -46,7 +47,7 @@ class Direct:
         if kind == "whole":
             self.follower = Follower(State.from_snapshot(self.translator.blocks.state.snapshot()))
         for record in records:
-            self.kinds.add(record[2])
+            self.kinds[record[2]] += 1
             self.follower.take(record)
 
     def flush(self):
@@ -84,7 +85,8 @@ def test_every_count_table_and_hit_is_vllms(make, options):
     assert scheduler._recorder is not None
     assert pipe.translator.checked >= STEPS
     assert pipe.translator.faults == []
-    assert {"admit", "alloc", "finish", "time"} <= pipe.kinds
+    assert {"admit", "alloc", "finish", "time"} <= set(pipe.kinds)
+    assert pipe.kinds["time"] == load.steps, "the end of each step was recorded"
     assert pipe.follower.state.snapshot() == pipe.translator.blocks.state.snapshot()
     assert bool(load.waited) == bool(options.get("schemas"))
 
