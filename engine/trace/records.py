@@ -24,6 +24,7 @@ Record = tuple[Any, ...]
 PACKET = 512  # the most records in a packet: applying them delays the handling of key presses by a few milliseconds
 
 CLEARED = "cleared"  # reason of an eviction that a user requested
+REMOVED = "the server removed it"  # reason of an eviction that a server's KV events report: they name no reason
 
 FIELDS: dict[str, tuple[str, ...]] = {
     # --- requests and the queue
@@ -58,6 +59,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "uncopy": ("block",),  # a block is evicted that is a copy or has copies. If it is the tree's own block, its
     #   oldest copy takes its place
     "evict": ("node", "blocks", "reason"),  # the last `blocks` blocks of a leaf are evicted; an empty leaf is removed
+    "store": ("node", "parent", "ids", "blocks"),  # a server reports cached content, but not which request computed it
+    #   (minitui/vllm/cached_tree.py): a new leaf, or the end of a leaf that exists
     "settle": ("step",),  # the pending blocks of this step are now written
     "withdraw": ("step", "nodes"),  # the step failed. nodes: [(node, blocks kept)], deepest first; 0 removes the node
     # --- steps

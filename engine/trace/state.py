@@ -295,6 +295,19 @@ class State:
     def _extend(self, id: int, request: int, ids: list[int], blocks: list[int], step: int) -> None:
         self._grown(self.nodes[id], request, ids, blocks, step)
 
+    def _store(self, id: int, parent: int, ids: list[int], blocks: list[int]) -> None:
+        view = self.nodes.get(id)
+        if view is None:
+            view = self.nodes[id] = NodeView(id, parent, array("i"), [], 0, self.seq)
+            self.nodes[parent].children.append(id)
+        view.ids.fromlist(ids)
+        view.blocks += blocks
+        view.last_used = self.seq
+        for block in blocks:
+            self.node_of[block] = id
+        self.counts[FREE] -= len(blocks)
+        self.counts[CACHED] += len(blocks)
+
     def _again(self, request: int, tokens: int) -> None:
         if self.waste is not None:
             self.waste.evicted += tokens
@@ -411,8 +424,8 @@ class State:
     CHANGES: ClassVar[dict[str, Callable[..., None]]] = {
         "submit": _submit, "order": _order, "admit": _admit, "match": _match, "preempt": _preempt, "requeue": _preempt,
         "finish": _finish, "alloc": _alloc, "hold": _hold, "copy": _copy, "uncopy": _uncopy, "insert": _insert,
-        "extend": _extend, "again": _again, "full": _full, "split": _split, "merge": _merge, "evict": _evict,
-        "settle": _settle, "withdraw": _withdraw,
+        "extend": _extend, "store": _store, "again": _again, "full": _full, "split": _split, "merge": _merge,
+        "evict": _evict, "settle": _settle, "withdraw": _withdraw,
         "step": _step, "accept": _accept, "gate": _gate, "pace": _pace,
     }  # kind of record -> its change, called with the state and the record's fields
 

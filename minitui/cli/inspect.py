@@ -6,8 +6,10 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
+from engine.errors import EngineError
 from minitui import settings as settings_file
 from minitui.chat.conversation import Sampling
+from minitui.chat.model_choice import served_choice
 from minitui.cli.chat import connect_to
 from minitui.cli.launch import apply_looks, recorded, run_app
 from minitui.cli.options import Record, with_options
@@ -21,6 +23,15 @@ def inspect(
     key: Annotated[
         str, typer.Option(help="The server's API key. The environment variable is safer.", envvar="MINITUI_KEY")
     ] = "",
+    kv_events: Annotated[
+        str | None,
+        typer.Option(
+            help="Without minitui's recorder: where vLLM or SGLang publishes KV events, tcp://HOST:PORT[,REPLAY_PORT].",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str, typer.Option(help="With --kv-events: the tokenizer, a directory or a model's name. Default: the model's.")
+    ] = "",
     record: Record = None,
 ) -> None:
     """Watch a server: the same application as `minitui chat --connect`, which begins with the panels.
@@ -29,10 +40,17 @@ def inspect(
       minitui inspect --connect http://desk:8000     minitui serve
       minitui inspect --connect http://vllm:8000     vLLM, started with
                                                      --scheduler-cls minitui.vllm.RecordingScheduler
+      minitui inspect --connect http://vllm:8000 --kv-events tcp://vllm:5557,5558
+                                                     vLLM or SGLang without this class: the cached
+                                                     texts, the pool and the server's metrics
     """
     settings = settings_file.load()
     apply_looks(settings, looks)
     need_terminal("minitui inspect", "minitui tail run.trace")
+    if kv_events is not None:
+        if record is not None:
+            raise EngineError("--record needs the records of steps, and KV events have none: remove --record")
+        raise typer.Exit(_over_events(connect, kv_events, key, tokenizer, settings))
     source, choice, app = connect_to([connect], key, None, None, record is not None)
     from minitui.tui.app import MinituiApp
 
@@ -40,3 +58,14 @@ def inspect(
         DEFAULT_MODE: ClassVar[str] = "inspect"
 
     raise typer.Exit(run_app(recorded(source, record), choice, settings, Sampling(), make=InspectApp))
+
+
+def _over_events(url: str, events: str, key: str, tokenizer: str, settings: settings_file.Settings) -> int:
+    """Runs the application over KV events; returns the exit code."""
+    try:
+        from minitui.tui.cache_app import CacheApp
+        from minitui.vllm.kv_source import KvSource
+    except ImportError as error:
+        raise EngineError(f"--kv-events needs more packages ({error}): pip install 'minitui[vllm]'") from error
+    source = KvSource(url, events, key, tokenizer)
+    return run_app(source, served_choice({}, None), settings, Sampling(), make=CacheApp)

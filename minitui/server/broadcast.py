@@ -30,7 +30,7 @@ IDLE_S = 0.2  # seconds between two polls while no records arrive
 KEEP_ALIVE_S = 10.0
 MAX_UNREAD = 8 << 20  # maximum bytes queued for one watcher
 # Kind of record -> the indices of the fields that contain token ids.
-MASKED = {"insert": (FIELDS["insert"].index("ids"),), "extend": (FIELDS["extend"].index("ids"),)}
+MASKED = {kind: (FIELDS[kind].index("ids"),) for kind in ("insert", "extend", "store")}
 
 
 class Watcher:

@@ -135,6 +135,18 @@ class Follower:
         if not id or id != self.state.requests[request].node or self.state.nodes[id].children:
             yield f"node {id} is not a leaf held by r{request}"
 
+    def _store(self, id: int, parent: int, ids: list[int], blocks: list[int]) -> Iterator[str]:
+        state = self.state
+        node = state.nodes.get(id)
+        if not id or (node.parent if node else parent) != parent or parent not in state.nodes or parent == id:
+            yield f"node {id} cannot be below node {parent}"
+        if node is not None and node.children:
+            yield f"node {id} is not a leaf"
+        if not blocks or len(ids) != len(blocks) * state.block_size or len(set(blocks)) != len(blocks):
+            yield f"{len(ids):,} ids do not fill {len(set(blocks)):,} blocks"
+        if any(block >= state.num_blocks or state.holders[block] or state.node_of[block] for block in blocks):
+            yield "its blocks are not free"
+
     def _full(self, request: int, contents: list[int]) -> Iterator[str]:
         yield from self._running(request)
         holder = self.state.requests[request]
@@ -212,8 +224,8 @@ class Follower:
 
     _CHECKS: ClassVar[dict[str, Callable[..., Iterator[str]]]] = {
         "submit": _submit, "order": _order, "admit": _admit, "match": _match, "alloc": _alloc, "hold": _hold,
-        "copy": _copy, "uncopy": _uncopy, "insert": _insert, "extend": _extend, "split": _split, "merge": _merge,
-        "again": _running, "full": _full, "evict": _evict, "withdraw": _withdraw, "step": _step,
+        "copy": _copy, "uncopy": _uncopy, "insert": _insert, "extend": _extend, "store": _store, "split": _split,
+        "merge": _merge, "again": _running, "full": _full, "evict": _evict, "withdraw": _withdraw, "step": _step,
         "draft": _drafted, "accept": _drafted, "time": _timed, "comm": _timed, "parts": _timed, "fail": _timed,
         "experts": _timed, "preempt": _released, "requeue": _released, "finish": _finish, "wait": _one_request,
     }  # fmt: skip

@@ -138,7 +138,7 @@ class Recorder:
         kind = record[2]
         if kind == "step":
             self.steps += 1
-        elif kind in ("insert", "extend"):
+        elif kind in ("insert", "extend", "store"):
             ids = record[6 if kind == "insert" else 5]
             self._unknown.update(ids)
             self._ids_since_keyframe += len(ids)

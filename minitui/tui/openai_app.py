@@ -53,6 +53,10 @@ class ForeignApp(MinituiApp):
     def switch_mode(self, mode: str) -> Any:
         """Refuse all screens except the chats: the server does not report what its engine does."""
         if mode != "chat":
-            self.say(f"this server does not report what its engine does; for vLLM, {HOW}", error=True)
+            self.say(
+                f"this server does not report what its engine does; for vLLM, {HOW}, or watch its KV events: "
+                "minitui inspect --kv-events",
+                error=True,
+            )
             mode = "chat"
         return super().switch_mode(mode)

@@ -19,7 +19,7 @@ LONG_AGO = -1e9
 # Kinds of records: those written while a step is planned, and those that the history does not need.
 _PLANNING = frozenset({"admit", "hold", "match", "alloc", "evict", "preempt", "wait", "draft", "step"})
 _NOT_IN_HISTORY = frozenset(
-    {"alloc", "hold", "insert", "extend", "split", "merge", "full", "settle", "withdraw", "order"}
+    {"alloc", "hold", "insert", "extend", "store", "split", "merge", "full", "settle", "withdraw", "order"}
 )
 _ALLOC, _EXTEND, _INSERT, _SETTLE, _HOLD, _MATCH, _SPLIT, _MERGE, _EVICT, _WITHDRAW = (
     State.CHANGES[kind]
@@ -181,6 +181,11 @@ class AnnotatedState:
         if last is not None:
             self._last_blocks -= len(last.table)
 
+    def _store(self, record: Record) -> None:
+        State.CHANGES["store"](self.state, *record[3:])
+        self._touch(record[6], record[1])
+        self.node_changed[record[3]] = record[1]
+
     def _split(self, record: Record) -> None:
         _SPLIT(self.state, *record[3:])
         self.node_changed[record[4]] = record[1]
@@ -218,7 +223,7 @@ class AnnotatedState:
     _OWN = {  # noqa: RUF012  a table of methods, never changed
         "alloc": _alloc, "evict": _evict, "extend": _extend, "insert": _insert, "settle": _settle, "time": _time,
         "hold": _hold, "match": _match, "finish": _release, "preempt": _release, "requeue": _release,
-        "split": _split, "merge": _merge, "withdraw": _withdraw,
+        "store": _store, "split": _split, "merge": _merge, "withdraw": _withdraw,
     }  # fmt: skip
 
     # ---- reading

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
-from engine.trace.records import CLEARED, Record
+from engine.trace.records import CLEARED, REMOVED, Record
 from minitui.text import count, match_reason
 from minitui.viewmodel.lanes import Lane
 
@@ -135,8 +135,8 @@ def describe(event: Event, lane: Lane | None, quote: str = "", short: bool = Fal
     if kind == "evict":
         if short:
             return f"{count(fields[1], 'block')}, {fields[2]}"
-        which = "on request" if fields[2] == CLEARED else "least recently used"
-        return f"{count(fields[1], 'block')} · {fields[2]} · {which}" + (f": “{quote}”" if quote else "")
+        which = {CLEARED: " · on request", REMOVED: ""}.get(fields[2], " · least recently used")
+        return f"{count(fields[1], 'block')} · {fields[2]}{which}" + (f": “{quote}”" if quote else "")
     if kind == "finish":
         if short:
             return f"{name} {fields[1]}, {count(fields[2], 'token')}"

@@ -43,6 +43,7 @@ class RadixTree(LinePanel):
     """The tree panel. Up and down select a node, f folds it, e shows every node, / searches, Enter shows details."""
 
     TITLE = "Radix tree"
+    EMPTY = "no prompt has filled a block yet"
     help_text = paragraphs("""\
 The prefix cache. Each node is a run of tokens whose keys and values are in the pool; the nodes on a path from the top
 form a text. A new prompt follows the tree as far as its tokens match, uses the blocks of the matching tokens, and
@@ -90,7 +91,7 @@ large panel (z) also has the whole text of the selected node.""")
         last = _last_children(picture.rows)[self.top : self.top + room]
         rows += [self._line(view, row, width, ends) for row, ends in zip(visible, last, strict=True)]
         if not picture.nodes:
-            why = "no prompt has filled a block yet" if view.caching else "prefix caching is off"
+            why = self.EMPTY if view.caching else "prefix caching is off"
             rows += wrapped(f"empty: {why}", "dim", width)[:room]
         rows += [Row().done(width)] * (room + 1 - len(rows))
         hidden = picture.hidden_nodes + len(picture.rows) - len(visible)

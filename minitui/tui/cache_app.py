@@ -1,0 +1,98 @@
+"""The application over a server's KV events and /metrics: one screen, without chats."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding
+
+from engine.errors import InvalidRequest
+from minitui.sources.server_metrics import MetricsPoller
+from minitui.tui.app import MinituiApp
+from minitui.tui.screens.base import BaseScreen, Hint
+from minitui.tui.widgets.bar import Bar
+from minitui.tui.widgets.base import Column, Columns, LinePanel
+from minitui.tui.widgets.cached import MISSING, CachedTexts, CachePool, Missing
+from minitui.tui.widgets.events import Events
+from minitui.tui.widgets.server_vitals import ServerVitals
+from minitui.tui.widgets.status_bar import StatusBar
+from minitui.tui.widgets.top_bar import TopBar
+from minitui.viewmodel.model import View
+from minitui.vllm.kv_source import KvSource
+
+WIDE, TALL = 100, 32  # a smaller terminal shows the tree and the events
+
+
+class CacheScreen(BaseScreen[None]):
+    """Arranges the panels."""
+
+    BINDINGS: ClassVar = [Binding("z", "maximise", "maximise", show=False, id="cache.maximise",
+                                  tooltip="the texts, or all panels")]  # fmt: skip
+    DEFAULT_CSS = """
+    CacheScreen {
+        layout: vertical; background: $ground;
+        & #columns, & #tree { height: 1fr; }
+        & #left { width: 44; } & #right { width: 1fr; }
+        & #server { height: 16; } & #pool { height: 1fr; } & #missing { height: 8; } & #events { height: 9; }
+        &.-small #left, &.-whole #left, &.-whole #events { display: none; }
+    }
+    """
+
+    def compose(self) -> ComposeResult:
+        yield TopBar()
+        with Columns(id="columns"):
+            with Column(id="left"):
+                yield ServerVitals(id="server")
+                yield CachePool(id="pool")
+                yield Missing(id="missing")
+            with Column(id="right"):
+                yield CachedTexts(id="tree")
+                yield Events(id="events")
+        yield StatusBar()
+
+    def on_mount(self) -> None:
+        self.query_one("#tree").focus()
+
+    def on_resize(self) -> None:
+        self.set_class(self.size.width < WIDE or self.size.height < TALL, "-small")
+
+    def action_maximise(self) -> None:
+        """Show the texts alone, or all panels."""
+        self.toggle_class("-whole")
+
+    def hints(self) -> list[Hint]:
+        """Returns the keys of this screen, then the application's."""
+        return [("up, down", "choose"), ("/", "search"), ("z", "maximise"), *super().hints()]
+
+    def paint(self, view: View) -> None:
+        """Show the view; called once a frame while this screen is visible."""
+        for bar in self.query(Bar):
+            bar.paint(view)
+        for panel in self.query(LinePanel):
+            if panel.id and panel.display:
+                panel.paint(view)
+
+
+class CacheApp(MinituiApp):
+    """The application. `events`: the source, for the panels."""
+
+    MODES: ClassVar[dict[str, Any]] = {"inspect": CacheScreen}
+    DEFAULT_MODE = "inspect"
+    GROUPS = ("Application",)
+    TABS = tuple(tab for tab in MinituiApp.TABS if tab[0] == "inspect")
+
+    def __init__(self, source: KvSource, *args: Any, **options: Any) -> None:
+        options["load_codec"] = lambda info: source.texts
+        super().__init__(source, *args, **options)
+        self.events = source
+
+    def current_server(self) -> tuple[str, MetricsPoller | None]:
+        """Returns the server's address and the poller of its metrics, as HasServer requires."""
+        return self.events.url, self.events.poller
+
+    def switch_mode(self, mode: str) -> Any:
+        """Raises InvalidRequest for other screens: KV events tell nothing about steps."""
+        if mode != "inspect":
+            raise InvalidRequest(MISSING)
+        return super().switch_mode(mode)

@@ -1,0 +1,98 @@
+"""The panels over a server's KV events: its cached texts, its pool, and what the events do not tell."""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+from minitui.text import count
+from minitui.tui.glyphs import glyphs
+from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
+from minitui.tui.widgets.rows import Row, Runs, legend, wrapped
+from minitui.tui.widgets.tree import RadixTree
+from minitui.viewmodel.model import View
+from minitui.vllm.kv_source import KvSource
+
+MISSING = (
+    "KV events do not name requests, steps or blocks in memory, so lanes, steps, users and the order of eviction are "
+    "unknown. To see them, start vLLM with --scheduler-cls minitui.vllm.RecordingScheduler."
+)
+
+
+class HasEvents(Protocol):
+    """The part of the application (CacheApp) that these panels use."""
+
+    events: KvSource
+
+
+class CachedTexts(RadixTree):
+    """The tree of cached texts. Its figures are only those that the events contain."""
+
+    TITLE = "Cached texts"
+    EMPTY = "no event has named a text yet"
+    help_text = paragraphs("""\
+The texts in the server's prefix cache, computed from its KV events. Each node is a run of tokens whose keys and values
+are in the pool; the nodes on a path from the top form a text. A new text appears when the server has computed its
+blocks, and disappears when the server removes them. The events do not tell which requests use a node.""")
+
+    def _columns(self, width: int) -> tuple[tuple[str, int], ...]:
+        return (("tokens", 7),)
+
+    def _below(self, view: View, width: int, height: int) -> list[Runs]:
+        self.below = []
+        return []
+
+    def _foot(self, view: View, hidden: int, evictable: int, width: int) -> Runs:
+        return Row(f"+{count(hidden, 'node')}" if hidden else "", "dim").done(width)
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        picture = super().picture(view, width, height)
+        picture.title = picture.title.replace("Radix tree", self.TITLE)
+        picture.legend = legend((glyphs().evictable, "hit", "cached"))
+        return picture
+
+
+class CachePool(LinePanel, can_focus=False):
+    """The size of the pool, its use and the cached blocks; below, what the tree does not show."""
+
+    TITLE = "Pool"
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        source = cast(HasEvents, self.app).events
+        tree, dash = source.tree, glyphs().dash
+        size = f"{source.num_blocks:,} blocks of {tree.size} tokens" if source.num_blocks else dash
+        use = source.metrics.cache_use
+        copies = f", {tree.copies:,} more with equal texts" if tree.copies else ""
+        figures = [
+            ("pool", size),
+            ("held by requests", f"{100 * use:.0f} %" if use is not None else dash),
+            ("cached", f"{count(len(tree), 'block')} with different texts{copies}"),
+            ("stored", f"{tree.stored:,} blocks, removed {tree.removed:,}"),
+        ]
+        rows: list[Runs] = [Row(label, "dim").to(18).add(text, "ink").done(width) for label, text in figures]
+        for sentence in self._sentences(source):
+            rows += wrapped(sentence, "waiting", width)
+        return Picture(rows[:height], legend=[(f"{source.events} · {count(source.messages, 'message')}", "dim")])
+
+    def _sentences(self, source: KvSource) -> list[str]:
+        """Returns what the tree does not show, and why."""
+        sentences = []
+        if not source.messages:
+            sentences.append(f"No message has arrived from {source.events}. " + (
+                "" if source.replay else "Texts that were cached before are not shown: give the replay endpoint, too."
+            ))  # fmt: skip
+        if source.began_again:
+            sentences.append(f"The tree began again: {source.began_again}.")
+        if source.late:
+            why = "the server keeps no older ones" if source.replay else "no replay endpoint is given"
+            sentences.append(f"{source.late:,} earlier messages are unknown ({why}): older texts are not shown.")
+        sentences += [f"Not shown: {what} ({count(n, 'event')})." for what, n in source.tree.left_out.most_common()]
+        return [*sentences, *filter(None, [source.no_texts])]
+
+
+class Missing(LinePanel, can_focus=False):
+    """What KV events do not tell, and how to see it."""
+
+    TITLE = "Lanes, steps"
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        return Picture(wrapped(MISSING, "dim", width)[:height])

@@ -1,0 +1,151 @@
+"""The prefix cache of a server, computed from its KV events (kv_messages.py).
+
+The events name texts by hashes. They do not name the blocks in memory, nor the requests that use them. So the numbers
+of the blocks here are places in minitui's own table, and users, hits of a node and the order of eviction are unknown.
+Several blocks may have the same content; the tree has the content once, until the last of the blocks is removed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import groupby
+
+from engine.trace.records import CLEARED, REMOVED
+from minitui.vllm.blocks import Blocks, Inconsistent
+from minitui.vllm.kv_messages import Event, Hash
+
+UNKNOWN_BEGINNING = "texts whose beginning is unknown"
+NO_ROOM = "texts for which minitui has no room"
+
+
+class CachedTree(Blocks):
+    """The tree of cached texts. `left_out`: what it does not show, in words -> events."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.left_out: Counter[str] = Counter()
+        super().__init__({
+            "num_blocks": num_blocks, "block_size": block_size, "max_num_batched_tokens": 0, "max_num_seqs": 0,
+            "prefix_caching": True,
+        })  # fmt: skip
+
+    def _forget(self) -> None:
+        super()._forget()
+        self.left_out.clear()
+        self.stored = self.removed = 0  # blocks, since the tree began
+        self._block_of: dict[Hash, int] = {}
+        self._copies: Counter[Hash] = Counter()  # blocks with the content of another block
+        self._unused = list(range(self._sizes[0] - 1, 0, -1))
+
+    def __len__(self) -> int:
+        """Returns the number of cached blocks with different contents."""
+        return len(self._block_of)
+
+    @property
+    def copies(self) -> int:
+        """The number of blocks with the content of another block."""
+        return self._copies.total()
+
+    def take(self, t: float, events: list[Event]) -> None:
+        """Apply the events of one message. `t`: seconds since the server's first event."""
+        self.t = max(self.t, t)
+        for event in events:
+            if event.where:
+                self.left_out[event.where] += 1
+        for kind, group in groupby((event for event in events if not event.where), key=lambda event: event.kind):
+            if kind == "BlockRemoved":  # vLLM sends one event for each block
+                self._take_removed(hash for event in group for hash in event.hashes)
+                continue
+            for event in group:
+                self._take(event)
+
+    def _take(self, event: Event) -> None:
+        if event.kind == "BlockStored":
+            self._take_stored(event)
+        else:
+            self.clear(CLEARED)
+            self._copies.clear()
+
+    def _take_stored(self, event: Event) -> None:
+        if event.size != self.size:
+            raise Inconsistent(f"a block has {event.size} tokens, the blocks before have {self.size}")
+        self.stored += len(event.hashes)
+        parent, new = event.parent, 0
+        if parent is not None and parent not in self._block_of:
+            self.left_out[UNKNOWN_BEGINNING] += 1
+            return
+        for hash in event.hashes:
+            if hash not in self._block_of:
+                break
+            self._copies[hash] += 1
+            parent, new = hash, new + 1
+        hashes = event.hashes[new:]
+        if any(hash in self._block_of for hash in hashes) or len(set(hashes)) != len(hashes):
+            raise Inconsistent("a text is stored in two places")
+        if len(hashes) > len(self._unused):
+            self.left_out[NO_ROOM] += 1
+        elif hashes:
+            self._store(parent, hashes, event.ids[new * self.size :])
+
+    def _store(self, parent: Hash | None, hashes: list[Hash], ids: list[int]) -> None:
+        """Append new blocks below the block with the hash `parent`."""
+        blocks = [self._unused.pop() for _ in hashes]
+        node = 0
+        if parent is not None:
+            block = self._block_of[parent]
+            view = self.state.nodes[self.state.node_of[block]]
+            node = self._node_at_block(view.id, view.blocks.index(block) + 1)
+        view = self.state.nodes[node]
+        self._block_of.update(zip(hashes, blocks, strict=True))
+        if node and not view.children:
+            self.write("store", node, view.parent, ids, blocks)
+            self._hashes[node] += hashes  # type: ignore[arg-type]
+        else:
+            leaf, self._next_node = self._next_node, self._next_node + 1
+            self.write("store", leaf, node, ids, blocks)
+            self._hashes[leaf] = list(hashes)  # type: ignore[arg-type]
+            self._first[hashes[0]] = leaf  # type: ignore[index]
+
+    def _node_at_block(self, node: int, n: int) -> int:
+        """Returns the node that ends with block `n` of `node`; splits the node if necessary."""
+        view = self.state.nodes[node]
+        return node if n == len(view.blocks) else self._split(view, n)
+
+    def _take_removed(self, hashes: Iterable[Hash]) -> None:
+        run: tuple[int, int] = (0, 0)  # a leaf and the number of blocks at its end to evict
+        for hash in hashes:
+            self.removed += 1
+            if self._copies[hash] > 0:
+                self._copies[hash] -= 1
+                continue
+            block = self._block_of.get(hash)
+            if block is None:  # stored before minitui was there, or below a text that was removed
+                continue
+            node = self.state.node_of[block]
+            view = self.state.nodes[node]
+            keep = view.blocks.index(block)
+            if node == run[0] and keep == len(view.blocks) - run[1] - 1:
+                run = (node, run[1] + 1)
+                continue
+            if node == run[0] and keep >= len(view.blocks) - run[1]:
+                continue  # it is a part of the run
+            self._evict(*run, REMOVED)
+            if node == run[0]:
+                if not self.state.node_of[block]:
+                    continue
+                keep = view.blocks.index(block)
+            run = (0, 0)
+            if view.children or keep != len(view.blocks) - 1:
+                self._evict_below(view, keep, REMOVED)  # the texts below have lost their beginning
+            else:
+                run = (node, 1)
+        self._evict(*run, REMOVED)
+
+    def _evict(self, node: int, n: int, reason: str) -> None:
+        if not n:
+            return
+        view = self.state.nodes[node]
+        for hash in self._hashes[node][len(view.blocks) - n :]:
+            self._unused.append(self._block_of.pop(hash))
+            del self._copies[hash]
+        super()._evict(node, n, reason)

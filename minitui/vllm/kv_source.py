@@ -1,0 +1,225 @@
+"""A Source for a server without minitui's recorder: its KV events (ZeroMQ) and its /metrics.
+
+The events are numbered. A server keeps some of them for subscribers that came late, at its replay endpoint. If
+messages are lost and cannot be replayed, the tree begins again. vLLM publishes events if it is started with
+
+    --kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557",
+                         "replay_endpoint": "tcp://*:5558"}'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import zmq
+import zmq.asyncio
+
+from engine.errors import EngineError, InvalidRequest
+from engine.hub.resolve import resolve_model
+from engine.text.tokenizer import Tokenizer
+from engine.trace.records import Record
+from minitui.sources.base import Progress
+from minitui.sources.http import httpx, load_json
+from minitui.sources.openai import OpenAISource
+from minitui.vllm.blocks import Inconsistent
+from minitui.vllm.cached_tree import CachedTree
+from minitui.vllm.kv_messages import MOST_BYTES, read
+
+END = b"\xff" * 8  # the number of the last message of a replay
+REPLAY_S = 3.0  # the longest wait for the next message of a replay
+MOST_REPLAYED = 100_000
+WAITING = 10_000  # messages that wait in memory
+ROOM = 1 << 17  # blocks that the tree can hold if the size of the pool is unknown
+MOST_ROOM = 1 << 21
+ADDRESS = re.compile(r"tcp://[^\s,*]+:\d{1,5}|ipc://[^\s,]+")
+OTHER_RANKS = "events of other data parallel ranks"
+
+
+class Texts:
+    """Decodes with the tokenizer of the server's model; without one, shows the token ids."""
+
+    special_ids: frozenset[int] = frozenset()
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        if self._tokenizer is None:
+            return " ".join(map(str, ids))
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> NoReturn:
+        """Raises InvalidRequest: this source only watches."""
+        raise InvalidRequest("this minitui only watches the server: minitui chat --connect sends chats")
+
+
+def endpoints(text: str) -> tuple[str, str]:
+    """Returns the addresses of the events and of the replay (empty: none). Raises EngineError with a sentence."""
+    events, _, replay = text.partition(",")
+    if replay.isdecimal():
+        replay = f"{events.rpartition(':')[0]}:{replay}"
+    if not ADDRESS.fullmatch(events) or (replay and not ADDRESS.fullmatch(replay)):
+        raise EngineError(f"--kv-events {text!r}: give tcp://HOST:PORT, or tcp://HOST:PORT,tcp://HOST:REPLAY_PORT")
+    return events, replay
+
+
+class KvSource(OpenAISource):
+    """The cached texts of one server. `texts`: decodes the tokens."""
+
+    def __init__(self, url: str, events: str, key: str = "", tokenizer: str = "") -> None:
+        """`events`: see `endpoints`. `tokenizer`: a directory or a name on the hub; empty: the server's model."""
+        super().__init__(url, key)
+        self.events, self.replay = endpoints(events)
+        self.texts = Texts(None)
+        self.no_texts = ""  # why token ids are shown, as a sentence
+        self.num_blocks: int | None = None  # of the server's pool; None: unknown
+        self.late = 0  # messages that the server published before, and that are unknown
+        self.began_again = ""  # why the tree began again the last time, as a sentence
+        self.messages = 0
+        self.tree = CachedTree(ROOM, 16)
+        self._tokenizer = tokenizer
+        self._rank: int | None = None
+        self._origin: float | None = None
+        self._last = self._last_live = -1  # numbers of messages
+        self._listening: asyncio.Task[None] | None = None
+
+    async def start(self, on_progress: Progress) -> None:
+        """Connect to the server and to its events. Raises EngineError with a sentence for the user."""
+        await super().start(on_progress)
+        size = 16
+        with contextlib.suppress(httpx.HTTPError, OSError):
+            page = (await self.http.get("/metrics")).text
+            self.num_blocks, size = pool_of(page)
+        self.tree = CachedTree(min(self.num_blocks or ROOM, MOST_ROOM), size)
+        on_progress({"stage": "tokenizer", "done": 0, "total": 0, "text": "loading the tokenizer"})
+        name = self._tokenizer or await self._root()
+        try:
+            directory = await asyncio.to_thread(resolve_model, name, None, False)
+            self.texts = Texts(await asyncio.to_thread(Tokenizer, directory))
+        except EngineError as error:
+            self.no_texts = f"token ids are shown, because there is no tokenizer of {name}: {error}"
+        self.info |= {"num_blocks": self.num_blocks, "block_size": size, "prefix_caching": True}
+        self.poller.on_return = self._returned
+        self._listening = self.keep(self._listen())
+
+    async def _root(self) -> str:
+        """Returns the name under which the server loaded its model; else the name in its list."""
+        with contextlib.suppress(httpx.HTTPError, OSError, EngineError, LookupError, TypeError):
+            data = load_json((await self.http.get("/v1/models")).content)["data"]
+            if type(data[0].get("root")) is str:
+                return str(data[0]["root"])[:400]
+        return str(self.info["model"])
+
+    async def snapshot(self) -> dict[str, Any]:
+        return self.tree.state.snapshot()
+
+    def drain_records(self) -> list[Record]:
+        return self.tree.drain()
+
+    # ---- messages
+
+    def _returned(self) -> None:
+        """The server was away: it may have begun again. Without a replay, its next event tells."""
+        if self.replay and self._listening is not None:
+            self._listening.cancel()
+            self._begin_again("the server was away")
+            self._listening = self.keep(self._listen())
+
+    async def _listen(self) -> None:
+        """Receive until cancelled."""
+        with _socket(zmq.SUB, self.events) as socket:
+            socket.subscribe(b"")
+            if self.replay:
+                await self._ask(0)
+            while True:
+                frames = await socket.recv_multipart()
+                if len(frames) == 3 and len(frames[1]) == 8:
+                    await self._live(int.from_bytes(frames[1], "big"), frames[2])
+                await asyncio.sleep(0)  # a waiting message is received without a turn of the event loop
+
+    async def _live(self, number: int, payload: bytes) -> None:
+        if number <= self._last_live:
+            self._begin_again("the server began again")
+        self._last_live = number
+        if number > self._last + 1 and self.replay:
+            await self._ask(self._last + 1)
+        self._take(number, payload)
+
+    async def _ask(self, number: int) -> None:
+        """Take the messages from `number` on from the replay endpoint; without an answer, do nothing."""
+        with _socket(zmq.DEALER, self.replay) as socket, contextlib.suppress(TimeoutError):
+            await socket.send_multipart([b"", number.to_bytes(8, "big")])
+            for _ in range(MOST_REPLAYED):
+                async with asyncio.timeout(REPLAY_S):
+                    frames = await socket.recv_multipart()
+                if len(frames) < 2 or len(frames[-2]) != 8 or frames[-2] == END:
+                    return
+                self._take(int.from_bytes(frames[-2], "big"), frames[-1])
+                await asyncio.sleep(0)
+
+    def _take(self, number: int, payload: bytes) -> None:
+        if number <= self._last:
+            return
+        lost, self._last = number - self._last - 1, number
+        if lost and not self.messages:
+            self.late = lost
+        elif lost:
+            last, live = self._last, self._last_live
+            self._begin_again(f"lost messages: {lost:,}")
+            self._last, self._last_live, self.late = last, live, number
+        self.messages += 1
+        try:
+            t, events, rank = read(payload)
+            self._rank = rank if self._rank is None else self._rank
+            if rank != self._rank:
+                self.tree.left_out[OTHER_RANKS] += 1
+                return
+            self._origin = t if self._origin is None else self._origin
+            size = next((event.size for event in events if event.size), self.tree.size)
+            if size != self.tree.size and not self.tree.stored:
+                self._new_tree(size)
+            self.tree.take(t - self._origin, events)
+        except (ValueError, Inconsistent, RecursionError) as error:
+            self.began_again = reason = f"a message does not fit: {error}"[:200]
+            if self.tree.stored:
+                last, live = self._last, self._last_live
+                self._begin_again(reason)
+                self._last, self._last_live, self.late = last, live, number + 1
+
+    def _begin_again(self, reason: str) -> None:
+        self._last = self._last_live = -1
+        self.late = self.messages = 0
+        self.began_again = reason
+        self._new_tree(self.tree.size)
+
+    def _new_tree(self, size: int) -> None:
+        """Begin with an empty tree. The gap in the record numbers asks readers to take a snapshot."""
+        seq, t = self.tree.state.seq, self.tree.t
+        self.tree = CachedTree(self.tree.state.num_blocks, size)
+        self.tree.state.seq, self.tree.t = seq + 2, t
+        self.tree.write("gate", "open", "")
+
+
+@contextlib.contextmanager
+def _socket(kind: int, address: str) -> Any:
+    socket = zmq.asyncio.Context.instance().socket(kind)
+    try:
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.RCVHWM, WAITING)
+        socket.set(zmq.MAXMSGSIZE, MOST_BYTES)
+        socket.connect(address)
+        yield socket
+    finally:
+        socket.close()
+
+
+def pool_of(page: str) -> tuple[int | None, int]:
+    """Returns the number of blocks of vLLM's pool and the tokens of a block, from its /metrics page; None: unknown."""
+    line = next((line for line in page.splitlines() if line.startswith("vllm:cache_config_info{")), "")
+    blocks, size = re.search(r'[{,]num_gpu_blocks="(\d{1,9})"', line), re.search(r'[{,]block_size="(\d{1,4})"', line)
+    number = int(blocks[1]) if blocks else 0
+    return number if number > 1 else None, max(1, int(size[1])) if size else 16

@@ -1,0 +1,328 @@
+"""KV events and /metrics of a server without minitui's recorder: the cached texts, and what is unknown."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import gzip
+import json
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import EngineError
+from engine.trace.state import State
+from minitui.trace.follow import Follower
+from minitui.tutor import model_dir
+from tests.support.fake_openai import FakeServer
+from tests.support.paths import ROOT
+
+pytest.importorskip("zmq", reason="the extra 'vllm' is not installed")
+pytest.importorskip("msgpack", reason="the extra 'vllm' is not installed")
+
+import msgpack
+import zmq
+import zmq.asyncio
+
+from minitui.vllm.cached_tree import UNKNOWN_BEGINNING, CachedTree
+from minitui.vllm.kv_messages import read
+from minitui.vllm.kv_source import END, KvSource, endpoints
+
+RECORDED = ROOT.parent / "shared" / "vllm" / "kv_events.jsonl.gz"
+PAGE = (
+    'vllm:cache_config_info{block_size="4",num_gpu_blocks="40"} 1.0\nvllm:kv_cache_usage_perc 0.25\n'
+    "vllm:num_requests_running 3\n"
+)
+
+
+def stored(hashes: list[Any], parent: Any = None, first: int = 100, **fields: Any) -> dict[str, Any]:
+    """Returns an event as vLLM sends it, with 4 tokens in each block: 100, 101, …"""
+    ids = list(range(first, first + 4 * len(hashes)))
+    event = {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": parent, "token_ids": ids,
+             "block_size": 4, "lora_id": None, "medium": "GPU", "lora_name": None}  # fmt: skip
+    return {**event, **fields}
+
+
+def removed(*hashes: Any) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": list(hashes), "medium": "GPU"}
+
+
+class Publisher:
+    """Publishes as vLLM does. `kept`: the messages that the replay endpoint still has."""
+
+    def __init__(self, replays: bool) -> None:
+        context = zmq.asyncio.Context.instance()
+        self.number = 0
+        self.kept: list[tuple[int, bytes]] = []
+        self._events, self._replay = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
+        self._events.setsockopt(zmq.XPUB_VERBOSE, 1)
+        port = self._events.bind_to_random_port("tcp://127.0.0.1")
+        other = self._replay.bind_to_random_port("tcp://127.0.0.1")
+        self.address = f"tcp://127.0.0.1:{port}" + (f",{other}" if replays else "")
+        self._task = asyncio.create_task(self._serve())
+
+    async def _serve(self) -> None:
+        while True:
+            client, empty, start = await self._replay.recv_multipart()
+            for number, payload in self.kept:
+                if number >= int.from_bytes(start, "big"):
+                    await self._replay.send_multipart([client, empty, number.to_bytes(8, "big"), payload])
+            await self._replay.send_multipart([client, empty, END, b""])
+
+    async def subscribed(self) -> None:
+        async with asyncio.timeout(10):
+            await self._events.recv()
+
+    async def publish(self, *events: Any, sent: bool = True, raw: bytes | None = None, rank: int = 0) -> None:
+        """Publish one message. `sent`: False if it is lost on the way."""
+        payload = msgpack.packb([1000.0 + self.number, list(events), rank]) if raw is None else raw
+        number, self.number = self.number, self.number + 1
+        self.kept.append((number, payload))
+        if sent:
+            await self._events.send_multipart([b"", number.to_bytes(8, "big"), payload])
+
+    def begin_again(self) -> None:
+        self.number, self.kept = 0, []
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._events.close(0)
+        self._replay.close(0)
+
+
+@contextlib.asynccontextmanager
+async def attached(replays: bool, *before: Any) -> AsyncIterator[tuple[Publisher, KvSource, FakeServer]]:
+    """`before`: events that the server published before minitui came."""
+    publisher = Publisher(replays)
+    for event in before:
+        await publisher.publish(event)
+    api = await FakeServer(models=("tutor",), page=PAGE).start()
+    source = KvSource(api.url, publisher.address, tokenizer=str(model_dir()))
+    try:
+        await source.start(lambda progress: None)
+        await publisher.subscribed()
+        yield publisher, source, api
+    finally:
+        await source.close()
+        await api.kill()
+        await publisher.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def texts(source: KvSource) -> list[list[int]]:
+    """Returns the tokens of each node."""
+    return sorted(list(node.ids) for node in source.tree.state.nodes.values() if node.id)
+
+
+def tokens(first: int, n: int) -> list[int]:
+    return list(range(first, first + n))
+
+
+async def test_the_tree_follows_the_events_and_the_records_give_the_same_tree() -> None:
+    async with attached(True, stored([1, 2, b"3"])) as (publisher, source, _):
+        await until(lambda: len(source.tree) == 3)  # by the replay: it was published before
+        assert source.num_blocks == 40 and source.tree.size == 4 and source.metrics.cache_use == 0.25
+        source.drain_records()
+        follower = Follower(State.from_snapshot(await source.snapshot()))
+        await publisher.publish(stored([7, 8], parent=1, first=300))
+        await publisher.publish(stored([1, 2]), stored([9], parent=b"3", first=400))  # the first two have copies now
+        await until(lambda: len(source.tree) == 6)
+        assert texts(source) == sorted([tokens(100, 4), [*tokens(104, 8), *tokens(400, 4)], tokens(300, 8)])
+        await publisher.publish(removed(9), removed(b"3"), removed(2))  # a copy of 2 is left
+        await until(lambda: len(source.tree) == 4)
+        assert texts(source) == sorted([tokens(100, 4), tokens(104, 4), tokens(300, 8)])
+        for record in source.drain_records():
+            follower.take(record)
+        assert follower.state.snapshot() == await source.snapshot()
+        assert source.texts.decode(tokens(300, 3)) and not source.no_texts
+        await publisher.publish({"type": "AllBlocksCleared"})
+        await until(lambda: not len(source.tree))
+
+
+async def test_lost_messages_are_replayed() -> None:
+    async with attached(True) as (publisher, source, _):
+        await publisher.publish(stored([1]))
+        await publisher.publish(stored([2], parent=1, first=104), sent=False)
+        await publisher.publish(stored([3], parent=2, first=108))
+        await until(lambda: len(source.tree) == 3)
+        assert texts(source) == [tokens(100, 12)] and not source.began_again
+
+
+async def test_without_a_replay_the_tree_begins_again_and_says_so() -> None:
+    async with attached(False, stored([1])) as (publisher, source, _):
+        await publisher.publish(stored([2], parent=1, first=104))
+        await publisher.publish(stored([5]))
+        await until(lambda: len(source.tree) == 1)
+        assert source.late == 1 and source.tree.left_out == {UNKNOWN_BEGINNING: 1}
+        await publisher.publish(removed(5), sent=False)
+        await publisher.publish(stored([6], first=200))
+        await until(lambda: bool(source.began_again))
+        assert texts(source) == [tokens(200, 4)] and source.began_again == "lost messages: 1"
+
+
+async def test_a_server_that_begins_again_has_a_new_tree() -> None:
+    async with attached(True, stored([1]), stored([2], parent=1)) as (publisher, source, _):
+        await until(lambda: len(source.tree) == 2)
+        await publisher.publish(stored([3], first=108))
+        publisher.begin_again()
+        await publisher.publish(stored([4], first=200), sent=False)
+        await publisher.publish(stored([5], first=300))
+        await until(lambda: texts(source) == [tokens(200, 4), tokens(300, 4)])
+        assert source.began_again == "the server began again"
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"", b"\xc1", b"x" * 100, msgpack.packb(7), msgpack.packb([1.0, [7]]), msgpack.packb([1.0, [["BlockStored"]]]),
+        msgpack.packb([1.0, [stored([1], token_ids=[1 << 40] * 4)]]), msgpack.packb([1.0, [stored([1], block_size=0)]]),
+        msgpack.packb([float("nan"), []]), msgpack.packb([1.0, [stored([1], block_hashes=[{}])]]), b"\x91" * 5000,
+    ],
+)  # fmt: skip
+async def test_a_message_that_is_not_valid_ends_nothing(payload: bytes) -> None:
+    with pytest.raises(ValueError):
+        read(payload)
+    async with attached(True) as (publisher, source, _):
+        await publisher.publish(stored([1]))
+        await publisher.publish(raw=payload)
+        await publisher.publish(stored([2], first=200))
+        await until(lambda: texts(source) == [tokens(200, 4)])
+        assert "does not fit" in source.began_again
+
+
+def test_what_the_tree_does_not_show_is_counted() -> None:
+    tree = CachedTree(4, 4)
+    events = [
+        stored([1], medium="CPU"), stored([2], group_idx=1), {"type": "New"}, stored([3], parent=99),
+        stored([4, 5, 6, 7]), stored([8], token_ids=[1]),
+    ]  # fmt: skip
+    tree.take(0.0, read(msgpack.packb([1.0, events]))[1])
+    assert sum(tree.left_out.values()) == 6 and len(tree.left_out) == 6 and len(tree) == 0
+
+
+def test_events_in_the_form_of_sglang_are_read() -> None:
+    event = ["BlockStored", [-5, 6], None, tokens(0, 2), 1, None]
+    assert read(msgpack.packb([1.0, [event, ["BlockRemoved", [6]], ["AllBlocksCleared"]]]))[1][0].ids == [0, 1]
+
+
+def test_random_events_give_the_texts_that_are_cached() -> None:
+    """A text can be reached if all of its beginning is cached; the tree has exactly these texts."""
+    rnd = random.Random(3)
+    tree, follower = CachedTree(4000, 2), None
+    parents: dict[int, int | None] = {}
+    for step in range(600):
+        if rnd.random() < 0.5 or not parents:
+            parent = rnd.choice([None, *parents])
+            new = [1000 * step + i for i in range(rnd.randrange(1, 5))]
+            event = stored(new, parent, token_ids=[rnd.randrange(9) for _ in range(2 * len(new))], block_size=2)
+            parents.update(zip(new, [parent, *new[:-1]], strict=True))
+        else:
+            leaves = sorted(set(parents) - set(parents.values()))
+            gone = rnd.choice(leaves if rnd.random() < 0.9 else sorted(parents))
+            event = removed(gone)
+            pending = [gone]
+            while pending:  # no prefix leads to the texts below any more
+                hash = pending.pop()
+                parents.pop(hash, None)
+                pending += [child for child, parent in parents.items() if parent == hash]
+        tree.take(float(step), read(msgpack.packb([1.0, [event]]))[1])
+        follower = follower or Follower(State(4000, 2, 0, 0))
+        for record in tree.drain():
+            follower.take(record)
+        assert set(tree._block_of) == set(parents)
+    assert follower is not None and follower.state.counts == tree.state.counts
+
+
+@pytest.mark.skipif(not RECORDED.exists(), reason="the recorded events are not on this machine")
+def test_after_each_message_of_a_real_run_the_tree_has_the_cached_blocks() -> None:
+    tree, cached = CachedTree(420, 16), Counter[Any]()
+    for line in gzip.decompress(RECORDED.read_bytes()).splitlines():
+        t, events, _ = read(base64.b64decode(json.loads(line)[3]))
+        tree.take(t, events)
+        for event in events:
+            cached.update(dict.fromkeys(event.hashes, 1 if event.kind == "BlockStored" else -1))
+        assert set(tree._block_of) == {h for h, n in cached.items() if n}
+    assert tree.stored > 1000 and tree.removed > 500 and not tree.left_out
+
+
+def test_the_events_of_vllms_own_classes_give_vllms_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed", exc_type=ImportError)
+    from vllm.distributed.kv_events import KVEventBatch, msgspec
+    from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
+
+    import minitui.vllm.scheduler as recording
+    from tests.support.vllm_driver import Load, make_scheduler
+    from tests.support.vllm_messages import Kept
+
+    monkeypatch.setattr(recording, "Pipe", Kept)
+    scheduler = make_scheduler(tmp_path, blocks=90, rows=12, asynchronous=True)
+    load, tree, encode = Load(scheduler, 5, 2), CachedTree(90, 16), msgspec.msgpack.Encoder().encode
+    pool = scheduler.kv_cache_manager.block_pool
+    pool.enable_kv_cache_events = True
+    batches: list[bytes] = []
+    monkeypatch.setattr(scheduler.kv_event_publisher, "publish", lambda batch: batches.append(encode(batch)))
+    for _ in range(3):  # equal prompts at the same time: blocks with equal contents
+        load.add([1] * 64, 5)
+    copies = 0
+    for step in range(1, 400):
+        load.run(step)
+        batches.append(encode(KVEventBatch(ts=float(step), events=pool.take_events())))
+        for batch in batches:
+            tree.take(float(step), read(batch)[1])
+        batches.clear()
+        blocks = pool.cached_block_hash_to_block._cache
+        assert set(tree._block_of) == {maybe_convert_block_hash(get_block_hash(key)) for key in blocks}
+        assert tree.copies == sum(len(value) - 1 for value in blocks.values() if isinstance(value, dict))
+        copies = max(copies, tree.copies)
+    assert copies and tree.stored > 300 and tree.removed > 200 and not tree.left_out
+
+
+def test_addresses() -> None:
+    assert endpoints("tcp://a:1") == ("tcp://a:1", "") and endpoints("tcp://a:1,2") == ("tcp://a:1", "tcp://a:2")
+    for text in ("a:1", "tcp://a", "tcp://*:5557", "tcp://a:1,x"):
+        with pytest.raises(EngineError, match="give tcp://HOST:PORT"):
+            endpoints(text)
+
+
+async def test_the_screen_shows_the_texts_the_pool_and_what_is_missing() -> None:
+    from minitui.chat.sessions import Chats
+    from minitui.settings import Settings
+    from minitui.tui.cache_app import CacheApp
+
+    publisher = Publisher(True)
+    ids = list(range(500, 516))
+    await publisher.publish(stored([1, 2, 3, 4], token_ids=ids), stored([9], medium="CPU"))
+    api = await FakeServer(models=("tutor",), page=PAGE).start()
+    source = KvSource(api.url, publisher.address, tokenizer=str(model_dir()))
+    app = CacheApp(source, Chats(source), Settings(), system="")
+    async with app.run_test(size=(120, 40)) as pilot:
+        async with asyncio.timeout(20):
+            while "16 tokens" not in shown(app):
+                await pilot.pause(0.02)
+        picture = shown(app)
+        assert "40 blocks of 4 tokens" in picture and "25 %" in picture and "--scheduler-cls" in picture
+        assert "Not shown: blocks outside" in picture and "evictable" not in picture
+        await api.kill()
+        await pilot.press("z", "1", "down")
+        assert app.current_mode == "inspect"
+    await publisher.close()
+
+
+def shown(app: Any) -> str:
+    """Returns the text of the panels."""
+    from minitui.tui.widgets.base import LinePanel
+
+    panels = app.screen.query(LinePanel)
+    rows = [[run[0] for run in row] for panel in panels if panel.painted for row in panel.drawn_rows]
+    return "\n".join("".join(row) for row in rows)
