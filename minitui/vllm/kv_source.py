@@ -30,7 +30,7 @@ from minitui.vllm.cached_tree import CachedTree
 from minitui.vllm.kv_messages import MOST_BYTES, read
 
 END = b"\xff" * 8  # the number of the last message of a replay
-REPLAY_S = 3.0  # the longest wait for the next message of a replay
+REPLAY_S = 10.0  # the longest wait for the next message of a replay
 MOST_REPLAYED = 100_000
 WAITING = 10_000  # messages that wait in memory
 ROOM = 1 << 17  # blocks that the tree can hold if the size of the pool is unknown

@@ -75,7 +75,7 @@ class Publisher:
             await self._replay.send_multipart([client, empty, END, b""])
 
     async def subscribed(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await self._events.recv()
 
     async def publish(self, *events: Any, sent: bool = True, raw: bytes | None = None, rank: int = 0) -> None:
@@ -115,7 +115,7 @@ async def attached(replays: bool, *before: Any) -> AsyncIterator[tuple[Publisher
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -307,7 +307,7 @@ async def test_the_screen_shows_the_texts_the_pool_and_what_is_missing() -> None
     source = KvSource(api.url, publisher.address, tokenizer=str(model_dir()))
     app = CacheApp(source, Chats(source), Settings(), system="")
     async with app.run_test(size=(120, 40)) as pilot:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while "16 tokens" not in shown(app):
                 await pilot.pause(0.02)
         picture = shown(app)
