@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding
@@ -19,7 +19,9 @@ from minitui.tui.widgets.server_vitals import ServerVitals
 from minitui.tui.widgets.status_bar import StatusBar
 from minitui.tui.widgets.top_bar import TopBar
 from minitui.viewmodel.model import View
-from minitui.vllm.kv_source import KvSource
+
+if TYPE_CHECKING:
+    from minitui.vllm.kv_source import KvSource
 
 WIDE, TALL = 100, 32  # a smaller terminal shows the tree and the events
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from minitui.text import count
 from minitui.tui.glyphs import glyphs
@@ -10,7 +10,9 @@ from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
 from minitui.tui.widgets.rows import Row, Runs, legend, wrapped
 from minitui.tui.widgets.tree import RadixTree
 from minitui.viewmodel.model import View
-from minitui.vllm.kv_source import KvSource
+
+if TYPE_CHECKING:
+    from minitui.vllm.kv_source import KvSource
 
 MISSING = (
     "KV events do not name requests, steps or blocks in memory, so lanes, steps, users and the order of eviction are "
