@@ -137,20 +137,19 @@ async def test_a_value_of_a_wrong_type_anywhere_is_a_sentence(tmp_path: Path) ->
     for number, line in enumerate(lines):
         kind = line[2][0][1] if isinstance(line, list) and line[0] == "r" else str(line)[:4]
         kinds[kind] = kinds.get(kind, 0) + 1
-        if kinds[kind] > 2:
+        if kinds[kind] > 1:
             continue
         for path in places(line):
             wrong = rng.choice(WRONG)
             changed = [*lines[:number], swapped(line, path, wrong), *lines[number + 1 :]]
             refused += bool(await outcome(write(tmp_path / "wrong.trace", changed), tmp_path))
-    assert refused > 150
+    assert refused > 80
 
 
 @pytest.mark.parametrize("real", REAL, ids=lambda path: path.stem)
 async def test_lines_and_records_left_out_doubled_or_out_of_order_are_a_sentence(real: Path, tmp_path: Path) -> None:
     lines = lines_of(real)
-    if real.stem == "h200-8b":
-        lines = lines[:60]
+    lines = lines[: {"h200-8b": 60, "vllm-8b": 12}.get(real.stem)]
     rng = random.Random(2)
     refused = 0
     for _ in range(12):
