@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -554,6 +555,20 @@ async def test_a_lesson_is_read_predicted_run_and_answered(size: tuple[int, int]
         assert "because" in room.text() and len(room.reading.revealed) == 3
         await room.press("right", *["left"] * 6)
         assert room.reading.at == 0
+
+
+async def test_the_chosen_closing_question_is_in_sight() -> None:
+    long: Any = tuple(replace(check, question=check.question + " word" * 60) for check in SMALL.checks)
+    async with Classroom((80, 24), lesson=replace(SMALL, checks=long)) as room:
+        await room.press(*["right"] * 4)
+        await room.until(lambda: room.reading.prepared)
+        assert "→ 1." in room.text()
+        await room.press("tab", "tab")
+        assert "→ 3." in room.text()
+        await room.press("enter")
+        assert "because" in room.text()
+        await room.press("tab")
+        assert "→ 1." in room.text()
 
 
 async def test_a_lesson_goes_on_where_it_was_left(tmp_path: Path) -> None:

@@ -210,6 +210,13 @@ class LessonScreen(BaseScreen[None]):
         """Go to another closing question, and show that question's panel."""
         if self.reading.page is None:
             self.reading.question = (self.reading.question + step) % len(self.reading.lesson.checks)
+            self._show_question()
+
+    def _show_question(self) -> None:
+        """Scroll to the top for the first closing question, and to the end for the others."""
+        self.text.top = 0
+        if self.reading.question:
+            self.text.follow()
 
     def action_predict(self, choice: int) -> None:
         """Store the prediction. Has no effect after the experiment has run."""
@@ -228,6 +235,7 @@ class LessonScreen(BaseScreen[None]):
             if reading.prepared and reading.question not in reading.revealed:
                 stage.view.frame(time.monotonic())
                 reading.reveal(reading.check.answer(stage))
+                self._show_question()
             elif reading.prepared:
                 self.action_question(1)
         elif reading.page.run is not None:
