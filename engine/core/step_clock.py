@@ -68,6 +68,7 @@ class StepClock:
             self._parts[GATE] += gate
             between -= gate
             self._held = self._log.held
+            self._pauses.since_last()  # pauses during the gate's delay delayed no step
         self._parts[EMIT] += between
         self._lap_at = began
         return StepTimes(began)

@@ -88,6 +88,11 @@ class StepRow:
         return sum(max(0, draft[2]) for draft in self.drafts)
 
     @property
+    def took_ms(self) -> float | None:
+        """The time since the results of the step before, without pauses and slow motion; None: not known yet."""
+        return self.wall_ms if self.wall_ms is None or self.parts is None else self.parts.took
+
+    @property
     def prefill_tokens(self) -> int:
         return self.tokens - self.decodes - self.drafted
 

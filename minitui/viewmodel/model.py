@@ -203,9 +203,11 @@ class View:
                 _, _, _, _, plan_us, launch_us, commit_us, wall_ms, device_ms, _ = record
                 rates.add_durations(wall_ms, (plan_us + (launch_us or 0) + commit_us) / 1e3, device_ms)
                 self._result_at = rates.now
+                self.trends.advance(rates.now)
                 if (gap := steps.gap_ms(record[3])) is not None:
-                    self.trends.advance(rates.now)
                     self.trends.add("token gaps", gap, steps.decoded(record[3]))
+                for gap in self.tokens.after_preemptions(record[3]):
+                    self.trends.add("token gaps", gap)
                 continue
             if kind == "parts":
                 steps.fold_parts(record)

@@ -78,6 +78,12 @@ class Timeline:
         """Returns the place of an engine time, in seconds, on the axis."""
         return self._place(t, self.steps.since(t, self.steps.last)) if self.steps.last >= 0 else t * 1e3
 
+    def clock(self, place: float) -> float:
+        """Returns the engine time, in seconds, of a place on the axis: with the time that the axis leaves out."""
+        kept = range(self.first, self.last + 1)
+        row = self.row(max(self.first, self.first + bisect_right(kept, place, key=self.planned) - 1))
+        return (place + (0.0 if row is None else row.cut_ms)) / 1e3
+
     def planned(self, step: int) -> float:
         """Returns the moment at which a kept step was planned. Before the first step: its moment; later: the end."""
         step = max(step, self.first)

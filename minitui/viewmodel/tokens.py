@@ -74,6 +74,17 @@ class TokenTimes:
             np.r_[earlier.stats.tokens, found.first], np.r_[earlier.stats.tokens, found.last],
         )  # fmt: skip
 
+    def after_preemptions(self, step: int) -> list[float]:
+        """Returns, in ms, the gaps that ended in this step and in which a request was preempted."""
+        found = []
+        for request, _, _, samples in self._steps.chunks(step) if step in self._steps else []:
+            lane = self._lanes.lanes.get(request)
+            if samples and lane is not None and lane.preemptions:
+                arrivals = self.arrivals(lane, step)
+                if len(arrivals) > 1 and arrivals.steps[-1] == step:
+                    found.append(arrivals.gap(len(arrivals) - 1).ms)
+        return found
+
     def running(self, lane: Lane, horizon: int, more_ms: float) -> Gap | None:
         """Returns the gap since the last token of a request that has not finished; None without a gap.
 

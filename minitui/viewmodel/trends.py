@@ -1,6 +1,7 @@
 """Trends: percentiles of first tokens, token gaps, hit rate, pool and queue over two hours, in memory of fixed size.
 
-Each metric counts its values in bins, once per second for the last minutes and once per 15 seconds for two hours.
+Each metric counts its values in bins, four times per second for the last seconds, once per second for the last minutes
+and once per 15 seconds for two hours.
 Counts can be added, so the percentiles of any period are exact up to the width of a bin. Time is working time
 (Rates.now): pauses and slow motion do not count.
 """
@@ -14,9 +15,10 @@ import numpy as np
 
 BINS = 256
 RATIO = 1.06  # of two neighbouring bins on a logarithmic scale: percentiles are exact within 3 %
-FINE_S, FINE_KEPT = 1, 300  # length of a bucket in seconds, and buckets kept
+FINEST_S, FINEST_KEPT = 0.25, 80  # length of a bucket in seconds, and buckets kept
+FINE_S, FINE_KEPT = 1, 300
 COARSE_S, COARSE_KEPT = 15, 480
-SPANS = (60, 300, 1800, 7200)  # seconds that a picture can show
+SPANS = (15, 60, 300, 1800, 7200)  # seconds that a picture can show
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ BY_NAME = {metric.name: metric for metric in METRICS}
 class Ring:
     """Counts of values in `kept` buckets of `seconds` each."""
 
-    def __init__(self, seconds: int, kept: int) -> None:
+    def __init__(self, seconds: float, kept: int) -> None:
         self.seconds, self.kept = seconds, kept
         self.bucket = 0  # the bucket being filled
         self.slot = 0
@@ -94,19 +96,19 @@ class Trends:
     """The history of METRICS. `fine`, `coarse`: the numbers of buckets to keep."""
 
     def __init__(self, fine: int = FINE_KEPT, coarse: int = COARSE_KEPT) -> None:
-        self._fine, self._coarse = Ring(FINE_S, fine), Ring(COARSE_S, coarse)
+        self._rings = (Ring(FINEST_S, FINEST_KEPT), Ring(FINE_S, fine), Ring(COARSE_S, coarse))
         self._values = {metric.name: metric.values() for metric in METRICS}
 
     def advance(self, now: float) -> None:
         """Advance to the working time `now`, in seconds."""
-        self._fine.advance(now)
-        self._coarse.advance(now)
+        for ring in self._rings:
+            ring.advance(now)
 
     def add(self, name: str, value: float, count: int = 1) -> None:
         """Count a value `count` times."""
         bin = BY_NAME[name].bin(value)
-        self._fine.counts[name][self._fine.slot, bin] += count
-        self._coarse.counts[name][self._coarse.slot, bin] += count
+        for ring in self._rings:
+            ring.counts[name][ring.slot, bin] += count
 
     def series(
         self, name: str, span: int, columns: int, now: float, live: bool
@@ -114,7 +116,7 @@ class Trends:
         """Returns the series of the `span` seconds up to working time `now`, in at most `columns` columns, and the
         (p50, tail, count) of the whole span. `live` False: the bucket of `now`, which may have later values, is left
         out."""
-        ring = self._fine if span <= FINE_S * FINE_KEPT else self._coarse
+        ring = next((ring for ring in self._rings if span <= ring.seconds * ring.kept), self._rings[-1])
         k = max(1, math.ceil(span / ring.seconds / columns))
         last = int(now / ring.seconds) - (not live)
         n = math.ceil(span / ring.seconds / k)
@@ -135,6 +137,11 @@ class Trends:
             at = (sums >= np.maximum(1, np.ceil(share * total))[:, None]).argmax(axis=1)
             found.append(np.where(total > 0, self._values[name][at], np.nan))
         return found[0], found[1], total
+
+
+def shortest_span(now: float) -> int:
+    """Returns the shortest of SPANS that shows all of the working time `now`, or the longest."""
+    return next((span for span in SPANS if now <= span), SPANS[-1])
 
 
 def _held(values: np.ndarray) -> np.ndarray:

@@ -250,8 +250,8 @@ async def test_six_opens_the_trends_and_enter_goes_back_to_the_cursor(tmp_path: 
         await pressed(app, pilot, "6")
         panel = screen.query_one(TrendCharts)
         assert all(f"{metric.name}  p50" in panel.text for metric in METRICS)
-        assert "5 minutes" in panel.text
-        await pressed(app, pilot, "down", "left", "left")
+        assert "15 seconds" in panel.text, "the shortest span that shows the whole recording"
+        await pressed(app, pilot, "up", "left", "left")
         assert "1 minute" in panel.text and panel.back == 1
         end = panel._ends[-2]
         await pressed(app, pilot, "enter")
@@ -273,7 +273,11 @@ async def test_events_are_searched_by_request_kind_and_words(tmp_path: Path) -> 
         told = {event.seq for event in every if "blocks" in f"{event.kind} {app.view.event_text(event)}"}
         assert told and await found("blocks") >= told
         assert await found("walrus") == set() and "no event contains 'walrus'" in panel.text
-        await pressed(app, pilot, "slash", "escape")
+        await pressed(app, pilot, "slash", "escape", "tab")
+        assert screen.current != "events"
+        await pressed(app, pilot, "slash", "x")  # in a panel without a search of its own
+        assert screen.current == "events" and screen.query_one(Events).search == "x"
+        await pressed(app, pilot, "escape")
         assert not panel.search and "no event contains" not in panel.text
 
 

@@ -188,6 +188,8 @@ def test_a_replay_in_slow_motion_shows_the_real_times(with_parts: bool, monkeypa
     assert lengths(slow_line.host(0, 11)) == lengths(line.host(0, 11))
     assert lengths(slow_line.device(0, 11)) == lengths(line.device(0, 11))
     assert slow_line.planned(4) - slow_line.planned(3) == pytest.approx(line.planned(4) - line.planned(3))
+    assert slow_line.clock(slow_line.end) == pytest.approx(slowly[-1][1]), "the label of the axis is the engine's time"
+    assert line.clock(line.end) == pytest.approx(records[-1][1])
     assert slow_line.end - slow_line.planned(8) == pytest.approx(line.end - line.planned(8))
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from minitui.dev.panel import stress_view
-from minitui.dev.simulator import CLASSROOM
-from minitui.viewmodel.trends import METRICS, SPANS, Trends
+from minitui.dev.simulator import CLASSROOM, Load
+from minitui.viewmodel.trends import METRICS, SPANS, Trends, shortest_span
 
 
 @pytest.mark.parametrize("span", SPANS)
@@ -39,6 +39,24 @@ def test_a_column_has_the_values_of_its_time_and_a_level_lasts() -> None:
     assert past.p50[-2:].tolist() == [10, 20] and p50 == 10, "in the past, later values are not known"
 
 
+def test_gaps_across_a_preemption_are_counted() -> None:
+    """Each request has one gap less than tokens."""
+    tight = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
+    _, view = stress_view(tight, 10.0, frames=100)
+    lanes = view.lanes.lanes.values()
+    expected = [view.tokens.stats(lane, view.horizon) for lane in lanes]
+    assert any(lane.preemptions for lane in lanes) and view.steps.first == 0
+    _, (_, p99, count) = view.trends.series("token gaps", 60, 60, view.rates.now, live=True)
+    assert count == sum(stats.count for stats in expected if stats is not None)
+    gaps = np.concatenate([np.diff(view.tokens.arrivals(lane, view.horizon).at) * 1e3 for lane in lanes])
+    assert p99 == pytest.approx(np.percentile(gaps, 99, method="higher"), rel=0.04)
+
+
+@pytest.mark.parametrize(("now", "span"), [(3.0, 15), (15.0, 15), (16.0, 60), (900.0, 1800), (9_000.0, 7200)])
+def test_the_first_picture_shows_the_whole_run(now: float, span: int) -> None:
+    assert shortest_span(now) == span
+
+
 def test_two_hours_are_kept_and_older_values_are_forgotten() -> None:
     trends = Trends()
     for t in range(0, 3 * 3600, 10):
@@ -52,6 +70,7 @@ def test_the_records_of_a_run_fill_every_trend() -> None:
     _, view = stress_view(CLASSROOM, 10.0, frames=50)
     found = {m.name: view.trends.series(m.name, 60, 60, view.rates.now, live=True)[1] for m in METRICS}
     assert found["first token"][2] == len(view.first_tokens.items)
+    assert view.trends.series("first token", 15, 60, view.rates.now, live=True)[0].count.size == 60
     steps = view.steps
     gaps = [steps.gap_ms(step) for step in range(1, steps.last + 1)]
     weights = [steps.decoded(step) for step in range(1, steps.last + 1)]

@@ -57,6 +57,7 @@ class InspectScreen(BaseScreen[None]):
         Binding("z", "maximise", "maximise", show=False, id="inspect.maximise", tooltip="one panel, or all panels"),
         Binding("w", "waterfall", "waterfall", show=False, id="inspect.waterfall",
                 tooltip="host, device and requests on an axis of time"),
+        Binding("slash", "search", "search", show=False, id="inspect.search", tooltip="search the events"),
         Binding("c", "colour", "colours", show=False, id="inspect.colour", tooltip="colour by another property"),
         Binding("escape", "back", "back", show=False, id="inspect.back", tooltip="undo the zoom or the selection"),
     ]
@@ -293,6 +294,11 @@ class InspectScreen(BaseScreen[None]):
         """Show the current panel alone, or all panels again."""
         self.maximised = not self.maximised
         self.lay_out()
+
+    def action_search(self) -> None:
+        """Search the events. A tree with the focus is searched instead: its own key comes first."""
+        self._show("events")
+        self.query_one(Events).action_search()
 
     def action_colour(self) -> None:
         """Colour the blocks by another property."""

@@ -71,7 +71,7 @@ class StepBar(LinePanel, can_focus=False):
         if line.width + len(of) + len(text) > width:  # leave a word out, so that no figure is cut off
             of = f" of {budget:,}  "
         line.add(of, "dim").add(text)
-        took = f"{ms(row.wall_ms)} ms" if row.wall_ms is not None else ""
+        took = f"{ms(row.took_ms)} ms" if row.took_ms is not None else ""
         if took and line.width + 2 + len(took) <= width:
             line.add("  ").add(took, "bold ink")
             _add_cause(line, view, row, width)
@@ -84,8 +84,8 @@ class StepBar(LinePanel, can_focus=False):
         last = view.steps.get(frame.last)
         if last is not None:
             line.add("  last: ", "dim").add(f"step {last.step:,}").add(" = ", "dim").add(contents(last))
-            if last.wall_ms is not None:
-                line.add(f" in {ms(last.wall_ms)} ms")
+            if last.took_ms is not None:
+                line.add(f" in {ms(last.took_ms)} ms")
                 _add_cause(line, view, last, width)
         return line.done(width)
 

@@ -68,7 +68,7 @@ def slow_steps(slowest: list[StepRow], timings: Timings, chosen: int, width: int
         step = slowest[i]
         ground = " on select" if i == chosen else ""
         row = Row(f"{i + 1:>9}", "dim" + ground)
-        for text, end in ((f"{step.step:,}", 20), (ms(step.wall_ms or 0.0), 29)):
+        for text, end in ((f"{step.step:,}", 20), (ms(step.took_ms or 0.0), 29)):
             row.to(end - len(text), " ", "ink" + ground).add(text, "bold ink" + ground)
         style = STYLES[("decode", "mixed", "prefill").index(step.kind)]
         row.to(31, " ", "ink" + ground).add(step.kind.ljust(9), style + ground)

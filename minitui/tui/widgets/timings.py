@@ -139,9 +139,9 @@ back in time to the chosen step.""")
 
     def _slowest(self, t: Timings, width: int) -> Runs:
         row = Row("slowest", "dim").to(LABEL)
-        if t.slowest is None or t.slowest.wall_ms is None:
+        if t.slowest is None or t.slowest.took_ms is None:
             return row.add("no step timed yet", "dim").done(width)
-        why, took, step = why_slow(t.slowest, t), f"{ms(t.slowest.wall_ms)} ms", f" step {t.slowest.step:,} "
+        why, took, step = why_slow(t.slowest, t), f"{ms(t.slowest.took_ms)} ms", f" step {t.slowest.step:,} "
         style = "prefill" if t.slowest.chunks else "ink"
         if row.width + len(took) + 1 + len(why) > width:  # drop the padding first, then a part of `why`
             row = Row("slowest ", "dim")

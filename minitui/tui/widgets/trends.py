@@ -15,10 +15,10 @@ from minitui.tui.widgets.rows import Row, Run, Runs, legend
 from minitui.tui.widgets.timeline import JumpRequested
 from minitui.viewmodel.history import BUCKET
 from minitui.viewmodel.model import View
-from minitui.viewmodel.trends import METRICS, SPANS, Metric, Series
+from minitui.viewmodel.trends import METRICS, SPANS, Metric, Series, shortest_span
 
 STYLES = {"first token": "prefill", "token gaps": "decode", "hit rate": "hit", "pool": "pool", "queue": "waiting"}
-NAMES = {60: "1 minute", 300: "5 minutes", 1800: "30 minutes", 7200: "2 hours"}
+NAMES = {15: "15 seconds", 60: "1 minute", 300: "5 minutes", 1800: "30 minutes", 7200: "2 hours"}
 
 
 class TrendCharts(LinePanel):
@@ -26,14 +26,15 @@ class TrendCharts(LinePanel):
 
     TITLE = "Trends"
     help_text = paragraphs("""\
-One chart for each figure, over 1 minute, 5 minutes, 30 minutes or 2 hours. In each column the solid part is p50, the
+One chart for each figure, over 15 seconds, 1 minute, 5 minutes, 30 minutes or 2 hours: at first the shortest span that
+shows the whole run. In each column the solid part is p50, the
 median, and the shaded part ends at p99: one value in a hundred is higher. For the hit rate the bad values are the low
 ones, so p1 is the solid part and p50 is the end of the shaded part.
 
 "First token" is the time from a question to the first token of its answer: queue + prefill. "Token gaps" are the times
-between two tokens of a request that decodes in consecutive steps. "Hit rate" is the share of a prompt that came from
-the cache. "Pool" is the share of blocks that hold data, and "queue" the number of waiting requests; both are measured
-whenever records arrive. Percentiles are exact within 3 %. Pauses and slow motion do not count as time.
+between two tokens of a request, also if it was preempted between them. "Hit rate" is the share of a prompt that came
+from the cache. "Pool" is the share of blocks that hold data, and "queue" the number of waiting requests; both are
+measured whenever records arrive. Percentiles are exact within 3 %. Pauses and slow motion do not count as time.
 
 The figures beside each name are of the whole span, or of the column under the cursor. If the largest value is much
 larger than the usual one, the scale is logarithmic.""")
@@ -50,7 +51,8 @@ larger than the usual one, the scale is logarithmic.""")
 
     def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
         super().__init__(id=id, frame=frame)
-        self.span = SPANS[1]
+        self.span = SPANS[0]
+        self._chosen = False  # the user chose the span
         self.back: int | None = None  # the cursor, in columns before the last; None: no cursor
         self._ends = np.empty(0)
         self._columns = 1
@@ -58,6 +60,8 @@ larger than the usual one, the scale is logarithmic.""")
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         now, live = (view.rates.now, True) if not view.travel_text else ((view.bucket + 1) * BUCKET, False)
+        if not self._chosen:
+            self.span = shortest_span(now)
         columns = max(1, width - LABEL)
         each, more = divmod(max(0, height - 1), len(METRICS))  # rows of a chart; the first `more` charts have one more
         rows: list[Runs] = []
@@ -129,6 +133,7 @@ larger than the usual one, the scale is logarithmic.""")
 
     def action_span(self, by: int) -> None:
         """Show a longer or shorter span."""
+        self._chosen = True
         self.span = SPANS[max(0, min(len(SPANS) - 1, SPANS.index(self.span) + by))]
         self.back = None
         self.repaint()

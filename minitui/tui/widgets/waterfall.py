@@ -100,7 +100,7 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         steps = line.arrivals(first, last)
         known = {span.step: span for span in line.device(first, last)}
         device = [known.get(step.step, step._replace(kind=UNKNOWN)) for step in steps]
-        rows = [self._track(f"{scale.left / 1e3:.3f} s", ruler(scale, cursor), width)]
+        rows = [self._track(f"{line.clock(scale.left):.3f} s", ruler(scale, cursor), width)]
         pauses = line.pauses(first, last)
         named_spans = (("steps", numbered(steps, scale)), ("host", self.host), ("device", device), ("pauses", pauses))
         for name, spans in named_spans:

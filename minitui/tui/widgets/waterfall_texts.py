@@ -58,9 +58,8 @@ def at_cursor(place: float, left: float, host: Sequence[Span], device: Sequence[
 def figures(row: StepRow, host: Sequence[Span], timings: Timings, width: int) -> list[Runs]:
     """Returns the rows with the times of a step's parts. They are also the legend of the tracks."""
     head = Row(f"step {row.step:,}", "bold ink").add("  " + contents(row))
-    took = row.wall_ms if row.parts is None else row.parts.took
-    if took is not None:
-        head.add("  took ", "dim").add(_duration(took), "bold ink")
+    if row.took_ms is not None:
+        head.add("  took ", "dim").add(_duration(row.took_ms), "bold ink")
     why = why_slow(row, timings)
     if why and head.width + len(why) + 3 <= width:
         head.add(f" ({why})", "dim")
