@@ -36,6 +36,7 @@ from engine.core.token_rules import TokenRules
 from engine.errors import DeviceLost, InvalidRequest, loses_device
 from engine.params import SamplingParams
 from engine.trace.records import RecordLog
+from engine.trace.runs import runs_of
 
 logger = logging.getLogger("engine")
 
@@ -290,7 +291,7 @@ class Engine:
                 for n in tree.nodes.values() if n.parent is not None
             },
             "pending": tree.pending_blocks(),
-            "free": self.cache.allocator.free_blocks,
+            "free": runs_of(self.cache.allocator.free_blocks),
             "waste": asdict(self.cache.waste),
         }  # fmt: skip
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from engine.trace.records import Record
+from engine.trace.runs import blocks_of, runs_of
 
 FREE, ACTIVE, SHARED, CACHED = range(4)
 CONTROL = ("seq", "t", "step", "gate", "pace")  # fields of State and of a snapshot
@@ -473,7 +474,7 @@ class State:
             },
             "pending": dict(self.pending),
             **({"copies": {block: list(copies) for block, copies in self.copies.items()}} if self.copies else {}),
-            **({} if self.free is None else {"free": list(self.free)}),
+            **({} if self.free is None else {"free": runs_of(self.free)}),
             **({} if self.waste is None else {"waste": asdict(self.waste)}),
         }  # fmt: skip
 
@@ -509,5 +510,5 @@ class State:
             )  # fmt: skip
             state._hold_blocks(r["table"])
         state.waste = Waste(**data["waste"]) if "waste" in data else None
-        state.free = list(data["free"]) if "free" in data else None
+        state.free = blocks_of(data["free"]) if "free" in data else None
         return state

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.trace.records import FIELDS, Record
+from engine.trace.runs import blocks_of, number_of
 from minitui.trace.lines import MOST_VALUES
 
 MOST = (1 << 31) - 1  # largest count or id
@@ -218,10 +219,14 @@ def snapshot(value: Any) -> dict[str, Any]:
 
 
 def _free(value: dict[str, Any]) -> None:
-    _need(_positives(value["free"]), "'free' of the snapshot is not a list of blocks")
+    runs = value["free"]
+    is_list = type(runs) is list and all(_positives(run) and len(run) == 2 if type(run) is list else _positives([run])
+                                         for run in runs)  # fmt: skip
+    _need(is_list, "'free' of the snapshot is not a list of blocks and of pairs of blocks")
     tables = (item["blocks"] for item in value["nodes"].values()), (r["table"] for r in value["requests"].values())
     free = set(range(1, value["num_blocks"])).difference(*tables[0], *tables[1], *value.get("copies", {}).values())
-    _need(len(value["free"]) == len(free) and free.issuperset(value["free"]), "its free blocks differ from the pool's")
+    is_same = number_of(runs) == len(free) and free.issuperset(blocks_of(runs))  # a wrong number is not unpacked
+    _need(is_same, "its free blocks differ from the pool's")
 
 
 def _tree(value: dict[str, Any]) -> None:

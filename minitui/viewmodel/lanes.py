@@ -7,7 +7,9 @@ column of `k` steps shows the code with the highest priority: preempted, finishe
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
 
@@ -108,24 +110,15 @@ class Lane:
         """Returns True if the request was preempted after step `since`, and at `step` at the latest."""
         return any(code == PREEMPTED and since < first <= step for code, first, _ in self.spans)
 
-    def columns(self, first_step: int, k: int, n: int, until: int) -> list[int]:
-        """Returns `n` codes, each for `k` steps; the first begins at `first_step`. NOTHING after step `until`."""
-        out = [NOTHING] * n
+    def pieces(self, first_step: int, k: int, n: int, until: int) -> Iterator[tuple[int, range]]:
+        """Yields (code, columns) for its phases up to step `until`, in any order. A column is `k` steps; the first of
+        the `n` columns begins at `first_step`. In a column with several codes, the highest has priority."""
         end = min(until, first_step + k * n - 1)
         gains = takewhile(lambda gain: gain[1] >= first_step, reversed(self.gains))
         for code, first, last in chain(self.spans, ((GAINING, *gain) for gain in gains)):
             if last < first_step or first > end:
                 continue
-            left = max(0, (first - first_step) // k)
-            right = min(n - 1, (min(last, end) - first_step) // k)
-            if right == left:
-                if code > out[left]:
-                    out[left] = code
-                continue
-            for column in range(left, right + 1):
-                if code > out[column]:
-                    out[column] = code
-        return out
+            yield code, range(max(0, (first - first_step) // k), min(n, (min(last, end) - first_step) // k + 1))
 
     def recomputed(self, step: int) -> int:
         """Returns how many of its tokens were computed a second time, up to this step."""
@@ -218,6 +211,11 @@ class Lanes:
     def ended_since(self, step: int) -> list[Lane]:
         """Returns the lanes that ended at this step or later, the most recent first."""
         return list(takewhile(lambda lane: lane.finish_step >= step, reversed(self.ended)))
+
+    def number_ended(self, first: int, last: int) -> int:
+        """Returns how many lanes ended at the steps from `first` to `last`."""
+        end, begin = (bisect_left(self.ended, step, key=lambda lane: lane.finish_step) for step in (last + 1, first))
+        return max(0, end - begin)
 
     def _submit(self, record: Record) -> None:
         _seq, _t, _kind, id, group, prompt_tokens, _max_total = record

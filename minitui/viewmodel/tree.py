@@ -201,10 +201,12 @@ class Tree:
         return found
 
     def _make_text(self, state: State, node: NodeView, siblings: list[int], decode: Decode) -> tuple[str, str]:
-        common = 0
+        common, first = 0, node.ids[:1]  # `first`: one token more than is known to be common to a sibling
         for id in siblings[:SIBLINGS_COMPARED]:
-            if id != node.id:
-                common = max(common, _common(node.ids, state.nodes[id].ids, state.block_size))
+            ids = state.nodes[id].ids
+            if id != node.id and ids[: common + 1] == first:
+                common = _common(node.ids, ids, state.block_size)
+                first = node.ids[: common + 1]
         # A role marker may begin in the parent's last tokens.
         context = list(state.nodes[node.parent].ids[-CONTEXT_TOKENS:]) if node.parent > 0 else []
         head = decode(context + list(node.ids[:HEAD_TOKENS]))

@@ -192,6 +192,9 @@ KEYFRAMES: dict[str, Callable[[dict[str, Any]], object]] = {
     "its own ancestor": lambda snapshot: snapshot["nodes"].update(
         {"1": {"parent": 2, "ids": [1] * 4, "blocks": [1], "users": 0, "last_used": 1},
          "2": {"parent": 1, "ids": [1] * 4, "blocks": [2], "users": 0, "last_used": 1}}),
+    "more free blocks than the pool has": lambda snapshot: snapshot.update(free=[[1, 2_000_000_000]]),
+    "a run of three numbers": lambda snapshot: snapshot.update(free=[[1, 2, 3]]),
+    "a block that is free twice": lambda snapshot: snapshot.update(free=[1, *range(1, snapshot["num_blocks"] - 1)]),
 }  # fmt: skip
 
 

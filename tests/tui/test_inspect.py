@@ -6,12 +6,15 @@ import os
 import time
 from contextlib import asynccontextmanager
 
+import pyte
 import pytest
+from textual._compositor import ChopsUpdate, LayoutUpdate
 
 from minitui.dev.simulator import CLASSROOM, SMALL, Load
 from minitui.dev.simulator_app import StressApp, measure
 from minitui.dev.simulator_process import StressProcess
 from minitui.tui.glyphs import use_ascii
+from minitui.tui.row_update import RowUpdate
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.widgets.block_map import BlockMap
 from minitui.tui.widgets.details import Details
@@ -90,6 +93,50 @@ async def test_the_screen_looks_as_it_did(size, ascii_only, clock):
     if os.environ.get("UPDATE_SNAPSHOTS"):
         path.write_text(text, encoding="utf-8")
     assert text == path.read_text(encoding="utf-8"), f"{path.name} differs: look, then UPDATE_SNAPSHOTS=1"
+
+
+async def test_changed_cells_alone_make_the_terminals_picture_the_screens(clock, monkeypatch):
+    """What was written to the terminal is compared with a whole picture: letters and colours of all cells."""
+    size, written = (120, 36), pyte.Screen(120, 36)
+    stream, kinds, display = pyte.Stream(written), [], StressApp._display
+
+    def displayed(app, screen, update):
+        if update is not None and screen is app.screen:
+            kinds.append(type(update))
+            stream.feed(update.render_segments(app.console))
+        display(app, screen, update)
+
+    def whole(app):
+        picture = pyte.Screen(*size)
+        strips = [[strip] for strip in app.screen._compositor.render_strips()]
+        pyte.Stream(picture).feed(LayoutUpdate(strips, app.screen.region).render_segments(app.console))
+        return cells_of(picture)
+
+    def cells_of(terminal):
+        rows = [[terminal.buffer[y][x] for x in range(size[0])] for y in range(size[1])]
+        return [[(c.data, c.fg, c.bg, c.bold) for c in row] for row in rows]
+
+    monkeypatch.setattr(StressApp, "_display", displayed)
+    async with opened(SMALL, size, clock) as (app, pilot):
+        for key in ("c", "tab", "down", "enter", "escape", "z", "z", "2", "T", "p", "n", "space"):
+            await pilot.press(key)
+            await frames(app, pilot, clock, 3)
+            app.say(f"a notice over the panels, after {key}")
+            await frames(app, pilot, clock, 3)
+            deadline = time.monotonic() + 10
+            while cells_of(written) != whole(app) and time.monotonic() < deadline:
+                await pilot.pause(0.01)
+            assert cells_of(written) == whole(app), key
+    assert kinds.count(RowUpdate) > 20 and kinds.count(ChopsUpdate) < kinds.count(RowUpdate)
+
+
+async def test_a_panel_that_tab_brings_is_painted_before_the_next_frame(clock):
+    async with opened(SMALL, (80, 24), clock) as (app, pilot):
+        await pilot.press("tab")
+        table, deadline = app.screen.query_one("#table"), time.monotonic() + 10
+        while "Block table" not in table.text and time.monotonic() < deadline:
+            await pilot.pause(0.01)
+        assert "Block table" in table.text
 
 
 async def test_tab_goes_through_the_panels_and_on_a_small_screen_shows_one_at_a_time(clock):

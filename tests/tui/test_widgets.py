@@ -43,6 +43,7 @@ from minitui.viewmodel.lanes import DECODING, FINISHED, NOTHING, PREEMPTED, PREF
 from minitui.viewmodel.model import View
 from minitui.viewmodel.story import tell
 from minitui.viewmodel.timing import why_slow
+from tests.support.lanes import codes as lane_codes
 from tests.support.paths import SNAPSHOTS
 
 PANELS = (
@@ -554,7 +555,7 @@ def test_lanes_show_the_codes_of_their_requests_under_stable_rows():
                 assert before == (k, i) or before[0] != k, f"r{id} moved at the same scale"
             codes = [NOTHING] * widget.columns
             for id in slot:
-                lane = view.lanes.lanes[id].columns(widget.first_step, k, widget.columns, view.horizon)
+                lane = lane_codes(view.lanes.lanes[id], widget.first_step, k, widget.columns, view.horizon)
                 codes = [max(a, b) for a, b in zip(codes, lane, strict=True)]
             text = rows[2 + i]
             cells = list(text[widget.label :])

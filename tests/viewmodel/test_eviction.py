@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import random
+
 import pytest
 
 from engine.trace.records import Record
+from engine.trace.runs import blocks_of, number_of, runs_of
 from engine.trace.state import State
 from minitui.viewmodel.eviction import EvictionOrder, is_under_pressure, next_blocks, pressure_words
 from tests.engine.test_scheduler_simulation import Load
@@ -83,3 +87,20 @@ def test_a_pool_under_pressure_is_put_into_words() -> None:
     assert len(said) == 4
     state.free = None  # as after a snapshot of an older version
     assert pressure_words(state, EvictionOrder(state), 4).startswith("unknown")
+
+
+def test_a_snapshot_has_the_free_blocks_in_order_as_runs() -> None:
+    large = State(num_blocks=44_001, block_size=16, budget=1, max_num_seqs=1).snapshot()
+    assert large["free"] == [[44_000, 1]]
+    pairs = 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        blocks = list(range(1, rng.randint(2, 20)))
+        for _ in range(rng.randint(0, 4)):  # parts of the list are turned around, as by a request that frees its blocks
+            begin, end = sorted(rng.choices(range(len(blocks) + 1), k=2))
+            blocks[begin:end] = blocks[begin:end][::-1]
+        runs = json.loads(json.dumps(runs_of(blocks)))
+        assert blocks_of(runs) == blocks and number_of(runs) == len(blocks)
+        pairs += sum(isinstance(run, list) for run in runs)
+    assert pairs > 200
+    assert blocks_of([5, 4, 3, 1]) == [5, 4, 3, 1], "older recordings list each block"

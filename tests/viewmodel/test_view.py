@@ -28,6 +28,7 @@ from minitui.viewmodel.model import EMPTY, AnnotatedState, View
 from minitui.viewmodel.story import tell
 from minitui.viewmodel.timing import summarise
 from minitui.viewmodel.updater import AFTER_KEY_S, Updater
+from tests.support.lanes import codes
 
 # A pool so tight that requests are preempted, and a budget so small that prompts are chunked.
 TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
@@ -130,12 +131,12 @@ def test_lanes_have_the_phase_of_every_request_in_every_step():
             for chunk in fields[1]:
                 mark(chunk[0], step, PREFILLING)
     for request, lane in view.lanes.lanes.items():
-        codes = lane.columns(0, 1, step + 1, step)
-        assert codes == [truth[request].get(at, NOTHING) for at in range(step + 1)], f"r{request}"
+        each = codes(lane, 0, 1, step + 1, step)
+        assert each == [truth[request].get(at, NOTHING) for at in range(step + 1)], f"r{request}"
         # In columns of several steps, what is rare wins.
         for k in (2, 7):
-            columns = lane.columns(0, k, -(-(step + 1) // k), step)
-            assert columns == [max(codes[at : at + k]) for at in range(0, step + 1, k)]
+            columns = codes(lane, 0, k, -(-(step + 1) // k), step)
+            assert columns == [max(each[at : at + k]) for at in range(0, step + 1, k)]
     assert {id for id, lane in view.lanes.active.items()} == set(view.live.state.requests)
 
 
@@ -143,10 +144,10 @@ def test_preemption_beats_finish_beats_prefill_beats_decode_beats_waiting():
     lane = Lane(1, "", 10, 0.0, 0)
     for code, at in ((QUEUED, 0), (DECODING, 1), (PREFILLING, 2), (FINISHED, 3), (PREEMPTED, 4)):
         lane.spans.append([code, at, at])
-    assert lane.columns(0, 2, 2, 10) == [DECODING, FINISHED]
-    assert lane.columns(0, 3, 2, 10) == [PREFILLING, PREEMPTED]
-    assert lane.columns(0, 5, 1, 10) == [PREEMPTED]
-    assert lane.columns(0, 5, 1, 1) == [DECODING], "what comes after the picture is not shown"
+    assert codes(lane, 0, 2, 2, 10) == [DECODING, FINISHED]
+    assert codes(lane, 0, 3, 2, 10) == [PREFILLING, PREEMPTED]
+    assert codes(lane, 0, 5, 1, 10) == [PREEMPTED]
+    assert codes(lane, 0, 5, 1, 1) == [DECODING], "what comes after the picture is not shown"
 
 
 def test_steps_are_kept_exactly_in_a_ring():
@@ -549,7 +550,7 @@ def test_a_new_view_is_an_empty_engine():
 def test_open_spans_reach_the_present():
     lane = Lane(1, "", 10, 0.0, 0)
     lane.mark(DECODING, 3, OPEN)
-    assert lane.columns(0, 1, 8, 5) == [0, 0, 0, DECODING, DECODING, DECODING, 0, 0]
+    assert codes(lane, 0, 1, 8, 5) == [0, 0, 0, DECODING, DECODING, DECODING, 0, 0]
     lane.close(4)
     assert lane.spans == [[DECODING, 3, 4]]
 

@@ -9,6 +9,7 @@ from textual.geometry import Size
 from textual.screen import Screen
 
 from minitui.tui.app_base import AppBase
+from minitui.tui.row_update import RowUpdates
 
 Result = TypeVar("Result")
 Hint = tuple[str, str]  # (key, its action in a word or two)
@@ -24,9 +25,24 @@ class BaseScreen(Screen[Result]):
     app = getters.app(AppBase)
     FIGURES: ClassVar[bool] = False  # False: the status bar shows figures only if records wait or were lost
 
+    def __init__(self, name: str | None = None, id: str | None = None, classes: str | None = None) -> None:
+        super().__init__(name, id, classes)
+        self._row_updates = RowUpdates()
+
     def hints(self) -> list[Hint]:
         """Returns the hints for the status bar, the most important first."""
         return [(self.app.key_of(action.id), action.footer) for action in self.app.actions if action.footer]
 
     def _screen_resized(self, size: Size) -> None:
         super()._screen_resized(self.app.size)
+
+    def _compositor_refresh(self) -> None:
+        """Write what has changed; if this is in panels only, write just the changed cells."""
+        app = self.app
+        update = self._row_updates.update(self._compositor) if self is app.screen and not app.is_inline else None
+        if update is None:
+            super()._compositor_refresh()
+            return
+        app._display(self, update)
+        self._dirty_widgets.clear()
+        app._update_mouse_over(self)

@@ -36,15 +36,15 @@ TIMINGS_HEIGHT = 10
 REQUESTS = ("requests", "timeline")
 BOTH = 44  # a terminal with fewer rows shows either the requests or the timeline of one
 # Panel -> (n, k): the panel is painted in frame k of every n frames (k from 0), which spreads the work over the frames.
-# Panels that change with every step are painted often, panels of figures less often. After a selection, and in
-# every frame while the picture does not move (frozen, paused, in the past), all panels are painted.
+# If the frame is not drawn, the panel is painted in the next one. While frames are skipped, n is at least
+# SKIPPING_EVERY. Panels that change with every step are painted often, panels of figures less often. After a selection,
+# and in every frame while the picture does not move (frozen, paused, in the past), all panels are painted.
 EVERY = {
-    "step": (1, 0), "map": (2, 0), "table": (2, 1), "lanes": (4, 1), "events": (4, 3),
-    "tree": (5, 1), "vitals": (5, 2), "timings": (10, 4), "experts": (5, 3), "waterfall": (2, 1),
-    "requests": (5, 0), "timeline": (5, 3), "trends": (10, 2), "about": (5, 4),
+    "step": (2, 0), "map": (2, 0), "table": (2, 1), "lanes": (4, 1), "events": (4, 3), "bars": (2, 1),
+    "tree": (4, 2), "vitals": (4, 0), "timings": (10, 4), "experts": (4, 3), "waterfall": (2, 1),
+    "requests": (4, 0), "timeline": (4, 3), "trends": (10, 2), "about": (4, 2),
 }  # fmt: skip
-
-
+SKIPPING_EVERY = 4
 PAINT_S = 0.005  # the panels of a frame are painted in turns of about this time
 
 
@@ -180,7 +180,8 @@ class InspectScreen(BaseScreen[None]):
         """Show the view; called once a frame while this screen is visible."""
         if not hasattr(self, "_panels"):
             return
-        self._frames += 1
+        limiter = self.app.frame_limiter
+        before, self._frames = self._frames, self._frames + limiter.stride
         if view.experts.known == ("experts" in self.absent):
             self.absent = set() if view.experts.known else {"experts"}
             if self.current in self.absent:
@@ -194,11 +195,14 @@ class InspectScreen(BaseScreen[None]):
         moment = (view.version, view.travel_text, view.still)
         at_once = self._at_once = view.still or moment != self._painted_moment
         self._painted_moment = moment
-        for bar in self._bars:
-            bar.paint(view)
         for name, (every, offset) in EVERY.items():
-            painted = self._panels[name].painted
-            if (at_once or not painted or self._frames % every == offset) and name not in self._due:
+            if limiter.skipping:
+                every = max(every, SKIPPING_EVERY)
+            is_due = at_once or (self._frames - offset) // every > (before - offset) // every
+            if name == "bars":
+                for bar in self._bars if is_due else ():
+                    bar.paint(view)
+            elif (is_due or not self._panels[name].painted) and name not in self._due:
                 self._due.append(name)
         if self._details.display:
             self._details.paint(view)
@@ -248,8 +252,8 @@ class InspectScreen(BaseScreen[None]):
         if hasattr(self, "_panels"):
             self.lay_out()
             panel = self._panels[name]
+            panel.view = self.app.view  # Textual reports its size after the layout, and then it is painted at once
             panel.focus()
-            panel.refresh(layout=True)
 
     def action_waterfall(self) -> None:
         """Show the waterfall alone, or the panels as before."""

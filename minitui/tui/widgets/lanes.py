@@ -196,9 +196,10 @@ label names that request.""")
         cells = [(NOTHING, False)] * self.columns
         for lane in seen:
             lit = lane.id in view.links.requests
-            for x, code in enumerate(lane.columns(self.first_step, self.k, self.columns, horizon)):
-                if code > cells[x][0]:
-                    cells[x] = (code, lit)
+            for code, columns in lane.pieces(self.first_step, self.k, self.columns, horizon):
+                for x in columns:
+                    if code > cells[x][0]:
+                        cells[x] = (code, lit)
         if view.links.step is not None:
             x = (view.links.step - self.first_step) // self.k
             if 0 <= x < self.columns:
@@ -233,8 +234,8 @@ label names that request.""")
         hidden = [r for id, r in requests.items() if id not in shown and view.lanes.lanes[id].submitted_step <= end + 1]
         decoding = sum(r.joined_at >= 0 for r in hidden)
         waiting = sum(r.state != "running" for r in hidden)
-        window = view.lanes.ended_since(self.first_step)
-        ended = sum(lane.id not in shown and lane.finish_step <= end for lane in window)
+        ended = view.lanes.number_ended(self.first_step, end)
+        ended -= sum(self.first_step <= view.lanes.lanes[id].finish_step <= end for id in shown)
         prefilling = len(hidden) - decoding - waiting
         counts = ((decoding, "decoding"), (prefilling, "prefilling"), (waiting, "waiting"), (ended, "done"))
         parts = [f"{n:,} {word}" for n, word in counts if n]
