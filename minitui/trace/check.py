@@ -225,7 +225,7 @@ def _free(value: dict[str, Any]) -> None:
     _need(is_list, "'free' of the snapshot is not a list of blocks and of pairs of blocks")
     tables = (item["blocks"] for item in value["nodes"].values()), (r["table"] for r in value["requests"].values())
     free = set(range(1, value["num_blocks"])).difference(*tables[0], *tables[1], *value.get("copies", {}).values())
-    is_same = number_of(runs) == len(free) and free.issuperset(blocks_of(runs))  # a wrong number is not unpacked
+    is_same = number_of(runs) == len(free) and free == set(blocks_of(runs))  # a wrong number is not unpacked
     _need(is_same, "its free blocks differ from the pool's")
 
 

@@ -25,6 +25,7 @@ from engine.trace.state import State
 from engine.trace.waste import WasteFigures, waste_of
 from minitui.viewmodel.annotated_state import AnnotatedState, BlockEvent
 from minitui.viewmodel.board import Board
+from minitui.viewmodel.cost_model import FIT_STEPS
 from minitui.viewmodel.events import Event, Events, describe
 from minitui.viewmodel.experts import ExpertLoads
 from minitui.viewmodel.history import BUCKET, FirstTokens, Rates, StepRow, Steps
@@ -39,6 +40,7 @@ from minitui.viewmodel.trends import Trends
 __all__ = ["AnnotatedState", "Event", "Frame", "Lane", "Links", "Selection", "StepRow", "View"]
 
 TIMINGS_SECONDS = 0.5  # between two computations of the percentiles
+FIT_SECONDS = 2.0  # between two fits of the cost model, whose steps are those of several seconds
 WASTE_SECONDS = 0.5  # between two computations of the waste
 GLOW_SECONDS, WARM_SECONDS = 0.4, 1.2  # after a change: full highlight, then fading highlight
 EMPTY = State(num_blocks=2, block_size=16, budget=1, max_num_seqs=1)
@@ -106,6 +108,7 @@ class View:
         self.links = Links()
         self.timings = Timings()
         self._timings_at = (-1e9, -1)
+        self._fitted_at = -1e9
         self.waste = WasteFigures()
         self._waste_at = -1e9
         # (record number, step travelled to) of the last frame; None if that frame's picture was not still.
@@ -312,7 +315,11 @@ class View:
         at, horizon = self._timings_at
         if is_new_still or (horizon != self.horizon and now - at >= TIMINGS_SECONDS):
             self._timings_at = (now, self.horizon)
-            self.timings = summarise(self.steps, self.first_tokens, self.horizon, self.shown.state.seq)
+            many = self.steps.last - self.steps.first >= FIT_STEPS  # with fewer steps, each fit is better than the last
+            model = self.timings.model if many and not is_new_still and now - self._fitted_at < FIT_SECONDS else None
+            if model is None:
+                self._fitted_at = now
+            self.timings = summarise(self.steps, self.first_tokens, self.horizon, self.shown.state.seq, model=model)
 
     def _means(self, first: int, last: int) -> Frame:
         at = self.steps.indices(first, last)

@@ -55,10 +55,13 @@ class Timings:
     model: CostModel | None = None  # the expected time of steps; None: too few steps are timed
 
 
-def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent: int = 8) -> Timings:
+def summarise(
+    steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent: int = 8, model: CostModel | None = None
+) -> Timings:
     """Returns the timings of the last WINDOW_SECONDS of step time up to step `horizon`.
 
-    Only time inside steps counts: a long pause does not empty the window.
+    Only time inside steps counts: a long pause does not empty the window. `model`: a recent cost model of these steps;
+    None: it is fitted now, which takes most of the time of this function.
     """
     last = steps.get(horizon)
     while last is not None and last.wall_ms is None:  # the timing of this step has not arrived
@@ -114,7 +117,7 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
         drafted=drafted,
         accepted=accepted,
         per_row=1 + accepted / int(decodes.sum()) if decodes.any() else 1.0,
-        model=fit(steps, last.step),
+        model=fit(steps, last.step) if model is None else model,
     )
 
 

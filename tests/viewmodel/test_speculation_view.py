@@ -29,6 +29,7 @@ from minitui.viewmodel.story import tell
 from minitui.viewmodel.teller import Teller
 from tests.engine.test_speculation import REPEATING, drafting_seed, make_engine
 from tests.support.golden import INFO
+from tests.support.lanes import codes
 
 
 @dataclass
@@ -120,9 +121,9 @@ def test_lanes_mark_the_steps_in_which_drafts_were_right(played: Run) -> None:
     request = played.requests[0]
     lane = view.lanes.lanes[request.id]
     gained = {step for step, drew in played.emitted.items() if drew.count(request.id) > 1}
-    codes = lane.columns(0, 1, view.steps.last + 1, view.steps.last)
-    assert gained == {step for step, code in enumerate(codes) if code == GAINING} and gained
-    assert DECODING in codes
+    found = codes(lane, 0, 1, view.steps.last + 1, view.steps.last)
+    assert gained == {step for step, code in enumerate(found) if code == GAINING} and gained
+    assert DECODING in found
     assert "═" in "".join(plain(row) for row in BatchLanes().picture(view, 100, 8).rows)
 
 

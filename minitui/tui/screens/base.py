@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar, cast
 
 from textual import getters
 from textual.geometry import Size
@@ -10,6 +10,9 @@ from textual.screen import Screen
 
 from minitui.tui.app_base import AppBase
 from minitui.tui.row_update import RowUpdates
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 Result = TypeVar("Result")
 Hint = tuple[str, str]  # (key, its action in a word or two)
@@ -43,6 +46,6 @@ class BaseScreen(Screen[Result]):
         if update is None:
             super()._compositor_refresh()
             return
-        app._display(self, update)
+        app._display(self, cast("RenderableType", update))  # Textual calls `render_segments`
         self._dirty_widgets.clear()
         app._update_mouse_over(self)
