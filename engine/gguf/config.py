@@ -63,7 +63,7 @@ def _config(header: Header, family: Family) -> dict[str, Any]:
         "vocab_size": embedding.shape[0], "hidden_size": hidden, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": whole("attention.head_count_kv", heads),
         "head_dim": head_dim, arch.eps: header.get(f"{kind}.attention.{norm}", float),
-        "max_position_embeddings": whole("context_length"),
+        "max_position_embeddings": whole("context_length"), "pad_token_id": None,
         "hidden_act": "gelu_pytorch_tanh" if arch.activation == "gelu" else arch.activation,
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "dtype": "bfloat16" if stored == {"BF16"} or not family.half_range else
@@ -117,7 +117,7 @@ def _windows(header: Header, kind: str, family: Family, layers: int, found: dict
 
 
 def _rope(header: Header, kind: str, family: Family, head_dim: int) -> dict[str, Any]:
-    """Returns rope_parameters, and rope_local_base_freq if the layers with a window have another base."""
+    """Returns rope_parameters, and the context before stretching of longrope."""
     theta = header.get(f"{kind}.rope.freq_base", float, 10_000.0)
     table = {"rope_theta": theta, **_scaling(header, kind, theta)}
     if table.get("rope_type") == "yarn":
@@ -136,8 +136,10 @@ def _rope(header: Header, kind: str, family: Family, head_dim: int) -> dict[str,
     found: dict[str, Any] = {"rope_parameters": table}
     has_local = "rope_local_base_freq" in family.arch.reads
     local = header.get(f"{kind}.{LOCAL_BASE}", float, 10_000.0 if has_local else theta)
-    if has_local or local != theta:
-        found["rope_local_base_freq"] = local
+    if family.arch.two_ropes:
+        found["rope_parameters"] = {FULL: table, SLIDING: {"rope_type": "default", "rope_theta": local}}
+    elif local != theta:
+        found["rope_local_base_freq"] = local  # which is refused
     if LONG in header.tensors:
         original = f"{kind}.rope.scaling.original_context_length"
         found["original_max_position_embeddings"] = header.get(original, int)

@@ -248,11 +248,11 @@ def _read(header: Header, file: BinaryIO, tensor: Tensor, first: int, rows: int,
         return data.view(stored).reshape(inner)
     with np.errstate(over="ignore", invalid="ignore"):
         numbers = _dequantize()(data.reshape(*inner[:-1], -1), tensor.type)
-        if tensor.type == "MXFP4":
-            return (np.ascontiguousarray(numbers, np.float32).view(np.uint32) >> 16).astype(np.uint16)
-        numbers = numbers.astype(stored)
+        numbers = numbers if tensor.type == "MXFP4" else numbers.astype(stored)
     if not np.isfinite(numbers).all():
-        raise header.error(f"has numbers in {shown(tensor.name)} that are not finite in float16: download it again")
+        raise header.error(f"has numbers in {shown(tensor.name)} that are not finite in 16 bits: download it again")
+    if tensor.type == "MXFP4":
+        return (np.ascontiguousarray(numbers, np.float32).view(np.uint32) >> 16).astype(stored)
     return numbers
 
 

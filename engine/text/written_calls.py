@@ -8,11 +8,8 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
-FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
-PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
 ARGUMENTS, CALL_ID = "[ARGS]", "[CALL_ID]"
 
 
@@ -23,10 +20,9 @@ def as_blocks(text: str) -> str:
     if found:
         name = name.partition(CALL_ID)[0].strip()
         return _block(f'{{"name": {json.dumps(name)}, "arguments": {arguments.strip() or "{}"}}}')
-    functions = FUNCTION.findall(text)
+    functions = _tagged(text, "function")
     if functions:
-        calls = [{"name": name.strip(), "arguments": dict(map(_value, PARAMETER.findall(body)))}
-                 for name, body in functions]  # fmt: skip
+        calls = [{"name": name, "arguments": dict(_tagged(body, "parameter"))} for name, body in functions]
     else:
         calls = _listed(text)
     return "\n".join(_block(json.dumps(call, ensure_ascii=False)) for call in calls) if calls else _block(text)
@@ -36,10 +32,15 @@ def _block(text: str) -> str:
     return f"<tool_call>\n{text}\n</tool_call>"
 
 
-def _value(parameter: tuple[str, str]) -> tuple[str, str]:
-    """Returns (name, value). A value may be on lines of its own."""
-    name, value = parameter
-    return name.strip(), value.removeprefix("\n").removesuffix("\n")
+def _tagged(text: str, tag: str) -> list[tuple[str, str]]:
+    """Returns (name, content) of each <tag=name>content</tag>. The content may be on lines of its own."""
+    found = []
+    for part in text.split(f"<{tag}=")[1:]:
+        name, _, rest = part.partition(">")
+        content, end, _ = rest.partition(f"</{tag}>")
+        if end:
+            found.append((name.strip(), content.removeprefix("\n").removesuffix("\n")))
+    return found
 
 
 def _listed(text: str) -> list[dict[str, Any]]:

@@ -50,7 +50,7 @@ class ReplyParser:
         self._bare = BareCalls(self._types)
         self._held = ""
         self._skip_newlines = False
-        self._thought = False  # True after the reasoning
+        self._thought = False  # True directly after the reasoning
         self._in_response = False
 
     def push(self, text: str) -> Parts:
@@ -108,7 +108,7 @@ class ReplyParser:
             if self._thought and RESPONSE.startswith(self._held[: len(RESPONSE)]):
                 if len(self._held) < len(RESPONSE):
                     return False
-                self._held, self._in_response = self._held[len(RESPONSE) :], True
+                self._held, self._in_response, self._thought = self._held[len(RESPONSE) :], True, False
             begins = self._bare.begins(self._held.lstrip()) if self._types else False
             if begins is not None:
                 self._mode = "bare" if begins else "content"

@@ -11,14 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
 from safetensors.torch import load_file
 
 from engine.errors import CheckpointError
 from engine.gguf import families, header, tensors
-from engine.gguf.header import Header, read_header
-from engine.gguf.tokenizer import end_tokens, tokenizer_files
+from engine.gguf.header import read_header
 from engine.hub.resolve import resolve_model
 from engine.llm import LLM
 from engine.model.four_bits import Int4Weight
@@ -28,7 +26,6 @@ from engine.text.tokenizer import Tokenizer
 from minitui import tutor
 from tests.support.gguf_files import add_tokenizer
 from tests.support.models import load_decoder, make_runner
-from tests.support.paths import ROOT
 
 gguf = pytest.importorskip("gguf")
 TYPES = gguf.GGMLQuantizationType
@@ -38,7 +35,6 @@ TEXTS = [
     "What is a KV cache?", " two  spaces\n\nand 12345 numbers, it's", "Grüße, 世界! 🙂",
     "<|im_end|>def f(x):\n\treturn x",
 ]  # fmt: skip
-QWEN3 = ROOT.parent / "shared" / "qwen3"
 
 
 @pytest.fixture(autouse=True)
@@ -188,80 +184,6 @@ def test_the_tokenizer_and_the_template_are_the_checkpoint_s(tmp_path: Path) -> 
     assert read_model_config(directory).num_parameters == read_model_config(TUTOR).num_parameters
 
 
-@pytest.mark.skipif(not QWEN3.is_dir(), reason="the tokenizer of Qwen3 is not here")
-def test_the_words_of_qwen_are_split_as_its_tokenizer_does(tmp_path: Path) -> None:
-    found = json.loads((QWEN3 / "tokenizer.json").read_text())
-    vocab = found["model"]["vocab"] | {token["content"]: token["id"] for token in found["added_tokens"]}
-    metadata = {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2",
-        "tokenizer.ggml.tokens": sorted(vocab, key=vocab.__getitem__),
-        "tokenizer.ggml.merges": [" ".join(merge) for merge in found["model"]["merges"]],
-    }  # fmt: skip
-    made, config = tokenizer_files(Header(tmp_path, metadata, {}))
-    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    ours, theirs = Tokenizer(tmp_path), Tokenizer(QWEN3)
-    assert [ours.encode(text) for text in TEXTS[:3]] == [theirs.encode(text) for text in TEXTS[:3]]
-
-
-@pytest.mark.parametrize(
-    ("pre", "text", "words"),
-    [
-        ("llama-bpe", "I'LL pay 12345 €/m", ["I", "'LL", "Ġpay", "Ġ", "123", "45", "ĠâĤ¬/", "m"]),
-        ("glm4", "a 1234", ["a", "Ġ", "123", "4"]),
-        ("stablelm2", "a 12", ["a", "Ġ", "1", "2"]),
-        ("refact", "it's 123", ["it", "'s", "Ġ", "1", "2", "3"]),
-        ("olmo", "it's 123", ["it", "'s", "Ġ123"]),
-        ("gpt-4o", "aBc DON'T 1234 x/\n", ["a", "Bc", "ĠDON'T", "Ġ", "123", "4", "Ġx", "/Ċ"]),
-        ("tekken", "aBc DON'T 12", ["a", "Bc", "ĠDON", "'T", "Ġ", "1", "2"]),
-        ("seed-coder", "a 12;\n", ["a", "Ġ", "1", "2", ";", "Ċ"]),
-    ],
-)
-def test_texts_are_split_as_the_file_says(pre: str, text: str, words: list[str], tmp_path: Path) -> None:
-    """The words, before they are cut into tokens."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    metadata = {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": [],
-        "tokenizer.ggml.tokens": alphabet,
-    }  # fmt: skip
-    made, _ = tokenizer_files(Header(tmp_path, metadata, {}))
-    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(made))
-    assert [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)] == words
-    assert tokenizer.decode(tokenizer.encode(text).ids) == text
-
-
-def test_the_tokens_that_end_a_reply_are_known_by_name(tmp_path: Path) -> None:
-    tokens = ["a", "<|end|>", "<end_of_turn>", "<|return|>", "</s>"]
-    for named, expected in ((tokens, [4, 2, 3]), (tokens[:3], [1, 2])):
-        metadata = {"tokenizer.ggml.tokens": named, "tokenizer.ggml.eos_token_id": 4, "tokenizer.ggml.eot_token_id": -1}
-        assert end_tokens(Header(tmp_path, metadata, {})) == expected
-
-
-def test_sentence_pieces_are_merged_by_their_scores(tmp_path: Path) -> None:
-    pieces = {"▁": -20, "a": -21, "b": -22, "c": -23, "ab": -3, "bc": -1, "▁a": -5, "▁abc": -2, "abc": -4}
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *pieces]
-    scores = [0.0] * 259 + [float(score) for score in pieces.values()]
-    writer = gguf.GGUFWriter(str(tmp_path / "pieces.gguf"), "llama")
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores(scores)
-    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * 9])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_add_bos_token(True)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    made, config = tokenizer_files(read_header(tmp_path / "pieces.gguf"))
-    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = Tokenizer(tmp_path)
-    names = [tokens[i] for i in tokenizer.encode("abc é")]
-    assert names == ["<s>", "▁abc", "▁", "<0xC3>", "<0xA9>"], "bc, then abc, then ▁abc"
-    assert tokenizer.decode(tokenizer.encode("abc é")) == "abc é"
-
-
 def test_a_stretched_llama_gets_its_factor_back(tmp_path: Path) -> None:
     def llama3(writer: Any) -> None:
         length = 2 * np.pi * 10_000.0 ** (np.arange(32) / 32)
@@ -310,34 +232,6 @@ def test_tensors_that_overlap_and_longer_headers_are_refused(tmp_path: Path, mon
     monkeypatch.setattr(header, "LARGEST_HEADER", 60)
     with pytest.raises(CheckpointError, match=r"bad\.gguf has a header of more than 60 bytes"):
         read_header(path)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("tokenizer.ggml.merges", ["a b", "ab c"], "tokenizer.ggml.merges that do not join two tokens to a third"),
-        ("tokenizer.ggml.merges", [1], "tokenizer.ggml.merges that do not"),
-        ("tokenizer.ggml.token_type", ["x"], "a damaged list of tokens"),
-        ("tokenizer.ggml.pre", "klingon", "splits words as 'klingon' does: supported are llama-bpe"),
-        ("tokenizer.ggml.model", "rwkv", "a tokenizer of type 'rwkv'"),
-    ],
-)
-def test_a_damaged_tokenizer_is_named(key: str, value: Any, message: str, tmp_path: Path) -> None:
-    metadata = {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": ["a", "b", "ab"],
-        "tokenizer.ggml.merges": ["a b"],
-    }  # fmt: skip
-    assert tokenizer_files(Header(tmp_path, metadata, {}))
-    with pytest.raises(CheckpointError, match=message):
-        tokenizer_files(Header(tmp_path, metadata | {key: value}, {}))
-
-
-def test_long_pieces_are_refused_before_they_are_cut_everywhere(tmp_path: Path) -> None:
-    metadata = {
-        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a" * 2_000], "tokenizer.ggml.scores": [0.0],
-    }  # fmt: skip
-    with pytest.raises(CheckpointError, match="tokens of more than 1,024 characters"):
-        tokenizer_files(Header(tmp_path, metadata, {}))
 
 
 def test_scales_that_are_not_finite_are_named(tmp_path: Path) -> None:
