@@ -14,25 +14,29 @@ from engine.kernels.cpu.four_bits import PART
 from engine.kernels.cpu.library import FIELDS, Kernels, four_bit_kernels
 from engine.kernels.cpu.product import scratch_floats
 
+ROWS_AT_ONCE = 256  # of activations: this limits the scratch memory, and the rounded rows stay in the cache
+
 
 def four_bit_product(
     x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, groups: torch.Tensor, offsets: torch.Tensor | None,
     shift: int, out: torch.Tensor,
 ) -> None:  # fmt: skip
     """Write x [R, K] · weightᵀ to out [R, N]. The weight is stored as engine/model/four_bits.py says."""
-    (rows, columns), threads = x.shape, torch.get_num_threads()
-    each = scratch_floats(rows, columns)
+    columns, threads = x.shape[1], torch.get_num_threads()
+    each = scratch_floats(min(len(x), ROWS_AT_ONCE), columns)
     scratch = torch.empty(threads, each)
     no_bias = torch.zeros(out.shape[1])
-    calls = np.zeros((1, FIELDS), dtype=np.int64)
-    calls[0] = (
-        values.data_ptr(), scale.data_ptr(), x.data_ptr(), 0, no_bias.data_ptr(), out.data_ptr(), scratch.data_ptr(),
-        columns, len(scale), rows, each, 0, 0, groups.data_ptr(), 0 if offsets is None else offsets.data_ptr(),
-        shift,
-    )  # fmt: skip
+    parts = list(zip(x.split(ROWS_AT_ONCE), out.split(ROWS_AT_ONCE), strict=True))
+    calls = np.zeros((len(parts), FIELDS), dtype=np.int64)
+    for call, (rows, result) in zip(calls, parts, strict=True):
+        call[:] = (
+            values.data_ptr(), scale.data_ptr(), rows.data_ptr(), 0, no_bias.data_ptr(), result.data_ptr(),
+            scratch.data_ptr(), columns, len(scale), len(rows), each, 0, 0, groups.data_ptr(),
+            0 if offsets is None else offsets.data_ptr(), shift,
+        )  # fmt: skip
     name = "int4" if offsets is None else "int4_offsets"
     compiled = kernels(name)
-    compiled.run(np.array([compiled.address(name)], dtype=np.int64), calls, threads)
+    compiled.run(np.full(len(parts), compiled.address(name), dtype=np.int64), calls, threads)
 
 
 def round_to_four_bits(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
