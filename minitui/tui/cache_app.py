@@ -79,10 +79,10 @@ class CacheScreen(BaseScreen[None]):
 class CacheApp(MinituiApp):
     """The application. `events`: the source, for the panels."""
 
-    MODES: ClassVar[dict[str, Any]] = {"inspect": CacheScreen}
-    DEFAULT_MODE = "inspect"
+    MODES: ClassVar[dict[str, Any]] = {"cached": CacheScreen}
+    DEFAULT_MODE = "cached"
     GROUPS = ("Application",)
-    TABS = tuple(tab for tab in MinituiApp.TABS if tab[0] == "inspect")
+    TABS = (("cached", "2 Inspect"),)
 
     def __init__(self, source: KvSource, *args: Any, **options: Any) -> None:
         options["load_codec"] = lambda info: source.texts
@@ -95,6 +95,6 @@ class CacheApp(MinituiApp):
 
     def switch_mode(self, mode: str) -> Any:
         """Raises InvalidRequest for other screens: KV events tell nothing about steps."""
-        if mode != "inspect":
+        if mode not in ("cached", "inspect"):
             raise InvalidRequest(MISSING)
-        return super().switch_mode(mode)
+        return super().switch_mode("cached")

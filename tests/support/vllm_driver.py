@@ -25,7 +25,7 @@ from vllm.config import (
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -43,8 +43,12 @@ CONFIG = {
 def make_scheduler(
     directory: Path, blocks: int = 60, rows: int = 8, budget: int = 128, caching: bool = True,
     asynchronous: bool = False, drafts: int = 0, policy: str = "fcfs", chunked: bool = True, log_stats: bool = True,
+    window: int = 0,
 ) -> Any:  # fmt: skip
-    """Returns vLLM's scheduler, recorded. Its watcher runs, unless a test has replaced minitui.vllm.scheduler.Pipe."""
+    """Returns vLLM's scheduler, recorded. Its watcher runs, unless a test has replaced minitui.vllm.scheduler.Pipe.
+
+    `window`: there is a second KV cache group, with sliding windows of this size.
+    """
     (directory / "config.json").write_text(json.dumps(CONFIG))
     model = ModelConfig(
         model=str(directory), tokenizer=str(directory), skip_tokenizer_init=True, dtype="float32", seed=0,
@@ -65,7 +69,13 @@ def make_scheduler(
     )  # fmt: skip
     cache.num_gpu_blocks = blocks
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    pool = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    groups = [KVCacheGroupSpec(["layer"], spec)]
+    if window:
+        sliding = SlidingWindowSpec(
+            block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=window
+        )
+        groups.append(KVCacheGroupSpec(["other layer"], sliding))
+    pool = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
     init_none_hash(sha256)
     return recording_scheduler(
         vllm_config=config, kv_cache_config=pool, structured_output_manager=StructuredOutputManager(config),

@@ -315,7 +315,7 @@ async def test_the_screen_shows_the_texts_the_pool_and_what_is_missing() -> None
         assert "Not shown: blocks outside" in picture and "evictable" not in picture
         await api.kill()
         await pilot.press("z", "1", "down")
-        assert app.current_mode == "inspect"
+        assert app.current_mode == "cached"
     await publisher.close()
 
 

@@ -114,6 +114,36 @@ def test_a_whole_state_continues_after_lost_messages(make):
     assert pipe.translator.faults == []
 
 
+def test_several_kv_cache_groups_are_not_recorded_and_vllm_says_so(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(recording.logger, "warning", lambda text, *values: said.append(text % values))
+    scheduler = make_scheduler(tmp_path, window=64)
+    load = Load(scheduler, 1)
+    load.run(60)
+    load.finish()
+    assert scheduler._recorder is None and load.steps >= 60
+    assert said == [
+        "minitui does not record this engine: this model has 2 KV cache groups; minitui shows models with one"
+    ]
+
+
+def test_a_step_leaves_out_a_running_request_and_takes_it_again(make, monkeypatch):
+    """The messages tell only how the requests of a step differ from those of the step before."""
+    scheduler, load, pipe = make(rows=8, budget=8, drafts=3)
+    again, changed = [], scheduler._recorder._changed
+
+    def watched(tokens, new):
+        changes = changed(tokens, new)
+        again.extend(set(changes[1]) - {row[0] for row in new} if changes else ())
+        return changes
+
+    monkeypatch.setattr(scheduler._recorder, "_changed", watched)
+    for i in range(8):  # with drafts, the budget is too small for all of them
+        load.add([i] * 5, 40)
+    load.finish()
+    assert pipe.translator.faults == [] and len(again) > 10
+
+
 def test_an_exception_ends_the_recording_and_not_vllm(make):
     scheduler, load, pipe = make()
     load.run(20)

@@ -22,6 +22,15 @@ from minitui.tui.screens.dialogs import Overlay
 
 MAX_WIDTH = 104  # columns, as in DEFAULT_CSS
 ABOUT = {
+    "cached": """\
+The server publishes which texts it stores in its prefix cache and removes from it (KV events). This screen is computed
+from these events and from the server's /metrics. What neither of them tells is not shown.
+
+  server         figures from /metrics
+  pool           its size; the blocks that requests hold; the blocks with a cached text; what is not shown, and why
+  cached texts   the tree of texts, decoded with the model's tokenizer
+  events         what the server removed
+""",
     "lesson": """\
 A lesson has pages of text beside a real engine. The figures of an experiment are counted while it runs.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, cast
 
+from engine.trace.state import NodeView
 from minitui.text import count
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
@@ -39,6 +40,9 @@ blocks, and disappears when the server removes them. The events do not tell whic
     def _columns(self, width: int) -> tuple[tuple[str, int], ...]:
         return (("tokens", 7),)
 
+    def _figures(self, view: View, node: NodeView) -> str:
+        return count(len(node.ids), "token")
+
     def _below(self, view: View, width: int, height: int) -> list[Runs]:
         self.below = []
         return []
@@ -63,14 +67,14 @@ class CachePool(LinePanel, can_focus=False):
         tree, dash = source.tree, glyphs().dash
         size = f"{source.num_blocks:,} blocks of {tree.size} tokens" if source.num_blocks else dash
         use = source.metrics.cache_use
-        copies = f", {tree.copies:,} more with equal texts" if tree.copies else ""
+        copies = f", {tree.copies:,} more are copies" if tree.copies else ""
         figures = [
             ("pool", size),
-            ("held by requests", f"{100 * use:.0f} %" if use is not None else dash),
-            ("cached", f"{count(len(tree), 'block')} with different texts{copies}"),
-            ("stored", f"{tree.stored:,} blocks, removed {tree.removed:,}"),
+            ("in use", f"{100 * use:.0f} %" if use is not None else dash),
+            ("cached", f"{count(len(tree), 'block')}{copies}"),
+            ("stored", f"{count(tree.stored, 'block')}, {tree.removed:,} removed"),
         ]
-        rows: list[Runs] = [Row(label, "dim").to(18).add(text, "ink").done(width) for label, text in figures]
+        rows: list[Runs] = [Row(label, "dim").to(10).add(text, "ink").done(width) for label, text in figures]
         for sentence in self._sentences(source):
             rows += wrapped(sentence, "waiting", width)
         return Picture(rows[:height], legend=[(f"{source.events} · {count(source.messages, 'message')}", "dim")])

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from textual import events
 from textual.binding import Binding
 
+from engine.trace.records import REMOVED
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, typed
 from minitui.tui.widgets.rows import Row, Run, Runs, cells, clean, fit
@@ -190,7 +191,8 @@ f shows one group of kinds. / searches: an event must contain every word. "r12" 
         chosen = event.seq == self.chosen
         ground = " on select" if linked else ""
         fresh = view.glow_of(event.record[1]) == 2
-        row = Row(f"{max(event.step, 0):,}".rjust(digits), "dim" + ground)
+        step = glyphs().dash if event.record[-1] == REMOVED else f"{max(event.step, 0):,}"  # KV events name no step
+        row = Row(step.rjust(digits), "dim" + ground)
         row.add("  ", "ink" + ground).add(event.kind.ljust(8), STYLES[event.kind] + ground)
         words = clean(view.event_text(event, short=width < NARROW))
         quiet = event.kind in ("finish", "miss")

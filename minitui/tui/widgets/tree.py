@@ -14,6 +14,7 @@ from typing import ClassVar
 from textual import events
 from textual.binding import Binding
 
+from engine.trace.state import NodeView
 from minitui.text import count, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected, typed
@@ -157,13 +158,15 @@ large panel (z) also has the whole text of the selected node.""")
         node = view.shown.state.nodes.get(selected(view, "node"))
         if height < LARGE or node is None or not node.id:
             return []
-        figures = f"{count(len(node.ids), 'token')}, {count(view.shown.saved_by(node), 'prompt token')} saved"
-        rows = [Row(f"text of node {node.id}: ", "dim").add(figures, "ink").done(width)]
+        rows = [Row(f"text of node {node.id}: ", "dim").add(self._figures(view, node), "ink").done(width)]
         text = wrapped(clean(view.decode(node.ids[:WHOLE_TOKENS])), "ink", width)
         most = height // 3
         if len(text) > most:
             text = [*text[: most - 1], Row(glyphs().dots, "dim").done(width)]
         return [*rows, *text]
+
+    def _figures(self, view: View, node: NodeView) -> str:
+        return f"{count(len(node.ids), 'token')}, {count(view.shown.saved_by(node), 'prompt token')} saved"
 
     def _below(self, view: View, width: int, height: int) -> list[Runs]:
         """Returns the rows about the next evictions, below the tree."""
