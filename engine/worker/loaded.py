@@ -30,6 +30,7 @@ from engine.model.group import ALONE, Group
 from engine.model.kv_scales import kv_scales
 from engine.model.weights import dummy_weights, load_weights
 from engine.progress import Progress
+from engine.worker import kept_weights
 from engine.worker.batch import Batch
 from engine.worker.inputs import Draws
 from engine.worker.launch import DrawnLogprobs, LaunchedStep, PromptLogprobs
@@ -97,7 +98,7 @@ class LoadedModel:
         with torch.inference_mode():
             self.model = self._load(ops, model_dir, on_progress)
             if note := group.join(model_config.hidden_size, self.dtype):
-                self.notes = (note,)
+                self.notes += (note,)
             self._kv_scales = kv_scales(self.model) if self.kv_dtype == FP8 else None
             max_rows = limits.max_num_seqs
             self.attention = choose_attention(
@@ -205,17 +206,28 @@ class LoadedModel:
     # ---- loading
 
     def _load(self, ops: Ops, model_dir: Path | None, on_progress: Progress | None) -> Decoder:
-        quantised = matrices(self.quantization, self.model_config)
-        model = Decoder(self.shard, self.dtype, self.device, self.max_model_len, ops, quantised, self.group)
-        slots = self.group.shard_slots(model.slots(), self.model_config)
-        if self.config.dummy_weights:
-            dummy_weights(slots, self.config.seed)
-        elif model_dir is None:
-            raise EngineError("there is neither a model directory nor dummy_weights: give one of these two options")
-        else:
-            slots = checkpoint_slots(slots, self.model_config, self.dtype)
-            packing = self.model_config.packing
-            load_weights(slots, model_dir, self.model_config.tie_word_embeddings, on_progress, packing)
+        config, kind = self.model_config, self.quantization
+        quantised = matrices(kind, config)
+
+        def make() -> Decoder:
+            return Decoder(self.shard, self.dtype, self.device, self.max_model_len, ops, quantised, self.group)
+
+        def fill(model: Decoder) -> None:
+            slots = self.group.shard_slots(model.slots(), config)
+            if self.config.dummy_weights:
+                dummy_weights(slots, self.config.seed)
+            elif model_dir is None:
+                raise EngineError("there is neither a model directory nor dummy_weights: give one of these two options")
+            else:
+                slots = checkpoint_slots(slots, config, self.dtype)
+                load_weights(slots, model_dir, config.tie_word_embeddings, on_progress, config.packing)
+
+        if kind in kept_weights.KINDS and self.config.keep_weights and model_dir and not self.config.dummy_weights:
+            path = kept_weights.file_of(self.config.model or model_dir.name, model_dir, config, kind)
+            model, self.notes = kept_weights.load(path, make, fill, on_progress)
+            return model
+        model = make()
+        fill(model)
         return model
 
     def _make_pool(self, num_blocks: int) -> KVPool:

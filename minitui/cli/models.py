@@ -13,6 +13,7 @@ from engine.errors import EngineError
 from engine.fields import listed
 from engine.files import checkpoint_files
 from engine.hub.cache import Snapshot, cache_directory, cached_snapshots
+from engine.worker.kept_files import directory, forget, kept_files
 from minitui.visible import json_text, visible_line
 
 MARGIN = 1.15  # memory that a model takes, as a multiple of its weights
@@ -31,7 +32,12 @@ class Model:
     runs: str
 
 
-def models(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def models(
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    forget_kept: Annotated[
+        bool, typer.Option("--forget-kept", help="Remove the rounded weights that are kept for later starts.")
+    ] = False,
+) -> None:
     """List the models in the local Hugging Face cache, and which of them run here.
 
     A model of this list starts without the network. Other models are downloaded when they are first named:
@@ -39,7 +45,14 @@ def models(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
     \b
       minitui chat --model Qwen/Qwen3-0.6B
       minitui chat --model Qwen/Qwen3-0.6B@main     a branch, a tag or a commit follows the @
+
+    Weights that were rounded for a CPU are kept, so that later starts are quicker: at most 20 GB, those used longest
+    ago are removed first. MINITUI_KEPT_WEIGHTS_GB changes this limit; 0 keeps none.
     """
+    if forget_kept:
+        count = forget()
+        print(f"removed {count} file{'' if count == 1 else 's'} from {directory()}")
+        return
     snapshots = cached_snapshots()
     memory = Memory.here() if snapshots else Memory(0.0, False)
     found = sorted((examine(snapshot, memory) for snapshot in snapshots), key=lambda model: model.name.lower())
@@ -54,6 +67,10 @@ def models(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
         for row in rows:
             print(visible_line(f"{row[0]:{name}}  {row[1]:{revision}}  {row[2]:>8}  {row[3]:{family}}  {row[4]}"))
         print(f"{size(sum(m.size or 0 for m in found))} in {cache_directory()}")
+    if not json and (kept := kept_files()):
+        print(f"\nrounded weights, kept in {directory()} (minitui models --forget-kept removes them):")
+        for path in reversed(kept):
+            print(visible_line(f"  {size(path.stat().st_size):>8}  {path.name}"))
 
 
 @dataclass(frozen=True)

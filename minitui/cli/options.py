@@ -92,6 +92,13 @@ def _engine(
             "memory, and int4 if int8 does not fit either."
         ),
     ] = "auto",
+    no_keep_weights: Annotated[
+        bool,
+        typer.Option(
+            "--no-keep-weights",
+            help="Do not keep weights that were rounded for a CPU on disk: later starts take as long as the first.",
+        ),
+    ] = False,
     device: Device = "auto",
     tensor_parallel_size: Annotated[
         int, typer.Option(min=1, help="Split the model over this many ranks: GPUs, or processes on the CPU.")
@@ -183,4 +190,6 @@ def engine_config(model: str, **options: Any) -> EngineConfig:
         options["num_blocks"] = options.pop("kv_blocks")
     if "no_prefix_caching" in options:
         options["enable_prefix_caching"] = not options.pop("no_prefix_caching")
+    if "no_keep_weights" in options:
+        options["keep_weights"] = not options.pop("no_keep_weights")
     return EngineConfig(model=model, **options)

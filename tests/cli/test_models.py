@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.model.four_bits import Int4Weight
+from engine.worker.kept_files import directory
 from minitui import tutor
 from minitui.cli.models import Memory, complete_model, fit, models
 
@@ -19,6 +20,7 @@ CONFIG = (tutor.model_dir() / "config.json").read_bytes()
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache with a whole model of two revisions, one that is not supported, and one that is not complete."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     add(tmp_path, "Org/Whole", "a" * 40, {"config.json": CONFIG, "model.safetensors": bytes(2_500_000)}, "main")
     add(tmp_path, "Org/Whole", "b" * 40, {"config.json": CONFIG, "model.safetensors": bytes(1_000_000)})
     add(tmp_path, "Org/Other", "c" * 40, {"config.json": b'{"architectures": ["GPT9"]}', "model.safetensors": b"x"})
@@ -58,8 +60,24 @@ def test_an_empty_cache_says_how_to_get_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     models()
     assert capsys.readouterr().out == f"no models in {tmp_path}: minitui chat --model Qwen/Qwen3-0.6B downloads one\n"
+
+
+def test_kept_weights_are_listed_and_removed(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory().mkdir(parents=True)
+    for name in "Whole-int8-abc.weights", "Other-int4-\x1b[2J.weights":
+        (directory() / name).write_bytes(bytes(2_500_000))
+    models()
+    *_, heading, first, second = capsys.readouterr().out.splitlines()
+    assert heading == f"rounded weights, kept in {directory()} (minitui models --forget-kept removes them):"
+    assert {first.split()[-1], second.split()[-1]} == {"Whole-int8-abc.weights", "Other-int4-␛[2J.weights"}
+    assert "2.5 MB" in first
+    models(forget_kept=True)
+    assert capsys.readouterr().out == f"removed 2 files from {directory()}\n"
+    models()
+    assert "rounded weights" not in capsys.readouterr().out and not list(directory().iterdir())
 
 
 def test_what_does_not_fit_in_full_precision_is_quantised_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,159 @@
+"""Weights that were rounded for a CPU are kept on disk: the next start computes the same without rounding again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import EngineError
+from engine.model.four_bits import Int4Weight
+from engine.worker import kept_files, kept_weights, loaded
+from tests.support.models import Driver, make_request, make_runner, prompt, reference, save
+from tests.support.packing import FORMATS, quantise
+
+INT8 = {"quantization": "int8", "block_size": 16}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of kept weights. All sizes are kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(kept_weights, "LEAST", 0)
+    monkeypatch.delenv(kept_files.LIMIT, raising=False)
+    return kept_files.directory()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return save(reference("qwen3"), tmp_path / "Org" / "Model")
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The directories whose weights were read and rounded."""
+    found: list[Path] = []
+
+    def load_weights(slots: Any, directory: Path, *others: Any) -> None:
+        found.append(directory)
+        original(slots, directory, *others)
+
+    original = loaded.load_weights
+    monkeypatch.setattr(loaded, "load_weights", load_weights)
+    return found
+
+
+def reply(runner: Any) -> list[int]:
+    return Driver(runner).generate(make_request(prompt(), 0), 8)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "gptq in order"])
+def test_the_second_start_computes_the_same_without_rounding(
+    checkpoint: Path, folder: Path, read: list[Path], kind: str
+) -> None:
+    if kind != "int8" and (why_not := Int4Weight.why_not()):
+        pytest.skip(why_not)
+    if kind in FORMATS:  # a 4-bit checkpoint, whose groups have offsets
+        whole, checkpoint, kind = checkpoint, checkpoint.parent.parent / "Model", "int4"
+        quantise(reference("qwen3"), whole, checkpoint, "gptq in order")
+    options = INT8 | {"quantization": kind}
+    first, second = make_runner(checkpoint, **options), make_runner(checkpoint, **options)
+    assert read == [checkpoint], "the second start must not round"
+    (path,) = folder.iterdir()
+    assert path.name.startswith(f"Model-{kind}-") and path.stat().st_size > first.loaded.memory.weights
+    assert reply(first) == reply(second)
+    assert first.loaded.notes == second.loaded.notes == ()
+    assert second.loaded.memory.weights == first.loaded.memory.weights
+
+
+@pytest.mark.parametrize("change", ["contents", "kind", "configuration"])
+def test_other_weights_have_another_file(checkpoint: Path, folder: Path, read: list[Path], change: str) -> None:
+    make_runner(checkpoint, **INT8)
+    expected = 2
+    if change == "contents":
+        save(reference("qwen3", seed=1), checkpoint)
+    elif change == "configuration":
+        save(reference("qwen3"), checkpoint, edit={"rms_norm_eps": 1e-3})
+    else:
+        expected = 1  # float32 weights are read from the checkpoint at each start
+    make_runner(checkpoint, **(INT8 | ({"quantization": "none"} if change == "kind" else {})))
+    assert len(read) == 2 and len(list(folder.iterdir())) == expected
+
+
+def test_it_can_be_switched_off(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_runner(checkpoint, keep_weights=False, **INT8)
+    monkeypatch.setenv(kept_files.LIMIT, "0")
+    make_runner(checkpoint, **INT8)
+    assert not folder.exists()
+    monkeypatch.setenv(kept_files.LIMIT, "lots")
+    with pytest.raises(EngineError, match="MINITUI_KEPT_WEIGHTS_GB is 'lots': it must be a number of gigabytes"):
+        make_runner(checkpoint, **INT8)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 64)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def replace_by_text(path: Path) -> None:
+    path.write_text("{}")
+
+
+def replace_by_other_weights(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"int8-", b"int4-", 1))
+
+
+@pytest.mark.parametrize("damage,why", [
+    (cut, r"its first line says"), (flip, "its contents have changed"),
+    (replace_by_text, "its first line is not that of such a file"),
+    (replace_by_other_weights, "it belongs to other weights"),
+])  # fmt: skip
+def test_a_damaged_file_is_named_and_written_again(
+    checkpoint: Path, folder: Path, read: list[Path], damage: Callable[[Path], None], why: str
+) -> None:
+    first = make_runner(checkpoint, **INT8)
+    (path,) = folder.iterdir()
+    damage(path)
+    second = make_runner(checkpoint, **INT8)
+    (note,) = second.loaded.notes
+    assert str(path) in note and why in note and note.endswith("the weights were rounded again")
+    assert reply(first) == reply(second) == reply(make_runner(checkpoint, **INT8))
+    assert len(read) == 2, "the third start uses the file again"
+
+
+def test_the_files_used_longest_ago_make_room(
+    checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_runner(checkpoint, **INT8)
+    (path,) = folder.iterdir()
+    size = path.stat().st_size
+    for age, name in (300, "old"), (100, "young"):
+        other = folder / f"{name}{kept_files.SUFFIX}"
+        other.write_bytes(bytes(size))
+        os.utime(other, (path.stat().st_mtime - age,) * 2)
+    abandoned = folder / f"begun{kept_files.UNFINISHED}"
+    abandoned.write_bytes(b"x")
+    os.utime(abandoned, (0, 0))
+    save(reference("qwen3", seed=1), checkpoint)
+    monkeypatch.setenv(kept_files.LIMIT, str(3.5 * size / 1e9))
+    make_runner(checkpoint, **INT8)
+    names = {file.name for file in folder.iterdir()}
+    assert len(names) == 3 and f"young{kept_files.SUFFIX}" in names and path.name in names
+    monkeypatch.setenv(kept_files.LIMIT, str(0.5 * size / 1e9))
+    save(reference("qwen3", seed=2), checkpoint)
+    (note,) = make_runner(checkpoint, **INT8).loaded.notes
+    assert "not kept" in note and "MINITUI_KEPT_WEIGHTS_GB allows" in note
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence(checkpoint: Path, tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    (note,) = make_runner(checkpoint, **INT8).loaded.notes
+    assert "cannot be written" in note and note.endswith("set XDG_CACHE_HOME to a writable folder")
