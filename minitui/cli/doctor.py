@@ -56,7 +56,7 @@ def examine() -> dict[str, Any]:
     models, incomplete = _cached_models()
     modules = {m: _version(m) for m in EXTRAS}
     kinds = {"bfloat16": (2.0, 2.0)} if gpus else _cpu_kinds()
-    speed = None if gpus else _cpu_read_speed()
+    speed = None if gpus else cpu_read_speed()
     return {
         "minitui": version("minitui") if _installed("minitui") else "not installed",
         "python": platform.python_version(),
@@ -146,13 +146,15 @@ def _cpu_kinds() -> dict[str, tuple[float, float]]:
     return {name: itemsizes(kind, torch.float32) for name, kind in kinds.items() if kind}
 
 
-def _cpu_read_speed() -> float:
+def cpu_read_speed() -> float:
+    """Returns the bytes of memory that the engine's threads read per second."""
     import torch
 
-    from minitui.bench.limits import cpu_read_speed
+    from engine.worker.cores import default_threads
+    from minitui.bench import limits
 
-    torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))  # as many as the engine uses
-    return cpu_read_speed()
+    torch.set_num_threads(default_threads())
+    return limits.cpu_read_speed()
 
 
 def _backends() -> list[str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,9 +16,10 @@ from engine.hub.cache import Snapshot, cache_directory, cached_snapshots
 from engine.worker.kept_files import directory, forget, kept_files
 from minitui.visible import json_text, visible_line
 
-MARGIN = 1.15  # memory that a model takes, as a multiple of its weights
-FOUR_BITS = 0.65  # bytes of a weight in int4, with scales; the embedding and the output matrix are int8
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+if TYPE_CHECKING:
+    from engine.model.config import ModelConfig
+
+MARGIN = 1.15  # memory that a model takes on a GPU, as a multiple of its weights
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ def models(
         print(f"removed {count} file{'' if count == 1 else 's'} from {directory()}")
         return
     snapshots = cached_snapshots()
-    memory = Memory.here() if snapshots else Memory(0.0, False)
-    found = sorted((examine(snapshot, memory) for snapshot in snapshots), key=lambda model: model.name.lower())
+    machine = Machine.here() if snapshots else Machine(0.0, 0.0)
+    found = sorted((examine(snapshot, machine) for snapshot in snapshots), key=lambda model: model.name.lower())
     if json:
         print(json_text([asdict(model) for model in found], indent=2))
     elif not found:
@@ -74,20 +75,21 @@ def models(
 
 
 @dataclass(frozen=True)
-class Memory:
-    """The free bytes of the largest GPU, or of this machine if there is no GPU."""
+class Machine:
+    """What decides which weights fit here, and how quickly a CPU reads them."""
 
-    free: float
-    on_gpu: bool
+    gpu_free: float | None  # free bytes of the largest GPU; None: there is no GPU
+    read: float  # bytes of memory that the CPU reads per second; not measured if there is a GPU
 
     @staticmethod
-    def here() -> Memory:
-        from minitui.cli.doctor import largest_memory
+    def here() -> Machine:
+        from minitui.cli.doctor import cpu_read_speed, largest_memory
 
-        return Memory(*largest_memory())
+        free, on_gpu = largest_memory()
+        return Machine(free, 0.0) if on_gpu else Machine(None, cpu_read_speed())
 
 
-def examine(snapshot: Snapshot, memory: Memory) -> Model:
+def examine(snapshot: Snapshot, machine: Machine) -> Model:
     """Returns what is known of a model in the cache."""
     from engine.model.hf_config import read_model_config
 
@@ -101,27 +103,36 @@ def examine(snapshot: Snapshot, memory: Memory) -> Model:
     if bytes_ is None:
         why = f"no: {listed(list(snapshot.missing))} missing; the next start with it downloads the rest"
         return Model(snapshot.repository, revision, None, family, why)
-    return Model(snapshot.repository, revision, bytes_, family, fit(bytes_, ITEMSIZE[config.dtype], memory))
+    return Model(snapshot.repository, revision, bytes_, family, fit(config, machine))
 
 
-def fit(weights: int, itemsize: int, memory: Memory) -> str:
-    """Returns "yes" if weights of this size fit into memory, in which type if not in the usual one, else what to do."""
-    parameters = weights / itemsize
-    bf16 = itemsize == 2 and importlib.util.find_spec("llvmlite") is not None
-    if parameters * (2 if memory.on_gpu else 4) * MARGIN <= memory.free:
-        return "yes"
-    if not memory.on_gpu and bf16 and parameters * 2 * MARGIN <= memory.free:
-        return "yes, in bf16"
-    if parameters * MARGIN <= memory.free:
-        return "with --quantization fp8" if memory.on_gpu else "yes, in int8"
-    from engine.model.four_bits import Int4Weight  # needs torch
+def fit(config: ModelConfig, machine: Machine) -> str:
+    """Returns "yes" with the kind of weights that the engine chooses, or what does not fit into memory.
 
-    four_bits = not (memory.on_gpu or Int4Weight.why_not())
-    smallest = parameters * MARGIN * (FOUR_BITS if four_bits else 1)
-    if smallest <= memory.free:
-        return "yes, in int4"
-    bits = 4 if four_bits else 8
-    return f"no: even {bits}-bit weights take {size(round(smallest))}, and {size(round(memory.free))} are free"
+    On a CPU, also the least time of a token: that in which the weights are read.
+    """
+    import torch
+
+    from engine.config import EngineConfig
+    from engine.worker.quantised import BESIDE_WEIGHTS, choose, free_memory, itemsizes, weight_bytes
+    from minitui.bench.limits import Limits
+    from minitui.bench.shapes import Work
+
+    if machine.gpu_free is not None:
+        needed = {kind: weight_bytes(kind, config, torch.bfloat16) * MARGIN for kind in ("none", "fp8")}
+        if needed["none"] <= machine.gpu_free:
+            return "yes"
+        if config.experts is None and needed["fp8"] <= machine.gpu_free:
+            return "with --quantization fp8"
+        least = min(needed.values()) if config.experts is None else needed["none"]
+        return f"no: its weights take at least {size(round(least))}, and {size(round(machine.gpu_free))} are free"
+    kind, _ = choose(EngineConfig(), config, torch.device("cpu"), "float32")
+    name, free = "float32" if kind == "none" else kind, free_memory()
+    if (needs := weight_bytes(kind, config, torch.float32) + BESIDE_WEIGHTS) > free:
+        return f"no: in {name} it takes {size(needs)}, and {size(free)} are free"
+    work = Work.of(config, torch.float32.itemsize, itemsizes(kind, torch.float32))
+    seconds = work.decode(Limits(copy=machine.read, read=machine.read, matmul=math.inf, dtype=name), [1])
+    return f"yes, in {name}: at least {seconds * 1e3:.{1 if seconds < 0.01 else 0}f} ms a token"
 
 
 def weights_size(directory: Path) -> int:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from engine.config import EngineConfig
 from engine.model.four_bits import Int4Weight
+from engine.model.hf_config import read_model_config
+from engine.worker import quantised
 from engine.worker.kept_files import directory
 from minitui import tutor
-from minitui.cli.models import Memory, complete_model, fit, models
+from minitui.bench.shapes import write_config
+from minitui.cli.models import Machine, complete_model, fit, models
 
 GB = 10**9
 CONFIG = (tutor.model_dir() / "config.json").read_bytes()
@@ -21,6 +27,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache with a whole model of two revisions, one that is not supported, and one that is not complete."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setattr(Machine, "here", lambda: Machine(None, 10e9))
     add(tmp_path, "Org/Whole", "a" * 40, {"config.json": CONFIG, "model.safetensors": bytes(2_500_000)}, "main")
     add(tmp_path, "Org/Whole", "b" * 40, {"config.json": CONFIG, "model.safetensors": bytes(1_000_000)})
     add(tmp_path, "Org/Other", "c" * 40, {"config.json": b'{"architectures": ["GPT9"]}', "model.safetensors": b"x"})
@@ -45,7 +52,8 @@ def test_each_model_is_listed_with_its_revision_size_and_whether_it_runs(
     models()
     heading, begun, other, whole, older, total = capsys.readouterr().out.splitlines()
     assert heading.split() == ["model", "revision", "size", "architecture", "runs", "here"]
-    assert whole.split() == ["Org/Whole", "main", "2.5", "MB", "Qwen3", "yes"]
+    assert whole.split()[:5] == ["Org/Whole", "main", "2.5", "MB", "Qwen3"]
+    assert whole.endswith("yes, in bf16: at least 1.5 ms a token")
     assert older.split()[:4] == ["Org/Whole", "bbbbbbb", "1.0", "MB"]
     assert "Org/Other  ccccccc" in other and "GPT9" in other and " no: " in other
     assert "no: model.safetensors missing" in begun
@@ -80,22 +88,32 @@ def test_kept_weights_are_listed_and_removed(cache: Path, capsys: pytest.Capture
     assert "rounded weights" not in capsys.readouterr().out and not list(directory().iterdir())
 
 
-def test_what_does_not_fit_in_full_precision_is_quantised_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 billion parameters in bfloat16."""
-    installed: dict[str, object] = {"llvmlite": object()}
-    monkeypatch.setattr("minitui.cli.models.importlib.util.find_spec", installed.get)
-    assert fit(16 * GB, 2, Memory(40 * GB, on_gpu=False)) == "yes"
-    assert fit(16 * GB, 2, Memory(20 * GB, on_gpu=True)) == "yes"
-    assert fit(16 * GB, 2, Memory(24 * GB, on_gpu=False)) == "yes, in bf16"
-    assert fit(16 * GB, 2, Memory(12 * GB, on_gpu=False)) == "yes, in int8"
-    monkeypatch.setattr(Int4Weight, "why_not", lambda: "")
-    assert fit(16 * GB, 2, Memory(8 * GB, on_gpu=False)) == "yes, in int4"
-    assert fit(16 * GB, 2, Memory(5 * GB, on_gpu=False)) == "no: even 4-bit weights take 6.0 GB, and 5.0 GB are free"
-    monkeypatch.setattr(Int4Weight, "why_not", lambda: "llvmlite is not installed")
-    installed.clear()
-    assert fit(16 * GB, 2, Memory(24 * GB, on_gpu=False)) == "yes, in int8"
-    assert fit(16 * GB, 2, Memory(12 * GB, on_gpu=True)) == "with --quantization fp8"
-    assert fit(16 * GB, 2, Memory(8 * GB, on_gpu=False)) == "no: even 8-bit weights take 9.2 GB, and 8.0 GB are free"
+@pytest.mark.parametrize("free,expected", [
+    (40, "yes, in bf16: at least 757 ms a token"),
+    (12, "yes, in int8: at least 378 ms a token"),
+    (8, "yes, in int4: at least 226 ms a token"),
+    (4, "no: in int4 it takes 7.3 GB, and 4.0 GB are free"),
+])  # fmt: skip
+def test_the_list_names_the_weights_that_the_engine_chooses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, expected: str
+) -> None:
+    """Qwen3-8B on a CPU that reads 20 GB/s."""
+    if (why_not := Int4Weight.why_not()) or importlib.util.find_spec("llvmlite") is None:
+        pytest.skip(why_not or "llvmlite is not installed")
+    monkeypatch.setattr(quantised, "free_memory", lambda: free * GB)
+    config = read_model_config(write_config("8B", tmp_path))
+    assert fit(config, Machine(None, 20e9)) == expected
+    chosen, _ = quantised.choose(EngineConfig(), config, torch.device("cpu"), "float32")
+    assert f"in {chosen}" in expected, "the list says something else than the engine does"
+
+
+@pytest.mark.parametrize("size,free,expected", [
+    ("8B", 20, "yes"), ("8B", 12, "with --quantization fp8"),
+    ("8B", 8, "no: its weights take at least 9.4 GB, and 8.0 GB are free"),
+    ("30B-A3B", 40, "no: its weights take at least 70.2 GB, and 40.0 GB are free"),  # experts stay in bfloat16
+])  # fmt: skip
+def test_what_fits_on_a_gpu(tmp_path: Path, size: str, free: int, expected: str) -> None:
+    assert fit(read_model_config(write_config(size, tmp_path)), Machine(free * GB, 0.0)) == expected
 
 
 def test_a_shell_completes_models_of_the_cache_and_directories(
