@@ -81,7 +81,7 @@ def fault(tensors: Tensors) -> tuple[str, str] | None:
         if tensor.dtype == torch.float8_e4m3fn:
             wrong = bool(((tensor.view(torch.uint8) & NAN_OF_E4M3) == NAN_OF_E4M3).any())
         elif tensor.is_floating_point():
-            wrong = not bool((tensor.abs() <= LARGEST_NUMBER).all())
+            wrong = not bool((tensor.float().abs() <= LARGEST_NUMBER).all())
         else:
             wrong = suffix == "_scales" and bool((tensor > LARGEST_EXPONENT).any())
         if wrong:

@@ -194,6 +194,7 @@ def test_a_missing_or_misshapen_part_of_a_matrix_is_named(plain: tuple[Any, Path
         ("fp8 rows", "weight", float("nan"), "not finite"),
         ("int8 rows", "weight_scale", 3e38, "not finite or are above"),
         ("awq", "scales", float("nan"), "not finite"),
+        ("awq", "scales", float("inf"), "not finite"),
         ("gptq", "g_idx", 6, "groups other than 0 to 5"),
         ("gptq", "g_idx", -1, "groups other than 0 to 5"),
     ],
