@@ -86,7 +86,7 @@ async def test_five_opens_the_requests_enter_a_timeline_and_enter_goes_to_the_st
         stalled = table.rows[0]
         assert stalled.gaps is not None and stalled.gaps.longest is not None
         gap = stalled.gaps.longest
-        foot = " ".join(line.strip("│ ") for line in table.text.splitlines()[-3:-1])
+        foot = " ".join(line.strip("│ ") for line in table.text.splitlines()[-4:-1])
         longest = f"{ms(gap.ms)} ms before token {gap.token}, step {gap.step}"
         assert f"r{stalled.id}, the longest gap of all: {longest}" in foot
         assert "queue after a preemption" in foot

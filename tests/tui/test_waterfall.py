@@ -17,6 +17,8 @@ from minitui.tui.glyphs import use_ascii
 from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.tracks import SCALES, mark, track
 from minitui.tui.widgets.waterfall import MOST_STEPS, Waterfall
+from minitui.tui.widgets.waterfall_texts import limit
+from minitui.viewmodel.history import Steps
 from minitui.viewmodel.model import View
 from minitui.viewmodel.spans import Span, Timeline
 from tests.support.golden import GOLDEN
@@ -102,6 +104,19 @@ def test_a_device_that_does_not_report_its_time_shows_dashes() -> None:
     rows = drawn(Waterfall(), view)
     assert set(row_of(rows, "device")[11:].strip()) <= {"–", "▌"} or "unknown" in row_of(rows, "device")
     assert "device (" in "\n".join(rows) and ") –" in "\n".join(rows)
+
+
+def test_a_line_says_whether_the_host_or_the_device_limits(gpu: View) -> None:
+    """In the recording, each decode step waits 4 ms for the device, and each prefill costs 25 ms of the host."""
+    waits, took = 0.0, 0.0
+    for step in range(gpu.steps.first, gpu.steps.last + 1):
+        row = gpu.steps.get(step)
+        if row is not None and row.parts is not None:
+            waits, took = waits + row.parts.wait, took + row.parts.took
+    text = plain(limit(gpu.steps, gpu.horizon, 100) or ())
+    assert f"the device limits: the host waits {100 * waits / took:.0f} % of the time" in text
+    assert 0.5 < waits / took < 0.95
+    assert limit(Steps(), -1, 100) is None
 
 
 def test_requests_show_their_phases_and_the_selected_one_is_in_sight(gpu: View) -> None:

@@ -20,7 +20,8 @@ from minitui.viewmodel.stalls import Stalls
 Value = float | str | None
 STATES = {"decode": "decode", "prefill": "prefill", "waits": "waiting", "preempted": "bad", "error": "bad"}
 WHY_FROM = 24  # cells; a narrower column of causes is left out
-FOOT = 2  # rows for the longest gap in words
+FOOT = 2  # rows for the longest gap in words; a narrow panel has one more
+NARROW = 100  # cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ its tokens.""")
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         self.rows = self._in_order(view)
-        foot = FOOT if height >= 8 else 0
+        foot = FOOT + (width < NARROW) if height >= 8 else 0
         room = max(1, height - 1 - foot)
         self._scroll(view, room)
         self._shown = self.rows[self.top : self.top + room]
@@ -120,7 +121,7 @@ its tokens.""")
             rows.append(Row("no requests yet", "dim").done(width))
         if foot:
             rows += [Row().done(width)] * (height - foot - len(rows))
-            rows += self._foot(view, worst, width)
+            rows += self._foot(view, worst, width, foot)
         live = sum(row.live for row in self.rows)
         arrows = "← →" if glyphs().rule != "-" else "< >"
         note: list[Run] = [(f"{live:,} live, {len(self.rows) - live:,} finished", "ink")]
@@ -201,17 +202,17 @@ its tokens.""")
         row.to(width, " ", "ink" + ground)
         return row.done(width)
 
-    def _foot(self, view: View, worst: RequestFigures | None, width: int) -> list[Runs]:
+    def _foot(self, view: View, worst: RequestFigures | None, width: int, height: int) -> list[Runs]:
         """Returns the longest gap of the selected request in words; without a selection, of all requests."""
         at = self._chosen(view)
         row = worst if at is None else self.rows[at]
         gap = row.longest if row is not None else None
         lane = view.lanes.lanes.get(row.id) if row is not None else None
         if row is None or gap is None or lane is None:
-            return [Row("no gap between two tokens yet", "dim").done(width), Row().done(width)]
+            return [Row("no gap between two tokens yet", "dim").done(width), *[Row().done(width)] * (height - 1)]
         whose = "the longest gap of all" if at is None else "its longest gap"
         lines = wrapped(f"r{row.id}, {whose}: {self._stalls.words(view, lane, gap)}", "ink", width)
-        return [*lines[:FOOT], *[Row().done(width)] * (FOOT - len(lines))]
+        return [*lines[:height], *[Row().done(width)] * (height - len(lines))]
 
     # ---- keys and the mouse
 

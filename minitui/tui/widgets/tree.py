@@ -38,6 +38,7 @@ def _last_children(rows: Sequence[TreeRow]) -> list[bool]:
         last[i] = depth not in depths
         depths = {d for d in depths if d < depth} | {depth}
     return last
+SHORT_FOOT = 60  # cells: from this width on, the last line has what was saved, if need be in fewer words
 
 
 class RadixTree(LinePanel):
@@ -202,9 +203,11 @@ large panel (z) also has the whole text of the selected node.""")
         row = Row()
         if hidden:
             row.add(f"+{count(hidden, 'node')}", "ink").add(" · ", "dim")
-        words = f"{count(evictable, 'token')} evictable"
-        row.add(words + " in total" if row.width + len(words) + 9 <= width else words, "dim")
-        saved = f" · {count(view.saved_in_the_last_minute, 'prompt token')} saved in the last minute"
+        words, tokens = f"{count(evictable, 'token')} evictable", view.saved_in_the_last_minute
+        total, saved = words + " in total", f" · {count(tokens, 'prompt token')} saved in the last minute"
+        if width >= SHORT_FOOT and row.width + len(total) + len(saved) > width:
+            total, saved = words, f" · {tokens:,} saved in the last minute"
+        row.add(total if row.width + len(total) <= width else words, "dim")
         if row.width + len(saved) <= width:
             row.add(saved, "hit")
         return row.done(width)

@@ -16,7 +16,15 @@ from minitui.text import duration
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
 from minitui.tui.widgets.rows import Row, Run, Runs, fit
 from minitui.tui.widgets.tracks import SCALES, UNKNOWN, Scale, number, numbered, ruler, track
-from minitui.tui.widgets.waterfall_texts import at_cursor, covering, figures, labels, request_labels, request_legend
+from minitui.tui.widgets.waterfall_texts import (
+    at_cursor,
+    covering,
+    figures,
+    labels,
+    limit,
+    request_labels,
+    request_legend,
+)
 from minitui.viewmodel.lanes import Lane
 from minitui.viewmodel.model import View
 from minitui.viewmodel.spans import Span, Timeline
@@ -38,7 +46,8 @@ class Waterfall(LinePanel):
 Time runs to the right; the scale is in milliseconds from the left edge. The row of steps shows when the results of
 each step arrived on the host. The next rows show what the host did for which step, when the device computed, and what
 delayed the host. With overlap, the host plans and launches the next step while the device computes: then the device
-has no gaps, and the host waits. If the host never waits and the device has gaps, the host limits the speed.
+has no gaps, and the host waits. If the host never waits and the device has gaps, the host limits the speed. A line
+says which one limits: the device if the host waits for at least half of the time.
 
 Parts of a step on the host: emit (output and commands between two steps), gate (a pause or slow motion), plan, launch,
 wait (for the device), commit. They add up to the time between two arrivals. Unaccounted is time for which the records
@@ -109,6 +118,8 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
             rows.append(at_cursor(self.cursor, scale.left, self.host, device, width))
         if (row := view.steps.get(line.last if self.step is None else self.step)) is not None:
             rows += figures(row, self.host, view.timings, width)
+        if (said := limit(view.steps, view.horizon, width)) is not None:
+            rows.append(said)
         if late := view.since_result_ms:
             rows.append(Row(f"no results since {duration(late)}, so far", "bold bad").done(width))
         self._lanes_row = len(rows)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from minitui.text import duration, ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.rows import Row, Run, Runs, legend, runs_width
 from minitui.tui.widgets.step_bar import contents
 from minitui.tui.widgets.tracks import STYLES, UNKNOWN, mark
-from minitui.viewmodel.history import PARTS, StepRow
+from minitui.viewmodel.history import PARTS, StepRow, Steps
 from minitui.viewmodel.spans import HOST, REQUESTS, Span
 from minitui.viewmodel.timing import Timings, why_slow
+
+LIMIT_STEPS = 1_000  # the last steps that decide whether the host or the device limits the speed
 
 
 def labels(span: Span) -> list[str]:
@@ -53,6 +57,21 @@ def at_cursor(place: float, left: float, host: Sequence[Span], device: Sequence[
         if span is not None and span.kind != UNKNOWN:
             row.add(_duration(span.ms), "bold ink")
     return row.done(width)
+
+
+def limit(steps: Steps, horizon: int, width: int) -> Runs | None:
+    """Returns the row that says whether the host or the device limits the speed; None without measured parts."""
+    at = steps.indices(horizon - LIMIT_STEPS + 1, horizon)
+    parts = [steps.column(f"part:{name}")[at] for name in ("wait", "commit", "emit", "plan", "launch")]
+    known = ~np.isnan(parts[0])
+    took = float(sum(part[known].sum() for part in parts))
+    if not took:
+        return None
+    waited = float(parts[0][known].sum()) / took
+    which = "device" if waited >= 0.5 else "host"
+    row = Row(f"the {which} limits", "bold ink").add(": the host waits ", "dim")
+    row.add(f"{100 * waited:.0f} %", "bold ink").add(" of the time", "dim")
+    return row.add(f" · last {known.sum():,} steps", "dim").done(width)
 
 
 def figures(row: StepRow, host: Sequence[Span], timings: Timings, width: int) -> list[Runs]:
