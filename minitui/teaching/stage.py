@@ -375,6 +375,10 @@ class Stage:
             await self.settle()
             self.view.keep_run()
 
+    def forget_runs(self) -> None:
+        """Ends a comparison, also in the middle of a run: the next engine begins without a run before it."""
+        self.view.run_name, self.view.earlier = "", None
+
     async def settle(self) -> None:
         """Waits until the records of all requests and steps have arrived. The requests must have ended."""
         steps = self.view.steps

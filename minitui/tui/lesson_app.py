@@ -69,6 +69,7 @@ class LessonApp(MinituiApp):
             screen.workers.cancel_group(screen, "lesson")
         self.lesson = lesson
         self.stage.home = lesson.options
+        self.stage.forget_runs()
         try:
             await self.stage.other_engine(**lesson.options)
         except EngineError as error:

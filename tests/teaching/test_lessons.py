@@ -54,7 +54,7 @@ RIGHT = {  # what each experiment must prove, by lesson and page title
     (0, "A forward pass"): "one number for each token of the vocabulary",
     (0, "Again and again"): "only the first reply token",
     (1, "One question, step by step"): "5: the prompt's step samples the first token",
-    (2, "The cost of reading weights"): "several times as long as one token of the prompt",
+    (2, "The cost of reading weights"): "more than 50 times as long as one token of the prompt",
     (2, "A decode step of many rows"): "less than twice as long",
     (3, "One piece or blocks"): "4 with one piece for each, 8 with blocks",
     (3, "What a token costs"): "4,096 bytes: 4 KiB",
@@ -671,6 +671,17 @@ async def test_the_code_opens_and_closes_and_the_lesson_can_be_changed() -> None
         room.app.run_worker(room.app._change(LESSONS[9]))
         await room.until(lambda: room.restarts and room.reading.lesson is LESSONS[9])
         assert room.restarts == [LESSONS[9].options] and "L9 Radix cache · 1 of" in room.text()
+
+
+async def test_the_lesson_can_be_changed_while_a_run_of_a_comparison_has_requests() -> None:
+    async with Classroom((80, 24)) as room:
+        stage = room.app.stage
+        assert stage is not None
+        await stage.gate()
+        await stage.begin_run("one", first=True)
+        await stage.write("Why?", 30, 2)
+        room.app.run_worker(room.app._change(LESSONS[9]))
+        await until(room.pilot, lambda: room.reading.lesson is LESSONS[9], 5.0)
 
 
 async def test_leaving_a_page_stops_its_experiment() -> None:

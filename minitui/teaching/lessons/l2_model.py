@@ -18,6 +18,7 @@ PARTS = {"embeddings": ("embed_tokens", "lm_head"), "attention": ("self_attn",),
 
 
 GPU = recorded_device()
+PROMPT = SIZES[-1]  # tokens of a recorded prompt
 
 
 def tensors(directory: str | Path) -> dict[str, list[int]]:
@@ -64,11 +65,16 @@ async def many_or_one(stage: Stage) -> Seen:
     rows = [steps.get(s) for s in range(steps.last - stage.figures().steps + 1, steps.last + 1)]
     prompt = next(row for row in rows if row is not None and row.chunks)
     one, many = stage.timings().decode.p50, prompt.wall_ms or 0.0
-    ratio = one / (many / prompt.tokens)
+    model = GPU.models["8B"]
+    one_there, many_there = model.decode[1], model.prefill[PROMPT]
+    ratio = one_there / (many_there / PROMPT)
     return Seen(
-        f"{prompt.tokens} prompt tokens took {ms(many)} ms in one step, {ms(many / prompt.tokens)} ms each. A step "
-        f"with a single token took {ms(one)} ms (median): {ratio:.0f} times as long as one prompt token.",
-        0 if ratio < 1.5 else 1 if ratio < 1000 else 2,
+        f"Here, {prompt.tokens} prompt tokens took {ms(many)} ms in one step, {ms(many / prompt.tokens)} ms each. A "
+        f"step with a single token took {ms(one)} ms (median): {one / (many / prompt.tokens):.1f} times as long as one "
+        f"prompt token.\n\nOn the {GPU.name}, {PROMPT} prompt tokens of {model.name} took {ms(many_there)} ms, and a "
+        f"single token {ms(one_there)} ms: {ratio:.0f} times as long as one prompt token. The next two pages show "
+        "these steps.",
+        0 if ratio < 2 else 1 if ratio < 50 else 2,
     )
 
 
@@ -86,7 +92,8 @@ def _prefill(stage: Stage) -> float:
 
 
 def _decodes(stage: Stage) -> str:
-    return f"about {_prefill(stage) / stage.timings().decode.p50:.0f}, and each of them computes only one token"
+    prefill, decode = (float(ms(time).replace(",", "")) for time in (_prefill(stage), stage.timings().decode.p50))
+    return f"about {prefill / decode:.0f}, and each of them computes only one token"
 
 
 LESSON = Lesson(
@@ -162,18 +169,19 @@ LESSON = Lesson(
             panel="timings",
             run=many_or_one,
             predict=Prediction(
-                "One step computes a whole prompt, later steps one token each. A single token takes …",
+                f"On the {GPU.name}, one step computes a prompt of {PROMPT} tokens, another a single token. The single "
+                "token takes …",
                 (
                     "as long as one token of the prompt",
-                    "several times as long as one token of the prompt",
-                    "thousands of times as long",
+                    "about 5 times as long as one token of the prompt",
+                    "more than 50 times as long as one token of the prompt",
                 ),
                 (
                     "a step's time would grow exactly with its tokens, and reading the weights would cost "
                     "nothing. But a step with one token reads as many weights as the prompt's step.",
+                    "arithmetic would take most of the prompt's step. But this GPU reads the weights for longer than "
+                    f"it computes {PROMPT} tokens.",
                     "",
-                    "the arithmetic of more tokens would cost nothing, and a prompt of thousands of tokens would "
-                    "take as long as one token. But from some number of tokens on, arithmetic takes most of the time.",
                 ),
             ),
         ),

@@ -181,6 +181,7 @@ def find_code(reference: str) -> Code:
 async def fresh(stage: Stage) -> None:
     """Pauses the engine and resets it: no chats, an empty cache, no slow motion. The picture and the figures start
     again, so the panels show no earlier request."""
+    stage.forget_runs()
     await stage.go_home()
     await stage.gate()
     await stage.source.control("pace", factor=1)
