@@ -132,8 +132,7 @@ class Comparison:
     @classmethod
     def of(cls, view: View, key: str = "") -> Comparison:
         """Returns the comparison of the run that the view shows with `view.earlier`, if there is one."""
-        views = [view] if view.earlier is None else [view.earlier, view]
-        return cls([Run(one) for one in views], key)
+        return cls([Run(one) for one in _views(view)], key)
 
     def refresh(self) -> None:
         """Read what the views of the runs have folded since the last call."""
@@ -142,7 +141,7 @@ class Comparison:
 
     def shows(self, view: View) -> bool:
         """True if these are still the runs that `Comparison.of(view)` compares."""
-        views = [view] if view.earlier is None else [view.earlier, view]
+        views = _views(view)
         return len(views) == len(self.runs) and all(
             run.view is one and run.name == one.run_name for run, one in zip(self.runs, views, strict=True)
         )
@@ -203,7 +202,8 @@ class Comparison:
             main = max(told, key=lambda one: one.weight, default=None)
         if main is None:
             return f"No figure of the two runs differs by more than {CLEAR:.0%}."
-        words = f"With {self.runs[1].name or 'the second run'}, {_told(main)}"
+        first, second = (run.name for run in self.runs)
+        words = f"With {second or 'the second run'}, compared with {first or 'the first run'}, {_told(main)}"
         against = [one for one in told if {one.better, main.better} == {True, False}]
         time = by_name["time"]
         if self.disturbed:  # times may differ for other reasons than the setting
@@ -214,6 +214,15 @@ class Comparison:
         if price is not None and price.weight >= log(1 + PRICE):
             return f"{words}. In return, {_told(price)}."
         return words + "."
+
+
+def _views(view: View) -> list[View]:
+    """Returns the views of the run before, if there is one, and of the run that the view shows."""
+    if view.earlier is None:
+        return [view]
+    if view.earlier.steps is view.steps:  # the run was kept, and the next run has not begun
+        return [view.earlier]
+    return [view.earlier, view]
 
 
 def _told(one: Difference) -> str:

@@ -41,7 +41,7 @@ async def test_two_recordings_are_shown_with_their_figures(size: tuple[int, int]
         await press(pilot, "left")
         screen = app.screen
         assert isinstance(screen, CompareScreen)
-        assert app.story.startswith("With large, the ") and "did not do the same work" in app.story
+        assert app.story.startswith("With large, compared with small, the ") and "did not do the same work" in app.story
         small, large = (run.figures for run in Comparison.of(app.view).runs)
         assert screen.runs.display and screen.figures.display == both
         heads = f"small · {small.time:,.0f} ms · {small.steps} steps", f"large · {large.time:,.0f} ms"

@@ -131,9 +131,8 @@ def test_static_and_continuous_batching_differ_in_steps_not_in_work(monkeypatch:
     assert (first.steps, second.steps) == (9 + 4 + 8, 3 + 4 + 2 + 8)
     assert first.replies == second.replies == sum(LENGTHS)
     assert both.unlike == ""
-    assert both.sentence.startswith(
-        f"With continuous batching, the number of steps was {second.steps} instead of 21 ({second.steps / 21 - 1:+.0%})"
-    )
+    words = f"the number of steps was {second.steps} instead of 21 ({second.steps / 21 - 1:+.0%})"
+    assert both.sentence.startswith(f"With continuous batching, compared with static batching, {words}")
     waits = [run.doing("steps", 0.5) for run in both.runs]
     assert waits[0] == waits[1] == {"decode": 0, "prefill": 2, "queued": 3, "finished": 0}
     at = 3.5  # the first request has finished; only continuous batching gives its row to the third
@@ -162,7 +161,8 @@ def test_the_sentence_names_the_key_figure_the_time_and_what_got_worse(monkeypat
     changes.pop("delayed", None)  # the host of this test may really have waited for a core
     assert {*changes.values()} == {"same"}
     slow = compared(viewed(played(monkeypatch, policy="static"), "a"), viewed(played(monkeypatch), "b"), key="computed")
-    assert slow.sentence.startswith("With b, the ") and "number of prompt tokens" not in slow.sentence  # did not change
+    assert slow.sentence.startswith("With b, compared with a, the ")
+    assert "number of prompt tokens" not in slow.sentence, "it did not change"
     fewer = viewed(played(monkeypatch)[:-40], "cut off")
     assert "Not finished: 0 requests of the first run" in compared(one, fewer).unlike
 
@@ -172,7 +172,10 @@ def test_a_kept_run_does_not_change_and_the_panel_finds_both(monkeypatch: pytest
     view = viewed(records, "first")
     before = Run(view).figures
     view.keep_run()
+    kept = Comparison.of(view)
+    assert [run.name for run in kept.runs] == ["first"] and kept.shows(view), "the next run has not begun"
     view.reset(EMPTY)
+    assert not kept.shows(view)
     view.run_name = "second"
     half = len(records) // 2
     view.fold(records[:half])
@@ -198,7 +201,8 @@ def test_runs_of_different_work_are_not_compared_by_totals() -> None:
     assert both.unlike.startswith("The two runs did not do the same work: 4 and 64 requests; ")
     assert "time of the run" not in both.sentence
     assert "number of" not in both.sentence
-    assert "With the second run, the longest gap" in compared(small, large, key="gap_longest").sentence
+    words = "With the second run, compared with the first run, the longest gap"
+    assert words in compared(small, large, key="gap_longest").sentence
 
 
 def test_the_setting_that_differs_names_the_figure_that_it_is_meant_to_change() -> None:
