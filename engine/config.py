@@ -10,7 +10,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 POLICIES = ("fcfs", "longest-prefix", "priority", "static")  # the values of scheduling_policy
 CHOICES = {
     "dtype": ("auto", *DTYPES),
-    "quantization": ("auto", "none", "bf16", "int8", "int4", "fp8"),
+    "quantization": ("auto", "none", "bf16", "int8", "int4", "fp8", "checkpoint"),
     "kv_cache_dtype": ("auto", "fp8"),
     "scheduling_policy": POLICIES,
     "speculation": ("off", "prompt-lookup"),
@@ -37,8 +37,8 @@ class EngineConfig:
 
     model: str = ""  # a directory, or the name of a model on the Hugging Face hub
     dtype: str = "auto"  # auto: float32 on a CPU; on a GPU the checkpoint's type, or bfloat16 if that is float32
-    # The type of the weight matrices. none: `dtype`; bf16, int8 or int4: on a CPU; fp8: on a GPU; auto: none on a GPU,
-    # and what fits and is fast on a CPU (engine/worker/quantised.py).
+    # The type of the weight matrices. none: `dtype`; bf16, int8 or int4: on a CPU; fp8: on a GPU; checkpoint: on a GPU,
+    # the 8-bit floats of a quantised checkpoint, unchanged; auto: what is fast and fits (engine/worker/quantised.py).
     quantization: str = "auto"
     device: str = "auto"  # auto: cuda if there is a GPU
     block_size: int = 16  # tokens

@@ -1,14 +1,15 @@
-"""Linear layers whose weights are e4m3 with a scale per row (engine.model.linear.Fp8Weight).
+"""Linear layers whose weights are e4m3 with a scale per row or block (engine.model.linear: Fp8Weight, Fp8Blocks).
 
     1 token          gemv: weights are widened as they are read, activations are not rounded
     2 to 64 tokens   this file's kernel, on the tensor cores: e4m3 times e4m3, each activation is the sum of two numbers
-    more tokens      torch._scaled_mm: e4m3 times e4m3, each activation is rounded to one number
+    more tokens      torch._scaled_mm: e4m3 times e4m3, each activation is rounded to one number; fp8_blocks.py for
+                     weights with a scale per block
 
 Up to 64 tokens, reading the weights is the bottleneck. If the kernel widened the weights in registers, arithmetic would
 be the bottleneck. Instead each activation is written as high + low / 16, both e4m3; low / 16 is the rounding error of
 high. This is as precise as bfloat16, and the tensor cores get the weights unchanged. Above 64 tokens, arithmetic is the
 bottleneck, and e4m3 is twice as fast as bfloat16; there activations lose as much precision as the weights. Activations
-and weights have one scale per row, as in Micikevicius et al., FP8 formats for deep learning, 2022.
+have one scale per row, as in Micikevicius et al., FP8 formats for deep learning, 2022.
 
 The four matrix products of a layer of Qwen3-8B on an H200 take, in bfloat16 -> e4m3: 97 -> 58 us for 1 token,
 158 -> 120 us for 256 tokens, 3,960 -> 2,240 us for 8,192 tokens (MEASURED.md, with errors and smaller models).
@@ -22,6 +23,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from engine.kernels import fp8_blocks
 from engine.kernels.card import fitting, overlap
 from engine.kernels.gemv import ScaledMatrix, gemv
 
@@ -97,6 +99,7 @@ def _skinny_kernel(
     N,
     K: tl.constexpr,
     FACTOR: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -109,7 +112,10 @@ def _skinny_kernel(
     SPAN: tl.constexpr = K // SPLIT_K
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
-    by_row = tl.load(w_scale + n, mask=n < N, other=0.0)
+    if BLOCKS:
+        at_scale = w_scale + tile * BLOCK_N // BLOCK_K * (K // BLOCK_K) + part * SPAN // BLOCK_K
+    else:
+        by_row = tl.load(w_scale + n, mask=n < N, other=0.0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -119,10 +125,17 @@ def _skinny_kernel(
         a = w.load([tile * BLOCK_N, part * SPAN + k0])
         b = x.load([0, part * SPAN + k0])  # rows past M are low parts or zeros; results of these rows are not stored
         c = x.load([M, part * SPAN + k0])
-        high = tl.dot(a, b.T, high, max_num_imprecise_acc=BLOCK_K)
-        low = tl.dot(a, c.T, low, max_num_imprecise_acc=BLOCK_K)
+        if BLOCKS:
+            by_block = tl.load(at_scale + k0 // BLOCK_K)
+            high += tl.dot(a, b.T) * by_block
+            low += tl.dot(a, c.T) * by_block
+        else:
+            high = tl.dot(a, b.T, high, max_num_imprecise_acc=BLOCK_K)
+            low = tl.dot(a, c.T, low, max_num_imprecise_acc=BLOCK_K)
     by_token = tl.load(x_scale + m, mask=m < M, other=0.0)
-    product = (high + low * (1.0 / FACTOR)) * by_row[:, None] * by_token[None, :]
+    product = (high + low * (1.0 / FACTOR)) * by_token[None, :]
+    if not BLOCKS:
+        product *= by_row[:, None]
     at = y + part.to(tl.int64) * M * N + m[None, :] * N + n[:, None]
     tl.store(at, product.to(y.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
 
@@ -142,8 +155,9 @@ def skinny(
     y = torch.empty(parts, m, n, dtype=dtype, device=values.device) if out is None else out
     _skinny_kernel[(triton.cdiv(n, block_n), parts)](
         TensorDescriptor.from_tensor(values, [block_m, BLOCK_K]), scale,
-        TensorDescriptor.from_tensor(w.values, [block_n, BLOCK_K]), w.scale, y, m, n, K=k, FACTOR=LOW, BLOCK_M=block_m,
-        BLOCK_N=block_n, BLOCK_K=BLOCK_K, SPLIT_K=parts, STAGES=stages, num_warps=warps, **overlap(),
+        TensorDescriptor.from_tensor(w.values, [block_n, BLOCK_K]), w.scale, y, m, n, K=k, FACTOR=LOW,
+        BLOCKS=w.scale.dim() == 2, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K, SPLIT_K=parts, STAGES=stages,
+        num_warps=warps, **overlap(),
     )  # fmt: skip
     return y
 
@@ -169,19 +183,26 @@ def fp8_linear(x: torch.Tensor, w: ScaledMatrix, out: torch.Tensor | None = None
         return gemv(x, w, out=out)
     if len(x) <= SKINNY:
         return skinny(*round_rows(x.contiguous(), both=True), w, out=None if out is None else out[None])[0]
-    return product(*round_rows(x.contiguous()), w, out)
+    return _many(x.contiguous(), w, out=out)
 
 
-def back_to_hidden(x: torch.Tensor, w: ScaledMatrix, *, silu: bool = False) -> torch.Tensor:
-    """Returns x W^T [T, N], or its parts fp32 [parts, T, N], which the next norm sums. T > 1.
+def back_to_hidden(x: torch.Tensor, w: ScaledMatrix, *, silu: bool = False, in_parts: bool = True) -> torch.Tensor:
+    """Returns x W^T [T, N]; if `in_parts`, maybe its parts fp32 [parts, T, N], which the next norm sums. T > 1.
 
     x: [T, K]. With `silu`, x [T, 2 K] is gate and up, and the result is (silu(gate) * up) W^T.
     """
     if len(x) > SKINNY:
-        return product(*round_rows(x, silu=silu), w)
+        return _many(x, w, silu=silu)
     (n, k), parts = w.shape, 1
     tiles = triton.cdiv(n, 128 if n >= 4096 else 64)
-    while parts < 4 and parts * tiles < 128 and k % (2 * parts * BLOCK_K) == 0:
+    while in_parts and parts < 4 and parts * tiles < 128 and k % (2 * parts * BLOCK_K) == 0:
         parts *= 2
     y = skinny(*round_rows(x, silu=silu, both=True), w, parts, torch.float32 if parts > 1 else torch.bfloat16)
     return y if parts > 1 else y[0]
+
+
+def _many(x: torch.Tensor, w: ScaledMatrix, *, silu: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
+    if w.scale.dim() == 2:
+        y = fp8_blocks.product(*fp8_blocks.round_groups(x, silu=silu), w)[: len(x)]
+        return y if out is None else out.copy_(y)
+    return product(*round_rows(x, silu=silu), w, out)

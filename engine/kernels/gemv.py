@@ -5,8 +5,9 @@
     gemv(x, w, residual=r)                  r + W x
     gemv(x, w, gate_up=True)                silu(W_gate x) * (W_up x)      (W: the rows of W_gate, then of W_up)
 
-W may consist of 8-bit numbers with one scale per row (engine/model/linear.py). The kernel loads these numbers and then
-converts them to fp32.
+W may consist of 8-bit numbers with a scale per row, or per 128 rows and 128 columns (engine/model/linear.py). The
+kernel loads these numbers and then converts them to fp32. With a scale per block, all rows of a program have the same
+scales, so x is multiplied by them.
 
 Shapes: x [1, K], W [N, K] row-major, y [1, N]. Each program reads BLOCK_N whole rows of W. W does not depend on
 the previous kernel, so a program loads its first tiles into registers before it waits for that kernel (programmatic
@@ -28,13 +29,22 @@ from engine.kernels.card import overlap
 
 
 class ScaledMatrix(Protocol):
-    """A matrix of 8-bit numbers [N, K] with one float32 scale per row [N], such as engine.model.linear.ByteWeight."""
+    """A matrix of 8-bit numbers [N, K] with float32 scales, such as engine.model.linear.ByteWeight.
+
+    The scales are [N], one per row, or [N / 128, K / 128], one per block.
+    """
 
     values: torch.Tensor
     scale: torch.Tensor
 
     @property
     def shape(self) -> torch.Size: ...
+
+
+@triton.jit
+def _spread(scale, SIZE: tl.constexpr):
+    """Returns each of the scales [SIZE / 128] 128 times. A thread loads a scale once for all its columns."""
+    return tl.broadcast_to(scale[:, None], [SIZE // 128, 128]).reshape([SIZE])
 
 
 @triton.jit
@@ -49,6 +59,7 @@ def _gemv_kernel(
     K: tl.constexpr,
     EPS: tl.constexpr,
     SCALED: tl.constexpr,
+    BLOCKS: tl.constexpr,
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATE_UP: tl.constexpr,
@@ -91,7 +102,17 @@ def _gemv_kernel(
         if NORM:
             g = tl.load(norm_weight + c * BLOCK_K + k, mask=inside, other=0.0)
             v = ((v.to(tl.float32) * rstd).to(v.dtype).to(tl.float32) * g.to(tl.float32)).to(v.dtype)
-        v = v.to(tl.float32)[None, :]
+        v = v.to(tl.float32)
+        v2 = v
+        if BLOCKS:
+            block = c * (BLOCK_K // 128) + tl.arange(0, BLOCK_K // 128)
+            at_scale = scale + tl.program_id(0) * BLOCK_N // 128 * (K // 128) + block
+            v *= _spread(tl.load(at_scale, mask=block < K // 128, other=0.0), BLOCK_K)
+            if GATE_UP:
+                at_scale += N // 128 * (K // 128)
+                v2 *= _spread(tl.load(at_scale, mask=block < K // 128, other=0.0), BLOCK_K)
+        v = v[None, :]
+        v2 = v2[None, :]
         mask = row_mask if EVEN else row_mask & inside[None, :]
         if c < AHEAD:
             acc += early[c].to(tl.float32) * v
@@ -99,10 +120,10 @@ def _gemv_kernel(
             acc += tl.load(at + c * BLOCK_K, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32) * v
         if GATE_UP:
             if c < AHEAD:
-                acc2 += early2[c].to(tl.float32) * v
+                acc2 += early2[c].to(tl.float32) * v2
             else:
                 up_tile = tl.load(at2 + c * BLOCK_K, mask=mask, other=0.0, eviction_policy="evict_first")
-                acc2 += up_tile.to(tl.float32) * v
+                acc2 += up_tile.to(tl.float32) * v2
     dtype = y.dtype.element_ty
     total = tl.sum(acc, 1)
     if SCALED:
@@ -161,12 +182,13 @@ def gemv(
     n, k = w.shape[0] // 2 if gate_up else w.shape[0], w.shape[1]
     out = torch.empty(1, n, dtype=x.dtype, device=x.device) if out is None else out
     values, scale = (w, None) if isinstance(w, torch.Tensor) else (w.values, w.scale)
+    blocks = scale is not None and scale.dim() == 2
     block_n, block_k, ahead, warps = tiles(n, k, gate_up, scale is not None)
     block_k = min(block_k, triton.next_power_of_2(k))
     weight, eps = norm or (None, 0.0)
     _gemv_kernel[(triton.cdiv(n, block_n),)](
-        x, values, out, scale, weight, residual, n, K=k, EPS=eps, SCALED=scale is not None, NORM=norm is not None,
-        RESIDUAL=residual is not None, GATE_UP=gate_up, BLOCK_N=block_n, BLOCK_K=block_k,
-        AHEAD=min(ahead, triton.cdiv(k, block_k)), num_warps=warps, **overlap(),
+        x, values, out, scale, weight, residual, n, K=k, EPS=eps, SCALED=scale is not None and not blocks,
+        BLOCKS=blocks, NORM=norm is not None, RESIDUAL=residual is not None, GATE_UP=gate_up, BLOCK_N=block_n,
+        BLOCK_K=block_k, AHEAD=min(ahead, triton.cdiv(k, block_k)), num_warps=warps, **overlap(),
     )  # fmt: skip
     return out

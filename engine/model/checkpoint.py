@@ -18,9 +18,9 @@ import torch
 from engine.model.config import ModelConfig
 from engine.model.families import ARCHITECTURES
 from engine.model.rope import row_order
-from engine.model.weights import Cut, Slot
+from engine.model.slots import Cut, Slot
 
-REORDERED = ("q_proj", "k_proj", "q_norm", "k_norm")  # their folds, if any, change the order of rows
+REORDERED = ("q_proj", "k_proj", "q_norm", "k_norm")  # rows of heads, which may be in another order
 Fold = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -37,9 +37,8 @@ def checkpoint_slots(slots: Iterable[Slot], config: ModelConfig, dtype: torch.dt
     def mapped(slot: Slot) -> Slot:
         module, _, leaf = slot.name.rpartition(".")
         owner = module.rpartition(".")[2]
-        fold = _fold(slot, config, dtype, owner)
-        reorders = fold is not None and owner in REORDERED
-        slot = replace(slot, fold=fold, reorders=reorders, parts=tuple(map(mapped, slot.parts)))
+        order, fold = row_order(config.rope, dim) if owner in REORDERED else None, _fold(slot, config, dtype, owner)
+        slot = replace(slot, order=order, fold=fold, parts=tuple(map(mapped, slot.parts)))
         if arch.clamped and owner == "experts":
             return _transposed(slot, leaf)
         if arch.fused_qkv and owner in widths:
@@ -62,10 +61,6 @@ def _part_of(slot: Slot, owner: str, fused: str, first: int, whole: int) -> Slot
 
 def _fold(slot: Slot, config: ModelConfig, dtype: torch.dtype, owner: str) -> Fold | None:
     arch = ARCHITECTURES[config.architecture]
-    if owner in REORDERED:
-        order = row_order(config.rope, config.head_dim)
-        if order is not None:
-            return lambda tensor: tensor.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
     factor, offset = 1.0, float(arch.offset_norms and "norm" in owner)
     embedding = config.embedding_scale
     if arch.scaled_embedding:  # transformers rounds this factor to the model's type

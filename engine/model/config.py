@@ -59,6 +59,7 @@ class Packing:
     method: str
     bits: int = 8
     group_size: int = 0  # inputs with a common scale; 0: all inputs of a row
+    floats: bool = False  # True: the 8-bit numbers are e4m3; False: integers
     strategy: str = ""  # of 8-bit matrices: a scale for each "tensor", "channel" (row) or "block"
     block: tuple[int, int] | None = None
     symmetric: bool = True

@@ -8,7 +8,8 @@ Decoder.forward computes the model; the rest of this file defines the parameters
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,16 +22,28 @@ from engine.model.experts import Experts, Ops
 from engine.model.group import ALONE, Group
 from engine.model.linear import ByteWeight, Matrix, linear
 from engine.model.rope import query_scales, rope_table
-from engine.model.weights import Slot
+from engine.model.slots import Slot
 
 Quantised = type[ByteWeight] | None  # the class of rounded matrices; None: matrices are plain tensors
+Kept = Mapping[str, Quantised]  # by name of a tensor: the class that holds its 8-bit numbers as they are; None: none
 
 
-def empty_matrix(rows: int, columns: int, dtype: torch.dtype, device: torch.device, quantised: Quantised) -> Matrix:
-    """Returns an uninitialised parameter [rows, columns]."""
-    if quantised is not None:
-        return quantised.empty(rows, columns, device)
-    return torch.empty(rows, columns, dtype=dtype, device=device)
+@dataclass(frozen=True)
+class Matrices:
+    """Makes uninitialised matrices of a decoder: tensors of `dtype`, or rounded numbers."""
+
+    dtype: torch.dtype
+    device: torch.device
+    quantised: Quantised
+    kept: Kept
+
+    def empty(self, rows: int, columns: int, prefix: str = "", names: Iterable[str] = ()) -> Matrix:
+        """Returns a parameter [rows, columns] for the tensors of these names. All of them are kept, or none is."""
+        kinds = {self.kept.get(f"{prefix}{name}.weight") for name in names}
+        kind = (kinds.pop() if len(kinds) == 1 else None) or self.quantised
+        if kind is not None:
+            return kind.empty(rows, columns, self.device)
+        return torch.empty(rows, columns, dtype=self.dtype, device=self.device)
 
 
 def norm_weight(config: ModelConfig, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -49,18 +62,17 @@ def norm_slots(name: str, weight: torch.Tensor | None) -> Iterator[Slot]:
 class DenseMLP:
     """Computes down(silu(gate(x)) · up(x)), or another activation, or no gate. Experts has the same methods."""
 
-    def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: Ops,
-        quantised: Quantised = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: ModelConfig, prefix: str, matrices: Matrices, ops: Ops) -> None:
         hidden, inner, width = config.hidden_size, config.intermediate_size, config.mlp_width
+        dtype, device = matrices.dtype, matrices.device
         self.gated, self.silu = config.gated, config.gated and config.activation == "silu"
         # [T, width] -> [T, inner]; may overwrite its argument.
         self.activate = ops.silu_mul if self.silu else torch_ops.gelu_mul
         if not config.gated:
             self.activate = torch_ops.gelu
-        self.gate_up = empty_matrix(width, hidden, dtype, device, quantised)
-        self.down = empty_matrix(hidden, inner, dtype, device, quantised)
+        self._inputs = ("gate_proj", "up_proj") if config.gated else ("up_proj",)
+        self.gate_up = matrices.empty(width, hidden, prefix, self._inputs)
+        self.down = matrices.empty(hidden, inner, prefix, ["down_proj"])
         self.gate_up_bias = self.down_bias = None
         if config.mlp_bias:
             self.gate_up_bias = torch.empty(width, dtype=dtype, device=device)
@@ -72,7 +84,7 @@ class DenseMLP:
         return linear(inner, self.down, self.down_bias)
 
     def slots(self, prefix: str) -> Iterator[Slot]:
-        names = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
+        names = self._inputs
         for name, view in zip(names, self.gate_up.chunk(len(names)), strict=True):
             yield Slot(f"{prefix}{name}.weight", view)
         yield Slot(f"{prefix}down_proj.weight", self.down)
@@ -85,10 +97,9 @@ class DenseMLP:
 class Layer:
     """The weights of one layer, with q/k/v in one matrix and gate/up in another. None: the model does not have it."""
 
-    def __init__(
-        self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device, ops: Ops,
-        quantised: Quantised,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: ModelConfig, index: int, matrices: Matrices, ops: Ops) -> None:
+        dtype, device, prefix = matrices.dtype, matrices.device, f"model.layers.{index}."
+
         def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
@@ -101,14 +112,14 @@ class Layer:
         width, normed = sum(self._heads) * dim, sum(self._heads[:2]) * dim
         # None without pre_norms. The fast paths refuse such models, so the types leave the None out.
         self.input_norm: Any = norm(config.pre_norms)
-        self.qkv = empty_matrix(width, hidden, dtype, device, quantised)
+        self.qkv = matrices.empty(width, hidden, f"{prefix}self_attn.", ["q_proj", "k_proj", "v_proj"])
         self.qkv_bias = empty(width) if config.qkv_bias else None
         # One row per head, so that one kernel normalises queries and keys together.
         head_norm = norm(config.qk_norm, normed)
         self.qk_norm = None if head_norm is None else head_norm.view(-1, dim)
         self.full_qk_norm = norm(config.full_qk_norm, normed)  # the weight of all queries, then that of all keys
         self.sinks = empty(config.num_heads) if config.sinks else None
-        self.output = empty_matrix(hidden, config.num_heads * dim, dtype, device, quantised)
+        self.output = matrices.empty(hidden, config.num_heads * dim, f"{prefix}self_attn.", ["o_proj"])
         self.output_bias = empty(hidden) if config.output_bias else None
         self.after_attention = norm(config.post_norms)
         self.post_norm: Any = norm(config.pre_norms)  # before the MLP
@@ -116,7 +127,7 @@ class Layer:
         if config.experts is not None and config.experts.layers[index]:
             self.mlp = Experts(config.experts, hidden, dtype, device, ops)
         else:
-            self.mlp = DenseMLP(config, dtype, device, ops, quantised)
+            self.mlp = DenseMLP(config, f"{prefix}mlp.", matrices, ops)
         self.after_mlp = norm(config.post_norms)
 
     def normalise_qk(self, qkv: torch.Tensor, eps: float) -> torch.Tensor:
@@ -164,19 +175,21 @@ class Decoder:
         ops: Ops = torch_ops,
         quantised: Quantised = None,
         group: Group = ALONE,
+        kept: Kept | None = None,
     ) -> None:
         """`max_positions`: rows of the table of cos and sin. `ops`: norms, RoPE and activation functions. `quantised`:
-        the class of rounded matrices; all other parameters have `dtype`. `group`: the ranks that share the model. With
-        several ranks, `config` describes this rank's shard (engine/parallel/)."""
+        the class of rounded matrices, except for those that are `kept`; all other parameters have `dtype`. `group`: the
+        ranks that share the model. With several ranks, `config` describes this rank's shard (engine/parallel/)."""
         self.config = config
         self._ops = ops
         self._group = group
-        outer = None if quantised is None else quantised.vocabulary()
-        vocabulary = (config.vocab_size, config.hidden_size, dtype, device, outer)
-        self.embedding = empty_matrix(*vocabulary)
-        self.layers = [Layer(config, i, dtype, device, ops, quantised) for i in range(config.num_layers)]
+        matrices = Matrices(dtype, device, quantised, kept or {})
+        outer = Matrices(dtype, device, None if quantised is None else quantised.vocabulary(), {})
+        size = config.vocab_size, config.hidden_size
+        self.embedding = outer.empty(*size)
+        self.layers = [Layer(config, i, matrices, ops) for i in range(config.num_layers)]
         self.norm = norm_weight(config, config.hidden_size, dtype, device)
-        self.head = self.embedding if config.tie_word_embeddings else empty_matrix(*vocabulary)
+        self.head = self.embedding if config.tie_word_embeddings else outer.empty(*size)
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         tables = {
             rope: rope_table(rope, config.head_dim, max_positions, config.max_position).to(device, exact)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.model.config import ExpertsConfig
-from engine.model.weights import Slot
+from engine.model.slots import Slot
 
 
 class Ops(Protocol):

@@ -13,7 +13,7 @@ import torch
 from engine.model.config import ModelConfig
 from engine.model.experts import Ops
 from engine.model.linear import Matrix, embed
-from engine.model.weights import Slot
+from engine.model.slots import Slot
 
 
 class Group:

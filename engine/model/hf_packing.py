@@ -30,9 +30,9 @@ def read_packing(fields: Fields) -> Packing | None:
     if method == "mxfp4":
         return Packing("mxfp4")
     if method == "fp8" and raw.get("weight_block_size") is None:
-        return Packing("fp8", strategy="tensor")
+        return Packing("fp8", floats=True, strategy="tensor")
     if method == "fp8":
-        return Packing("fp8", strategy="block", block=_block(inner, raw.get("weight_block_size")))
+        return Packing("fp8", floats=True, strategy="block", block=_block(inner, raw.get("weight_block_size")))
     if method == "awq":
         if inner.count("bits") != 4 or raw.get("version", "gemm") != "gemm" or not inner.flag("zero_point", True):
             what = f"version {shown(raw.get('version'))} of awq with {raw['bits']} bits"
@@ -64,13 +64,11 @@ def _compressed(fields: Fields, raw: dict[str, Any]) -> Packing:
         if how.get("actorder") not in (None, False, "weight", "static"):
             raise _error(fields, f"actorder {shown(how['actorder'])}", "null, 'static' or 'weight'")
         size = _group(inner, how) if strategy == "group" else 0
-        return Packing("compressed-tensors", bits, size, strategy, symmetric=inner.flag("symmetric", True))
-    symmetric = inner.flag("symmetric", True)
-    if form in ("float-quantized", "int-quantized", "naive-quantized") and bits == 8 and symmetric:
-        if strategy in ("tensor", "channel"):
-            return Packing("compressed-tensors", 8, 0, strategy)
-        if strategy == "block":
-            return Packing("compressed-tensors", 8, 0, strategy, _block(inner, how.get("block_structure")))
+        return Packing("compressed-tensors", bits, size, strategy=strategy, symmetric=inner.flag("symmetric", True))
+    whole = form in ("float-quantized", "int-quantized", "naive-quantized") and kind in ("float", "int")
+    if whole and bits == 8 and inner.flag("symmetric", True) and strategy in ("tensor", "channel", "block"):
+        block = _block(inner, how.get("block_structure")) if strategy == "block" else None
+        return Packing("compressed-tensors", floats=kind == "float", strategy=strategy, block=block)
     raise _error(
         fields, f"format {shown(form)} with {bits} bits, strategy {shown(strategy)}",
         "8 bits per tensor, channel or block, and packed integers of 4 or 8 bits",

@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F
 
 WIDENED = 1 << 20  # numbers of a bfloat16 matrix that are converted to float32 at a time
+BLOCK = 128  # rows and columns with a common scale in Fp8Blocks
 INT8_MAX = 127  # the range is symmetric: −128 is not used
 
 
 class ByteWeight:
-    """A matrix [N, K]: 8-bit numbers [N, K] and a float32 scale per row [N]. Subclasses have other numbers.
+    """A matrix [N, K]: 8-bit numbers [N, K] and a float32 scale per row [N]. Subclasses have other numbers and scales.
 
     It has the tensor methods that are used when weights are loaded.
     """
@@ -86,6 +87,11 @@ class ByteWeight:
         weight = weight.to(self.device)
         values, self.scale[:] = self.rounded(weight.float() if weight.dtype == torch.float64 else weight)
         self.values.copy_(values)
+
+    def keep(self, values: torch.Tensor, scale: torch.Tensor) -> None:
+        """Copy numbers (as bytes, uint8) and scales of a checkpoint."""
+        self.values.view(torch.uint8).copy_(values)
+        self.scale.copy_(scale.view(self.scale.shape))
 
     def normal_(self, mean: float, std: float, generator: torch.Generator | None = None) -> None:
         """Fill with the normal numbers that a float32 tensor would get, rounded."""
@@ -152,14 +158,55 @@ class Fp8Weight(ByteWeight):
         inverse = 1 / scale.clamp_min(torch.finfo(torch.float32).tiny)
         return (x * inverse[:, None]).to(torch.float8_e4m3fn), scale
 
+    def wide(self, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the matrix [N, K] that the numbers stand for, in `dtype`."""
+        return self.values.to(dtype) * self.scale.to(dtype)[:, None]
+
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         values = self.values.view(torch.uint8)[ids].view(self.dtype)
         return (values.float() * self.scale[ids, None]).bfloat16()
 
     def product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See engine/kernels/fp8.py. On a CPU, the product with the expanded matrix specifies the kernels."""
+        if x.device.type == "cpu":
+            return torch.mm(x, self.wide(x.dtype).t(), out=out)
         from engine.kernels.fp8 import fp8_linear  # needs triton
 
         return fp8_linear(x, self, out)
+
+
+class Fp8Blocks(Fp8Weight):
+    """e4m3 numbers [N, K] with a float32 scale per 128 rows and 128 columns [N / 128, K / 128], as in DeepSeek-V3.
+
+    N and K are multiples of 128. The kernels are in engine/kernels/fp8.py and fp8_blocks.py.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, device: torch.device) -> Self:
+        scale = torch.empty(rows // BLOCK, columns // BLOCK, dtype=torch.float32, device=device)
+        return cls(torch.empty(rows, columns, dtype=cls.dtype, device=device), scale)
+
+    @staticmethod
+    def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, columns = x.shape
+        blocks = x.view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK).transpose(1, 2)
+        values, scale = Fp8Weight.rounded(blocks.reshape(-1, BLOCK * BLOCK))
+        values = values.view(torch.uint8).view(blocks.shape).transpose(1, 2).reshape(rows, columns)
+        return values.view(Fp8Weight.dtype), scale.view(rows // BLOCK, columns // BLOCK)
+
+    def wide(self, dtype: torch.dtype) -> torch.Tensor:
+        scale = self.scale.to(dtype).repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        return self.values.to(dtype) * scale
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        scale = self.scale[ids // BLOCK].repeat_interleave(BLOCK, 1)
+        return (self.values.view(torch.uint8)[ids].view(self.dtype).float() * scale).bfloat16()
+
+    def split(self, sizes: list[int]) -> list[Self]:
+        parts = zip(self.values.split(sizes), self.scale.split([size // BLOCK for size in sizes]), strict=True)
+        return [type(self)(values, scale) for values, scale in parts]
 
 
 Matrix = Any  # torch.Tensor or ByteWeight; not declared as a union, because GPU kernels accept only tensors

@@ -9,8 +9,9 @@ quantised is seen from the names of the tensors.
     gptq                4- and 8-bit integers, groups of inputs in any order (Frantar et al. 2022)
     mxfp4               4-bit floats, one exponent per 32 numbers; the experts of gpt-oss (OCP microscaling formats)
 
-The expanded matrix is rounded to the model's type, or to one of our own forms with --quantization. 4-bit integers whose
-groups fit our 4-bit form are not expanded: they are stored in this form as they are (engine/model/four_bits.py).
+A matrix is expanded and rounded to the model's type, or to one of our own forms with --quantization. Two kinds are not
+expanded, but stored as they are: 4-bit integers whose groups fit our 4-bit form (engine/model/four_bits.py), and 8-bit
+numbers that a class of engine/model/linear.py can hold.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ import torch
 
 from engine.fields import LARGEST_NUMBER
 from engine.model.config import Packing
+from engine.model.linear import BLOCK, ByteWeight, Fp8Blocks, Fp8Weight, Int8Weight
 
 Tensors = Mapping[str, torch.Tensor]
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the positive numbers of e2m1
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the 4-bit numbers of columns 0, 1, 2 … are in a 32-bit word
 NAN_OF_E4M3 = 0x7F
 LARGEST_EXPONENT = 127 + 99  # of MXFP4, which adds 127: 2^99 is below LARGEST_NUMBER
-FLOATS, EIGHT_BITS, INTS = ("F64", "F32", "BF16", "F16"), ("F8_E4M3", "I8"), ("I32",)
+FLOATS, INTS = ("F64", "F32", "BF16", "F16"), ("I32",)
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ class Packed:
     sources: tuple[Source, ...]
     expand: Callable[[Tensors], torch.Tensor]
     groups: Callable[[Tensors], Groups | None] | None = None  # of 4-bit numbers; returns None if they are not in order
+    # Of 8-bit numbers that need no expansion: the class for them, the rows and columns with a common scale, and a
+    # function that returns their scales [rows / block[0], columns / block[1]].
+    kind: type[ByteWeight] | None = None
+    block: tuple[int, int] = (1, 1)
+    scales: Callable[[Tensors], torch.Tensor] | None = None
 
     def names(self, name: str) -> dict[str, Source]:
         """Returns the sources by the names of their tensors. `name`: that of the whole matrix."""
@@ -123,8 +130,18 @@ def _scaled(packing: Packing, rows: int, columns: int, scale: str) -> Packed:
         scales = tensors[scale].float().view(shape).repeat_interleave(down, 0)[:rows]
         return tensors["weight"].float() * scales.repeat_interleave(across, 1)[:, :columns]
 
+    def scales(tensors: Tensors) -> torch.Tensor:
+        return tensors[scale].float().view(shape).expand(rows if kind is not Fp8Blocks else shape[0], -1)
+
+    kind: type[ByteWeight] | None = None
+    if packing.block is None:
+        kind = Fp8Weight if packing.floats else Int8Weight
+    elif packing.floats and packing.block == (BLOCK, BLOCK):
+        kind = Fp8Blocks
     stored = (1,) if packing.strategy == "tensor" else shape
-    return Packed((Source("weight", (rows, columns), EIGHT_BITS), Source(scale, stored, FLOATS)), expand)
+    types = ("F8_E4M3",) if packing.floats else ("I8",)
+    sources = Source("weight", (rows, columns), types), Source(scale, stored, FLOATS)
+    return Packed(sources, expand, kind=kind, block=packing.block or (1, columns), scales=scales)
 
 
 def _bits(words: torch.Tensor, bits: int) -> torch.Tensor:

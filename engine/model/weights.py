@@ -7,8 +7,8 @@ mapped into memory and only one tensor is held, so the host needs little memory 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,61 +22,11 @@ from engine.model.config import Packing
 from engine.model.four_bits import Int4Weight
 from engine.model.linear import ByteWeight, Matrix
 from engine.model.packed import Packed, fault, packed
+from engine.model.slots import Slot
 from engine.progress import Progress
 
 FLOAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 PACKED_BYTES = FLOAT_BYTES | {"I32": 4, "I64": 8}
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A part of a tensor: pieces of equal size along `dim`, which begin at `starts`.
-
-    `whole`: the size of the whole tensor along `dim`.
-    """
-
-    dim: int
-    starts: tuple[int, ...]
-    whole: int
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """The tensor `name` of the checkpoint, and the slice of a parameter that it fills."""
-
-    name: str
-    view: Matrix
-    repeated: bool = False  # the checkpoint has one row, which is copied to every row of the view
-    parts: tuple[Slot, ...] = ()  # the checkpoint may have these tensors instead of `name`
-    cut: Cut | None = None  # the part of the tensor that fills the view (shards.py); None: the whole tensor
-    # Changes the part before it is copied (checkpoint.py). `stored`: the shape of the tensor, if it is not the view's.
-    fold: Callable[[torch.Tensor], torch.Tensor] | None = None
-    reorders: bool = False  # the fold changes only the order of rows; other folds of matrices multiply by a number
-    stored: tuple[int, ...] | None = None
-    packed: Packed | None = None  # the tensors in which a quantised matrix is stored
-
-    @property
-    def shape(self) -> list[int]:
-        """The shape of the tensor in the checkpoint; of a quantised matrix, before its quantisation."""
-        if self.stored is not None:
-            return list(self.stored)
-        shape = list(self.view.shape[1:] if self.repeated else self.view.shape)
-        if self.cut is not None:
-            shape[self.cut.dim] = self.cut.whole
-        return shape
-
-    def take(self, tensor: Any) -> torch.Tensor:
-        """Returns the part of the tensor that fills the view. From a safetensors slice, only this part is read."""
-        if self.cut is None:
-            return tensor[:]
-        dim, extent = self.cut.dim, self.view.shape[self.cut.dim] // len(self.cut.starts)
-        pieces = [tensor[(slice(None),) * dim + (slice(start, start + extent),)] for start in self.cut.starts]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
-
-    @property
-    def scalars(self) -> int:
-        """The number of values that are read for the view."""
-        return (self.view.shape[1:] if self.repeated else self.view.shape).numel()
 
 
 def load_weights(
@@ -106,7 +56,7 @@ def load_weights(
                     if slot.packed is not None:
                         continue
                     tensor = _read(slot, file, path, name)
-                    slot.view.copy_(tensor if slot.fold is None else slot.fold(tensor))
+                    slot.fill(tensor)
                     done += tensor.nbytes
                     report(path)
     for name, several in wanted.items():
@@ -149,7 +99,14 @@ def dummy_weights(slots: Iterable[Slot], seed: int) -> None:
         elif slot.cut is None:
             slot.view.normal_(0, 0.02, generator=generator)
         else:  # draw the whole tensor, so that the numbers do not depend on the number of ranks
-            slot.view.copy_(slot.take(slot.view.new_empty(slot.shape).normal_(0, 0.02, generator=generator)))
+            dtype = torch.float32 if isinstance(slot.view, ByteWeight) else slot.view.dtype
+            whole = torch.empty(slot.shape, dtype=dtype, device=slot.view.device)
+            slot.view.copy_(slot.take(whole.normal_(0, 0.02, generator=generator)))
+
+
+def tensor_names(directory: Path) -> set[str]:
+    """Returns the names of all tensors of a checkpoint."""
+    return set(_where(checkpoint_files(directory)))
 
 
 def _where(files: list[Path]) -> dict[str, tuple[Path, str]]:
@@ -289,22 +246,19 @@ def _read_packed(slot: Slot, where: dict[str, tuple[Path, str]]) -> dict[str, to
 
 
 def _fill(slots: list[Slot], packed: Packed, tensors: dict[str, torch.Tensor]) -> None:
-    """Fill the slots of one quantised matrix: as it is if the views are of 4 bits and it fits, else expanded."""
+    """Fill the slots of one quantised matrix: as it is stored if the views can hold it, else expanded."""
     groups = whole = None
     if packed.groups is not None and isinstance(slots[0].view, Int4Weight):
         groups = packed.groups(tensors)
     for slot in slots:
         if groups is not None:
-            part = groups.by(slot.take)
-            if slot.reorders and slot.fold is not None:
-                part = part.by(slot.fold)
-            elif slot.fold is not None:
-                part = replace(part, scales=slot.fold(part.scales))
+            part = groups.by(slot.take).by(slot.in_order)
+            part = part if slot.fold is None else replace(part, scales=slot.fold(part.scales))
             if slot.view.take(part):
                 continue
-        whole = packed.expand(tensors) if whole is None else whole
-        tensor = slot.take(whole)
-        slot.view.copy_(tensor if slot.fold is None else slot.fold(tensor))
+        if not slot.fill_stored(tensors):
+            whole = packed.expand(tensors) if whole is None else whole
+            slot.fill(slot.take(whole))
 
 
 def _is_unused(name: str) -> bool:

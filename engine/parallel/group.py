@@ -25,7 +25,7 @@ from engine.errors import EngineError
 from engine.model.config import ModelConfig
 from engine.model.experts import Ops
 from engine.model.group import CollectiveTime, Group
-from engine.model.weights import Slot
+from engine.model.slots import Slot
 from engine.parallel import mailbox
 from engine.parallel.mailbox import Mailbox
 from engine.parallel.shards import shard_config, shard_slots

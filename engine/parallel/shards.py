@@ -17,8 +17,8 @@ from dataclasses import replace
 
 from engine.errors import EngineError
 from engine.model.config import ModelConfig
+from engine.model.slots import Cut, Slot
 from engine.model.traits import lacking
-from engine.model.weights import Cut, Slot
 
 
 def check(config: ModelConfig, size: int) -> None:

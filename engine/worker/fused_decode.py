@@ -185,7 +185,8 @@ def _inner(x: torch.Tensor, mlp: DenseMLP) -> torch.Tensor:
 def _mlp(x: torch.Tensor, mlp: DenseMLP, in_parts: bool) -> torch.Tensor:
     """x [T, H] -> the MLP's output, in one of the shapes that _back_to_hidden returns."""
     if isinstance(mlp.down, Fp8Weight) and len(x) > 1 and mlp.down_bias is None and mlp.silu:
-        return fp8.back_to_hidden(linear(x, mlp.gate_up, mlp.gate_up_bias), mlp.down, silu=True)
+        inner = linear(x, mlp.gate_up, mlp.gate_up_bias)
+        return fp8.back_to_hidden(inner, mlp.down, silu=True, in_parts=in_parts)
     return _back_to_hidden(_inner(x, mlp), mlp.down, mlp.down_bias, in_parts)
 
 
@@ -194,7 +195,7 @@ def _back_to_hidden(x: torch.Tensor, w: Matrix, bias: torch.Tensor | None, in_pa
     if bias is None and len(x) == 1:
         return gemv(x, w)
     if isinstance(w, Fp8Weight):
-        return fp8.back_to_hidden(x, w) if bias is None else linear(x, w, bias)
+        return fp8.back_to_hidden(x, w, in_parts=in_parts) if bias is None else linear(x, w, bias)
     form = form_for(len(x), *w.shape) if bias is None and in_parts else None
     return F.linear(x, w, bias) if form is None or form.parts == 1 else split_linear(x, w, form)
 

@@ -73,7 +73,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
             f"{model.max_context:,}: max_model_len is {length:,}, so all positions use the "
             f"{'first' if short else 'second'} one",
         )
-    if (packing := model.packing) is not None and quantization == "none":
+    if (packing := model.packing) is not None and quantization == "none" and not why_quantised:
         keep = "" if model.experts is not None else f"; --quantization {'int8' if cpu else 'fp8'} takes 8 bits for each"
         notes += (f"the checkpoint's {packing.method} weights are expanded to {name}{keep}",)
     if config.tensor_parallel_size > 1:

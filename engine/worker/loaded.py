@@ -35,7 +35,7 @@ from engine.worker.batch import Batch
 from engine.worker.inputs import Draws
 from engine.worker.launch import DrawnLogprobs, LaunchedStep, PromptLogprobs
 from engine.worker.limits import resolve
-from engine.worker.quantised import matrices
+from engine.worker.quantised import KEPT, describe_kept, kept_matrices, matrices
 from engine.worker.sampler import Drawn
 from engine.worker.upload import to_host
 
@@ -207,27 +207,30 @@ class LoadedModel:
 
     def _load(self, ops: Ops, model_dir: Path | None, on_progress: Progress | None) -> Decoder:
         config, kind = self.model_config, self.quantization
-        quantised = matrices(kind, config)
+        files = None if self.config.dummy_weights else model_dir
+        kept = kept_matrices(self.shard, config, ops, self.group, files) if kind == KEPT else None
+        how = matrices(kind, config), self.group, kept
 
         def make() -> Decoder:
-            return Decoder(self.shard, self.dtype, self.device, self.max_model_len, ops, quantised, self.group)
+            return Decoder(self.shard, self.dtype, self.device, self.max_model_len, ops, *how)
 
         def fill(model: Decoder) -> None:
             slots = self.group.shard_slots(model.slots(), config)
             if self.config.dummy_weights:
                 dummy_weights(slots, self.config.seed)
-            elif model_dir is None:
+            elif files is None:
                 raise EngineError("there is neither a model directory nor dummy_weights: give one of these two options")
             else:
                 slots = checkpoint_slots(slots, config, self.dtype)
-                load_weights(slots, model_dir, config.tie_word_embeddings, on_progress, config.packing)
+                load_weights(slots, files, config.tie_word_embeddings, on_progress, config.packing)
 
-        if kind in kept_weights.KINDS and self.config.keep_weights and model_dir and not self.config.dummy_weights:
-            path = kept_weights.file_of(self.config.model or model_dir.name, model_dir, config, kind)
+        if kind in kept_weights.KINDS and self.config.keep_weights and files is not None:
+            path = kept_weights.file_of(self.config.model or files.name, files, config, kind)
             model, self.notes = kept_weights.load(path, make, fill, on_progress)
             return model
         model = make()
         fill(model)
+        self.notes += () if kept is None else (describe_kept(model, kept, self.dtype),)
         return model
 
     def _make_pool(self, num_blocks: int) -> KVPool:
@@ -304,9 +307,8 @@ class LoadedModel:
 
 
 def _device_name(device: torch.device, ranks: int) -> str:
+    threads = torch.get_num_threads()
+    name = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-    else:
-        threads = torch.get_num_threads()
-        name = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
     return name if ranks == 1 else f"{ranks} ranks of {name}"

@@ -6,18 +6,26 @@ import importlib.util
 import os
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
+from engine.model.checkpoint import checkpoint_slots
 from engine.model.config import ModelConfig
+from engine.model.decoder import Decoder, Kept
+from engine.model.experts import Ops
 from engine.model.four_bits import Int4Weight
-from engine.model.linear import Bf16Weight, ByteWeight, Fp8Weight, Int8Weight
+from engine.model.group import Group
+from engine.model.linear import BLOCK, Bf16Weight, ByteWeight, Fp8Weight, Int8Weight
+from engine.model.slots import kept
+from engine.model.weights import tensor_names
 from engine.worker.few_rows import FewRows
 
+KEPT = "checkpoint"  # each matrix as the checkpoint has it: e4m3 numbers with its scales, or a tensor
 KINDS: dict[str, type[ByteWeight] | None] = {
-    "none": None, "bf16": Bf16Weight, "int8": Int8Weight, "int4": Int4Weight, "fp8": Fp8Weight,
+    "none": None, "bf16": Bf16Weight, "int8": Int8Weight, "int4": Int4Weight, "fp8": Fp8Weight, KEPT: None,
 }  # fmt: skip
 ON_CPU = ("bf16", "int8", "int4")
 SMALL = {"int8": 8, "int4": 4}  # what "auto" takes if other weights do not fit, the largest first -> bits
@@ -34,6 +42,8 @@ def matrices(kind: str, model: ModelConfig) -> type[ByteWeight] | None:
 
 def itemsizes(kind: str, dtype: torch.dtype) -> tuple[float, float]:
     """Returns the bytes of a number in the matrices of the layers, and in the embedding and the output matrix."""
+    if kind == KEPT:
+        return Fp8Weight.itemsize, dtype.itemsize
     weights = KINDS[kind]
     if weights is None:
         return dtype.itemsize, dtype.itemsize
@@ -58,7 +68,9 @@ def choose(config: EngineConfig, model: ModelConfig, device: torch.device, dtype
         if config.quantization != "none":
             check(config, model, device, dtype)
         return config.quantization, ""
-    if device.type != "cpu" or config.dtype != "auto":
+    if device.type != "cpu":
+        return ("none", "") if model.packing is None else _choose_on_gpu(config, model, device, dtype)
+    if config.dtype != "auto":
         return "none", ""
     if model.packing is not None and matrices("int4", model) is not KINDS["int4"]:
         with suppress(EngineError):
@@ -86,6 +98,30 @@ def choose(config: EngineConfig, model: ModelConfig, device: torch.device, dtype
     return chosen, f"the weights are rounded to {SMALL[chosen]} bits ({chosen}): otherwise they would take {sizes}"
 
 
+def _choose_on_gpu(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str) -> tuple[str, str]:
+    """Like `choose`, for a quantised checkpoint: its own 8-bit floats; else the 16-bit type, or fp8 if that fits."""
+    assert model.packing is not None
+    why = _refusal(replace(config, quantization=KEPT), model, device, dtype)
+    if not why:
+        return KEPT, ""
+    expanded = f"the checkpoint's {model.packing.method} weights are expanded"
+    bytes_ = weight_bytes("none", model, torch.bfloat16) // config.tensor_parallel_size
+    room = int(torch.cuda.mem_get_info(device)[0] * config.gpu_memory_utilization)
+    if bytes_ + BESIDE_WEIGHTS <= room or _refusal(replace(config, quantization="fp8"), model, device, dtype):
+        return "none", f"{expanded} to {dtype}: {why}"
+    sizes = f"they would take {bytes_ / 1e9:.1f} GB, and {room / 1e9:.1f} GB are free"
+    return "fp8", f"{expanded}, then rounded to e4m3 with one scale per row: in {dtype} {sizes}"
+
+
+def _refusal(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str) -> str:
+    """Returns the message of the error that `check` raises; "" if it raises none."""
+    try:
+        check(config, model, device, dtype)
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
 def free_memory() -> int:
     """Returns the bytes of memory that this process can take without swapping; where unknown, all memory."""
     try:
@@ -104,14 +140,16 @@ def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype:
         )
     if kind == "fp8" and cpu:
         raise EngineError("fp8 weights run on a GPU only, but the device is cpu: use --quantization int8")
+    if kind == KEPT:
+        _check_kept(model, device)
     wanted = "float32" if kind in ON_CPU else "bfloat16"
     if dtype != wanted:
         raise EngineError(f"{kind} weights need {wanted} activations, but the dtype is {dtype}: use {wanted}")
-    if config.tensor_parallel_size > 1:
+    if config.tensor_parallel_size > 1 and kind != KEPT:
         raise EngineError(
             f"{kind} weights support only one rank, but tensor_parallel_size is {config.tensor_parallel_size}: use 1"
         )
-    if model.experts is not None:
+    if model.experts is not None and kind != KEPT:
         raise EngineError(
             f"{kind} weights support only dense models, but {model.architecture} has experts: use --quantization none"
         )
@@ -129,6 +167,8 @@ def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype:
         raise EngineError(
             "fp8 weights need triton, which is not installed: pip install triton, or use --quantization none"
         )
+    if kind == KEPT:  # matrices whose shapes the kernels do not support are expanded, one by one
+        return
     inner = model.num_heads * model.head_dim
     for name, size in ("hidden_size", model.hidden_size), ("heads times head_dim", inner), (
         "intermediate_size", model.intermediate_size,
@@ -161,3 +201,43 @@ def _four_bit_sizes(model: ModelConfig) -> tuple[tuple[str, int, int], ...]:
         ("intermediate_size", model.intermediate_size, 32),
         ("key/value heads times head_dim", model.num_kv_heads * model.head_dim, 16),
     )  # fmt: skip
+
+
+def _check_kept(model: ModelConfig, device: torch.device) -> None:
+    """Raise EngineError if no matrix of the checkpoint can be computed as it is stored."""
+    packing = model.packing
+    if packing is None:
+        raise EngineError("the checkpoint is not quantised: leave --quantization at auto")
+    if not packing.floats:
+        raise EngineError("our kernels for 8 bits support floating-point numbers only")
+    if packing.block not in (None, (BLOCK, BLOCK)):
+        rows, columns = packing.block or (0, 0)
+        raise EngineError(f"our kernels support a scale per {BLOCK} x {BLOCK} block, not per {rows} x {columns}")
+    if device.type == "cpu":
+        raise EngineError("products of 8-bit floats run on a GPU only")
+
+
+def kept_matrices(shard: ModelConfig, model: ModelConfig, ops: Ops, group: Group, directory: Path | None) -> Kept:
+    """Returns the class that holds each quantised matrix unchanged, by name in the decoder; None: it is expanded.
+
+    `shard`: this rank's part of the model. `directory`: the checkpoint; None: one in which all matrices of the layers
+    are quantised.
+    """
+    assert model.packing is not None
+    plain = Decoder(shard, torch.bfloat16, torch.device("meta"), 1, ops, None, group)  # its slots have the shapes
+    names = [slot.name for slot in plain.slots()]
+    slots = list(checkpoint_slots(group.shard_slots(plain.slots(), model), model, torch.bfloat16))
+    stems = [each.name.removesuffix("weight") for slot in slots for each in (slot, *slot.parts)]
+    held = {f"{stem}weight_scale" for stem in stems if stem.endswith("_proj.")}
+    return kept(zip(names, slots, strict=True), model.packing, held if directory is None else tensor_names(directory))
+
+
+def describe_kept(model: Decoder, found: Kept, dtype: torch.dtype) -> str:
+    """Returns a sentence about the quantised matrices of a decoder. `found`: what kept_matrices returned."""
+    held = sum(isinstance(slot.view, ByteWeight) for slot in model.slots())
+    text = f"{held} matrices are computed in 8 bits, as the checkpoint stores them"
+    if held == len(found):
+        return text
+    name = str(dtype).removeprefix("torch.")
+    why = f"the kernels need dense matrices with multiples of {BLOCK} columns (for a scale per block, of rows too)"
+    return f"{text}; {len(found) - held} are expanded to {name}: {why}"

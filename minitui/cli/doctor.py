@@ -105,6 +105,7 @@ def report(found: dict[str, Any]) -> list[str]:
     for name, fits in found["fits"].items():
         text = ", ".join(kind if ms is None else f"{kind} {ms:.0f} ms" for kind, ms in fits.items())
         lines.append(f"  {name:<12} {text or 'no: the weights do not fit into memory'}")
+    lines.append("  Quantised checkpoints: " + _quantised(found))
     if (speed := found["read_gb_per_s"]) is not None:
         lines.append(f"  A token of one reply takes at least this time: memory is read at {speed:.0f} GB/s.")
     if found["models"]:
@@ -122,6 +123,16 @@ def report(found: dict[str, Any]) -> list[str]:
     lines += ["", f"Terminal: {size}, {t['colours']} colours, {'UTF-8' if t['utf8'] else 'no UTF-8: use --ascii'}"]
     lines += [f"{name}: {path}" for name, path in found["files"].items()]
     return lines
+
+
+def _quantised(found: dict[str, Any]) -> str:
+    """Returns how this machine computes the weights of quantised checkpoints."""
+    if not found["gpus"]:
+        stored = "" if found["modules"]["llvmlite"] is None else "4-bit integers in groups are computed as stored; "
+        return f"{stored}others are expanded to float32, or rounded if that does not fit"
+    if found["modules"]["triton"] is None or max(float(g["compute"]) for g in found["gpus"]) < 9:
+        return "their weights are expanded to bfloat16: 8-bit products need compute capability 9.0 and triton"
+    return "8-bit floats are computed as stored; others are expanded to bfloat16, or to fp8 if that does not fit"
 
 
 def largest_memory() -> tuple[float, bool]:

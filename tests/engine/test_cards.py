@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 pytestmark = pytest.mark.timeout(900)
 
-from engine.kernels import batch_state, fp8, gemv, moe, moe_one, norms, sample, split_linear  # noqa: E402
+from engine.kernels import batch_state, fp8, fp8_blocks, gemv, moe, moe_one, norms, sample, split_linear  # noqa: E402
 from engine.kernels.card import Card  # noqa: E402
 from engine.kernels.decode_attention import DecodeWorkspace, decode_attention  # noqa: E402
 from engine.kernels.prefill_attention import PrefillWorkspace, prefill_attention  # noqa: E402
@@ -98,12 +98,15 @@ def eight_bits() -> None:
     attention(torch.float8_e4m3fn)
     for n, k in ((12288, 4096), (4096, 12288)):
         values = torch.empty(n, k, dtype=torch.uint8).view(torch.float8_e4m3fn)
-        matrix: Any = SimpleNamespace(values=values, scale=torch.empty(n), shape=torch.Size((n, k)))
-        for tokens in (1, 2, 64):
-            if tokens == 1:
-                gemv.gemv(half(1, k), matrix)
-            else:
+        by_row: Any = SimpleNamespace(values=values, scale=torch.empty(n), shape=torch.Size((n, k)))
+        by_block: Any = SimpleNamespace(values=values, scale=torch.empty(n // 128, k // 128), shape=by_row.shape)
+        for matrix in (by_row, by_block):
+            gemv.gemv(half(1, k), matrix)
+            for tokens in (2, 64):
                 fp8.back_to_hidden(half(tokens, k), matrix)
+        gemv.gemv(half(1, k), by_block, norm=(half(k), 1e-6), gate_up=True)
+        for tokens in (100, 3000):
+            fp8_blocks.tiled(*fp8_blocks.round_groups(half(tokens, 2 * k), silu=True), by_block)
 
 
 @pytest.mark.parametrize("part", [attention, layers, mixture, sampling, eight_bits])

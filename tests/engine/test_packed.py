@@ -9,16 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from engine.errors import CheckpointError
 from engine.model.four_bits import Int4Weight
 from engine.model.hf_config import read_model_config
 from engine.model.hf_packing import METHODS
+from engine.model.linear import ByteWeight
+from engine.worker import quantised, rank_runner
 from tests.support import paths
 from tests.support.families import checkpoint, random_config
 from tests.support.models import Driver, load_decoder, make_request, make_runner, prompt, reference, rewrite, save
 from tests.support.packing import FORMATS, awq, compressed, gptq, mxfp4, pack_quantized, quantise
 from tests.support.parity import PROMPT, our_logits, their_logits
+from tests.support.ranks import ThreadRanks, ThreadWorkers
 
 SIZES = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
 
@@ -131,6 +135,112 @@ def test_groups_in_any_order_are_expanded(
     quantise(type(model)(model.config), source, tmp_path / "m", "gptq")
     runner = make_runner(tmp_path / "m", "auto")
     assert runner.loaded.quantization == "none"
+
+
+KEPT_SIZES = {
+    "hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 4, "vocab_size": 208,
+}  # fmt: skip
+KEPT = ("fp8 rows", "fp8 tensor", "fp8 whole", "fp8 blocks of 128")
+
+
+@pytest.fixture(scope="module")
+def wider(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    model = reference("qwen3", **KEPT_SIZES)
+    return model, save(model, tmp_path_factory.mktemp("wider"))
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU may compute 8-bit floats too, by the products that specify those of a GPU; ranks are threads."""
+    monkeypatch.setattr(quantised, "check", lambda *_: None)
+    monkeypatch.setattr(rank_runner, "Workers", ThreadWorkers)
+    monkeypatch.setattr(rank_runner, "Ranks", ThreadRanks)
+
+
+def last_logits(runner: Any) -> torch.Tensor:
+    """Log-probabilities after the last token of a prompt, from all ranks."""
+    found: list[torch.Tensor] = []
+    sampler = runner.loaded.batch.sampler
+    sample = sampler.sample
+    sampler.sample = lambda rows, *rest: (found.append(rows.clone()), sample(rows, *rest))[1]
+    Driver(runner).run([(make_request(prompt(0, PROMPT), 0), PROMPT, True)])
+    return found[0][0].log_softmax(-1)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("name", KEPT)
+def test_8_bit_floats_are_computed_as_they_are_stored(name: str, wider: tuple[Any, Path], tmp_path: Path) -> None:
+    """On one device and on two ranks: the checkpoint's bytes, and the logits of its matrices in float64."""
+    model, source = wider
+    exact = type(model)(model.config)
+    exact.load_state_dict(model.state_dict())
+    quantise(exact, source, tmp_path / "m", name)
+    expected = their_logits(exact.double().eval(), prompt(0, PROMPT)).log_softmax(-1)
+    stored = load_file(tmp_path / "m" / "model.safetensors")
+    for size in (1, 2):
+        runner = make_runner(tmp_path / "m", "float64", quantization="checkpoint", tensor_parallel_size=size)
+        torch.testing.assert_close(last_logits(runner), expected[-1], rtol=0, atol=1e-5)
+        layer = runner.loaded.model.layers[1]
+        q_rows, inner = 4 * 64 // size, 256 // size
+        for matrix, part, leaf in (
+            (layer.qkv.values[:q_rows], slice(q_rows), "self_attn.q_proj"),
+            (layer.mlp.gate_up.values[inner:], slice(inner), "mlp.up_proj"),
+            (layer.mlp.down.values, (slice(None), slice(inner)), "mlp.down_proj"),
+        ):
+            wanted = stored[f"model.layers.1.{leaf}.weight"][part].view(torch.uint8)
+            assert torch.equal(matrix.view(torch.uint8), wanted), leaf
+        assert "14 matrices are computed in 8 bits, as the checkpoint stores them" in runner.loaded.notes
+        assert isinstance(runner.loaded.model.embedding, torch.Tensor)
+        if size == 2:
+            runner.close()
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("name", ["fp8 rows", "fp8 blocks of 128"])
+def test_a_matrix_is_expanded_if_a_part_of_it_does_not_fit(name: str, wider: tuple[Any, Path], tmp_path: Path) -> None:
+    """Two of q, k and v are not quantised in layer 0, and the heads of one rank of four fill half a block."""
+    model, source = wider
+    exact = type(model)(model.config)
+    exact.load_state_dict(model.state_dict())
+    quantise(exact, source, tmp_path / "m", name)
+
+    def plain(tensors: dict[str, torch.Tensor]) -> None:
+        for leaf in ("k_proj", "v_proj"):
+            key = f"model.layers.0.self_attn.{leaf}.weight"
+            tensors[key] = exact.state_dict()[key]
+            tensors.pop(key + "_scale", tensors.pop(key + "_scale_inv", None))
+
+    rewrite(tmp_path / "m", plain)
+    expected = their_logits(exact.double().eval(), prompt(0, PROMPT)).log_softmax(-1)
+    runner = make_runner(tmp_path / "m", "float64", quantization="checkpoint")
+    torch.testing.assert_close(last_logits(runner), expected[-1], rtol=0, atol=1e-5)
+    assert isinstance(runner.loaded.model.layers[0].qkv, torch.Tensor)
+    assert any("11 matrices are computed" in note and "1 are expanded" in note for note in runner.loaded.notes)
+    group = make_runner(tmp_path / "m", "float64", quantization="checkpoint", tensor_parallel_size=4)
+    try:
+        matrices = group.loaded.model.layers[1]
+        held = [isinstance(each, ByteWeight) for each in (matrices.qkv, matrices.output, matrices.mlp.gate_up)]
+        assert held == ([True, False, True] if name == "fp8 rows" else [False, False, False])
+        torch.testing.assert_close(last_logits(group), expected[-1], rtol=0, atol=1e-5)
+    finally:
+        group.close()
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("kind", ["glm4", "granite"])
+def test_stored_rows_are_reordered_and_their_scales_multiplied(kind: str, tmp_path: Path) -> None:
+    """Interleaved rotary positions and one matrix for gate and up; multipliers of what is added to the residual."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 4}
+    more = {"residual_multiplier": 0.22} if kind == "granite" else {"partial_rotary_factor": 0.5}
+    (tmp_path / "plain").mkdir()
+    theirs = checkpoint(kind, 0, tmp_path / "plain", **sizes, **more)
+    for name in ("fp8 rows", "fp8 blocks of 128"):
+        quantise(theirs, tmp_path / "plain", tmp_path / name, name)
+        expected = their_logits(theirs, prompt(0, PROMPT)).log_softmax(-1)
+        runner = make_runner(tmp_path / name, "float64", quantization="checkpoint")
+        ours = our_logits(Driver(runner), make_request(prompt(0, PROMPT), 0), [PROMPT]).log_softmax(-1)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+        assert all(isinstance(layer.qkv, ByteWeight) for layer in runner.loaded.model.layers)
 
 
 def test_8_bits_per_row_are_kept_by_our_8_bits(plain: tuple[Any, Path], tmp_path: Path) -> None:

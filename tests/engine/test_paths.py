@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from engine.config import EngineConfig
 from engine.core.request import Request
 from engine.core.step import PromptTargets, RowSettings, StepPlan
 from engine.errors import EngineError
-from engine.model.config import ExpertsConfig, ModelConfig, RopeConfig
+from engine.model.config import ExpertsConfig, ModelConfig, Packing, RopeConfig
 from engine.model.group import ALONE
 from engine.params import SamplingParams
 from engine.worker.batch import Batch
@@ -203,6 +204,43 @@ def test_every_combination_has_a_path_or_a_refusal_with_advice(gpus: Any) -> Non
             ways[found] = ways.get(found, 0) + 1
     assert sum(ways.values()) == 2 * len(MODELS) * 32 * 3 * 4
     assert {"CudaGraphs + Eager, flash + triton", "CudaGraphs + Eager, triton", "Eager, torch", "refused"} <= set(ways)
+
+
+BLOCKS = Packing("fp8", floats=True, strategy="block", block=(128, 128))
+ROWS, AWQ = Packing("compressed-tensors", floats=True, strategy="channel"), Packing("awq", 4, 128)
+
+
+@pytest.mark.parametrize(
+    ("packing", "options", "capability", "free", "kind", "sentence"),
+    [
+        (BLOCKS, {}, HOPPER, 80, "checkpoint", ""),
+        (ROWS, TWO, HOPPER, 80, "checkpoint", ""),
+        (ROWS, {"quantization": "none"}, HOPPER, 80, "none", "weights are expanded to bfloat16; --quantization fp8"),
+        (ROWS, {}, ADA, 80, "none", "expanded to bfloat16: .* capability 9.0 or more, but Some GPU has 8.9"),
+        (replace(BLOCKS, block=(64, 64)), {}, HOPPER, 80, "none", "a scale per 128 x 128 block, not per 64 x 64"),
+        (replace(ROWS, floats=False), {}, HOPPER, 80, "none", "kernels for 8 bits support floating-point numbers only"),
+        (AWQ, {}, HOPPER, 80, "none", "the checkpoint's awq weights are expanded to bfloat16: our kernels"),
+        (AWQ, {}, HOPPER, 1, "fp8", "expanded, then rounded to e4m3 .* would take 0.0 GB, and 0.9 GB are free"),
+        (AWQ, TWO, HOPPER, 1, "none", "expanded to bfloat16"),
+        (AWQ, {"quantization": "checkpoint"}, HOPPER, 80, "", "our kernels for 8 bits support floating-point"),
+        (None, {"quantization": "checkpoint"}, HOPPER, 80, "", "the checkpoint is not quantised"),
+    ],
+)  # fmt: skip
+def test_a_quantised_checkpoint_is_computed_as_stored_or_expanded_with_the_reason(
+    packing: Packing | None, options: dict[str, Any], capability: tuple[int, int], free: int, kind: str, sentence: str,
+    gpus: Any, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    gpus(capability)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free * 10**9, 80 * 10**9))
+    config = EngineConfig(**{"device": "cuda", "dtype": "bfloat16", **options})
+    if not kind:
+        with pytest.raises(EngineError, match=sentence):
+            resolve(config, replace(DENSE, packing=packing))
+        return
+    limits = resolve(config, replace(DENSE, packing=packing))
+    assert limits.quantization == kind
+    notes = [note for note in limits.notes if "ranks" not in note]
+    assert re.search(sentence, " ".join(notes)) if sentence else not notes
 
 
 def test_the_reason_for_no_graphs_is_reported(gpus: Any) -> None:

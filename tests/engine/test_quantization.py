@@ -312,7 +312,7 @@ def test_the_bundled_model_answers_as_in_float32() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "sentence"),
     [
-        ("qwen3", {"quantization": "int3"}, "must be auto, none, bf16, int8, int4 or fp8"),
+        ("qwen3", {"quantization": "int3"}, "must be auto, none, bf16, int8, int4, fp8 or checkpoint"),
         ("qwen3", {"quantization": "fp8"}, "run on a GPU only, but the device is cpu: use --quantization int8"),
         ("qwen3", {"quantization": "int8", "dtype": "bfloat16"}, "the dtype is bfloat16: use float32"),
         ("qwen3_moe", {"quantization": "int8"}, "has experts"),

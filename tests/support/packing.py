@@ -105,6 +105,7 @@ def compressed(form: str, **weights: Any) -> dict[str, Any]:
 
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Stored]]] = {
     "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [16, 24]}, fp8_block),
+    "fp8 blocks of 128": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, lambda m: fp8_block(m, (128, 128))),
     "fp8 whole": (
         {"quant_method": "fp8", "activation_scheme": "static"},
         lambda m: (lambda t, dense: ({"weight": t["weight"], "weight_scale_inv": t["weight_scale"][0]}, dense))(

@@ -78,13 +78,14 @@ def ids_of(outputs: list[Any]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def check_replies(llm: LLM, reference: LLM, count: int, longest: int) -> None:
+def check_replies(llm: LLM, reference: LLM, count: int, longest: int, ties: float = 0.0) -> None:
+    """`ties`: the share of tokens that may be further below the reference's best than rounding reaches."""
     asked = prompts(count, count, longest)
     replies = ids_of(llm.generate(asked, greedy(24), use_tqdm=False))
     llm.engine.check()
-    short = below_best(reference, asked, replies)
-    assert max(short) < TOLERANCE, f"a token was {max(short):.3f} below the reference's best"
-    assert np.mean([s > 0 for s in short]) < 0.1, "ties aside, the tokens should be the reference's own"
+    short = np.array(below_best(reference, asked, replies))
+    assert np.mean(short >= TOLERANCE) <= ties, f"a token was {max(short):.3f} below the reference's best"
+    assert np.mean(short > 0) < 0.1, "ties aside, the tokens should be the reference's own"
 
 
 @pytest.mark.parametrize("path", list(PATHS))
@@ -95,20 +96,44 @@ def test_greedy_replies_are_the_reference_s_own(
     check_replies(LLM(model, **OPTIONS, **PATHS[path]), reference, count, longest)
 
 
+def family(kind: str, directory: Path, **fields: Any) -> Path:
+    """Write a config.json of the family, in the shape of this file's models; return its directory."""
+    sizes = {key: SHAPE[key] for key in SHAPE if key not in ("architectures", "model_type", "rope_theta")}
+    raw = {**random_config(kind, 0), **sizes, "num_local_experts": 8, "intermediate_size": 1024, **fields}
+    for name in ("layer_types", "no_rope_layers"):  # one entry per layer
+        if name in raw:
+            raw[name] = (raw[name] * 2)[: raw["num_hidden_layers"]]
+    if kind == "phi3":
+        raw.pop("rope_scaling", None)  # its lists have the length of another head_dim
+    (directory / "config.json").write_text(json.dumps(raw))
+    return directory
+
+
 @pytest.mark.parametrize("path", ["graphs", "kernel by kernel"])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_family_computes_what_the_reference_does(kind: str, path: str, tmp_path: Path) -> None:
-    """Windows, soft caps, sinks, other norms and activations: on graphs, or with the reason why there are none."""
-    sizes = {key: SHAPE[key] for key in SHAPE if key not in ("architectures", "model_type", "rope_theta")}
-    raw = {**random_config(kind, 0), **sizes, "num_local_experts": 8, "intermediate_size": 1024}
-    if kind == "phi3":
-        raw.pop("rope_scaling", None)  # its lists have the length of another head_dim
-    (tmp_path / "config.json").write_text(json.dumps(raw))
+    """Windows, soft caps, sinks, other norms and activations: on graphs, or with the reason why there are none.
+
+    In a mixture with random weights, 1 % of the choices of an expert are ties, and a token whose tie is decided
+    otherwise has another half of its MLP. The next test has no choices.
+    """
+    directory = str(family(kind, tmp_path))
     config = read_model_config(tmp_path)
-    llm = LLM(str(tmp_path), **OPTIONS, **PATHS[path])
-    why_not = without_graphs(config, EngineConfig(model=str(tmp_path), **OPTIONS))
+    llm = LLM(directory, **OPTIONS, **PATHS[path])
+    why_not = without_graphs(config, EngineConfig(model=directory, **OPTIONS))
     assert bool(why_not) == bool(lacking(config, "graphs")), why_not
-    check_replies(llm, LLM(str(tmp_path), attention_backend="torch", **OPTIONS), 20, 300)
+    ties = 0.0 if config.experts is None else 0.03
+    check_replies(llm, LLM(directory, attention_backend="torch", **OPTIONS), 20, 300, ties)
+
+
+@pytest.mark.parametrize("path", ["graphs", "kernel by kernel"])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_a_mixture_that_uses_all_its_experts_computes_what_the_reference_does(
+    kind: str, path: str, tmp_path: Path
+) -> None:
+    directory = str(family(kind, tmp_path, num_experts_per_tok=8))
+    llm = LLM(directory, **OPTIONS, **PATHS[path])
+    check_replies(llm, LLM(directory, attention_backend="torch", **OPTIONS), 20, 300)
 
 
 @pytest.mark.parametrize("path", ["graphs", "kernel by kernel"])

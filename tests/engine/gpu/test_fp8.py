@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 
 from engine.llm import LLM
 from engine.model import ops as reference_ops
-from engine.model.linear import Fp8Weight, embed
+from engine.model.linear import Fp8Blocks, Fp8Weight, embed
 from engine.outputs import RequestOutput
 from engine.params import SamplingParams
 
@@ -21,26 +22,34 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
-from engine.kernels import fp8  # noqa: E402
+from engine.kernels import fp8, fp8_blocks  # noqa: E402
 from engine.kernels.gemv import gemv  # noqa: E402
 from tests.engine.gpu.test_engine import OPTIONS, SHAPE, ids_of  # noqa: E402
 from tests.engine.gpu.test_kernels import BOUND, DEVICE, error, normal  # noqa: E402
+from tests.support.models import Driver, make_request, make_runner, reference, save  # noqa: E402
+from tests.support.packing import FORMATS, quantise  # noqa: E402
+from tests.support.parity import our_logits  # noqa: E402
 
 SHAPE_8 = {**SHAPE, "vocab_size": 5008, "initializer_range": 0.02}
 
 
-def rounded(n: int, k: int) -> tuple[Fp8Weight, torch.Tensor]:
+def rounded(n: int, k: int, kind: type[Fp8Weight] = Fp8Weight) -> tuple[Fp8Weight, torch.Tensor]:
     """A random matrix, and its values in float64. Every value of e4m3 occurs in it."""
-    weight = Fp8Weight.empty(n, k, DEVICE)
-    weight.copy_(normal(n, k, std=0.02) * torch.logspace(-2, 2, n, device=DEVICE)[:, None])
+    weight = kind.empty(n, k, DEVICE)
+    across = torch.logspace(-1, 1, k, device=DEVICE) if kind is Fp8Blocks else 1
+    weight.copy_(normal(n, k, std=0.02) * torch.logspace(-2, 2, n, device=DEVICE)[:, None] * across)
     every = torch.arange(k, device=DEVICE).remainder(127).to(torch.uint8)  # 127 would be NaN
     weight.values[0] = every.view(torch.float8_e4m3fn)
-    return weight, weight.values.double() * weight.scale.double()[:, None]
+    return weight, weight.wide(torch.float64)
 
 
-@pytest.mark.parametrize("n,k", [(4096, 1024), (1000, 2560), (1024, 3072), (4096, 12288), (70_000, 512)])
-def test_gemv_equals_the_product_of_the_rounded_matrix(n: int, k: int) -> None:
-    weight, wide = rounded(n, k)
+ROWS = [(Fp8Weight, n, k) for n, k in ((4096, 1024), (1000, 2560), (1024, 3072), (4096, 12288), (70_000, 512))]
+BLOCKS = [(Fp8Blocks, n, k) for n, k in ((4096, 1024), (256, 2560), (6144, 4096), (24576, 4096), (4096, 12288))]
+
+
+@pytest.mark.parametrize("kind,n,k", ROWS + BLOCKS)
+def test_gemv_equals_the_product_of_the_rounded_matrix(kind: type[Fp8Weight], n: int, k: int) -> None:
+    weight, wide = rounded(n, k, kind)
     x, norm, residual = normal(1, k), normal(k), normal(1, n)
     assert error(gemv(x, weight), x.double() @ wide.T) < BOUND
     assert error(gemv(x, weight, residual=residual), x.double() @ wide.T + residual.double()) < BOUND
@@ -50,9 +59,11 @@ def test_gemv_equals_the_product_of_the_rounded_matrix(n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("m", [2, 16, 33, 64])
-@pytest.mark.parametrize("n,k", [(1024, 3072), (4096, 4096), (208, 256)])
-def test_few_tokens_are_multiplied_with_the_rounded_matrix(m: int, n: int, k: int) -> None:
-    weight, wide = rounded(n, k)
+@pytest.mark.parametrize(
+    "kind,n,k", [*((Fp8Weight, n, k) for n, k in ((1024, 3072), (4096, 4096), (208, 256))), *BLOCKS]
+)
+def test_few_tokens_are_multiplied_with_the_rounded_matrix(m: int, kind: type[Fp8Weight], n: int, k: int) -> None:
+    weight, wide = rounded(n, k, kind)
     x = normal(m, k)
     exact = x.double() @ wide.T
     parts = fp8.back_to_hidden(x, weight)
@@ -61,6 +72,7 @@ def test_few_tokens_are_multiplied_with_the_rounded_matrix(m: int, n: int, k: in
     wanted = reference_ops.silu_mul(gate_up.clone()).double() @ wide.T
     parts = fp8.back_to_hidden(gate_up, weight, silu=True)
     assert error(parts.sum(0) if parts.dim() == 3 else parts, wanted) < BOUND
+    assert fp8.back_to_hidden(gate_up, weight, silu=True, in_parts=False).shape == (m, n)
     out = torch.empty(m, n, dtype=x.dtype, device=DEVICE)
     assert error(fp8.fp8_linear(x, weight, out), exact) < BOUND
     assert error(out, exact) < BOUND
@@ -77,8 +89,29 @@ def test_many_tokens_are_rounded_row_by_row(m: int) -> None:
     assert error(fp8.fp8_linear(x, weight), exact) < BOUND
 
 
-def test_a_row_that_is_not_finite_shows_and_changes_no_other() -> None:
-    weight, _ = rounded(128, 256)
+@pytest.mark.parametrize("m", [65, 128, 300, 1502])
+@pytest.mark.parametrize("n,k", [(256, 384), (4096, 4096), (6144, 1024)])
+def test_many_tokens_are_rounded_in_groups_of_columns(m: int, n: int, k: int) -> None:
+    """A column that is a thousand times as large costs precision in its own group only."""
+    weight, wide = rounded(n, k, Fp8Blocks)
+    x = normal(m, k) * torch.logspace(-3, 3, m, device=DEVICE)[:, None].to(torch.bfloat16)
+    x[:, 5] *= 1000
+    values, scale = fp8_blocks.round_groups(x)
+    assert scale.shape == (k // 128, len(values)) and len(values) == -(-m // 4) * 4
+    again = values[:m].double() * scale[:, :m].t().double().repeat_interleave(128, 1)
+    assert error(again[:, 128:], x[:, 128:]) < 0.04
+    assert error(fp8.fp8_linear(x, weight), again @ wide.T) < BOUND
+    assert error(fp8_blocks.tiled(values, scale, weight)[:m], again @ wide.T) < BOUND
+    out = torch.empty(m, n, dtype=x.dtype, device=DEVICE)
+    assert torch.equal(fp8.fp8_linear(x, weight, out), fp8.fp8_linear(x, weight))
+    gate_up = normal(m, 2 * k)
+    inner = reference_ops.silu_mul(gate_up.clone())
+    assert error(fp8.back_to_hidden(gate_up, weight, silu=True), inner.double() @ wide.T) < 0.05
+
+
+@pytest.mark.parametrize("kind", [Fp8Weight, Fp8Blocks])
+def test_a_row_that_is_not_finite_shows_and_changes_no_other(kind: type[Fp8Weight]) -> None:
+    weight, _ = rounded(128, 256, kind)
     for m in (1, 5, 70):
         x = normal(m, 256)
         x[0, 3] = torch.nan
@@ -96,8 +129,9 @@ def test_a_step_without_draws_multiplies_nothing(model: str) -> None:
     assert len(ids_of(llm.generate([text], params, use_tqdm=False))[0]) == 4
 
 
-def test_an_embedding_is_the_rounded_row() -> None:
-    weight, wide = rounded(100, 64)
+@pytest.mark.parametrize("kind,n,k", [(Fp8Weight, 100, 64), (Fp8Blocks, 256, 128)])
+def test_an_embedding_is_the_rounded_row(kind: type[Fp8Weight], n: int, k: int) -> None:
+    weight, wide = rounded(n, k, kind)
     ids = torch.tensor([3, 99, 0], device=DEVICE)
     assert error(embed(ids, weight), wide[ids]) < BOUND
 
@@ -138,3 +172,46 @@ def test_every_path_draws_tokens_that_are_good_in_bfloat16(model: str, path: dic
     assert max(short) < 0.3, "the spread of the log-probabilities is about 3"
     difference = np.abs(logprobs(llm, again) - logprobs(plain, again))
     assert 0 < difference.mean() < 0.05
+
+
+# ---- checkpoints with 8-bit floats
+
+STORED = {
+    "vocab_size": 5008, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 3,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096,
+}  # fmt: skip
+KEPT = ("fp8 rows", "fp8 tensor", "fp8 blocks of 128")
+LENGTHS = (40, 300)  # tokens of a prompt: fewer than SKINNY, and more
+CASES: list[tuple[str, dict[str, Any], tuple[float, float]]] = [
+    *((name, {}, (0.03, 0.2)) for name in KEPT),
+    *((name, {"enforce_eager": True}, (0.03, 0.2)) for name in KEPT),
+    *((name, {"enforce_eager": True, "quantization": "none"}, (0.03, 0.03)) for name in FORMATS),
+    ("awq", {"enforce_eager": True, "quantization": "fp8"}, (0.2, 0.3)),
+]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    theirs = reference("qwen3", **STORED).bfloat16()
+    return theirs, save(theirs, tmp_path_factory.mktemp("gpu-stored"))
+
+
+@pytest.mark.parametrize("name,options,bounds", CASES)
+def test_a_quantised_checkpoint_is_near_its_expanded_matrices_in_float64(
+    name: str, options: dict[str, Any], bounds: tuple[float, float], source: tuple[Any, Path], tmp_path: Path
+) -> None:
+    """The error of log-probabilities as a share of their spread. Where 8-bit floats are kept, weights have no error."""
+    theirs, plain = source
+    quantise(type(theirs)(theirs.config), plain, tmp_path / "m", name)
+    exact = Driver(make_runner(tmp_path / "m", "float64", num_blocks=200, max_model_len=512))
+    llm = LLM(str(tmp_path / "m"), **{**OPTIONS, "dummy_weights": False, **options})
+    kept = [isinstance(layer.qkv, Fp8Weight) for layer in llm.engine.runner.loaded.model.layers]  # type: ignore[attr-defined]
+    assert kept == [options.get("quantization") != "none"] * 3
+    for row, (length, bound) in enumerate(zip(LENGTHS, bounds, strict=True)):
+        text = np.random.default_rng(row).integers(0, 5000, length).tolist()
+        wanted = our_logits(exact, make_request(text, row), [length]).log_softmax(-1)
+        places = torch.arange(length - 1), torch.tensor(text[1:])
+        difference = logprobs(llm, [text]) - wanted[places].numpy()
+        distance = float(np.sqrt(np.mean(difference**2)) / wanted.std())
+        print(f"{name} {options}, {length} tokens: {distance:.4f} of the spread {wanted.std():.2f}")
+        assert distance < bound
