@@ -8,7 +8,7 @@ import numpy as np
 
 from minitui.text import duration, ms
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.rows import Row, Run, Runs, legend, runs_width
+from minitui.tui.widgets.rows import Row, Run, Runs, legend, runs_width, wrapped
 from minitui.tui.widgets.step_bar import contents
 from minitui.tui.widgets.tracks import STYLES, UNKNOWN, mark
 from minitui.viewmodel.history import PARTS, StepRow, Steps
@@ -82,7 +82,8 @@ def figures(row: StepRow, host: Sequence[Span], timings: Timings, width: int) ->
     why = why_slow(row, timings)
     if why and head.width + len(why) + 3 <= width:
         head.add(f" ({why})", "dim")
-    rows = [head.done(width)]
+        why = ""
+    rows = [head.done(width), *(wrapped(why, "dim", width)[:2] if why else [])]
     flow = Row()
     for glyph, style, name, value in _entries(row, host):
         entry = [(glyph, style), (f" {name} ", "dim"), (value, "ink")]
