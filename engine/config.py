@@ -65,7 +65,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1  # ranks that share the model, each a process with its own device
     load_tokenizer: bool = True
     keep_weights: bool = True  # weights rounded for a CPU stay on disk for later starts (engine/worker/kept_weights.py)
-    cpu_threads: int | None = None  # None: one fewer than the number of cores, but at least 1
+    cpu_threads: int | None = None  # None: one fewer than the number of physical cores, but at least 1
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():

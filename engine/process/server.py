@@ -35,6 +35,7 @@ from engine.process.heartbeat import IDLE, Heart
 from engine.process.startup import import_torch, log_to_stderr
 from engine.text.output import Delta, OutputProcessor
 from engine.trace.records import Record, packets
+from engine.worker.cores import leave_a_core
 
 logger = logging.getLogger("engine")
 
@@ -384,6 +385,8 @@ def _serve(
             logger.exception("the engine could not start")
         writer.send("failed", str(as_engine_error(error)))
         return 1, None
+    if built.info["device"].startswith("CPU") and command.arguments[0].cpu_threads is None:
+        leave_a_core()
     writer.send("ready", built.info)
     try:
         return 0, EngineServer(built, commands, writer, heart).run()

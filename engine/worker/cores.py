@@ -1,4 +1,4 @@
-"""The processor cores that the engine computes on: one is left to the screen if there are more than two."""
+"""The processor cores that the engine computes on: one is left to the screen."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ def physical_cores() -> list[set[int]]:
 
 
 def default_threads() -> int:
-    """Returns the number of threads that compute: two threads of one core would share its arithmetic."""
-    count = len(physical_cores())
-    return count - 1 if count > 2 else count
+    """Returns the number of threads that compute: one for each core but one, because the screen needs a core too.
+
+    Two threads of one core would share its arithmetic.
+    """
+    return max(1, len(physical_cores()) - 1)
 
 
 def leave_a_core() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from engine.model.weights import dummy_weights, load_weights
 from engine.progress import Progress
 from engine.worker import kept_weights
 from engine.worker.batch import Batch
+from engine.worker.cores import default_threads
 from engine.worker.inputs import Draws
 from engine.worker.launch import DrawnLogprobs, LaunchedStep, PromptLogprobs
 from engine.worker.limits import resolve
@@ -89,8 +89,7 @@ class LoadedModel:
         self.max_num_batched_tokens = limits.max_num_batched_tokens
         self.max_model_len = limits.max_model_len
         if self.device.type == "cpu":
-            threads = ((os.cpu_count() or 2) - 1) // group.size
-            torch.set_num_threads(engine_config.cpu_threads or max(1, threads))
+            torch.set_num_threads(engine_config.cpu_threads or max(1, default_threads() // group.size))
         self.block_size = engine_config.block_size
         self.vocab_size = model_config.vocab_size
         self.device_name = _device_name(self.device, group.size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -49,7 +48,9 @@ class Options:
     attention_backend: Annotated[str, typer.Option(help="As in minitui chat, for example flash,triton.")] = "auto"
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, or fp8: 8-bit keys and values.")] = "auto"
     max_num_batched_tokens: Annotated[int, typer.Option(help="Token budget of a step, on a GPU.")] = 16_384
-    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: one fewer than there are cores.")] = None
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads. Default: one fewer than there are cores.")
+    ] = None
     no_compare: Annotated[
         bool, typer.Option("--no-compare", help="On a CPU: do not measure llama.cpp.")
     ] = False
@@ -100,11 +101,12 @@ def _report(options: Options, say: Any) -> dict[str, Any]:
     """Returns the machine's limits and each model's rows, and calls `say` with their lines."""
     import torch
 
+    from engine.worker.cores import default_threads
     from minitui.bench.limits import measure_limits
 
     on_gpu = torch.cuda.is_available() and options.device != "cpu"
     if not on_gpu:  # measure with as many threads as the engine uses
-        torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 2) - 1))
+        torch.set_num_threads(options.threads or default_threads())
     usual = torch.bfloat16 if on_gpu else torch.float32
     dtype = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(options.quantization, usual)
     limits = measure_limits(torch.device("cuda" if on_gpu else "cpu"), dtype)

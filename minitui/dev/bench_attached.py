@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 
 from engine.config import EngineConfig
 from engine.errors import EngineError, InvalidRequest
+from engine.worker.cores import default_threads
 from minitui.bench.rows import greedy, random_prompts
 from minitui.bench.watching import interval_text, mean_interval
 from minitui.chat.conversation import Sampling
@@ -153,7 +154,7 @@ def attached(config: EngineConfig, rows: int, tokens: int = 256, turns: int = 8)
         raise EngineError(f"the measured application failed: {figures['failure']}")
     figures["written_kb"] = round(sum(size for _, size in arrived) / 1e3)
     cores = os.cpu_count() or 1
-    threads = (config.cpu_threads or max(1, cores - 1)) if figures["device"].startswith("CPU") else 1
+    threads = (config.cpu_threads or default_threads()) if figures["device"].startswith("CPU") else 1
     report = {"rows": rows, "turns": turns, "cores": cores, "engine_threads": threads, **compare(figures)}
     return report, line_of(report)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.worker.cores import default_threads
 from engine.worker.loaded import CPU_KV_BYTES
 from engine.worker.runner import Runner
 from tests.support.models import VOCAB, Driver, eager, held, make_request, make_runner, prompt, reference, save
@@ -236,11 +236,11 @@ def test_the_pool_is_as_large_as_asked_and_bounded_by_default(directory: Path) -
     assert default.loaded.pool.nbytes < CPU_KV_BYTES
 
 
-def test_the_cpu_leaves_a_core_to_others(directory: Path) -> None:
+def test_a_cpu_computes_with_as_many_threads_as_the_machine_allows(directory: Path) -> None:
     before = torch.get_num_threads()
     try:
         make_runner(directory, cpu_threads=None)
-        assert torch.get_num_threads() == max(1, (os.cpu_count() or 2) - 1)
+        assert torch.get_num_threads() == default_threads()
     finally:
         torch.set_num_threads(before)
 
