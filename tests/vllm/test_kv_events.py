@@ -142,6 +142,8 @@ async def test_the_tree_follows_the_events_and_the_records_give_the_same_tree() 
         await publisher.publish(removed(9), removed(b"3"), removed(2))  # a copy of 2 is left
         await until(lambda: len(source.tree) == 4)
         assert texts(source) == sorted([tokens(100, 4), tokens(104, 4), tokens(300, 8)])
+        await publisher.publish(removed(2))
+        await until(lambda: len(source.tree) == 3)
         for record in source.drain_records():
             follower.take(record)
         assert follower.state.snapshot() == await source.snapshot()

@@ -33,6 +33,8 @@ class Direct:
     def __init__(self, *_):
         self.kinds = Counter()
         self.broken = None
+        self.scheduled = {}  # vLLM's tokens of each request of the step
+        self.wrong = []  # steps of which the messages tell something else
 
     def send(self, message):
         if self.broken is not None:
@@ -43,6 +45,8 @@ class Direct:
             self.follower = Follower(State.from_snapshot(self.translator.blocks.state.snapshot()))
             return
         self.translator.take((kind, *rest))
+        if kind == "schedule" and rest[2] >= 0 and self.translator._tokens != self.scheduled:
+            self.wrong.append(rest[2])
         records = self.translator.drain()
         if kind == "whole":
             self.follower = Follower(State.from_snapshot(self.translator.blocks.state.snapshot()))
@@ -72,7 +76,15 @@ def make(monkeypatch, tmp_path):
         loads = {name: options.pop(name) for name in ("longest", "schemas") if name in options}
         scheduler = make_scheduler(tmp_path, **options)
         load = Load(scheduler, 1, 2 if options.get("asynchronous") else 1, drafts=options.get("drafts", 0), **loads)
-        return scheduler, load, scheduler._recorder.pipe
+        recorder = scheduler._recorder
+        pipe, changed = recorder.pipe, recorder._changed
+
+        def watched(tokens, new):
+            pipe.scheduled = dict(tokens)
+            return changed(tokens, new)
+
+        monkeypatch.setattr(recorder, "_changed", watched)
+        return scheduler, load, pipe
 
     return make
 
@@ -84,7 +96,7 @@ def test_every_count_table_and_hit_is_vllms(make, options):
     load.finish()
     assert scheduler._recorder is not None
     assert pipe.translator.checked >= STEPS
-    assert pipe.translator.faults == []
+    assert pipe.translator.faults == [] and pipe.wrong == []
     assert {"admit", "alloc", "finish", "time"} <= set(pipe.kinds)
     assert pipe.kinds["time"] == load.steps, "the end of each step was recorded"
     assert pipe.follower.state.snapshot() == pipe.translator.blocks.state.snapshot()
@@ -141,7 +153,7 @@ def test_a_step_leaves_out_a_running_request_and_takes_it_again(make, monkeypatc
     for i in range(8):  # with drafts, the budget is too small for all of them
         load.add([i] * 5, 40)
     load.finish()
-    assert pipe.translator.faults == [] and len(again) > 10
+    assert pipe.translator.faults == [] and pipe.wrong == [] and len(again) > 10
 
 
 def test_an_exception_ends_the_recording_and_not_vllm(make):
