@@ -56,9 +56,12 @@ class Slot:
 
         `block`: the rows and columns of the matrix for which the tensor has one number.
         """
-        if self.cut is None or block[self.cut.dim] == self.cut.whole:
+        if self.cut is None:
             return tensor[:]
-        dim, extent, unit = self.cut.dim, self.view.shape[self.cut.dim] // len(self.cut.starts), block[self.cut.dim]
+        dim, extent = self.cut.dim, self.view.shape[self.cut.dim] // len(self.cut.starts)
+        unit = block[dim] if dim < len(block) else 1  # the tensors of experts have three dimensions
+        if unit == self.cut.whole:
+            return tensor[:]
         spans = [slice(start // unit, (start + extent) // unit) for start in self.cut.starts]
         pieces = [tensor[(slice(None),) * dim + (span,)] for span in spans]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)

@@ -151,7 +151,8 @@ def test_echo_with_logprobs_scores_the_prompt(server: Running) -> None:
         assert only["choices"][1]["logprobs"][name] == pytest.approx(scores[name][:4])
     drawn = text(server, prompt=whole, max_tokens=1, logprobs=1)["choices"][0]
     assert longer["text"] == words + drawn["text"]
-    assert longer["logprobs"]["token_logprobs"][-1] == pytest.approx(drawn["logprobs"]["token_logprobs"][0])
+    score = drawn["logprobs"]["token_logprobs"][0]  # drawn in a step of another size
+    assert longer["logprobs"]["token_logprobs"][-1] == pytest.approx(score, abs=1e-5)
 
 
 def test_echo_lists_the_end_token_so_that_a_scorer_can_drop_the_last_entry(server: Running) -> None:

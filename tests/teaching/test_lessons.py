@@ -562,13 +562,13 @@ async def test_the_chosen_closing_question_is_in_sight() -> None:
     async with Classroom((80, 24), lesson=replace(SMALL, checks=long)) as room:
         await room.press(*["right"] * 4)
         await room.until(lambda: room.reading.prepared)
-        assert "→ 1." in room.text()
+        await room.until(lambda: "→ 1." in room.text())
         await room.press("tab", "tab")
-        assert "→ 3." in room.text()
+        await room.until(lambda: "→ 3." in room.text())
         await room.press("enter")
         assert "because" in room.text()
         await room.press("tab")
-        assert "→ 1." in room.text()
+        await room.until(lambda: "→ 1." in room.text())
 
 
 async def test_a_lesson_goes_on_where_it_was_left(tmp_path: Path) -> None:

@@ -106,7 +106,9 @@ class LessonText(ScrollPanel):
         reading = self.reading
         lines = page_lines(reading, min(width, MAX_TEXT_WIDTH))
         rows = [Row(text, style).done(width) for text, style in lines]
-        if self._follow or (height < self._height and reading.panel_has_content):
+        # A panel has appeared: show the last lines, except where the first closing question is chosen.
+        shrunk = height < self._height and reading.panel_has_content
+        if self._follow or (shrunk and (reading.page is not None or reading.question)):
             self.top, self._follow = len(rows), False
         self._height = height
         shown, below = self.window(rows, height)
