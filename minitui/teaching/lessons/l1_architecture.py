@@ -79,12 +79,12 @@ LESSON = Lesson(
             """
             A step has three parts. Plan, on the host: the scheduler chooses requests, the allocator chooses blocks,
             and the result is a few plain arrays. Launch, on the device: forward pass and sampling. Commit, on the
-            host: ids are appended, and finished replies release their blocks. Full blocks are published so that other
-            requests can share them: blocks of prompts in plan, blocks of replies in commit.
+            host: ids are appended, and finished replies release their blocks. Other requests can share full blocks: a
+            block of a prompt from the plan of the step that fills it, a block of a reply when its tokens are known.
 
             A plan needs the tokens of prompts, but of replies only how many tokens they have. So with a GPU the host
-            plans step n+1 while the device runs step n. If a reply ends with step n, its token from step n+1 is
-            discarded. On a CPU the three parts run one after the other.
+            plans step n+1 while the device runs step n. Step n+1 may then compute a token for a reply that has ended
+            with step n: this token is thrown away. On a CPU the three parts run one after the other.
 
             Press v to read the code of a step.
             """,

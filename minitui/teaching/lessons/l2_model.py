@@ -111,8 +111,8 @@ LESSON = Lesson(
             matrix as wide as the vocabulary gives the logits: one score for each possible next token.
 
             The dense models of Llama 3, Mistral, Qwen2, Qwen3 and others differ only in configuration: with or without
-            biases, with or without norms on queries and keys, how positions are scaled, whether the last matrix is the
-            embedding table ("tied"). So one decoder file is enough.
+            biases, with or without norms of queries and keys, with other factors for positions, and with the embedding
+            table as the last matrix or with a matrix of its own. So one decoder file is enough.
 
             Tokens interact only in attention. Everything else is computed for each token alone. So tokens of different
             requests can pass through the model in one batch.
@@ -230,9 +230,9 @@ LESSON = Lesson(
             guesses the next tokens, and one step computes them together with the last token. At each position, the step
             samples as usual. A guess is accepted if it equals the sampled token, so the reply stays the same.
 
-            Here the guesses are copied from the text: the tokens that followed when the last tokens occurred before. A
-            chat asks the same question twice, first without guesses, then with them. The panel shows both runs on one
-            clock. On a CPU, each guess costs more than on a GPU: compare steps and time.
+            Here the guesses are copied from the text: the tokens that followed when the last tokens occurred before.
+            The panel shows two runs on one clock: without guesses, and with guesses. In each run, a chat asks the same
+            question twice. On a CPU, each guess costs more than on a GPU, so fewer steps may even take longer.
             """,
             panel="runs",
             code="engine.core.speculation:PromptLookup",

@@ -51,8 +51,8 @@ async def after_a_hit(stage: Stage) -> Seen:
     assert (start, start + n) == (CACHED, PROMPT), f"{start} of {start + n} prompt tokens are cached"
     return Seen(
         f"r{request} had {start + n} prompt tokens. The step computed {n} of them; the keys of the other {start} were "
-        f"cached. The first query saw keys 0 to {start}, the last query keys 0 to {start + n - 1}. In general: if a "
-        f"chunk has Q queries and K keys, its own keys included, query i sees keys 0 to K - Q + i. Here K - Q is "
+        f"cached. The first query saw keys 0 to {start}, the last query keys 0 to {start + n - 1}. In general: of Q "
+        f"queries and K keys, old and new, query i sees keys 0 to K - Q + i. Here K - Q is "
         f"{start}. In the panel, the triangle of the first prompt has become a rectangle with a slanted end.",
         1,
     )
@@ -128,7 +128,7 @@ LESSON = Lesson(
             piece, query i, counted from 0, sees keys 0 to i: the mask is a triangle.
 
             If the beginning of the prompt is cached, its keys are in the pool. Only the other tokens have queries in
-            this step. Queries are again counted from 0. The panel shows first a prompt of which nothing is cached,
+            this step. Query 0 is the first of them. The panel shows first a prompt of which nothing is cached,
             then one with a cached beginning. The number of a row is its token's position.
             """,
             panel="attention",

@@ -188,7 +188,7 @@ LESSON = Lesson(
             In the static run, look for requests that wait although a row is empty. Compare the steps, the time of the
             run, and the times to the first token.
 
-            The time differs less than the number of steps, for two reasons. All rows wait while a step computes a
+            The time may differ less than the number of steps, for two reasons. All rows wait while a step computes a
             prompt ("stalled"), and static batches compute more prompts in one such step. And on a CPU, a step with four
             rows takes longer than a step with one row; on a GPU, hardly longer (L2 Model and weights).
             """,
@@ -235,8 +235,8 @@ LESSON = Lesson(
             """
             This engine has four rows: four requests can run at once. A request that is not admitted stays in the
             queue. A record gives the reason. Another record follows only when the reason changes. The engine checks in
-            this order and records the first reason that it finds: the budget is used up, no row is free, a step of a
-            preempted request still runs, too few blocks are available.
+            this order and records the first reason that it finds: the budget is used up, no row is free, the last step
+            of a preempted request has not ended (preemption follows on the next page), too few blocks are available.
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._obstacle",

@@ -56,7 +56,7 @@ async def held_back(stage: Stage) -> Seen:
     cut = "".join(stopped)
     return Seen(
         f"Without a stop string the reply is “{' '.join(words[:9])} …”. With stop={stop!r} it ends after “{cut}”, with "
-        f"the reason “{reason}”, in {len(stopped)} deltas. Empty deltas: {sum(not piece for piece in stopped)}. "
+        f"the reason “{reason}”, in {len(stopped)} pieces. Pieces without text: {sum(not piece for piece in stopped)}. "
         "Their text could still have become the stop string, so it was held back.",
         1 if cut == text[: text.index(stop)] else 0 if stop in cut else 2,
     )
