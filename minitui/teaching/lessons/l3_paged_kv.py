@@ -154,8 +154,8 @@ LESSON = Lesson(
             code="engine.model.config:ModelConfig.kv_bytes_per_token",
             run=cost,
             predict=Prediction(
-                "Here, with 4 layers, 2 KV heads of size 64 and 4 bytes per number (keys and values are in float32 on a "
-                "CPU), a token needs …",
+                "Here, with 4 layers, 2 KV heads of size 64 and 4 bytes per number (float32, as always on a "
+                "CPU, whatever the weights are in), a token needs …",
                 ("512 bytes", "4,096 bytes: 4 KiB", "24,576 bytes: 24 KiB"),
                 (
                     "only one KV head of one layer would store its key and value: 2 x 64 x 4 bytes.",
