@@ -25,10 +25,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels import fp8_blocks
 from engine.kernels.card import fitting, overlap
+from engine.kernels.fp8_blocks import E4M3_MAX, activations
 from engine.kernels.gemv import ScaledMatrix, gemv
 
 SKINNY = 64  # tokens
-E4M3_MAX = 448.0
 BLOCK_K = 128  # the tensor cores sum this many products with fewer bits; the sums are then added in float32
 LOW = 16.0  # the rounding error of e4m3 is at most a sixteenth of the number
 
@@ -52,14 +52,7 @@ def _round_rows_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if SILU:
-        gate = tl.load(x + row * 2 * K + k, mask=inside, other=0.0)
-        up = tl.load(x + row * 2 * K + K + k, mask=inside, other=0.0)
-        g = gate.to(tl.float32)
-        s = (g * tl.sigmoid(g)).to(gate.dtype).to(tl.float32)
-        v = (s * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
-    else:
-        v = tl.load(x + row * K + k, mask=inside, other=0.0).to(tl.float32)
+    v = activations(x, row, k, inside, K, SILU)
     # A NaN makes the scale of its row infinite, so the results of the row are NaN.
     largest = tl.max(tl.where(v != v, float("inf"), tl.abs(v)), 0)
     tl.store(scale + row, largest / MOST)

@@ -31,6 +31,20 @@ PROCESSORS = 132  # of an H200
 
 
 @triton.jit
+def activations(x, row, k, inside, K, SILU: tl.constexpr):
+    """Return columns `k` of a row of x in float32; with SILU, x has gate and up, and the result is silu(gate) * up."""
+    if SILU:
+        gate = tl.load(x + row * 2 * K + k, mask=inside, other=0.0)
+        up = tl.load(x + row * 2 * K + K + k, mask=inside, other=0.0)
+        g = gate.to(tl.float32)
+        s = (g * tl.sigmoid(g)).to(gate.dtype).to(tl.float32)
+        v = (s * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
+    else:
+        v = tl.load(x + row * K + k, mask=inside, other=0.0).to(tl.float32)
+    return v
+
+
+@triton.jit
 def _round_groups_kernel(
     x,
     values,
@@ -50,14 +64,7 @@ def _round_groups_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if SILU:
-        gate = tl.load(x + row * 2 * K + k, mask=inside, other=0.0)
-        up = tl.load(x + row * 2 * K + K + k, mask=inside, other=0.0)
-        g = gate.to(tl.float32)
-        s = (g * tl.sigmoid(g)).to(gate.dtype).to(tl.float32)
-        v = (s * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
-    else:
-        v = tl.load(x + row * K + k, mask=inside, other=0.0).to(tl.float32)
+    v = activations(x, row, k, inside, K, SILU)
     # A NaN makes the scale of its columns infinite, so the results of the row are NaN.
     largest = tl.max(tl.where(v != v, float("inf"), tl.abs(v)), 1)
     tl.store(scale + group.to(tl.int64) * P + row, largest / MOST, mask=group * BLOCK < K)
