@@ -31,7 +31,8 @@ def card() -> Card:
     if not torch.cuda.is_available():
         return Card((9, 0), 227 * 1024)
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return Card((properties.major, properties.minor), getattr(properties, "shared_memory_per_block_optin"))  # noqa: B009 (torch's types lack it)
+    shared = getattr(properties, "shared_memory_per_block_optin")  # noqa: B009 (torch's types lack it)
+    return Card((properties.major, properties.minor), shared)
 
 
 @cache

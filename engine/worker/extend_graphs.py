@@ -70,9 +70,9 @@ class ExtendGraphs(StepGraphs):
         self, loaded: LoadedModel, attention: TritonAttention, layers: DecodeLayers, sampling: SamplingGraphs,
         most_useful: int,
     ) -> None:  # fmt: skip
-        """`most_useful`: larger steps take longer to compute than to launch."""
+        """`most_useful`: larger steps take longer to compute than to launch; all ranks give the same number."""
         limit = min(loaded.max_num_batched_tokens, loaded.max_model_len, max(64, most_useful))
-        sizes = extend_sizes(loaded.group.least(limit), loaded.batch.max_rows)
+        sizes = extend_sizes(limit, loaded.batch.max_rows)
         super().__init__(loaded, layers, sampling, sizes)
         self._attention = attention
         self._input = Staging(max(map(_input_size, sizes), default=0), torch.int64, loaded.device)
