@@ -56,7 +56,7 @@ class Follower:
         if tokens > len(self.state.requests[id].table) * self.state.block_size:
             yield f"r{id} holds too few blocks for {tokens:,} tokens"
 
-    def _running(self, id: int) -> Iterator[str]:
+    def _running(self, id: int, *_: Any) -> Iterator[str]:
         yield from self._known(id)
         if self.state.requests[id].state != "running":
             yield f"r{id} is not running"

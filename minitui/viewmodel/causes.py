@@ -46,18 +46,19 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A step's time compared with its expected time, in ms. `causes` and `unexplained` add up to the excess."""
+    """A step's time compared with its expected time, in ms. `causes` and `unexplained` add up to the excess. If the
+    excess is the usual variation, `unexplained` is 0, and `causes` are the measured pauses in it."""
 
     took: float
     expected: float
     prefills: tuple[Prefill, ...]  # the parts of `expected` that prompt tokens take
-    tolerance: float  # a smaller excess is the usual variation
+    tolerance: float  # a smaller excess is the usual variation; pauses in it are named
     causes: tuple[Cause, ...] = ()
     unexplained: float = 0.0
 
     @property
     def slow(self) -> bool:
-        """True if the step took longer than expected, beyond the usual variation."""
+        """True if the step took longer than expected, with a measured pause or beyond the usual variation."""
         return bool(self.causes or self.unexplained)
 
     @property
@@ -86,7 +87,7 @@ def explain(row: StepRow, model: CostModel) -> Explanation | None:
         for i, cost in times.prefill.items() if cost[0] > 0
     ]  # fmt: skip
     found = Explanation(took, expected, tuple(prefills), tolerance)
-    if excess <= tolerance:
+    if excess <= TOLERANCE * expected or (excess <= tolerance and parts is None):
         return found
     if parts is None:
         return Explanation(took, expected, found.prefills, tolerance, (), excess)
@@ -99,6 +100,10 @@ def explain(row: StepRow, model: CostModel) -> Explanation | None:
             causes.append(Cause(name, ms))
             left -= ms
 
+    if excess <= tolerance:
+        blame("garbage collection", parts.gc)
+        blame("another program on the core", parts.delayed or 0.0)
+        return Explanation(took, expected, found.prefills, tolerance, tuple(causes))
     host = _host_parts(window, row, model)
     usual = sum(part.usual for part in host)
     waited = parts.wait - max(0.0, expected - usual)

@@ -46,7 +46,8 @@ class Windows:
     head: np.ndarray  # how long the device had worked on the step when the window began
     parts: dict[str, np.ndarray]  # the host's parts; NaN: unknown
     own: dict[str, np.ndarray]  # plan, launch and commit of the step itself
-    took: np.ndarray  # without pauses and slow motion
+    took: np.ndarray  # without a paused engine and slow motion
+    paused: np.ndarray  # measured garbage collection and time of other programs on the core, in `took`
     device: np.ndarray  # NaN: unknown
 
     @property
@@ -126,12 +127,13 @@ def windows(steps: Steps, at: np.ndarray) -> Windows:
     own = {name: np.nan_to_num(column(name)[at]) for name in (*PLANNED, "commit")}
     took, device = np.sum(list(parts.values()), axis=0), column("device")[at]
     took = np.where(np.isnan(took), column("wall")[at], took)
+    paused = np.nan_to_num(column("part:gc")[at].astype(np.float64)) + np.nan_to_num(column("part:delayed")[at])
     # If the host waited, it saw the step end on the device. Otherwise the step began at the earliest with its launch.
     waited = column("part:wait")[previous].astype(np.float64)
     head = np.where(parts["wait"] > WAITED, np.fmax(device - took, 0.0), own["launch"] + waited)
     return Windows(
         number, _work(steps, at), _work(steps, following) * ahead[:, None], _work(steps, previous) * before[:, None],
-        here, np.where(~here & (waited < WAITED), head, 0.0), parts, own, took, device,
+        here, np.where(~here & (waited < WAITED), head, 0.0), parts, own, took, np.minimum(paused, took), device,
     )  # fmt: skip
 
 
@@ -155,16 +157,19 @@ def fit(steps: Steps, horizon: int) -> CostModel | None:
     measured = ~np.isnan(seen.parts["wait"])
     device, device_spreads = None, (0.0, 0.0)
     known = ~np.isnan(seen.device)
+    overlap = bool((seen.overlapped & measured & known).any())
+    # With overlap, the host's pauses do not delay the device, and most end while the host would wait for the device.
+    took = seen.took - (0.0 if overlap else seen.paused)
     if known.sum() >= LEAST_STEPS:
-        device = _robust(seen.work[known], seen.device[known])
-        device_spreads = _spreads(seen.device[known] - seen.work[known] @ device, prefilling[known])
+        computed = (seen.device if overlap else np.minimum(seen.device, took))[known]
+        device = _robust(seen.work[known], computed)
+        device_spreads = _spreads(computed - seen.work[known] @ device, prefilling[known])
     host = {name: _robust(seen.work, values) for name, values in seen.own.items()}
     emit = float(np.median(seen.parts["emit"][measured])) if measured.any() else 0.0
-    together = device is not None and bool((seen.overlapped & measured).any())
-    whole = None if together else _robust(seen.work, seen.took)
+    whole = None if device is not None and overlap else _robust(seen.work, took)
     model = CostModel(steps, whole, device, host, emit, (0.0, 0.0), device_spreads)
     expected = model.expected(seen)
-    spreads = _spreads(seen.took - expected.total, expected.with_prefill)
+    spreads = _spreads(took - expected.total, expected.with_prefill)
     return CostModel(steps, whole, device, host, emit, spreads, device_spreads)
 
 

@@ -20,8 +20,13 @@ NAMES = {  # the kind of a stall -> the cause
 BASE, ROW, TOKEN, KEY = 3.0, 0.05, 0.1, 0.0004  # ms of the simulated device
 
 
-def run(seed: int, stalls_every: int, steps: int = 3_000) -> tuple[Steps, dict[int, tuple[str, float]]]:
-    """Returns the history of a random load, and the stalls in it: by step, the kind and the milliseconds."""
+def run(
+    seed: int, stalls_every: int, steps: int = 3_000, busy: float = 0.0
+) -> tuple[Steps, dict[int, tuple[str, float]]]:
+    """Returns the history of a random load, and the stalls in it: by step, the kind and the milliseconds.
+
+    `busy`: the share of the device's time that other programs take, as on a CPU whose cores are shared.
+    """
     rng, history, t = random.Random(seed), Steps(), 0.0
     contexts: dict[int, int] = {}
     prompt: tuple[int, int] | None = None
@@ -43,6 +48,10 @@ def run(seed: int, stalls_every: int, steps: int = 3_000) -> tuple[Steps, dict[i
         parts = {"commit": 0.05 + 0.002 * rows, "emit": 0.1 + 0.003 * rows, "gate": 0.0, "plan": 0.06, "launch": 0.15}
         parts = {name: ms * rng.uniform(0.9, 1.1) for name, ms in parts.items()} | {"wait": device}
         pauses = {"gc": 0.0, "program": 0.0, "stop": 0}
+        if busy and rng.random() < 0.7:
+            stalls[step] = "program", device * busy * rng.expovariate(1.0)
+            pauses["program"] = stalls[step][1]
+            parts["wait"] = device = device + stalls[step][1]
         if stalls_every and step > 100 and step % stalls_every == 0 and not tokens:
             kind, ms = rng.choice(list(NAMES)), rng.uniform(5.0, 90.0)
             stalls[step] = kind, ms
@@ -186,6 +195,25 @@ def test_stalls_of_known_kinds_are_named_and_none_is_invented(seed: int) -> None
         else:
             assert not told.slow, (step, told)
     assert named >= 0.95 * len(stalls), (named, len(stalls))
+
+
+def test_on_a_busy_core_the_other_program_is_named_and_prompts_are_not_blamed_for_its_time() -> None:
+    history, stalls = run(2, stalls_every=0, busy=2.0)
+    model, before = fit(history, history.last), fit(history, history.last - 1_000)
+    assert model is not None and before is not None
+    for step in range(2_001, history.last + 1):
+        told = explained(history, step, model)
+        row, ms = history.get(step), stalls.get(step, ("", 0.0))[1]
+        assert row is not None and told.expected == pytest.approx(told.took - ms, rel=0.3), (step, told)
+        if ms > told.expected:
+            assert [cause.name for cause in told.causes] == [NAMES["program"]], (step, told)
+            assert told.causes[0].ms == pytest.approx(ms, rel=0.1) and told.unexplained < 0.1 * told.took
+            earlier = explained(history, step, before)  # whichever steps the model was fitted to, the cause is the same
+            assert [(cause.name, pytest.approx(cause.ms, rel=0.1)) for cause in earlier.causes] == [
+                (cause.name, cause.ms) for cause in told.causes
+            ]
+        elif ms < 0.1:
+            assert not told.slow, (step, told)
 
 
 def test_the_model_finds_what_rows_tokens_and_keys_cost() -> None:
