@@ -105,43 +105,53 @@ def connect_to(
 ) -> tuple[Source, Choice, type[MinituiApp] | None]:
     """Returns the source for one or several servers, their model, and the application class (None: MinituiApp).
 
-    If all of several servers are minitui servers, they receive token ids, else texts. `record`: the caller will record
-    the source. Raises EngineError.
+    The data parallel ranks of vLLM are several servers. If all of several servers send minitui's records, they receive
+    token ids, else texts. `record`: the caller will record the source. Raises EngineError.
     """
     from minitui.sources.openai import OpenAISource
     from minitui.sources.remote import RemoteSource
     from minitui.sources.remote_info import probe, probe_all
     from minitui.sources.replicas import ReplicaSource
+    from minitui.sources.vllm import HOW, Engine, VllmSource, find, is_telemetry
+    from minitui.tui.openai_app import ForeignApp
+    from minitui.tui.replica_app import ForeignReplicaApp, ReplicaApp
 
     if len(urls) == 1:
         [url] = urls
         info = probe(url, key)
-        if info is None or "api_port" in info:
-            from minitui.sources.vllm import HOW, VllmSource, find
-            from minitui.tui.openai_app import ForeignApp
-
-            if vllm := find(url, key):
-                api, telemetry, info = vllm
-                if model not in (None, info["model"]):
-                    raise EngineError(f"{url} serves {info['model']!r}, not {model!r}: remove --model")
-                return VllmSource(api, telemetry, key), served_choice(info, system), None
-            if record:
-                raise EngineError(f"{url} sends no engine records: there is nothing to record. For vLLM, {HOW}")
+        if info is not None and not is_telemetry(info):
+            if info and model not in (None, info["model"]):
+                raise EngineError(f"{url} serves {info['model']!r}, not {model!r}: remove --model")
+            return RemoteSource(url, key), served_choice(info, system), None
+        [engines] = find([url], key)
+        if not engines and record:
+            raise EngineError(f"{url} sends no engine records: there is nothing to record. For vLLM, {HOW}")
+        if not engines:
             return OpenAISource(url, key, model or ""), served_choice({}, system), ForeignApp
-        if info and model not in (None, info["model"]):
+        info = next(engine.info for engine in engines if engine.info)
+        if model not in (None, info["model"]):
             raise EngineError(f"{url} serves {info['model']!r}, not {model!r}: remove --model")
-        return RemoteSource(url, key), served_choice(info, system), None
+        if len(engines) == 1:
+            return VllmSource(engines[0], key), served_choice(info, system), None
+        if record:
+            addresses = ", ".join(engine.telemetry for engine in engines)
+            raise EngineError(f"--record records one engine; this vLLM has several: connect to one of {addresses}")
+        return ReplicaSource(engines, key), served_choice(info, system), ReplicaApp
     if record:
         raise EngineError("--record records one engine: connect to one address, or use minitui serve --record")
-    from minitui.tui.replica_app import ForeignReplicaApp, ReplicaApp
-
     found = probe_all(urls, key)
-    minitui_servers = [info for info in found if info is not None and not isinstance(info, EngineError)]
-    if not minitui_servers and None not in found:
+    if all(isinstance(info, EngineError) for info in found):
         raise EngineError("; ".join(str(error) for error in found))
-    source = ReplicaSource(urls, key, model or "", None not in found)
-    choice = served_choice(next((info for info in minitui_servers if info), {}), system)
-    return source, choice, ReplicaApp if minitui_servers else ForeignReplicaApp
+    infos = [info if isinstance(info, dict) else None for info in found]
+    unknown = [url for url, info in zip(urls, found, strict=True) if info is None or is_telemetry(info)]
+    engines_of = dict(zip(unknown, find(unknown, key), strict=True))
+    servers: list[str | Engine] = []
+    for url in urls:
+        servers += engines_of.get(url) or [url]
+    infos += [engine.info for engines in engines_of.values() for engine in engines]
+    choice = served_choice(next(filter(None, infos), {}), system)
+    source = ReplicaSource(servers, key, model or "", exact=all(engines_of.values()))
+    return source, choice, ForeignReplicaApp if all(info is None for info in infos) else ReplicaApp
 
 
 def for_one_user(model: str | None, engine: dict[str, Any]) -> dict[str, Any]:

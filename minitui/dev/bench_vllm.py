@@ -19,240 +19,19 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
-import random
 import signal
 import statistics
 import subprocess
 import sys
 import time
 import urllib.request
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
-ROOT = Path(__file__).resolve().parents[2]
-SYSTEMS = (
-    "You are the support assistant of a small bicycle shop in Utrecht. Answer briefly, in plain words, and never "
-    "promise a delivery date. ",
-    "You review Python code. Point out defects first, style last; quote the line you mean, and suggest the smallest "
-    "change that mends it. ",
-    "You are a patient teacher of linear algebra. Use small matrices as examples, and end every answer with a question "
-    "to the student. ",
-)
-QUESTIONS = (
-    "What does it cost to mend a flat tyre?", "My chain skips under load; what should I check first?",
-    "Why is this function slow?", "Explain eigenvalues.", "What is a basis?", "Is `except:` bad?",
-    "Which lock do you advise?", "What is the rank of a matrix?", "Do you sell children's bikes?",
-    "How do I profile this?",
-)  # fmt: skip
-TINY = {"num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "max_window_layers": 2}  # fmt: skip
-START_S = 280.0
-PIECE_S = 0.005  # of an answer without a stream: a client goes away after so many seconds for each piece
-KV_BYTES = {"8B": 147_456, "0.6B": 114_688, "tiny": 4_096}  # of one token
-
-
-@dataclass
-class Server:
-    """One `vllm serve`."""
-
-    name: str
-    shape: str
-    port: int
-    options: list[str]
-    recorded: bool = False
-    check: bool = False
-    process: subprocess.Popen[bytes] | None = None
-    rates: dict[str, list[float]] = field(default_factory=dict)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def telemetry(self) -> str:
-        return f"http://127.0.0.1:{self.port + 1}"
-
-
-def sizes(shape: str, rows: int, budget: int, length: int, blocks: int) -> list[str]:
-    """Returns the options for a server with this many blocks. Several servers share one GPU, so none measures it."""
-    return [
-        "--max-num-seqs", str(rows), "--max-num-batched-tokens", str(budget), "--max-model-len", str(length),
-        "--kv-cache-memory-bytes", str(blocks * 16 * KV_BYTES[shape]), "--gpu-memory-utilization", "0.02",
-    ]  # fmt: skip
-
-
-def model_folder(shape: str, configs: Path, work: Path) -> Path:
-    """Makes a folder with the shape's config and the tokenizer, and returns it."""
-    folder = work / shape
-    folder.mkdir(parents=True, exist_ok=True)
-    source = "Qwen3-0.6B" if shape == "tiny" else f"Qwen3-{shape}"
-    config = json.loads((configs / "configs" / f"{source}.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | (TINY if shape == "tiny" else {})))
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        (folder / name).write_bytes((configs / name).read_bytes())
-    return folder
-
-
-def start(server: Server, configs: Path, out: Path, fast: bool = True) -> None:
-    """Starts a server; its log is DIR/NAME.log."""
-    folder = model_folder(server.shape, configs, Path("/tmp/minitui-vllm"))
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder),
-        "--served-model-name", f"Qwen3-{server.shape}",
-        "--load-format", "dummy", "--port", str(server.port), "--host", "127.0.0.1", "--seed", "1", *server.options,
-    ]  # fmt: skip
-    if fast:  # without torch.compile a server starts in half the time; decodes still run as CUDA graphs
-        command += ["--compilation-config", json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"})]
-    environment = {
-        **os.environ, "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }  # fmt: skip
-    if server.recorded:
-        command += ["--scheduler-cls", "minitui.vllm.RecordingScheduler"]
-        environment["MINITUI_TELEMETRY_PORT"] = str(server.port + 1)
-    if server.check:
-        environment["MINITUI_VLLM_CHECK"] = str(out / f"{server.name}.json")
-        if server.shape == "8B":
-            environment["MINITUI_RECORD"] = str(out / f"{server.name}.trace")
-    log = (out / f"{server.name}.log").open("wb")
-    server.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-
-
-def wait_ready(servers: list[Server], configs: Path, out: Path) -> None:
-    """Waits until all servers answer. A server that ends while it starts is started again with vLLM's own settings."""
-    waiting, again = list(servers), set()
-    deadline = time.monotonic() + START_S
-    while waiting:
-        if time.monotonic() > deadline:
-            raise SystemExit(f"{waiting[0].name} does not answer after {START_S:.0f} s: see {waiting[0].name}.log")
-        for server in list(waiting):
-            assert server.process is not None
-            if server.process.poll() is not None:
-                tail = (out / f"{server.name}.log").read_text(errors="replace")[-3000:]
-                print(f"{server.name} ended: {tail}", flush=True)
-                if server.name in again:
-                    raise SystemExit(f"{server.name} cannot be started")
-                again.add(server.name)
-                (out / f"{server.name}.log").rename(out / f"{server.name}.first.log")
-                start(server, configs, out, fast=False)
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"{server.url}/health", timeout=1).close()
-                print(f"{server.name} is ready", flush=True)
-                waiting.remove(server)
-        time.sleep(0.5)
-
-
-def stop(servers: list[Server], out: Path) -> None:
-    """Stops the servers as Ctrl+C does, and waits for the reports."""
-    for server in servers:
-        if server.process is not None and server.process.poll() is None:
-            os.killpg(server.process.pid, signal.SIGINT)
-    for server in servers:
-        if server.process is None:
-            continue
-        try:
-            server.process.wait(25)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.process.pid, signal.SIGKILL)
-        report = out / f"{server.name}.json"
-        for _ in range(100):
-            if not server.check or report.exists():
-                break
-            time.sleep(0.1)
-
+from minitui.dev.vllm_load import closed_loop, load, read_records
+from minitui.dev.vllm_servers import ROOT, Server, sizes, start, stop, wait_ready
 
 # ---- truth
-
-
-class Streams:
-    """Clients of one server."""
-
-    def __init__(self, server: Server, http: aiohttp.ClientSession, seed: int) -> None:
-        self.server, self.http, self.random = server, http, random.Random(seed)
-        self.done = self.cancelled = self.refused = 0
-
-    async def chat(self, system: int, turns: int, tokens: int, cancel_after: int = 0, **extra: Any) -> None:
-        """Runs a conversation. `cancel_after`: goes away after this many pieces."""
-        messages = [{"role": "system", "content": SYSTEMS[system] * 6}]
-        for _ in range(turns):
-            messages.append({"role": "user", "content": self.random.choice(QUESTIONS)})
-            messages.append({"role": "assistant", "content": await self.ask(messages, tokens, cancel_after, **extra)})
-            await asyncio.sleep(self.random.random() * 0.2)
-
-    async def ask(self, messages: list[dict[str, str]], tokens: int, cancel_after: int = 0, **extra: Any) -> str:
-        body = {
-            "model": f"Qwen3-{self.server.shape}", "messages": messages, "max_tokens": tokens,
-            "stream": self.server.shape != "tiny", "temperature": 0.8,
-            "chat_template_kwargs": {"enable_thinking": False}, **extra,
-        }  # fmt: skip
-        text, pieces = "", 0
-        try:
-            async with (
-                asyncio.timeout(None if body["stream"] or not cancel_after else cancel_after * PIECE_S),
-                self.http.post(f"{self.server.url}/v1/chat/completions", json=body) as response,
-            ):
-                if response.status != 200:
-                    self.refused += 1
-                    return ""
-                if not body["stream"]:
-                    text = (await response.json())["choices"][0]["message"]["content"] or ""
-                else:
-                    async for line in response.content:
-                        if line.startswith(b"data: {"):
-                            choices = json.loads(line[6:]).get("choices")
-                            text += (choices[0]["delta"].get("content") or "") if choices else ""
-                            pieces += 1
-                            if cancel_after and pieces >= cancel_after:
-                                self.cancelled += 1
-                                return text  # leaving the block closes the connection
-        except TimeoutError:
-            self.cancelled += 1
-            return text
-        self.done += 1
-        return text
-
-    async def drive(self) -> None:
-        """Three long system prompts shared by 24 chats of two turns, a client that vanishes, 40 chats more than fit."""
-
-        async def later(delay: float, *arguments: int) -> None:
-            await asyncio.sleep(delay)
-            await self.chat(*arguments)
-
-        await self.chat(0, 1, 40)
-        await asyncio.gather(
-            *(later(i * 0.05, i % 3, 2, 60 + 10 * (i % 7)) for i in range(24)), self.chat(1, 1, 400, 20)
-        )
-        await asyncio.gather(*(later(self.random.random(), i % 3, 1, 300) for i in range(40)))
-
-    async def wild(self, until: float, workers: int) -> None:
-        """`workers` streams: long prompts, schemas, several samples, clients that vanish."""
-
-        async def work() -> None:
-            rnd = self.random
-            while time.monotonic() < until:
-                kind, cancel = rnd.random(), rnd.randrange(1, 60) if rnd.random() < 0.15 else 0
-                with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):
-                    if kind < 0.5:
-                        await self.chat(rnd.randrange(3), 2, rnd.choice([8, 60, 200]), cancel)
-                    elif kind < 0.7:
-                        words = " ".join(rnd.choice(QUESTIONS) for _ in range(rnd.randrange(50, 250)))
-                        await self.ask([{"role": "user", "content": words}], rnd.choice([1, 40, 150]), cancel)
-                    elif kind < 0.78:
-                        schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-                        form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-                        await self.chat(rnd.randrange(3), 1, 40, cancel, response_format=form)
-                    elif kind < 0.84:
-                        await self.chat(rnd.randrange(3), 1, 60, cancel, n=2)
-                    else:
-                        await self.ask(
-                            [{"role": "user", "content": rnd.choice(QUESTIONS)}], 300, cancel, ignore_eos=True
-                        )
-
-        await asyncio.gather(*(work() for _ in range(workers)))
 
 
 async def truth(out: Path, configs: Path, seconds: float, shapes: list[str], steps: int) -> None:
@@ -305,20 +84,6 @@ def compared(out: Path, servers: list[Server]) -> list[int]:
     return numbers
 
 
-async def load(server: Server, seconds: float, seed: int) -> None:
-    """Runs the clients of one server until the time is over, or until Ctrl+C."""
-    until = time.monotonic() + seconds
-    timeout = aiohttp.ClientTimeout(total=120)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
-        streams = Streams(server, http, seed)
-        try:
-            if server.shape == "8B":
-                await streams.drive()
-            await streams.wild(until, 64 if server.shape == "8B" else 30)
-        finally:
-            print(f"{server.url}: {streams.done} answers, {streams.cancelled} cancelled, {streams.refused} refused")
-
-
 def compare_metrics(totals: dict[str, int], page: str) -> list[str]:
     """Returns a line for each value that the recording and vLLM's /metrics share."""
     sums: dict[str, float] = {}
@@ -344,34 +109,6 @@ def compare_metrics(totals: dict[str, int], page: str) -> list[str]:
 
 
 # ---- cost
-
-
-async def closed_loop(server: Server, rows: int, tokens: int, seed: int) -> float:
-    """Returns the output tokens per second of `rows` requests that run at once and have random prompts."""
-    rnd = random.Random(seed)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-
-        async def one() -> None:
-            body = {
-                "model": f"Qwen3-{server.shape}", "prompt": [rnd.randrange(1000, 50_000) for _ in range(128)],
-                "max_tokens": tokens, "ignore_eos": True, "temperature": 0,
-            }  # fmt: skip
-            async with http.post(f"{server.url}/v1/completions", json=body) as response:
-                answer = await response.json()
-                if response.status != 200:
-                    raise SystemExit(f"{server.name} refuses a request: {str(answer)[:400]}")
-
-        began = time.perf_counter()
-        await asyncio.gather(*(one() for _ in range(rows)))
-        return rows * tokens / (time.perf_counter() - began)
-
-
-def read_records(url: str) -> None:
-    """Reads a snapshot and then the record stream, as the application does, until killed."""
-    json.load(urllib.request.urlopen(f"{url}/minitui/snapshot"))
-    for line in urllib.request.urlopen(f"{url}/minitui/records"):
-        if line.startswith(b"data: "):
-            json.loads(line[6:])
 
 
 async def cost(out: Path, configs: Path, seconds: float, shapes: list[tuple[str, int, int]]) -> None:

@@ -15,7 +15,10 @@ from minitui.sources.openai import OpenAISource, TextCodec
 from minitui.sources.remote import RemoteSource
 from minitui.sources.remote_info import probe_async
 from minitui.sources.server_metrics import PATIENCE_S, MetricsPoller, ServerMetrics, trouble_of, wait_after
+from minitui.sources.vllm import RANK_HEADER, Engine, VllmSource, find_async, is_telemetry
 
+CHANGING = ("began", "recording_us")  # facts that change while the same server runs, or when it restarts
+WAITS: Any = {"give_up_s": float("inf"), "watching": False}  # options of the telemetry
 LOADING = "it is loading its model"
 UNKNOWN = "it has not answered yet"
 
@@ -27,15 +30,21 @@ def no_progress(progress: dict[str, Any]) -> None:
 class Replica:
     """One server.
 
-    `source` answers requests, `telemetry` has the records of a minitui server, `poller` reads the server's metrics.
-    They are None until the first connection. `telemetry` stays None if the server is not a minitui server.
+    `source` answers requests, `telemetry` has the records of a minitui server or of a recorded vLLM, `poller` reads the
+    server's metrics. They are None until the first connection. `telemetry` stays None if nothing records the server.
     """
 
-    def __init__(self, number: int, url: str, key: str, model: str, codec: TextCodec | None, cache: Path | None):
-        """`codec`: the codec of chats that are sent as messages; None if chats are sent as token ids."""
-        self.number, self.url = number, normalise(url)
-        self.name = urlsplit(self.url).netloc
-        self.kind = ""  # minitui | openai, once it is known
+    def __init__(
+        self, number: int, server: str | Engine, key: str, model: str, codec: TextCodec | None, cache: Path | None
+    ) -> None:
+        """`server`: its address, or one engine of vLLM.
+
+        `codec`: the codec of chats that are sent as messages; None if chats are sent as token ids.
+        """
+        self._engine = server if isinstance(server, Engine) else None
+        self.number, self.url = number, server.telemetry if isinstance(server, Engine) else normalise(server)
+        self.name = server.name if isinstance(server, Engine) else urlsplit(self.url).netloc
+        self.kind = ""  # minitui | vllm | openai, once it is known
         self.telemetry: RemoteSource | None = None
         self.source: RemoteSource | OpenAISource | None = None
         self.poller: MetricsPoller | None = None
@@ -123,35 +132,54 @@ class Replica:
     async def _connect(self) -> None:
         """Find out the kind of server and open its sources; keep them if nothing has changed. Raises EngineError."""
         self._returned.clear()
+        engine = self._engine
         async with asyncio.timeout(PATIENCE_S):
             info = await probe_async(self.url, self._key)
+            if engine is None and (info is None or is_telemetry(info)):
+                engine = next(iter(await find_async(self.url, self._key)), None)
+                info = engine.info if engine is not None else info
         if info == {}:
             raise EngineDead(LOADING)
         if info is not None:
-            del info["began"]  # a restart alone does not count as a change
+            info = {name: value for name, value in info.items() if name not in CHANGING}
         if self.source is not None and info == self._info and await self._same_models():
             return
         await self.disconnect()
-        self.kind = "openai" if info is None else "minitui"
+        self.kind = "vllm" if engine is not None else "openai" if info is None else "minitui"
         try:
-            if info is not None:
-                self.telemetry = RemoteSource(self.url, self._key, self._cache, float("inf"), watching=False)
+            if engine is not None:
+                self.telemetry = VllmSource(engine, self._key, cache=self._cache, **WAITS)
+            elif info is not None:
+                self.telemetry = RemoteSource(self.url, self._key, self._cache, **WAITS)
+            if self.telemetry is not None:
                 await self.telemetry.start(no_progress)
-            if self._codec is not None:
-                self.source = OpenAISource(self.url, self._key, self._model, self._codec)
-                async with asyncio.timeout(PATIENCE_S):
-                    await self.source.start(no_progress)
-                self.poller = self.source.poller
-            elif self.telemetry is not None:
-                self.source = self.telemetry
-                self.poller = MetricsPoller(self.telemetry.http, "/ready")
-                self._polling = asyncio.create_task(self.poller.run())
+            await self._open_source(engine)
         except (EngineError, OSError):
             await self.disconnect()
             raise
         if self.poller is None:
             raise EngineError("it is not a minitui server, but these chats are sent as token ids")
         self._info, self.poller.on_return = info, self._on_return
+
+    async def _open_source(self, engine: Engine | None) -> None:
+        """Open the source that answers requests, and the poller. Raises EngineError."""
+        label = engine.label if engine is not None and engine.place is not None else None
+        if self._codec is not None:
+            self.source = OpenAISource(engine.api if engine else self.url, self._key, self._model, self._codec)
+            if engine is not None and engine.place is not None:
+                self.source.http.headers[RANK_HEADER] = str(engine.place)
+            self.source.poller.engine = label
+            async with asyncio.timeout(PATIENCE_S):
+                await self.source.start(no_progress)
+            self.poller = self.source.poller
+            return
+        if isinstance(self.telemetry, VllmSource):
+            self.poller = MetricsPoller(self.telemetry.api, "/health", label)
+        elif self.telemetry is not None:
+            self.poller = MetricsPoller(self.telemetry.http, "/ready")
+        if self.poller is not None:
+            self.source = self.telemetry
+            self._polling = asyncio.create_task(self.poller.run())
 
     async def _same_models(self) -> bool:
         source = self.source

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from minitui.sources.openai import OpenAISource, TextCodec
 from minitui.sources.remote import LOADING_S, RemoteSource
 from minitui.sources.replica import LOADING, Replica
 from minitui.sources.routing import Opening
+from minitui.sources.vllm import Engine
 
 UNDECIDED = "the model of the chats is not known yet: earlier replicas in the list have not answered"
 
@@ -133,20 +134,22 @@ class ReplicaSource(Source):
     """
 
     def __init__(
-        self, urls: list[str], key: str = "", model: str = "", exact: bool = True, cache: Path | None = None
-    ) -> None:
-        """`model`: the chats' model; empty: the model of the first usable replica. `key`: the API key of all servers.
+        self, servers: Sequence[str | Engine], key: str = "", model: str = "", exact: bool = True,
+        cache: Path | None = None,
+    ) -> None:  # fmt: skip
+        """`servers`: addresses, or engines of vLLM. `model`: the chats' model; empty: that of the first usable replica.
 
-        Raises InvalidRequest if one of `urls` is not an address, or if there are fewer than two addresses.
+        `key`: the API key of all servers. Raises InvalidRequest if one of `servers` is not an address, or if there are
+        fewer than two of them.
         """
         super().__init__()
-        addresses = list(dict.fromkeys(normalise(url) for url in urls))
-        if len(addresses) < 2:
-            raise InvalidRequest(f"replicas need at least two servers; this is one: {', '.join(addresses)}", "connect")
+        different = list(dict.fromkeys(s if isinstance(s, Engine) else normalise(s) for s in servers))
+        if len(different) < 2:
+            raise InvalidRequest(f"replicas need at least two servers; this is one: {different[0]}", "connect")
         self.exact = exact
         self.codec = None if exact else TextCodec()
         wanted = "" if exact else model
-        self.replicas = [Replica(n, url, key, wanted, self.codec, cache) for n, url in enumerate(addresses, 1)]
+        self.replicas = [Replica(n, one, key, wanted, self.codec, cache) for n, one in enumerate(different, 1)]
         self.shown: Replica | None = None
         self.pins: dict[str, str] = {}
         self.opening: Callable[[str], Opening] = lambda group: Opening(group)

@@ -84,8 +84,11 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
-def read_samples(text: str) -> dict[str, list[float]]:
-    """Returns the values of each name in WANTED, one for each engine. Lines that cannot be read are skipped."""
+def read_samples(text: str, engine: int | None = None) -> dict[str, list[float]]:
+    """Returns the values of each name in WANTED, one for each engine. Lines that cannot be read are skipped.
+
+    `engine`: only this data parallel rank of vLLM; None: all of them.
+    """
     samples: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     for line in text.splitlines():
         found = _SAMPLE.match(line)
@@ -94,23 +97,27 @@ def read_samples(text: str) -> dict[str, list[float]]:
         labels = dict(_LABEL.findall(found[2] or ""))
         if labels.get("priority"):
             continue  # SGLang repeats its counts for each priority; the line of the total has an empty priority
+        if engine is not None and labels.get("engine") != str(engine):
+            continue
         try:
             value = float(found[3])
         except ValueError:
             continue
         if math.isfinite(value):  # NaN: the server has no value yet
-            engine = tuple(sorted((label, text) for label, text in labels.items() if label not in RANKS))
+            source = tuple(sorted((label, text) for label, text in labels.items() if label not in RANKS))
             by_engine = samples.setdefault(found[1], {})
-            by_engine[engine] = max(value, by_engine.get(engine, value))
+            by_engine[source] = max(value, by_engine.get(source, value))
     return {name: list(values.values()) for name, values in samples.items()}
 
 
-def read_page(text: str, before: ServerMetrics | None = None, seconds: float = 0.0) -> ServerMetrics:
-    """Returns the metrics of a Prometheus page.
+def read_page(
+    text: str, before: ServerMetrics | None = None, seconds: float = 0.0, engine: int | None = None
+) -> ServerMetrics:
+    """Returns the metrics of a Prometheus page. `engine`: see `read_samples`.
 
     If the page lacks tokens_per_s, the rate is computed from `before`, the metrics of `seconds` earlier.
     """
-    samples = read_samples(text)
+    samples = read_samples(text, engine)
     metrics = ServerMetrics()
     for field, names in NAMES.items():
         for name in names:
@@ -145,8 +152,11 @@ def wait_after(failures: int) -> float:
 class MetricsPoller:
     """Polls one server. `metrics`: the last page's values; `trouble`: why the server is unusable; empty if usable."""
 
-    def __init__(self, http: httpx.AsyncClient, ready: str = "") -> None:
-        """`ready`: a path that answers 503 while the server takes no requests; empty: there is no such path."""
+    def __init__(self, http: httpx.AsyncClient, ready: str = "", engine: int | None = None) -> None:
+        """`ready`: a path that answers 503 while the server takes no requests; empty: there is no such path.
+
+        `engine`: read the values of this data parallel rank of vLLM; None: of the whole server.
+        """
         self.metrics = ServerMetrics()
         self.history: deque[ServerMetrics] = deque(maxlen=KEPT)  # one for each poll
         self.trouble = ""
@@ -155,6 +165,7 @@ class MetricsPoller:
         self.unreachable = asyncio.Event()  # set while the server does not answer
         self.answers = 0  # polls that were answered
         self.on_return: Callable[[], None] = lambda: None  # called when the server answers again
+        self.engine = engine
         self._http, self._ready = http, ready
         self._answered_at = time.monotonic()
         self._failures = 0
@@ -192,7 +203,8 @@ class MetricsPoller:
             return
         was_unreachable, now = bool(self._failures), time.monotonic()
         usable = page.status_code == 200 and len(page.content) < MAX_PAGE
-        self.metrics = read_page(page.text, self.metrics, now - self._answered_at) if usable else ServerMetrics()
+        seconds = now - self._answered_at
+        self.metrics = read_page(page.text, self.metrics, seconds, self.engine) if usable else ServerMetrics()
         if self.metrics != ServerMetrics():
             self.no_metrics = ""
         else:

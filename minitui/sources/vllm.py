@@ -1,7 +1,8 @@
 """A Source for vLLM with minitui's recorder: chats use vLLM's own endpoint, records come from the recorder's telemetry.
 
-`find` looks for the telemetry on the port after vLLM's (minitui/vllm/ports.py). Prompts and replies are token ids. A
-request's header X-Request-Id names its chat, and the records then have this name as its group.
+`find` looks for the telemetry on the port after vLLM's (minitui/vllm/ports.py); it names the ports of the other data
+parallel ranks. Prompts and replies are token ids. A request's header X-Request-Id names its chat, and the records then
+have this name as its group. RANK_HEADER names the rank that answers.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,32 +28,89 @@ from minitui.sources.remote_info import probe_async
 FIND_S = 2.0  # the longest search for the telemetry
 LATE_S = 1.0  # after the first piece of an answer, the longest wait for the record of its request
 LAST_RECORDS_S = 0.5  # the longest wait for the records about the end of an answer
+MOST_ENGINES = 64  # behind one address
+RANK_HEADER = "X-data-parallel-rank"
 UNKNOWN = -1  # the id of a request whose records did not arrive
 HOW = "start vLLM with --scheduler-cls minitui.vllm.RecordingScheduler"
 
 
-def find(url: str, key: str = "") -> tuple[str, str, dict[str, Any]] | None:
-    """Returns vLLM's address, its telemetry's address and the telemetry's info; None if there is no telemetry.
+@dataclass(frozen=True)
+class Engine:
+    """An engine of a vLLM server. `api`, `telemetry`: addresses; `info`: the telemetry's, {} if it was not asked.
 
-    `url`: one of the two addresses. Blocks: call it before the event loop runs.
+    `place`: the engine's number among the data parallel ranks behind this address, for RANK_HEADER; None: it is the
+    only one. `label`: its number among all ranks, as in /metrics.
     """
-    url = normalise(url)
+
+    api: str
+    telemetry: str
+    place: int | None = None
+    label: int = 0
+    info: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def name(self) -> str:
+        """Its address, with its rank."""
+        name = urlsplit(self.api).netloc
+        return name if self.place is None else f"{name} rank {self.label}"
+
+
+def find(urls: list[str], key: str = "") -> list[list[Engine]]:
+    """Returns for each server the engines of vLLM that minitui records, in the order of their ranks.
+
+    Blocks: call it before the event loop runs. `urls`: addresses of vLLM, or of the telemetry of one engine.
+    """
+
+    async def ask_all() -> list[list[Engine]]:
+        return await asyncio.gather(*(find_async(normalise(url), key) for url in urls))
+
+    return asyncio.run(ask_all())
+
+
+async def find_async(url: str, key: str = "") -> list[Engine]:
+    """Does the same as `find` for one normalised address, on the running event loop."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
+    for telemetry in (url, _with_port(url, port + 1)):
+        try:
+            async with asyncio.timeout(FIND_S):
+                info = await probe_async(telemetry, key)
+        except (EngineError, TimeoutError):
+            continue
+        if engine := _engine(telemetry, info or {}):
+            return [engine] if telemetry == url else [*_ranks(engine)]
+    return []
 
-    async def ask() -> tuple[str, str, dict[str, Any]] | None:
-        for telemetry in (url, _with_port(url, port + 1)):
-            try:
-                async with asyncio.timeout(FIND_S):
-                    info = await probe_async(telemetry, key)
-            except (EngineError, TimeoutError):
-                continue
-            api = (info or {}).get("api_port")
-            if info and str(info.get("engine", "")).startswith("vLLM ") and type(api) is int and 0 < api < 65536:
-                return _with_port(url, api), telemetry, info
+
+def is_telemetry(info: Any) -> bool:
+    """Returns True if a server's /minitui/info says that the server is the recorder's telemetry."""
+    return isinstance(info, dict) and "api_port" in info
+
+
+def _engine(telemetry: str, info: dict[str, Any]) -> Engine | None:
+    """Returns the engine whose telemetry says this about itself; None if it is not vLLM's."""
+    api, own, ports, rank = (info.get(name) for name in ("api_port", "telemetry_port", "telemetry_ports", "rank"))
+    if not (str(info.get("engine", "")).startswith("vLLM ") and _is_port(api) and count(rank) is not None):
         return None
+    if not (type(ports) is list and len(ports) <= MOST_ENGINES and all(map(_is_port, ports)) and own in ports):
+        return None
+    place = ports.index(own) if len(ports) > 1 else None
+    return Engine(_with_port(telemetry, api), telemetry, place, rank, info)
 
-    return asyncio.run(ask())
+
+def _ranks(engine: Engine) -> Iterator[Engine]:
+    """Yields an engine and the other ranks behind the same address."""
+    if engine.place is None:
+        yield engine
+        return
+    for place, port in enumerate(engine.info["telemetry_ports"]):
+        label = engine.label - engine.place + place
+        others = Engine(engine.api, _with_port(engine.telemetry, port), place, label)
+        yield engine if place == engine.place else others
+
+
+def _is_port(value: Any) -> bool:
+    return type(value) is int and 0 < value < 65536
 
 
 def _with_port(url: str, port: int) -> str:
@@ -64,7 +123,7 @@ class VllmStream(CompletionStream):
     """An answer of vLLM. The records of its request supply the request's id and what vLLM's endpoint does not say."""
 
     def __init__(self, source: VllmSource, body: dict[str, Any], group: str, tokens: int) -> None:
-        self.group = group
+        self.group, self._vllm = group, source
         self._tokens, self._output = tokens, 0
         self._metrics: dict[str, Any] = {"preemptions": 0}
         self._over = asyncio.Event()  # the record of its end has arrived
@@ -93,14 +152,16 @@ class VllmStream(CompletionStream):
             raise ValueError("a piece has no valid token ids")
         self._output += len(ids)
         if not self._pieces:
-            asyncio.get_running_loop().call_later(LATE_S, self._give_up)
+            wait = LATE_S if self._vllm.records.following else 0.0  # else no records arrive
+            asyncio.get_running_loop().call_later(wait, self._give_up)
         if ids or text:
             self._add(text, ids)
 
     async def _complete(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_RECORDS_S):
-                await self._over.wait()
+        if self._vllm.records.following:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_RECORDS_S):
+                    await self._over.wait()
         self._give_up()
 
     def _give_up(self) -> None:
@@ -121,13 +182,15 @@ class VllmStream(CompletionStream):
 
 
 class VllmSource(RemoteSource):
-    """vLLM at `api_url`, and its telemetry at `url`."""
+    """One engine of vLLM: `api` is vLLM's endpoint, `http` the engine's telemetry."""
 
-    def __init__(self, api_url: str, telemetry_url: str, key: str = "", **options: Any) -> None:
+    def __init__(self, engine: Engine, key: str = "", **options: Any) -> None:
         """`options`: those of RemoteSource."""
-        super().__init__(telemetry_url, key, **options)
-        self.api_url = normalise(api_url)
+        super().__init__(engine.telemetry, key, **options)
+        self.api_url = engine.api
         self.api = open_client(self.api_url, key)
+        if engine.place is not None:
+            self.api.headers[RANK_HEADER] = str(engine.place)
         self._served = ""
         self._answers: list[VllmStream] = []  # without their request's end, the oldest first
 

@@ -2,10 +2,10 @@
 
     vllm serve MODEL --scheduler-cls minitui.vllm.RecordingScheduler
 
-    scheduler.py, pipe.py            run inside vLLM: collect each step's decisions, send them without ever waiting
+    scheduler.py, recorder.py        run inside vLLM: write down each step's decisions
+    facts.py, ports.py, pipe.py      run there, too: facts about the engine and its ports; messages without ever waiting
     watcher.py, service.py           run in a process beside vLLM: the telemetry endpoint, the recording
-    translate.py, blocks.py          turn what vLLM did into minitui's records
-    ports.py                         where the telemetry is: on the port after vLLM's
+    translate.py, requests.py, blocks.py      turn what vLLM did into minitui's records
 
 Without the class, for a server that cannot be restarted (`minitui inspect --kv-events`):
 

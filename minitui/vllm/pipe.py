@@ -24,8 +24,7 @@ VERSION = 2  # of marshal's format: later versions look up each object, to write
 class Pipe:
     """The connection to a watcher process. Raises OSError when the watcher has ended."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
-        """`environment`: added to the variables of this process."""
+    def __init__(self) -> None:
         self.lost = False
         self._unsent: list[bytes] = []  # since the last flush
         self._waiting: deque[bytes | memoryview] = deque()
@@ -40,7 +39,7 @@ class Pipe:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "minitui.vllm.watcher", str(reader), str(asks)],
             pass_fds=(reader, asks), stdin=subprocess.DEVNULL, start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **environment},
+            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
         )  # fmt: skip
         os.close(reader)
         os.close(asks)

@@ -1,4 +1,4 @@
-"""Turns the messages of minitui/vllm/scheduler.py into minitui's records.
+"""Turns the messages of minitui/vllm/recorder.py into minitui's records.
 
 The messages, in order; times are seconds of one clock:
 
@@ -23,35 +23,14 @@ names the request, and at the end of the step at the latest.
 
 from __future__ import annotations
 
-import heapq
-import re
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from engine.trace.records import CLEARED, Record
-from minitui.vllm.blocks import Blocks, Inconsistent
+from engine.trace.records import Record
+from minitui.vllm.blocks import Inconsistent
+from minitui.vllm.requests import Known, Requests, group_of
 
 MOST_FAULTS = 1000
-CHAT = re.compile(r"-minitui\.([0-9a-f]{8})\.")
-REASONS = {
-    "FINISHED_STOPPED": "stop", "FINISHED_LENGTH_CAPPED": "length", "FINISHED_IGNORED": "length",
-    "FINISHED_ABORTED": "abort", "FINISHED_REPETITION": "stop", "FINISHED_ERROR": "error: vLLM reports no more",
-}  # fmt: skip
-
-
-@dataclass(slots=True)
-class Known:
-    """A request that has not finished. `done`, `target`: tokens with KV, and tokens that its prefill computes."""
-
-    id: int
-    prompt: list[int]
-    submitted: float
-    row: int = -1
-    done: int = 0
-    target: int = 0
-    admitted: float = 0.0
-    answered: bool = False  # it has its first token
 
 
 @dataclass(slots=True)
@@ -64,34 +43,23 @@ class Planned:
     firsts: list[str]
 
 
-class Translator:
+class Translator(Requests):
     """Takes messages, and yields records. `blocks.state` is the state after the last record."""
 
     def __init__(self, t: float, info: dict[str, Any]) -> None:
+        super().__init__(t, info)
         self.info = info
-        self.blocks = Blocks(info)
         self.faults: list[str] = []  # differences between vLLM's numbers and the state, if vLLM sends its numbers
         self.checked = 0
-        self.totals: Counter[str] = Counter()  # to compare with vLLM's /metrics
         self.cost_us = 0.0  # mean time per step that vLLM's process spends on the recording
-        self._origin = t
-        self._forget()
-        self._next_id = 0
         self._arrived = 0.0  # when the results of the last step arrived
 
     def _forget(self) -> None:
-        self._known: dict[str, Known] = {}
-        self._rows: list[int] = []
-        self._most_rows = 0
-        self._prefilling: dict[str, Known] = {}
-        self._decoding: set[str] = set()
+        super()._forget()
         self._scheduled: dict[str, int] = {}  # the requests of the last step -> 1
         self._tokens: dict[str, int] = {}  # the requests of the last step -> tokens
         self._planned: dict[int, Planned] = {}
-        self._admissions: dict[str, tuple[Any, ...]] = {}
-        self._grown: dict[str, list[int]] = {}
         self._wait: tuple[int, str] | None = None
-        self._in_step = -1  # the step whose `schedule` message is being translated
 
     def take(self, message: tuple[Any, ...]) -> None:
         """Translate a message. Raises Inconsistent if it does not fit the state: then a `whole` message is needed."""
@@ -105,88 +73,12 @@ class Translator:
         """Returns the records since the last call."""
         return self.blocks.drain()
 
-    def _at(self, t: float) -> None:
-        self.blocks.t = max(self.blocks.t, int((t - self._origin) * 1e6) / 1e6)
-
     def _cost(self, steps: int, seconds: float) -> None:
         self.cost_us = round(seconds / steps * 1e6, 1)
 
-    # ---- requests
-
-    def _add(self, t: float, id: str, prompt: list[int], most: int) -> None:
-        self._at(t)
-        number, self._next_id = self._next_id, self._next_id + 1
-        self._known[id] = Known(number, prompt, self.blocks.t)
-        self.blocks.write("submit", number, group_of(id), len(prompt), most)
-
-    def _admit(self, id: str) -> None:
-        id, computed, table, tokens, hashes = self._admissions.pop(id)
-        request = self._known[id]
-        if not self._rows:
-            self._rows, self._most_rows = [self._most_rows], self._most_rows + 1
-        request.row = heapq.heappop(self._rows)
-        resumed = self.blocks.state.requests[request.id].state == "preempted"
-        self.blocks.write("admit", request.id, request.row, "resumed" if resumed else "new")
-        request.admitted = request.admitted or self.blocks.t
-        self.blocks.take_table(request.id, request.prompt, computed, table, tokens, hashes)
-        request.done, request.target = computed, tokens
-        self._prefilling[id] = request
-        if not resumed:
-            self.totals["queries"] += tokens
-            self.totals["hits"] += computed
-
-    def _touch(self, id: str) -> None:
-        """Apply the new blocks of a request, if they are not applied yet."""
-        if id in self._admissions:
-            self._admit(id)
-        elif id in self._grown:
-            self.blocks.alloc(self._known[id].id, self._grown.pop(id))
-
-    def _leave(self, id: str) -> Known:
-        request = self._known[id]
-        if request.row >= 0:
-            heapq.heappush(self._rows, request.row)
-            request.row = -1
-        self._prefilling.pop(id, None)
-        self._decoding.discard(id)
-        return request
-
-    # ---- events
-
-    def _apply(self, events: list[tuple[Any, ...]]) -> None:
-        for kind, *fields in events:
-            if kind == "g":
-                self.blocks.reuse(fields[0], self._reasons)
-            elif kind == "c":
-                self._cached(*fields)
-            elif kind == "p":
-                request = self._leave(fields[0])
-                self.totals["preemptions"] += 1
-                blocks = len(self.blocks.state.requests[request.id].table)
-                self.blocks.write("preempt", request.id, "another request needs a block and all are held", blocks)
-            elif kind == "f":
-                id, status, tokens = fields
-                request = self._leave(id)
-                del self._known[id]
-                self.totals[status] += 1
-                self.totals["tokens"] += tokens
-                self.blocks.write("finish", request.id, REASONS.get(status, status.lower()), tokens)
-            elif kind == "e":
-                self.blocks.reuse(fields[0], {})
-            elif kind == "r":
-                self.blocks.clear(CLEARED)
-
-    def _cached(self, id: str, start: int, blocks: list[int], hashes: list[bytes], ids: list[int]) -> None:
-        self._touch(id)
-        request = self._known[id].id
-        table = self.blocks.state.requests[request].table
-        if len(table) < start + len(blocks):  # it is preempted later in this step
-            self.blocks.alloc(request, blocks[len(table) - start :])
-        self.blocks.publish(request, start, blocks, hashes, ids, self._in_step)
-
     def _events(self, t: float, events: list[tuple[Any, ...]]) -> None:
         self._at(t)
-        self._reasons: dict[int, str] = {}
+        self._reasons = {}
         self._apply(events)
 
     # ---- steps
@@ -359,9 +251,3 @@ class Translator:
         if extra := set(tables) - set(self._known):
             self.faults.append(f"step {self.blocks.state.step}: vLLM holds blocks for {sorted(extra)[:3]}")
         self.faults += self.blocks.take_faults()
-
-
-def group_of(id: str) -> str:
-    """Returns the chat in an id of vLLM's: "cmpl-minitui.GROUP.TAG-0-1234abcd" (minitui/sources/vllm.py)."""
-    found = CHAT.search(id)
-    return found[1] if found else ""

@@ -2,9 +2,9 @@
 
     python -m minitui.vllm.watcher READ_END ASK_END
 
-minitui/vllm/scheduler.py starts it; environment variables configure it, because vLLM owns the command line:
+minitui/vllm/pipe.py starts it; environment variables configure it, because vLLM owns the command line:
 
-    MINITUI_TELEMETRY_PORT   default: vLLM's port + 1, where `--connect` finds it; a data parallel rank adds its number
+    MINITUI_TELEMETRY_PORT   default: vLLM's port + 1, where `--connect` finds it; the next data parallel ranks follow
     MINITUI_TELEMETRY_HOST   default 127.0.0.1; any other address needs a key
     MINITUI_API_KEY, MINITUI_CHAT_KEY, MINITUI_WATCH_KEY   as for `minitui serve`; --connect sends one key to vLLM and
                              to the telemetry, so give both the same
@@ -37,7 +37,6 @@ from minitui.server.service import Service
 from minitui.server.settings import ServerSettings
 from minitui.vllm.blocks import Inconsistent
 from minitui.vllm.pipe import LENGTH
-from minitui.vllm.ports import telemetry_port
 from minitui.vllm.service import VllmService
 from minitui.vllm.translate import Translator
 
@@ -48,9 +47,8 @@ ASK_AGAIN_S = 5.0
 NICE = 5  # vLLM's processes come first
 
 
-def settings_from(environment: dict[str, str], rank: int, api_port: int) -> ServerSettings:
+def settings_from(environment: dict[str, str], rank: int, port: int) -> ServerSettings:
     """Returns the settings of the telemetry endpoint. Raises EngineError with a sentence."""
-    port = telemetry_port(environment.get("MINITUI_TELEMETRY_PORT"), api_port, rank)
     record = environment.get("MINITUI_RECORD")
     path = Path(record) if record else None
     if path is not None and rank:
@@ -83,8 +81,8 @@ class Watcher:
         await asyncio.wait({done, began}, return_when=asyncio.FIRST_COMPLETED)
         if self._translator is None:
             return
-        rank, api_port = int(os.environ.get("MINITUI_VLLM_RANK", "0")), int(self._translator.info["api_port"])
-        settings = settings_from(dict(os.environ), rank, api_port)
+        info = self._translator.info
+        settings = settings_from(dict(os.environ), info["rank"], info["telemetry_port"])
         service = VllmService(self._translator, settings)
         listening = listen(settings.host, settings.port)
         server = Uvicorn(uvicorn.Config(

@@ -43,11 +43,11 @@ CONFIG = {
 def make_scheduler(
     directory: Path, blocks: int = 60, rows: int = 8, budget: int = 128, caching: bool = True,
     asynchronous: bool = False, drafts: int = 0, policy: str = "fcfs", chunked: bool = True, log_stats: bool = True,
-    window: int = 0,
+    window: int = 0, rank: int = 0,
 ) -> Any:  # fmt: skip
-    """Returns vLLM's scheduler, recorded. Its watcher runs, unless a test has replaced minitui.vllm.scheduler.Pipe.
+    """Returns vLLM's scheduler, recorded. Its watcher runs, unless a test has replaced minitui.vllm.recorder.Pipe.
 
-    `window`: there is a second KV cache group, with sliding windows of this size.
+    `window`: there is a second KV cache group, with sliding windows of this size. `rank`: of a dense model's engine.
     """
     (directory / "config.json").write_text(json.dumps(CONFIG))
     model = ModelConfig(
@@ -67,6 +67,7 @@ def make_scheduler(
         model_config=model, cache_config=cache, scheduler_config=schedule, parallel_config=ParallelConfig(),
         device_config=DeviceConfig("cpu"), speculative_config=speculative,
     )  # fmt: skip
+    config.parallel_config.data_parallel_index = config.parallel_config.data_parallel_rank_local = rank
     cache.num_gpu_blocks = blocks
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
     groups = [KVCacheGroupSpec(["layer"], spec)]

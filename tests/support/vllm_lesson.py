@@ -36,7 +36,7 @@ async def run_here() -> tuple[dict[str, Any], list[tuple[list[int], list[int]]]]
 
 def run_vllm(info: dict[str, Any], texts: list[tuple[list[int], list[int]]]) -> list[Any]:
     """Returns the messages of vLLM's scheduler."""
-    import minitui.vllm.scheduler as recording
+    import minitui.vllm.recorder as recording
     from tests.support.vllm_driver import Load, make_scheduler
 
     recording.Pipe = Kept  # type: ignore[assignment, misc]

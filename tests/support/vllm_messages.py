@@ -52,7 +52,7 @@ class Kept:
 
 
 def _run(options: dict[str, Any]) -> Iterator[Any]:
-    import minitui.vllm.scheduler as recording
+    import minitui.vllm.recorder as recording
     from tests.support.vllm_driver import Load, make_scheduler
 
     recording.Pipe = Kept  # type: ignore[assignment, misc]

@@ -263,7 +263,7 @@ def test_the_events_of_vllms_own_classes_give_vllms_cache(tmp_path: Path, monkey
     from vllm.distributed.kv_events import KVEventBatch, msgspec
     from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 
-    import minitui.vllm.scheduler as recording
+    import minitui.vllm.recorder as recording
     from tests.support.vllm_driver import Load, make_scheduler
     from tests.support.vllm_messages import Kept
 

@@ -18,13 +18,13 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.errors import InvalidRequest
+from engine.errors import EngineError, InvalidRequest
 from engine.params import SamplingParams
 from engine.trace.state import State
 from minitui.trace.follow import Follower
 from minitui.trace.reader import TraceError, TraceReader
 from minitui.tutor import model_dir
-from minitui.vllm.ports import api_port, telemetry_port
+from minitui.vllm.ports import Ports, ports_of
 from minitui.vllm.translate import Translator
 from tests.support.fake_openai import FakeServer
 from tests.support.vllm_messages import STEPS, recorded
@@ -63,12 +63,36 @@ def test_a_wrong_count_and_a_wrong_table_are_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "port"),
-    [("vllm serve m", 8000), ("vllm serve m --port 9000", 9000), ("serve --port=9001 m", 9001), ("x --port", 8000)],
-)
-def test_the_telemetry_is_on_the_port_after_vllms(line: str, port: int) -> None:
-    assert api_port(line.split()) == port
-    assert telemetry_port(None, port, 2) == port + 3 and telemetry_port("7000", port, 1) == 7001
+    ("line", "api", "telemetry"),
+    [
+        ("vllm serve m", 8000, [8001]), ("serve m --port 9000", 9000, [9001]), ("serve --port=9001 m", 9001, [9002]),
+        ("x --port", 8000, [8001]), ("serve m -dp 3", 8000, [8001, 8002, 8003]),
+        ("serve m --data_parallel_size=4 --data-parallel-size-local 2", 8000, [8001, 8002]),
+        ("serve m --data-parallel-size 4 --nnodes 2", 8000, [8001, 8002]),
+        ("serve m -dp 4 --data-parallel-rank 2 --port 8010", 8010, [8011]), ("serve m -dp 2 -dpe", 8000, [8001]),
+        ("serve m -dp 4 -dpl 2 -dpm", 8000, [8002]),
+    ],
+)  # fmt: skip
+def test_the_telemetry_of_each_rank_is_after_vllms_port(line: str, api: int, telemetry: list[int]) -> None:
+    assert ports_of(line.split()) == Ports(api, telemetry[0], tuple(telemetry))
+
+
+def test_a_rank_and_a_file_have_their_ports(tmp_path: Path) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text("port: 9000\ndata_parallel_size: 2\nenforce-eager: false\n")
+    pytest.importorskip("yaml")
+    line = ["vllm", "serve", "m", "--config", str(file)]
+    assert ports_of(line, None, 1, 1) == Ports(9000, 9002, (9001, 9002))
+    assert ports_of([*line, "--port", "9500"]).api == 9500
+    file.write_text("[")
+    assert ports_of(line) == Ports(8000, 8001, (8001,))
+    assert ports_of(["-dp", "8", "-dpr", "4", "-dpl", "4"], "7000", 6, 2) == Ports(8000, 7002, (7000, 7001, 7002, 7003))
+    assert ports_of(["-dp", "8", "-dpr", "4", "-dpl", "4", "-dpm"], None, 6) == Ports(8002, 8006, (8006,))
+    for wrong in ("0", "x", "65536", ""):
+        with pytest.raises(EngineError, match="it must be a port, 1 to 65535"):
+            ports_of([], wrong)
+    with pytest.raises(EngineError, match="there is no port 65536"):
+        ports_of(["--port", "65535"])
 
 
 # ---- the application's source, over a watcher that reads messages from a pipe as it does beside vLLM
@@ -105,55 +129,84 @@ class Beside:
         data = marshal.dumps(message)
         os.write(self._pipe, len(data).to_bytes(4, "little") + data)
 
+    def end(self) -> None:
+        """vLLM's process ends."""
+        if self._pipe >= 0:
+            os.close(self._pipe)
+        self._pipe = -1
 
-def free_pair() -> int:
-    """Returns a free port whose successor is free, too."""
+
+def free_ports(n: int) -> int:
+    """Returns a free port whose `n` - 1 successors are free, too."""
     while True:
-        with socket.socket() as first, socket.socket() as second:
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError, OverflowError):
+            first = held.enter_context(socket.socket())
             first.bind(("127.0.0.1", 0))
             port = first.getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):
-                second.bind(("127.0.0.1", port + 1))
-                return port
+            for i in range(1, n):
+                held.enter_context(socket.socket()).bind(("127.0.0.1", port + i))
+            return port
 
 
 INFO = {
     "engine": "vLLM 0.0", "model": "tutor", "tokenizer": str(model_dir()), "revision": None, "num_blocks": 30,
     "block_size": 16, "max_num_batched_tokens": 128, "max_num_seqs": 4, "max_model_len": 400, "vocab_size": 8192,
-    "prefix_caching": True, "generation": {}, "rank": 0,
+    "prefix_caching": True, "generation": {}, "rank": 0, "api_port": 8000,
 }  # fmt: skip
 
 
 @contextlib.asynccontextmanager
-async def beside_vllm() -> AsyncIterator[Beside]:
+async def beside_vllm(ranks: int = 1) -> AsyncIterator[Any]:
+    """Yields the addresses of one engine, or those of each data parallel rank."""
     pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
     from minitui.vllm.watcher import Watcher
 
-    api = await FakeVllm(models=("tutor",), port=free_pair()).start()
-    (reader, pipe), (_asked, asks) = os.pipe(), os.pipe()
-    watching = asyncio.create_task(Watcher(reader, asks).run())
-    beside = Beside(api, pipe)
-    beside.send("init", 0.0, {**INFO, "api_port": api.port})
+    api = await FakeVllm(models=("tutor",), port=free_ports(1 + ranks), page=page(ranks)).start()
+    ports, engines, watching, ends = list(range(api.port + 1, api.port + 1 + ranks)), [], [], []
+    for rank, port in enumerate(ports):
+        (reader, pipe), (asked, asks) = os.pipe(), os.pipe()
+        watching.append(asyncio.create_task(Watcher(reader, asks).run()))
+        engines.append(Beside(api, pipe))
+        ends += [reader, asked, asks]
+        place = {"api_port": api.port, "telemetry_port": port, "telemetry_ports": ports, "rank": rank}
+        engines[-1].send("init", 0.0, INFO | place)
     try:
-        yield beside
+        yield engines if ranks > 1 else engines[0]
     finally:
-        os.close(pipe)
+        for engine in engines:
+            engine.end()
         async with asyncio.timeout(10):
-            await watching
+            await asyncio.gather(*watching)
         await api.kill()
-        for end in (reader, _asked, asks):
+        for end in ends:
             os.close(end)
+
+
+def page(ranks: int) -> str:
+    """Returns vLLM's /metrics: rank n runs 3 + n requests."""
+    return "".join(f'vllm:num_requests_running{{engine="{n}"}} {3 + n}\n' for n in range(ranks))
+
+
+async def found(url: str, ranks: int, **options: Any) -> list[Any]:
+    """Returns the engines at an address, when their watchers are up."""
+    from minitui.sources.remote_info import probe_async
+    from minitui.sources.vllm import find_async
+
+    async with asyncio.timeout(10):
+        while True:
+            engines = await find_async(url, **options)
+            with contextlib.suppress(EngineError):
+                if len(engines) == ranks and all([await probe_async(e.telemetry, **options) for e in engines]):
+                    return engines
+            await asyncio.sleep(0.02)
 
 
 @contextlib.asynccontextmanager
 async def attached(beside: Beside, cache: Path, to_telemetry: bool = False, **options: Any) -> AsyncIterator[Any]:
-    from minitui.sources.vllm import VllmSource, find
+    from minitui.sources.vllm import VllmSource
 
-    found, url = None, f"http://127.0.0.1:{beside.api.port + to_telemetry}"
-    async with asyncio.timeout(10):
-        while (found := await asyncio.to_thread(find, url, **options)) is None:  # the watcher is not up yet
-            await asyncio.sleep(0.02)
-    source = VllmSource(*found[:2], cache=cache, **options)
+    [engine] = await found(f"http://127.0.0.1:{beside.api.port + to_telemetry}", 1, **options)
+    source = VllmSource(engine, cache=cache, **options)
     await source.start(lambda progress: None)
     try:
         yield source
@@ -198,6 +251,56 @@ async def test_a_chat_with_vllm_is_the_request_in_the_panels(tmp_path: Path, to_
             source.submit([1] * 400, SamplingParams())
 
 
+async def test_the_data_parallel_ranks_are_replicas(tmp_path: Path) -> None:
+    from minitui.cli.chat import connect_to
+    from minitui.sources.replicas import ReplicaSource
+    from minitui.tui.replica_app import ReplicaApp
+
+    async with beside_vllm(ranks=2) as (first, second):
+        engines = await found(first.api.url, 2)
+        assert [engine.name.split(" ", 1)[1] for engine in engines] == ["rank 0", "rank 1"]
+        assert [(e.place, e.label) for e in await found(engines[1].telemetry, 1)] == [(1, 1)], "its own address: alone"
+        address, other = first.api.url, engines[1].telemetry
+        with pytest.raises(EngineError, match=f"this vLLM has several: connect to one of .*, {other}"):
+            await asyncio.to_thread(connect_to, [address], "", None, None, True)
+        for addresses in ([address], [address, other], [engines[0].telemetry, other]):
+            made, choice, app = await asyncio.to_thread(connect_to, addresses, "", None, None, False)
+            assert isinstance(made, ReplicaSource) and app is ReplicaApp and choice.speaker == "tutor" and made.exact
+            assert [replica.url for replica in made.replicas] == [engine.telemetry for engine in engines]
+        source = ReplicaSource(engines, cache=tmp_path)
+        await source.start(lambda progress: None)
+        try:
+            await until(lambda: [replica.metrics.running for replica in source.replicas] == [3, 4])
+            assert {replica.kind for replica in source.replicas} == {"vllm"}
+            second.send("add", 0.001, "cmpl-7", PROMPT, 63)
+            await source.watch(source.replicas[1])
+            state = await source.snapshot()
+            assert source.shown is source.replicas[1] and state["num_blocks"] == 30
+            await asyncio.wait_for(has_request(source), 10)
+            for place in ("0", "1"):
+                source.pins["0a1b2c3d"] = source.replicas[int(place)].url
+                stream = source.submit(PROMPT, SamplingParams(max_tokens=3), group="0a1b2c3d")
+                ids = [id async for delta in stream for id in delta.ids]
+                heads = [head for head in first.api.heads if "x-request-id" in head]
+                assert heads[-1]["x-data-parallel-rank"] == place and ids == [50, 51, 52]
+            second.end()
+            await until(lambda: bool(source.connection), 20)
+            assert not source.reason_against(source.replicas[0])
+        finally:
+            await source.close()
+
+
+async def has_request(source: Any) -> None:
+    while not (await source.snapshot())["requests"]:
+        await asyncio.sleep(0.01)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 async def test_an_answer_ends_when_the_records_do_not_come(tmp_path: Path) -> None:
     async with beside_vllm() as beside, attached(beside, tmp_path) as source:
         stream = source.submit(PROMPT, SamplingParams(max_tokens=3))
@@ -207,12 +310,12 @@ async def test_an_answer_ends_when_the_records_do_not_come(tmp_path: Path) -> No
 
 
 async def test_the_telemetry_hides_texts_and_needs_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from minitui.sources.vllm import find
+    from minitui.sources.vllm import find_async
 
     monkeypatch.setenv("MINITUI_API_KEY", "k" * 20)
     monkeypatch.setenv("MINITUI_HIDE_TEXT", "1")
     async with beside_vllm() as beside, attached(beside, tmp_path, key="k" * 20) as source:
-        assert await asyncio.to_thread(find, beside.api.url, "wrong") is None
+        assert await find_async(beside.api.url, "wrong") == []
         beside.send("add", 0.001, "cmpl-1", PROMPT, 63)
         admission = ("cmpl-1", 0, [1, 2, 3, 4], 60, [b"a", b"b", b"c"])
         changes = ([], ["cmpl-1"], [("cmpl-1", 60)])
@@ -228,14 +331,15 @@ async def test_the_telemetry_hides_texts_and_needs_the_key(tmp_path: Path, monke
 
 
 VLLM = """
+import sys
 import time
 from minitui.vllm.pipe import Pipe
 from tests.support.vllm_messages import recorded
 from tests.vllm.test_recorded import INFO
 
-pipe = Pipe({})
+pipe = Pipe()
 (_, began, facts), *messages = recorded()["priorities"]
-pipe.send(("init", began, {**INFO, **facts, "api_port": 8000}))
+pipe.send(("init", began, {**INFO, **facts, "telemetry_port": int(sys.argv[1])}))
 for message in messages[:2000]:
     pipe.send(tuple(message))
     pipe.flush()
@@ -246,9 +350,9 @@ time.sleep(60)
 
 def test_the_recording_is_closed_when_vllm_kills_its_processes(tmp_path: Path) -> None:
     pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
-    path, port = tmp_path / "run.trace", free_pair()
-    environment = {**os.environ, "MINITUI_RECORD": str(path), "MINITUI_TELEMETRY_PORT": str(port)}
-    with subprocess.Popen([sys.executable, "-c", VLLM], env=environment, stdout=subprocess.PIPE) as vllm:
+    path, port = tmp_path / "run.trace", free_ports(1)
+    environment = {**os.environ, "MINITUI_RECORD": str(path)}
+    with subprocess.Popen([sys.executable, "-c", VLLM, str(port)], env=environment, stdout=subprocess.PIPE) as vllm:
         assert vllm.stdout is not None and vllm.stdout.readline() == b"sent\n"
         wait_for(lambda: path.exists() and path.stat().st_size > 0, 20)
         for process in [*psutil.Process(vllm.pid).children(recursive=True), vllm]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import marshal
+import sys
 from collections import Counter
 
 import pytest
 
-from engine.trace.state import State
+from engine.trace.state import CACHED, FREE, State
 from minitui.trace.follow import Follower
 from minitui.vllm.translate import Translator
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed", exc_type=ImportError)
 
-import minitui.vllm.scheduler as recording
+import minitui.vllm.recorder as recording
+import minitui.vllm.scheduler as scheduling
 from tests.support.vllm_driver import Load, make_scheduler
 
 STEPS = 400
@@ -128,7 +130,7 @@ def test_a_whole_state_continues_after_lost_messages(make):
 
 def test_several_kv_cache_groups_are_not_recorded_and_vllm_says_so(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr(recording.logger, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(scheduling.logger, "warning", lambda text, *values: said.append(text % values))
     scheduler = make_scheduler(tmp_path, window=64)
     load = Load(scheduler, 1)
     load.run(60)
@@ -164,3 +166,38 @@ def test_an_exception_ends_the_recording_and_not_vllm(make):
     load.finish()
     assert scheduler._recorder is None
     assert "get_new_blocks" not in vars(scheduler.kv_cache_manager.block_pool)
+
+
+async def test_two_data_parallel_ranks_are_found_and_shown_as_replicas(monkeypatch, tmp_path):
+    """Each rank has its scheduler, pool, watcher process, port and recording; vLLM's config names the rank."""
+    from minitui.sources.replicas import ReplicaSource
+    from minitui.trace.reader import TraceReader
+    from tests.vllm.test_recorded import FakeVllm, found, free_ports, page, wait_for
+
+    api = await FakeVllm(models=("m",), port=free_ports(3), page=page(2)).start()
+    monkeypatch.setattr(sys, "argv", ["vllm", "serve", "m", "--port", str(api.port), "--data-parallel-size=2"])
+    monkeypatch.setenv("MINITUI_RECORD", str(tmp_path / "run.trace"))
+    schedulers = [make_scheduler(tmp_path, blocks=60 + rank, rank=rank) for rank in range(2)]
+    for rank, scheduler in enumerate(schedulers):
+        load = Load(scheduler, rank + 1)
+        load.run(60 + 40 * rank)
+        scheduler._recorder.pipe.flush()
+    source = ReplicaSource(await found(api.url, 2), cache=tmp_path)
+    await source.start(lambda progress: None)
+    try:
+        for scheduler, replica in zip(schedulers, source.replicas, strict=True):
+            await source.watch(replica)
+            state = State.from_snapshot(await source.snapshot())
+            while state.step < scheduler._recorder.step:  # the watcher is still reading
+                state = State.from_snapshot(await source.snapshot())
+            manager = scheduler.kv_cache_manager
+            tables = [manager.get_block_ids(id)[0] for id in scheduler.requests]
+            assert sorted(request.table for request in state.requests.values()) == sorted(tables) and any(tables)
+            assert state.counts[FREE] + state.counts[CACHED] == manager.block_pool.get_num_free_blocks()
+    finally:
+        await source.close()
+        await api.kill()
+        for scheduler in schedulers:
+            scheduler.shutdown()
+    for name in ("run.trace", "run.rank1.trace"):
+        wait_for(lambda path=tmp_path / name: TraceReader(path).complete, 20)

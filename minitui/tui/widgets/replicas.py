@@ -21,6 +21,9 @@ from minitui.viewmodel.model import View
 # (name, width in cells) of the columns on the right. The address and the model share the rest.
 COLUMNS = (("state", 11), ("run", 5), ("wait", 5), ("KV", 6), ("hits", 6), ("tok/s", 7), ("first", 8), ("ours", 5))
 LEAD = 5  # cells before the name, for the mark and the number
+KINDS = {
+    "minitui": "a minitui server", "vllm": "vLLM with minitui's recorder", "openai": "a server with OpenAI's endpoints",
+}  # fmt: skip
 WITH_MODEL = 92  # cells; a narrower table has no column for the model
 
 
@@ -130,7 +133,7 @@ class Replicas(LinePanel):
 
     def _about(self, source: ReplicaSource, replica: Replica, width: int) -> list[Runs]:
         """Returns details of one replica: its address, its model and, if it cannot answer, the reason."""
-        server = {"minitui": "a minitui server", "openai": "a server with OpenAI's endpoints"}.get(replica.kind, "")
+        server = KINDS.get(replica.kind, "")
         head = Row(f"{replica.number} {replica.url}", "bold ink")
         head.add("  " + ", ".join(filter(None, (server, replica.model))), "dim")
         rows = [head.done(width)]

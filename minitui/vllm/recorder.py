@@ -1,0 +1,230 @@
+"""Writes down what vLLM's scheduler decides. Runs inside vLLM's engine process; minitui/vllm/scheduler.py calls it.
+
+minitui/vllm/translate.py describes the messages. Python calls cost up to a microsecond, so nothing here is called once
+per request and step. A message is encoded at once, while its objects are in the processor's caches; messages are sent
+together, because each write wakes the watcher.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from itertools import compress, filterfalse
+from typing import TYPE_CHECKING, Any
+
+from minitui.vllm.facts import describe, only_manager
+from minitui.vllm.pipe import Pipe
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+now = time.perf_counter  # the same clock in all processes of a machine
+FLUSH_S = 0.04  # between two writes to the watcher
+ASKED_EVERY = 256  # steps between two looks at what the watcher asks for, and between two reports of the cost
+
+
+class Recorder:
+    """Collects what one scheduler does, and sends a message after each call of the engine."""
+
+    def __init__(self, scheduler: Scheduler, pipe: Pipe | None = None) -> None:
+        """`pipe`: replaces the watcher process, for tests. Raises ValueError if the model cannot be shown."""
+        self.scheduler = scheduler
+        self.step = -1
+        self.checking = bool(os.environ.get("MINITUI_VLLM_CHECK"))
+        self.seconds = 0.0  # spent here
+        self.events: list[tuple[Any, ...]] = []  # since the last message
+        self._tokens: dict[str, int] = {}  # of the last step: request -> tokens
+        self._ids: list[str] = []
+        self._counts: list[int] = []
+        self._flush_at = 0.0
+        self._in_flight: deque[tuple[SchedulerOutput, int]] = deque(maxlen=64)
+        self._manager = only_manager(scheduler)
+        self._pool = scheduler.kv_cache_manager.block_pool
+        self._info = describe(scheduler, self._manager.block_size)
+        self.pipe = pipe or Pipe()
+        for name, method in (("get_new_blocks", self._get_new_blocks), ("cache_full_blocks", self._cache_full_blocks),
+                             ("evict_blocks", self._evict_blocks)):  # fmt: skip
+            setattr(self._pool, name, method(getattr(self._pool, name)))
+        self.pipe.send(("init", now(), self._info))
+        self.pipe.flush()
+
+    def stop(self) -> None:
+        """Remove the hooks from the pool and end the watcher."""
+        for name in ("get_new_blocks", "cache_full_blocks", "evict_blocks"):
+            self._pool.__dict__.pop(name, None)
+        try:
+            self.pipe.flush()
+        finally:
+            self.pipe.close()
+
+    # ---- the pool
+
+    def _get_new_blocks(self, original: Any) -> Any:
+        def get_new_blocks(num_blocks: int) -> Any:
+            blocks = original(num_blocks)
+            began = now()
+            self.events.append(("g", [block.block_id for block in blocks]))
+            self.seconds += now() - began
+            return blocks
+
+        return get_new_blocks
+
+    def _cache_full_blocks(self, original: Any) -> Any:
+        def cache_full_blocks(
+            request: Request, blocks: Any, num_cached_blocks: int, num_full_blocks: int, block_size: int, *rest: Any,
+            **options: Any,
+        ) -> None:  # fmt: skip
+            original(request, blocks, num_cached_blocks, num_full_blocks, block_size, *rest, **options)
+            began = now()
+            if num_cached_blocks < num_full_blocks:
+                self.events.append((
+                    "c", request.request_id, num_cached_blocks,
+                    [block.block_id for block in blocks[num_cached_blocks:num_full_blocks]],
+                    request.block_hashes[num_cached_blocks:num_full_blocks],
+                    request._all_token_ids[num_cached_blocks * block_size : num_full_blocks * block_size],
+                ))  # fmt: skip
+            self.seconds += now() - began
+
+        return cache_full_blocks
+
+    def _evict_blocks(self, original: Any) -> Any:
+        def evict_blocks(block_ids: set[int]) -> None:
+            original(block_ids)
+            self.events.append(("e", sorted(block_ids)))
+
+        return evict_blocks
+
+    def _take_events(self) -> list[tuple[Any, ...]]:
+        """Returns the events since the last call."""
+        events, self.events = self.events, []
+        return events
+
+    def _send(self, t: float, *message: Any) -> None:
+        """Send a message; `t`: the time now. Without requests there may be no later message to send it with."""
+        self.pipe.send(message)
+        if t > self._flush_at or not self.scheduler.requests:
+            self._flush_at = t + FLUSH_S
+            self.pipe.flush()
+
+    # ---- the scheduler
+
+    def added(self, request: Request) -> None:
+        began = now()
+        self._send(began, "add", began, *self._facts(request))
+        self.seconds += now() - began
+
+    def _facts(self, request: Request) -> tuple[Any, ...]:
+        ids = request.prompt_token_ids or [0] * request.num_prompt_tokens
+        most = min(request.num_prompt_tokens + request.max_tokens, self.scheduler.max_model_len)
+        return request.request_id, ids, most
+
+    def scheduled(self, output: SchedulerOutput, began: float) -> None:
+        """Send what `schedule` decided."""
+        ended = now()
+        events = self._take_events()
+        tokens = output.num_scheduled_tokens
+        if not tokens and not events:
+            return
+        scheduler, cached = self.scheduler, output.scheduled_cached_reqs
+        resumed, ids, grows = cached.resumed_req_ids, cached.req_ids, cached.new_block_ids
+        new = [self._admission(r.req_id, r.num_computed_tokens, r.block_ids[0]) for r in output.scheduled_new_reqs]
+        if resumed:
+            rows = zip(ids, cached.num_computed_tokens, grows, strict=True)
+            new += [self._admission(id, n, blocks[0]) for id, n, blocks in rows if id in resumed]
+        grown = [
+            (ids[i], grows[i][0]) for i in compress(range(len(grows)), grows)  # blocks are None in most rows
+            if ids[i] not in resumed
+        ]  # fmt: skip
+        drafts = {id: len(ids) for id, ids in output.scheduled_spec_decode_tokens.items()}
+        step = -1
+        if tokens:
+            step = self.step = self.step + 1
+            self._in_flight.append((output, step))
+        changed = self._changed(tokens, new)
+        running, waiting = scheduler.get_request_counts()
+        check = self._check() if self.checking else None
+        self._send(ended, "schedule", began, ended, step, events, new, grown, changed, drafts, running, waiting, check)
+        if step % ASKED_EVERY == ASKED_EVERY - 1:
+            self.pipe.send(("cost", self.step + 1, self.seconds))
+            if self.pipe.asked():
+                self.send_whole_state()
+        if self.pipe.recover():
+            self.send_whole_state()
+        self.seconds += now() - ended
+
+    def _changed(self, tokens: dict[str, int], new: list[tuple[Any, ...]]) -> tuple[Any, ...] | None:
+        """Returns how a step's requests and their tokens differ from the step before: most steps are equal."""
+        ids, counts = list(tokens), list(tokens.values())
+        same = ids == self._ids
+        if same and counts == self._counts:
+            return None
+        gone: list[str] = []
+        come: list[str] = []
+        old, self._tokens, self._ids, self._counts = self._tokens, tokens, ids, counts
+        if not same:
+            gone = list(filterfalse(tokens.__contains__, old))
+            come = [row[0] for row in new if row[0] in tokens and row[0] not in old]
+            if len(come) != len(tokens) - len(old) + len(gone):  # a running request that the last step left out
+                come = list(filterfalse(old.__contains__, tokens))
+        one = counts.count(1) == len(counts)
+        return gone, come, [] if one else [item for item in tokens.items() if item[1] != 1]
+
+    def _admission(self, id: str, computed: int, blocks: list[int]) -> tuple[Any, ...]:
+        request = self.scheduler.requests[id]
+        hits = computed // self._manager.block_size
+        return id, computed, blocks, request.num_tokens, request.block_hashes[: hits + 1]
+
+    def updated(self, output: SchedulerOutput, result: ModelRunnerOutput, began: float) -> None:
+        """Send what `update_from_output` did."""
+        ended = now()
+        events = self._take_events()
+        # An output without tokens is not in the queue, and steps that were launched after it may be in flight.
+        step = next((number for scheduled, number in self._in_flight if scheduled is output), -1)
+        while step >= 0 and self._in_flight.popleft()[1] != step:
+            pass
+        if step < 0 and not events:
+            return
+        accepted = None
+        if output.scheduled_spec_decode_tokens:
+            index, sampled = result.req_id_to_index, result.sampled_token_ids
+            accepted = [
+                (id, len(draft), max(0, len(sampled[index[id]]) - 1))
+                for id, draft in output.scheduled_spec_decode_tokens.items()
+                if id in index and sampled and sampled[index[id]]
+            ]
+        check = self._check() if self.checking else None
+        self._send(ended, "update", began, ended, step, events, accepted, check)
+        self.seconds += now() - ended
+
+    def send_events(self) -> None:
+        """Send what was done outside of a step: requests that were cancelled."""
+        began, events = now(), self._take_events()
+        if events:
+            self._send(began, "events", began, events)
+
+    def send_whole_state(self) -> None:
+        """Send the state of every request, after messages were lost or did not fit what came before."""
+        scheduler, manager = self.scheduler, self._manager
+        waiting = [request.request_id for queue in (scheduler.waiting, scheduler.skipped_waiting) for request in queue]
+        requests = []
+        for id, request in scheduler.requests.items():
+            blocks = [block.block_id for block in manager.req_to_blocks.get(id, ())]
+            cached = manager.num_cached_block.get(id, 0)
+            requests.append((
+                *self._facts(request), request.num_computed_tokens, request.num_tokens, blocks,
+                request.block_hashes[:cached], request._all_token_ids[: cached * manager.block_size],
+                request.num_preemptions,
+            ))  # fmt: skip
+        self._tokens, self._ids, self._counts = {}, [], []
+        self.pipe.send(("whole", now(), self.step, requests, waiting))
+
+    def _check(self) -> tuple[Any, ...]:
+        """Returns vLLM's own numbers, which the watcher compares with its state: free blocks, and every block table."""
+        tables = {
+            id: [block.block_id for block in blocks] for id, blocks in self._manager.req_to_blocks.items() if blocks
+        }
+        return self._pool.get_num_free_blocks(), tables
