@@ -90,9 +90,11 @@ def is_telemetry(info: Any) -> bool:
 def _engine(telemetry: str, info: dict[str, Any]) -> Engine | None:
     """Returns the engine whose telemetry says this about itself; None if it is not vLLM's."""
     api, own, ports, rank = (info.get(name) for name in ("api_port", "telemetry_port", "telemetry_ports", "rank"))
-    if not (str(info.get("engine", "")).startswith("vLLM ") and _is_port(api) and count(rank) is not None):
+    if not str(info.get("engine", "")).startswith("vLLM ") or type(api) is not int or type(rank) is not int:
         return None
-    if not (type(ports) is list and len(ports) <= MOST_ENGINES and all(map(_is_port, ports)) and own in ports):
+    if type(ports) is not list or len(ports) > MOST_ENGINES or own not in ports:
+        return None
+    if not all(map(_is_port, [api, *ports])):
         return None
     place = ports.index(own) if len(ports) > 1 else None
     return Engine(_with_port(telemetry, api), telemetry, place, rank, info)

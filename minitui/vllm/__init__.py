@@ -24,7 +24,12 @@ from typing import Any
 
 def __getattr__(name: str) -> Any:
     if name == "RecordingScheduler":
-        from minitui.vllm.scheduler import recording_scheduler
-
+        try:
+            from minitui.vllm.scheduler import recording_scheduler
+        except ImportError as error:
+            raise ImportError(
+                f"minitui was tried with vLLM 0.25.1 and does not fit this version ({error}): start vLLM without "
+                "--scheduler-cls"
+            ) from error
         return recording_scheduler
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm import __version__
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
+from engine.errors import EngineError
 from minitui.vllm.ports import ports_of
 
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.scheduler import Scheduler
+TRIED = "0.25.1"
+OF_POOL = ("get_new_blocks", "cache_full_blocks", "evict_blocks")
+OF_SCHEDULER = ("_preempt_request", "_free_blocks", "get_request_counts")
+
+
+def explain(error: Exception) -> str:
+    """Returns why minitui does not record this engine. Errors that are not sentences may come from vLLM's version."""
+    if isinstance(error, ValueError | EngineError):
+        return str(error)
+    fits = f"; minitui was tried with vLLM {TRIED}, and this is vLLM {__version__}" if __version__ != TRIED else ""
+    return f"{error!r}{fits}"
+
+
+def check_names(scheduler: Scheduler) -> None:
+    """Raises AttributeError if a method of vLLM's that minitui observes does not exist in this version."""
+    for owner, names in ((Scheduler, OF_SCHEDULER), (scheduler.kv_cache_manager.block_pool, OF_POOL)):
+        for name in names:
+            getattr(owner, name)
 
 
 def only_manager(scheduler: Scheduler) -> Any:

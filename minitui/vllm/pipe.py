@@ -12,6 +12,7 @@ import marshal
 import os
 import subprocess
 import sys
+import weakref
 from collections import deque
 from typing import Any
 
@@ -21,11 +22,15 @@ LENGTH = 4  # bytes of the length before each message
 VERSION = 2  # of marshal's format: later versions look up each object, to write it once
 
 
+GAVE_REASON = b"!"  # what a watcher writes before it ends, if it has logged why
+
+
 class Pipe:
     """The connection to a watcher process. Raises OSError when the watcher has ended."""
 
     def __init__(self) -> None:
         self.lost = False
+        self._reason_given = False
         self._unsent: list[bytes] = []  # since the last flush
         self._waiting: deque[bytes | memoryview] = deque()
         self._size = 0
@@ -36,13 +41,21 @@ class Pipe:
         with contextlib.suppress(OSError, AttributeError):  # above the user's limit, or not Linux
             fcntl.fcntl(self._out, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
         path = os.pathsep.join(place for place in sys.path if place)  # vLLM may have been started with another path
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "minitui.vllm.watcher", str(reader), str(asks)],
-            pass_fds=(reader, asks), stdin=subprocess.DEVNULL, start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-        )  # fmt: skip
-        os.close(reader)
-        os.close(asks)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "minitui.vllm.watcher", str(reader), str(asks)],
+                pass_fds=(reader, asks), stdin=subprocess.DEVNULL, start_new_session=True,
+                env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+            )  # fmt: skip
+        except OSError:
+            self._close_ends()
+            raise
+        finally:
+            os.close(reader)
+            os.close(asks)
+        # A copy of the pipe in a forked process would keep the watcher waiting after this process is killed.
+        copy = weakref.WeakMethod(self._close_ends)
+        os.register_at_fork(after_in_child=lambda: (close := copy()) and close())
 
     def send(self, message: tuple[Any, ...]) -> None:
         """Encode a message; the next flush sends it."""
@@ -98,12 +111,25 @@ class Pipe:
     def asked(self) -> bool:
         """Returns True if the watcher has asked for a whole state since the last call."""
         try:
-            return bool(os.read(self._back, 64))
-        except BlockingIOError:
+            asks = os.read(self._back, 64)
+        except OSError:
             return False
+        self._reason_given = self._reason_given or GAVE_REASON in asks
+        return bool(asks)
+
+    @property
+    def reason_given(self) -> bool:
+        """True if the watcher has logged why it ended."""
+        self.asked()
+        return self._reason_given
 
     def close(self) -> None:
         """Close the connection: the watcher finishes its recording and ends."""
-        for end in (self._out, self._back):
-            os.close(end)
+        self._close_ends()
         self._process.poll()  # it started the watcher and ended; this removes it from the process table
+
+    def _close_ends(self) -> None:
+        ends, self._out, self._back = (self._out, self._back), -1, -1
+        for end in ends:
+            if end >= 0:
+                os.close(end)

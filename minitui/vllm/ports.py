@@ -79,7 +79,7 @@ def options_of(arguments: list[str]) -> dict[str, str]:
     values: Any = None
     if "--config" in options:
         with suppress(Exception):  # vLLM says what is wrong with its file
-            import yaml
+            import yaml  # type: ignore[import-untyped]
 
             values = yaml.safe_load(Path(options["--config"]).read_text())
     if isinstance(values, dict):

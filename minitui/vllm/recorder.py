@@ -13,7 +13,7 @@ from collections import deque
 from itertools import compress, filterfalse
 from typing import TYPE_CHECKING, Any
 
-from minitui.vllm.facts import describe, only_manager
+from minitui.vllm.facts import OF_POOL, check_names, describe, only_manager
 from minitui.vllm.pipe import Pipe
 
 if TYPE_CHECKING:
@@ -42,64 +42,76 @@ class Recorder:
         self._counts: list[int] = []
         self._flush_at = 0.0
         self._in_flight: deque[tuple[SchedulerOutput, int]] = deque(maxlen=64)
+        check_names(scheduler)
         self._manager = only_manager(scheduler)
         self._pool = scheduler.kv_cache_manager.block_pool
         self._info = describe(scheduler, self._manager.block_size)
         self.pipe = pipe or Pipe()
-        for name, method in (("get_new_blocks", self._get_new_blocks), ("cache_full_blocks", self._cache_full_blocks),
-                             ("evict_blocks", self._evict_blocks)):  # fmt: skip
-            setattr(self._pool, name, method(getattr(self._pool, name)))
         self.pipe.send(("init", now(), self._info))
         self.pipe.flush()
+        self._broken: Exception | None = None
+        for name, observe in zip(OF_POOL, (self.taken, self.cached, self.evicted), strict=True):
+            self._hook(name, observe)
 
     def stop(self) -> None:
         """Remove the hooks from the pool and end the watcher."""
-        for name in ("get_new_blocks", "cache_full_blocks", "evict_blocks"):
+        for name in OF_POOL:
             self._pool.__dict__.pop(name, None)
         try:
             self.pipe.flush()
         finally:
             self.pipe.close()
 
-    # ---- the pool
+    # ---- inside vLLM's calls
 
-    def _get_new_blocks(self, original: Any) -> Any:
-        def get_new_blocks(num_blocks: int) -> Any:
-            blocks = original(num_blocks)
+    def observe(self, note: Any, *arguments: Any, **options: Any) -> None:
+        """Call `note`. Raises nothing: the next message raises its error, outside of vLLM's calls."""
+        try:
+            note(*arguments, **options)
+        except Exception as error:
+            self._broken = error
+
+    def _hook(self, name: str, note: Any) -> None:
+        """Observe each call of a method of the pool, with its result and its arguments."""
+        original = getattr(self._pool, name)
+
+        def hooked(*arguments: Any, **options: Any) -> Any:
+            result = original(*arguments, **options)
             began = now()
-            self.events.append(("g", [block.block_id for block in blocks]))
+            self.observe(note, result, *arguments, **options)
             self.seconds += now() - began
-            return blocks
+            return result
 
-        return get_new_blocks
+        setattr(self._pool, name, hooked)
 
-    def _cache_full_blocks(self, original: Any) -> Any:
-        def cache_full_blocks(
-            request: Request, blocks: Any, num_cached_blocks: int, num_full_blocks: int, block_size: int, *rest: Any,
-            **options: Any,
-        ) -> None:  # fmt: skip
-            original(request, blocks, num_cached_blocks, num_full_blocks, block_size, *rest, **options)
-            began = now()
-            if num_cached_blocks < num_full_blocks:
-                self.events.append((
-                    "c", request.request_id, num_cached_blocks,
-                    [block.block_id for block in blocks[num_cached_blocks:num_full_blocks]],
-                    request.block_hashes[num_cached_blocks:num_full_blocks],
-                    request._all_token_ids[num_cached_blocks * block_size : num_full_blocks * block_size],
-                ))  # fmt: skip
-            self.seconds += now() - began
+    def taken(self, blocks: Any, *_: Any, **__: Any) -> None:
+        self.events.append(("g", [block.block_id for block in blocks]))
 
-        return cache_full_blocks
+    def cached(
+        self, _: Any, request: Request, blocks: Any, num_cached_blocks: int, num_full_blocks: int, block_size: int,
+        *__: Any, **___: Any,
+    ) -> None:  # fmt: skip
+        if num_cached_blocks < num_full_blocks:
+            self.events.append((
+                "c", request.request_id, num_cached_blocks,
+                [block.block_id for block in blocks[num_cached_blocks:num_full_blocks]],
+                request.block_hashes[num_cached_blocks:num_full_blocks],
+                request._all_token_ids[num_cached_blocks * block_size : num_full_blocks * block_size],
+            ))  # fmt: skip
 
-    def _evict_blocks(self, original: Any) -> Any:
-        def evict_blocks(block_ids: set[int]) -> None:
-            original(block_ids)
-            self.events.append(("e", sorted(block_ids)))
+    def evicted(self, _: Any, block_ids: set[int], *__: Any, **___: Any) -> None:
+        self.events.append(("e", sorted(block_ids)))
 
-        return evict_blocks
+    def preempted(self, request: Request) -> None:
+        self.events.append(("p", request.request_id))
+
+    def freed(self, request: Request) -> None:
+        self.events.append(("f", request.request_id, request.status.name, request.num_output_tokens))
 
     def _take_events(self) -> list[tuple[Any, ...]]:
-        """Returns the events since the last call."""
+        """Returns the events since the last call. Raises the error of a hook, if one has failed."""
+        if self._broken is not None:
+            raise self._broken
         events, self.events = self.events, []
         return events
 

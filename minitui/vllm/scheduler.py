@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import RequestStatus
 
+from minitui.vllm.facts import explain
 from minitui.vllm.recorder import Recorder, now
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def recording_scheduler(vllm_config: VllmConfig, *arguments: Any, **options: Any
 
 
 class _Recording(Scheduler):
-    """Overrides the methods that decide something. `_recorder` is None after a failure."""
+    """Overrides the methods that decide something, with any arguments. `_recorder` is None after a failure."""
 
     _recorder: Recorder | None = None
 
@@ -40,26 +40,26 @@ class _Recording(Scheduler):
         try:
             self._recorder = Recorder(self)
         except Exception as error:
-            logger.warning("minitui does not record this engine: %s", error)
+            logger.warning("minitui does not record this engine: %s", explain(error))
 
     def _stop_recording(self, error: Exception) -> None:
         recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return
         gone = isinstance(error, BrokenPipeError)
-        logger.warning("minitui's recording ends: %s", "its watcher has ended" if gone else repr(error))
-        if recorder is not None:
-            try:
-                recorder.stop()
-            except Exception:
-                logger.debug("minitui's recorder could not be removed", exc_info=True)
+        if not gone or not recorder.pipe.reason_given:
+            logger.warning("minitui's recording ends: %s", "its watcher has ended" if gone else explain(error))
+        _stop(recorder)
 
-    def add_request(self, request: Request) -> None:
-        super().add_request(request)
+    def add_request(self, request: Request, *arguments: Any, **options: Any) -> Any:
+        result = super().add_request(request, *arguments, **options)
         if self._recorder is not None:
             try:
                 if self.requests.get(request.request_id) is request:  # else: more input for a known request
                     self._recorder.added(request)
             except Exception as error:
                 self._stop_recording(error)
+        return result
 
     def schedule(self, *arguments: Any, **options: Any) -> SchedulerOutput:
         recorder = self._recorder
@@ -73,52 +73,61 @@ class _Recording(Scheduler):
             self._stop_recording(error)
         return output
 
-    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
-        recorder = self._recorder
-        if recorder is None:
-            return super().update_from_output(scheduler_output, model_runner_output)
-        began = now()
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        try:
-            recorder.updated(scheduler_output, model_runner_output, began)
-        except Exception as error:
-            self._stop_recording(error)
-        return outputs
-
-    def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> Any:
-        finished = super().finish_requests(request_ids, finished_status)
-        if self._recorder is not None:
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput, *arguments: Any, **options: Any
+    ) -> Any:
+        recorder, began = self._recorder, now()
+        outputs = super().update_from_output(scheduler_output, model_runner_output, *arguments, **options)
+        if recorder is not None:
             try:
-                self._recorder.send_events()
+                recorder.updated(scheduler_output, model_runner_output, began)
             except Exception as error:
                 self._stop_recording(error)
+        return outputs
+
+    def finish_requests(self, *arguments: Any, **options: Any) -> Any:
+        finished = super().finish_requests(*arguments, **options)
+        self._send_events()
         return finished
-
-    def _preempt_request(self, request: Request, timestamp: float) -> None:
-        super()._preempt_request(request, timestamp)
-        if self._recorder is not None:
-            self._recorder.events.append(("p", request.request_id))
-
-    def _free_blocks(self, request: Request) -> None:
-        super()._free_blocks(request)
-        if self._recorder is not None:
-            self._recorder.events.append(("f", request.request_id, request.status.name, request.num_output_tokens))
 
     def reset_prefix_cache(self, *arguments: Any, **options: Any) -> bool:
         done = super().reset_prefix_cache(*arguments, **options)
         if self._recorder is not None and done:
             self._recorder.events.append(("r",))
+            self._send_events()
+        return done
+
+    def _send_events(self) -> None:
+        if self._recorder is not None:
             try:
                 self._recorder.send_events()
             except Exception as error:
                 self._stop_recording(error)
-        return done
+
+    def _preempt_request(self, request: Request, *arguments: Any, **options: Any) -> Any:
+        result = super()._preempt_request(request, *arguments, **options)
+        if self._recorder is not None:
+            self._recorder.observe(self._recorder.preempted, request)
+        return result
+
+    def _free_blocks(self, request: Request, *arguments: Any, **options: Any) -> Any:
+        result = super()._free_blocks(request, *arguments, **options)
+        if self._recorder is not None:
+            self._recorder.observe(self._recorder.freed, request)
+        return result
 
     def shutdown(self) -> None:
         super().shutdown()
-        if self._recorder is not None:
-            recorder, self._recorder = self._recorder, None
-            recorder.stop()
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            _stop(recorder)
+
+
+def _stop(recorder: Recorder) -> None:
+    try:
+        recorder.stop()
+    except Exception:
+        logger.debug("minitui's recorder could not be removed", exc_info=True)
 
 
 class RecordingSync(_Recording):

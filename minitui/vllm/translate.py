@@ -66,7 +66,9 @@ class Translator(Requests):
         kind, *fields = message
         try:
             getattr(self, f"_{kind}")(*fields)
-        except (KeyError, IndexError, ValueError, StopIteration) as error:
+        except Inconsistent:
+            raise
+        except Exception as error:
             raise Inconsistent(f"{kind}: {type(error).__name__}: {error}") from error
 
     def drain(self) -> list[Record]:

@@ -36,7 +36,7 @@ from minitui.server.connection import MAX_HEAD, Connection
 from minitui.server.service import Service
 from minitui.server.settings import ServerSettings
 from minitui.vllm.blocks import Inconsistent
-from minitui.vllm.pipe import LENGTH
+from minitui.vllm.pipe import GAVE_REASON, LENGTH
 from minitui.vllm.service import VllmService
 from minitui.vllm.translate import Translator
 
@@ -44,6 +44,12 @@ logger = logging.getLogger("minitui.vllm")
 PIECE = 1 << 20  # bytes read at once
 REPORT_S = 1.0  # between two reports of MINITUI_VLLM_CHECK
 ASK_AGAIN_S = 5.0
+MOST_ASKS = 10  # for a whole state, …
+FORGIVEN_S = 3600.0  # … at shorter intervals than this
+VARIABLES = {
+    "--api-key (or MINITUI_API_KEY)": "MINITUI_API_KEY", "--port": "MINITUI_TELEMETRY_PORT",
+    "--host": "MINITUI_TELEMETRY_HOST", "--record": "MINITUI_RECORD",
+}  # fmt: skip
 NICE = 5  # vLLM's processes come first
 
 
@@ -68,12 +74,12 @@ class Watcher:
         self._rest = bytearray()
         self._done = asyncio.Event()
         self._waits = False  # for a whole state
-        self._asked_at = -ASK_AGAIN_S
+        self._asked, self._asked_at = 0, -ASK_AGAIN_S
         self._translator: Translator | None = None
         self._began = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until vLLM ends."""
+        """Serve until vLLM ends. Raises EngineError with a sentence."""
         os.set_blocking(self._reader, False)
         asyncio.get_running_loop().add_reader(self._reader, self._read)
         done = asyncio.create_task(self._done.wait())
@@ -84,21 +90,37 @@ class Watcher:
         info = self._translator.info
         settings = settings_from(dict(os.environ), info["rank"], info["telemetry_port"])
         service = VllmService(self._translator, settings)
-        listening = listen(settings.host, settings.port)
+        await service.start()
+        serving = self._serve(service)
+        recorded = service.broadcast.recording
+        while not done.done():  # vLLM may kill this process with its other children, so the report is written all along
+            await asyncio.wait({done}, timeout=REPORT_S)
+            self._report()
+            if recorded is not None and recorded.error:
+                logger.warning("minitui's recording ends: %s", in_variables(recorded.error))
+                recorded = None
+        await service.close()
+        for server, task in serving:
+            server.should_exit = True
+            await task
+
+    def _serve(self, service: VllmService) -> list[tuple[Uvicorn, asyncio.Task[None]]]:
+        """Begin to serve. Raises EngineError if that is not possible and nothing is recorded."""
+        settings = service.settings
+        try:
+            listening = listen(settings.host, settings.port)
+        except EngineError as error:
+            if settings.record is None:
+                raise
+            logger.warning("minitui records this engine, but does not show it: %s", in_variables(str(error)))
+            return []
         server = Uvicorn(uvicorn.Config(
             service.application(), lifespan="off", ws="none", log_config=None, access_log=False, server_header=False,
             http=cast(Any, functools.partial(Connection, cast(Service, service))), timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=MAX_HEAD,
         ))  # fmt: skip
-        await service.start()
-        serving = asyncio.create_task(_serve(server, listening))
         logger.warning("minitui shows this engine at %s", address(settings.host, settings.port))
-        while not done.done():  # vLLM may kill this process with its other children, so the report is written all along
-            await asyncio.wait({done}, timeout=REPORT_S)
-            self._report()
-        await service.close()
-        server.should_exit = True
-        await serving
+        return [(server, asyncio.create_task(_serve(server, listening)))]
 
     def _read(self) -> None:
         try:
@@ -106,19 +128,22 @@ class Watcher:
         except BlockingIOError:
             return
         if not piece:
-            asyncio.get_running_loop().remove_reader(self._reader)
-            self._done.set()
+            self._end()
             return
         rest = self._rest
         rest += piece
         start = 0
-        while len(rest) - start >= LENGTH:
+        while len(rest) - start >= LENGTH and not self._done.is_set():
             end = start + LENGTH + int.from_bytes(rest[start : start + LENGTH], "little")
             if end > len(rest):
                 break
             self._take(marshal.loads(memoryview(rest)[start + LENGTH : end]))
             start = end
         del rest[:start]
+
+    def _end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._reader)
+        self._done.set()
 
     def _take(self, message: tuple[Any, ...]) -> None:
         if message[0] == "init":
@@ -134,8 +159,15 @@ class Watcher:
             self._translator.take(message)
             self._waits = False
         except Inconsistent as error:
-            logger.warning("vLLM did something that minitui did not expect, and minitui asks for its state: %s", error)
             self._waits = True
+            if time.monotonic() > self._asked_at + FORGIVEN_S:
+                self._asked = 0
+            self._asked += 1
+            if self._asked > MOST_ASKS:
+                logger.warning("minitui does not show this engine any more: %s", error)
+                self._end()
+                return
+            logger.warning("vLLM did something that minitui did not expect, and minitui asks for its state: %s", error)
             if time.monotonic() > self._asked_at + ASK_AGAIN_S:
                 self._ask()
 
@@ -159,6 +191,13 @@ class Watcher:
             new.replace(path)
 
 
+def in_variables(text: str) -> str:
+    """Returns a sentence of `minitui serve` with the names of variables: the options beside vLLM are vLLM's."""
+    for option, variable in VARIABLES.items():
+        text = text.replace(option, variable)
+    return text
+
+
 async def _serve(server: Uvicorn, listening: socket.socket) -> None:
     with contextlib.suppress(SystemExit):
         await server.serve(sockets=[listening])
@@ -173,11 +212,17 @@ def main() -> int:
     with contextlib.suppress(OSError):
         os.nice(NICE)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns about each request that is not HTTP
+    reader, asks = int(sys.argv[1]), int(sys.argv[2])
     try:
-        asyncio.run(Watcher(int(sys.argv[1]), int(sys.argv[2])).run())
-    except EngineError as error:
-        logger.error("minitui does not show this engine: %s", error)
+        asyncio.run(Watcher(reader, asks).run())
+    except Exception as error:
+        reason = in_variables(str(error)) if isinstance(error, EngineError) else repr(error)
+        logger.error("minitui does not show this engine: %s", reason)
         return 1
+    finally:
+        with contextlib.suppress(OSError):
+            os.write(asks, GAVE_REASON)
     return 0
 
 

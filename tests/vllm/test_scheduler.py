@@ -14,6 +14,7 @@ from minitui.vllm.translate import Translator
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed", exc_type=ImportError)
 
+import minitui.vllm.facts as facts
 import minitui.vllm.recorder as recording
 import minitui.vllm.scheduler as scheduling
 from tests.support.vllm_driver import Load, make_scheduler
@@ -30,7 +31,7 @@ KINDS = [
 class Direct:
     """Stands for the pipe: translates each message at once, and checks that each record is possible."""
 
-    lost = False
+    lost = reason_given = False
 
     def __init__(self, *_):
         self.kinds = Counter()
@@ -128,9 +129,7 @@ def test_a_whole_state_continues_after_lost_messages(make):
     assert pipe.translator.faults == []
 
 
-def test_several_kv_cache_groups_are_not_recorded_and_vllm_says_so(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(scheduling.logger, "warning", lambda text, *values: said.append(text % values))
+def test_several_kv_cache_groups_are_not_recorded_and_vllm_says_so(tmp_path, said):
     scheduler = make_scheduler(tmp_path, window=64)
     load = Load(scheduler, 1)
     load.run(60)
@@ -158,14 +157,63 @@ def test_a_step_leaves_out_a_running_request_and_takes_it_again(make, monkeypatc
     assert pipe.translator.faults == [] and pipe.wrong == [] and len(again) > 10
 
 
-def test_an_exception_ends_the_recording_and_not_vllm(make):
+@pytest.fixture
+def said(monkeypatch):
+    """What minitui writes into vLLM's log."""
+    lines = []
+    monkeypatch.setattr(scheduling.logger, "warning", lambda text, *values: lines.append(text % values))
+    return lines
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_end_of_the_watcher_ends_the_recording_and_not_vllm(make, said, given):
     scheduler, load, pipe = make()
     load.run(20)
-    pipe.broken = BrokenPipeError()
+    pipe.broken, pipe.reason_given = BrokenPipeError(), given
     load.run(60)
     load.finish()
     assert scheduler._recorder is None
     assert "get_new_blocks" not in vars(scheduler.kv_cache_manager.block_pool)
+    assert said == ([] if given else ["minitui's recording ends: its watcher has ended"])
+
+
+@pytest.mark.parametrize(
+    "place", ["taken", "cached", "evicted", "preempted", "freed", "scheduled", "updated", "added", "send_events"]
+)
+def test_an_exception_anywhere_ends_the_recording_and_not_vllm(monkeypatch, tmp_path, said, place):
+    def fail(*_, **__):
+        raise AttributeError("it has another name")
+
+    monkeypatch.setattr(recording.Recorder, place, fail)
+    monkeypatch.setattr(recording, "Pipe", Direct)
+    monkeypatch.setattr(facts, "__version__", "0.99.0")
+    scheduler = make_scheduler(tmp_path)
+    load = Load(scheduler, 1)
+    load.run(80)
+    scheduler.kv_cache_manager.block_pool.evict_blocks(set())
+    load.run(120)
+    load.finish()
+    assert scheduler._recorder is None and load.steps >= 120
+    why = "AttributeError('it has another name'); minitui was tried with vLLM 0.25.1, and this is vLLM 0.99.0"
+    assert said == [f"minitui's recording ends: {why}"]
+
+
+def test_a_version_without_a_method_is_not_recorded_and_vllm_says_so(monkeypatch, tmp_path, said):
+    monkeypatch.setattr(facts, "OF_POOL", ("get_new_blocks", "cache_all_blocks"))
+    monkeypatch.setattr(facts, "__version__", "0.99.0")
+    scheduler = make_scheduler(tmp_path)
+    Load(scheduler, 1).run(20)
+    [line] = said
+    assert line.startswith("minitui does not record this engine: AttributeError(") and "cache_all_blocks" in line
+    assert line.endswith("; minitui was tried with vLLM 0.25.1, and this is vLLM 0.99.0")
+
+
+def test_a_vllm_without_this_scheduler_ends_with_a_sentence(monkeypatch):
+    import minitui.vllm
+
+    monkeypatch.setitem(sys.modules, "minitui.vllm.scheduler", None)
+    with pytest.raises(ImportError, match=r"tried with vLLM 0.25.1 and does not fit this version .*: start vLLM with"):
+        minitui.vllm.RecordingScheduler  # noqa: B018
 
 
 async def test_two_data_parallel_ranks_are_found_and_shown_as_replicas(monkeypatch, tmp_path):
