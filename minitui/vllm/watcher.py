@@ -90,16 +90,15 @@ class Watcher:
         info = self._translator.info
         settings = settings_from(dict(os.environ), info["rank"], info["telemetry_port"])
         service = VllmService(self._translator, settings)
-        await service.start()
         serving = self._serve(service)
-        recorded = service.broadcast.recording
+        await service.start()
+        failed = ""
         while not done.done():  # vLLM may kill this process with its other children, so the report is written all along
             await asyncio.wait({done}, timeout=REPORT_S)
             self._report()
-            if recorded is not None and recorded.error:
-                logger.warning("minitui's recording ends: %s", in_variables(recorded.error))
-                recorded = None
+            failed = _tell_failure(service, failed)
         await service.close()
+        _tell_failure(service, failed)
         for server, task in serving:
             server.should_exit = True
             await task
@@ -191,11 +190,25 @@ class Watcher:
             new.replace(path)
 
 
+def _tell_failure(service: VllmService, known: str) -> str:
+    """Returns why the recording has ended; logs the reason, unless it is `known`."""
+    recording = service.broadcast.recording
+    if recording is not None and recording.error != known:
+        logger.warning("minitui's recording ends: %s", in_variables(recording.error))
+        return recording.error
+    return known
+
+
 def in_variables(text: str) -> str:
     """Returns a sentence of `minitui serve` with the names of variables: the options beside vLLM are vLLM's."""
     for option, variable in VARIABLES.items():
         text = text.replace(option, variable)
     return text
+
+
+def reason_of(error: Exception) -> str:
+    """Returns why the watcher ends."""
+    return in_variables(str(error)) if isinstance(error, EngineError) else repr(error)
 
 
 async def _serve(server: Uvicorn, listening: socket.socket) -> None:
@@ -217,8 +230,7 @@ def main() -> int:
     try:
         asyncio.run(Watcher(reader, asks).run())
     except Exception as error:
-        reason = in_variables(str(error)) if isinstance(error, EngineError) else repr(error)
-        logger.error("minitui does not show this engine: %s", reason)
+        logger.error("minitui does not show this engine: %s", reason_of(error))
         return 1
     finally:
         with contextlib.suppress(OSError):

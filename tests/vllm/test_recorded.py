@@ -122,7 +122,7 @@ class FakeVllm(FakeServer):
 class Beside:
     """vLLM's two addresses in this event loop. `send`: a message of its scheduler."""
 
-    def __init__(self, api: FakeVllm, pipe: int) -> None:
+    def __init__(self, api: FakeVllm | None, pipe: int) -> None:
         self.api, self._pipe = api, pipe
 
     def send(self, *message: Any) -> None:
@@ -331,6 +331,7 @@ async def test_the_telemetry_hides_texts_and_needs_the_key(tmp_path: Path, monke
 
 
 VLLM = """
+import os
 import sys
 import time
 from minitui.vllm.pipe import Pipe
@@ -338,6 +339,9 @@ from tests.support.vllm_messages import recorded
 from tests.vllm.test_recorded import INFO
 
 pipe = Pipe()
+if not os.fork():  # a process of vLLM that outlives its engine
+    print(os.getpid(), flush=True)
+    time.sleep(60)
 (_, began, facts), *messages = recorded()["priorities"]
 pipe.send(("init", began, {**INFO, **facts, "telemetry_port": int(sys.argv[1])}))
 for message in messages[:2000]:
@@ -348,15 +352,21 @@ time.sleep(60)
 """
 
 
-def test_the_recording_is_closed_when_vllm_kills_its_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", ["all processes", "the engine"])
+def test_the_recording_is_closed_when_vllm_is_killed(tmp_path: Path, killed: str) -> None:
     pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
     path, port = tmp_path / "run.trace", free_ports(1)
     environment = {**os.environ, "MINITUI_RECORD": str(path)}
     with subprocess.Popen([sys.executable, "-c", VLLM, str(port)], env=environment, stdout=subprocess.PIPE) as vllm:
-        assert vllm.stdout is not None and vllm.stdout.readline() == b"sent\n"
+        assert vllm.stdout is not None
+        said = {vllm.stdout.readline() for _ in range(2)}
+        assert b"sent\n" in said
+        [other] = said - {b"sent\n"}
         wait_for(lambda: path.exists() and path.stat().st_size > 0, 20)
-        for process in [*psutil.Process(vllm.pid).children(recursive=True), vllm]:
-            process.kill()
+        if killed == "all processes":
+            for process in psutil.Process(vllm.pid).children(recursive=True):
+                process.kill()
+        vllm.kill()
 
     def complete() -> bool:
         with contextlib.suppress(TraceError):
@@ -365,6 +375,97 @@ def test_the_recording_is_closed_when_vllm_kills_its_processes(tmp_path: Path) -
 
     wait_for(complete, 20)
     assert TraceReader(path).last_step > 100
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(other)).kill()
+
+
+@pytest.mark.parametrize(
+    ("variables", "lines"),
+    [
+        ({}, ["cannot listen on 127.0.0.1:{port}: Address already in use; choose another port with {port_name}"]),
+        (
+            {"MINITUI_RECORD": "run.trace"},
+            ["minitui records this engine, but does not show it: cannot listen on 127.0.0.1:{port}: Address already in "
+             "use; choose another port with {port_name}"],
+        ),
+        ({"MINITUI_RECORD": "no/run.trace"}, ["no/run.trace cannot be written: No such file or directory; name another "
+                                              "file with MINITUI_RECORD"]),
+        ({"MINITUI_TELEMETRY_HOST": "0.0.0.0"}, ["listening on 0.0.0.0 lets other machines use the engine, so a key is "
+                                                 "needed: set MINITUI_API_KEY, or listen on 127.0.0.1"]),
+        ({"MINITUI_TELEMETRY_HOST": "127.0.0.2", "MINITUI_RECORD": "/dev/full"},
+         ["minitui shows this engine at http://127.0.0.2:{port}",
+          "minitui's recording ends: /dev/full cannot be written: No space left on device"]),
+    ],
+)  # fmt: skip
+async def test_a_mistake_of_the_operator_is_one_line(
+    variables: dict[str, str], lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
+    from minitui.vllm.watcher import Watcher, reason_of
+
+    monkeypatch.chdir(tmp_path)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    (_, began, facts), *messages = RUNS["priorities"]
+    (reader, pipe), (asked, asks) = os.pipe(), os.pipe()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        beside, watcher = Beside(None, pipe), Watcher(reader, asks)
+        beside.send("init", began, {**INFO, **facts, "telemetry_port": port})
+        watching = asyncio.create_task(watcher.run())
+        for message in messages[:100]:
+            beside.send(*message)
+        await until(lambda: watching.done() or bool(caplog.records))
+        beside.end()
+        [error] = await asyncio.gather(watching, return_exceptions=True)
+    said = [*(record.getMessage() for record in caplog.records), *([reason_of(error)] if error else [])]
+    assert said == [line.format(port=port, port_name="MINITUI_TELEMETRY_PORT") for line in lines]
+    if variables.get("MINITUI_RECORD") == "run.trace":
+        assert TraceReader(tmp_path / "run.trace").complete
+    for end in (reader, asked, asks):
+        os.close(end)
+
+
+ONE_LINE = """
+import os
+import sys
+from minitui.vllm.pipe import Pipe
+from tests.vllm.test_recorded import INFO, wait_for
+
+pipe = Pipe()
+pipe.send(("init", 0.0, {**INFO, "telemetry_port": int(sys.argv[1])}))
+pipe.flush()
+wait_for(lambda: pipe.reason_given, 30)
+"""
+
+
+def test_the_watcher_process_gives_its_reason_before_it_ends() -> None:
+    pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = subprocess.run([sys.executable, "-c", ONE_LINE, str(port)], capture_output=True, timeout=60, text=True)
+    [line] = ended.stderr.splitlines()
+    assert line.startswith("ERROR minitui does not show this engine: cannot listen on") and not ended.returncode
+
+
+async def test_messages_that_do_not_fit_end_the_watcher_after_some_questions(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("minitui.vllm.watcher.ASK_AGAIN_S", 0.0)
+    async with beside_vllm() as beside:
+        await found(beside.api.url, 1)
+        for step in range(30):
+            beside.send("whole", 0.1, step, [("a", 1)], [])  # vLLM's state does not fit, either
+            beside.send("schedule", None, step)
+        beside.send("events", 1.0, [])
+        await until(lambda: any("any more" in record.message for record in caplog.records))
+    asked = [record for record in caplog.records if "asks for its state" in record.message]
+    assert len(asked) == 10, "one line for each question, and then no more"
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> None:
