@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, ClassVar
 
 import typer
@@ -26,11 +27,12 @@ def inspect(
     kv_events: Annotated[
         str | None,
         typer.Option(
-            help="Without minitui's recorder: where vLLM or SGLang publishes KV events, tcp://HOST:PORT[,REPLAY_PORT].",
+            help="Without minitui's recorder: where vLLM or SGLang publishes KV events, tcp://HOST:PORT[,REPLAY_PORT]. "
+            "Default: port 5557 of the server's host, and the next port for the replay.",
         ),
     ] = None,
     tokenizer: Annotated[
-        str, typer.Option(help="With --kv-events: the tokenizer, a directory or a model's name. Default: the model's.")
+        str, typer.Option(help="For KV events: the tokenizer, a directory or a model's name. Default: the model's.")
     ] = "",
     record: Record = None,
 ) -> None:
@@ -42,7 +44,8 @@ def inspect(
                                                      --scheduler-cls minitui.vllm.RecordingScheduler
       minitui inspect --connect http://vllm:8000 --kv-events tcp://vllm:5557,5558
                                                      vLLM or SGLang without this class: the cached
-                                                     texts, the pool and the server's metrics
+                                                     texts, the pool and the server's metrics. The
+                                                     usual ports need no --kv-events
     """
     settings = settings_file.load()
     apply_looks(settings, looks)
@@ -52,20 +55,44 @@ def inspect(
             raise EngineError("--record needs the records of steps, and KV events have none: remove --record")
         raise typer.Exit(_over_events(connect, kv_events, key, tokenizer, settings))
     source, choice, app = connect_to([connect], key, None, None, record is not None)
+    from minitui.sources.openai import OpenAISource
     from minitui.tui.app import MinituiApp
+
+    tried = ""
+    if isinstance(source, OpenAISource):
+        events, tried = _find_events(connect)
+        if events:
+            raise typer.Exit(_over_events(connect, events, key, tokenizer, settings, tried))
 
     class InspectApp(app or MinituiApp):  # type: ignore[misc]
         DEFAULT_MODE: ClassVar[str] = "inspect"
+        TRIED = f", and {tried}" if tried else ""
 
     raise typer.Exit(run_app(recorded(source, record), choice, settings, Sampling(), make=InspectApp))
 
 
-def _over_events(url: str, events: str, key: str, tokenizer: str, settings: settings_file.Settings) -> int:
-    """Runs the application over KV events; returns the exit code."""
+def _find_events(url: str) -> tuple[str, str]:
+    """Returns where KV events are published (empty: nowhere), and a clause about what was tried or found."""
+    try:
+        from minitui.vllm.kv_sockets import FIRST_PORT, find_events
+    except ImportError:
+        return "", "its KV events were not looked for, because pyzmq is missing (pip install 'minitui[vllm]')"
+    found = asyncio.run(find_events(url))
+    if found.ranks > 1:
+        host = found.events.partition(f":{FIRST_PORT}")[0]
+        ranks = f"{found.ranks} data parallel ranks publish KV events: this is rank 0"
+        return found.events, f"{ranks}; --kv-events {host}:{FIRST_PORT + 1} shows rank 1"
+    return found.events, found.tried
+
+
+def _over_events(
+    url: str, events: str, key: str, tokenizer: str, settings: settings_file.Settings, note: str = ""
+) -> int:
+    """Runs the application over KV events; returns the exit code. `note`: a clause about the events."""
     try:
         from minitui.tui.cache_app import CacheApp
         from minitui.vllm.kv_source import KvSource
     except ImportError as error:
         raise EngineError(f"--kv-events needs more packages ({error}): pip install 'minitui[vllm]'") from error
-    source = KvSource(url, events, key, tokenizer)
+    source = KvSource(url, events, key, tokenizer, f"{note[0].upper()}{note[1:]}." if note else "")
     return run_app(source, served_choice({}, None), settings, Sampling(), make=CacheApp)

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import zmq
-import zmq.asyncio
 
 from engine.errors import EngineError, InvalidRequest
 from engine.hub.resolve import resolve_model
@@ -27,15 +26,15 @@ from minitui.sources.http import httpx, load_json
 from minitui.sources.openai import OpenAISource
 from minitui.vllm.blocks import Inconsistent
 from minitui.vllm.cached_tree import CachedTree
-from minitui.vllm.kv_messages import MOST_BYTES, read
+from minitui.vllm.kv_messages import read
+from minitui.vllm.kv_sockets import endpoints, joined, open_socket
 
 END = b"\xff" * 8  # the number of the last message of a replay
 REPLAY_S = 10.0  # the longest wait for the next message of a replay
+AGAIN_S = 0.5  # between two connections
 MOST_REPLAYED = 100_000
-WAITING = 10_000  # messages that wait in memory
 ROOM = 1 << 17  # blocks that the tree can hold if the size of the pool is unknown
 MOST_ROOM = 1 << 21
-ADDRESS = re.compile(r"tcp://[^\s,*]+:\d{1,5}|ipc://[^\s,]+")
 OTHER_RANKS = "events of other data parallel ranks"
 
 
@@ -57,24 +56,19 @@ class Texts:
         raise InvalidRequest("this minitui only watches the server: minitui chat --connect sends chats")
 
 
-def endpoints(text: str) -> tuple[str, str]:
-    """Returns the addresses of the events and of the replay (empty: none). Raises EngineError with a sentence."""
-    events, _, replay = text.partition(",")
-    if replay.isdecimal():
-        replay = f"{events.rpartition(':')[0]}:{replay}"
-    if not ADDRESS.fullmatch(events) or (replay and not ADDRESS.fullmatch(replay)):
-        raise EngineError(f"--kv-events {text!r}: give tcp://HOST:PORT, or tcp://HOST:PORT,tcp://HOST:REPLAY_PORT")
-    return events, replay
-
-
 class KvSource(OpenAISource):
     """The cached texts of one server. `texts`: decodes the tokens."""
 
-    def __init__(self, url: str, events: str, key: str = "", tokenizer: str = "") -> None:
-        """`events`: see `endpoints`. `tokenizer`: a directory or a name on the hub; empty: the server's model."""
+    def __init__(self, url: str, events: str, key: str = "", tokenizer: str = "", note: str = "") -> None:
+        """`events`: see `endpoints`. `tokenizer`: a directory or a name on the hub; empty: the server's model.
+
+        `note`: a sentence about the events, for the panels.
+        """
         super().__init__(url, key)
         self.events, self.replay = endpoints(events)
         self.texts = Texts(None)
+        self.note = note
+        self.joined: bool | None = None  # to the publisher; None: never yet
         self.no_texts = ""  # why token ids are shown, as a sentence
         self.num_blocks: int | None = None  # of the server's pool; None: unknown
         self.late = 0  # messages that the server published before, and that are unknown
@@ -85,6 +79,7 @@ class KvSource(OpenAISource):
         self._rank: int | None = None
         self._origin: float | None = None
         self._last = self._last_live = -1  # numbers of messages
+        self._cut = False  # the connection was lost since the tree began
         self._listening: asyncio.Task[None] | None = None
 
     async def start(self, on_progress: Progress) -> None:
@@ -123,23 +118,42 @@ class KvSource(OpenAISource):
     # ---- messages
 
     def _returned(self) -> None:
-        """The server was away: it may have begun again. Without a replay, its next event tells."""
+        """The server was away: it may have begun again.
+
+        Without a replay, older texts would be lost, so the tree begins again only if the publisher was away, too.
+        """
         if self.replay and self._listening is not None:
             self._listening.cancel()
             self._begin_again("the server was away")
             self._listening = self.keep(self._listen())
+        elif self._cut:
+            self._begin_again("the server was away")
 
     async def _listen(self) -> None:
-        """Receive until cancelled."""
-        with _socket(zmq.SUB, self.events) as socket:
-            socket.subscribe(b"")
-            if self.replay:
-                await self._ask(0)
-            while True:
-                frames = await socket.recv_multipart()
-                if len(frames) == 3 and len(frames[1]) == 8:
-                    await self._live(int.from_bytes(frames[1], "big"), frames[2])
-                await asyncio.sleep(0)  # a waiting message is received without a turn of the event loop
+        """Receive until cancelled. ZeroMQ does not connect again after a message that is too long."""
+        while True:
+            with open_socket(zmq.SUB, self.events, monitored=True) as (socket, monitor):
+                receiving = self.keep(self._receive(socket))
+                try:
+                    async for self.joined in joined(monitor):
+                        if not self.joined:
+                            break
+                    self._cut = True
+                    while await socket.poll(0):  # messages that arrived before
+                        await asyncio.sleep(0.01)
+                finally:
+                    receiving.cancel()
+            await asyncio.sleep(AGAIN_S)
+
+    async def _receive(self, socket: Any) -> None:
+        socket.subscribe(b"")
+        if self.replay:
+            await self._ask(self._last + 1)
+        while True:
+            frames = await socket.recv_multipart()
+            if len(frames) == 3 and len(frames[1]) == 8:
+                await self._live(int.from_bytes(frames[1], "big"), frames[2])
+            await asyncio.sleep(0)  # a waiting message is received without a turn of the event loop
 
     async def _live(self, number: int, payload: bytes) -> None:
         if number <= self._last_live:
@@ -151,7 +165,7 @@ class KvSource(OpenAISource):
 
     async def _ask(self, number: int) -> None:
         """Take the messages from `number` on from the replay endpoint; without an answer, do nothing."""
-        with _socket(zmq.DEALER, self.replay) as socket, contextlib.suppress(TimeoutError):
+        with open_socket(zmq.DEALER, self.replay) as (socket, _), contextlib.suppress(TimeoutError):
             await socket.send_multipart([b"", number.to_bytes(8, "big")])
             for _ in range(MOST_REPLAYED):
                 async with asyncio.timeout(REPLAY_S):
@@ -193,6 +207,7 @@ class KvSource(OpenAISource):
     def _begin_again(self, reason: str) -> None:
         self._last = self._last_live = -1
         self.late = self.messages = 0
+        self._cut = False
         self.began_again = reason
         self._new_tree(self.tree.size)
 
@@ -202,19 +217,6 @@ class KvSource(OpenAISource):
         self.tree = CachedTree(self.tree.state.num_blocks, size)
         self.tree.state.seq, self.tree.t = seq + 2, t
         self.tree.write("gate", "open", "")
-
-
-@contextlib.contextmanager
-def _socket(kind: int, address: str) -> Any:
-    socket = zmq.asyncio.Context.instance().socket(kind)
-    try:
-        socket.set(zmq.LINGER, 0)
-        socket.set(zmq.RCVHWM, WAITING)
-        socket.set(zmq.MAXMSGSIZE, MOST_BYTES)
-        socket.connect(address)
-        yield socket
-    finally:
-        socket.close()
 
 
 def pool_of(page: str) -> tuple[int | None, int]:

@@ -21,6 +21,7 @@ from minitui.trace.follow import Follower
 from minitui.tutor import model_dir
 from tests.support.fake_openai import FakeServer
 from tests.support.paths import ROOT
+from tests.vllm.test_recorded import free_ports
 
 pytest.importorskip("zmq", reason="the extra 'vllm' is not installed")
 pytest.importorskip("msgpack", reason="the extra 'vllm' is not installed")
@@ -31,13 +32,19 @@ import zmq.asyncio
 
 from minitui.vllm.cached_tree import UNKNOWN_BEGINNING, CachedTree
 from minitui.vllm.kv_messages import read
-from minitui.vllm.kv_source import END, KvSource, endpoints
+from minitui.vllm.kv_sockets import endpoints, find_events
+from minitui.vllm.kv_source import END, KvSource
 
 RECORDED = ROOT.parent / "shared" / "vllm" / "kv_events.jsonl.gz"
 PAGE = (
     'vllm:cache_config_info{block_size="4",num_gpu_blocks="40"} 1.0\nvllm:kv_cache_usage_perc 0.25\n'
     "vllm:num_requests_running 3\n"
 )
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minitui.vllm.kv_source.AGAIN_S", 0.02)
 
 
 def stored(hashes: list[Any], parent: Any = None, first: int = 100, **fields: Any) -> dict[str, Any]:
@@ -76,7 +83,8 @@ class Publisher:
 
     async def subscribed(self) -> None:
         async with asyncio.timeout(60):
-            await self._events.recv()
+            while await self._events.recv() != b"\1":
+                pass
 
     async def publish(self, *events: Any, sent: bool = True, raw: bytes | None = None, rank: int = 0) -> None:
         """Publish one message. `sent`: False if it is lost on the way."""
@@ -88,6 +96,21 @@ class Publisher:
 
     def begin_again(self) -> None:
         self.number, self.kept = 0, []
+
+    async def restart(self, number: int = 0) -> None:
+        """The process ends, and another one publishes at the same address. `number`: of its next message."""
+        port = self._events.getsockopt(zmq.LAST_ENDPOINT).decode().rpartition(":")[2]
+        self._events.close(0)
+        self.begin_again()
+        self.number = number
+        self._events = zmq.asyncio.Context.instance().socket(zmq.XPUB)
+        async with asyncio.timeout(60):
+            while True:
+                with contextlib.suppress(zmq.ZMQError):
+                    self._events.bind(f"tcp://127.0.0.1:{port}")
+                    break
+                await asyncio.sleep(0.01)
+        await self.subscribed()
 
     async def close(self) -> None:
         self._task.cancel()
@@ -182,6 +205,90 @@ async def test_a_server_that_begins_again_has_a_new_tree() -> None:
         await publisher.publish(stored([5], first=300))
         await until(lambda: texts(source) == [tokens(200, 4), tokens(300, 4)])
         assert source.began_again == "the server began again"
+
+
+async def test_a_publisher_without_replay_that_restarts_has_a_new_tree() -> None:
+    async with attached(False) as (publisher, source, _):
+        for i in range(3):
+            await publisher.publish(stored([i], first=100 * i + 100))
+        await until(lambda: len(source.tree) == 3 and source.joined is True)
+        await publisher.restart()
+        await publisher.publish(stored([9], first=900))
+        await until(lambda: texts(source) == [tokens(900, 4)])
+        assert source.began_again == "the server began again" and not source.late and source.joined
+
+
+async def test_a_restart_shows_when_the_server_returns_even_if_the_numbers_fit() -> None:
+    """The messages of a restarted publisher may be lost until its number is the next of the publisher before."""
+    async with attached(False) as (publisher, source, api):
+        await publisher.publish(stored([1]), stored([2], first=200))
+        await until(lambda: len(source.tree) == 2)
+        await api.kill()
+        source.poller.report_failure("it was killed")
+        await until(lambda: source.poller._failures > 0)
+        await publisher.restart(number=1)
+        await api.start()
+        await until(lambda: source.began_again == "the server was away")
+        await publisher.publish(stored([9], first=900))
+        await until(lambda: texts(source) == [tokens(900, 4)])
+        assert source.late == 1
+
+
+@pytest.mark.parametrize(
+    "frames", [[b""], [b"", b"x" * 8], [b"", b"x" * 7, b""], [b"", b"x" * 9, b""], [b"t" * 5_000_000, bytes(8), b""]],
+    ids=["one", "two", "short number", "long number", "more than the limit"],
+)  # fmt: skip
+async def test_frames_that_are_not_valid_end_nothing(frames: list[bytes]) -> None:
+    async with attached(False) as (publisher, source, _):
+        await publisher.publish(stored([1]))
+        await publisher._events.send_multipart(frames)
+        if len(frames[0]) > 1000:  # the connection was closed
+            await publisher.subscribed()
+        await publisher.publish(stored([2], first=200))
+        await until(lambda: [200, 201, 202, 203] in texts(source))
+
+
+async def test_what_cannot_be_read_in_time_is_lost_and_the_tree_begins_again() -> None:
+    """A flood: only some messages wait in memory."""
+    async with attached(False) as (publisher, source, _):
+        raw = msgpack.packb([1.0, [stored([5])], 0]) + b""
+        for _ in range(3):
+            for _ in range(2000):
+                publisher._events.send_multipart([b"", publisher.number.to_bytes(8, "big"), raw])
+                publisher.number += 1
+            await asyncio.sleep(0)
+        await until(lambda: source._last_live >= 0)
+        async with asyncio.timeout(30):
+            while texts(source) != [tokens(700, 4)]:
+                await publisher.publish({"type": "AllBlocksCleared"}, stored([6], first=700))
+                await asyncio.sleep(0.05)
+
+
+async def test_kv_events_are_found_on_the_usual_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = zmq.asyncio.Context.instance()
+    with contextlib.ExitStack() as held:
+        first = free_ports(4)
+        monkeypatch.setattr("minitui.vllm.kv_sockets.FIRST_PORT", first)
+        monkeypatch.setattr("minitui.vllm.kv_sockets.FIND_S", 0.3)
+        address = f"tcp://127.0.0.1:{first}"
+        nothing = await find_events("http://127.0.0.1:8000")
+        assert (nothing.events, nothing.tried) == ("", f"no KV events are published at {address}")
+        for i, kind in enumerate((zmq.PUB, zmq.XPUB)):  # two data parallel ranks
+            socket = held.enter_context(context.socket(kind))
+            socket.bind(f"tcp://127.0.0.1:{first + i}")
+        deaf = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", first + 2)  # another service
+        found = await find_events("127.0.0.1:8000/v1")
+        assert (found.events, found.ranks) == (address, 2)
+        assert found.tried == f"no replay endpoint was found at tcp://127.0.0.1:{first + 2}"
+        deaf.close()
+        await deaf.wait_closed()
+        held.enter_context(context.socket(zmq.ROUTER)).bind(f"tcp://127.0.0.1:{first + 2}")
+        from minitui.cli.inspect import _find_events
+
+        events, note = await asyncio.to_thread(_find_events, "http://127.0.0.1:8000")
+        assert events == f"{address},{first + 2}"
+        others = f"--kv-events tcp://127.0.0.1:{first + 1} shows rank 1"
+        assert note == f"2 data parallel ranks publish KV events: this is rank 0; {others}"
 
 
 @pytest.mark.parametrize(
@@ -288,6 +395,35 @@ def test_the_events_of_vllms_own_classes_give_vllms_cache(tmp_path: Path, monkey
         assert tree.copies == sum(len(value) - 1 for value in blocks.values() if isinstance(value, dict))
         copies = max(copies, tree.copies)
     assert copies and tree.stored > 300 and tree.removed > 200 and not tree.left_out
+
+
+async def test_vllms_own_publishers_of_two_ranks_are_found_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed", exc_type=ImportError)
+    from vllm.distributed.kv_events import BlockStored, KVEventBatch, ZmqEventPublisher
+
+    port = free_ports(4)
+    monkeypatch.setattr("minitui.vllm.kv_sockets.FIRST_PORT", port)
+    publishers = [ZmqEventPublisher(rank, f"tcp://*:{port}", f"tcp://*:{port + 2}") for rank in range(2)]
+    api = await FakeServer(models=("tutor",), page=PAGE).start()
+    try:
+        found = await find_events(api.url)
+        assert (found.events, found.ranks) == (f"tcp://127.0.0.1:{port},{port + 2}", 2)
+        for rank, publisher in enumerate(publishers):
+            stored = BlockStored(
+                block_hashes=[b"1"], parent_block_hash=None, token_ids=tokens(100 * rank, 4), block_size=4,
+                lora_id=None, medium="GPU", lora_name=None,
+            )  # fmt: skip
+            publisher.publish(KVEventBatch(ts=1.0, events=[stored]))
+        for rank in range(2):
+            source = KvSource(api.url, f"tcp://127.0.0.1:{port + rank},{port + 2 + rank}", tokenizer=str(model_dir()))
+            await source.start(lambda progress: None)
+            await until(lambda source=source: bool(len(source.tree)))
+            assert texts(source) == [tokens(100 * rank, 4)] and source._rank == rank
+            await source.close()
+    finally:
+        await api.kill()
+        for publisher in publishers:
+            publisher.shutdown()
 
 
 def test_addresses() -> None:

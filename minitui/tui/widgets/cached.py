@@ -82,7 +82,11 @@ class CachePool(LinePanel, can_focus=False):
     def _sentences(self, source: KvSource) -> list[str]:
         """Returns what the tree does not show, and why."""
         sentences = []
-        if not source.messages:
+        if source.joined is None:
+            sentences.append(f"Nothing publishes KV events at {source.events}, or it is not reached yet.")
+        elif not source.joined:
+            sentences.append(f"The connection to {source.events} is lost; minitui tries again.")
+        elif not source.messages:
             sentences.append(f"No message has arrived from {source.events}. " + (
                 "" if source.replay else "Texts that were cached before are not shown: give the replay endpoint, too."
             ))  # fmt: skip
@@ -92,7 +96,7 @@ class CachePool(LinePanel, can_focus=False):
             why = "the server keeps no older ones" if source.replay else "no replay endpoint is given"
             sentences.append(f"{source.late:,} earlier messages are unknown ({why}): older texts are not shown.")
         sentences += [f"Not shown: {what} ({count(n, 'event')})." for what, n in source.tree.left_out.most_common()]
-        return [*sentences, *filter(None, [source.no_texts])]
+        return [*sentences, *filter(None, [source.note, source.no_texts])]
 
 
 class Missing(LinePanel, can_focus=False):
