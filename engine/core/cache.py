@@ -17,7 +17,7 @@ from engine.core.copies import Copies
 from engine.core.radix import Match, Node, RadixTree, block_key
 from engine.core.request import Request
 from engine.trace.records import CLEARED, RecordLog
-from engine.trace.state import Waste
+from engine.trace.views import Waste
 
 NO_CHANGES = (np.empty(0, np.int32),) * 3
 

@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 from engine.trace.records import Record
 from engine.trace.runs import blocks_of, runs_of
+from engine.trace.tree_state import TreeState
+from engine.trace.views import ACTIVE, CACHED, FREE, NodeView, RequestView, Waste
 
-FREE, ACTIVE, SHARED, CACHED = range(4)
 CONTROL = ("seq", "t", "step", "gate", "pace")  # fields of State and of a snapshot
 SIZES = ("num_blocks", "block_size", "budget", "max_num_seqs")
 REQUEST = (  # fields of RequestView and of a request in a snapshot
@@ -22,80 +23,18 @@ REQUEST = (  # fields of RequestView and of a request in a snapshot
 )  # fmt: skip
 
 
-@dataclass(slots=True)
-class RequestView:
-    """A request that has not finished. `State.computed` returns the number of its tokens with KV."""
-
-    id: int
-    group: str
-    prompt_tokens: int
-    max_total: int
-    state: str = "waiting"  # waiting | running | preempted
-    row: int = -1
-    table: list[int] = field(default_factory=list)
-    node: int = 0
-    shared_blocks: int = 0
-    base: int = 0  # number of tokens with KV when the request joined the decoding set (if not decoding: now)
-    joined_at: int = -1  # `State.ticks` when the request joined the decoding set; -1: not decoding
-    submitted: float = 0.0
-    admitted: float = 0.0
-    cached_tokens: int = 0  # prompt tokens taken from the cache before any preemption
-    match: tuple[str, int, str] = ("", 0, "")  # stop, at, detail of its last match before any preemption
-    preemptions: int = 0
-    lost: int = 0  # the most tokens with KV that it had at a preemption
-    contents: list[int] = field(default_factory=list)  # without a prefix cache: the numbers of its full blocks' texts
-
-
-@dataclass(slots=True)
-class Waste:
-    """Tokens whose KV was computed more than once since the engine began. Engine and State count them independently.
-
-    `evicted`: prompt tokens that a request would have taken from the tree, but their blocks had been evicted; only
-    evictions that are still remembered count (engine/core/evicted.py). `preempted`: tokens computed again by a request
-    that had lost its blocks, by a preemption or with a failed step. `duplicate`: tokens of blocks that were freed
-    because the tree had a block with the same text: two requests computed them at the same time, or the block had the
-    last token of a prompt, which is always computed.
-    """
-
-    evicted: int = 0
-    preempted: int = 0
-    duplicate: int = 0
-
-
-@dataclass(slots=True)
-class NodeView:
-    """A node of the tree. `ids` are the tokens of its blocks, in order; an array is cheap to copy."""
-
-    id: int
-    parent: int
-    ids: array[int]
-    blocks: list[int]
-    users: int
-    last_used: int
-    children: list[int] = field(default_factory=list)
-
-
-class State:
-    """The state after a record. `counts` is kept up to date, so that reading it takes O(1)."""
+class State(TreeState):
+    """The state after a record."""
 
     def __init__(self, num_blocks: int, block_size: int, budget: int, max_num_seqs: int) -> None:
-        self.num_blocks, self.block_size = num_blocks, block_size  # the null block included
+        super().__init__(num_blocks, block_size)
         self.budget, self.max_num_seqs = budget, max_num_seqs
-        self.seq = 0
         self.t = 0.0
         self.step = -1
         self.ticks = 0  # number of steps applied; each advances every member of the decoding set by one token
         self.requests: dict[int, RequestView] = {}
         self.queue: list[int] = []
-        self.nodes: dict[int, NodeView] = {0: NodeView(0, -1, array("i"), [], 0, 0)}
-        self.pending: dict[int, int] = {}  # block -> the step that writes it
-        self.holders = array("i", [0]) * num_blocks  # block -> its requests; an array: numpy views it without a copy
-        self.node_of = array("i", [0]) * num_blocks  # block -> its tree node; 0: not in the tree
-        self.copies: dict[int, list[int]] = {}  # block of a node -> its copies, the oldest first
-        # The free blocks; an allocation takes the last of them. None: unknown (an older recording, or vLLM).
-        self.free: list[int] | None = list(range(num_blocks - 1, 0, -1))
         self.waste: Waste | None = Waste()  # None: not counted (an older recording, or vLLM)
-        self.counts = [num_blocks - 1, 0, 0, 0]  # number of blocks that are FREE, ACTIVE, SHARED, CACHED
         self.gate = "open"
         self.pace = 1.0
 
@@ -104,20 +43,6 @@ class State:
     def computed(self, request: RequestView) -> int:
         """Returns the number of this request's tokens with KV, including the tokens of the step in flight."""
         return request.base + (self.ticks - request.joined_at if request.joined_at >= 0 else 0)
-
-    def block_state(self, block: int) -> int:
-        """Returns FREE, ACTIVE, SHARED or CACHED."""
-        holders = self.holders[block]
-        if holders:
-            return ACTIVE if holders == 1 else SHARED
-        return CACHED if self.node_of[block] else FREE
-
-    def path(self, node: int) -> Iterator[NodeView]:
-        """Yields the node and its ancestors, without the root."""
-        while node > 0:
-            view = self.nodes[node]
-            yield view
-            node = view.parent
 
     # ---- applying records
 
@@ -142,38 +67,6 @@ class State:
         """Apply records in order; raise ValueError as `apply` does."""
         for record in records:
             self.apply(record)
-
-    def _hold_blocks(self, blocks: Iterable[int]) -> None:
-        holders, counts, node_of = self.holders, self.counts, self.node_of
-        for block in blocks:
-            before = holders[block]
-            holders[block] = before + 1
-            if before == 0:
-                counts[CACHED if node_of[block] else FREE] -= 1
-                counts[ACTIVE] += 1
-            elif before == 1:
-                counts[ACTIVE] -= 1
-                counts[SHARED] += 1
-
-    def _release_blocks(self, blocks: Iterable[int]) -> None:
-        holders, counts, node_of = self.holders, self.counts, self.node_of
-        freed: list[int] = []
-        cached = unshared = 0
-        for block in blocks:
-            holders[block] = after = holders[block] - 1
-            if after == 0:
-                if node_of[block]:
-                    cached += 1
-                else:
-                    freed.append(block)
-            elif after == 1:
-                unshared += 1
-        if self.free is not None:
-            self.free += freed
-        counts[FREE] += len(freed)
-        counts[ACTIVE] += unshared - cached - len(freed)
-        counts[SHARED] -= unshared
-        counts[CACHED] += cached
 
     def _submit(self, id: int, group: str, prompt_tokens: int, max_total: int) -> None:
         self.requests[id] = RequestView(id, group, prompt_tokens, max_total, submitted=self.t)
@@ -242,39 +135,6 @@ class State:
         request.node = node
         request.shared_blocks += len(blocks)
 
-    def original_of(self, block: int) -> int:
-        """Returns the block of the tree that `block` is a copy of; `block` itself if it is no copy."""
-        view = self.nodes[self.node_of[block]]
-        return next((own for own in view.blocks if block in self.copies.get(own, ())), block)
-
-    def _uncopy(self, block: int) -> None:
-        original = self.original_of(block)
-        copies = self.copies[original]
-        if original == block:
-            view = self.nodes[self.node_of[block]]
-            view.blocks[view.blocks.index(block)] = copies[0]
-            del self.copies[block]
-            original, copies = copies[0], copies[1:]
-        else:
-            copies.remove(block)
-        if copies:
-            self.copies[original] = copies
-        else:
-            self.copies.pop(original, None)
-        self._leave_tree([block])
-
-    def _leave_tree(self, blocks: Iterable[int]) -> None:
-        freed: list[int] = []
-        for block in blocks:
-            self.node_of[block] = 0
-            self.pending.pop(block, None)
-            if not self.holders[block]:
-                freed.append(block)
-        if self.free is not None:
-            self.free += freed
-        self.counts[CACHED] -= len(freed)
-        self.counts[FREE] += len(freed)
-
     def _grown(self, view: NodeView, request: int, ids: list[int], blocks: list[int], step: int) -> None:
         view.ids.fromlist(ids)
         view.blocks += blocks
@@ -296,19 +156,6 @@ class State:
     def _extend(self, id: int, request: int, ids: list[int], blocks: list[int], step: int) -> None:
         self._grown(self.nodes[id], request, ids, blocks, step)
 
-    def _store(self, id: int, parent: int, ids: list[int], blocks: list[int]) -> None:
-        view = self.nodes.get(id)
-        if view is None:
-            view = self.nodes[id] = NodeView(id, parent, array("i"), [], 0, self.seq)
-            self.nodes[parent].children.append(id)
-        view.ids.fromlist(ids)
-        view.blocks += blocks
-        view.last_used = self.seq
-        for block in blocks:
-            self.node_of[block] = id
-        self.counts[FREE] -= len(blocks)
-        self.counts[CACHED] += len(blocks)
-
     def _again(self, request: int, tokens: int) -> None:
         if self.waste is not None:
             self.waste.evicted += tokens
@@ -316,59 +163,11 @@ class State:
     def _full(self, request: int, contents: list[int]) -> None:
         self.requests[request].contents += contents
 
-    def _split(self, id: int, upper_id: int, n: int) -> None:
-        node = self.nodes[id]
-        cut = n * self.block_size
-        upper = NodeView(upper_id, node.parent, node.ids[:cut], node.blocks[:n], node.users, node.last_used, [id])
-        siblings = self.nodes[node.parent].children
-        siblings[siblings.index(id)] = upper_id
-        node.ids, node.blocks, node.parent = node.ids[cut:], node.blocks[n:], upper_id
-        self.nodes[upper_id] = upper
-        for block in upper.blocks:
-            self.node_of[block] = upper_id
-            for copy in self.copies.get(block, ()):
-                self.node_of[copy] = upper_id
-
     def _merge(self, upper: int, lower: int) -> None:
-        node, child = self.nodes.pop(upper), self.nodes.pop(lower)
-        id = min(upper, lower)
-        for block in child.blocks if id == upper else node.blocks:
-            self.node_of[block] = id
-            for copy in self.copies.get(block, ()):
-                self.node_of[copy] = id
-        siblings = self.nodes[node.parent].children
-        siblings[siblings.index(upper)] = id
-        for each in child.children:
-            self.nodes[each].parent = id
+        id = self._merge_nodes(upper, lower)
         for request in self.requests.values():
             if request.node == lower:
                 request.node = id
-        node.id, node.children, node.last_used = id, child.children, max(node.last_used, child.last_used)
-        node.ids += child.ids
-        node.blocks += child.blocks
-        self.nodes[id] = node
-
-    def _cut(self, id: int, keep: int) -> None:
-        node = self.nodes[id]
-        self._leave_tree(node.blocks[keep:])
-        for block in node.blocks[keep:] if self.copies else ():
-            self._leave_tree(self.copies.pop(block, ()))
-        del node.ids[keep * self.block_size :], node.blocks[keep:]
-        if not keep:
-            self.nodes[node.parent].children.remove(id)
-            del self.nodes[id]
-
-    def _evict(self, id: int, n: int, reason: str) -> None:
-        self._cut(id, len(self.nodes[id].blocks) - n)
-
-    def _withdraw(self, step: int, nodes: list[tuple[int, int]]) -> None:
-        for id, keep in nodes:
-            self._cut(id, keep)
-        self._settle(step)
-
-    def _settle(self, step: int) -> None:
-        for block in [block for block, at in self.pending.items() if at == step]:
-            del self.pending[block]
 
     def _step(
         self, step: int, prefills: list[tuple[int, int, int, bool]], joined: list[int], left: list[int], *_: int
@@ -423,11 +222,10 @@ class State:
         self.pace = factor
 
     CHANGES: ClassVar[dict[str, Callable[..., None]]] = {
+        **TreeState.CHANGES,
         "submit": _submit, "order": _order, "admit": _admit, "match": _match, "preempt": _preempt, "requeue": _preempt,
-        "finish": _finish, "alloc": _alloc, "hold": _hold, "copy": _copy, "uncopy": _uncopy, "insert": _insert,
-        "extend": _extend, "store": _store, "again": _again, "full": _full, "split": _split, "merge": _merge,
-        "evict": _evict, "settle": _settle, "withdraw": _withdraw,
-        "step": _step, "accept": _accept, "gate": _gate, "pace": _pace,
+        "finish": _finish, "alloc": _alloc, "hold": _hold, "copy": _copy, "insert": _insert, "extend": _extend,
+        "again": _again, "full": _full, "merge": _merge, "step": _step, "accept": _accept, "gate": _gate, "pace": _pace,
     }  # kind of record -> its change, called with the state and the record's fields
 
     # ---- snapshots

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from engine.trace.state import NodeView, State, Waste
+from engine.trace.state import State
+from engine.trace.views import NodeView, Waste
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,8 @@ from engine.trace.records import Record
 from minitui.bench.limits import measure_limits
 from minitui.bench.rows import greedy, random_prompts
 from minitui.bench.shapes import MEASURED, SIZES, write_config
-from minitui.viewmodel.history import StepRow, Steps
+from minitui.viewmodel.step_row import StepRow
+from minitui.viewmodel.steps import Steps
 
 CONTEXT = 128  # tokens of a prompt whose reply is decoded
 STEPS = 20  # steps of a timeline, and of each median of "decode"

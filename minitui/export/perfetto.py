@@ -20,9 +20,10 @@ from engine.trace.records import Record
 from engine.trace.state import State
 from minitui.text import match_reason
 from minitui.trace.reader import Part, TraceReader
-from minitui.viewmodel.history import StepRow, Steps
 from minitui.viewmodel.lanes import OPEN, Lane, Lanes
 from minitui.viewmodel.spans import Span, Timeline
+from minitui.viewmodel.step_row import StepRow
+from minitui.viewmodel.steps import Steps
 from minitui.visible import json_text
 
 HOST, DEVICE, REQUESTS = 1, 2, 3  # Perfetto groups tracks by process

@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from engine.trace.records import Record
-from engine.trace.state import ACTIVE, CACHED, SHARED, RequestView, State
+from engine.trace.state import State
+from engine.trace.views import ACTIVE, CACHED, SHARED, RequestView
 from engine.trace.waste import waste_of
 from minitui.server.block_times import BLOCK_KINDS, BlockTimes
 from minitui.server.prometheus import Counter, Gauge, Histogram, Info, Metric, page

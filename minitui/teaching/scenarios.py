@@ -16,7 +16,8 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.trace.state import CACHED, FREE, SHARED, NodeView, State
+from engine.trace.state import State
+from engine.trace.views import CACHED, FREE, SHARED, NodeView
 from minitui.chat.conversation import Session
 from minitui.teaching.contrasts import (
     CONTRASTS,

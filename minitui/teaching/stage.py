@@ -19,7 +19,8 @@ from engine.core.gate import RUNNING
 from engine.errors import EngineError
 from engine.params import SamplingParams
 from engine.text.output import Delta
-from engine.trace.state import RequestView, State
+from engine.trace.state import State
+from engine.trace.views import RequestView
 from minitui.chat.conversation import Sampling, Session
 from minitui.chat.prompt import Codec
 from minitui.chat.sessions import Chats

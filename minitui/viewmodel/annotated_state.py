@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.trace.records import Record
-from engine.trace.state import ACTIVE, CACHED, FREE, SHARED, NodeView, RequestView, State
+from engine.trace.state import State
+from engine.trace.views import ACTIVE, CACHED, FREE, SHARED, NodeView, RequestView
 
 STATE_NAMES = {FREE: "free", ACTIVE: "active", SHARED: "shared", CACHED: "cached"}
 LONG_AGO = -1e9

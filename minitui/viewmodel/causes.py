@@ -17,7 +17,8 @@ import numpy as np
 
 from minitui.text import count, ms
 from minitui.viewmodel.cost_model import PLANNED, CostModel, Windows, windows
-from minitui.viewmodel.history import StepRow, Steps
+from minitui.viewmodel.step_row import StepRow
+from minitui.viewmodel.steps import Steps
 
 TOLERANCE = 0.25  # an excess up to this share of the expected time needs no explanation
 NOISE = 4.0  # an excess up to this many typical deviations needs no explanation

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from minitui.viewmodel.history import Steps
+from minitui.viewmodel.steps import Steps
 
 FEATURES = ("steps", "rows", "draft tokens", "prefill steps", "prefill tokens", "keys", "prefill pairs")
 Costs = tuple[float, ...]

@@ -8,7 +8,8 @@ from operator import attrgetter
 
 import numpy as np
 
-from engine.trace.state import CACHED, FREE, NodeView, State
+from engine.trace.state import State
+from engine.trace.views import CACHED, FREE, NodeView
 
 PRESSURE_BLOCKS, PRESSURE_SHARE = 4, 0.05  # a pool with at most so many free blocks is under pressure
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import chain, takewhile
 
 from engine.trace.records import Record
-from engine.trace.state import RequestView
+from engine.trace.views import RequestView
 from minitui.viewmodel.token_gaps import Earlier, GapStats
 
 NOTHING, QUEUED, DECODING, GAINING, PREFILLING, FINISHED, PREEMPTED = range(7)  # lowest priority first;

@@ -3,7 +3,7 @@
 View              call `reset` with a snapshot, `fold` with records, and `frame` before each painted frame;
                   `select` and `travel` change what the panels show
 AnnotatedState    the state at one moment: `view.live` is the newest, `view.shown` the one on screen, live or past
-Steps, Rates, Trends, Lanes, TokenTimes, Events, FirstTokens    the history, in rings of fixed size
+History           the base of View: what is folded from records, without the picture (history.py lists it)
 Tree              the radix tree in display order
 WasteFigures      unused slots, copies of blocks, tokens computed again
 """
@@ -11,31 +11,28 @@ WasteFigures      unused slots, copies of blocks, tokens computed again
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from engine.core.gate import RUNNING
 from engine.trace.records import Record
-from engine.trace.state import State
 from engine.trace.waste import WasteFigures, waste_of
 from minitui.viewmodel.annotated_state import AnnotatedState, BlockEvent
 from minitui.viewmodel.board import Board
 from minitui.viewmodel.cost_model import FIT_STEPS
-from minitui.viewmodel.events import Event, Events, describe
-from minitui.viewmodel.experts import ExpertLoads
-from minitui.viewmodel.history import BUCKET, FirstTokens, Rates, StepRow, Steps
-from minitui.viewmodel.lanes import Lane, Lanes
+from minitui.viewmodel.events import Event, describe
+from minitui.viewmodel.frame import Frame
+from minitui.viewmodel.history import History
+from minitui.viewmodel.lanes import Lane
+from minitui.viewmodel.rates import BUCKET
 from minitui.viewmodel.selection import Links, Selection, resolve
+from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.time_travel import PastStates
 from minitui.viewmodel.timing import Timings, summarise
-from minitui.viewmodel.tokens import TokenTimes
 from minitui.viewmodel.tree import Tree, quoted, without_markup
-from minitui.viewmodel.trends import Trends
 
 __all__ = ["AnnotatedState", "Event", "Frame", "Lane", "Links", "Selection", "StepRow", "View"]
 
@@ -43,31 +40,12 @@ TIMINGS_SECONDS = 0.5  # between two computations of the percentiles
 FIT_SECONDS = 2.0  # between two fits of the cost model, whose steps are those of several seconds
 WASTE_SECONDS = 0.5  # between two computations of the waste
 GLOW_SECONDS, WARM_SECONDS = 0.4, 1.2  # after a change: full highlight, then fading highlight
-EMPTY = State(num_blocks=2, block_size=16, budget=1, max_num_seqs=1)
 QUOTE_WIDTH = 28
 STALL_FROM_MS = 250.0  # records may arrive this late
-BLOCK_EVENTS_KEPT = 20_000
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """Means over the steps between two painted frames, and the peak, which is the step with the most tokens."""
-
-    count: int = 0
-    first: int = -1
-    last: int = -1
-    tokens: float = 0.0
-    decodes: float = 0.0
-    drafted: float = 0.0
-    accepted: float = 0.0
-    prefill_tokens: float = 0.0
-    chunks: float = 0.0
-    peak_tokens: int = 0
-    peak_step: int = -1
-
-
-class View:
-    """Everything that the panels show (see above). Parameters called `now` are times of any monotonic clock."""
+class View(History):
+    """The history and a picture of it (see above). Parameters called `now` are times of any monotonic clock."""
 
     def __init__(self) -> None:
         self.group_names: dict[str, str] = {}
@@ -78,33 +56,18 @@ class View:
         self.home: str | None = None  # panels of a single request show only requests of this group; None: of all groups
         self.stopped = False  # a recording is paused or at its end: its time does not pass
         self.frozen = False  # the user froze the picture: no record is folded
-        self.dropped = 0  # records missing from the history: lost, or dropped from a long backlog
-        self.gap = False  # records are missing: `reset` with a snapshot is needed
-        self.loaded = False
         self.version = 0  # increases with each selection and each `put`: screens then paint again
         self.run_name = ""  # of a run that is compared with another run (see `keep_run`)
         self.earlier: View | None = None  # the run to compare with
         self._now = 0.0
-        self._start(AnnotatedState(EMPTY))
+        super().__init__()
 
-    def _start(self, shown: AnnotatedState) -> None:
-        self.live = shown
-        self.shown = shown
-        self.steps = Steps()
-        self.rates = Rates()
-        self.trends = Trends()
-        self.lanes = Lanes()
-        self.tokens = TokenTimes(self.steps, self.lanes)
-        self.events = Events()
-        self.block_log: deque[BlockEvent] = deque(maxlen=BLOCK_EVENTS_KEPT)
-        self.first_tokens = FirstTokens()
-        self.experts = ExpertLoads()
+    def _begin(self, live: AnnotatedState) -> None:
+        super()._begin(live)
+        self.shown = live
         self.tree = Tree()
-        self.past = PastStates()
-        self.past.begin(shown)
         self.steps_per_frame = 0
         self.last_frame = Frame()
-        self.gate_reason = ""
         self.links = Links()
         self.timings = Timings()
         self._timings_at = (-1e9, -1)
@@ -113,47 +76,9 @@ class View:
         self._waste_at = -1e9
         # (record number, step travelled to) of the last frame; None if that frame's picture was not still.
         self._still_moment: tuple[int, int | None] | None = None
-        self._result_at = 0.0  # working time of the last `time` record
-        self._folded_at: float | None = None  # the caller's clock at the last fold
-        self._framed = shown.state.step
+        self._framed = live.state.step
         self._travelled: int | None = None
         self._words: dict[int, str] = {}
-
-    def speed(self, what: str) -> float:
-        """Returns the tokens per second of "decode" or "prefill". In slow motion, when paused and in the past, only
-        time inside steps counts, so the delays between steps do not lower the speed."""
-        state = self.shown.state
-        if state.pace == 1 and not self.exact:
-            return self.rates.per_second(what, 1.0, self.bucket)
-        last = self.horizon
-        at = self.steps.indices(last - 511, last)
-        wall = self.steps.column("wall")[at]
-        at, wall = at[~np.isnan(wall)], wall[~np.isnan(wall)]
-        recent = np.cumsum(wall[::-1])[::-1] <= 1000.0  # the steps of the last second
-        at, seconds = at[recent], float(wall[recent].sum()) / 1e3
-        decodes, accepted = (int(self.steps.column(name)[at].sum()) for name in ("decodes", "accepted"))
-        tokens = decodes + accepted if what == "decode" else int(self.steps.prefilled(at).sum())
-        return tokens / seconds if seconds else 0.0
-
-    @property
-    def saved_in_the_last_minute(self) -> int:
-        """Prompt tokens that requests took from the cache in the last minute of working time."""
-        return int(self.rates.series("cached", round(60 / BUCKET), self.bucket + 1).sum())
-
-    # ---- folding
-
-    def reset(self, snapshot: dict[str, Any]) -> None:
-        """Start again from a snapshot (`Engine.snapshot()`); the history begins with it."""
-        state = State.from_snapshot(snapshot)
-        self._start(AnnotatedState(state))
-        self.gap, self.loaded = False, True
-        self.lanes.step = state.step
-        self.steps.gate(state.gate == "closed")
-        self.steps.pace(state.pace)
-        for request in state.requests.values():
-            self.lanes.adopt(request, state.computed(request))
-            if request.joined_at >= 0:
-                self.steps.adopt(request.id, state.computed(request), state.step + 1)
 
     def keep_run(self) -> None:
         """Keep what was folded since the last snapshot as `earlier`, the run to compare the next run with. The next
@@ -164,118 +89,9 @@ class View:
         self.run_name = ""
 
     def fold(self, records: list[Record], now: float = 0.0, packed: bytes | None = None) -> None:
-        """Fold records; skip records that were folded before. If records are missing, nothing is folded and `gap` is
-        set: call `reset`. `packed`: the same records as marshal bytes for the history, if the caller has them."""
-        if not records or not self.loaded:
-            return
-        expected = self.live.state.seq + 1
-        first = records[0][0]
-        if first < expected:
-            records, packed = records[expected - first :], None
-            if not records:
-                return
-        elif first > expected:
-            self._note_gap(first - expected)
-            return
-        missing = records[-1][0] - records[0][0] + 1 - len(records)
-        if missing:
-            self._note_gap(missing)
-            return
-        if self._folded_at is None:  # rates start at the first record
-            self.rates.reset(records[0][1], self.live.state.gate == "closed", self.live.state.pace)
-        self._folded_at = now
-        self._fold_history(self.live.fold(records))
-        self.past.keep(records, self.live, packed)
-
-    def _note_gap(self, records: int) -> None:
-        if not self.gap:
-            self.dropped += records
-        self.gap = True
-
-    def _fold_history(self, records: list[Record]) -> None:
-        steps, rates, lanes, events = self.steps, self.rates, self.lanes, self.events
-        evicted, computing, released = self.live.evicted, self.live.computing, self.live.released
-        for record in records:
-            kind = record[2]
-            if kind == "evict":  # the most frequent kind; it belongs to no lane
-                events.fold_evict(record, lanes.step, evicted[record[0]])
-                continue
-            if kind == "time":
-                steps.fold_time(record)
-                rates.advance(record[1])
-                _, _, _, _, plan_us, launch_us, commit_us, wall_ms, device_ms, _ = record
-                rates.add_durations(wall_ms, (plan_us + (launch_us or 0) + commit_us) / 1e3, device_ms)
-                self._result_at = rates.now
-                self.trends.advance(rates.now)
-                if (gap := steps.gap_ms(record[3])) is not None:
-                    self.trends.add("token gaps", gap, steps.decoded(record[3]))
-                for gap in self.tokens.after_preemptions(record[3]):
-                    self.trends.add("token gaps", gap)
-                continue
-            if kind == "parts":
-                steps.fold_parts(record)
-                continue
-            if kind == "comm":
-                steps.fold_comm(record)
-                continue
-            if kind == "step":
-                rates.advance(record[1])
-                self.tokens.before_step(record[3])
-                prefill = steps.fold_step(record, rates.bucket)
-                rates.add_step(steps.decoded(record[3]), prefill)
-                lanes.fold_step(record)
-                continue
-            if kind == "draft":
-                steps.fold_draft(record)
-                continue
-            if kind == "accept":
-                drafted, accepted = steps.fold_accept(record)
-                rates.add("drafted", drafted)
-                rates.add("accepted", accepted)
-                rates.add("decode", accepted)
-                lanes.fold(record, rates.now)
-                continue
-            if kind == "experts":
-                self.experts.fold(record)
-                continue
-            if kind == "match":
-                events.fold(record, lanes.step, computing.get(record[0], -1))
-            else:
-                events.fold(record, lanes.step)
-            rates.advance(record[1])
-            lanes.fold(record, rates.now)
-            if kind == "match":
-                rates.add("cached", record[4])
-                if (lane := lanes.lanes.get(record[3])) is not None and lane.prompt_tokens > 0:
-                    self.trends.add("hit rate", min(100.0, 100 * max(0, record[4]) / lane.prompt_tokens))
-            elif kind == "first":
-                self.trends.add("first token", record[4] + record[5])
-                self.first_tokens.fold(record)
-            elif kind in ("finish", "preempt", "requeue"):
-                steps.fold_release(record)
-                lanes.release(record, *released[record[0]], steps.committed)
-            elif kind == "gate":
-                rates.gate(record[3] == "closed")
-                steps.gate(record[3] == "closed")
-                self.gate_reason = record[4]
-            elif kind == "pace":
-                rates.pace(record[3])
-                steps.pace(record[3])
+        super().fold(records, now, packed)
         if self.live.merged:
             self._follow_merges(self.live.merged)
-        self.block_log.extend(self.live.block_events)
-        self.live.block_events.clear()
-        evicted.clear()
-        computing.clear()
-        released.clear()
-        state = self.live.state
-        free = state.counts[0]
-        rates.level("running", len(state.requests) - len(state.queue))
-        rates.level("waiting", len(state.queue))
-        rates.level("used", (self.live.total - free) / self.live.total)
-        self.trends.advance(rates.now)
-        self.trends.add("pool", 100 * (self.live.total - free) / self.live.total)
-        self.trends.add("queue", len(state.queue))
 
     def _follow_merges(self, merged: dict[int, int]) -> None:
         """Let the selection and the folded nodes refer to the nodes that are left."""
@@ -300,7 +116,7 @@ class View:
         last = self.steps.last
         self.steps_per_frame = max(0, last - self._framed) if last >= 0 else 0
         if self.steps_per_frame:
-            self.last_frame = self._means(self._framed + 1, last)
+            self.last_frame = Frame.of(self.steps, self._framed + 1, last)
             self._framed = last
             self.lanes.forget_before(self.steps.first)
             self.events.forget_before(self.past.first_seq)
@@ -321,29 +137,41 @@ class View:
                 self._fitted_at = now
             self.timings = summarise(self.steps, self.first_tokens, self.horizon, self.shown.state.seq, model=model)
 
-    def _means(self, first: int, last: int) -> Frame:
-        at = self.steps.indices(first, last)
-        if not len(at):
-            return Frame()
-        tokens = self.steps.column("tokens")[at]
-        decodes, drafted = self.steps.column("decodes")[at], self.steps.column("drafted")[at]
-        prefilled = self.steps.prefilled(at)
-        chunks = sum(len(self.steps.chunks(int(step))) for step in self.steps.column("step")[at][prefilled > 0])
-        peak = int(tokens.argmax())
-        n = len(at)
-        return Frame(
-            count=n,
-            first=first,
-            last=last,
-            tokens=float(tokens.mean()),
-            decodes=float(decodes.mean()),
-            drafted=float(drafted.mean()),
-            accepted=float(self.steps.column("accepted")[at].mean()),
-            prefill_tokens=float(prefilled.mean()),
-            chunks=chunks / n,
-            peak_tokens=int(tokens[peak]),
-            peak_step=int(self.steps.column("step")[at][peak]),
-        )
+    # ---- figures of the picture
+
+    def speed(self, what: str) -> float:
+        """Returns the tokens per second of "decode" or "prefill". In slow motion, when paused and in the past, only
+        time inside steps counts, so the delays between steps do not lower the speed."""
+        state = self.shown.state
+        if state.pace == 1 and not self.exact:
+            return self.rates.per_second(what, 1.0, self.bucket)
+        last = self.horizon
+        at = self.steps.indices(last - 511, last)
+        wall = self.steps.column("wall")[at]
+        at, wall = at[~np.isnan(wall)], wall[~np.isnan(wall)]
+        recent = np.cumsum(wall[::-1])[::-1] <= 1000.0  # the steps of the last second
+        at, seconds = at[recent], float(wall[recent].sum()) / 1e3
+        decodes, accepted = (int(self.steps.column(name)[at].sum()) for name in ("decodes", "accepted"))
+        tokens = decodes + accepted if what == "decode" else int(self.steps.prefilled(at).sum())
+        return tokens / seconds if seconds else 0.0
+
+    @property
+    def saved_in_the_last_minute(self) -> int:
+        """Prompt tokens that requests took from the cache in the last minute of working time."""
+        return int(self.rates.series("cached", round(60 / BUCKET), self.bucket + 1).sum())
+
+    def block_history(self, block: int, most: int) -> list[BlockEvent]:
+        """Returns the last `most` events of a block up to the picture's record, newest first."""
+        wanted, found = array("i", [block]).tobytes(), []
+        for event in reversed(self.block_log):
+            at = event[4].find(wanted) if event[0] <= self.shown.state.seq else -1
+            while at % 4 and at >= 0:  # not at the start of a number
+                at = event[4].find(wanted, at + 1)
+            if at >= 0:
+                found.append(event)
+                if len(found) == most:
+                    break
+        return found
 
     # ---- time
 
@@ -457,10 +285,6 @@ class View:
         self.board = board
         self.version += 1
 
-    def requests_of(self, group: str) -> list[int]:
-        """Returns the known requests of a group, oldest first."""
-        return [lane.id for lane in self.lanes.lanes.values() if lane.group == group]
-
     def subject(self) -> int | None:
         """Returns the request that panels of a single request show: the selected one, else the newest running one, else
         the last finished one. With a `home`, only requests of that group count."""
@@ -513,19 +337,6 @@ class View:
 
     def group_name(self, group: str) -> str:
         return self.group_names.get(group, group)
-
-    def block_history(self, block: int, most: int) -> list[BlockEvent]:
-        """Returns the last `most` events of a block up to the picture's record, newest first."""
-        wanted, found = array("i", [block]).tobytes(), []
-        for event in reversed(self.block_log):
-            at = event[4].find(wanted) if event[0] <= self.shown.state.seq else -1
-            while at % 4 and at >= 0:  # not at the start of a number
-                at = event[4].find(wanted, at + 1)
-            if at >= 0:
-                found.append(event)
-                if len(found) == most:
-                    break
-        return found
 
     def event_text(self, event: Event, short: bool = False) -> str:
         """Returns the event as a sentence, or in few words for narrow panels if `short`."""

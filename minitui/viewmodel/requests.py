@@ -12,7 +12,7 @@ from minitui.viewmodel.token_gaps import Gap, GapStats
 from minitui.viewmodel.tokens import FINISHED_KEPT
 
 if TYPE_CHECKING:
-    from engine.trace.state import RequestView
+    from engine.trace.views import RequestView
     from minitui.viewmodel.model import View
 
 REFRESHED = 48  # in a moving picture, the gaps of at most this many requests are computed at a time

@@ -12,10 +12,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from minitui.viewmodel.history import IDLE_SHOWN
 from minitui.viewmodel.lanes import DECODING, FINISHED, OPEN, PREEMPTED, PREFILLING, QUEUED, Lane
 from minitui.viewmodel.model import View
 from minitui.viewmodel.spans import REQUESTS, Span
+from minitui.viewmodel.steps import IDLE_SHOWN
 from minitui.viewmodel.tokens import Arrivals, percentiles
 
 KINDS = ("decode", "mixed", "prefill")

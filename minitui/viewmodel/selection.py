@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minitui.viewmodel.annotated_state import AnnotatedState
-from minitui.viewmodel.history import Steps
+from minitui.viewmodel.steps import Steps
 
 KINDS = ("request", "group", "block", "node", "step")
 

@@ -11,7 +11,7 @@ The waterfall (tui/widgets/waterfall.py) and the export for Perfetto (export/per
     requests  queued, prefill (a span for each chunk), decode, preempted and finished
 
 The axis is the engine's time, except that long delays by pauses and slow motion, and long times without work, are
-shortened (GATE_SHOWN, IDLE_SHOWN in history.py). `Span.ms` is the time that the engine measured.
+shortened (GATE_SHOWN, IDLE_SHOWN in steps.py). `Span.ms` is the time that the engine measured.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from minitui.viewmodel.history import GATE_SHOWN, StepRow, Steps
 from minitui.viewmodel.lanes import DECODING, FINISHED, OPEN, PREEMPTED, PREFILLING, QUEUED, Lane
+from minitui.viewmodel.step_row import StepRow
+from minitui.viewmodel.steps import GATE_SHOWN, Steps
 
 HOST = ("commit", "emit", "gate", "plan", "launch", "wait", "unaccounted", "idle")
 PAUSES = ("gc", "delayed", "stop")

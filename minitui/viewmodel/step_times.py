@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minitui.viewmodel.history import StepRow, Steps
+from minitui.viewmodel.step_row import StepRow
+from minitui.viewmodel.steps import Steps
 
 KINDS = ("decode", "mixed", "prefill")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from engine.trace.waste import copies_of
 from minitui.text import count, match_reason, ms
 from minitui.viewmodel.annotated_state import STATE_NAMES
-from minitui.viewmodel.history import PARTS
+from minitui.viewmodel.step_row import PARTS
 from minitui.viewmodel.timing import why_slow
 from minitui.viewmodel.tree import quoted, without_markup
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from engine.trace.records import Record
 from minitui.text import count
-from minitui.viewmodel.history import StepRow
 from minitui.viewmodel.model import View
 from minitui.viewmodel.narrate import computed
+from minitui.viewmodel.step_row import StepRow
 from minitui.visible import visible_line
 
 if TYPE_CHECKING:

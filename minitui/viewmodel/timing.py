@@ -9,7 +9,9 @@ import numpy as np
 from minitui.text import count, ms
 from minitui.viewmodel.causes import WORTH, explain
 from minitui.viewmodel.cost_model import CostModel, fit
-from minitui.viewmodel.history import FirstToken, FirstTokens, StepRow, Steps
+from minitui.viewmodel.first_tokens import FirstToken, FirstTokens
+from minitui.viewmodel.step_row import StepRow
+from minitui.viewmodel.steps import Steps
 
 WINDOW_SECONDS = 10.0
 MAX_STEPS = 20_000  # the largest number of steps in the window

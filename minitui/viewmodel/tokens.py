@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minitui.viewmodel.history import Steps
 from minitui.viewmodel.lanes import DECODING, OPEN, PREFILLING, Lane, Lanes
+from minitui.viewmodel.steps import Steps
 from minitui.viewmodel.token_gaps import Earlier, Gap, GapStats
 
 IN_FLIGHT = 8  # one of so many last steps has results

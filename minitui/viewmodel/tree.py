@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.trace.state import CACHED, NodeView, State
+from engine.trace.state import State
+from engine.trace.views import CACHED, NodeView
 from minitui.viewmodel.annotated_state import AnnotatedState
 from minitui.viewmodel.eviction import EvictionOrder
 

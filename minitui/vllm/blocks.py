@@ -11,7 +11,8 @@ from collections import Counter, OrderedDict
 from typing import Any
 
 from engine.trace.records import Record
-from engine.trace.state import CACHED, FREE, NodeView, State
+from engine.trace.state import State
+from engine.trace.views import CACHED, FREE, NodeView
 
 MOST_COMPARED = 64  # siblings that a missing block is compared with
 MOST_GHOSTS = 8192  # evicted prefixes that are remembered

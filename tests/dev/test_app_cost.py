@@ -19,9 +19,9 @@ from minitui.tui.theme import THEMES
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row
 from minitui.viewmodel.events import EVENTS_ALWAYS, EVENTS_KEPT, Events
-from minitui.viewmodel.history import Steps
 from minitui.viewmodel.lanes import LANES_KEPT, PREFILLING, Lane, Lanes
 from minitui.viewmodel.model import View
+from minitui.viewmodel.steps import Steps
 from minitui.viewmodel.time_travel import PastStates
 from minitui.viewmodel.tokens import TokenTimes
 from minitui.viewmodel.trends import Trends

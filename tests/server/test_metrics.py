@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.trace.state import RequestView, Waste
+from engine.trace.views import RequestView, Waste
 from tests.support.serving import Running
 
 # The queries of vLLM's and Ray's Grafana dashboards, without those for hardware and for features that minitui lacks

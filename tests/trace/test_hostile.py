@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 
 from engine.trace.records import FIELDS
-from engine.trace.state import NodeView, State
+from engine.trace.state import State
+from engine.trace.views import NodeView
 from minitui.cli.tail import tail_trace
 from minitui.export import export
 from minitui.sources.replay import ReplaySource

@@ -18,7 +18,7 @@ from textual.widgets import OptionList
 
 from engine.errors import EngineError
 from engine.process.heartbeat import Condition
-from engine.trace.state import CACHED
+from engine.trace.views import CACHED
 from minitui.chat.alternatives import known_tokens
 from minitui.chat.conversation import Message
 from minitui.chat.sessions import Chats

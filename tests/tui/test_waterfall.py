@@ -18,9 +18,9 @@ from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.tracks import SCALES, mark, track
 from minitui.tui.widgets.waterfall import MOST_STEPS, Waterfall
 from minitui.tui.widgets.waterfall_texts import limit
-from minitui.viewmodel.history import Steps
 from minitui.viewmodel.model import View
 from minitui.viewmodel.spans import Span, Timeline
+from minitui.viewmodel.steps import Steps
 from tests.support.golden import GOLDEN
 from tests.viewmodel.test_spans import folded_view
 

@@ -9,7 +9,7 @@ from itertools import combinations
 
 import pytest
 
-from engine.trace.state import ACTIVE, CACHED, FREE, SHARED
+from engine.trace.views import ACTIVE, CACHED, FREE, SHARED
 from minitui.dev import panel
 from minitui.dev.panel import Alone, stress_view
 from minitui.dev.simulator import CLASSROOM, LARGE, SMALL, Load

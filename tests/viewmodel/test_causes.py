@@ -10,7 +10,9 @@ import pytest
 
 from minitui.viewmodel.causes import Explanation, explain
 from minitui.viewmodel.cost_model import fit
-from minitui.viewmodel.history import PARTS, FirstTokens, Steps
+from minitui.viewmodel.first_tokens import FirstTokens
+from minitui.viewmodel.step_row import PARTS
+from minitui.viewmodel.steps import Steps
 from minitui.viewmodel.timing import summarise, why_slow
 
 NAMES = {  # the kind of a stall -> the cause

@@ -14,9 +14,9 @@ import pytest
 from engine.trace.records import Record
 from engine.trace.state import State
 from minitui.viewmodel import tokens as tokens_module
-from minitui.viewmodel.history import Steps
 from minitui.viewmodel.model import View
 from minitui.viewmodel.requests import Requests
+from minitui.viewmodel.steps import Steps
 from minitui.viewmodel.tokens import TokenTimes
 from tests.engine.test_scheduler_simulation import Load
 from tests.engine.test_speculation import DraftingLoad

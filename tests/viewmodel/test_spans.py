@@ -18,11 +18,11 @@ from minitui.export import export
 from minitui.export.perfetto import DEVICE, HOST, NAMES, PAUSES, REQUESTS, STAGES
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
-from minitui.viewmodel import history
-from minitui.viewmodel.history import GATE_SHOWN, IDLE_SHOWN, Steps
+from minitui.viewmodel import steps as step_columns
 from minitui.viewmodel.lanes import Lanes
 from minitui.viewmodel.model import View
 from minitui.viewmodel.spans import Span, Timeline
+from minitui.viewmodel.steps import GATE_SHOWN, IDLE_SHOWN, Steps
 from tests.engine.test_step_clock import COMMIT, EMIT, PLAN, Timed
 from tests.engine.test_step_clock import DEVICE as DEVICE_S
 from tests.support.golden import GOLDEN
@@ -123,7 +123,7 @@ def test_the_host_track_is_what_the_host_did_at_each_moment(overlap: bool, monke
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_without_parts_the_time_between_steps_is_unaccounted(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "IDLE_SHOWN", 1e9)
+    monkeypatch.setattr(step_columns, "IDLE_SHOWN", 1e9)
     records, truth = played(monkeypatch, overlap)
     steps, _ = folded([record for record in records if record[2] != "parts"])
     known = [("unaccounted" if kind == "emit" else kind, begin, end) for kind, begin, end in truth if end > begin]
@@ -174,7 +174,7 @@ def test_a_pause_and_idle_time_are_short_on_the_axis_but_keep_their_time(monkeyp
 
 @pytest.mark.parametrize("with_parts", [True, False])
 def test_a_replay_in_slow_motion_shows_the_real_times(with_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "IDLE_SHOWN", 1e9)
+    monkeypatch.setattr(step_columns, "IDLE_SHOWN", 1e9)
     records = [r for r in played(monkeypatch, True)[0] if with_parts or r[2] != "parts"]
     slowly = [(0, 0.0, "pace", 10.0), *((seq, 10 * t, *rest) for seq, t, *rest in records)]
     steps, _ = folded(records)

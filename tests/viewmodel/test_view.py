@@ -18,13 +18,17 @@ import pytest
 
 from engine.process.server import FEW, on_the_wire
 from engine.trace.records import PACKET, packets
-from engine.trace.state import ACTIVE, CACHED, FREE, SHARED, State
+from engine.trace.state import State
+from engine.trace.views import ACTIVE, CACHED, FREE, SHARED
 from minitui.dev.panel import stress_view
 from minitui.dev.simulator import CLASSROOM, SMALL, Load, Stress
 from minitui.viewmodel.events import Events
-from minitui.viewmodel.history import BUCKET, FirstTokens, Rates, Steps
+from minitui.viewmodel.first_tokens import FirstTokens
+from minitui.viewmodel.history import EMPTY
 from minitui.viewmodel.lanes import DECODING, FINISHED, NOTHING, OPEN, PREEMPTED, PREFILLING, QUEUED, Lane
-from minitui.viewmodel.model import EMPTY, AnnotatedState, View
+from minitui.viewmodel.model import AnnotatedState, View
+from minitui.viewmodel.rates import BUCKET, Rates
+from minitui.viewmodel.steps import Steps
 from minitui.viewmodel.story import tell
 from minitui.viewmodel.timing import summarise
 from minitui.viewmodel.updater import AFTER_KEY_S, Updater

@@ -8,7 +8,8 @@ from collections import Counter
 
 import pytest
 
-from engine.trace.state import CACHED, FREE, State
+from engine.trace.state import State
+from engine.trace.views import CACHED, FREE
 from minitui.trace.follow import Follower
 from minitui.vllm.translate import Translator
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from engine.trace.state import ACTIVE, CACHED, FREE, SHARED
+from engine.trace.views import ACTIVE, CACHED, FREE, SHARED
 from minitui.chat.conversation import Session
 from minitui.teaching.contrasts import LENGTHS, PIECE, PIECES
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen

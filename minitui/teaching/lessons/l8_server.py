@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.trace.state import CACHED, FREE
+from engine.trace.views import CACHED, FREE
 from minitui.teaching.lessons.curl import QUESTION, TOKENS, request
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.stage import Stage

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.trace.state import SHARED
+from engine.trace.views import SHARED
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.lessons.side_by_side import side_by_side
 from minitui.teaching.lessons.tree_walk import touch_and_evict, walk

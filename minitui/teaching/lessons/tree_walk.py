@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine.trace.state import FREE, NodeView
+from engine.trace.views import FREE, NodeView
 from minitui.teaching.lessons.page import Seen
 from minitui.teaching.scenarios import QUESTIONS, VOICES, leaves, paste, paste_of
 from minitui.teaching.stage import Stage

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 from textual.binding import Binding
 
-from engine.trace.state import ACTIVE, CACHED, FREE, SHARED
+from engine.trace.views import ACTIVE, CACHED, FREE, SHARED
 from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import OWNER_COLOURS
 from minitui.tui.widgets import occupancy
@@ -24,7 +24,7 @@ from minitui.viewmodel.annotated_state import STATE_NAMES
 from minitui.viewmodel.board import KeyRead
 from minitui.viewmodel.model import View
 
-FILLING = 4  # code of an active block with free places for tokens; the other codes are in engine.trace.state
+FILLING = 4  # code of an active block with free places for tokens; the other codes are in engine.trace.views
 MODES = {"state": "state", "owner": "owner", "age": "age", "refs": "refcount"}  # key -> name of each colouring
 CELL_SHAPES = ((2, 2), (2, 1), (1, 1), (1, 0))  # (width of a cell, gap after it), the widest first
 MIN_WIDTH_SHARE = 0.75  # a shape is used if rows of 8, 16, 24 … cells take at least this share of the width

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.trace.state import ACTIVE, CACHED, FREE, SHARED
+from engine.trace.views import ACTIVE, CACHED, FREE, SHARED
 from engine.trace.waste import WasteFigures
 from minitui.text import count, short
 from minitui.tui.glyphs import glyphs

@@ -8,7 +8,7 @@ from minitui.text import ms, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.chart import LABEL, bars, scale_of
 from minitui.tui.widgets.rows import Row, Run, Runs
-from minitui.viewmodel.history import StepRow
+from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.step_times import StepTimes
 from minitui.viewmodel.timing import Timings, why_slow
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 from textual import events
 from textual.binding import Binding
 
-from engine.trace.state import NodeView
+from engine.trace.views import NodeView
 from minitui.text import count, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected, typed

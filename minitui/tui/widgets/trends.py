@@ -13,8 +13,8 @@ from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
 from minitui.tui.widgets.chart import LABEL, Scale, bars, scale_of
 from minitui.tui.widgets.rows import Row, Run, Runs, legend
 from minitui.tui.widgets.timeline import JumpRequested
-from minitui.viewmodel.history import BUCKET
 from minitui.viewmodel.model import View
+from minitui.viewmodel.rates import BUCKET
 from minitui.viewmodel.trends import METRICS, SPANS, Metric, Series, shortest_span
 
 STYLES = {"first token": "prefill", "token gaps": "decode", "hit rate": "hit", "pool": "pool", "queue": "waiting"}

@@ -11,8 +11,8 @@ from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Runs
-from minitui.viewmodel.history import BUCKET
 from minitui.viewmodel.model import View
+from minitui.viewmodel.rates import BUCKET
 
 HIT_SECONDS = 30.0  # the hit rate is measured over this period
 

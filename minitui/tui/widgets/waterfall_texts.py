@@ -11,8 +11,9 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.rows import Row, Run, Runs, legend, runs_width, wrapped
 from minitui.tui.widgets.step_bar import contents
 from minitui.tui.widgets.tracks import STYLES, UNKNOWN, mark
-from minitui.viewmodel.history import PARTS, StepRow, Steps
 from minitui.viewmodel.spans import HOST, REQUESTS, Span
+from minitui.viewmodel.step_row import PARTS, StepRow
+from minitui.viewmodel.steps import Steps
 from minitui.viewmodel.timing import Timings, why_slow
 
 LIMIT_STEPS = 1_000  # the last steps that decide whether the host or the device limits the speed

@@ -1,0 +1,127 @@
+"""Rates: sums of tokens, steps and milliseconds in short buckets of working time, in memory of fixed size."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+BUCKET = 0.25  # seconds
+BUCKETS_KEPT = 2048
+
+
+class Rates:
+    """Sums per quarter of a second of working time.
+
+    Working time stops while the engine is paused and excludes the delay of slow motion, so pauses and slow motion do
+    not lower the rates.
+    """
+
+    SUMS = ("decode", "prefill", "cached", "steps", "drafted", "accepted", "device_ms", "host_ms")
+    LEVELS = ("running", "waiting", "used")  # each bucket keeps the last value
+
+    def __init__(self) -> None:
+        names = (*self.SUMS, *self.LEVELS, "worst_ms")
+        self._columns = {name: array("d", [0.0]) * BUCKETS_KEPT for name in names}
+        self.now = 0.0  # working time since the history began, in seconds
+        self._t = 0.0  # engine time of the last record
+        self._stretched = 0.0  # seconds of slow motion still to be excluded
+        self._closed = False  # the gate is closed: the engine is paused
+        self._pace = 1.0
+        self.bucket = 0  # the bucket being filled
+        self._slot = 0  # the index of `bucket` in the columns
+
+    def reset(self, t: float, closed: bool, pace: float) -> None:
+        """Set the engine time, gate and pace from which the rates start."""
+        self._t, self._closed, self._pace = t, closed, pace
+
+    def advance(self, t: float) -> None:
+        """Advance working time to engine time `t`."""
+        elapsed = t - self._t
+        if elapsed <= 0:
+            return
+        self._t = t
+        if self._closed:
+            return
+        if self._stretched:
+            excluded = min(elapsed, self._stretched)
+            self._stretched -= excluded
+            elapsed -= excluded
+        self._add_working_time(elapsed)
+
+    def _add_working_time(self, seconds: float) -> None:
+        self.now += seconds
+        bucket = int(self.now / BUCKET)
+        if bucket == self.bucket:
+            return
+        columns, before = self._columns, self._slot
+        for new in range(max(self.bucket + 1, bucket - BUCKETS_KEPT + 1), bucket + 1):
+            slot = new % BUCKETS_KEPT
+            for name in (*self.SUMS, "worst_ms"):
+                columns[name][slot] = 0.0
+            for name in self.LEVELS:
+                columns[name][slot] = columns[name][before]
+        self.bucket, self._slot = bucket, bucket % BUCKETS_KEPT
+
+    def add(self, name: str, value: float) -> None:
+        self._columns[name][self._slot] += value
+
+    def level(self, name: str, value: float) -> None:
+        self._columns[name][self._slot] = value
+
+    def add_step(self, decodes: int, prefill: int) -> None:
+        """Count a planned step."""
+        columns, slot = self._columns, self._slot
+        columns["decode"][slot] += decodes
+        columns["steps"][slot] += 1
+        if prefill:
+            columns["prefill"][slot] += prefill
+
+    def add_durations(self, wall_ms: float, host_ms: float, device_ms: float | None) -> None:
+        """Count the durations of a finished step."""
+        columns, slot = self._columns, self._slot
+        if wall_ms > columns["worst_ms"][slot]:
+            columns["worst_ms"][slot] = wall_ms
+        columns["host_ms"][slot] += host_ms
+        if device_ms is not None:
+            columns["device_ms"][slot] += device_ms
+        if self._closed:
+            self._add_working_time(wall_ms / 1e3)
+        elif self._pace > 1:
+            self._stretched += wall_ms / 1e3 * (self._pace - 1)
+
+    def gate(self, closed: bool) -> None:
+        self._closed = closed
+
+    def pace(self, factor: float) -> None:
+        self._pace = factor
+
+    def series(self, name: str, n: int, end: int | None = None) -> np.ndarray:
+        """Returns the `n` buckets before bucket `end`, oldest first; 0 for missing buckets.
+
+        Without `end`, returns the buckets before the bucket that is being filled.
+        """
+        end = self.bucket if end is None else min(end, self.bucket + 1)
+        n = min(n, BUCKETS_KEPT - 1)
+        first = end - n
+        values = np.zeros(n)
+        start = max(first, 0, self.bucket - BUCKETS_KEPT + 1)
+        if end > start:
+            column = np.frombuffer(self._columns[name])
+            values[start - first :] = column[np.arange(start, end) % BUCKETS_KEPT]
+        return values
+
+    def at(self, name: str, bucket: int) -> float:
+        """Returns the value of one bucket."""
+        return self._columns[name][bucket % BUCKETS_KEPT]
+
+    def per_second(self, name: str, seconds: float = 1.0, end: int | None = None) -> float:
+        """Returns the mean per second over the last `seconds`, in complete buckets before `end`."""
+        end = self.bucket if end is None else end
+        n = min(max(1, round(seconds / BUCKET)), max(1, end))
+        return float(self.series(name, n, end).sum() / (n * BUCKET))
+
+    def total(self, name: str, seconds: float, end: int | None = None) -> float:
+        """Returns the sum over bucket `end` and the `seconds` before it."""
+        end = self.bucket if end is None else end
+        return float(self.series(name, max(1, round(seconds / BUCKET)), end).sum() + self.at(name, end))

@@ -1,0 +1,295 @@
+"""The figures of the last steps, in columns of fixed size: new values replace the oldest.
+
+Columns are `array`s: the garbage collector does not scan them, and numpy reads them without a copy.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+
+import numpy as np
+
+from engine.trace.records import Record
+from minitui.viewmodel.step_row import PARTS, Chunk, Draft, StepParts, StepRow
+
+STEPS_KEPT = 32_768
+GATE_SHOWN = 2.0  # ms: on the axis of time (spans.py), a longer pause or delay by slow motion is shortened to this
+IDLE_SHOWN = 1_000.0  # ms: the same for time without work
+
+
+class Steps:
+    """The last `capacity` steps, by step number."""
+
+    def __init__(self, capacity: int = STEPS_KEPT) -> None:
+        self.capacity = capacity
+        self.first = -1  # the oldest step kept; -1: none
+        self.last = -1
+        self._step = array("q", [-1]) * capacity
+        self._t = array("d", [0.0]) * capacity
+        self._tokens = array("q", [0]) * capacity
+        self._decodes = array("q", [0]) * capacity
+        self._drafted = array("q", [0]) * capacity
+        self._accepted = array("q", [0]) * capacity
+        self._waiting = array("q", [0]) * capacity
+        self._wall = array("d", [0.0]) * capacity  # ms; NaN: unknown
+        self._plan = array("d", [0.0]) * capacity
+        self._launch = array("d", [0.0]) * capacity
+        self._commit = array("d", [0.0]) * capacity
+        self._device = array("d", [0.0]) * capacity
+        self._comm = array("d", [0.0]) * capacity
+        self.ranks = 1  # GPUs that share the model
+        self._ended = array("d", [0.0]) * capacity
+        self._end_seq = array("q", [0]) * capacity
+        self._arrived = array("d", [0.0]) * capacity  # when its tokens arrived: seconds, without pauses; NaN: unknown
+        self._paused = array("d", [0.0]) * capacity  # seconds of pauses and slow motion since the history began
+        self._paused_s = 0.0
+        self._bucket = array("q", [0]) * capacity  # the bucket of Rates in which the step was planned
+        self._cut = array("d", [0.0]) * capacity
+        self.cut_ms = 0.0  # time left out of the axis so far
+        self._held = array("b", [0]) * capacity
+        self._closed, self._pace = False, 1.0  # the engine is paused; the factor of slow motion
+        self._timed = -1  # the last step whose timing has arrived
+        # For the cost model: the keys that a step's decoding requests read, and the pairs of a query and a key in its
+        # prefill chunks.
+        self._keys = array("d", [0.0]) * capacity
+        self._pairs = array("d", [0.0]) * capacity
+        self._parts = {name: array("f", [0.0]) * capacity for name in (*PARTS, "gc", "delayed", "stops")}
+        self._decoding: dict[int, int] = {}  # request -> n: before step s, n + s of its tokens have been computed
+        self._prompts: dict[int, int] = {}  # request -> number of its tokens when its prefill ends
+        self._chunks: list[list[Chunk] | None] = [None] * capacity
+        self._drafts: dict[int, array[int]] = {}  # step -> the fields of all its Drafts, in one flat array
+        self._nan = float("nan")
+        self._views: dict[str, np.ndarray] = {}
+
+    def fold_draft(self, record: Record) -> None:
+        """Fold a `draft` record. It comes before the `step` record of the same step."""
+        _seq, _t, _kind, step, drafts = record
+        self._drafts[step] = array("q", [field for request, tokens in drafts for field in (request, tokens, -1)])
+
+    def fold_accept(self, record: Record) -> tuple[int, int]:
+        """Fold an `accept` record. Returns (tokens drafted, tokens accepted)."""
+        _seq, _t, _kind, step, drafts = record
+        drafted, accepted = sum(draft[1] for draft in drafts), sum(draft[2] for draft in drafts)
+        for request, _, taken in drafts:
+            if request in self._decoding:
+                self._decoding[request] += taken  # `taken` does not count the one token that every step adds
+        if step in self:
+            results = {draft[0]: draft for draft in drafts}
+            known = [results.get(draft[0], draft) for draft in self._drafts_of(step)]
+            self._drafts[step] = array("q", [field for draft in known for field in draft])
+            self._accepted[step % self.capacity] = accepted
+        return drafted, accepted
+
+    def fold_step(self, record: Record, bucket: int = 0) -> int:
+        """Fold a `step` record; `bucket` is the current bucket of Rates. Returns the number of prefill tokens."""
+        _seq, t, _kind, step, prefills, joined, left, tokens, waiting = record
+        i = step % self.capacity
+        for id in left:
+            self._decoding.pop(id, None)
+        for id in joined:
+            self._decoding[id] = self._prompts.pop(id, 0) - step
+        prefill_tokens = pairs = 0
+        for id, start, n, samples in prefills:
+            prefill_tokens += n
+            pairs += n * (start + n // 2)
+            if samples:
+                self._prompts[id] = start + n
+        self._keys[i] = sum(self._decoding.values()) + len(self._decoding) * step
+        self._pairs[i] = pairs
+        self._parts["wait"][i] = self._nan
+        drafted = sum(self._drafts[step][1::3]) if step in self._drafts else 0
+        decodes = tokens - prefill_tokens - drafted
+        self._drafted[i], self._accepted[i] = drafted, 0
+        self._step[i], self._t[i], self._tokens[i], self._decodes[i] = step, t, tokens, decodes
+        self._waiting[i], self._wall[i], self._device[i], self._end_seq[i] = waiting, self._nan, self._nan, 0
+        self._comm[i] = self._arrived[i] = self._nan
+        self._chunks[i], self._bucket[i], self._cut[i] = prefills or None, bucket, self.cut_ms
+        self._held[i] = self._closed or self._pace > 1
+        if self.first < 0:
+            self.first = step
+        self.last = step
+        if step - self.first >= self.capacity:
+            self.first = step - self.capacity + 1
+            if self._drafts:
+                self._drafts.pop(self.first - 1, None)
+        return prefill_tokens
+
+    def fold_time(self, record: Record) -> None:
+        """Fold a `time` record."""
+        seq, t, _kind, step, plan_us, launch_us, commit_us, wall_ms, device_ms, _ = record
+        i = step % self.capacity
+        if self._step[i] != step:
+            return
+        self._plan[i], self._commit[i] = plan_us / 1e3, commit_us / 1e3
+        self._launch[i] = self._nan if launch_us is None else launch_us / 1e3
+        self._wall[i] = wall_ms
+        self._device[i] = self._nan if device_ms is None else device_ms
+        self._ended[i], self._end_seq[i] = t, seq
+        self._cut_axis(step, i)
+        self._paused[i], self._arrived[i] = self._paused_s, t - commit_us / 1e6 - self._paused_s
+
+    def _cut_axis(self, step: int, i: int) -> None:
+        """Shorten the time without work before this step on the axis; count a pause or slow motion as paused.
+
+        A replay in slow motion delays every record, so steps that overlap are then apart by more than their times.
+        """
+        before, self._timed = self._timed, step
+        parts = self._parts_of(i)
+        self._held[i] |= self._closed or self._pace > 1
+        outside = 0.0  # ms since the end of the step before that belong to no part
+        longest = GATE_SHOWN if self._held[i] else IDLE_SHOWN
+        if before in self:
+            ended = self._ended[before % self.capacity]
+            arrival = self._ended[i] * 1e3 - self._commit[i]
+            outside = arrival - ended * 1e3 - self._wall[i]
+            if parts is not None:
+                outside = arrival - ended * 1e3 - (parts.took - parts.commit + parts.gate)
+            if self._t[i] < ended:  # planned while the step before ran
+                outside += self._commit[before % self.capacity] if parts is None else 0.0
+                longest = 0.0 if self._held[i] else longest
+        if self._held[i]:
+            self._paused_s += max(0.0, outside) / 1e3
+        gate = 0.0 if parts is None else parts.gate
+        self.cut_ms += max(0.0, gate - GATE_SHOWN) + max(0.0, outside - longest)
+        for n in range(step, self.last + 1):  # the next step may be planned already
+            self._cut[n % self.capacity] = self.cut_ms
+
+    def gate(self, closed: bool) -> None:
+        """Note that the engine is paused, or runs again."""
+        self._closed = closed
+
+    def pace(self, factor: float) -> None:
+        """Note the factor of slow motion; 1: none."""
+        self._pace = factor
+
+    def adopt(self, request: int, tokens: int, step: int) -> None:
+        """Add a request that already decodes in the first snapshot. `tokens`: how many were computed before `step`."""
+        self._decoding[request] = tokens - step
+
+    def fold_release(self, record: Record) -> None:
+        """Fold a `finish`, `preempt` or `requeue` record: the request stops decoding, and no `step` says so."""
+        self._decoding.pop(record[3], None)
+        self._prompts.pop(record[3], None)
+
+    def fold_parts(self, record: Record) -> None:
+        """Fold a `parts` record."""
+        _seq, _t, _kind, step, *us, delayed, stops = record
+        self._paused_s += us[2] / 1e6
+        if step not in self:
+            return
+        i = step % self.capacity
+        for name, value in zip((*PARTS, "gc"), us, strict=True):
+            self._parts[name][i] = value / 1e3
+        self._parts["delayed"][i] = self._nan if delayed is None else delayed / 1e3
+        self._parts["stops"][i] = stops
+
+    def fold_comm(self, record: Record) -> None:
+        """Fold a `comm` record."""
+        _seq, _t, _kind, step, self.ranks, ms = record
+        if step in self:
+            self._comm[step % self.capacity] = ms
+
+    def __contains__(self, step: int) -> bool:
+        return step >= 0 and self._step[step % self.capacity] == step
+
+    def get(self, step: int) -> StepRow | None:
+        """Returns the step, or None if it is not kept."""
+        if step not in self:
+            return None
+        i = step % self.capacity
+        timed = self._end_seq[i] > 0
+        device, comm, launch = self._device[i], self._comm[i], self._launch[i]
+        return StepRow(
+            step=step,
+            t=self._t[i],
+            tokens=self._tokens[i],
+            decodes=self._decodes[i],
+            chunks=self._chunks[i] or [],
+            waiting=self._waiting[i],
+            wall_ms=self._wall[i] if timed else None,
+            plan_ms=self._plan[i] if timed else None,
+            launch_ms=None if not timed or launch != launch else launch,
+            commit_ms=self._commit[i] if timed else None,
+            device_ms=None if not timed or device != device else device,
+            ended=self._ended[i] if timed else None,
+            end_seq=self._end_seq[i],
+            drafts=self._drafts_of(step),
+            comm_ms=None if comm != comm else comm,
+            parts=self._parts_of(i),
+            keys=self._keys[i],
+            pairs=self._pairs[i],
+            cut_ms=self._cut[i],
+            held=bool(self._held[i]),
+            plans_next=self._overlaps(step) and self._overlaps(step - 1),
+        )
+
+    def _overlaps(self, step: int) -> bool:
+        """True if the step after `step` was planned before the results of `step` arrived."""
+        i, following = step % self.capacity, (step + 1) % self.capacity
+        if step not in self or self._step[following] != step + 1:
+            return False
+        return self._end_seq[i] > 0 and self._t[following] < self._ended[i]
+
+    def _parts_of(self, i: int) -> StepParts | None:
+        values = {name: column[i] for name, column in self._parts.items()}
+        if values["wait"] != values["wait"]:
+            return None
+        delayed, stops = values.pop("delayed"), values.pop("stops")
+        return StepParts(**values, delayed=None if delayed != delayed else delayed, stops=int(stops))
+
+    def _drafts_of(self, step: int) -> tuple[Draft, ...]:
+        fields = self._drafts.get(step, array("q"))
+        return tuple(zip(fields[::3], fields[1::3], fields[2::3], strict=True))
+
+    def chunks(self, step: int) -> list[Chunk]:
+        return self._chunks[step % self.capacity] or []
+
+    def indices(self, first: int, last: int) -> np.ndarray:
+        """Returns the column indices of the kept steps from `first` to `last`."""
+        first, last = max(first, self.first, 0), min(last, self.last)
+        if last < first:
+            return np.empty(0, np.int64)
+        steps = np.arange(first, last + 1)
+        at = steps % self.capacity
+        return at[np.frombuffer(self._step, np.int64)[at] == steps]
+
+    @property
+    def committed(self) -> int:
+        """The last step that is committed; -1: none."""
+        return self._timed
+
+    def column(self, name: str) -> np.ndarray:
+        """Returns a whole column as a numpy array; index it with `indices`."""
+        view = self._views.get(name)
+        if view is None:
+            store = self._parts[name.partition(":")[2]] if name.startswith("part:") else getattr(self, f"_{name}")
+            view = self._views[name] = np.frombuffer(store, store.typecode)
+        return view
+
+    def prefilled(self, at: np.ndarray) -> np.ndarray:
+        """Returns, for each step at these column indices, the number of prompt tokens computed."""
+        return self.column("tokens")[at] - self.column("decodes")[at] - self.column("drafted")[at]
+
+    def gap_ms(self, step: int) -> float | None:
+        """Returns the time between the tokens of a step and of the step before it, without pauses; None if no request
+        decoded in this step, or if a time is unknown."""
+        if step not in self or step - 1 not in self or not self.decoded(step):
+            return None
+        gap = (self._arrived[step % self.capacity] - self._arrived[(step - 1) % self.capacity]) * 1e3
+        return gap if gap >= 0 else None
+
+    def before_bucket(self, bucket: int) -> int | None:
+        """Returns the last step that was planned before a bucket of Rates began; None if no such step is kept."""
+        at = self.indices(self.first, self.last)
+        earlier = at[self.column("bucket")[at] < bucket]
+        return int(self.column("step")[earlier[-1]]) if len(earlier) else None
+
+    def decoded(self, step: int) -> int:
+        """Returns the number of requests that decoded in a kept step."""
+        return self._decodes[step % self.capacity]
+
+    def since(self, t: float, last: int) -> int:
+        """Returns the first kept step up to `last` that was planned at engine time `t` or later; `last` + 1 if none."""
+        first = max(self.first, 0)
+        return first + bisect_left(range(first, last + 1), t, key=lambda step: self._t[step % self.capacity])
