@@ -36,7 +36,8 @@ def compare(
     what: Annotated[
         list[str] | None,
         typer.Argument(
-            help="cache, batching, chunked-prefill, speculation or pool; or two recordings. Default: list them.",
+            help="cache, batching, chunked-prefill, speculation, allocation or pool; or two recordings. "
+            "Default: list them.",
             metavar="[NAME | A.trace B.trace]",
         ),
     ] = None,

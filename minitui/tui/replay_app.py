@@ -83,10 +83,11 @@ class ReplayBar(Bar):
             return Picture([Row(" reading the recording", "dim").done(width)])
         trace = source.trace
         paused = view.live.state.gate == "closed"
-        state = "end" if source.ended else "paused" if paused else f"{glyphs().times}{source.speed:g}"
+        end = "end" if trace.complete else "cut off here"  # the end of the file is missing
+        state = end if source.ended else "paused" if paused else f"{glyphs().times}{source.speed:g}"
         row = Row(f" REPLAY {state} ", "bold on-fill on running").add(" ")
         row.add(f"{source.played:,.1f}", "bold ink").add(f" of {trace.seconds:,.1f} s  step ", "dim")
-        row.add(f"{max(0, source.step):,}", "bold ink").add(f" of {trace.last_step:,} ", "dim")
+        row.add(f"{max(0, min(source.step, trace.last_step)):,}", "bold ink").add(f" of {trace.last_step:,} ", "dim")
         keys = " < > speed  ( ) jump  { } marks  m mark  g go "
         if width - row.width - len(keys) < 16:
             keys = ""

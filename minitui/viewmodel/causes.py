@@ -38,7 +38,7 @@ class Cause:
 @dataclass(frozen=True, slots=True)
 class Prefill:
     """What the prompts of `step` cost of the time of a step: `ms` of the expected time. `parts`: the measured times
-    that contain this cost, the longest first."""
+    that contain this cost, the longest first; empty if not all are measured."""
 
     step: int
     ms: float
@@ -170,6 +170,8 @@ def _prefill_parts(window: Windows, row: StepRow, i: int) -> tuple[Cause, ...]:
         found = {name: took[name] - own[name] for name in PLANNED}
     else:
         found = {**own, "device": row.device_ms or 0.0}
+    if row.parts is None:  # the longest may be missing
+        return ()
     return tuple(sorted((Cause(*part) for part in found.items()), key=lambda part: -part.ms))
 
 

@@ -8,7 +8,8 @@ Where steps overlap, the time between the results of two steps is no cost of one
 the results of step k, the host commits step k-1, then plans and launches step k+1, while the device computes step k.
 The time is the longer of both. So the device's time and each part of the host's time are fitted by themselves, and
 `expected` puts these together. A prefill that is launched kernel by kernel costs its launch this way, in the time of
-the step before.
+the step before. An engine that measures neither (vLLM) still shows this cost: the prompts of the next step are then
+further features of a step's time.
 """
 
 from __future__ import annotations
@@ -55,6 +56,12 @@ class Windows:
         """Bool: the next step was planned in this window."""
         return self.ahead[:, 0] > 0
 
+    @property
+    def with_prompts(self) -> np.ndarray:
+        """Bool: the host launched a step with prompts."""
+        prefills = FEATURES.index("prefill steps")
+        return (self.ahead[:, prefills] > 0) | (self.here & (self.work[:, prefills] > 0))
+
 
 @dataclass(frozen=True, slots=True)
 class Expected:
@@ -75,7 +82,8 @@ class CostModel:
     """Costs have one value for each of FEATURES, in ms."""
 
     steps: Steps = field(repr=False, compare=False)  # the history to which the model was fitted
-    whole: Costs | None  # the time of a step; None: steps overlap, and the next two costs give the time
+    whole: Costs | None  # the time of a step; None: steps overlap, and `device` and `host` give the time
+    meanwhile: Costs  # with `whole`: what the work of the next step costs if it is planned in the time of this step
     device: Costs | None  # the device's time; None: not measured
     host: dict[str, Costs]  # plan, launch and commit
     emit: float  # the usual time between two steps
@@ -85,8 +93,8 @@ class CostModel:
     def expected(self, windows: Windows) -> Expected:
         """Returns the expected times of these windows."""
         if self.whole is not None:
-            whole = np.array(self.whole)
-            return Expected(windows.work @ whole, {0: windows.work @ (whole * ~WITHOUT_PREFILL)})
+            whole, ahead = np.array(self.whole), windows.ahead @ np.array(self.meanwhile)
+            return Expected(windows.work @ whole + ahead, {0: windows.work @ (whole * ~WITHOUT_PREFILL), 1: ahead})
         assert self.device is not None
         costs = {name: np.array(cost) for name, cost in (*self.host.items(), ("device", self.device))}
         before, own, ahead = (
@@ -166,11 +174,14 @@ def fit(steps: Steps, horizon: int) -> CostModel | None:
         device_spreads = _spreads(computed - seen.work[known] @ device, prefilling[known])
     host = {name: _robust(seen.work, values) for name, values in seen.own.items()}
     emit = float(np.median(seen.parts["emit"][measured])) if measured.any() else 0.0
-    whole = None if device is not None and overlap else _robust(seen.work, took)
-    model = CostModel(steps, whole, device, host, emit, (0.0, 0.0), device_spreads)
+    whole, meanwhile = None, (0.0,) * len(FEATURES)
+    if device is None or not overlap:
+        both = _robust(np.hstack((seen.work, seen.ahead * ~WITHOUT_PREFILL)), took)
+        whole, meanwhile = both[: len(FEATURES)], both[len(FEATURES) :]
+    model = CostModel(steps, whole, meanwhile, device, host, emit, (0.0, 0.0), device_spreads)
     expected = model.expected(seen)
     spreads = _spreads(took - expected.total, expected.with_prefill)
-    return CostModel(steps, whole, device, host, emit, spreads, device_spreads)
+    return CostModel(steps, whole, meanwhile, device, host, emit, spreads, device_spreads)
 
 
 def _spreads(errors: np.ndarray, prefills: np.ndarray) -> tuple[float, float]:

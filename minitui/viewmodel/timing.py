@@ -148,7 +148,8 @@ def why_slow(row: StepRow, timings: Timings) -> str:
             continue
         tokens = count(computed.prefill_tokens, "prefill token")
         if prefill.step != row.step:
-            tokens = f"the {prefill.parts[0].name} of step {prefill.step:,} ({tokens})"
+            part = f"the {prefill.parts[0].name} of " if prefill.parts else ""
+            tokens = f"{part}step {prefill.step:,} ({tokens})"
         text += f", {ms(prefill.ms)} of it for {tokens}"
     if not explanation.slow:
         return text

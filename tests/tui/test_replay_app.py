@@ -43,6 +43,23 @@ async def playing(tmp_path: Path) -> AsyncIterator[tuple[ReplayApp, Pilot[Any]]]
         yield app, pilot
 
 
+async def test_a_recording_that_was_cut_off_says_so_at_its_end(tmp_path: Path) -> None:
+    (tmp_path / "cut.trace").write_bytes(GOLDEN.read_bytes()[:-2000])
+    app = replay_app(str(tmp_path / "cut.trace"), speed=1000.0)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: app.feed.live and app.replay.ended and not app.feed.backlog)
+        app._frame()
+        last = app.replay.trace.last_step
+        assert not app.replay.trace.complete
+        assert f"REPLAY cut off here  {app.replay.played:.1f} of" in text_of(app)
+        assert f"step {last} of {last} " in text_of(app)
+        await press(pilot, "question_mark")
+        lines = text_of(app).splitlines()
+        entry = next(line for line in lines if "previous or next bookmark" in line)
+        after = lines[lines.index(entry) + 1]
+        assert re.search(r"│ {21}\S", after[after.index("│", 3) :]) or re.search(r" {19}\w", after), after
+
+
 async def test_a_recording_plays_stands_steps_and_jumps(playing: tuple[ReplayApp, Pilot[Any]]) -> None:
     app, pilot = playing
     assert "REPLAY ×0.2" in text_of(app) and "simulation" in text_of(app)

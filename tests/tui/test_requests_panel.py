@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import AsyncIterator
@@ -100,6 +101,27 @@ async def test_five_opens_the_requests_enter_a_timeline_and_enter_goes_to_the_st
         assert screen.current == ("timeline" if size == (80, 24) else "events")
         await pressed(app, pilot, "end", *(["5"] if size == (80, 24) else ["5", "5"]))
         assert screen.current == ("map" if size == (80, 24) else "events") and not app.view.travel_text
+
+
+async def test_enter_opens_the_longest_gap_of_all_which_is_always_named(tmp_path: Path) -> None:
+    async with replayed(tmp_path, (80, 24)) as (app, pilot, screen):
+        await pressed(app, pilot, "5")
+        table = table_of(screen)
+
+        def foot() -> str:
+            return " ".join(line.strip("│ ") for line in table.text.splitlines()[-4:-1])
+
+        named = re.match(r"r(\d+), the longest gap of all: ([0-9.,]+) ms ", foot())
+        assert named is not None and table.rows[0].id != int(named[1])
+        footer = picture(app).splitlines()[-2]
+        assert "5 requests" in footer and "w waterfall" in footer and "n step" in footer
+        await pressed(app, pilot, "down")
+        assert f"r{table.rows[0].id}, its longest gap (of all: r{named[1]} with {named[2]} ms): " in foot()
+        await pressed(app, pilot, "l")
+        assert app.view.selection is not None and app.view.selection.id == int(named[1])
+        app.view.select(None)
+        await pressed(app, pilot, "enter")
+        assert f"Timeline of r{named[1]} " in timeline_of(screen).text
 
 
 async def test_escape_goes_back_from_the_timeline_to_the_table_to_all_panels(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ from textual import events
 
 from minitui.dev.panel import Alone, stress_view
 from minitui.dev.simulator import CLASSROOM, SMALL
-from minitui.trace.bundled import bundled
+from minitui.trace.bundled import bundled, find_trace
 from minitui.trace.reader import TraceReader
 from minitui.tui.glyphs import use_ascii
 from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.tracks import SCALES, mark, track
 from minitui.tui.widgets.waterfall import MOST_STEPS, Waterfall
-from minitui.tui.widgets.waterfall_texts import limit
+from minitui.tui.widgets.waterfall_texts import limits
 from minitui.viewmodel.model import View
 from minitui.viewmodel.spans import Span, Timeline
 from minitui.viewmodel.steps import Steps
@@ -108,15 +108,16 @@ def test_a_device_that_does_not_report_its_time_shows_dashes() -> None:
 
 def test_a_line_says_whether_the_host_or_the_device_limits(gpu: View) -> None:
     """In the recording, each decode step waits 4 ms for the device, and each prefill costs 25 ms of the host."""
-    waits, took = 0.0, 0.0
-    for step in range(gpu.steps.first, gpu.steps.last + 1):
-        row = gpu.steps.get(step)
-        if row is not None and row.parts is not None:
-            waits, took = waits + row.parts.wait, took + row.parts.took
-    text = plain(limit(gpu.steps, gpu.horizon, 100) or ())
-    assert f"the device limits: the host waits {100 * waits / took:.0f} % of the time" in text
-    assert 0.5 < waits / took < 0.95
-    assert limit(Steps(), -1, 100) is None
+    rows = [plain(row).rstrip() for row in limits(gpu.steps, gpu.horizon, 100)]
+    words = r"the (\w+) limits steps (\w+) prompts: the host waits (\d+) % of their time · last 743 steps"
+    said = [re.fullmatch(words, row) for row in rows]
+    assert [match and match.group(1, 2) for match in said] == [("device", "without"), ("host", "with")], rows
+    without, launching = (int(match[3]) for match in said if match is not None)
+    assert without > 80 and launching < 5
+    assert plain(limits(gpu.steps, gpu.horizon, 76)[0]).rstrip().endswith("% of their time")
+    assert limits(Steps(), -1, 100) == []
+    vllm = folded_view(TraceReader(find_trace("vllm-8b")))
+    assert "unknown" in plain(limits(vllm.steps, vllm.horizon, 76)[0])
 
 
 def test_requests_show_their_phases_and_the_selected_one_is_in_sight(gpu: View) -> None:

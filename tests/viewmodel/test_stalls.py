@@ -23,13 +23,14 @@ from minitui.dev import stalls as live
 from minitui.dev.simulator import SMALL, Load, Stress
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
-from minitui.viewmodel.causes import explain
+from minitui.viewmodel.causes import explain, prefilled
 from minitui.viewmodel.cost_model import FEATURES
 from minitui.viewmodel.lanes import PREEMPTED, Lane
 from minitui.viewmodel.model import View
 from minitui.viewmodel.request_teller import RequestTeller
 from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.stalls import Stalls
+from minitui.viewmodel.timing import why_slow
 from minitui.viewmodel.token_gaps import Gap
 from tests.engine.test_scheduler_simulation import make_engine
 from tests.engine.test_scheduler_simulation import run as drive
@@ -249,6 +250,33 @@ def test_every_longest_gap_of_a_gpu_s_recording_is_explained_by_a_prompt() -> No
         row = view.steps.get(step)
         found = explain(row, model) if row is not None and row.parts is not None else None
         assert found is None or not found.slow
+
+
+def test_a_long_gap_in_a_recording_of_vllm_names_the_prompt_that_was_launched_meanwhile() -> None:
+    """vLLM reports no parts and no device times. A step takes 10 ms, and 30 ms if the next step has a prompt."""
+    reader, view = TraceReader(find_trace("vllm-8b")), View()
+    view.reset(reader.part(0).snapshot)
+    view.fold(list(reader.records()))
+    view.frame(0.0)
+    model = view.timings.model
+    assert model is not None and model.device is None
+    meanwhile = 0
+    for lane in view.lanes.lanes.values():
+        stats = view.tokens.stats(lane, view.horizon)
+        gap = stats.longest if stats is not None else None
+        row, following = (view.steps.get(gap.step), view.steps.get(gap.step + 1)) if gap is not None else (None, None)
+        if gap is None or row is None or following is None or lane.preempted_in(gap.since, gap.step):
+            continue
+        if gap.ms > 20 and following.chunks and not row.chunks:
+            prompt = f"prefill of {prefilled(following)} ({following.prefill_tokens:,} token"
+            cause = Stalls().reason(view, lane, gap).causes[0].name
+            assert cause.startswith(prompt) and "its" not in cause
+            said = why_slow(row, view.timings)
+            assert f" of it for step {following.step:,} ({following.prefill_tokens:,} prefill token" in said, said
+            meanwhile += 1
+    assert meanwhile > 60
+    found = [explain(row, model) for row in map(view.steps.get, range(view.horizon)) if row is not None]
+    assert sum(told is not None and told.slow for told in found) < 0.03 * len(found)
 
 
 @pytest.mark.parametrize("kind", ["sync", "overlap", "drafts"])

@@ -177,10 +177,10 @@ class HelpScreen(Overlay[None]):
             with VerticalScroll():
                 for title, text in self._before:
                     yield Static(title, classes="head", markup=False)
-                    yield Static(Content(text))
+                    yield self._fitted(partial(_text, text))
                 if self._before:
                     yield Static("The whole screen", classes="head")
-                yield self._fitted(lambda width: Content(reflow(ABOUT[self._about], width)))
+                yield self._fitted(partial(_text, ABOUT[self._about]))
                 if self._about == "chat":
                     yield Static(Content(_signs()))
                 for group in self._here:
@@ -230,6 +230,10 @@ class HelpScreen(Overlay[None]):
             indent = "\n" + " " * (2 + sum(map(len, lead)))
             rows += [indent.join(textwrap.wrap(words, max(20, width - len(indent) + 1))), "\n"]
         return Content.assemble(*rows)
+
+
+def _text(text: str, width: int) -> Content:
+    return Content(reflow(text, width))
 
 
 def _explained(binding: Binding) -> str:

@@ -81,8 +81,9 @@ computed again because of that. "reused" is how many came from the tree instead.
 prompt were computed because their cached blocks had been evicted.
 
 A dash means: not known, or not yet. Where the panel is narrow, some columns are left out; the column by which the rows
-are sorted is always shown. Click a heading to sort by it. Enter opens the timeline of a request: the gap before each of
-its tokens.""")
+are sorted is always shown. Click a heading to sort by it, s reverses the order. Enter opens the timeline of the
+selected request: the gap before each of its tokens. l selects the request with the longest gap of all, which the line
+at the bottom names; without a selection, Enter opens its timeline.""")
     BINDINGS: ClassVar = [
         Binding("up", "choose(-1)", "request above", show=False, id="requests.up"),
         Binding("down", "choose(1)", "request below", show=False, id="requests.down"),
@@ -92,6 +93,7 @@ its tokens.""")
         Binding("left", "sort(-1)", "sort by the column before", show=False, id="requests.left"),
         Binding("right", "sort(1)", "sort by the next column", show=False, id="requests.right"),
         Binding("s", "reverse", "reverse the order", show=False, id="requests.reverse"),
+        Binding("l", "longest", "the longest gap", show=False, id="requests.longest"),
         Binding("enter", "open", "timeline", show=False, id="requests.open"),
     ]
 
@@ -114,7 +116,7 @@ its tokens.""")
         columns = self._columns(width)
         used = sum(COLUMNS[index].width for index in columns)
         why = width - used - 2 if width - used - 2 >= WHY_FROM else 0
-        worst = max(self.rows, key=lambda row: COLUMNS[11].value(row) or 0.0, default=None)
+        worst = self._worst
         rows = [self._head(columns, why, width)]
         rows += [self._row(view, row, columns, why, width, row is worst) for row in self._shown]
         if not self.rows:
@@ -125,7 +127,7 @@ its tokens.""")
         live = sum(row.live for row in self.rows)
         arrows = "← →" if glyphs().rule != "-" else "< >"
         note: list[Run] = [(f"{live:,} live, {len(self.rows) - live:,} finished", "ink")]
-        note += self.own_key(f"{arrows} sort · s reverse · enter timeline")
+        note += self.own_key(f"{arrows} sort · l longest · enter timeline")
         below = len(self.rows) - self.top - len(self._shown)
         more: list[Run] = [(f"{self.top:,} above, {below:,} below · ", "dim")] if self.top or below > 0 else []
         return Picture(rows, note=note, legend=[*more, ("times in ms", "dim")])
@@ -148,6 +150,12 @@ its tokens.""")
     def _chosen(self, view: View) -> int | None:
         chosen = selected(view, "request")
         return next((i for i, row in enumerate(self.rows) if row.id == chosen), None)
+
+    @property
+    def _worst(self) -> RequestFigures | None:
+        """The request with the longest gap of all; of several with the same gap, the oldest."""
+        stalled = (row for row in self.rows if row.longest is not None)
+        return max(stalled, key=lambda row: (row.longest.ms if row.longest is not None else 0.0, -row.id), default=None)
 
     def _columns(self, width: int) -> list[int]:
         """Returns the indices of the columns that fit."""
@@ -210,7 +218,9 @@ its tokens.""")
         lane = view.lanes.lanes.get(row.id) if row is not None else None
         if row is None or gap is None or lane is None:
             return [Row("no gap between two tokens yet", "dim").done(width), *[Row().done(width)] * (height - 1)]
-        whose = "the longest gap of all" if at is None else "its longest gap"
+        whose = "the longest gap of all"
+        if worst is not row and worst is not None and worst.longest is not None:
+            whose = f"its longest gap (of all: r{worst.id} with {ms(worst.longest.ms)} ms)"
         lines = wrapped(f"r{row.id}, {whose}: {self._stalls.words(view, lane, gap)}", "ink", width)
         return [*lines[:height], *[Row().done(width)] * (height - len(lines))]
 
@@ -252,7 +262,16 @@ its tokens.""")
         self.view.select("request", self.rows[at].id)
         self.repaint()
 
+    def action_longest(self) -> None:
+        """Select the request with the longest gap of all."""
+        if (worst := self._worst) is not None:
+            self.view.select("request", worst.id)
+            self.repaint()
+
     def action_open(self) -> None:
+        """Open the timeline of the selected request; without a selection, of the one that the foot names."""
+        if self._chosen(self.view) is None:
+            self.action_longest()
         if self._chosen(self.view) is None and self._shown:
             self.view.select("request", self._shown[0].id)
         self.post_message(TimelineOpened())

@@ -23,7 +23,7 @@ class StatusBar(Bar):
         figures = ""
         if screen.FIGURES or feed.backlog or feed.dropped:
             dot = glyphs().middot
-            figures = f"{view.steps_per_frame:,.0f} steps/frame {dot} "
+            figures = f"{view.steps_per_frame:,.0f} steps/frame {dot} " if width >= 100 else ""
             if width >= 100 or feed.backlog:
                 figures += f"backlog {feed.backlog:,} {dot} "
             figures += f"{feed.dropped:,} dropped "

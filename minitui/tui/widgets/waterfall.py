@@ -21,7 +21,7 @@ from minitui.tui.widgets.waterfall_texts import (
     covering,
     figures,
     labels,
-    limit,
+    limits,
     request_labels,
     request_legend,
 )
@@ -47,7 +47,8 @@ Time runs to the right; the scale is in milliseconds from the left edge. The row
 each step arrived on the host. The next rows show what the host did for which step, when the device computed, and what
 delayed the host. With overlap, the host plans and launches the next step while the device computes: then the device
 has no gaps, and the host waits. If the host never waits and the device has gaps, the host limits the speed. A line
-says which one limits: the device if the host waits for at least half of the time.
+says which one limits: the device if the host waits for at least half of the time. If the host limits steps that
+launch prompts, and the device limits the others, there is a line for each.
 
 Parts of a step on the host: emit (output and commands between two steps), gate (a pause or slow motion), plan, launch,
 wait (for the device), commit. They add up to the time between two arrivals. Unaccounted is time for which the records
@@ -118,10 +119,9 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
             rows.append(at_cursor(self.cursor, scale.left, self.host, device, width))
         if (row := view.steps.get(line.last if self.step is None else self.step)) is not None:
             rows += figures(row, self.host, view.timings, width)
-        if (said := limit(view.steps, view.horizon, width)) is not None:
-            rows.append(said)
+        rows += limits(view.steps, view.horizon, width)
         if late := view.since_result_ms:
-            rows.append(Row(f"no results since {duration(late)}, so far", "bold bad").done(width))
+            rows.append(Row(f"no results for {duration(late)} so far", "bold bad").done(width))
         self._lanes_row = len(rows)
         rows += self._requests(view, line, named, max(0, height - len(rows)), width)
         note = [(f"1 column = {number(scale.ms)} ms", "ink"), *self.own_key("[ ]")]

@@ -11,6 +11,7 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.rows import Row, Run, Runs, legend, runs_width, wrapped
 from minitui.tui.widgets.step_bar import contents
 from minitui.tui.widgets.tracks import STYLES, UNKNOWN, mark
+from minitui.viewmodel.cost_model import PLANNED, windows
 from minitui.viewmodel.spans import HOST, REQUESTS, Span
 from minitui.viewmodel.step_row import PARTS, StepRow
 from minitui.viewmodel.steps import Steps
@@ -60,19 +61,35 @@ def at_cursor(place: float, left: float, host: Sequence[Span], device: Sequence[
     return row.done(width)
 
 
-def limit(steps: Steps, horizon: int, width: int) -> Runs | None:
-    """Returns the row that says whether the host or the device limits the speed; None without measured parts."""
+def limits(steps: Steps, horizon: int, width: int) -> list[Runs]:
+    """Returns the row that says whether the host or the device limits the speed. If it is the host where prompts are
+    launched and the device elsewhere, or the reverse, returns a row for each."""
     at = steps.indices(horizon - LIMIT_STEPS + 1, horizon)
-    parts = [steps.column(f"part:{name}")[at] for name in ("wait", "commit", "emit", "plan", "launch")]
-    known = ~np.isnan(parts[0])
-    took = float(sum(part[known].sum() for part in parts))
-    if not took:
-        return None
-    waited = float(parts[0][known].sum()) / took
-    which = "device" if waited >= 0.5 else "host"
-    row = Row(f"the {which} limits", "bold ink").add(": the host waits ", "dim")
-    row.add(f"{100 * waited:.0f} %", "bold ink").add(" of the time", "dim")
-    return row.add(f" · last {known.sum():,} steps", "dim").done(width)
+    at = at[~np.isnan(steps.column("wall")[at])]
+    seen = windows(steps, at)
+    took = np.sum([seen.parts[name] for name in ("wait", "commit", "emit", *PLANNED)], axis=0)
+    known = took > 0  # not NaN
+    if not len(at):
+        return []
+    if not known.any():
+        return [Row("host or device limits? unknown: the engine does not report its waits", "dim").done(width)]
+    prompts = seen.with_prompts
+    last = f" · last {known.sum():,} steps"
+
+    def waited(of: np.ndarray) -> float:
+        return float(seen.parts["wait"][of].sum() / took[of].sum())
+
+    kinds = {"without": known & ~prompts, "with": known & prompts}
+    shares = {name: waited(of) for name, of in kinds.items() if of.any()}
+    if len({share >= 0.5 for share in shares.values()}) == 1:
+        return [_limit("", waited(known), " of the time" + last, width)]
+    return [_limit(f" steps {name} prompts", share, " of their time" + last, width) for name, share in shares.items()]
+
+
+def _limit(what: str, waited: float, note: str, width: int) -> Runs:
+    row = Row(f"the {'device' if waited >= 0.5 else 'host'} limits{what}", "bold ink").add(": the host waits ", "dim")
+    row.add(f"{100 * waited:.0f} %", "bold ink")
+    return row.add(note if row.width + len(note) <= width else note.partition(" · ")[0], "dim").done(width)
 
 
 def figures(row: StepRow, host: Sequence[Span], timings: Timings, width: int) -> list[Runs]:
