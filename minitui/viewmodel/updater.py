@@ -28,6 +28,7 @@ SLICE_S = 0.004  # length of a slice of folding
 BETWEEN_SLICES_S = 0.002  # pause between two slices, in which the event loop runs
 AFTER_KEY_S = 0.030  # no folding and no frame for this time after a key press, so that its effect is drawn first
 LONGEST_DELAY_S = 0.1  # keys that repeat delay the next fold by this time at most
+RETRY_S = 0.5  # pause before a snapshot is asked for again
 MAX_BACKLOG = 400_000  # if more records are queued, all are dropped and a snapshot replaces them
 
 
@@ -43,6 +44,7 @@ class Updater:
         self.backlog = 0  # number of records drained but not folded yet
         self._newest = -1  # the last step in any drained record
         self._syncing = False
+        self._retry_at = math.inf  # when a snapshot is asked for again after an error
         self._next_slice: asyncio.TimerHandle | None = None
         self._key_at = self._folded_at = -math.inf  # times of the last key press and the last fold
 
@@ -72,7 +74,7 @@ class Updater:
             self.backlog += len(packet)
             self._newest = max(self._newest, packet.step)
         if not self.live:
-            return False
+            return self._clock() >= self._retry_at and self.source.error is None and not self._syncing
         if self.backlog > MAX_BACKLOG:
             self._drop()  # the view then finds a gap, and a snapshot closes it
         if self.frozen:
@@ -122,20 +124,21 @@ class Updater:
     async def sync(self) -> None:
         """Reset the view with a new snapshot: at the start, after a gap and after a restart of the engine. Later
         records continue from this snapshot."""
-        self._syncing = True
+        self._syncing, self._retry_at = True, math.inf
         try:
             self.view.reset(await self.source.snapshot())
             self.view.caching = bool(self.source.info.get("prefix_caching", True))
             self.live = True
         except EngineError:
-            self.live = False  # the engine died; its restart calls sync again
+            self.live = False  # a dead engine is restarted, which calls sync; a server that restarts is asked again
+            self._retry_at = self._clock() + RETRY_S
         finally:
             self._syncing = False
 
     def restart(self) -> None:
         """Clear everything for a new engine."""
         self.forget()
-        self.live = False
+        self.live, self._retry_at = False, math.inf
 
     def forget(self) -> None:
         """Drop the backlog. Records still in the source are kept."""

@@ -16,6 +16,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from engine.errors import EngineDead
 from engine.process.server import FEW, on_the_wire
 from engine.trace.records import PACKET, packets
 from engine.trace.state import State
@@ -31,7 +32,7 @@ from minitui.viewmodel.rates import BUCKET, Rates
 from minitui.viewmodel.steps import Steps
 from minitui.viewmodel.story import tell
 from minitui.viewmodel.timing import summarise
-from minitui.viewmodel.updater import AFTER_KEY_S, Updater
+from minitui.viewmodel.updater import AFTER_KEY_S, RETRY_S, Updater
 from tests.support.lanes import codes
 
 # A pool so tight that requests are preempted, and a budget so small that prompts are chunked.
@@ -635,6 +636,38 @@ async def test_records_of_a_replaced_engine_do_not_count_as_dropped():
     await feed.sync()
     feed.pump()
     assert feed.dropped == 0 and feed.backlog == 0 and not feed.view.gap
+
+
+async def test_a_server_that_restarts_is_asked_for_a_snapshot_until_it_gives_one():
+    class Source:
+        """A server that refuses the first two snapshots, because its engine is being restarted."""
+        info: ClassVar[dict] = {}
+        error: str | None = None
+        refusals = 2
+
+        def drain_packets(self) -> list:
+            return []
+
+        async def snapshot(self) -> dict:
+            if self.refusals:
+                self.refusals -= 1
+                raise EngineDead("the engine does not respond or is being restarted")
+            return EMPTY.snapshot()
+
+    now = 0.0
+    feed = Updater(Source(), View(), clock=lambda: now)
+    await feed.sync()
+    assert not feed.live and not feed.pump(), "not at once: the server is busy"
+    now += RETRY_S
+    assert feed.pump()
+    await feed.sync()
+    now += RETRY_S
+    feed.source.error = "the server has not been reached for 30 s"
+    assert not feed.pump(), "a dead engine is not asked again"
+    feed.source.error = None
+    assert feed.pump()
+    await feed.sync()
+    assert feed.live and not feed.pump()
 
 
 @pytest.mark.parametrize("frozen", [False, True])
