@@ -17,6 +17,11 @@ import torch
 LANES = 256  # the largest number of rows that one call can sum
 SMALLEST_WORDS = 512  # the smallest number of words for each rank in a lane; engine.kernels.mailbox.elect needs it
 
+# Rank 0 of this process has connected a mailbox. torch numbers the exchanges of symmetric memory from the start of the
+# process. So a second engine's rank 0 and its new rank processes would wait for different keys of the store, forever.
+_connected = False
+SECOND = "second engine"  # what rank 0 tells the other ranks in this case
+
 
 @dataclass(slots=True)
 class Mailbox:
@@ -45,17 +50,22 @@ def cells(lanes: int, size: int, words: int) -> int:
 def connect(store: Any, rank: int, size: int, hidden: int, device: torch.device, lanes: int = LANES) -> Mailbox:
     """Returns this rank's mailbox. Every rank of the default group must call this. No other code may use `store`.
 
-    Raises ImportError, AttributeError, TypeError or RuntimeError if symmetric memory does not work on this machine.
+    Raises ImportError, AttributeError, TypeError or RuntimeError if symmetric memory does not work on this machine, and
+    RuntimeError on all ranks if rank 0's process has connected a mailbox before.
     No rank may use its mailbox before this function has returned on all ranks.
     """
+    global _connected
+    if rank == 0:
+        store.set("mailboxes", SECOND if _connected else secrets.token_hex(8))
+        _connected = True
+    token = store.get("mailboxes").decode()
+    if token == SECOND:
+        raise RuntimeError("an earlier engine of this process has used the mailboxes")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     import torch.distributed as dist
     from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
-
-    if rank == 0:
-        store.set("mailboxes", secrets.token_hex(8))
     # The name is new each time, because torch remembers group names until the process ends.
-    name: Any = f"mailboxes {store.get('mailboxes').decode()}"
+    name: Any = f"mailboxes {token}"
     _register_process_group(name, dist.distributed_c10d._get_default_group())
     _SymmetricMemory.set_group_info(name, rank, size, store)
     words = max(SMALLEST_WORDS, hidden // 2)

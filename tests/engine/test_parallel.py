@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from engine.config import EngineConfig
 from engine.core.engine import Engine
@@ -27,6 +28,7 @@ from engine.model import weights
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.hf_config import read_model_config
+from engine.parallel import mailbox
 from engine.parallel.processes import Workers, device_of
 from engine.parallel.shards import check, shard_config, shard_slots
 from engine.parallel.timing import Timings
@@ -389,6 +391,16 @@ def test_all_ranks_get_the_sampling_settings_of_a_row(checkpoints: dict[str, Pat
     assert ours.asked(np.array([3])) == theirs.asked(np.array([3])) > Wants.GRAMMAR
     for mine, others in zip(ours.host_settings(), theirs.host_settings(), strict=True):
         assert np.array_equal(mine[3], others[3])
+
+
+def test_a_second_engine_of_a_process_leaves_the_mailboxes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks would wait for each other without end: torch numbers the exchanges of a process, not of a group."""
+    monkeypatch.setattr(mailbox, "_connected", True)
+    store = HashStore()
+    for rank in (0, 1):
+        with pytest.raises(RuntimeError, match="an earlier engine of this process"):
+            mailbox.connect(store, rank, 2, 64, torch.device("cpu"))
+
 
 
 def test_a_sum_takes_the_path_that_measured_faster() -> None:
