@@ -138,7 +138,7 @@ CONTRASTS = {
     "cache": Contrast(
         "six chats with one system prompt, without and with the prefix cache", six_chats,
         Setting("cache off", {"no_prefix_caching": True}), Setting("cache on", {"no_prefix_caching": False}),
-        48, {"kv_blocks": 96},
+        48, {"kv_blocks": 96, "max_num_batched_tokens": 1024},  # all six prompts fit into the first step
     ),
     "batching": Contrast(
         f"eight replies of {min(LENGTHS)} to {max(LENGTHS)} tokens in four rows, with static and with continuous "

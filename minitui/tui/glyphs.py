@@ -44,6 +44,8 @@ class Glyphs:
     busy: str = _glyph("█", "#")
     prompt: str = _glyph("▒", "=")  # prefill, in a bar that also has `busy`
     edge: str = _glyph("▌", "|")  # between two consecutive steps
+    kernels: str = _glyph("▀", "k")  # of a device, beside a host's `plan` and `launch`
+    pauses: str = _glyph("▘", "-")  # kernels with pauses between them
     # The waterfall's parts of a step. The letters of the ASCII set are the first letters of the parts.
     commit: str = _glyph("▓", "c")
     emit: str = _glyph("░", "e")
@@ -84,7 +86,7 @@ _TO_ASCII = str.maketrans({
     "▸": ">", "▾": "v", "•": "*", "─": "-", "━": "-", "│": "|", "┃": "|", "╭": "+", "╮": "+", "╰": "+", "╯": "+",
     "┌": "+", "┐": "+", "└": "`", "┘": "+", "├": "|", "┤": "|", "▁": "_", "▔": "-", "▏": "|", "▌": "|", "▐": "|",
     "▊": "|", "▎": "|", "█": "#", "▂": "_", "▃": "_", "▄": "_", "▅": "#", "▆": "#", "▇": "#", "▀": "-", "░": ".",
-    "▒": "o", "▓": "S",
+    "▒": "o", "▓": "S", "▘": "-",
 })  # fmt: skip
 
 

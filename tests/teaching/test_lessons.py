@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import math
 import re
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from minitui.cli.options import engine_config
 from minitui.settings import Settings
 from minitui.sources.local import LocalSource
 from minitui.teaching.lesson_progress import LessonProgress
-from minitui.teaching.lessons import LESSONS, lesson
+from minitui.teaching.lessons import LESSONS, l3_paged_kv, l4_paged_attention, lesson, tree_walk
 from minitui.teaching.lessons import page as page_module
 from minitui.teaching.lessons.l2_model import tensors
 from minitui.teaching.lessons.l5_sampler import parse_settings
@@ -38,7 +39,7 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.lesson_app import LessonApp
 from minitui.tui.screens.code import CodePanel, CodeScreen, wrap_code
 from minitui.tui.screens.lesson import LessonScreen
-from minitui.tui.widgets.lesson_panels import HEIGHTS, PANEL_ROWS, PANELS
+from minitui.tui.widgets.lesson_panels import BOTH_ROWS, HEIGHTS, PANEL_ROWS, PANELS, PARTNERS, TALL
 from minitui.tui.widgets.lesson_text import Reading, page_lines
 from minitui.tui.widgets.rows import cells
 from minitui.viewmodel.board import Pieces
@@ -53,34 +54,36 @@ RIGHT = {  # what each experiment must prove, by lesson and page title
     (0, "Text becomes tokens"): "prefill is one token, Anna has several",
     (0, "A forward pass"): "one number for each token of the vocabulary",
     (0, "Again and again"): "only the first reply token",
-    (1, "One question, step by step"): "5: the prompt's step samples the first token",
+    (1, "Two questions, step by step"): "7",
     (2, "The cost of reading weights"): "more than 50 times as long as one token of the prompt",
     (2, "A decode step of many rows"): "less than twice as long",
     (3, "One piece or blocks"): "4 with one piece for each, 8 with blocks",
     (3, "What a token costs"): "4,096 bytes: 4 KiB",
-    (3, "Two chats, one pool"): "mixed: each chat took the next free block when it needed one",
-    (3, "Four states"): "the full blocks stay cached until their memory is needed",
-    (4, "From position to slot"): "the keys of all tokens so far",
+    (3, "Two chats, one pool"): "step 4",
+    (3, "Four states"): "one: its last block, which was not full",
+    (4, "From position to slot"): "80",
     (4, "Causal attention after a cache hit"): "keys 0 to 112",
     (5, "Settings move the bars"): "they grow, all by the same factor",
+    (5, "Three penalties"): "the first two become less likely, by the same factor",
     (5, "Random numbers without state"): "the same, token for token",
     (6, "Joining and leaving"): "50",
     (6, "A long prompt"): "61",
     (6, "A pool that is too small"): "the youngest",
-    (6, "Waiting, with a reason"): "step n + 1",
+    (6, "Waiting, with a reason"): "no row is free",
     (7, "Byte by byte"): "6: of each character, all bytes but the last",
-    (7, "Stop strings"): "nothing: the reply ends before it",
-    (8, "A request with curl"): "one",
-    (8, "A client disconnects"): "at once, or after one",
-    (9, "The same beginning, another question"): "everything after the last whole block that both have in common",
+    (7, "Stop strings"): "with the next token",
+    (8, "A request with curl"): "at most 12",
+    (8, "A client disconnects"): "only the block that it is filling",
+    (9, "The same beginning, another question"): "24",
     (9, "All at the same time"): "once",
-    (9, "What is evicted, and when"): "B's: it is the least recently used",
+    (9, "What is evicted, and when"): "A's last blocks",
     (10, "Eager, graphs, overlap"): "8.6 ms",
     (10, "A larger model"): "by a smaller one",
     (10, "A ladder of sizes"): "the graph for 8 requests",
 }
 
 
+SCREENS = ("80x24", "120x40")
 DEFAULTS = {"kv_blocks": None, "no_prefix_caching": False}
 
 
@@ -91,6 +94,7 @@ class Taught:
         self.seen: dict[str, Seen] = {}
         self.answers: list[str] = []
         self.panels: list[str] = []  # beside each question, in its smallest size
+        self.beside: dict[str, dict[str, str]] = {}  # page -> size of the screen -> the panels beside the result
 
 
 async def teach(one: Lesson, source: LocalSource, restart: Restart) -> Taught:
@@ -109,6 +113,8 @@ async def teach(one: Lesson, source: LocalSource, restart: Restart) -> Taught:
         if page.run is not None and (page.panel != "runs" or page.predict is not None):
             await fresh(stage)
             taught.seen[page.title] = await page.run(stage)
+            stage.view.frame(time.monotonic())
+            taught.beside[page.title] = {size: beside(page.panel, stage.view, size) for size in SCREENS}
     await fresh(stage)
     await one.close(stage)
     stage.view.frame(time.monotonic())
@@ -118,12 +124,28 @@ async def teach(one: Lesson, source: LocalSource, restart: Restart) -> Taught:
     return taught
 
 
-def panel_text(name: str, view: View) -> str:
-    """The panel as it is below the text on a screen of 80 by 24."""
-    picture = PANELS[name]().picture(view, 76, HEIGHTS.get(name, PANEL_ROWS) - 2 if name != "occupancy" else 1)
+def panel_text(name: str, view: View, width: int = 76, height: int = 0) -> str:
+    """The panel with its frame; by default as it is below the text on a screen of 80 by 24."""
+    inner = (height or HEIGHTS.get(name, PANEL_ROWS)) - 2
+    picture = PANELS[name]().picture(view, width, inner if name != "occupancy" else 1)
     rows = ["".join(text for text, _ in row) for row in picture.rows]
     frame = "".join(text for text, *_ in (*picture.note, *picture.legend))
     return "\n".join([picture.title, *rows, frame])
+
+
+def beside(panel: str, view: View, size: str) -> str:
+    """The panels that a screen of this size shows beside a result, as text."""
+    if not panel:
+        return ""
+    second = PARTNERS.get(panel, "")
+    if size == "80x24":
+        rows = BOTH_ROWS.get(panel, HEIGHTS.get(panel, PANEL_ROWS))
+        first = HEIGHTS[panel] if panel in BOTH_ROWS else rows
+        shown = [(panel, first), (second, rows - first)] if panel in BOTH_ROWS else [(panel, rows)]
+        return "\n".join(panel_text(name, view, 76, height) for name, height in shown)
+    height = 38 if panel in TALL or panel not in HEIGHTS else HEIGHTS[panel]
+    shown = [(panel, height), (second, 38 - height)] if second else [(panel, height)]
+    return "\n".join(panel_text(name, view, 52, height) for name, height in shown)
 
 
 async def teach_all(log: Path) -> dict[int, Taught | Exception]:
@@ -199,8 +221,31 @@ def test_the_bars_of_the_sampler_lesson_are_those_of_its_rules(outcome: Callable
     assert (table["repetition_penalty 2"][1] or 0.0) < known[1] / 10, "The prompt has the token “The”"
     (biased,) = (shares for name, shares in table.items() if name.startswith("logit_bias"))
     assert (biased[4] or 0.0) > 3 * known[4]
-    first, again = re.findall(r"7: “(.*?)”", text)
+    first, again = re.findall(r"seed 7: “(.*?)”", text)
     assert first == again and "gave the same token" in text
+
+
+def test_each_penalty_changes_the_probabilities_by_its_own_rule(outcome: Callable[[int], Taught]) -> None:
+    """The rules of the table, from the probabilities alone: a penalty of p divides the odds of a word by e to the p."""
+    text = outcome(5).seen["Three penalties"].text
+    first = re.search(r"began with (.*?)\. Then", text)
+    assert first is not None
+    written = first[1].replace(" and ", ", ").split(", ")
+    head, *rows = (line.split() for line in text.split("\n") if line.startswith("   "))
+    shares = {" ".join(row[:-3]): dict(zip(head, (float(s[:-1]) for s in row[-3:]), strict=True)) for row in rows}
+    often, once, never = head
+    times = {word: written.count(word) for word in head}
+    assert times[often] >= 3 and times[once] == 1 and times[never] == 0
+    before = shares["no penalty"]
+
+    def lowered(name: str, word: str) -> float:
+        """By how much the score of the word was lowered, compared with the word that has not occurred."""
+        return math.log(before[word] / before[never] / (shares[name][word] / shares[name][never]))
+
+    for word in (often, once):
+        assert lowered("presence_penalty 1", word) == pytest.approx(1.0, abs=0.03)
+        assert lowered("frequency_penalty 0.5", word) == pytest.approx(0.5 * times[word], abs=0.08)
+    assert lowered("repetition_penalty 1.2", often) > 0.1
 
 
 def test_typed_settings_are_read_or_refused_with_a_sentence() -> None:
@@ -215,36 +260,45 @@ def test_typed_settings_are_read_or_refused_with_a_sentence() -> None:
             parse_settings(wrong)
 
 
-def test_the_radix_lesson_counts_the_share_that_was_saved(outcome: Callable[[int], Taught]) -> None:
-    text = outcome(9).seen["All at the same time"].text
-    total, computed, cached = (
-        int(re.search(pattern, text)[1].replace(",", ""))  # type: ignore[index]
-        for pattern in (r"of ([\d,]+) prompt tokens", r"computed ([\d,]+)", r"shared ([\d,]+)")
-    )
-    assert computed + cached == total
-    assert f"{cached / total:.0%} of the prefill saved" in text and cached / total > 0.5
+def bars(text: str) -> dict[str, int]:
+    """The lines "name  bar  1,024 tokens" of a text."""
+    found = re.findall(r"^   (\S.*?) +[█#]+ +([\d,]+) tokens$", text, re.MULTILINE)
+    return {name: int(number.replace(",", "")) for name, number in found}
+
+
+def test_the_radix_lesson_counts_what_was_shared(outcome: Callable[[int], Taught]) -> None:
+    counted = bars(outcome(9).seen["All at the same time"].text)
+    total, options = counted["all prompts"], lesson(9).options
+    assert counted["computed"] + counted["shared"] == total < options["max_num_batched_tokens"]
+    assert counted["shared"] > counted["computed"]
+    most = (total + 6 * 7) / 16 + 6  # blocks: of six prompts, 7 tokens of each reply, and a rest in six last blocks
+    assert most <= options["kv_blocks"], "the requests would fit even if they shared nothing"
 
 
 def test_the_radix_lesson_tells_why_a_hit_ended_and_what_an_eviction_was_for(outcome: Callable[[int], Taught]) -> None:
-    seen = outcome(9).seen
-    text = seen["The same beginning, another question"].text
-    equal, cached, prompt, at = (
+    result = outcome(9)
+    title = "The same beginning, another question"
+    text, panel = result.seen[title].text, " ".join(result.beside[title]["80x24"].split())
+    cached, prompt, at = (
         int(re.search(pattern, text)[1])  # type: ignore[index]
-        for pattern in (r"(\d+) blocks were equal", r"took (\d+)", r"its (\d+) prompt", r"differs at token (\d+)")
+        for pattern in (r"took (\d+)", r"its (\d+) prompt", r"differs at token (\d+)")
     )
-    assert cached == 16 * equal <= at < prompt
-    text = seen["What is evicted, and when"].text
-    needed, free = (int(re.search(p, text)[1]) for p in (r"needs (\d+)", r"only (\d+) were"))  # type: ignore[index]
-    out = [(int(n), whose) for n, whose in re.findall(r"(\d+) of ([AB])'s blocks", text)]
-    assert needed - free == sum(n for n, _ in out), text
-    assert [whose for _, whose in out] == ["B", "A"], "A's blocks are evicted only after all of B's"
+    assert f"{cached // 16} blocks of 16 were equal: {cached} of {prompt} tokens" in panel
+    assert f"other {prompt - cached} tokens were computed" in panel
+    assert cached == at // 16 * 16 < at < prompt
+    panel = result.beside["What is evicted, and when"]["80x24"]
+    needed, free = (int(number) for number in re.findall(r"C needs (\d+) blocks; (\d+) of", panel)[0])
+    lost = {line.split()[1].lstrip("…"): line.count("×") for line in panel.split("\n") if "sys " in line}
+    assert lost["Bravo"] >= 3 and lost["Alpha"] >= 1 and sum(lost.values()) == needed - free, panel
 
 
 def test_the_scheduler_lesson_compares_each_step_with_vllms(outcome: Callable[[int], Taught]) -> None:
     text = outcome(6).seen["The same requests on vLLM"].text
-    ours, theirs = re.findall(r": (\d+) steps; preempted request (\d) in its step (\d+)", text)
+    table = {line[:28].strip(): line[28:].split() for line in text.split("\n") if line.startswith("   ")}
+    assert table.pop("")[-1] == "minitui" and len(table) == 5
+    assert all(theirs == ours for theirs, ours in table.values()), text
     alike = re.search(r"In (\d+) steps both planned the same", text)
-    assert ours == theirs and ours[1] == "3" and alike is not None and alike[1] == ours[0]
+    assert table["preempted request"] == ["3", "3"] and alike is not None and alike[1] == table["steps"][0]
 
 
 def test_a_reference_to_another_lesson_has_its_number_and_its_title() -> None:
@@ -256,6 +310,16 @@ def test_a_reference_to_another_lesson_has_its_number_and_its_title() -> None:
                 assert any(text.startswith(name, found.start()) for name in names), (
                     f"{one.name}: {text[found.start() :][:40]}"
                 )
+
+
+def test_the_numbers_in_the_questions_are_those_of_the_engine(outcome: Callable[[int], Taught]) -> None:
+    steps = outcome(3).seen["Two chats, one pool"].text
+    assert re.search(rf"its tokens +{l3_paged_kv.PROMPT} ", steps), steps
+    slots = outcome(4).seen["From position to slot"].text
+    first, second = l4_paged_attention.TABLE
+    assert f"table[0] = {first:>2}" in slots and f"table[1] = {second:>2}" in slots, slots
+    lookup = outcome(9).seen["The same beginning, another question"].text
+    assert f"its {tree_walk.LONG} prompt tokens" in lookup and f"differs at token {tree_walk.SAME}." in lookup, lookup
 
 
 def test_the_figures_in_the_text_are_those_of_the_pool_on_screen(outcome: Callable[[int], Taught]) -> None:
@@ -344,6 +408,36 @@ def test_every_number_of_an_answer_can_be_read_in_the_panel_beside_it(
     for question, (answer, panel) in enumerate(zip(result.answers, result.panels, strict=True)):
         if missing := numbers(answer) - numbers(panel):
             assert missing <= derived(one, question, panel), f"{answer}\n{panel}"
+
+
+def untraced(seen: Seen, page: Page, panels: str) -> set[str]:
+    """The numbers of a result that are neither in the panels nor on the page, nor a sum that the result writes out, nor
+    a share of two numbers that are there. A line that begins with a space is a table: it is what was measured."""
+    lines = paragraphs(seen.text, 1 << 20)
+    sentences = " ".join(line for line in lines if not line.startswith(" "))
+    known = numbers(panels) | numbers(page.text) | numbers("\n".join(line for line in lines if line.startswith(" ")))
+    if page.predict is not None:
+        known |= numbers(" ".join((page.predict.question, *page.predict.choices)))
+    missing = numbers(sentences) - known
+    for found in re.finditer(r"\d+(?: \+ \d+)+", sentences):
+        missing.discard(str(sum(map(int, found[0].split(" + ")))))
+    for now, before, change in re.findall(r"([\d.,]+) ?\w* instead of ([\d.,]+) ?\w* \([-+−](\d+)%\)", sentences):
+        first, second = (float(number.replace(",", "")) for number in (before, now))
+        if round(100 * abs(second - first) / first) == pytest.approx(int(change), abs=8):  # of rounded numbers
+            missing.discard(change)
+    return missing
+
+
+@pytest.mark.parametrize("number", [one.number for one in LESSONS])
+def test_every_number_of_a_result_is_on_the_same_screen(number: int, outcome: Callable[[int], Taught]) -> None:
+    result, one = outcome(number), lesson(number)
+    missing = [
+        f"{page.title}, {size}: {', '.join(sorted(untraced(result.seen[page.title], page, panels)))}"
+        for page in one.pages
+        for size, panels in result.beside.get(page.title, {}).items()
+        if untraced(result.seen[page.title], page, panels)
+    ]
+    assert not missing, "\n".join([*missing, *(seen.text for seen in result.seen.values())])
 
 
 def test_no_experiment_and_no_answer_has_a_number_typed_into_its_text() -> None:
@@ -555,6 +649,20 @@ async def test_a_lesson_is_read_predicted_run_and_answered(size: tuple[int, int]
         assert "because" in room.text() and len(room.reading.revealed) == 3
         await room.press("right", *["left"] * 6)
         assert room.reading.at == 0
+
+
+async def test_the_question_stays_in_sight_beside_its_result_and_no_earlier_picture_is_shown() -> None:
+    page = SMALL.pages[1]
+    long = replace(page, text="Some words. " * 60)
+    async with Classroom((80, 24), lesson=replace(SMALL, pages=(page, long, *SMALL.pages[2:]))) as room:
+        await room.press("enter")
+        await room.until(lambda: 0 in room.reading.seen)
+        assert "of 256 tokens" in room.text()
+        await room.press("right")
+        assert "of 256 tokens" not in room.text(), "the picture of the page before"
+        await room.press("enter")
+        await room.until(lambda: 1 in room.reading.seen)
+        assert "Predict: What?" in room.text() and "of 256 tokens" in room.text()
 
 
 async def test_the_chosen_closing_question_is_in_sight() -> None:

@@ -9,13 +9,16 @@ import shutil
 import pytest
 
 from engine.errors import EngineError
+from minitui.dev.panel import stress_view
+from minitui.dev.simulator import Load
 from minitui.teaching.lessons.curl import _curl, _httpx
 from minitui.teaching.lessons.recorded_timelines import MODES, launch_ms
 from minitui.teaching.recorded_steps import recorded_device
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.curves import CostCurves
+from minitui.tui.widgets.lesson_panels import NumberedBlocks
 from minitui.tui.widgets.recorded_runs import HostAndDevice
-from minitui.tui.widgets.rows import plain
+from minitui.tui.widgets.rows import plain, whole_words
 from minitui.tui.widgets.tree_blocks import NodeBlocks
 from minitui.tui.widgets.wire import WireLines
 from minitui.viewmodel.board import Curve, Curves, RecordedRun, RecordedRuns, TreeBlocks, TreeLine, Wire
@@ -85,8 +88,10 @@ def test_recorded_runs_are_drawn_on_one_scale(height: int) -> None:
     assert len(rows) == (10 if height == 10 else 20), "the second group only if there is room"
     assert "+10 ms" in rows[0] and rows[1].startswith("eager   host") and "eager!" in rows[3]
     assert rows[1].count("launch 2") == 2, "two eager steps of about 20 ms fit into 40 ms"
-    assert "kernels and pauses" in rows[2] and "▒" in rows[2], "an eager device has pauses"
-    assert rows[5].count("kernels") in (8, 9, 10) and "▒" not in rows[5], "nine steps with a graph"
+    assert "kernels and pauses" in rows[2] and "▘" in rows[2], "an eager device has pauses"
+    assert rows[5].count("kernels") in (8, 9, 10) and "▘" not in rows[5], "nine steps with a graph"
+    signs = [text for text, _ in HostAndDevice().picture(view, 95, height).legend if len(text) == 1 and text != " "]
+    assert len(signs) == len(set(signs)) == 6, "one sign has one meaning"
     view.put(RecordedRuns("Steps", groups, until=0.5))
     half = drawn(HostAndDevice(), view, 95, height)
     assert half[5][:50] == rows[5][:50] and not half[5][60:].strip()
@@ -114,11 +119,30 @@ def test_a_block_of_the_tree_has_a_sign_and_long_nodes_wrap() -> None:
     )
     view.put(TreeBlocks("Tree", nodes, "Block 1: compared."))
     rows = drawn(NodeBlocks(), view, 72, 9)
-    assert re.findall(r"(.)  (\d)", rows[0]) == [(" ", "0"), ("?", "1"), ("=", "2"), ("+", "3"), ("×", "4")]
+    assert re.findall(r" (.)(\d)", rows[0]) == [(" ", "0"), ("?", "1"), ("=", "2"), ("+", "3"), ("×", "4")]
     assert "\x1b" not in "".join(rows) and rows[1].startswith("  user")
     assert [int(n) for row in rows[1:-1] for n in re.findall(r"\d+", row)] == list(range(20, 40))
     assert rows[-1].startswith("Block 1: compared.")
     assert "+ 2 rows" in drawn(NodeBlocks(), view, 72, 3)[1]
+
+
+@pytest.mark.parametrize("width", [52, 76])
+def test_the_map_of_a_lesson_has_the_number_of_each_block(width: int) -> None:
+    _, view = stress_view(Load(blocks=40, chats=6, rows=6, budget=48), 2.0, 20)
+    total = view.shown.total
+    rows = drawn(NumberedBlocks(), view, width, 30)
+    cells = re.findall(r"[·░▓█▄](\d+)", "\n".join(rows))
+    assert [int(number) for number in cells] == list(range(1, total + 1))
+    _, ruler, line = drawn(NumberedBlocks(), view, width, 3)
+    assert [line.index(mark) for mark in line[:1]] == [0] and not re.search(r"\d", line), "no room for numbers in cells"
+    for number in ruler.split():
+        assert ruler.index(number) == int(number) - 1, "the number is above its block"
+
+
+def test_a_label_ends_after_a_whole_word() -> None:
+    text = "system You are the tutor"
+    assert whole_words(text, 24) == text and whole_words(text, 15) == "system You are…"
+    assert whole_words(text, 17) == "system You are…" and whole_words(text, 4) == "sys…"
 
 
 @pytest.mark.parametrize("tool", ["curl", "httpx"])

@@ -101,7 +101,7 @@ async def test_lessons_look_as_they_did(size: tuple[int, int]) -> None:
             await pilot.press("enter")
             await until(app, lambda: reading.at in reading.seen)
             text = await album.take("the verdict, with the panel")
-            assert "You said a: the answer is b." in text
+            assert "You said a: the answer is c." in text
             await pilot.press("right", "enter")
             await until(app, lambda: reading.at in reading.seen)
             await album.take("a page with bars, and nothing predicted")

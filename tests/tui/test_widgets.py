@@ -159,7 +159,9 @@ def test_the_picture_of_attention_is_that_of_the_steps_chunk():
     picture = Attention().picture(view, 100, 30)
     quer = "query" if n == 1 else "queries"
     assert picture.title == f"Who sees whom · step {step} · r{request}: {n} {quer}, {start + n} keys"
-    assert plain(picture.rows[0]).split()[0] == str(start)
+    axis, first, *_, scale = map(plain, picture.rows)
+    assert axis.split()[0] == "query" and axis.split()[-1] == str(start + n - 1), "the keys, up to the last"
+    assert first.split()[0] == str(start) and scale.startswith("1 cell = ")
 
 
 def test_a_key_that_is_read_has_its_slot_and_its_block_lights_up():

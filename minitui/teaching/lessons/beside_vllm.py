@@ -21,6 +21,7 @@ from minitui.viewmodel.runs import Run
 FILE = Path(__file__).parents[1] / "vllm.trace"
 SHARES = (0.27, 0.42, 0.17)  # of the pool, for the prompts
 REPLY = 60  # tokens
+FIGURES = ("steps", "preempted request", "in its step", "prompt tokens computed", "blocks evicted")
 
 
 async def submit(stage: Stage) -> list[Session]:
@@ -43,17 +44,18 @@ async def same_load(stage: Stage) -> Seen:
     await stage.answers(chats)
     await stage.gate()
     await stage.settle()
-    (name, theirs), (_, ours) = ((view.run_name, _summary(view)) for view in (vllm, stage.view))
+    lines = [f"   {'':<25}{vllm.run_name:>14}{stage.view.run_name:>10}"]
+    for title, theirs, ours in zip(FIGURES, _figures(vllm), _figures(stage.view), strict=True):
+        lines.append(f"   {title:<25}{theirs:>14}{ours:>10}")
     alike = sum(a == b for a, b in zip(_plans(vllm), _plans(stage.view), strict=False))
     return Seen(
-        f"This engine: {ours}.\n\n{name}: {theirs}.\n\n"
-        f"In {count(alike, 'step')} both planned the same: as many decodes, and prompt tokens of the same requests. "
-        "Both preempt the youngest request, release all its blocks, and find some of them in the cache when it "
-        "resumes.\n\n"
-        "The two differ in what this load does not show. This engine evicts the end of the least recently used branch "
-        "of its tree; vLLM has no tree and takes the block that became free first. If two requests compute "
-        "the same text at the same time, before it is in the cache, this engine keeps one copy of its blocks, and vLLM "
-        "keeps both until a request releases one."
+        "\n".join(lines) + f"\n\nIn {count(alike, 'step')} both planned the same: as many decodes, and prompt tokens "
+        "of the same requests. Both preempt the youngest request and release all its blocks. When the request resumes, "
+        "both find some of the blocks in the cache.\n\n"
+        "Two differences cannot be seen here. This engine evicts the end of the least recently used branch of its "
+        "tree; vLLM has no tree and takes the block that became free first. And two requests may compute the same text "
+        "at the same time, before it is in the cache. This engine then keeps one copy of the blocks; vLLM keeps both "
+        "until a request releases one."
     )
 
 
@@ -64,16 +66,16 @@ def _plans(view: View) -> list[tuple[int, list[tuple[int, int]]]]:
     return [(row.decodes, [(ids.index(id), n) for id, _, n, _ in row.chunks]) for row in rows if row is not None]
 
 
-def _summary(view: View) -> str:
+def _figures(view: View) -> tuple[str, ...]:
+    """Returns the values of FIGURES for a run."""
     run = Run(view)
     figures = run.figures
     ids = sorted(view.lanes.lanes)
-    victims = [
-        f"request {ids.index(event.request) + 1} in its step {event.step - view.steps.first + 1}"
-        for event in view.events.since(0) if event.kind == "preempt"
-    ]  # fmt: skip
-    preempted = f"preempted {', '.join(victims)}" if victims else "preempted none"
+    preempted = [event for event in view.events.since(0) if event.kind == "preempt"]
     return (
-        f"{count(figures.steps, 'step')}; {preempted}; {figures.computed:,} prompt tokens computed, "
-        f"{count(figures.evicted or 0, 'block')} evicted"
+        f"{figures.steps:,}",
+        ", ".join(str(ids.index(event.request) + 1) for event in preempted) or "none",
+        ", ".join(str(event.step - view.steps.first + 1) for event in preempted) or "-",
+        f"{figures.computed:,}",
+        f"{figures.evicted or 0:,}",
     )

@@ -16,7 +16,6 @@ from engine.errors import EngineError, not_installed
 from minitui.sources.local import LocalSource
 from minitui.teaching.lessons.page import Seen
 from minitui.teaching.stage import Stage
-from minitui.text import count
 from minitui.viewmodel.board import Wire
 
 PATH = "/v1/chat/completions"
@@ -29,7 +28,8 @@ HIDDEN = ("id", "created", "system_fingerprint", "object", "model", "index", "lo
 
 
 async def request(stage: Stage) -> Seen:
-    """Asks once for the whole answer and once for a stream. The answer: 1 if the stream came in many events."""
+    """Asks once for the whole answer and once for a stream. The answer: 1 if the stream came in several events, but not
+    in more than there were tokens."""
     async with _server(stage) as (url, key):
         whole, _ = await _ask(stage, url, key, stream=False)
         answer = json.loads("\n".join(whole))
@@ -43,14 +43,17 @@ async def request(stage: Stage) -> Seen:
     parts = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"]]
     texts = [part for part in parts if part]
     same = "the same text" if "".join(parts) == reply["message"]["content"] else "another text"
+    rows = (
+        ("prompt tokens", usage["prompt_tokens"]), ("reply tokens", usage["completion_tokens"]),
+        ("steps of the stream", steps), ("lines with data:", len(events)), ("of these with text", len(texts)),
+    )  # fmt: skip
     return Seen(
-        f"The first answer is one JSON object: its usage has {count(usage['prompt_tokens'], 'prompt token')} and "
-        f"{count(usage['completion_tokens'], 'reply token')}, and its finish_reason is “{reply['finish_reason']}”. The "
-        f"second is a stream of server-sent events: {count(len(events), 'line')} with “data:”. {len(texts)} of them "
-        f"have text, and their pieces make {same}. An event has the text that is new since the event before; it may "
-        f"come from several tokens. The engine ran {count(steps, 'step')} for the stream. The last event is "
-        f"{events[-1]}. The server has stopped; `minitui serve` starts one.",
-        1 if len(texts) > 1 and events[-1] == "[DONE]" else 0,
+        "\n".join(f"   {name:<20}{n:>6}" for name, n in rows)
+        + "\n\nThe first answer is one JSON object. Its usage has the two numbers of tokens, and its finish_reason is "
+        f"“{reply['finish_reason']}”. The second is a stream of server-sent events; "
+        f"its pieces make {same}. A piece is the text that is new since the event before; it may come from several "
+        f"tokens. The last event is {events[-1]}. The server has stopped; `minitui serve` starts one.",
+        0 if len(texts) < 2 or events[-1] != "[DONE]" else 1 if len(texts) <= TOKENS else None,
     )
 
 

@@ -60,16 +60,17 @@ async def cut_up(stage: Stage) -> Seen:
         await stage.pause(min(0.7, 15 / len(done)))
     ids = tokenizer.encode(text)
     pieces = _pieces(tokenizer, ids)
-    stage.view.put(Pieces("Tokens", pieces, f"{count(len(ids), 'token')} with their ids", tuple(ids)))
+    made = f"{count(len(begin), 'byte')} became {count(len(ids), 'token')}, by {count(len(done), 'rule')}"
+    stage.view.put(Pieces("Tokens", pieces, made, tuple(ids)))
     pairs = [" + ".join(_quoted(shown_piece(half)) for half in merge.pair) for merge in done[:LISTED]]
-    listed = f" In order: {', '.join(pairs)}{' …' if len(done) > LISTED else ''}." if pairs else ""
+    listed = f" The rules, in order: {', '.join(pairs)}{' …' if len(done) > LISTED else ''}." if pairs else ""
     common, name = (_pieces(tokenizer, tokenizer.encode(word)) for word in WORDS)
-    rules = f"{count(len(done), 'rule')} fitted.{listed}" if done else "No rule fitted."
+    words = [f"   {_quoted(word)}: " + " | ".join(_pieces(tokenizer, tokenizer.encode(word))) for word in WORDS]
     return Seen(
-        f"{count(len(begin), 'byte')} became {count(len(ids), 'token')}. {rules} The tokens, and their ids:\n\n   "
+        f"{made}.{listed} The tokens, and their ids:\n\n   "
         + " | ".join(pieces) + "\n   " + " ".join(map(str, ids))
-        + f"\n\nThe vocabulary has {tokenizer.vocab_size:,} tokens. {_quoted(WORDS[0])} becomes "
-        f"{count(len(common), 'token')}, {_quoted(WORDS[1])} becomes {count(len(name), 'token')}.",
+        + "\n\nThe two words of the question:\n\n" + "\n".join(words)
+        + f"\n   tokens in the vocabulary: {tokenizer.vocab_size:,}",
         {(True, True): 0, (True, False): 1}.get((len(common) == 1, len(name) == 1), 2),
     )  # fmt: skip
 
@@ -88,9 +89,8 @@ async def score(stage: Stage) -> Seen:
     best = deltas[0].logprobs[0].top
     rows = [(repr(_pieces(tokenizer, [token])[0]), math.exp(value), f"{math.exp(value):.1%}") for token, value in best]
     return Seen(
-        f"One forward pass computed the {len(ids)} prompt tokens. After the last of them, each of the "
-        f"{tokenizer.vocab_size:,} tokens has a score, and so a probability. The {len(rows)} most likely tokens:\n\n"
-        f"{stage.bars(rows)}",
+        f"One forward pass computed the {len(ids)} prompt tokens. After the last of them, each token of the vocabulary "
+        f"has a score, and so a probability. The most likely tokens:\n\n{stage.bars(rows)}",
         2 if sum(chunk[2] for chunk in stage.last_row().chunks) == len(ids) and len(rows) > 1 else 0,
     )
 
@@ -127,7 +127,7 @@ async def again(stage: Stage) -> Seen:
     return Seen(
         f"{len(computed)} forward passes gave {len(session.ids) - prompt} tokens. The first pass computed "
         f"{computed[0]} tokens: this is the prefill. Each later pass computed {computed[1]}: this is decode.\n\n"
-        f"The tokens computed in each pass: {' '.join(map(str, computed))}",
+        f"   tokens computed in each pass: {' '.join(map(str, computed))}",
         1 if set(computed[1:]) == {1} else 0,
     )
 
@@ -171,8 +171,8 @@ LESSON = Lesson(
 
             This tokenizer first cuts a text into words and signs; a space belongs to the next word. It cuts each
             word into bytes: a letter is one byte or more. Then it joins pieces by a list of merge rules. A rule names
-            two pieces that become one if they are neighbours. Frequent pairs are early in the list. Again and again,
-            the earliest rule that fits is applied, until no rule fits.
+            two pieces that become one if they are neighbours. Frequent pairs come first in the list. The first rule
+            that fits is applied, again and again, until no rule fits.
             """,
             panel="pieces",
             code="minitui.teaching.merges:merges",
@@ -195,8 +195,9 @@ LESSON = Lesson(
             tokens such as <|im_start|>, which mark who speaks.
 
             The model consists of layers with many fixed numbers, the weights. Each id selects a list of numbers, and
-            these lists go in at the first layer. To compute all layers once is a forward pass. Its result depends on
-            all tokens of the prompt.
+            these lists go in at the first layer. To compute all layers once is a forward pass. Nothing in it is random:
+            apart from rounding, the same prompt gives the same result. And yet a model can write another reply when the
+            same question is asked again.
             """,
             panel="pieces",
             code="engine.model.decoder:Decoder.forward",
@@ -206,9 +207,9 @@ LESSON = Lesson(
                 "What does one forward pass give?",
                 ("the whole reply", "one token", "one number for each token of the vocabulary"),
                 (
-                    "the model would have to know how long the reply is before its first token is chosen.",
-                    "the model would always give the same reply. But a reply can be drawn: several tokens are "
-                    "possible, and some are likelier than others.",
+                    "the same prompt would always give the same reply.",
+                    "the next token would always be the same, and so the reply. But the result only says how likely "
+                    "each token is; the next token is drawn afterwards.",
                     "",
                 ),
             ),
@@ -222,12 +223,12 @@ LESSON = Lesson(
             reply.
 
             Then the token is appended, and the model runs again. A reply of 100 tokens needs 100 forward passes, one
-            after the other: each pass needs the token that the pass before it gave. (Lesson 2 shows how guesses can
-            save passes.) The reply ends when the model samples an end token, or when the reply has as many tokens as
-            the user allowed.
+            after the other: each pass needs the token that was sampled after the pass before. (Lesson 2 shows how
+            guesses can save passes.) The reply ends with an end token, or when the reply has as many tokens as the user
+            allowed.
 
-            An engine calls one forward pass a step. In one step, an engine can compute tokens of several prompts and
-            replies.
+            An engine works in steps, with one forward pass in each step. In one step, an engine can compute tokens of
+            several prompts and replies.
             """,
             code="engine.worker.sampler:Sampler.sample",
         ),
@@ -242,11 +243,12 @@ LESSON = Lesson(
               value   what this token hands over when it is found
 
             The query of a token is compared with the keys of all tokens up to itself. The better a key fits, the more
-            of its value is taken. The sum of these values goes on to the next part of the layer. So the key and value
-            of a token depend only on this token and on those before it. They do not change when the text gets longer.
+            of its value is taken. The sum of these values goes on to the next layer, which makes its own three lists
+            from it. So the keys and values of a token depend only on this token and on the tokens before it. They do
+            not change when the text gets longer.
 
             A layer does this several times side by side, with different lists. The bundled model has 6 queries for each
-            token (query heads), but only 2 keys and values (KV heads): 3 query heads use each KV head.
+            token (query heads), but only 2 keys and 2 values (KV heads). So 3 query heads share each KV head.
             """,
             code="engine.attention.torch_backend:TorchAttention",
         ),

@@ -13,6 +13,7 @@ SIZES = (1, 2, 4, 8)  # the smallest graphs
 GPU = recorded_device()
 SMALL_MODEL, LARGE_MODEL = GPU.models[SMALL], GPU.models[LARGE]
 SMALL_LAUNCHES = launch_ms(SMALL_MODEL.timeline("eager", 1))  # of a step
+LAUNCH_US = SMALL_LAUNCHES / SMALL_MODEL.kernels[1][0] * 1e3  # of one kernel
 
 
 async def host_share(stage: Stage) -> Seen:
@@ -22,7 +23,8 @@ async def host_share(stage: Stage) -> Seen:
     gpu = "cpu" not in str(stage.source.info["device"]).lower()
     device_note = (
         "This engine runs on a GPU: a decode step replays a graph." if gpu
-        else "This engine runs on a CPU: the host itself computes, so there are no launches and no graphs."
+        else "This engine runs on a CPU: the host itself computes. So the tracks never overlap, and there are no "
+        "launches and no graphs."
     )  # fmt: skip
     return Seen(
         f"In this run a decode step took {ms(timings.decode.p50)} ms (median). Plan, launch and commit took "
@@ -95,8 +97,9 @@ LESSON = Lesson(
         Page(
             "Host and device",
             """
-            The timings panel draws host and device as two tracks. Where they overlap, the host plans the next step
-            while the device computes the current step.
+            The timings panel has two tracks, below its table: one of the host and one of the device. Time runs to the
+            right. Where both tracks are filled, the host plans the next step while the device computes the current
+            step.
             """,
             panel="timings",
             run=host_share,
@@ -108,11 +111,11 @@ LESSON = Lesson(
 
               eager    the host launches {SMALL_MODEL.kernels[1][0]:.0f} kernels, one after the other
               graphs   the host replays one graph
-              overlap  graphs; the host launches the next step before this one ends
+              overlap  graphs, and the host launches a step before the last has ended
 
-            An eager kernel starts when it is launched and the kernel before has ended. The host does not wait. A launch
-            takes {SMALL_LAUNCHES / SMALL_MODEL.kernels[1][0] * 1e3:.0f} microseconds. All kernels run for
-            {ms(SMALL_MODEL.kernels[1][1])} ms, says a profiler, which makes each look longer.
+            An eager kernel starts when it is launched and the kernel before it has ended; the host does not wait. A
+            launch takes {LAUNCH_US:.0f} microseconds. A profiler, which makes kernels look longer, measured
+            {ms(SMALL_MODEL.kernels[1][1])} ms for all of them.
             """,
             panel="gpu",
             code="engine.worker.cuda_graphs:DecodeGraphs.launch",
@@ -137,11 +140,12 @@ LESSON = Lesson(
             "A larger model",
             f"""
             The same for a larger model. In each step, {LARGE_MODEL.name} reads {LARGE_MODEL.weights_gb:.0f} GB of
-            weights, {SMALL_MODEL.name} {SMALL_MODEL.weights_gb:.1f} GB. An eager step of {LARGE_MODEL.name} has
-            {LARGE_MODEL.kernels[1][0]:.0f} kernels, one of {SMALL_MODEL.name} {SMALL_MODEL.kernels[1][0]:.0f}. The
-            graph made a step of {SMALL_MODEL.name} {gain(SMALL_MODEL):.0f} times as fast.
+            weights; {SMALL_MODEL.name} reads {SMALL_MODEL.weights_gb:.1f} GB. An eager step of {LARGE_MODEL.name} has
+            {LARGE_MODEL.kernels[1][0]:.0f} kernels; an eager step of {SMALL_MODEL.name} has
+            {SMALL_MODEL.kernels[1][0]:.0f}. The graph made a step of {SMALL_MODEL.name} {gain(SMALL_MODEL):.0f} times
+            as fast.
 
-            Below, in a tall window, is the same with 64 rows.
+            In a tall window, the same steps with 64 rows are below.
             """,
             panel="gpu",
             run=large_model,
@@ -187,10 +191,10 @@ LESSON = Lesson(
               extend (tokens)    chunks of a few prompts, also beside decodes
               sample (requests)  greedy, with noise, or with noise and top-k or top-p
 
-            Longer steps have no graph. From 300 to 600 tokens on (Qwen3-8B on the H200), their kernels take longer than
-            the launches. (vLLM captures prompts in pieces, from attention to attention.) Sampling has its own graphs
-            because its settings differ from step to step. Lengths, block numbers and settings are data in the
-            buffers.
+            Longer steps have no graph: their kernels take longer than the launches. For Qwen3-8B on the H200, this is
+            so from a length between 300 and 600 tokens on. (vLLM captures prompts in pieces, from attention to
+            attention.) Sampling has graphs of its own because its settings differ from step to step. Lengths, block
+            numbers and settings are data in the buffers.
 
             The limit that remains is the speed of the memory: a decode step must read the weights, and the keys and
             values of the batch, once. `minitui bench` prints how close this engine gets.

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.stage import Stage
+from minitui.text import count
 
 REPLY = 5
+HEAD_START = 2  # steps of the first request before the second arrives
 
 
-async def one_question(stage: Stage) -> Seen:
-    """Runs a prompt and a reply of REPLY tokens, step by step."""
-    session = await stage.write("What is prefill?", REPLY, REPLY - 1, seconds=0.8)
-    prompt = stage.request(session).prompt_tokens
-    await stage.step(4, seconds=0.8)  # runs what is left of the reply: nothing if every step sampled a token
+async def two_questions(stage: Stage) -> Seen:
+    """Runs two requests step by step; the second arrives HEAD_START steps after the first."""
+    await stage.write("What is prefill?", REPLY, HEAD_START, seconds=0.8, system="")
+    await stage.write("What is decode?", REPLY, 0, system="")
+    while stage.state().requests:
+        await stage.step(1, seconds=0.8)
     seen = stage.figures()
-    first = stage.view.steps.get(stage.view.steps.last - seen.steps + 1)
-    assert first is not None
-    answers = {prompt + REPLY: 0, REPLY + 1: 1, REPLY: 2, 1: 3}
-    stage.view.select("step", first.step)
+    steps = stage.view.steps
+    rows = [row for step in range(steps.last - seen.steps + 1, steps.last + 1) if (row := steps.get(step)) is not None]
+    _, second = (row for row in rows if row.chunks)
+    answers = {2 * REPLY: 0, HEAD_START + REPLY: 1, REPLY: 2}
+    stage.view.select("step", second.step)
+    other, _, prompt, _ = second.chunks[0]
+    lines = [f"   {'step':<18}" + "".join(f"{row.step:>5}" for row in rows)]
+    lines += [f"   {'tokens computed':<18}" + "".join(f"{row.tokens:>5}" for row in rows)]
     return Seen(
-        f"{seen.steps} steps, with the numbers {first.step} to {stage.view.steps.last}. Step {first.step}, which the "
-        f"step bar shows again, computed all {first.prefill_tokens} prompt tokens and sampled the first token of the "
-        "reply. Each later step computed the token that the step before it sampled, and sampled the next token. "
-        "The last token is never computed, because no token follows it.",
+        "\n".join(lines) + "\n\nThe first step computed all prompt tokens of the first request and sampled the first "
+        "token of its reply. Each later step computed the token that the step before had sampled, and sampled the next "
+        "token. The last token of a reply is never computed, because no token follows it.\n\n"
+        f"A step can do both. The step bar shows step {second.step} again: {count(second.decodes, 'token')} of the "
+        f"first request, and all {prompt} prompt tokens of r{other}.",
         answers.get(seen.steps),
     )
 
@@ -60,7 +68,7 @@ LESSON = Lesson(
         Page(
             "Seven stages",
             """
-            An inference engine turns requests into replies. Engines do seven things. Here is the code of each:
+            An inference engine turns requests into replies, in seven stages:
 
               1 tokenize     engine/text/tokenizer.py   text becomes token ids
               2 schedule     engine/core/scheduler.py   chooses the requests of a step, and how many tokens of each
@@ -70,66 +78,62 @@ LESSON = Lesson(
               6 detokenize   engine/text/tokenizer.py   ids become text again
               7 emit         engine/core/engine.py      ids are appended, ended replies are found, clients get text
 
-            A request passes stage 1 once. The other stages follow in each of its steps. A new request can start in any
-            step that has room for it: it does not wait until all other replies have ended.
+            A request passes stage 1 once. Stages 2 to 4 belong to each of its steps, stages 5 to 7 to each step that
+            gives it a token. A new request can start in any step that has room for it: it does not wait until all other
+            replies have ended.
             """,
         ),
         Page(
             "A step: plan, launch, commit",
             """
-            A step has three parts. Plan, on the host: the scheduler chooses requests, the allocator chooses blocks,
-            and the result is a few plain arrays. Launch, on the device: forward pass and sampling. Commit, on the
-            host: ids are appended, and finished replies release their blocks. Other requests can share full blocks: a
-            block of a prompt from the plan of the step that fills it, a block of a reply when its tokens are known.
+            A step has three parts:
 
-            A plan needs the tokens of prompts, but of replies only how many tokens they have. So with a GPU the host
-            plans step n+1 while the device runs step n. Step n+1 may then compute a token for a reply that has ended
-            with step n: this token is thrown away. On a CPU the three parts run one after the other.
+              plan     on the host: the scheduler chooses requests, and the allocator chooses blocks
+              launch   on the device: forward pass and sampling
+              commit   on the host: ids are appended, and finished replies release their blocks
+
+            A plan needs the tokens of prompts. Of a reply it needs only the number of its tokens, not the tokens. So
+            with a GPU the host plans step n+1 while the device runs step n. If a reply ends with step n, step n+1 has
+            already been planned and may compute one token too many. This token is thrown away. On a CPU the three parts
+            run one after the other.
 
             Press v to read the code of a step.
             """,
             code="engine.core.engine:Engine.step",
         ),
         Page(
-            "One question, step by step",
+            "Two questions, step by step",
             f"""
-            One chat asks a question; its reply is limited to {REPLY} tokens. The engine is stopped and runs one step
-            at a time. Watch the step bar: its width is the token budget, the number of tokens that a step may compute.
+            Two chats ask a question; each reply is limited to {REPLY} tokens. The second question arrives when
+            {HEAD_START} steps of the first have run. The engine is stopped and runs one step at a time. Watch the step
+            bar: its width is the token budget, the number of tokens that a step may compute.
             """,
             panel="step",
             code="engine.core.step:StepPlan",
-            run=one_question,
+            run=two_questions,
             predict=Prediction(
-                f"How many steps does a reply of {REPLY} tokens take?",
+                "How many steps does the engine need for both replies together?",
+                (f"{2 * REPLY}", f"{HEAD_START + REPLY}", f"{REPLY}"),
                 (
-                    "one for each prompt token and each reply token",
-                    f"{REPLY + 1}: one for the prompt, one for each token",
-                    f"{REPLY}: the prompt's step samples the first token",
-                    "one: the whole reply is computed at once",
-                ),
-                (
-                    "a step could compute only one token. But all tokens of a prompt are known at the start, so "
-                    "one step can compute them together.",
-                    "the prompt's step would sample nothing. But the forward pass of the prompt's last token "
-                    "already gives the scores of the token that follows it.",
+                    "the second request would have to wait until the first reply has ended. But a step can compute "
+                    "tokens of several requests.",
                     "",
-                    "a token would not depend on the tokens before it. But the model needs the first token of the "
-                    "reply as input before it can compute the second.",
+                    "both requests would have to start in the same step. But the second arrives later.",
                 ),
             ),
         ),
         Page(
             "A separate process, and a log",
             """
-            The engine runs in its own process, and this application only reads its records. So the engine never waits
-            for the screen. If the application crashes, the engine ends, too.
+            The engine runs in its own process. This application only reads its records, so the engine never waits for
+            the screen. If the application crashes, the engine ends, too.
 
-            Every change to the scheduler, the blocks or the tree is written to one log, as a record with a number, a
-            time and a reason: submitted, admitted, matched, allocated, evicted, finished. A snapshot and the records
-            after it give the exact state.
+            Every change to the requests, the blocks or the cache is written to one log. A record says what changed and
+            why: a request was admitted, blocks were allocated, a reply finished. A snapshot is the whole state at one
+            moment. From a snapshot and the records after it, the state at any later moment can be computed.
 
-            Panels, traces and this lesson's figures are computed from the log alone. So a panel can be stepped, frozen
-            and moved back in time.
+            All panels and all figures of the lessons are computed from the log. So a panel can be frozen and moved back
+            in time. The panel shows some of the records, the newest first: the step, the event and its reason.
             """,
             panel="events",
             code="engine.trace.records",

@@ -52,7 +52,8 @@ async def weigh(stage: Stage) -> Seen:
     largest = max(totals, key=lambda part: totals[part])
     rows = [(part, float(n), f"{n:,}") for part, n in totals.items()]
     return Seen(
-        f"{len(shapes)} tensors, {sum(totals.values()):,} parameters, {layers} layers:\n\n{stage.bars(rows)}",
+        f"Parameters of each part:\n\n{stage.bars(rows)}\n   all {len(shapes)} tensors of {layers} layers: "
+        f"{sum(totals.values()):,}",
         list(PARTS).index(largest),
     )
 
@@ -68,12 +69,16 @@ async def many_or_one(stage: Stage) -> Seen:
     model = GPU.models["8B"]
     one_there, many_there = model.decode[1], model.prefill[PROMPT]
     ratio = one_there / (many_there / PROMPT)
+    each, each_there = many / prompt.tokens, many_there / PROMPT
+    rows_of_table = (
+        ("", f"here, {prompt.tokens} tokens", f"{model.name}, {PROMPT} tokens"),
+        ("ms of the prompt", ms(many), ms(many_there)), ("ms of a prompt token", ms(each), f"{each_there:.3f}"),
+        ("ms of a single token", ms(one), ms(one_there)), ("times as long", f"{one / each:.1f}", f"{ratio:.0f}"),
+    )  # fmt: skip
     return Seen(
-        f"Here, {prompt.tokens} prompt tokens took {ms(many)} ms in one step, {ms(many / prompt.tokens)} ms each. A "
-        f"step with a single token took {ms(one)} ms (median): {one / (many / prompt.tokens):.1f} times as long as one "
-        f"prompt token.\n\nOn the {GPU.name}, {PROMPT} prompt tokens of {model.name} took {ms(many_there)} ms, and a "
-        f"single token {ms(one_there)} ms: {ratio:.0f} times as long as one prompt token. The next two pages show "
-        "these steps.",
+        "\n".join(f"   {name:<23}{here:>16}{there:>21}" for name, here, there in rows_of_table)
+        + f"\n\nQwen3 ran on the {GPU.name}. There, a step with a single token reads as many weights as the step of "
+        "the prompt. The next two pages show such steps.",
         0 if ratio < 2 else 1 if ratio < 50 else 2,
     )
 
@@ -159,18 +164,19 @@ LESSON = Lesson(
         Page(
             "The cost of reading weights",
             """
-            To compute one token, nearly all weights must be read once. The exceptions are the embedding table, of
-            which one line is read (unless the table is also the last matrix), and models with experts: only the
-            experts chosen for the token are read. To compute a hundred tokens in one step, a weight is also read only
-            once; the arithmetic grows. If reading takes longer than computing, more tokens in a step cost little. So
-            many tokens of a prompt are computed in one step, and many requests decode in one batch. One chat alone
-            uses only a small part of a GPU's arithmetic.
+            To compute one token, nearly all weights must be read once. There are two exceptions. Of the embedding table
+            one line is read (unless the table is also the last matrix). And a model with experts reads only the experts
+            that were chosen for the token.
+
+            A step that computes a hundred tokens also reads each weight only once; the arithmetic grows. If reading
+            takes longer than computing, more tokens in a step cost little. So many tokens of a prompt are computed in
+            one step, and many requests decode in one batch.
             """,
             panel="timings",
             run=many_or_one,
             predict=Prediction(
-                f"On the {GPU.name}, one step computes a prompt of {PROMPT} tokens, another a single token. The single "
-                "token takes …",
+                f"On an {GPU.name}, a GPU, one step computes a prompt of {PROMPT} tokens, another step a single "
+                "token. The single token takes …",
                 (
                     "as long as one token of the prompt",
                     "about 5 times as long as one token of the prompt",
@@ -190,11 +196,11 @@ LESSON = Lesson(
             f"""
             A decode step computes one token for each row and reads every weight once, for all rows. The {GPU.name} of
             the recording reads {GPU.read_bytes_per_s / 1e12:.1f} TB and computes {GPU.operations_per_s / 1e12:.0f}
-            trillion operations in a second. So it computes {GPU.operations_per_byte:.0f} operations while it reads one
-            byte. In bfloat16, a weight has 2 bytes and needs 2 operations for each row.
+            trillion operations in a second. So it computes {GPU.operations_per_byte:.0f} operations in the time in
+            which it reads one byte. In bfloat16, a weight has 2 bytes and needs 2 operations for each row.
 
-            The experiment measures decode steps with {SIZES[0]} to {SIZES[-1]} rows here and draws their times beside
-            those of the {GPU.name}. The same height is always the same factor.
+            The experiment measures steps with {SIZES[0]} to {SIZES[-1]} rows here, beside those of the {GPU.name}. In
+            the picture, a doubling of the time has the same height everywhere.
             """,
             panel="costs",
             code="minitui.teaching.lessons.step_costs:rows",
@@ -230,9 +236,10 @@ LESSON = Lesson(
             guesses the next tokens, and one step computes them together with the last token. At each position, the step
             samples as usual. A guess is accepted if it equals the sampled token, so the reply stays the same.
 
-            Here the guesses are copied from the text: the tokens that followed when the last tokens occurred before.
-            The panel shows two runs on one clock: without guesses, and with guesses. In each run, a chat asks the same
-            question twice. On a CPU, each guess costs more than on a GPU, so fewer steps may even take longer.
+            Here the guesses are copied from the text. The engine looks for an earlier place with the same last three
+            tokens; the tokens that follow there are the guesses. The panel shows two runs on one clock: without
+            guesses, and with guesses. In each run, a chat asks the same question twice. On a CPU, a guess costs more
+            than on a GPU, so fewer steps may even take longer.
             """,
             panel="runs",
             code="engine.core.speculation:PromptLookup",
@@ -242,8 +249,8 @@ LESSON = Lesson(
             "Positions and heads",
             """
             Attention alone ignores the order of tokens. So queries and keys are rotated by an angle that grows with the
-            position (RoPE). Their product then depends on the distance between the two tokens. Keys are rotated before
-            they are stored, so a cached key is valid for one position only.
+            position (RoPE). The product of a query and a key then depends on the distance of their tokens. Keys are
+            rotated before they are stored, so a cached key is valid for one position only.
 
             Prompts can share a cached block only if they are equal from their first token on. Positions are not the
             reason: a key could be rotated again. The reason is attention. From the second layer on, a token's vector

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from engine.trace.views import ACTIVE, CACHED, FREE, SHARED
 from minitui.chat.conversation import Session
 from minitui.teaching.contrasts import LENGTHS, PIECE, PIECES
@@ -11,24 +9,40 @@ from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.lessons.side_by_side import side_by_side, with_pieces_and_blocks
 from minitui.teaching.stage import Stage
 
+PROMPT = 14  # tokens of both prompts of `two_tables`
+LISTED = 5  # steps in the table of `two_tables`
+
 
 async def two_tables(stage: Stage) -> Seen:
-    """Runs two chats without a shared prefix at the same time."""
-    sessions = await _write(stage, 36)
+    """Runs two chats without a shared prefix at the same time. The answer: in which step did the first chat take its
+    second block, 0: the second, 1: the third, 2: the fourth?"""
+    sessions = []
+    seen: list[tuple[int, int]] = []  # of the first chat after each step: (its tokens, its blocks)
+    for question, steps in (("What is prefill?", 1), ("What is decode?", 36)):
+        sessions.append(await stage.write(question, 60, 0, system=""))
+        for _ in range(steps):
+            await stage.step(1, seconds=0.2)
+            first = stage.request(sessions[0])
+            seen.append((stage.state().computed(first), len(first.table)))
+    stage.show(sessions[0])
     tables = [stage.request(session).table for session in sessions]
     size = stage.source.info["block_size"]
     computed = [stage.state().computed(stage.request(session)) for session in sessions]
+    rows = (("step", range(1, LISTED + 1)), ("its tokens", [n for n, _ in seen]), ("its blocks", [n for _, n in seen]))
+    steps = "\n".join(
+        f"   {name:<12}" + "".join(f"{n:>4}" for n in numbers[:LISTED]) for name, numbers in rows
+    )
     lines = [
         f"   {name}  {n} tokens in {len(table)} blocks: {' '.join(map(str, table))}"
         for name, n, table in zip(("first ", "second"), computed, tables, strict=True)
     ]
-    contiguous = all(b - a == 1 for table in tables for a, b in pairwise(table))
     waste = sum(len(table) * size - n for n, table in zip(computed, tables, strict=True))
+    lines.append(f"   empty slots at the ends of the two last blocks: {waste}")
     return Seen(
-        "\n".join(lines) + f"\n\nEach chat takes a free block whenever its length passes a multiple of {size} tokens. "
-        f"{waste} slots at the ends of the two last blocks are still empty.",
-        1 if not contiguous else 0,
-    )
+        f"The first chat, step by step:\n\n{steps}\n\nBoth chats at the end:\n\n" + "\n".join(lines)
+        + "\n\nEach chat took the next free block when it needed a block. So the blocks of a chat are not in order.",
+        {2: 0, 3: 1, 4: 2}.get(next(step for step, (_, blocks) in enumerate(seen, 1) if blocks > 1)),
+    )  # fmt: skip
 
 
 async def _write(stage: Stage, steps: int) -> list[Session]:
@@ -46,12 +60,14 @@ async def cost(stage: Stage) -> Seen:
     info = stage.source.info
     size, token = info["block_size"], info["kv_bytes_per_token"]
     session = await stage.write("What is the KV cache?", 4, 1)
-    blocks = len(stage.request(session).table)
+    prompt, blocks = stage.request(session).prompt_tokens, len(stage.request(session).table)
+    rows = (
+        ("a token", token), (f"a block of {size} tokens", token * size),
+        (f"the pool of {info['num_blocks']} blocks", token * size * info["num_blocks"]),
+        (f"a chat of {prompt} tokens, {blocks} blocks", blocks * size * token),
+    )  # fmt: skip
     return Seen(
-        f"Here a token needs {token:,} bytes, a block of {size} tokens needs {token * size:,} bytes, and the pool of "
-        f"{info['num_blocks']} blocks needs {token * size * info['num_blocks']:,} bytes. The new chat, with "
-        f"{stage.request(session).prompt_tokens} prompt tokens, holds {blocks} blocks: "
-        f"{blocks * size * token:,} bytes.",
+        "Bytes that are needed here:\n\n" + "\n".join(f"   {name:<36}{n:>12,}" for name, n in rows),
         {512: 0, 4096: 1}.get(token, 2),
     )
 
@@ -62,12 +78,16 @@ async def give_back(stage: Stage) -> Seen:
     await stage.run_until("finish")
     counts, lane, size = stage.state().counts, stage.view.lanes.lanes[request.id], stage.source.info["block_size"]
     written = lane.prompt_tokens + lane.output_tokens - 1  # keys and values of the last sampled token are not computed
+    rows = (
+        ("tokens that the request had written", written), ("its blocks", -(-written // size)),
+        ("of these full, now cached", counts[CACHED]),
+    )  # fmt: skip
     return Seen(
-        f"The request had written {written} tokens into {-(-written // size)} blocks. Now no request holds them: "
-        f"{counts[CACHED]} full blocks are cached, because a later prompt may begin with the same tokens. The block "
-        f"that was not full is free. In the whole pool {counts[FREE]} blocks are free, {counts[CACHED]} cached, "
-        f"{counts[ACTIVE]} active, {counts[SHARED]} shared.",
-        2 if counts[CACHED] and not counts[ACTIVE] else 0,
+        "\n".join(f"   {name:<36}{n:>5}" for name, n in rows) + "\n\nNo request holds the blocks any more. The full "
+        "blocks stay cached, because a later prompt may begin with the same tokens. The block that was not full is "
+        f"free. In the whole pool, {counts[FREE]} blocks are free, {counts[CACHED]} cached, {counts[ACTIVE]} active, "
+        f"{counts[SHARED]} shared.",
+        {0: 0, written // size: 1}.get(counts[CACHED], 2),
     )
 
 
@@ -103,9 +123,9 @@ LESSON = Lesson(
             The length of a reply is not known in advance. A request could get one piece of memory, large enough for
             the longest reply. But most of the piece would stay empty, and the gaps between pieces could be too small
             to use. So the memory is divided into blocks of equal size (16 tokens here). A request takes another block
-            whenever its last one is full. This can be any free block of the pool. Only the empty end of each request's
-            last block is wasted: at most 15 tokens. The idea comes from the pages of operating systems; vLLM brought
-            it to inference.
+            when a token no longer fits into its last block. This can be any free block of the pool. Only the empty end
+            of each request's last block is wasted: at most 15 tokens. The idea comes from the pages of operating
+            systems; vLLM brought it to inference.
 
             Each request has a block table. For each logical block 0, 1, 2 … of its text, the table has the number of
             the physical block.
@@ -118,7 +138,7 @@ LESSON = Lesson(
             {len(LENGTHS)} requests want replies of {min(LENGTHS)} to {max(LENGTHS)} tokens. The memory has room for
             {PIECE * PIECES} tokens. In the first run, each request gets one piece for {PIECE} tokens, because its reply
             might be long. (The engine does this with blocks of {PIECE} tokens.) In the second run, a request gets a
-            block of 16 tokens whenever its last block is full.
+            block of 16 tokens when a token no longer fits into its last block.
 
             The panel shows both runs on one clock, the first above the second. Each line is a request.
             """,
@@ -166,19 +186,23 @@ LESSON = Lesson(
         ),
         Page(
             "Two chats, one pool",
-            """
-            Two chats without a system prompt write at the same time. The panel shows the block table of the first
-            chat: each column is a logical block with its physical number. The last block is still being filled. After
-            the experiment, the text has the tables of both chats.
+            f"""
+            Two chats without a system prompt write at the same time. Each prompt has {PROMPT} tokens. The first step of
+            a chat computes its prompt. Each later step computes one token: the token that the step before has sampled.
+
+            The panel shows the block table of the first chat: each column is a logical block with its physical number.
+            The last block is still being filled.
             """,
             panel="table",
             run=two_tables,
             predict=Prediction(
-                "Two chats grow at the same time. Where in the pool are the blocks of each chat?",
-                ("side by side, in order", "mixed: each chat took the next free block when it needed one"),
+                "In which of its steps does the first chat take its second block?",
+                ("step 2", "step 3", "step 4"),
                 (
-                    "the blocks after a chat's last block would have to be kept free for it. But its length is "
-                    "not known, and the other chat needs blocks now.",
+                    "the block with the prompt would be full. But a block has room for 16 tokens, not for "
+                    f"{PROMPT}.",
+                    "a block would be taken as soon as the last one is full. But the reply may end there, so the "
+                    "engine takes a block only for a token that has no place.",
                     "",
                 ),
             ),
@@ -186,32 +210,27 @@ LESSON = Lesson(
         Page(
             "Four states",
             """
-            The state of a block follows from two facts: how many requests hold it, and whether the tree of known
-            prefixes refers to it.
+            A block's state says how many requests hold it, and whether it is in the tree of known prefixes (L9 Radix
+            cache). The tree has only full blocks.
 
               free     no request, no tree
               active   one request, in the tree or not
               shared   several requests
               cached   no request, only the tree: it may be evicted
 
-            The counts of the four states together are always the whole pool, here 48.
+            The four counts together are always the pool, here 48.
             """,
             panel="map",
             code="engine.core.allocator:BlockAllocator",
             run=give_back,
             predict=Prediction(
-                "A reply has ended. What happens to its blocks?",
+                "A reply has ended. How many of its blocks become free?",
+                ("all of them", "one: its last block, which was not full", "none"),
                 (
-                    "they stay reserved for the chat",
-                    "all of them become free at once",
-                    "the full blocks stay cached until their memory is needed",
-                ),
-                (
-                    "the memory of a chat that never asks again would be lost. A chat keeps its text, but no "
-                    "blocks: its next prompt finds those that are still cached.",
-                    "the next question of the same chat would have to be computed from its first token. Keeping "
-                    "full blocks costs nothing while others are free.",
+                    "the tree would forget the text. The next question of the same chat would have to be computed from "
+                    "its first token. Keeping full blocks costs nothing while others are free.",
                     "",
+                    "the tree would also have the last block. But a block that is not full is not in the tree.",
                 ),
             ),
         ),
@@ -225,9 +244,8 @@ LESSON = Lesson(
             pool.
 
             The price: all running requests together may need more blocks than the pool has. Then cached blocks are
-            evicted, the least recently used first. If no cached block is left, the youngest request is preempted: it
-            releases its blocks, waits at the head of the queue, and resumes later. The demos `eviction` and
-            `preemption` show both.
+            evicted, the least recently used first. If no cached block is left, a running request has to release its
+            blocks and to wait (L6 Scheduler).
             """,
             panel="occupancy",
             code="engine.core.scheduler:Scheduler._obstacle",

@@ -7,6 +7,7 @@ from minitui.teaching.scenarios import QUESTIONS, paste
 from minitui.teaching.stage import Stage
 from minitui.viewmodel.board import KeyRead
 
+TABLE = (8, 5)  # first blocks in the question of page 2
 CACHED, PROMPT = 112, 126  # tokens in the question of page 3; `after_a_hit` compares them with the engine's
 
 READING_SECONDS = 12.0  # for all keys that a query reads
@@ -19,7 +20,8 @@ async def scramble(stage: Stage) -> None:
 
 
 async def find_slots(stage: Stage) -> Seen:
-    """Reads the keys of one request one after the other, in blocks that are not in order."""
+    """Reads the keys of one request one after the other, in blocks that are not in order. The answer: the slot of token
+    16 is 16 (0), the first of its own block (1), or the slot after that of token 15 (2)."""
     await scramble(stage)
     request = stage.request(await stage.write(paste(2), 30, 6, system=""))
     size, n = stage.source.info["block_size"], stage.state().computed(request)
@@ -34,10 +36,9 @@ async def find_slots(stage: Stage) -> Seen:
         lines.append(f"   token {position:>3}  table[{logical}] = {block:>2}  slot {block}*{size} + {offset} = {slot}")
     return Seen(
         "\n".join(lines)
-        + f"\n\nThe last step computed token {n - 1}. In every layer, each of its queries read {n} keys of its KV "
-        f"head: those of tokens 0 to {n - 1}, its own included. The {len(request.table)} entries of the block table "
-        "gave their places.",
-        2,
+        + f"\n\nThe last step computed token {n - 1}. In every layer, each of its queries read the keys of "
+        f"tokens 0 to {n - 1} in its KV head, its own included. The block table gave their places.",
+        {size: 0, request.table[1] * size: 1}.get(KeyRead(request.id, tuple(request.table), size, n - 1, size).slot, 2),
     )
 
 
@@ -101,35 +102,37 @@ LESSON = Lesson(
         ),
         Page(
             "From position to slot",
-            """
+            f"""
             One chat writes a reply. Each of its decode steps computes one new token, with one query in each query head.
-            Other chats have used and released blocks before, so the free blocks are no longer in order, and the blocks
-            of this chat are not side by side. The panels show one query of the last step: the keys that it reads, one
-            after the other, each in its slot and its block. (A kernel reads many at the same time.)
+            Other chats have used and released blocks before, so the free blocks are no longer in order. The block table
+            of this chat begins with the blocks {TABLE[0]} and {TABLE[1]}.
+
+            The panels show one query of the last step: the keys that it reads, one after the other, each in its slot
+            and its block. (A kernel reads many at the same time.)
             """,
             panel="slot",
             run=find_slots,
             predict=Prediction(
-                "How many keys does one query of the last step read in a layer?",
-                ("one: its own", "the keys of its last block", "the keys of all tokens so far", "the whole pool"),
+                "In which slot is the key of token 16?",
+                ("16", f"{TABLE[1] * 16}", f"{TABLE[0] * 16 + 16}"),
                 (
-                    "the model could not see any earlier token: every token would be predicted from one alone.",
-                    "the model would forget everything but the last 16 tokens. Some layers of some models see "
-                    "only a window of tokens like this, but not those of this model.",
+                    "every request would have slots of its own. But all requests share the pool, so slots are numbered "
+                    "through all of its blocks.",
                     "",
-                    "the reply would depend on other chats. The block table restricts a query to its own request.",
+                    f"the next block of the table would have to be block {TABLE[0] + 1}. Slot {TABLE[0] * 16 + 15} of "
+                    f"token 15 is the last slot of block {TABLE[0]}, and the text continues in block {TABLE[1]}.",
                 ),
             ),
         ),
         Page(
             "Causal attention after a cache hit",
             """
-            A token may attend to itself and to earlier tokens, never to later ones. If a prompt is computed in one
-            piece, query i, counted from 0, sees keys 0 to i: the mask is a triangle.
+            A token may attend to itself and to earlier tokens, never to later tokens. If a prompt is computed in one
+            piece, query i, counted from 0, sees keys 0 to i. A picture of who sees whom (the mask) is a triangle.
 
             If the beginning of the prompt is cached, its keys are in the pool. Only the other tokens have queries in
-            this step. Query 0 is the first of them. The panel shows first a prompt of which nothing is cached,
-            then one with a cached beginning. The number of a row is its token's position.
+            this step, and query 0 is the first of these. The panel first shows a prompt of which nothing is cached, and
+            then a prompt with a cached beginning.
             """,
             panel="attention",
             code="engine.attention.base:ForwardMeta",

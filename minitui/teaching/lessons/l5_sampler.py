@@ -10,6 +10,7 @@ from typing import Any
 from engine.errors import EngineError
 from engine.params import MAX_LOGPROBS, SamplingParams
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, TypeIn
+from minitui.teaching.lessons.penalties import compare_penalties
 from minitui.teaching.stage import Stage
 from minitui.viewmodel.board import Candidate, Candidates
 
@@ -119,13 +120,13 @@ async def move_the_bars(stage: Stage) -> Seen:
     for again in (seed, seed, seed + 1, seed + 2, seed + 3):
         now, drawn = await likeliest(stage, ids, **last, seed=again)
         stage.view.put(candidates(stage, _title(stage, last), before, now, drawn, again))
-        draws.append(f"{again}: “{_text(stage, drawn)}”")
+        draws.append(f"   seed {again}: “{_text(stage, drawn)}”")
         tokens.append(drawn)
         await stage.pause(1.5)
     same = "the same token" if tokens[0] == tokens[1] else "two different tokens"
     return Seen(
         "\n".join(lines)
-        + f"\n\nDrawn with {_title(stage, last)}, by seed: {', '.join(draws)}. The same seed gave {same}.",
+        + f"\n\nDrawn with {_title(stage, last)}:\n\n" + "\n".join(draws) + f"\n\nThe same seed gave {same}.",
         None if typed else _kept_in_proportion(before, top_k),
     )
 
@@ -252,12 +253,42 @@ LESSON = Lesson(
             ),
         ),
         Page(
+            "Three penalties",
+            """
+            A penalty lowers the scores of tokens that have occurred:
+
+              repetition_penalty  in prompt or reply: divides a positive score, multiplies a negative one
+              presence_penalty    in the reply: is subtracted once
+              frequency_penalty   in the reply: is subtracted for each occurrence
+
+            Four requests, one without a penalty, may use only three words. So far, the first word occurred several
+            times, the second once, the third never.
+            """,
+            panel="candidates",
+            code="engine.worker.sampler:Sampler._apply_penalties",
+            run=compare_penalties,
+            predict=Prediction(
+                "How does presence_penalty change the next draw?",
+                (
+                    "only the first word becomes less likely",
+                    "the first two become less likely, by the same factor",
+                    "the first two become less likely, the first by more",
+                ),
+                (
+                    "one occurrence would not count. But a token is present from its first occurrence on.",
+                    "",
+                    "the number of occurrences would count. This is what frequency_penalty does.",
+                ),
+            ),
+        ),
+        Page(
             "Random numbers without state",
             """
-            To sample by probability, add noise of a certain distribution (Gumbel) to the logits and take the token with
-            the largest sum. Each token that the cuts have left is then chosen with exactly its probability. The noise
-            is a hash of four numbers: the seed, the index of the sample if a request has several, the position, and the
-            token's id. There is no random generator whose state changes from draw to draw.
+            To sample by probability, the sampler adds noise of a certain distribution (Gumbel) to the logits, and takes
+            the token with the largest sum. Each token that was not cut is then chosen with exactly its probability.
+
+            The noise is computed from four numbers: the request's seed, the number of the reply (if a request asks for
+            several), the position, and the token's id.
             """,
             panel="step",
             code="engine.kernels.noise:gumbel",
@@ -268,8 +299,8 @@ LESSON = Lesson(
                 ("the same, token for token", "different: the batch uses random numbers in another order"),
                 (
                     "",
-                    "all requests would have to draw from one generator, whose state the other requests change. "
-                    "But this noise depends on the request's own seed and position alone.",
+                    "all requests would have to draw from one random generator, whose state the other requests change. "
+                    "But the noise depends only on the four numbers, and none of them depends on the batch.",
                 ),
             ),
         ),

@@ -9,7 +9,6 @@ from minitui.teaching.lessons.preemption import too_small
 from minitui.teaching.lessons.side_by_side import side_by_side
 from minitui.teaching.scenarios import paste
 from minitui.teaching.stage import Stage
-from minitui.text import ms
 
 BLOCKS = 48  # of the pool
 LENGTHS = (5, 20, 25, 40, 30, 30)  # lengths of the replies in tokens
@@ -26,28 +25,26 @@ async def long_paste(stage: Stage) -> Seen:
     """Sends a long prompt while three requests decode."""
     await _writers(stage)
     await stage.step(4, seconds=0.2)
-    alone = stage.timings().decode.p50
     budget = stage.source.info["max_num_batched_tokens"]
     pasted = stage.chat("", "paste", max_tokens=5, whole=True)
     request = await stage.ask(pasted, paste(12))
-    chunks: list[tuple[int, int]] = []
-    slowest = 0.0
+    chunks: list[tuple[int, int, int]] = []
     while True:
         await stage.step(1, seconds=1.0)
         row = stage.last_row()
         mine = [n for id, _, n, _ in row.chunks if id == request]
         if not mine:
             break
-        chunks.append((row.decodes, mine[0]))
-        slowest = max(slowest, row.wall_ms or 0.0)
-    decodes, first = chunks[0]
+        chunks.append((row.step, row.decodes, mine[0]))
+    first, decodes, tokens = chunks[0]
+    stage.view.select("step", first)
+    lines = [f"   {'step':<8}{'decoding requests':>18}{'prompt':>8}{'together':>10}"]
+    lines += [f"   {step:<8}{n:>18}{chunk:>8}{n + chunk:>10}" for step, n, chunk in chunks]
     return Seen(
-        f"The {sum(n for _, n in chunks)} tokens of the pasted prompt were computed in {len(chunks)} steps: "
-        f"{' + '.join(str(n) for _, n in chunks)}. The first of these steps computed {decodes} tokens of decoding "
-        f"requests and {first} of the prompt: {decodes + first} tokens of a budget of {budget}. The {decodes} decoding "
-        f"requests got a token in each of these steps, but later: a decode step before took {ms(alone)} ms (median), "
-        f"the slowest step with a chunk {ms(slowest)} ms.",
-        {budget: 0, budget - 3: 1, 0: 3}.get(first, 2),
+        "Tokens computed in the steps of the pasted prompt:\n\n" + "\n".join(lines) + "\n\n"
+        f"The step bar shows step {first} again: {decodes} + {tokens} tokens, the whole budget. The decoding requests "
+        "got a token in each of these steps, but later: a step with a chunk takes longer than a decode step.",
+        {budget: 0, budget - decodes: 1, 0: 3}.get(tokens, 2),
     )
 
 
@@ -64,17 +61,19 @@ async def join_and_leave(stage: Stage) -> Seen:
     await stage.until("the end of the last reply", lambda: not stage.state().requests)
     figures = stage.figures()
     began = {event.request: event.step for event in stage.events("admit")}
+    ended = {event.request: event.step for event in stage.events("finish")}
     first = min(began.values())
     rows, tokens = stage.source.info["max_num_seqs"], sum(LENGTHS)
-    late_ids = ids[rows:]
-    late = " and ".join(f"r{id} in step {began[id]}" for id in late_ids)
     static = static_steps(rows)
+    lines = [f"   {'request':<10}{'tokens':>6}{'first step':>12}{'last step':>11}"]
+    for id, length in zip(ids, LENGTHS, strict=True):
+        lines.append(f"   {f'r{id}':<10}{length:>6}{began[id] - first + 1:>12}{ended[id] - first + 1:>11}")
+    lines += ["", f"   {'batching':<24}{'steps':>5}{'rows in use':>12}"]
+    for name, steps in (("continuous", figures.steps), ("static (calculated)", static)):
+        lines.append(f"   {name:<24}{steps:>5}{f'{tokens / steps / rows:.0%}':>12}")
     return Seen(
-        f"{figures.steps} steps, from step {first} to step {stage.view.steps.last}. Each of the {len(late_ids)} "
-        f"waiting requests took the next free row: {late}. {tokens} tokens in {figures.steps} steps of {rows} rows: "
-        f"{tokens / figures.steps / rows:.0%} of the rows were used. Static batches would take {static} steps and use "
-        f"{tokens / static / rows:.0%} of the rows. These two numbers are calculated; the next page runs static "
-        "batches.",
+        "The steps, counted from 1:\n\n" + "\n".join(lines) + "\n\nEach waiting request took the next free row. "
+        "The next page runs static batches.",
         {max(LENGTHS): 0, static: 2, tokens: 3}.get(figures.steps, 1),
     )
 
@@ -85,18 +84,21 @@ async def fifth_waits(stage: Stage) -> Seen:
     more = [stage.chat("", max_tokens=12, whole=True) for _ in range(2)]
     ids = [await stage.ask(session, "What is the KV cache?") for session in more]
     await stage.step(1, seconds=1.0)
-    event = stage.events("wait")[-1]
-    waited_for = stage.view.steps.last
+    row, event = stage.last_row(), stage.events("wait")[-1]
     await stage.run_until("finish")
     ended = stage.events("finish")[0]
     await stage.step(1)
     admitted = next(e for e in stage.view.events.since(0) if e.kind == "admit" and e.request == ids[1])
+    reason = str(event.record[4])
     return Seen(
-        f"r{ids[0]} got the fourth row. r{event.request} waited in step {waited_for}; the record gives the reason: "
-        f"“{event.record[4]}”. A running request finished in step {ended.step}, and r{ids[1]} was admitted in step "
-        f"{admitted.step}.",
-        admitted.step - ended.step if 0 <= admitted.step - ended.step <= 2 else None,
-    )
+        f"   step {row.step:<6}r{ids[0]} gets the fourth row; the step computes {row.decodes} + {row.prefill_tokens} "
+        "tokens\n"
+        f"   {'':<11}r{event.request} waits for {reason}\n"
+        f"   step {ended.step:<6}a running request finishes\n"
+        f"   step {admitted.step:<6}r{ids[1]} is admitted\n\n"
+        "The step still had budget left. So the first reason that the engine found was the missing row.",
+        next((i for i, start in enumerate(("budget", "rows", "blocks")) if reason.startswith(start)), None),
+    )  # fmt: skip
 
 
 async def close(stage: Stage) -> None:
@@ -233,23 +235,26 @@ LESSON = Lesson(
         Page(
             "Waiting, with a reason",
             """
-            This engine has four rows: four requests can run at once. A request that is not admitted stays in the
-            queue. A record gives the reason. Another record follows only when the reason changes. The engine checks in
-            this order and records the first reason that it finds: the budget is used up, no row is free, the last step
-            of a preempted request has not ended (preemption follows on the next page), too few blocks are available.
+            A request that is not admitted waits. A record gives the first reason found:
+
+              budget   the budget of the step is used up
+              rows     no row is free
+              blocks   too few blocks are available
+
+            (The next page has another reason.) This engine has four rows and a budget of 64 tokens. Three requests
+            decode, and two more arrive. Their prompts have 16 tokens each.
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._obstacle",
             run=fifth_waits,
             predict=Prediction(
-                "Three requests run, and two more arrive. The first reply ends with step n. In which step does the "
-                "last request start?",
-                ("step n", "step n + 1", "step n + 2"),
+                "Which reason does the record of the last request give?",
+                ("the budget is used up", "no row is free", "too few blocks are available"),
                 (
-                    "step n would have to know its own end when it is planned. But a step is planned first; only its "
-                    "commit frees the row (L1 Architecture).",
+                    "the step would have to compute more tokens: three of decoding requests and 16 of the first new "
+                    "prompt leave enough for another 16.",
                     "",
-                    "one step would compute only three rows. But the row is free when step n + 1 is planned.",
+                    f"the pool would have to be almost full. But five short requests use a few of its {BLOCKS} blocks.",
                 ),
             ),
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 from engine.params import SamplingParams
@@ -38,27 +39,35 @@ async def byte_by_byte(stage: Stage) -> Seen:
     return Seen("\n".join(lines), SILENT.index(silent) if silent in SILENT else None)
 
 
+PAIR = (" the", " cache")  # two tokens of the reply of `held_back`, one after the other
+STOPS = ("the zebra", "the cache")  # the first begins with a word of the reply but does not occur; the second occurs
+
+
 async def held_back(stage: Stage) -> Seen:
-    """Stops a reply at a string and counts the empty deltas: their text was held back."""
+    """Runs a reply with two stop strings: one begins with a word of the reply and does not occur, the other occurs. The
+    answer: is the word's text sent at once (0), with the next token (1), or at the end (2)?"""
     assert stage.chats.codec is not None
     messages = [{"role": "system", "content": stage.system}, {"role": "user", "content": "What is paged attention?"}]
     ids = stage.chats.codec.apply_chat_template(messages, add_generation_prompt=True)
 
-    async def pieces(stop: tuple[str, ...]) -> tuple[list[str], str]:
-        deltas = await stage.complete(ids, SamplingParams(temperature=0.0, max_tokens=24, stop=stop))
-        return [delta.text for delta in deltas], deltas[-1].finish_reason
+    async def pieces(*stop: str) -> list[str]:
+        deltas = await stage.complete(ids, SamplingParams(temperature=0.0, max_tokens=12, stop=stop))
+        return [delta.text for delta in deltas]
 
-    free, _ = await pieces(())
-    text = "".join(free)
-    words = text.split()
-    stop = " ".join(words[4:6])
-    stopped, reason = await pieces((stop,))
-    cut = "".join(stopped)
+    free = await pieces()
+    at = next((i for i, two in enumerate(pairwise(free)) if two == PAIR), None)
+    assert at is not None, f"the reply is {free}"
+    runs = [("no stop string", free), *[(f"stop string “{stop}”", await pieces(stop)) for stop in STOPS]]
+    lines = []
+    for name, parts in runs:
+        lines += [f"   {name}", "      " + " ".join(f"“{piece}”" for piece in parts)]
+    word, got = PAIR[0].strip(), runs[1][1]
     return Seen(
-        f"Without a stop string the reply is “{' '.join(words[:9])} …”. With stop={stop!r} it ends after “{cut}”, with "
-        f"the reason “{reason}”, in {len(stopped)} pieces. Pieces without text: {sum(not piece for piece in stopped)}. "
-        "Their text could still have become the stop string, so it was held back.",
-        1 if cut == text[: text.index(stop)] else 0 if stop in cut else 2,
+        "The text that came with each token:\n\n" + "\n".join(lines) + "\n\n"
+        f"“{word}” could become “{STOPS[0]}”, so this text was held back until the next token. (The space before it "
+        f"was sent at once: “{STOPS[0]}” does not begin with a space.) “{STOPS[1]}” did occur: the reply ended, and no "
+        "part of the stop string was sent.",
+        0 if word in got[at] else 1 if word + PAIR[1] in got[at + 1] else 2,
     )
 
 
@@ -138,22 +147,24 @@ LESSON = Lesson(
         ),
         Page(
             "Stop strings",
-            """
-            A request may give strings at which its reply should end. A stop string need not be a token: it may begin
-            in the middle of one token and end in another. So the end of the text is also held back while it could
-            still become a stop string. Otherwise it is sent at once.
+            f"""
+            A request may give stop strings. The reply ends when a stop string occurs in it, and the client gets no part
+            of the stop string. A stop string need not be a token: it may begin in the middle of one token and end in
+            another.
+
+            A reply has the tokens “{PAIR[0]}” and “{PAIR[1]}”, one after the other. The stop string is “{STOPS[0]}”.
             """,
-            panel="events",
             code="engine.text.output:OutputProcessor",
             run=held_back,
             predict=Prediction(
-                "A stop string has two tokens. What does the client get of it?",
-                ("all of it", "nothing: the reply ends before it", "its first token"),
+                f"When does the client get the word “{PAIR[0].strip()}”?",
+                ("at once", "with the next token", "at the end of the reply"),
                 (
-                    "no text would have to be held back. (A request can ask for this: include_stop_str_in_output.)",
+                    "the next token could be “ zebra”. Then a part of the stop string would already have been sent. (A "
+                    "request can ask for this: include_stop_str_in_output.)",
                     "",
-                    "the first token would be sent before the second arrives. But then its text can still become the "
-                    "stop string, so it is held back.",
+                    "the engine could not tell earlier whether the stop string occurs. But the next token shows that "
+                    f"it does not: “{STOPS[1]}” is not the beginning of “{STOPS[0]}”.",
                 ),
             ),
         ),

@@ -9,26 +9,29 @@ from minitui.teaching.stage import Stage
 
 
 async def disconnect(stage: Stage) -> Seen:
-    """Cancels one of two requests in the middle of its answer."""
+    """Cancels one of two requests in the middle of its answer. The answer: which of its blocks become free, 0: all, 1:
+    all that it does not share, 2: only the block that it was filling."""
     sessions = await stage.write_all(("What is the KV cache?", "What is prefill?"), [80] * 2)
     await stage.step(12, seconds=0.15)
     other, cancelled = (stage.request(session) for session in sessions)
-    held, step = len(cancelled.table), stage.state().step
+    held, size = len(cancelled.table), stage.source.info["block_size"]
     shared = len(set(cancelled.table) & set(other.table))
+    own = stage.state().computed(cancelled) // size - shared
     free_before = stage.state().counts[FREE]
     await stage.pause(1)
     stage.chats.cancel(sessions[1])
     await stage.until("the end of the request", lambda: cancelled.id not in stage.state().requests)
     state = stage.state()
-    later = state.step - step
+    freed = state.counts[FREE] - free_before
+    rows = (
+        ("held", held), ("of these shared", shared), ("of its own, and full", own),
+        ("became free", freed), ("stayed cached", state.counts[CACHED]),
+    )  # fmt: skip
     return Seen(
-        f"r{cancelled.id} held {held} blocks when its client disconnected. {shared} of these blocks contain the "
-        f"system prompt and were shared with r{other.id}. "
-        f"{f'{later} step later' if later else 'Before the next step'} r{cancelled.id} had ended (reason “abort”) "
-        f"and its row was free. Of its other {held - shared} blocks {state.counts[FREE] - free_before} became free; "
-        f"{state.counts[CACHED]} stayed in the tree as cached. Now only r{other.id} holds the shared blocks; "
-        f"r{other.id} continues unchanged.",
-        0 if later <= 1 else 1,
+        "Blocks of this request:\n\n" + "\n".join(f"   {name:<26}{n:>3}" for name, n in rows) + "\n\n"
+        "The system prompt is in the shared blocks. Now only the other request holds them, and it continues "
+        "unchanged. The request ended with the reason “abort”; its row was free at once.",
+        {held: 0, held - shared: 1}.get(freed, 2),
     )
 
 
@@ -41,10 +44,14 @@ async def crowd(stage: Stage) -> Seen:
     metrics = await stage.answers(sessions)
     await stage.gate()
     figures = stage.figures()
+    rows = (
+        ("requests running after one step", running), ("requests waiting after one step", waiting),
+        ("steps until all replies had ended", figures.steps), ("prompt tokens of all requests", figures.prompt_tokens),
+        ("computed", figures.computed), ("from the cache", figures.cached),
+    )  # fmt: skip
     return Seen(
-        f"After one step {running} requests ran and {waiting} waited. All {len(metrics)} replies had ended after "
-        f"{figures.steps} steps. Their prompts had {figures.prompt_tokens:,} tokens in total: {figures.computed:,} "
-        "were computed, and the others came from the cache.",
+        "\n".join(f"   {name:<36}{n:>6,}" for name, n in rows) + f"\n\nNo client had to do anything for this: each of "
+        f"the {len(metrics)} sent one request and read one reply.",
     )
 
 
@@ -88,29 +95,28 @@ LESSON = Lesson(
             up to {TOKENS} tokens: first as a whole, then with "stream": true. The panel shows the commands, and what
             the server sends. Some fields are left out.
 
-            In a stream, the server writes events while the engine computes. An event is a line that begins with
-            “data:”, and an empty line.
+            In a stream, the response stays open, and the server writes an event when it has new text. An event is a
+            line that begins with “data:”, and an empty line. The text passes the detokenizer first (L7 Detokenizer).
             """,
             panel="wire",
             code="minitui.server.chat",
             run=request,
             predict=Prediction(
-                f"How many HTTP requests does curl send for a streamed reply of {TOKENS} tokens?",
-                (f"{TOKENS}: one for each token", "one", "two: one for the first token, one for the others"),
+                f"How many events of a streamed reply of {TOKENS} tokens have text?",
+                ("one", f"at most {TOKENS}", f"always {TOKENS}"),
                 (
-                    "the client would have to ask again and again whether there is a new token. But a response can "
-                    "stay open: the server sends an event whenever it has new text.",
+                    "the server would have to wait for the last token. But then nothing would be streamed.",
                     "",
-                    "the response would have to end after the first token. But it stays open until the reply has "
-                    "ended.",
+                    "each token would have an event of its own. But the text of a token can be held back, and the "
+                    "server may send the text of several tokens together.",
                 ),
             ),
         ),
         Page(
             "One queue for all",
             """
-            Clients are independent. Their requests wait in the engine's queue, first come, first served.
-            Here eight requests with the same system prompt arrive at once. The engine has four rows.
+            Clients know nothing of each other. Their requests wait in the engine's queue, first come, first served.
+            Here 8 requests with the same system prompt arrive at once. The engine has four rows.
             """,
             panel="lanes",
             run=crowd,
@@ -118,22 +124,23 @@ LESSON = Lesson(
         Page(
             "A client disconnects",
             """
-            A client may close its connection in the middle of an answer. The server notices and tells the engine to
-            abort the request. A request can be aborted in any state: in the queue, in the middle of its prompt, or
-            with a token being computed.
+            A client may close its connection in the middle of an answer. The server notices, and the engine aborts the
+            request before its next step. A request can be aborted in any state: in the queue, in the middle of its
+            prompt, or while a token is computed.
+
+            Here two requests with the same system prompt write answers, and the client of one disconnects.
             """,
             panel="occupancy",
             code="engine.core.engine:Engine.abort",
             run=disconnect,
             predict=Prediction(
-                "After how many steps are the blocks of the request released?",
-                ("at once, or after one", "when its answer would have ended", "when another request needs them"),
+                "Which of the blocks that this request holds become free?",
+                ("all", "all that it does not share", "only the block that it is filling"),
                 (
+                    "the other request would lose its system prompt: both hold the same blocks.",
+                    "full blocks would not stay in the tree. But the next prompt may begin with the same tokens, and "
+                    "cached blocks can be evicted when another request needs room.",
                     "",
-                    "every closed browser tab would cost a row and blocks until an answer is complete that no "
-                    "client reads.",
-                    "the row and the blocks would stay occupied. Full blocks do stay in the tree, but as cached "
-                    "blocks, which any request can replace.",
                 ),
             ),
         ),

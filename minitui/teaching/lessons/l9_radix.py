@@ -5,33 +5,29 @@ from __future__ import annotations
 from engine.trace.views import SHARED
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.lessons.side_by_side import side_by_side
-from minitui.teaching.lessons.tree_walk import touch_and_evict, walk
+from minitui.teaching.lessons.tree_walk import LONG, SAME, touch_and_evict, walk
 from minitui.teaching.scenarios import QUESTIONS
 from minitui.teaching.stage import Stage
 from minitui.text import match_reasons
+
+BUDGET = 1024  # tokens: more than the six prompts of `shared_system_prompt` have
+BLOCKS = 56  # of the pool: enough for these six requests, even if they share nothing
 
 
 async def shared_system_prompt(stage: Stage) -> Seen:
     """Sends six prompts with one system prompt at once."""
     sessions = await stage.write_all(QUESTIONS, [8] * len(QUESTIONS))
     await stage.step(2, seconds=1.0)
-    shared = stage.state().counts[SHARED]
     await stage.answers(sessions)
     await stage.gate()
     figures = stage.figures()
-    rows = [
-        ("without", float(figures.prompt_tokens), f"{figures.prompt_tokens:,} tokens"),
-        ("with", float(figures.computed), f"{figures.computed:,} tokens"),
-    ]
+    counts = {"all prompts": figures.prompt_tokens, "computed": figures.computed, "shared": figures.cached}
+    rows = [(name, float(n), f"{n:,} tokens") for name, n in counts.items()]
     return Seen(
-        "All six arrived at the same moment, and none was cached. The system prompt was computed only once: "
-        f"of {figures.prompt_tokens:,} prompt tokens the engine computed {figures.computed:,} and shared "
-        f"{figures.cached:,}, {figures.share_cached:.0%} of the prefill saved. These figures are counted from the "
-        f"records of all six requests. Each of {shared} blocks was held by several requests.\n\nWhen the engine "
-        "planned the first prompt, it added the prompt's blocks to the tree and marked them as pending. So the other "
-        "requests of the same step found them. Blocks of a reply are added when their step is committed: only then "
-        "does the engine know their tokens."
-        f"\n\n{stage.bars(rows)}",
+        "All six arrived at the same moment, and none was cached. The system prompt was computed only once:\n\n"
+        f"{stage.bars(rows)}\n\nWhen the engine planned the first prompt, it added the prompt's blocks to the tree and "
+        "marked them as pending. So the other requests of the same step found them. Blocks of a reply are added when "
+        "their step is committed: only then does the engine know their tokens.",
         2 if figures.share_cached > 0.5 else 0,
     )
 
@@ -95,35 +91,32 @@ LESSON = Lesson(
         ),
         Page(
             "The same beginning, another question",
-            """
+            f"""
             Two chats have the same system prompt, and their questions begin alike, too. The first chat's prompt has
-            been computed and is in the tree. The picture follows the lookup of the second prompt, block by block.
+            been computed and is in the tree. The second prompt has {LONG} tokens, and its first {SAME} are those of the
+            first prompt. A block has 16 tokens. The picture follows the lookup of the second prompt, block by block.
             """,
             panel="blocks",
             code="engine.core.radix:RadixTree.match",
             run=walk,
             predict=Prediction(
-                "How much of the second prompt is computed?",
-                (
-                    "all of it",
-                    "everything after the last whole block that both have in common",
-                    "exactly the tokens that differ",
-                    "only its last token",
-                ),
+                "How many tokens of the second prompt are computed?",
+                (f"{LONG}", f"{LONG - SAME}", f"{LONG - SAME // 16 * 16}", "1"),
                 (
                     "the engine would look up prompts as a whole. But it compares them block by block.",
-                    "",
                     "part of a block could be shared. But a block is shared whole or not at all: its last keys belong "
                     "to other tokens here, so the second chat would need a copy of the block.",
-                    "the two questions would have to be the same.",
+                    "",
+                    "the two prompts would have to be the same.",
                 ),
             ),
         ),
         Page(
             "All at the same time",
-            """
-            Six chats with one system prompt arrive together, in an empty engine. The budget has room for all six
-            prompts in one step. When this step is planned, no prompt has been computed.
+            f"""
+            Six chats with one system prompt arrive together, in an empty engine. All six prompts fit into one step,
+            even if each is computed whole: the budget is {BUDGET:,} tokens, and the pool has enough blocks. When this
+            step is planned, no prompt has been computed.
 
             Two things decide: what the engine knows when it plans (L1 Architecture), and in which order a layer stores
             keys and reads them (L4 Paged attention).
@@ -155,25 +148,24 @@ LESSON = Lesson(
         Page(
             "What is evicted, and when",
             """
-            When a request ends, its blocks stay in the tree until room is needed: a cache costs nothing while there is
-            room. Then leaves that no request holds are evicted, the least recently used first. If only some blocks of
-            a leaf are needed, they are taken from its end. A block that a request holds is never evicted. The engine
-            remembers evicted prefixes for a while, so that a later miss can name the step of the eviction.
+            When a request ends, its blocks stay in the tree until room is needed. Then leaves that no request holds are
+            evicted, the least recently used first. Only as many blocks of a leaf are evicted as are needed. A block
+            that a request holds is never evicted.
 
-            Chats A and B have different prompts. They are used in the order A, B, A. Then C comes with a long text.
+            Chats A and B have different prompts. They are used in the order A, B, A. Then C comes with a long text. It
+            needs all free blocks, all of B's blocks, and a few more.
             """,
             panel="blocks",
             code="engine.core.radix:RadixTree.evict",
             run=touch_and_evict,
             predict=Prediction(
-                "Whose blocks are evicted first?",
-                ("A's: it came first", "B's: it is the least recently used", "both, in equal parts"),
+                "Which blocks are evicted besides those of B?",
+                ("A's first blocks", "A's last blocks", "none: C has to wait"),
                 (
-                    "the order of arrival would decide, and a system prompt that is used all day would be evicted "
-                    "before one that was used once.",
+                    "the other blocks of A would be of no use: a lookup begins at the first token, and it would find "
+                    "nothing.",
                     "",
-                    "both prompts would lose their ends. But a chat that asks again gains most from a whole prompt, "
-                    "and the chat that was used last is the likeliest to ask again.",
+                    "a request would have to hold A's blocks. But A's reply has ended, so its blocks are only cached.",
                 ),
             ),
         ),
@@ -212,5 +204,5 @@ a date or a name.
             _hit,
         ),
     ),
-    {"kv_blocks": 32},
+    {"kv_blocks": BLOCKS, "max_num_batched_tokens": BUDGET},
 )

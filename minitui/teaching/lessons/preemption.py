@@ -36,12 +36,13 @@ async def too_small(stage: Stage) -> Seen:
     steps = len({step for step, _ in lane.again})
     size = stage.source.info["block_size"]
     return Seen(
-        f"In step {event.step}, {reason}: no block was free or cached. So r{victim} was preempted: it released its row "
-        f"and its {blocks} blocks. {written // size} of these blocks were full, so they stayed in the tree as cached "
-        f"blocks. The other requests took some of them. In step {resumed}, r{victim} resumed. Of its {written} "
-        f"computed tokens, {kept} were still cached ({count(kept // size, 'block')}). The other {lost} were computed "
-        f"again, in {count(steps, 'step')}. The tokens of its reply so far are text, which nothing evicts: the reply "
-        "continued with the next token.",
+        f"   step {event.step:<6}{reason}: r{victim} is preempted\n"
+        f"   {'':<11}it releases its row and {blocks} blocks\n"
+        f"   {'':<11}{written // size} of these blocks are full and stay cached\n"
+        f"   {'then':<11}other requests take some of the cached blocks\n"
+        f"   step {resumed:<6}r{victim} resumes: {kept} of its {written} computed tokens are still cached\n"
+        f"   {'':<11}the other {lost} are computed again, in {count(steps, 'step')}\n\n"
+        "The tokens of its reply so far are text, which nothing evicts. So the reply continued with the next token.",
         ids.index(victim) if victim == max(ids) or victim == min(ids) else 1,
     )
 

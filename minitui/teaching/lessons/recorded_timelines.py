@@ -23,10 +23,10 @@ async def small_model(stage: Stage) -> Seen:
     launches = launch_ms(eager)
     expected = (launches, busy, launches + busy)
     return Seen(
-        f"{_steps(model)}\n\nAn eager step launches {kernels:.0f} kernels. The launches take {ms(launches)} ms. Most "
-        f"of this time, the device waits. With a graph, one launch takes {ms(launch_ms(graphs))} ms, and the whole "
-        f"step {ms(graphs.step_ms)} ms. This is less than the {ms(busy)} ms of the eager kernels, for two reasons: the "
-        "profiler made each of those look longer, and this engine's graphs contain fewer, larger kernels.",
+        f"{_steps(model)}\n   launches of an eager step: {ms(launches)}; of a graph: {ms(launch_ms(graphs))}\n\n"
+        f"The launches of the {kernels:.0f} kernels take nearly the whole eager step. Most of this time, the device "
+        f"waits. A step with a graph takes even less than the {ms(busy)} ms of the eager kernels, for two reasons: the "
+        "profiler made the eager kernels look longer, and this engine's graphs contain fewer, larger kernels.",
         min(range(3), key=lambda i: abs(expected[i] - eager.step_ms)),
     )
 
@@ -35,16 +35,17 @@ async def large_model(stage: Stage) -> Seen:
     """Draws the steps of the large model. The answer: is the gain of a graph larger (0) than that of the small model,
     about the same (1), or smaller (2)?"""
     model = await _play(stage, LARGE)
-    _, graphs, overlap = (model.timeline(mode, 1).step_ms for mode in MODES)
+    eager, graphs = (model.timeline(mode, 1).step_ms for mode in MODES[:2])
     small = recorded_device().models[SMALL]
     factors = gain(model) / gain(small)
     launches = [launch_ms(one.timeline("eager", 1)) / one.kernels[1][0] * 1e3 for one in (small, model)]
     return Seen(
-        f"{_steps(model)}\n\nThe graph makes a step {gain(model):.1f} times as fast. It removes the pauses between "
-        f"kernels; reading the weights takes as long as before. {ms(graphs - overlap)} ms are left in which the device "
-        "waits for the host: commit, and the plan of the next step. With overlap, the host does this work while the "
-        f"device computes. A launch took {launches[1]:.0f} microseconds here, {launches[0]:.0f} with {small.name}. "
-        "The recording does not say why; the speed of such hosts varied by a factor of two within an hour.",
+        f"{_steps(model)}\n   eager / graphs, 1 row: {ms(eager)} / {ms(graphs)} = {gain(model):.1f}\n"
+        f"   microseconds of a launch: {launches[1]:.0f}; with {small.name}: {launches[0]:.0f}\n\nThe graph removes "
+        "the pauses between kernels; reading the weights takes as long as before. Without overlap, the device still "
+        "waits for the host at the end of a step: for the commit, and for the plan of the next step. With overlap, the "
+        "host does this work while the device computes.\n\nA launch took longer here than with the small model. The "
+        "recording does not say why: the host does the same work for each launch, but the speed of such hosts varies.",
         0 if factors > 1.25 else 2 if factors < 0.8 else 1,
     )
 

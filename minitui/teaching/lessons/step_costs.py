@@ -51,7 +51,7 @@ async def prompt_tokens(stage: Stage) -> Seen:
         here[n] = _median([row for row in done if row.prefill_tokens == n])
         await stage.pause(0.6)
     _draw(stage, title, "tokens", here, recorded)
-    return Seen(_told(here, recorded, "the step of a prompt", "token"))
+    return Seen(_told(here, recorded, "a prompt's step", "token"))
 
 
 def _prompt(stage: Stage, tokens: int, seed: int) -> list[int]:
@@ -100,12 +100,7 @@ def _factor(points: dict[int, float], n: int) -> float:
 
 def _told(here: dict[int, float], recorded: dict[str, dict[int, float]], step: str, noun: str) -> str:
     most = SIZES[-1]
-    there = ", ".join(
-        f"Qwen3-{size} {ms(points[1])} and {ms(points[most])} ms ({_factor(points, most):.1f} times)"
-        for size, points in recorded.items()
-    )
-    return (
-        f"Here, {step} with {SIZES[0]} {noun} took {ms(here[1])} ms, and one with {most} {noun}s {ms(here[most])} ms: "
-        f"{_factor(here, most):.1f} times as long for {most} times as many {noun}s. On the "
-        f"{recorded_device().name}: {there}."
-    )
+    lines = [f"   {f'ms of {step}':<22}{f'1 {noun}':>9}{f'{most} {noun}s':>12}{'times':>8}"]
+    for name, points in ((HERE, here), *((f"{recorded_device().name} {size}", one) for size, one in recorded.items())):
+        lines.append(f"   {name:<22}{ms(points[1]):>9}{ms(points[most]):>12}{_factor(points, most):>8.1f}")
+    return "\n".join(lines)

@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 from engine.trace.views import FREE, NodeView
 from minitui.teaching.lessons.page import Seen
-from minitui.teaching.scenarios import QUESTIONS, VOICES, leaves, paste, paste_of
+from minitui.teaching.scenarios import QUESTIONS, VOICES, paste, paste_of
 from minitui.teaching.stage import Stage
 from minitui.text import count, match_reason
 from minitui.viewmodel.board import TreeBlocks, TreeLine
+
+SAME, LONG = 141, 152  # in the question of `walk`: equal tokens at the beginning of both prompts, tokens of the second
 
 Prefix = tuple[int, ...]  # the tokens from the root to the end of a block: what a cached block stands for
 
@@ -88,14 +90,14 @@ class TreeDrawing:
         return next((p for p in among if len(p) == len(prefix) + size and p[: len(prefix)] == prefix), None)
 
     def _name(self, node: NodeView) -> str:
-        text = self.stage.view.decode(node.ids[: 2 * self.stage.state().block_size])
-        for mark in ("<|im_start|>", "<|im_end|>"):
-            text = text.replace(mark, " ")
-        return " ".join(text.split())
+        """Returns the role and the text of a node, from the first token on that its siblings do not have."""
+        view = self.stage.view
+        return " ".join(view.tree.text(self.stage.state(), node, view.decode))
 
 
 async def walk(stage: Stage) -> Seen:
-    """Looks a second prompt up, block by block. The answer: 1 if the engine took the blocks that were equal."""
+    """Looks a second prompt up, block by block. The answer: what was computed of it, 0: all, 1: what differs, 2: what
+    follows the last equal block, 3: one token."""
     drawing = TreeDrawing(stage, "Lookup of the second prompt")
     await stage.write(paste(3), 12, 1)
     drawing.draw("The blocks of the first prompt are in the tree, in one node.")
@@ -109,20 +111,19 @@ async def walk(stage: Stage) -> Seen:
     id = await stage.ask(second, question)
     equal = await _compare(stage, drawing, ids, size)
     await stage.step(1)
+    record = stage.events("hit")[-1].record
+    cached, prompt = record[4], stage.view.lanes.lanes[id].prompt_tokens
     drawing.draw(
-        f"The node was split after {count(equal, 'block')}. What follows is computed, and its full blocks are added.",
+        f"{count(equal, 'block')} of {size} were equal: {cached} of {prompt} tokens. The node was split after them. "
+        f"The other {prompt - cached} tokens were computed.",
         dict.fromkeys((ids[: size * (n + 1)] for n in range(equal)), "match"), new=True,
     )  # fmt: skip
-    record = stage.events("hit")[-1].record
-    lane = stage.view.lanes.lanes[id]
-    reason = match_reason(record[5], record[6])
     return Seen(
-        f"{equal} blocks were equal. The engine's record of the hit: r{id} took {record[4]} of its "
-        f"{lane.prompt_tokens} prompt tokens from the tree, and computed {lane.prompt_tokens - record[4]}: "
-        f"{record[4] / lane.prompt_tokens:.0%} of its prefill saved. Why not more? The engine says: {reason}. Only "
-        "whole blocks are shared, and the last token of a prompt is always computed. The lookup split the node: the "
-        "common part became the parent, which both requests hold. Below it, each prompt has a child of its own.",
-        1 if record[4] == equal * size and 0 < record[4] < len(ids) == lane.prompt_tokens else 0,
+        f"The engine's record of the hit: r{id} took {cached} of its {prompt} prompt tokens from the tree. Why not "
+        f"more? The engine says: {match_reason(record[5], record[6])}. This token is in the middle of a block, and "
+        "only whole blocks are shared.\n\nThe lookup split the node: the common part became the parent, which both "
+        "requests hold. Below it, each prompt has a child of its own.",
+        {0: 0, record[6]: 1, record[6] // size * size: 2, prompt - 1: 3}.get(cached),
     )
 
 
@@ -148,7 +149,8 @@ async def _compare(stage: Stage, drawing: TreeDrawing, ids: Sequence[int], size:
 
 
 async def touch_and_evict(stage: Stage) -> Seen:
-    """Fills the pool until the least recently used leaf is evicted."""
+    """Fills the pool until all blocks of B are evicted, and blocks of A. The answer: 0 if A lost its first block, 1 if
+    it lost its last."""
     drawing = TreeDrawing(stage, "The tree before and after the eviction")
     chats = [stage.chat(voice, name, max_tokens=8, whole=True) for voice, name in zip(VOICES, ("A", "B"), strict=False)]
     for session, what in ((chats[0], "A"), (chats[1], "B"), (chats[0], "A again")):
@@ -157,21 +159,27 @@ async def touch_and_evict(stage: Stage) -> Seen:
         drawing.draw(f"Used last: {what}.")
         await stage.pause(1.5)
     stage.show(chats[0])
-    expected, free = leaves(stage.state())[0].id, stage.state().counts[FREE]
-    whose = {
-        node.id: "B" if "Bravo" in stage.view.decode(node.ids) else "A"
-        for node in stage.state().nodes.values()
-        if node.id
-    }
+    free, pool = stage.state().counts[FREE], stage.source.info["num_blocks"]
+    mine, theirs = (_blocks(stage, name) for name in ("Alpha", "Bravo"))
     big = stage.chat(VOICES[2], "C", max_tokens=8, whole=True)
-    await stage.ask(big, paste_of(stage, VOICES[2], free + 2))
+    await stage.ask(big, paste_of(stage, VOICES[2], free + len(theirs)))
     await stage.run_until("eviction")
-    lost = drawing.draw("C needs room: the evicted blocks are grey.", new=True)
     gone = [event.record[3:] for event in stage.events("evict")]
-    blocks = ", then ".join(f"{n} of {whose[node]}'s blocks" for node, n, _ in gone)
+    needed = next(int(number) for number in gone[0][2].split() if number.isdecimal())
+    line = f"C needs {needed} blocks; {free} of {pool} are free. The missing blocks are evicted."
+    lost = drawing.draw(line, new=True)
+    others = [block.number for block in lost if block.number not in theirs]
     return Seen(
-        f"C needed room. The record says “{gone[0][2]}”; of the pool's {stage.source.info['num_blocks']} blocks only "
-        f"{free} were free. The tree lost {blocks}: the {len(lost)} grey blocks. A came first, but was used again "
-        "after B, so B was the least recently used.",
-        (0 if whose[gone[0][0]] == "A" else 1) if gone[0][0] == expected else 2,
+        f"The least recently used blocks were evicted first: all {len(theirs)} blocks of B. A came first, but was used "
+        "again after B. Then A lost its last blocks. The blocks before them are still useful: a prompt that begins "
+        "like A finds them. Without A's first block it would find nothing, because a lookup begins at the first token.",
+        None if not others or set(theirs) - {block.number for block in lost} else
+        0 if mine[0] in others else 1 if others == mine[-len(others):] else None,
+    )  # fmt: skip
+
+
+def _blocks(stage: Stage, word: str) -> list[int]:
+    """Returns the blocks of the prefix that has this word in its text."""
+    return next(
+        list(node.blocks) for node in stage.state().nodes.values() if node.id and word in stage.view.decode(node.ids)
     )

@@ -23,6 +23,7 @@ from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.lesson_panels import (
     BOTH_ROWS,
     HEIGHTS,
+    LIVE,
     MIN_PANEL_ROWS,
     PANEL_ROWS,
     PANELS,
@@ -83,6 +84,7 @@ class LessonScreen(BaseScreen[None]):
     def __init__(self) -> None:
         super().__init__()
         self.stage: Stage | None = None
+        self._nothing = View()  # before a page's experiment has run, its panels show no earlier experiment
 
     @property
     def reading(self) -> Reading:
@@ -143,8 +145,11 @@ class LessonScreen(BaseScreen[None]):
             bar.paint(view)
         self._arrange()
         self.text.paint(view)
+        page = self.reading.page
+        waits = page is not None and page.run is not None and not self.reading.panel_has_content
         for name in self._shown():
-            self.query_one(f"#panel-{name}", LinePanel).paint(view)
+            panel = self.query_one(f"#panel-{name}", LinePanel)
+            panel.paint(self._nothing if waits and name not in LIVE else view)
 
     def _shown(self) -> list[str]:
         """Returns the names of the panels to show now."""
@@ -224,7 +229,7 @@ class LessonScreen(BaseScreen[None]):
         predict = reading.page.predict if reading.page is not None else None
         if predict is not None and reading.at not in reading.seen and choice < len(predict.choices):
             reading.predict(choice)
-            self.text.follow()
+            self.text.to_experiment()
 
     def action_go(self) -> None:
         """Run the experiment, or run it again; on the last page, answer the question."""
@@ -263,7 +268,7 @@ class LessonScreen(BaseScreen[None]):
         reading.failed.pop(at, None)
         reading.running, reading.prepared = True, False
         stage.typed = reading.typed.get(at, "")
-        self.text.follow()
+        self.text.to_experiment()
         try:
             await fresh(stage)
             reading.seen[at] = await run(stage)
@@ -272,7 +277,7 @@ class LessonScreen(BaseScreen[None]):
             reading.failed[at] = f"The experiment stopped: {error}"
         finally:
             reading.running = False
-        self.text.follow()
+        self.text.to_experiment()
 
     async def _prepare(self, reading: Reading, stage: Stage) -> None:
         try:

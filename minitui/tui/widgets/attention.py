@@ -10,6 +10,7 @@ from minitui.viewmodel.board import KeyRead
 from minitui.viewmodel.model import View
 
 LOOKED_BACK = 512  # steps
+AXIS_CELLS = 16  # a narrower axis has only numbers
 
 
 class Attention(LinePanel):
@@ -22,7 +23,8 @@ class Attention(LinePanel):
     help_text = paragraphs("""\
 Causal attention. Each line is a query of the step, each column a key. A query sees the keys of all tokens up to its
 own. If the whole prompt is computed in one step, the picture is a triangle. If the beginning of the prompt is cached,
-its keys are there, but it has no queries in this step: the picture is a rectangle with a slanted end.""")
+its keys are there, but it has no queries in this step: the picture is a rectangle with a slanted end. The numbers on
+the left are the positions of the queries, the numbers above the positions of the keys.""")
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         row = view.shown_step()
@@ -32,20 +34,32 @@ its keys are there, but it has no queries in this step: the picture is a rectang
         if step is None:
             return Picture(wrapped("no step with a prompt yet", "dim", width))
         request, start, queries, _ = view.steps.chunks(step)[0]
-        label = len(str(start + queries - 1)) + 1
-        rows, per_row, per_cell = triangle(start, queries, max(1, width - label), max(1, height))
-        body = []
+        label = max(len("query"), len(str(start + queries - 1))) + 1
+        keys = start + queries
+        rows, per_row, per_cell = triangle(start, queries, max(1, width - label), max(1, height - 2))
+        body = [Row("query".ljust(label), "dim").extend(_axis(start, keys, per_cell)).done(width)]
         for i, marks in enumerate(rows):
             line = Row(str(start + i * per_row).rjust(label - 1), "dim").add(" ")
             body.append(line.extend(marks).done(width))
         g = glyphs()
-        title = f"Who sees whom {g.middot} step {step} {g.middot} r{request}: "
-        title += f"{_queries(queries)}, {count(start + queries, 'key')}"
-        scale = f"1 cell = {count(per_cell, 'key')} {g.times} {_queries(per_row)}"
+        title = f"Who sees whom {g.middot} step {step} {g.middot} r{request}: {_queries(queries)}, {count(keys, 'key')}"
+        body.append(Row(f"1 cell = {count(per_cell, 'key')} {g.times} {_queries(per_row)}", "dim").done(width))
         key = legend(
             (g.cached, "hit", "cached key"), (g.active, "prefill", "key of this step"), (g.free, "faint", "not seen")
         )
-        return Picture(body, title, [(scale, "dim")] if len(title) + len(scale) < width - 4 else [], key)
+        return Picture(body[:height], title, legend=key)
+
+
+def _axis(start: int, keys: int, per_cell: int) -> Runs:
+    """Returns the positions of the first key, of the first key of this step, and of the last key, in their columns."""
+    columns = -(-keys // per_cell)
+    row = Row("key 0" if columns > AXIS_CELLS else "0", "dim")
+    last = str(keys - 1)
+    if start and row.width < (at := start // per_cell) < columns - len(last) - len(str(start)):
+        row.to(at).add(str(start), "dim")
+    if row.width < columns - len(last):
+        row.to(columns - len(last)).add(last, "dim")
+    return tuple(row.runs)
 
 
 def triangle(start: int, queries: int, width: int, height: int) -> tuple[list[list[tuple[str, str]]], int, int]:

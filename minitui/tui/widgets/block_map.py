@@ -44,31 +44,43 @@ class Grid:
     gap: int  # width of the gap between two cells
     per_row: int  # cells in a row
     rows: int  # available rows
+    digits: int = 0  # of the block's number in a cell; 0: cells have no numbers
 
     @property
     def cells(self) -> int:
         return -(-self.blocks // self.k)
 
 
-def grid(blocks: int, width: int, height: int, first: int = 1, one_each: bool = False) -> Grid:
+def grid(
+    blocks: int, width: int, height: int, first: int = 1, one_each: bool = False, numbered: bool = False
+) -> Grid:
     """Returns the grid with the widest cells that fit, for `blocks` blocks numbered from `first`.
 
-    `one_each`: k is 1, and the grid has as many of the blocks as fit.
+    `one_each`: k is 1, and the grid has as many of the blocks as fit. `numbered`: each cell has the number of its
+    block, if these cells fit.
     """
     width, height = max(1, width), max(1, height)
+    if numbered:
+        digits = len(str(first + blocks - 1))
+        per_row = _in_eights((width + 1) // (digits + 2))
+        if per_row and -(-blocks // per_row) <= height:
+            return Grid(first, blocks, 1, 1 + digits, 1, per_row, height, digits)
     if one_each:
         blocks = min(blocks, width * height)
     for min_share in (MIN_WIDTH_SHARE, 0.0):
         for cell, gap in CELL_SHAPES:
-            per_row = (width + gap) // (cell + gap)
-            if per_row > 8:
-                per_row -= per_row % 8
+            per_row = _in_eights((width + gap) // (cell + gap))
             fits = per_row > 0 and -(-blocks // per_row) <= height
             if fits and per_row * (cell + gap) >= min_share * width:
                 return Grid(first, blocks, 1, cell, gap, per_row, height)
     if blocks <= width * height:
         return Grid(first, blocks, 1, 1, 0, width, height)
     return Grid(first, blocks, -(-blocks // (width * height)), 1, 0, width, height)
+
+
+def _in_eights(cells: int) -> int:
+    """Returns the largest multiple of 8 that is at most `cells`; `cells` itself if there are fewer than 8."""
+    return cells - cells % 8 if cells > 8 else cells
 
 
 @dataclass(slots=True)
@@ -85,6 +97,7 @@ class BlockMap(LinePanel):
     """Arrows move over the cells, Enter zooms to one block per cell and then opens a block, c changes the colouring."""
 
     TITLE = "KV blocks"
+    NUMBERS = False  # each cell has the number of its block, if there is room
     help_text = paragraphs("""\
 The pool of KV memory, one cell per block. A block holds the keys and values of 16 tokens, for all layers. A free block
 is unused. An active block belongs to one request. A shared block is read by several requests whose texts begin with
@@ -131,8 +144,10 @@ its block. A larger pool avoids the first two. A dash stands for figures that th
         above, legend = _lay_out(entries, width, 0 if self.frame == "none" else width - 4)
         if above:
             head.append(Row().extend(above).done(width))
-        if height > len(head) + 1:
-            head.append(occupancy.waste(view, width).done(width))
+        numbered = self._grid(view, width, height - len(head)).digits
+        if height > len(head) + 1 and self._grid(view, width, height - len(head) - 1).digits == numbered:
+            ruled = self.NUMBERS and not numbered
+            head.append((_ruler(view.shown.total, width) if ruled else occupancy.waste(view, width)).done(width))
         map_height = height - len(head)
         if map_height < 1:
             return Picture(head[:height], legend=[])
@@ -143,6 +158,8 @@ its block. A larger pool avoids the first two. A dash stands for figures that th
             self.grid = spaced
         rows = self._map_rows(view, layer or self._by_state(view), width)
         note: list[Run] = [("colour by ", "dim"), (MODES[self.mode], "ink"), (" · c", "dim")]
+        if self.NUMBERS:
+            note = []  # in a lesson, c is a prediction
         title = "KV blocks"
         if self.grid.k > 1:
             title += f" · 1 cell = {self.grid.k} blocks"
@@ -164,7 +181,7 @@ its block. A larger pool avoids the first two. A dash stands for figures that th
         room = width * height
         if self.zoomed_at is None:
             used = self._used_part(view, room) if total > room else total
-            return grid(used, width, height)
+            return grid(used, width, height, numbered=self.NUMBERS)
         first = max(1, min(self.zoomed_at, total - room + 1))
         return grid(total - first + 1, width, height, first=first, one_each=True)
 
@@ -219,7 +236,7 @@ its block. A larger pool avoids the first two. A dash stands for figures that th
             self._cell_rows = [()] * rows
         stale = np.ones(rows, bool) if not same else (cells != self._cells).any(1)
         for y in np.flatnonzero(stale):
-            self._cell_rows[y] = _runs(cells[y], layer.looks, g, width)
+            self._cell_rows[y] = _runs(cells[y], layer.looks, g, width, g.first + int(y) * g.per_row)
         self._cells, self._looks = cells, layer.looks
         out = list(self._cell_rows)
         if self._spread():
@@ -354,8 +371,8 @@ its block. A larger pool avoids the first two. A dash stands for figures that th
         self.repaint()
 
 
-def _runs(cells: np.ndarray, looks: list[tuple[str, str]], g: Grid, width: int) -> Runs:
-    """Returns one line of cells; equal neighbours become one run.
+def _runs(cells: np.ndarray, looks: list[tuple[str, str]], g: Grid, width: int, first: int) -> Runs:
+    """Returns one line of cells, of the blocks from `first` on; equal neighbours become one run.
 
     The value of a cell is code*8 + glow*2 + marked. A glow of 3 marks the cursor, or the block that is read.
     A negative value ends the line.
@@ -378,7 +395,9 @@ def _runs(cells: np.ndarray, looks: list[tuple[str, str]], g: Grid, width: int) 
         if g.gap:
             # A digit stands once in a wide cell: "33" would read as thirty-three.
             cell = glyph.ljust(g.cell) if glyph.isdigit() else glyph * g.cell
-            for _ in range(end - start):
+            for at in range(start, end):
+                if g.digits:
+                    cell = f"{glyph}{first + at}".ljust(g.cell)
                 runs += [(cell, style), (" " * g.gap, "ink")]
         else:
             runs.append((glyph * (end - start), style))
@@ -390,6 +409,15 @@ def _runs(cells: np.ndarray, looks: list[tuple[str, str]], g: Grid, width: int) 
     if used < width:
         runs.append((" " * (width - used), "ink"))
     return Line(runs)
+
+
+def _ruler(blocks: int, width: int) -> Row:
+    """Returns the numbers of the first block, and of each eighth after it, above cells that are one cell wide."""
+    row = Row()
+    for number in range(1, blocks + 1, 8):
+        if row.width < number and number - 1 + len(str(number)) <= width:
+            row.to(number - 1).add(str(number), "dim")
+    return row
 
 
 def _letter(name: str, index: int) -> str:

@@ -21,6 +21,12 @@ from minitui.tui.widgets.tree_blocks import NodeBlocks
 from minitui.tui.widgets.wire import WireLines
 
 
+class NumberedBlocks(BlockMap):
+    """The block map with the number of each block, because the texts of lessons name blocks by their numbers."""
+
+    NUMBERS = True
+
+
 class Runs(SideBySide):
     """Two runs. The arrow keys turn pages here, so the panel does not name its keys."""
 
@@ -38,7 +44,7 @@ class RunsInSteps(Runs):
 
 
 PANELS: dict[str, type[LinePanel]] = {
-    "step": StepBar, "attention": Attention, "slot": KeySlot, "map": BlockMap, "table": BlockTable,
+    "step": StepBar, "attention": Attention, "slot": KeySlot, "map": NumberedBlocks, "table": BlockTable,
     "lanes": BatchLanes, "tree": RadixTree,
     "timings": StepTimings, "events": Events, "occupancy": Occupancy, "pieces": TextPieces, "runs": Runs,
     "runs-steps": RunsInSteps,
@@ -48,9 +54,10 @@ PANELS: dict[str, type[LinePanel]] = {
 # Rows of these panels; on a narrow screen, all other panels have PANEL_ROWS. The timings need 10 for their tracks.
 HEIGHTS = {
     "step": 4, "occupancy": 2, "timings": 10, "candidates": 11, "attention": 12, "slot": 6, "costs": 12, "gpu": 12,
-    "runs": 13, "runs-steps": 13,
+    "runs": 13, "runs-steps": 13, "blocks": 10,
 }  # fmt: skip
 TALL = ("attention", "costs", "gpu", "runs", "runs-steps")  # on a wide screen, these panels have its height
+LIVE = ("map", "occupancy")  # before an experiment has run, these panels show the pool as it is
 PANEL_ROWS = 9
 MIN_PANEL_ROWS = 5  # below the text, a panel with nothing to show is hidden if fewer rows are left
 # Panel -> the panel under it. A narrow screen shows only the first of the two.

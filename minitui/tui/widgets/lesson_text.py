@@ -91,7 +91,7 @@ class LessonText(ScrollPanel):
     ]
 
     TITLE = "Text"
-    _follow = False
+    _aim = ""  # what the next paint scrolls to: "end" or "experiment"
     _height = 0  # at the last paint
 
     def __init__(self, reading: Reading, *, id: str | None = None) -> None:
@@ -100,16 +100,25 @@ class LessonText(ScrollPanel):
 
     def follow(self) -> None:
         """Scroll to the end at the next paint, to show new lines."""
-        self._follow = True
+        self._aim = "end"
+
+    def to_experiment(self) -> None:
+        """Scroll at the next paint until the prediction, or the result if there is none, is the first line shown. Lines
+        above stay in sight if there is room."""
+        self._aim = "experiment"
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         reading = self.reading
-        lines = page_lines(reading, min(width, MAX_TEXT_WIDTH))
+        columns = min(width, MAX_TEXT_WIDTH)
+        lines = page_lines(reading, columns)
         rows = [Row(text, style).done(width) for text, style in lines]
-        # A panel has appeared: show the last lines, except where the first closing question is chosen.
-        shrunk = height < self._height and reading.panel_has_content
-        if self._follow or (shrunk and (reading.page is not None or reading.question)):
-            self.top, self._follow = len(rows), False
+        if height < self._height and reading.panel_has_content and not self._aim:  # a panel has appeared
+            self._aim = "experiment" if reading.page is not None else "end" if reading.question else ""
+        if self._aim:
+            self.top = len(rows)
+            if self._aim == "experiment" and reading.page is not None:
+                self.top = len(_text_lines(reading.page, columns)) + 1
+            self._aim = ""
         self._height = height
         shown, below = self.window(rows, height)
         title = f"{reading.lesson.name} {glyphs().middot} {reading.at + 1} of {reading.pages}"
@@ -142,7 +151,7 @@ def page_lines(reading: Reading, width: int) -> list[tuple[str, str]]:
     page = reading.page
     if page is None:
         return _closing(reading, width)
-    lines = [(page.title, "bold hit"), ("", "ink"), *((line, "ink") for line in paragraphs(page.text, width))]
+    lines = _text_lines(page, width)
     seen = reading.seen.get(reading.at)
     if page.predict is not None:
         lines.append(("", "ink"))
@@ -173,6 +182,11 @@ def page_lines(reading: Reading, width: int) -> list[tuple[str, str]]:
         path, _, name = page.code.partition(":")
         lines += [("", "ink"), (f"v: {path.replace('.', '/')}.py  {name}".rstrip(), "dim")]
     return lines
+
+
+def _text_lines(page: Page, width: int) -> list[tuple[str, str]]:
+    """Returns the title and the text of a page. A blank line follows, then the prediction or the result."""
+    return [(page.title, "bold hit"), ("", "ink"), *((line, "ink") for line in paragraphs(page.text, width))]
 
 
 def _verdict(predicted: int | None, right: int) -> str:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from minitui.text import ms
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
 from minitui.tui.widgets.rows import Row, Run, Runs, fit, legend, wrapped
-from minitui.tui.widgets.tracks import STYLES, Scale, mark, ruler, track
+from minitui.tui.widgets.tracks import KERNELS, PAUSES, STYLES, Scale, mark, ruler, track
 from minitui.viewmodel.board import RecordedRun, RecordedRuns
 from minitui.viewmodel.model import View
 from minitui.viewmodel.spans import Span, Timeline
 
 LABEL = 15  # cells: the name of a run, and of its track
 NAMES = ("plan", "launch", "wait", "commit")
-PAUSES = "mixed"  # drawn like a step of this kind: kernels with pauses between them
 
 
 class HostAndDevice(LinePanel):
@@ -39,7 +38,7 @@ between the kernels: the line below says how much of the time at least one kerne
                 break
             rows += group
         key = legend(
-            *((mark(kind), STYLES[kind], kind) for kind in NAMES), (mark("decode"), STYLES["decode"], "kernels"),
+            *((mark(kind), STYLES[kind], kind) for kind in NAMES), (mark(KERNELS), STYLES[KERNELS], "kernels"),
             (mark(PAUSES), STYLES[PAUSES], "with pauses"),
         )  # fmt: skip
         return Picture(rows, board.title, legend=key)
@@ -56,8 +55,7 @@ def _group(name: str, span: float, runs: tuple[RecordedRun, ...], until: float, 
         host, device = (_clipped(spans, begin, shown) for spans in (
             line.host(line.first, line.last), line.device(line.first, line.last)
         ))  # fmt: skip
-        if run.pauses:
-            device = [span._replace(kind=PAUSES) for span in device]
+        device = [span._replace(kind=PAUSES if run.pauses else KERNELS) for span in device]
         for label, spans in ((f"{fit(run.name, 8)}host", host), ("        device", device)):
             cells: list[Run] = track(spans, scale, None, _labels)
             rows.append(Row(fit(label, LABEL), "ink").extend(cells).done(width))
@@ -74,6 +72,5 @@ def _clipped(spans: list[Span], begin: float, end: float) -> list[Span]:
 
 
 def _labels(span: Span) -> list[str]:
-    names = {"decode": "kernels", PAUSES: "kernels and pauses"}
-    name = names.get(span.kind, span.kind)
+    name = "kernels and pauses" if span.kind == PAUSES else span.kind
     return [f"{name} {ms(span.ms)}", name]

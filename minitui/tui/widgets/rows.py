@@ -65,6 +65,17 @@ def clip(text: str, width: int) -> str:
     return text if cells(text) <= width else fit(text, width, glyphs().dots).rstrip()
 
 
+def whole_words(text: str, width: int) -> str:
+    """Returns `text` with at most `width` cells: a longer text ends after a whole word, with dots."""
+    if cells(text) <= width:
+        return text
+    dots = glyphs().dots
+    kept = clip(text, width).removesuffix(dots)
+    if not text[len(kept) :].startswith(" "):
+        kept = kept.rpartition(" ")[0] or kept
+    return kept.rstrip() + dots
+
+
 class Row:
     """Builds one row from left to right; consecutive texts with the same style become one run."""
 

@@ -26,6 +26,7 @@ LARGE_FROM = 15  # rows: a panel of this height shows the charts and the slowest
 SLOWEST = 10
 SPANS = (200, 1_000, 5_000, 32_768)  # the numbers of steps that the large form can show
 FIGURE = 7  # cells
+LEAST_TRACK = 12  # cells
 
 
 class StepTimings(LinePanel):
@@ -94,7 +95,7 @@ back in time to the chosen step.""")
         title = f"Timings · {unit}, {t.steps:,} steps in {t.seconds:.1f} s" if t.steps else "Timings · ms"
         g = glyphs()
         key = legend(
-            (g.busy, "hit", "plan, launch, commit"), (g.busy, "decode", "decode"),
+            (g.commit, "hit", "plan, launch, commit"), (g.busy, "decode", "decode"),
             (g.prompt, "prefill", "with prefill"),
         )  # fmt: skip
         return Picture(rows[:height], title=title, legend=key if tracks and t.device_ms is not None else [])
@@ -206,7 +207,10 @@ back in time to the chosen step.""")
         device_text = f" {ms(t.device_ms)} ms, busy at most {100 * t.device_busy:.0f} %"
         room = width - LABEL - max(len(host_text), len(device_text)) - 1
         steps = [row for row in t.recent if row.wall_ms is not None and row.ended is not None]
-        if room < 12 or not steps:
+        if room < LEAST_TRACK:  # the tracks need the place of the device's share
+            device_text = f" {ms(t.device_ms)} ms per step"
+            room = width - LABEL - max(len(host_text), len(device_text)) - 1
+        if room < LEAST_TRACK or not steps:
             return [host.add(host_text.strip()).done(width), device.add(device_text.strip()).done(width)]
         steps = steps[-max(2, room // 9) :]
         above, below = _draw(steps, room)
@@ -290,6 +294,6 @@ def _draw(steps: list[StepRow], room: int) -> tuple[list[Run], list[Run]]:
             x = int(started * scale)
             if 0 < x < room and device[x - 1] == cell:
                 device[x - 1] = (g.edge, cell[1])
-        fill(host, begin, begin + planned, (g.busy, "hit"))
-        fill(host, end - (row.commit_ms or 0.0), end, (g.busy, "hit"))
+        fill(host, begin, begin + planned, (g.commit, "hit"))
+        fill(host, end - (row.commit_ms or 0.0), end, (g.commit, "hit"))
     return host, device

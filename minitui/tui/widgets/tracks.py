@@ -14,11 +14,12 @@ from minitui.viewmodel.spans import Span
 
 UNKNOWN = "unknown"  # a device that does not report its time
 STEP = "step"  # the time between two arrivals
+KERNELS, PAUSES = "kernels", "pauses"  # a device without, and with pauses between the kernels of a step
 STYLES = {
     "commit": "hit", "emit": "pool", "gate": "waiting", "plan": "running", "launch": "owner-6", "wait": "dim",
     "unaccounted": "dim", "idle": "dim", "gc": "bad", "delayed": "bad", "stop": "bad", "decode": "decode",
     "mixed": "prefill", "prefill": "prefill", "queued": "dim", "preempted": "bad", "finished": "good",
-    "drafts": "hit", "stall": "bad", UNKNOWN: "dim", STEP: "faint",
+    "drafts": "hit", "stall": "bad", UNKNOWN: "dim", STEP: "faint", KERNELS: "decode", PAUSES: "prefill",
 }  # fmt: skip
 PLAIN = ("dim", "faint")  # labels in these colours are drawn without a background
 TICK = 12  # cells: the least distance of two ticks of the scale
@@ -64,6 +65,7 @@ def mark(kind: str, request: bool = False) -> str:
         "commit": g.commit, "emit": g.emit, "gate": g.gate, "plan": g.plan, "launch": g.launch, "wait": g.wait,
         "unaccounted": g.unaccounted, "idle": " ", "gc": g.gc, "delayed": g.delayed, "stop": g.stop,
         "decode": g.busy, "mixed": g.prompt, "prefill": g.prompt, UNKNOWN: g.dash, STEP: " ",
+        KERNELS: g.kernels, PAUSES: g.pauses,
     }[kind]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from engine.trace.views import NodeView
 from minitui.text import count, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected, typed
-from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, legend, wrapped
+from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, legend, whole_words, wrapped
 from minitui.viewmodel.eviction import is_under_pressure, pressure_words
 from minitui.viewmodel.model import View
 from minitui.viewmodel.tree import TreeRow
@@ -139,7 +139,8 @@ large panel (z) also has the whole text of the selected node.""")
         columns = self._columns(width)
         end = width - sum(w for _, w in columns)
         style = "bold accent" if is_selected else "bold ink" if glow == 2 else "ink" if node.users else "dim"
-        row.add(fit(clean(node.text), max(0, end - row.width - 1), g.dots), style + ground)
+        room = max(0, end - row.width - 1)
+        row.add(fit(whole_words(clean(node.text), room), room, g.dots), style + ground)
         cells = {
             "tokens": (short(node.tokens), "ink" if glow < 2 else "bold running"),
             "users": (str(node.users) if node.users else "", "running"),

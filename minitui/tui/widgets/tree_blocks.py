@@ -5,7 +5,7 @@ from __future__ import annotations
 from minitui.text import count
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
-from minitui.tui.widgets.rows import Row, Run, Runs, fit, legend, wrapped
+from minitui.tui.widgets.rows import Row, Run, Runs, fit, legend, whole_words, wrapped
 from minitui.viewmodel.board import TreeBlocks, TreeLine
 from minitui.viewmodel.model import View
 from minitui.visible import visible_line
@@ -54,11 +54,12 @@ def _node(node: TreeLine, width: int) -> list[Runs]:
     """Returns the rows of a node: more than one if its blocks do not fit."""
     indent = 2 * node.depth
     lines: list[Runs] = []
-    row = Row(" " * indent + fit(visible_line(node.name), max(8, NAME - indent), glyphs().dots) + " ", "hit")
+    room = max(8, NAME - indent)
+    row = Row(" " * indent + fit(whole_words(visible_line(node.name), room), room) + " ", "hit")
     left = row.width
     for number, state in node.blocks:
         if row.width + CELL > width and row.width > left:
             lines.append(row.done(width))
             row = Row().to(left)
-        row.add(f"{sign(state)}{number:>3}", STYLES[state]).add(" ")
+        row.add(f"{sign(state)}{number}".rjust(CELL - 1), STYLES[state]).add(" ")
     return [*lines, row.done(width)]
