@@ -288,7 +288,8 @@ def test_the_radix_lesson_tells_why_a_hit_ended_and_what_an_eviction_was_for(out
     assert cached == at // 16 * 16 < at < prompt
     panel = result.beside["What is evicted, and when"]["80x24"]
     needed, free = (int(number) for number in re.findall(r"C needs (\d+) blocks; (\d+) of", panel)[0])
-    lost = {line.split()[1].lstrip("…"): line.count("×") for line in panel.split("\n") if "sys " in line}
+    rows = ((re.search(r"(Alpha|Bravo|Charlie) is", line), line.count("×")) for line in panel.split("\n"))
+    lost = {name[1]: blocks for name, blocks in rows if name is not None}
     assert lost["Bravo"] >= 3 and lost["Alpha"] >= 1 and sum(lost.values()) == needed - free, panel
 
 
@@ -393,7 +394,8 @@ def derived(one: Lesson, question: int, panel: str) -> set[str]:
         slots = {block * size + int(filled) for block in known}
         return {str(size - int(filled)), str(int(tokens) + 1), *map(str, slots)}
     if one.number == 2:  # the quotient of two p50
-        p50 = {line.split("  ")[0]: float(line.split()[3]) for line in panel.split("\n") if " only " in line}
+        only = [line.replace(",", "") for line in panel.split("\n") if " only " in line]
+        p50 = {line.split("  ")[0]: float(line.split()[3]) for line in only}
         return {f"{p50['prefill only'] / p50['decode only']:.0f}"}
     if one.number == 9:
         return {str(n // size) for n in known if n and n % size == 0}

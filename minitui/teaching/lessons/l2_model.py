@@ -76,7 +76,7 @@ async def many_or_one(stage: Stage) -> Seen:
         ("ms of a single token", ms(one), ms(one_there)), ("times as long", f"{one / each:.1f}", f"{ratio:.0f}"),
     )  # fmt: skip
     return Seen(
-        "\n".join(f"   {name:<23}{here:>16}{there:>21}" for name, here, there in rows_of_table)
+        "\n".join(f"   {name:<20}{here:>16}{there:>21}" for name, here, there in rows_of_table)
         + f"\n\nQwen3 ran on the {GPU.name}. There, a step with a single token reads as many weights as the step of "
         "the prompt. The next two pages show such steps.",
         0 if ratio < 2 else 1 if ratio < 50 else 2,

@@ -29,9 +29,7 @@ async def two_tables(stage: Stage) -> Seen:
     size = stage.source.info["block_size"]
     computed = [stage.state().computed(stage.request(session)) for session in sessions]
     rows = (("step", range(1, LISTED + 1)), ("its tokens", [n for n, _ in seen]), ("its blocks", [n for _, n in seen]))
-    steps = "\n".join(
-        f"   {name:<12}" + "".join(f"{n:>4}" for n in numbers[:LISTED]) for name, numbers in rows
-    )
+    first_steps = "\n".join(f"   {name:<12}" + "".join(f"{n:>4}" for n in values[:LISTED]) for name, values in rows)
     lines = [
         f"   {name}  {n} tokens in {len(table)} blocks: {' '.join(map(str, table))}"
         for name, n, table in zip(("first ", "second"), computed, tables, strict=True)
@@ -39,7 +37,7 @@ async def two_tables(stage: Stage) -> Seen:
     waste = sum(len(table) * size - n for n, table in zip(computed, tables, strict=True))
     lines.append(f"   empty slots at the ends of the two last blocks: {waste}")
     return Seen(
-        f"The first chat, step by step:\n\n{steps}\n\nBoth chats at the end:\n\n" + "\n".join(lines)
+        f"The first chat, step by step:\n\n{first_steps}\n\nBoth chats at the end:\n\n" + "\n".join(lines)
         + "\n\nEach chat took the next free block when it needed a block. So the blocks of a chat are not in order.",
         {2: 0, 3: 1, 4: 2}.get(next(step for step, (_, blocks) in enumerate(seen, 1) if blocks > 1)),
     )  # fmt: skip

@@ -313,7 +313,7 @@ LESSON = Lesson(
             nothing. `minitui inspect --connect` shows a vLLM with a model.
             """,
             panel="runs-steps",
-            code="minitui.vllm.scheduler:Recorder.scheduled",
+            code="minitui.vllm.recorder:Recorder.scheduled",
             run=same_load,
         ),
     ),

@@ -37,7 +37,7 @@ the left are the positions of the queries, the numbers above the positions of th
         label = max(len("query"), len(str(start + queries - 1))) + 1
         keys = start + queries
         rows, per_row, per_cell = triangle(start, queries, max(1, width - label), max(1, height - 2))
-        body = [Row("query".ljust(label), "dim").extend(_axis(start, keys, per_cell)).done(width)]
+        body = [Row("query".ljust(label), "dim").extend(_axis(start, keys, per_cell, width - label)).done(width)]
         for i, marks in enumerate(rows):
             line = Row(str(start + i * per_row).rjust(label - 1), "dim").add(" ")
             body.append(line.extend(marks).done(width))
@@ -50,15 +50,17 @@ the left are the positions of the queries, the numbers above the positions of th
         return Picture(body[:height], title, legend=key)
 
 
-def _axis(start: int, keys: int, per_cell: int) -> Runs:
-    """Returns the positions of the first key, of the first key of this step, and of the last key, in their columns."""
+def _axis(start: int, keys: int, per_cell: int, room: int) -> Runs:
+    """Returns the positions of the first key, of the first key of this step, and of the last key, each above its column
+    or, without room, to the left of it."""
     columns = -(-keys // per_cell)
     row = Row("key 0" if columns > AXIS_CELLS else "0", "dim")
     last = str(keys - 1)
-    if start and row.width < (at := start // per_cell) < columns - len(last) - len(str(start)):
+    end = min(columns - 1, room - len(last))
+    if start and row.width < (at := start // per_cell) and at + len(str(start)) < end:
         row.to(at).add(str(start), "dim")
-    if row.width < columns - len(last):
-        row.to(columns - len(last)).add(last, "dim")
+    if row.width < end:
+        row.to(end).add(last, "dim")
     return tuple(row.runs)
 
 

@@ -56,7 +56,7 @@ HEIGHTS = {
     "step": 4, "occupancy": 2, "timings": 10, "candidates": 11, "attention": 12, "slot": 6, "costs": 12, "gpu": 12,
     "runs": 13, "runs-steps": 13, "blocks": 10,
 }  # fmt: skip
-TALL = ("attention", "costs", "gpu", "runs", "runs-steps")  # on a wide screen, these panels have its height
+TALL = ("attention", "blocks", "costs", "gpu", "runs", "runs-steps")  # on a wide screen, these panels have its height
 LIVE = ("map", "occupancy")  # before an experiment has run, these panels show the pool as it is
 PANEL_ROWS = 9
 MIN_PANEL_ROWS = 5  # below the text, a panel with nothing to show is hidden if fewer rows are left
