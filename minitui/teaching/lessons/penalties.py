@@ -54,8 +54,8 @@ async def compare_penalties(stage: Stage) -> Seen:
     return Seen(
         f"All four replies began with {listed([names[token] for token in written])}. Then the next word had these "
         "probabilities:\n\n" + "\n".join(lines) + "\n\n"
-        f"presence_penalty divided “{names[often]}” and “{names[once]}” by the same factor: the number of occurrences "
-        f"does not count. frequency_penalty divided “{names[often]}” by more, because this word occurred "
+        f"presence_penalty lowered “{names[often]}” and “{names[once]}” by the same factor: the number of occurrences "
+        f"does not count. frequency_penalty lowered “{names[often]}” by more, because this word occurred "
         f"{_times(times[often])}. repetition_penalty does not count occurrences, either; its effect depends on the "
         f"score. It also applies to words of the prompt, here “{listed(in_prompt)}”. The word “{names[never]}” has not "
         "occurred in the reply, so its share grew.",
@@ -69,7 +69,7 @@ def _times(n: int) -> str:
 
 async def _same_reply(stage: Stage, ids: list[int], words: tuple[int, ...]) -> tuple[list[int], dict[str, Shares]]:
     """Returns words that the replies of all penalties begin with, and the probabilities of the word after them, by
-    penalty. Of the three words, one occurred several times, one less often, and one not yet."""
+    penalty. Of the three words, one occurred several times, one once, and one not yet."""
     for seed in range(SEEDS):
         replies = {}
         for name, penalty in PENALTIES.items():
