@@ -64,7 +64,7 @@ def _compressed(fields: Fields, raw: dict[str, Any]) -> Packing:
         if how.get("actorder") not in (None, False, "weight", "static"):
             raise _error(fields, f"actorder {shown(how['actorder'])}", "null, 'static' or 'weight'")
         size = _group(inner, how) if strategy == "group" else 0
-        return Packing("compressed-tensors", bits, size, strategy=strategy, symmetric=inner.flag("symmetric", True))
+        return Packing("compressed-tensors", bits, size, symmetric=inner.flag("symmetric", True))
     whole = form in ("float-quantized", "int-quantized", "naive-quantized") and kind in ("float", "int")
     if whole and bits == 8 and inner.flag("symmetric", True) and strategy in ("tensor", "channel", "block"):
         block = _block(inner, how.get("block_structure")) if strategy == "block" else None

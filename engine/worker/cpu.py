@@ -13,12 +13,13 @@ from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.progress import Progress
 from engine.worker.cpu_decode import CPUDecode
+from engine.worker.eager import Eager
 from engine.worker.few_rows import FewRows
 from engine.worker.inputs import Draws
 from engine.worker.launch import LaunchedStep
 from engine.worker.loaded import LoadedModel
 
-MOST_TOKENS = 48  # in larger steps arithmetic dominates call overhead, so the eager executor is as fast
+MOST_TOKENS = 48  # in larger steps arithmetic dominates call overhead
 
 
 class CPUDecodeSteps:
@@ -31,21 +32,25 @@ class CPUDecodeSteps:
         self._loaded, self._batch = loaded, loaded.batch
         model, kind, size = loaded.model, loaded.quantization, loaded.block_size
         self._few: FewRows | None = None
+        self._prompts: Eager | None = None
         self._decode: CPUDecode | None = None
         if loaded.dtype == loaded.kv_dtype == torch.float32:
             if not FewRows.why_not(model.config, kind, size):
                 self._few = FewRows(model, loaded.pool, kind, size, loaded.max_model_len)
+                self._prompts = Eager(loaded, model=self._few)
             elif CPUDecode.supports(model):
                 self._decode = CPUDecode(model, loaded.pool)
         assert isinstance(loaded.attention, TorchAttention), "a CPU has no other attention backend"
         self._attention = loaded.attention
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
-        """Run a step that only decodes. Returns None for other steps, large steps and models without support."""
+        """Run a step. Returns None for models without support, and for steps in which Eager is as fast."""
         if self._decode is None and self._few is None:
             return None
         if plan.num_decoding < len(plan.rows) or plan.num_tokens > MOST_TOKENS:
-            return None
+            if self._few is None or self._prompts is None or plan.num_tokens > self._few.most_rows:
+                return None
+            return self._prompts.launch(plan, grammars)
         started = time.perf_counter()
         self._batch.apply(plan)
         logits, draws = self.decode(plan)
@@ -76,7 +81,7 @@ class CPUDecodeSteps:
         if (tokens < 0).any():
             tokens = np.where(tokens < 0, batch.last_token.numpy()[rows], tokens)
         if self._few is not None:
-            logits = self._few.logits(tokens, positions, slots, tables)
+            logits = self._few.step(tokens, positions, slots, tables)
         else:
             assert self._decode is not None
             logits = self._decode.logits(tokens, positions, slots, self._attention)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from engine.attention.base import ForwardMeta
+from engine.attention.base import AttentionBackend, ForwardMeta
+from engine.attention.kv_pool import KVPool
 from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.progress import Progress
@@ -20,11 +22,24 @@ from engine.worker.sampler import Logprobs, pick_logprobs
 LOGPROB_ROWS = 256  # for prompt logprobs: number of positions whose logits are in memory at the same time
 
 
+class Computes(Protocol):
+    """The methods of a Decoder (engine/model/decoder.py) that a step needs."""
+
+    def forward(
+        self, token_ids: torch.Tensor, meta: ForwardMeta, attention: AttentionBackend, pool: KVPool
+    ) -> torch.Tensor: ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
 class Eager:
     """Runs any step: inputs, forward pass, sampling."""
 
-    def __init__(self, loaded: LoadedModel, on_progress: Progress | None = None) -> None:
-        self._loaded = loaded
+    def __init__(
+        self, loaded: LoadedModel, on_progress: Progress | None = None, model: Computes | None = None
+    ) -> None:
+        """`model`: computes what the decoder computes, faster; None: the decoder."""
+        self._loaded, self._model = loaded, model or loaded.model
         self._batch = loaded.batch
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep:
@@ -81,11 +96,11 @@ class Eager:
         """
         loaded = self._loaded
         loaded.attention.plan(inputs.meta)
-        hidden = loaded.model.forward(inputs.token_ids, inputs.meta, loaded.attention, loaded.pool)
+        hidden = self._model.forward(inputs.token_ids, inputs.meta, loaded.attention, loaded.pool)
         prompt_logprobs = self._prompt_logprobs(plan, inputs, hidden)
         if inputs.sampled_hidden is not None:
             hidden = hidden.index_select(0, self._batch.upload(inputs.sampled_hidden))
-        return loaded.model.logits(hidden), prompt_logprobs
+        return self._model.logits(hidden), prompt_logprobs
 
     def _prompt_logprobs(self, plan: StepPlan, inputs: Inputs, hidden: torch.Tensor) -> dict[int, PromptLogprobs]:
         """Returns {entry: logprobs of the prompt tokens that the entry's chunk predicts}.
@@ -98,7 +113,7 @@ class Eager:
             parts = []
             for first in range(0, len(tokens), LOGPROB_ROWS):
                 part = np.array(tokens[first : first + LOGPROB_ROWS], dtype=np.int64)
-                logits = self._loaded.model.logits(hidden[at + first : at + first + len(part)])
+                logits = self._model.logits(hidden[at + first : at + first + len(part)])
                 logits = logits if logits.dtype == torch.float64 else logits.float()
                 parts.append(pick_logprobs(logits.log_softmax(-1), self._batch.upload(part), top))
             if parts:

@@ -1,19 +1,25 @@
-"""Steps of few tokens on a CPU with compiled kernels (engine/kernels/cpu/): all layers in one call.
+"""Steps on a CPU with compiled kernels (engine/kernels/cpu/): of decodes, all layers in one call.
 
-Computes the same as Decoder.forward and Decoder.logits (engine/model/decoder.py). A layer has 6 kernels:
+Computes the same as Decoder.forward and Decoder.logits (engine/model/decoder.py). A layer of a decode has 6 kernels:
 
     norm + qkv | q/k norm + rope + store | attention | output + residual | norm + gate/up | silu + down + residual
+
+In a step with prompts, torch computes the attention. Kernels that can multiply any number of rows then take f(x), which
+is "norm" or "silu" above, from a kernel of its own (engine/kernels/cpu/grouped.py).
 """
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from typing import Any
 
 import numpy as np
 import torch
 
+from engine.attention.base import AttentionBackend, ForwardMeta
 from engine.attention.kv_pool import KVPool
+from engine.model.bf16_pairs import Bf16Pairs
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder, DenseMLP
 from engine.model.four_bits import Int4Weight
@@ -24,45 +30,86 @@ KERNELS = {  # kind of weights -> kernels for the matrices of the layers, and fo
     "none": ("float32", "float32"), "bf16": ("bfloat16", "bfloat16"), "int8": ("int8", "int8"),
     "int4": ("int4", "int8"),
 }  # fmt: skip
-KEPT_SIZES = 8  # buffers are kept for at most this many different numbers of rows
+MOST_ROWS = 48  # of a step whose kernels each round all rows in every thread
 
 
 class Buffers:
-    """Activations of R rows, and the calls of all kernels on them."""
+    """Activations of at most `rows` rows, and scratch memory of the kernels."""
 
     def __init__(self, rows: int, decoder: Decoder, threads: int, max_length: int) -> None:
         from engine.kernels.cpu.product import scratch_floats
 
         config, dim = decoder.config, decoder.config.head_dim
+        self.rows = rows
         self.residual = torch.empty(rows, config.hidden_size)
         self.qkv = torch.empty(rows, (config.num_heads + 2 * config.num_kv_heads) * dim)
-        self.q = torch.empty(rows, config.num_heads * dim)
-        self.attended = torch.empty_like(self.q)
+        self.q = torch.empty(rows, config.num_heads, dim)
+        self.attended = torch.empty(rows, config.num_heads * dim)
         self.gate_up = torch.empty(rows, 2 * config.intermediate_size)
         self.positions, self.slots, self.lengths = (np.zeros(rows, dtype=np.int64) for _ in range(3))
         widest = max(config.hidden_size, config.intermediate_size, config.num_heads * dim)
-        self.each = max(scratch_floats(rows, widest), max_length + 16)
+        few = min(rows, MOST_ROWS)  # kernels that round rows for all threads have scratch memory of their own
+        self.each = max(scratch_floats(few, widest), max_length + 16)
         self.scratch = torch.empty(threads, self.each)
-        self.functions = np.zeros(0, dtype=np.int64)
-        self.calls = np.zeros((0, 0), dtype=np.int64)
+        self.rounded = torch.empty(scratch_floats(rows, widest) if rows > MOST_ROWS else 0)
+
+
+class Calls:
+    """The calls of kernels for a decoder, in order. The number of rows is a field of each; 0: a field that changes."""
+
+    def __init__(self, kernels: Any) -> None:
+        from engine.kernels.cpu.library import FIELDS
+
+        self._kernels, self._width = kernels, FIELDS
+        self._names: list[str] = []
+        self._fields: list[list[int]] = []
+        self._of_rows: list[int] = []  # which field of each call has the number of rows
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def add(self, name: str, fields: list[Any], rows: int) -> None:
+        self._names.append(name)
+        self._fields.append([_number(field) for field in fields])
+        self._of_rows.append(rows)
+
+    def finish(self) -> None:
+        self.functions = np.array([self._kernels.address(name) for name in self._names], dtype=np.int64)
+        self.fields = np.zeros((len(self), self._width), dtype=np.int64)
+        for call, fields in zip(self.fields, self._fields, strict=True):
+            call[: len(fields)] = fields
+        self._at = np.arange(len(self)), np.array(self._of_rows)
+
+    def set_rows(self, rows: int) -> None:
+        self.fields[self._at] = rows
+
+    def run(self, first: int, end: int, threads: int) -> None:
+        self._kernels.run(self.functions[first:end], self.fields[first:end], threads)
 
 
 class FewRows:
-    """Runs steps of a Decoder with dense MLPs, float32 activations and a float32 KV cache."""
+    """Runs steps of a Decoder with dense MLPs, float32 activations and a float32 KV cache.
+
+    `step` runs decodes. `forward` and `logits` do what those of the Decoder do, for steps with prompts.
+    """
 
     def __init__(
         self, decoder: Decoder, pool: KVPool, quantization: str, block_size: int, max_length: int
     ) -> None:
-        from engine.kernels.cpu.library import model_kernels
+        from engine.kernels.cpu.library import GROUPED, model_kernels
 
         self._decoder, self._pool, self._max_length = decoder, pool, max_length
-        self._kernels = model_kernels(_shapes(decoder.config, _products(quantization, decoder), block_size))
-        self._threads = torch.get_num_threads()
         self._products = _products(quantization, decoder)
+        self._kernels = model_kernels(_shapes(decoder.config, self._products, block_size))
+        self._threads = torch.get_num_threads()
+        self._any_rows = self._products[0] in GROUPED
+        self._after = 6 if self._any_rows else 3  # calls of a layer after its attention, in a step with prompts
         widths = decoder.layers[0].qkv.shape[0], decoder.config.mlp_width, decoder.head.shape[0]
         self._no_bias = torch.zeros(max(decoder.config.hidden_size, *widths))
         self._windows = [decoder.config.window(i) for i in range(decoder.config.num_layers)]
-        self._buffers: dict[int, Buffers] = {}
+        self._buffers = Buffers(MOST_ROWS, decoder, self._threads, max_length)
+        self._few = self._calls(self._buffers, False)
+        self._many_buffers, self._many = self._buffers, self._few
 
     @staticmethod
     def why_not(config: ModelConfig, quantization: str, block_size: int) -> str:
@@ -75,35 +122,80 @@ class FewRows:
 
         return why_not(_shapes(config, KERNELS[quantization], block_size))
 
-    def logits(self, tokens: np.ndarray, positions: np.ndarray, slots: np.ndarray, tables: np.ndarray) -> torch.Tensor:
-        """Returns the logits [R, V] of R tokens. tokens, positions, slots: [R]; tables [R, C]: the blocks of each.
+    @property
+    def most_rows(self) -> int:
+        """The largest number of rows for which `forward` is faster than the Decoder."""
+        return sys.maxsize if self._any_rows else MOST_ROWS
+
+    def step(self, tokens: np.ndarray, positions: np.ndarray, slots: np.ndarray, tables: np.ndarray) -> torch.Tensor:
+        """Returns the logits [R, V] of R decodes. tokens, positions, slots: [R]; tables [R, C]: the blocks of each.
 
         Stores the keys and values of all tokens before the attention of any token.
         """
-        rows = len(tokens)
-        buffers = self._buffers.get(rows)
-        if buffers is None:
-            if len(self._buffers) == KEPT_SIZES:
-                self._buffers.pop(next(iter(self._buffers)))
-            buffers = self._buffers[rows] = self._prepare(rows)
-        buffers.residual.copy_(embed(torch.from_numpy(tokens.astype(np.int64)), self._decoder.embedding))
-        buffers.positions[:], buffers.slots[:], buffers.lengths[:] = positions, slots, positions + 1
+        rows, buffers, calls = len(tokens), self._buffers, self._few
+        buffers.residual[:rows] = embed(torch.from_numpy(tokens.astype(np.int64)), self._decoder.embedding)
+        for array, values in (buffers.positions, positions), (buffers.slots, slots), (buffers.lengths, positions + 1):
+            array[:rows] = values
         tables = np.ascontiguousarray(tables, dtype=np.int64)
         logits = torch.empty(rows, self._decoder.head.shape[0])
-        calls = buffers.calls
-        calls[2:-1:6, 3], calls[2:-1:6, 7] = tables.ctypes.data, tables.shape[1]
-        calls[-1, 5] = logits.data_ptr()
-        self._kernels.run(buffers.functions, calls, self._threads)
+        calls.set_rows(rows)
+        calls.fields[2:-1:6, 3], calls.fields[2:-1:6, 7] = tables.ctypes.data, tables.shape[1]
+        calls.fields[-1, 2], calls.fields[-1, 5] = buffers.residual.data_ptr(), logits.data_ptr()
+        calls.run(0, len(calls), self._threads)
         return logits
 
-    def _prepare(self, rows: int) -> Buffers:
-        """Returns buffers for a number of rows, with the calls of a step. The fields that change are 0."""
-        from engine.kernels.cpu.library import FIELDS
+    def forward(
+        self, token_ids: torch.Tensor, meta: ForwardMeta, attention: AttentionBackend, pool: KVPool
+    ) -> torch.Tensor:
+        """Returns the final hidden states [s, H] of the tokens in meta.logit_rows (None: all T) before the last norm.
+
+        Stores keys and values. Between the kernels of a layer, `attention` computes the attention of all tokens.
+        """
+        rows, last = len(token_ids), len(self._decoder.layers) - 1
+        b, calls = self._for_rows(rows)
+        each = len(calls) // (last + 1)  # calls per layer
+        b.residual[:rows] = embed(token_ids, self._decoder.embedding)
+        b.positions[:rows], b.slots[:rows] = meta.positions.numpy(), meta.slot_mapping.numpy()
+        calls.set_rows(rows)
+        before = each - self._after
+        calls.run(0, before, self._threads)
+        for i in range(last + 1):
+            at = i * each + before
+            attended = attention.run(i, b.q[:rows], pool.keys[i], pool.values[i], None).contiguous()
+            if i == last and meta.logit_rows is not None:
+                attended, found = attended.index_select(0, meta.logit_rows), b.residual.index_select(0, meta.logit_rows)
+                rows = len(found)
+                b.residual[:rows] = found
+                calls.set_rows(rows)
+            calls.fields[at, 2] = attended.data_ptr()
+            calls.run(at, min(at + each, len(calls)), self._threads)
+        return b.residual[:rows].clone()
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the logits [s, V] of what `forward` returned."""
+        logits = torch.empty(len(hidden), self._decoder.head.shape[0])
+        call = self._few.fields[-1:].copy()
+        for first in range(0, len(hidden), MOST_ROWS):
+            part = hidden[first : first + MOST_ROWS]
+            call[0, 2], call[0, 5], call[0, 9] = part.data_ptr(), logits[first:].data_ptr(), len(part)
+            self._kernels.run(self._few.functions[-1:], call, self._threads)
+        return logits
+
+    def _for_rows(self, rows: int) -> tuple[Buffers, Calls]:
+        """Returns buffers for so many rows, and the calls of all layers without attention and output matrix."""
+        if self._many is self._few or rows > self._many_buffers.rows:
+            size = max(MOST_ROWS + 1, 1 << (rows - 1).bit_length()) if self._any_rows else MOST_ROWS
+            self._many_buffers = Buffers(size, self._decoder, self._threads, self._max_length)
+            self._many = self._calls(self._many_buffers, True)
+        return self._many_buffers, self._many
+
+    def _calls(self, b: Buffers, prompts: bool) -> Calls:
+        """Returns the calls of all layers. prompts: without attention and output matrix."""
+        from engine.kernels.cpu.grouped import PREPARE
         from engine.kernels.cpu.product import Before
 
         decoder, pool = self._decoder, self._pool
-        b = Buffers(rows, decoder, self._threads, self._max_length)
-        calls: list[tuple[str, list[Any]]] = []
+        calls = Calls(self._kernels)
 
         def product(
             weight: Matrix, x: torch.Tensor, out: Any, bias: torch.Tensor | None,
@@ -112,10 +204,16 @@ class FewRows:
             values, scale = (weight, 0) if isinstance(weight, torch.Tensor) else (weight.values, weight.scale)
             bias = self._no_bias if bias is None else bias
             n, k = weight.shape
-            fields = [values, scale, x, norm, bias, out, b.scratch, k, n, rows, b.each, int(before), int(add)]
+            name, scratch = self._products[weight is decoder.head], b.scratch
+            more = []
             if isinstance(weight, Int4Weight):
-                fields += [weight.groups, 0 if weight.offsets is None else weight.offsets, weight.shift]
-            calls.append((self._products[weight is decoder.head], fields))
+                more = [weight.groups, 0 if weight.offsets is None else weight.offsets, weight.shift]
+            if prompts and self._any_rows:
+                fields = [values, scale, x, norm, bias, out, b.rounded, k, n, 0, 0, int(before), int(add), *more]
+                calls.add(name + PREPARE, fields, 9)
+                x, before = b.rounded, Before.READY
+            fields = [values, scale, x, norm, bias, out, scratch, k, n, 0, b.each, int(before), int(add), *more]
+            calls.add(name, fields, 9)
 
         for i, layer in enumerate(decoder.layers):
             mlp, keys, values = layer.mlp, pool.keys[i], pool.values[i]
@@ -123,18 +221,17 @@ class FewRows:
             norms = 0 if layer.qk_norm is None else layer.qk_norm
             product(layer.qkv, b.residual, b.qkv, layer.qkv_bias, Before.NORM, layer.input_norm)
             table = decoder.rope_tables[i]
-            calls.append(("rotate", [b.qkv, norms, table, b.q, keys, values, b.positions, b.slots, rows]))
-            calls.append(("attend", [b.q, keys, values, 0, b.lengths, b.attended, b.scratch, 0, rows,
-                                     self._windows[i], b.each]))  # fmt: skip
+            calls.add("rotate", [b.qkv, norms, table, b.q, keys, values, b.positions, b.slots, 0], 8)
+            if not prompts:
+                calls.add("attend", [b.q, keys, values, 0, b.lengths, b.attended, b.scratch, 0, 0, self._windows[i],
+                                     b.each], 8)  # fmt: skip
             product(layer.output, b.attended, b.residual, layer.output_bias, add=True)
             product(mlp.gate_up, b.residual, b.gate_up, mlp.gate_up_bias, Before.NORM, layer.post_norm)
             product(mlp.down, b.gate_up, b.residual, mlp.down_bias, Before.SILU, add=True)
-        product(decoder.head, b.residual, 0, None, Before.NORM, decoder.norm)
-        b.functions = np.array([self._kernels.address(name) for name, _ in calls], dtype=np.int64)
-        b.calls = np.zeros((len(calls), FIELDS), dtype=np.int64)
-        for call, (_, fields) in zip(b.calls, calls, strict=True):
-            call[: len(fields)] = [_number(field) for field in fields]
-        return b
+        if not prompts:
+            product(decoder.head, b.residual, 0, None, Before.NORM, decoder.norm)
+        calls.finish()
+        return calls
 
 
 def _number(field: Any) -> int:
@@ -148,6 +245,8 @@ def _products(quantization: str, decoder: Decoder) -> tuple[str, str]:
     """Returns the kernels of the matrices of the layers, and of the output matrix."""
     layers, head = KERNELS[quantization]
     first = decoder.layers[0].qkv
+    if isinstance(first, Bf16Pairs):
+        return "bf16_pairs", "bf16_rows"
     return ("int4_offsets" if isinstance(first, Int4Weight) and first.offsets is not None else layers), head
 
 

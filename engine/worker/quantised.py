@@ -12,8 +12,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
+from engine.model.bf16_pairs import ROWS, Bf16Pairs
 from engine.model.checkpoint import checkpoint_slots
-from engine.model.config import ModelConfig
+from engine.model.config import ModelConfig, Packing
 from engine.model.decoder import Decoder, Kept
 from engine.model.experts import Ops
 from engine.model.four_bits import Int4Weight
@@ -34,6 +35,8 @@ BESIDE_WEIGHTS = 2 << 30  # bytes of memory that `choose` leaves to the KV cache
 
 def matrices(kind: str, model: ModelConfig) -> type[ByteWeight] | None:
     """Returns the class of the layers' matrices. The class for int4 takes a checkpoint's 4-bit matrices if they fit."""
+    if kind == "bf16" and not Bf16Pairs.why_not() and not any(size % ROWS for _, size, _ in _four_bit_sizes(model)):
+        return Bf16Pairs
     stored = None if kind != "int4" or model.packing is None else Int4Weight.of(model.packing)
     if stored is not None and not any(size % stored.group for _, size, _ in _four_bit_sizes(model)[:3]):
         return stored
@@ -60,9 +63,9 @@ def weight_bytes(kind: str, model: ModelConfig, dtype: torch.dtype) -> int:
 def choose(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str) -> tuple[str, str]:
     """Returns (kind of weights, a sentence for the user or ""). Raises EngineError if the kind in `config` cannot run.
 
-    For "auto" on a CPU: int4 if the checkpoint has such matrices; bf16 if the checkpoint has this type, because it is
-    exact then and takes half the memory and time of float32; int8 if the others do not fit into the free memory, and
-    int4 if int8 does not fit either.
+    For "auto" on a CPU: int4 or int8 if the checkpoint has such matrices; bf16 if the checkpoint has this type, because
+    the weights are exact then and take half the memory and time of float32; int8 if the others do not fit into the free
+    memory, and int4 if int8 does not fit either.
     """
     if config.quantization != "auto":
         if config.quantization != "none":
@@ -72,12 +75,12 @@ def choose(config: EngineConfig, model: ModelConfig, device: torch.device, dtype
         return ("none", "") if model.packing is None else _choose_on_gpu(config, model, device, dtype)
     if config.dtype != "auto":
         return "none", ""
-    if model.packing is not None and matrices("int4", model) is not KINDS["int4"]:
+    if model.packing is not None and (stored := _as_stored(model, model.packing)):
         with suppress(EngineError):
-            check(replace(config, quantization="int4"), model, device, dtype)
-            return "int4", (
-                f"the checkpoint's {model.packing.method} weights are computed in 4 bits (int4), as they are stored; "
-                "the embedding and the output matrix are rounded to 8 bits"
+            check(replace(config, quantization=stored), model, device, dtype)
+            return stored, (
+                f"the checkpoint's {model.packing.method} weights are computed in {SMALL[stored]} bits ({stored}), "
+                "as they are stored; the embedding and the output matrix are rounded to 8 bits"
             )
     kind = "none"
     exact = model.dtype == "bfloat16" and model.packing is None
@@ -96,6 +99,13 @@ def choose(config: EngineConfig, model: ModelConfig, device: torch.device, dtype
         return kind, ""
     sizes = f"{wanted / 1e9:.1f} GB, and {(free + BESIDE_WEIGHTS) / 1e9:.1f} GB are free"
     return chosen, f"the weights are rounded to {SMALL[chosen]} bits ({chosen}): otherwise they would take {sizes}"
+
+
+def _as_stored(model: ModelConfig, packing: Packing) -> str:
+    """Returns the kind of weights of a CPU that takes the checkpoint's matrices as they are; "" if there is none."""
+    if matrices("int4", model) is not KINDS["int4"]:
+        return "int4"
+    return "int8" if packing.strategy in ("tensor", "channel") and not packing.floats else ""
 
 
 def _choose_on_gpu(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str) -> tuple[str, str]:

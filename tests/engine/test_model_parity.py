@@ -309,3 +309,16 @@ def test_decode_steps_on_a_cpu_compute_what_the_decoder_does(name: str, count: i
     _, directory = checkpoints(name)
     for ours, plainly in zip(*decodes_on_a_cpu(directory, count), strict=True):
         torch.testing.assert_close(ours, plainly, rtol=0, atol=1e-5 * float(plainly.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-some-layers-windowed", "llama-biases", "mistral-sliding-window"])
+@pytest.mark.parametrize("count", [0, 2])
+def test_steps_with_prompts_on_a_cpu_compute_what_the_decoder_does(
+    name: str, count: int, checkpoints: Checkpoints
+) -> None:
+    """Whole prompts, ends of prompts, and chunks that do not end their prompt, with and without decodes."""
+    pytest.importorskip("llvmlite")
+    _, directory = checkpoints(name)
+    chunks = [(0, 9), (11, 3), (6, 7), (4, 5)]
+    for ours, plainly in zip(*decodes_on_a_cpu(directory, count, chunks), strict=True):
+        torch.testing.assert_close(ours, plainly, rtol=0, atol=1e-5 * float(plainly.abs().max()))

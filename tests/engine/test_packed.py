@@ -15,8 +15,9 @@ from engine.errors import CheckpointError
 from engine.model.four_bits import Int4Weight
 from engine.model.hf_config import read_model_config
 from engine.model.hf_packing import METHODS
-from engine.model.linear import ByteWeight
+from engine.model.linear import ByteWeight, Int8Weight
 from engine.worker import quantised, rank_runner
+from engine.worker.limits import resolve
 from tests.support import paths
 from tests.support.families import checkpoint, random_config
 from tests.support.models import Driver, load_decoder, make_request, make_runner, prompt, reference, rewrite, save
@@ -121,6 +122,27 @@ def test_4_bits_in_groups_are_computed_as_they_are(
     for ours, exact in zip(driver.runner.loaded.model.slots(), expected.slots(), strict=True):
         if isinstance(ours.view, Int4Weight):
             torch.testing.assert_close(ours.view.dense(), exact.view.double(), rtol=1e-3, atol=1e-7)
+    found = our_logits(driver, make_request(prompt(0, PROMPT), 0), [PROMPT]).double()
+    exact = their_logits(theirs, prompt(0, PROMPT))
+    assert (found - exact).norm() < 0.04 * exact.norm(), "the rounding of activations, and of the output matrix"
+
+
+@pytest.mark.parametrize("kind", ["llama", "granite", "glm4"])
+def test_8_bit_integers_are_computed_as_they_are(kind: str, tmp_path: Path) -> None:
+    """Without an option. Also with multipliers (Granite) and other orders of rows (GLM-4)."""
+    (tmp_path / "plain").mkdir()
+    theirs = checkpoint(kind, 0, tmp_path / "plain")
+    quantise(theirs, tmp_path / "plain", tmp_path / "m", "int8 rows")
+    driver = Driver(make_runner(tmp_path / "m", "auto"))
+    loaded = driver.runner.loaded
+    assert loaded.quantization == "int8"
+    (note,) = resolve(loaded.config, loaded.model_config).notes
+    assert "weights are computed in 8 bits (int8), as they are stored" in note
+    stored = load_file(tmp_path / "m" / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
+    assert torch.equal(loaded.model.layers[1].mlp.down.values, stored)
+    for ours, exact in zip(loaded.model.slots(), load_decoder(tmp_path / "m").slots(), strict=True):
+        if isinstance(ours.view, Int8Weight) and "layers" in ours.name:
+            torch.testing.assert_close(ours.view.rows(torch.arange(len(exact.view))), exact.view, rtol=1e-6, atol=1e-7)
     found = our_logits(driver, make_request(prompt(0, PROMPT), 0), [PROMPT]).double()
     exact = their_logits(theirs, prompt(0, PROMPT))
     assert (found - exact).norm() < 0.04 * exact.norm(), "the rounding of activations, and of the output matrix"
@@ -249,8 +271,6 @@ def test_8_bits_per_row_are_kept_by_our_8_bits(plain: tuple[Any, Path], tmp_path
     exact = type(model)(model.config)
     quantise(exact, source, tmp_path / "m", "int8 rows")
     decoder = load_decoder(tmp_path / "m")
-    from engine.model.linear import Int8Weight
-
     wide = decoder.layers[0].qkv
     ours = Int8Weight(*Int8Weight.rounded(wide))
     torch.testing.assert_close(ours.rows(torch.arange(len(wide))), wide, rtol=1e-6, atol=1e-7)

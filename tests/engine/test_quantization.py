@@ -13,6 +13,7 @@ from engine.build import make_runner as build_runner
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, EngineError
 from engine.llm import LLM
+from engine.model.bf16_pairs import Bf16Pairs
 from engine.model.decoder import Decoder
 from engine.model.four_bits import Int4Weight
 from engine.model.hf_config import read_model_config
@@ -122,11 +123,57 @@ def test_decode_steps_compute_what_the_decoder_does(count: int, directory: Path)
     torch.testing.assert_close(fast, plain, rtol=0, atol=0.01 * float(plain.abs().max()))
 
 
-def test_bf16_weights_of_a_bf16_checkpoint_compute_what_float32_does(tmp_path: Path) -> None:
+def test_bf16_weights_compute_what_float32_does_without_products_of_pairs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Bf16Pairs, "why_not", lambda: "there is no such processor")
     checkpoint = save(reference("qwen3").bfloat16(), tmp_path)
     wide, half = (decodes_on_a_cpu(checkpoint, 3, quantization=kind) for kind in ("none", "bf16"))
     for ours, theirs in zip(half[0] + half[1], wide[0] + wide[1], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
+
+
+def pairs(rows: int, columns: int) -> tuple[Bf16Pairs, torch.Tensor]:
+    """A matrix for products of pairs, and its numbers."""
+    if why_not := Bf16Pairs.why_not():
+        pytest.skip(why_not)
+    weight, dense = Bf16Pairs.empty(rows, columns, CPU), torch.randn(rows, columns).bfloat16()
+    weight.copy_(dense)
+    return weight, dense
+
+
+def test_a_product_of_bf16_pairs_rounds_nothing_but_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, dense = pairs(96, 160)
+    assert torch.equal(weight.dense(), dense)
+    assert torch.equal(weight.split([32, 64])[1].dense(), dense[32:])
+    x = torch.randn(13, 160) * torch.logspace(-3, 3, 160)
+    product, exact = linear(x, weight, torch.ones(96)), x.bfloat16().double() @ dense.double().t() + 1
+    torch.testing.assert_close(product.double(), exact, rtol=0, atol=1e-6 * float(exact.abs().max()))
+    for count in (1, 2, 4):
+        assert torch.equal(linear(x[:count], weight, torch.ones(96)), product[:count])
+    monkeypatch.setattr("engine.kernels.cpu.linear.ROWS_AT_ONCE", 4)
+    assert torch.equal(linear(x, weight, torch.ones(96)), product)
+    x[7, 3], x[8, 5] = torch.nan, torch.inf
+    finite = linear(x, weight).isfinite().all(1)
+    assert not finite[7] and not finite[8] and finite.sum() == 11
+
+
+def test_the_model_of_bf16_pairs_is_closer_to_float32_than_torch_in_bfloat16(tmp_path: Path) -> None:
+    """Every step has the same rounding: a prompt, a chunk, a decode alone or beside others."""
+    pairs(32, 32)
+    checkpoint = save(reference("qwen3").bfloat16(), tmp_path)
+    exact, ours, torchs = (
+        torch.cat([
+            our_logits(Driver(runner), make_request(prompt(0, 40), 0), chunks)
+            for runner in [make_runner(checkpoint, dtype, quantization=kind)]
+            for chunks in ([40],)
+        ]).double()
+        for dtype, kind in (("float64", "none"), ("float32", "bf16"), ("bfloat16", "none"))
+    )  # fmt: skip
+    error, limit = ((found - exact).norm() / exact.norm() for found in (ours, torchs))
+    assert 1e-4 < error < min(0.6 * limit, 0.005)
+    (fast, *_), (plain, *_) = decodes_on_a_cpu(checkpoint, 2, [(0, 9), (11, 3), (4, 5)], quantization="bf16")
+    torch.testing.assert_close(fast, plain, rtol=0, atol=0.01 * float(plain.abs().max()))
 
 
 def test_what_fits_into_memory_is_chosen(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,10 +262,11 @@ def test_the_product_with_4_bits_compiles_to_dot_products_of_arm() -> None:
     llvm = pytest.importorskip("llvmlite.binding")
     from llvmlite import ir
 
-    from engine.kernels.cpu.four_bits import emit_four_bits
+    from engine.kernels.cpu.four_bits import FourBitForm
+    from engine.kernels.cpu.grouped import emit_grouped
 
     module = ir.Module()
-    emit_four_bits(module, "int4", "dotprod", True, 1e-6)
+    emit_grouped(module, "int4", FourBitForm("dotprod", True), 1e-6)
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     target = llvm.Target.from_triple("aarch64-unknown-linux-gnu")

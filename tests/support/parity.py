@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +82,13 @@ def few_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(FewRows, "why_not", lambda *_: "switched off")
 
 
-def decodes_on_a_cpu(directory: Path, count: int, **options: Any) -> list[tuple[torch.Tensor, ...]]:
-    """(logits, keys, values) after a decode step of `count` requests: by CPUDecodeSteps, then by Eager."""
+def decodes_on_a_cpu(
+    directory: Path, count: int, chunks: Sequence[tuple[int, int]] = (), **options: Any
+) -> list[tuple[torch.Tensor, ...]]:
+    """(logits, keys, values) after a decode step of `count` requests: by CPUDecodeSteps, then by Eager.
+
+    `chunks`: of prompts in the same step, as (tokens computed before, tokens). The last one does not end its prompt.
+    """
     found = []
     for plain in (False, True):
         driver = Driver(make_runner(directory, **options))
@@ -93,10 +98,22 @@ def decodes_on_a_cpu(directory: Path, count: int, **options: Any) -> list[tuple[
         requests = [make_request(prompt(row, 5 + 9 * row), row) for row in range(count)]
         for request in requests:
             driver.run([(request, len(request.ids), True)])
-        plan = driver.plan([(request, 1, True) for request in requests])
+        prompts = [make_request(prompt(9 + i, sum(chunk)), count + i) for i, chunk in enumerate(chunks)]
+        for request, (before, _) in zip(prompts, chunks, strict=True):
+            if before:
+                driver.run([(request, before, False)])
+        ends = [True] * (len(chunks) - 1) + [False]
+        added = [(request, chunk[1], end) for request, chunk, end in zip(prompts, chunks, ends, strict=False)]
+        plan = driver.plan([(request, 1, True) for request in requests] + added)
         with torch.inference_mode():
             runner.loaded.batch.apply(plan)
-            logits = step_logits(runner, plan) if plain else fast.decode(plan)[0]
+            if plain:
+                logits = step_logits(runner, plan)
+            elif chunks:
+                assert fast._prompts is not None
+                logits = fast._prompts.forward(plan, fast._prompts.build_inputs(plan))[0]
+            else:
+                logits = fast.decode(plan)[0]
         found.append((logits, torch.stack(runner.loaded.pool.keys), torch.stack(runner.loaded.pool.values)))
     return found
 

@@ -14,6 +14,22 @@ from llvmlite import ir
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F32, PTR = ir.FloatType(), ir.PointerType()
+
+
+class _BFloat(ir.Type):
+    """bfloat16, which llvmlite has no class for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+BF16 = _BFloat()
 ANY_ORDER = ("reassoc",)
 EXP = (1.0, 1.0, 0.5, 1.6666667e-1, 4.1666646e-2, 8.3334519e-3, 1.3930436e-3)  # exp(r) for |r| <= ln(2) / 2
 
@@ -147,4 +163,4 @@ class Kernel(ir.IRBuilder):
 def _bytes(kind: ir.Type) -> int:
     if kind in (F32, PTR):
         return 4 if kind == F32 else 8
-    return kind.width // 8
+    return 2 if kind == BF16 else kind.width // 8

@@ -1,12 +1,10 @@
-"""out [R, N] = f(x) [R, K] · weightᵀ for weights of 4 bits in groups: each weight is read from memory once.
+"""Products with weights of 4 bits in groups.
 
 A group is 32 or more numbers of one row of the weight. Each group has a scale, and may have an offset: a number q
 stands for scale · (q - 8 + offset). Each row of f(x) is rounded to 8 bits in parts of 32 numbers, and each part has its
 own scale. So a product is: integer sums over 32 numbers, times both scales, summed in float32.
 
-16 rows of the weight are stored together (engine/model/four_bits.py), one row per lane of the sums. So no sum goes over
-lanes, and weights are read in the order of addresses. A row's result has the same bits for every R, in decode steps and
-in prompts: both use this kernel.
+Weights are stored as engine/model/four_bits.py says.
 """
 
 from __future__ import annotations
@@ -15,63 +13,63 @@ from typing import Any
 
 from llvmlite import ir
 
-from engine.kernels.cpu.emit import F32, I8, I16, I32, I64, PTR, Kernel
-from engine.kernels.cpu.product import Before, prepare
+from engine.kernels.cpu.emit import F32, I8, I16, I32, I64, Kernel
+from engine.kernels.cpu.grouped import LANES, Call
 
-LANES = 16  # rows of the weight that are stored together
 PART = 32  # numbers of f(x) with a common scale, and the smallest group of weights
 ROWS = {"avx512": (8, 4, 2, 1), "avx2": (2, 1), "dotprod": (4, 2, 1)}  # rows of x in registers at a time
 
 
-def emit_four_bits(module: ir.Module, name: str, processor: str, offsets: bool, eps: float) -> None:
-    """Emit a kernel. processor: a key of ROWS; offsets: whether groups of weights have offsets.
+class FourBitForm:
+    """16 rows of the weight are stored together, 8 numbers of each."""
 
-    Fields: weight, the scales of its rows, x, the norm's weight, the bias [N], out, scratch, K, N, R, floats of scratch
-    per thread, Before, 1 if the product is added to out, the scales of the groups, their offsets, log2(group / PART).
-    """
-    b = Kernel(module, name, LANES)
-    weight, row_scales, x, norm, bias, out, scratch, K, N, R, each, before, add, scales, offsets_at, shift = b.fields(
-        weight=PTR, row_scales=PTR, x=PTR, norm=PTR, bias=PTR, out=PTR, scratch=PTR, K=I64, N=I64, R=I64, each=I64,
-        before=I64, add=I64, scales=PTR, offsets=PTR, shift=I64,
-    )  # fmt: skip
-    scratch = b.at(scratch, b.mul(b.thread(), each), F32)
-    prepare(b, x, norm, scratch, K, R, before, eps)
-    rows_at = b.select(b.icmp_signed("==", before, I64(Before.NOTHING)), x, scratch)
-    parts = b.sdiv(K, I64(PART))
-    x8 = b.at(scratch, b.mul(R, K), F32)
-    part_scales = b.at(x8, b.mul(R, K), I8)
-    part_sums = b.at(part_scales, b.mul(R, parts), F32)
-    _round_parts(b, rows_at, x8, part_scales, part_sums, b.mul(R, parts))
-    groups = b.lshr(parts, shift)
-    half = ir.VectorType(ir.HalfType(), LANES)
+    together = LANES
 
-    def numbers_at(base: Any, index: Any) -> Any:
-        """Returns 16 numbers of a group's scales or offsets, from float16."""
-        return b.fpext(b.bitcast(b.read(base, b.mul(index, I64(LANES)), I16, LANES), half), b.floats)
+    def __init__(self, processor: str, offsets: bool) -> None:
+        """processor: a key of ROWS; offsets: whether groups of weights have offsets."""
+        self._processor, self._offsets = processor, offsets
+        self.rows = ROWS[processor]
 
-    def tile(block: Any, r0: Any, rows: int) -> None:
-        """Compute `rows` by 16 outputs."""
-        begin = b.mul(block, b.mul(K, I64(LANES // 2)))
-        first_group = b.mul(block, groups)
+    def places(self, b: Kernel, base: Any, c: Call) -> Any:
+        """Returns the addresses of the bytes [R, K], and of the scale and the sum of each part [R, K / PART]."""
+        x8 = b.at(base, b.mul(c.R, c.K), F32)
+        scales = b.at(x8, b.mul(c.R, c.K), I8)
+        return x8, scales, b.at(scales, b.mul(c.R, b.sdiv(c.K, I64(PART))), F32)
+
+    def round(self, b: Kernel, x: Any, places: Any, c: Call, rows: tuple[Any, Any]) -> None:
+        parts = b.sdiv(c.K, I64(PART))
+        _round_parts(b, x, *places, (b.mul(rows[0], parts), b.mul(rows[1], parts)))
+
+    def tile(self, b: Kernel, places: Any, c: Call, block: Any, r0: Any, rows: int) -> list[list[Any]]:
+        x8, part_scales, part_sums = places
+        parts = b.sdiv(c.K, I64(PART))
+        half = ir.VectorType(ir.HalfType(), LANES)
+
+        def numbers_at(base: Any, index: Any) -> Any:
+            """Returns 16 numbers of a group's scales or offsets, from float16."""
+            return b.fpext(b.bitcast(b.read(base, b.mul(index, I64(LANES)), I16, LANES), half), b.floats)
+
+        begin = b.mul(block, b.mul(c.K, I64(LANES // 2)))
+        first_group = b.mul(block, b.lshr(parts, c.shift))
         first_part = [b.mul(b.add(r0, I64(r)), parts) for r in range(rows)]
-        x_at = [b.mul(b.add(r0, I64(r)), K) for r in range(rows)]
+        x_at = [b.mul(b.add(r0, I64(r)), c.K) for r in range(rows)]
         with b.loop(I64(0), parts, **{str(r): b.all_lanes(0) for r in range(rows)}) as (part, totals):
-            group = b.add(first_group, b.lshr(part, shift))
-            scale = numbers_at(scales, group)
-            offset = numbers_at(offsets_at, group) if offsets else None
+            group = b.add(first_group, b.lshr(part, c.shift))
+            scale = numbers_at(c.scales, group)
+            offset = numbers_at(c.offsets, group) if self._offsets else None
             at = b.add(begin, b.mul(part, I64(PART * LANES // 2)))
             sums: list[Any] = []
             for r in range(rows):
                 minus = b.read(part_sums, b.add(first_part[r], part), I32)
                 sums.append(b.every(minus, b.ints))
             for step in range(PART // 8):
-                both = b.load(b.at(weight, b.add(at, I64(step * 4 * LANES)), I8), typ=b.ints, align=1)
+                both = b.load(b.at(c.weight, b.add(at, I64(step * 4 * LANES)), I8), typ=b.ints, align=1)
                 mask = b.all_ints(0x0F0F0F0F)
                 for high, numbers in enumerate((b.and_(both, mask), b.and_(b.lshr(both, b.all_ints(4)), mask))):
                     for r in range(rows):
                         k = b.add(b.mul(part, I64(PART)), I64(step * 8 + high * 4))
                         four = b.every(b.load(b.at(x8, b.add(x_at[r], k), I8), typ=I32, align=1), b.ints)
-                        sums[r] = _dot(b, processor, sums[r], numbers, four)
+                        sums[r] = _dot(b, self._processor, sums[r], numbers, four)
             for r in range(rows):
                 at_part = b.add(first_part[r], part)
                 total = b.sitofp(sums[r], b.floats)
@@ -80,25 +78,8 @@ def emit_four_bits(module: ir.Module, name: str, processor: str, offsets: bool, 
                     total = b.fma(offset, b.all_lanes(plain), total)
                 factor = b.fmul(scale, b.all_lanes(b.read(part_scales, at_part)))
                 totals[str(r)] = b.fma(total, factor, totals[str(r)])
-        n = b.mul(block, I64(LANES))
-        for r in range(rows):
-            value = b.fadd(b.fmul(totals[str(r)], b.floats_at(row_scales, n)), b.floats_at(bias, n))
-            to = b.add(b.mul(b.add(r0, I64(r)), N), n)
-            with b.if_else(b.icmp_signed("!=", add, I64(0))) as (then, otherwise):
-                with then:
-                    b.write(b.fadd(b.floats_at(out, to), value), out, to)
-                with otherwise:
-                    b.write(value, out, to)
-
-    first, end = b.share(b.sdiv(N, I64(LANES)))
-    with b.loop(first, end) as (block, _):
-        done: Any = I64(0)
-        for rows in ROWS[processor]:
-            stop = b.add(done, b.mul(b.sdiv(b.sub(R, done), I64(rows)), I64(rows)))
-            with b.loop(done, stop, rows) as (r0, _):
-                tile(block, r0, rows)
-            done = stop
-    b.ret_void()
+        scale = b.floats_at(c.row_scales, b.mul(block, I64(LANES)))
+        return [[b.fmul(totals[str(r)], scale)] for r in range(rows)]
 
 
 def _dot(b: Kernel, processor: str, sums: Any, unsigned: Any, signed: Any) -> Any:
@@ -131,13 +112,13 @@ def _bytes_call(b: Kernel, name: str, count: int, sums: Any, unsigned: Any, sign
     return b.intrinsic(name, sums.type, sums, b.bitcast(unsigned, bytes_), b.bitcast(signed, bytes_))
 
 
-def _round_parts(b: Kernel, rows_at: Any, x8: Any, scales: Any, sums: Any, count: Any) -> None:
-    """Round `count` parts of f(x) to 8 bits. sums: -8 times the sum of each part's bytes.
+def _round_parts(b: Kernel, rows_at: Any, x8: Any, scales: Any, sums: Any, parts: tuple[Any, Any]) -> None:
+    """Round some parts of f(x) to 8 bits. sums: -8 times the sum of each part's bytes. parts: (first, end).
 
     NaN and infinity reach the scale.
     """
     bytes_ = ir.VectorType(I8, LANES)
-    with b.loop(I64(0), count) as (part, _):
+    with b.loop(*parts) as (part, _):
         places = [b.add(b.mul(part, I64(PART)), I64(first)) for first in range(0, PART, LANES)]
         values = [b.floats_at(rows_at, place) for place in places]
         sizes = [b.vector_op("fabs", value) for value in values]

@@ -16,15 +16,18 @@ import numpy as np
 from llvmlite import ir
 
 from engine.kernels.cpu.attention import emit_attend, emit_rotate
+from engine.kernels.cpu.bf16 import Bf16Form
 from engine.kernels.cpu.emit import I32, I64, PTR, Kernel
 from engine.kernels.cpu.four_bit_rounding import emit_rounding
-from engine.kernels.cpu.four_bits import PART, emit_four_bits
+from engine.kernels.cpu.four_bits import PART, FourBitForm
+from engine.kernels.cpu.grouped import emit_grouped
 from engine.kernels.cpu.product import VNNI, emit_product
 
 LLVM = 22  # the version whose instructions the kernels use
 X86 = platform.machine() in ("x86_64", "AMD64")
 FIELDS = 16  # numbers in the array of one call; a kernel reads the first ones
 FOUR_BITS = {"int4": False, "int4_offsets": True}  # kernel -> whether groups have offsets
+GROUPED = ("bf16_pairs", *FOUR_BITS)  # kernels for matrices whose rows are stored in groups, for any number of tokens
 OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
@@ -32,7 +35,7 @@ OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 class KernelShapes:
     """What the kernels of one model are compiled for."""
 
-    weights: tuple[str, ...]  # the kinds of its matrices: float32, bfloat16, int8, int4, int4_offsets
+    weights: tuple[str, ...]  # of its matrices: of GROUPED, or of emit_product (engine/kernels/cpu/product.py)
     columns: tuple[int, ...]  # the lengths of the rows of its matrices
     heads: tuple[int, int]  # of queries, of keys
     head_dim: int
@@ -60,6 +63,8 @@ def lacks(weights: Iterable[str]) -> str:
         return "the processor has no instruction for fused products and sums (FMA)"
     if "int8" in weights and not (_features().get("avx512vnni") and _features().get("avx512vl")):
         return "the processor has no AVX-512 VNNI"
+    if {"bf16_pairs", "bf16_rows"} & set(weights) and not _features().get("avx512bf16"):
+        return "the processor has no AVX-512 BF16"
     if FOUR_BITS.keys() & set(weights) and not _processor():
         return "the processor has none of AVX-512 VNNI, AVX2 with F16C, and ARM's dot products"
     return ""
@@ -101,8 +106,8 @@ def model_kernels(shapes: KernelShapes) -> Kernels:
     module = ir.Module()
     lanes, wide = _lanes(shapes), _lanes(shapes, attention=False)
     for weights in shapes.weights:
-        if weights in FOUR_BITS:
-            emit_four_bits(module, weights, _processor(), FOUR_BITS[weights], shapes.eps)
+        if weights in GROUPED:
+            _emit_grouped(module, weights, shapes.eps)
         else:
             emit_product(module, weights, weights, wide, _int8_width(shapes), shapes.eps)
     heads, dim = shapes.heads, shapes.head_dim
@@ -111,12 +116,17 @@ def model_kernels(shapes: KernelShapes) -> Kernels:
     return Kernels(module)
 
 
-def four_bit_kernels(name: str) -> Kernels:
-    """Compiles the product with 4-bit weights without a norm before it, for any model; and "rounding"."""
+def linear_kernels(name: str) -> Kernels:
+    """Compiles a product of GROUPED without a norm before it, for any model; and "rounding" to 4 bits."""
     module = ir.Module()
     emit_rounding(module, "rounding")
-    emit_four_bits(module, name, _processor(), FOUR_BITS[name], eps=0.0)
+    _emit_grouped(module, name, eps=0.0)
     return Kernels(module)
+
+
+def _emit_grouped(module: ir.Module, name: str, eps: float) -> None:
+    form = Bf16Form() if name == "bf16_pairs" else FourBitForm(_processor(), FOUR_BITS[name])
+    emit_grouped(module, name, form, eps)
 
 
 class Kernels:

@@ -1,4 +1,4 @@
-"""Calls of the kernels for one matrix of 4-bit numbers: its rounding, and its product with activations.
+"""Calls of the kernels for one matrix: its product with activations, and its rounding to 4-bit numbers.
 
 FewRows (engine/worker/few_rows.py) calls the kernels of all layers at once instead, for few rows.
 """
@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from engine.kernels.cpu.four_bits import PART
-from engine.kernels.cpu.library import FIELDS, Kernels, four_bit_kernels
-from engine.kernels.cpu.product import scratch_floats
+from engine.kernels.cpu.grouped import PREPARE
+from engine.kernels.cpu.library import FIELDS, Kernels, linear_kernels
+from engine.kernels.cpu.product import Before, scratch_floats
 
 ROWS_AT_ONCE = 256  # of activations: this limits the scratch memory, and the rounded rows stay in the cache
 
@@ -22,21 +23,32 @@ def four_bit_product(
     shift: int, out: torch.Tensor,
 ) -> None:  # fmt: skip
     """Write x [R, K] · weightᵀ to out [R, N]. The weight is stored as engine/model/four_bits.py says."""
-    columns, threads = x.shape[1], torch.get_num_threads()
-    each = scratch_floats(min(len(x), ROWS_AT_ONCE), columns)
-    scratch = torch.empty(threads, each)
-    no_bias = torch.zeros(out.shape[1])
-    parts = list(zip(x.split(ROWS_AT_ONCE), out.split(ROWS_AT_ONCE), strict=True))
-    calls = np.zeros((len(parts), FIELDS), dtype=np.int64)
-    for call, (rows, result) in zip(calls, parts, strict=True):
-        call[:] = (
-            values.data_ptr(), scale.data_ptr(), rows.data_ptr(), 0, no_bias.data_ptr(), result.data_ptr(),
-            scratch.data_ptr(), columns, len(scale), len(rows), each, 0, 0, groups.data_ptr(),
-            0 if offsets is None else offsets.data_ptr(), shift,
-        )  # fmt: skip
     name = "int4" if offsets is None else "int4_offsets"
+    more = groups.data_ptr(), 0 if offsets is None else offsets.data_ptr(), shift
+    _product(name, x, values.data_ptr(), scale.data_ptr(), out, *more)
+
+
+def bf16_product(x: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
+    """Write x [R, K] · weightᵀ to out [R, N]. The weight is stored as engine/model/bf16_pairs.py says."""
+    _product("bf16_pairs", x, values.data_ptr(), 0, out)
+
+
+def _product(name: str, x: torch.Tensor, values: int, scale: int, out: torch.Tensor, *more: int) -> None:
+    """Round some rows of x at a time, then multiply them. values, scale, more: fields of the call."""
+    rounded = torch.empty(scratch_floats(min(len(x), ROWS_AT_ONCE), x.shape[1]))
+    no_bias = torch.zeros(out.shape[1])
+    calls = []
+    for rows, result in zip(x.split(ROWS_AT_ONCE), out.split(ROWS_AT_ONCE), strict=True):
+        for source, before in (rows, Before.NOTHING), (rounded, Before.READY):
+            calls.append((
+                values, scale, source.data_ptr(), 0, no_bias.data_ptr(), result.data_ptr(), rounded.data_ptr(),
+                x.shape[1], out.shape[1], len(rows), 0, before, 0, *more,
+            ))  # fmt: skip
+    fields = np.zeros((len(calls), FIELDS), dtype=np.int64)
+    fields[:, : len(calls[0])] = calls
     compiled = kernels(name)
-    compiled.run(np.full(len(parts), compiled.address(name), dtype=np.int64), calls, threads)
+    functions = np.array([compiled.address(each) for each in (name + PREPARE, name)] * (len(calls) // 2))
+    compiled.run(functions, fields, torch.get_num_threads())
 
 
 def round_to_four_bits(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
@@ -51,4 +63,4 @@ def round_to_four_bits(x: torch.Tensor, values: torch.Tensor, scales: torch.Tens
 
 @cache
 def kernels(name: str) -> Kernels:
-    return four_bit_kernels(name)
+    return linear_kernels(name)

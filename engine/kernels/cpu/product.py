@@ -15,7 +15,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from engine.kernels.cpu.emit import F32, I8, I16, I32, I64, PTR, Kernel
+from engine.kernels.cpu.emit import BF16, F32, I8, I16, I32, I64, PTR, Kernel
 
 GROUPS = ((8, 2), (4, 4), (2, 4), (1, 1))  # (rows of x, rows of the weight) in registers at a time
 BLOCK = 4  # rows of the weight per round of the outer loop
@@ -29,18 +29,21 @@ class Before(IntEnum):
     NOTHING = 0
     NORM = 1  # RMSNorm with a weight [K]
     SILU = 2  # x is [R, 2 K], gate and up: silu(gate) * up
+    READY = 3  # x is what the kernel that prepares rows has written (engine/kernels/cpu/grouped.py)
 
 
 def scratch_floats(rows: int, columns: int) -> int:
-    """Returns how many floats of scratch memory each thread needs: f(x), its bytes, and their scales and sums.
+    """Returns how many floats of scratch memory each thread needs: f(x), f(x) rounded, and scales and sums.
 
     There is a scale and a sum per row, or per 32 numbers (engine/kernels/cpu/four_bits.py).
     """
-    return rows * columns + rows * columns // 4 + 2 * rows * (1 + columns // 32) + 64
+    return rows * columns + rows * columns // 2 + 2 * rows * (1 + columns // 32) + 64
 
 
 def emit_product(module: ir.Module, name: str, weights: str, lanes: int, width: int, eps: float) -> None:
-    """Emit a kernel. weights: float32, bfloat16 or int8; width: bytes of weights per vector, for int8.
+    """Emit a kernel. weights: float32, bfloat16, bf16_rows or int8; width: bytes of weights per vector, for int8.
+
+    bf16_rows: bfloat16 numbers, and f(x) is rounded to bfloat16, for the processor's products of bfloat16 pairs.
 
     Fields: weight, its scales, x, the norm's weight, the bias [N], out, scratch, K, N, R, floats of scratch
     per thread, Before, 1 if the product is added to out.
@@ -51,8 +54,8 @@ def emit_product(module: ir.Module, name: str, weights: str, lanes: int, width: 
         before=I64, add=I64,
     )  # fmt: skip
     scratch = b.at(scratch, b.mul(b.thread(), each), F32)
-    integers = weights == "int8"
-    prepare(b, x, norm, scratch, K, R, before, eps)
+    integers, pairs = weights == "int8", weights == "bf16_rows"
+    prepare(b, x, norm, scratch, K, (I64(0), R), before, eps)
     rows_at = b.select(b.icmp_signed("==", before, I64(Before.NOTHING)), x, scratch)
     if integers:
         floats = b.mul(R, K)
@@ -61,8 +64,13 @@ def emit_product(module: ir.Module, name: str, weights: str, lanes: int, width: 
         row_sums = b.at(row_scales, R, F32)
         _round(b, rows_at, x8, row_scales, row_sums, K, R)
         rows_at = x8
-    bytes_each = {"float32": 4, "bfloat16": 2, "int8": 1}[weights]
-    step = width if integers else lanes
+    if pairs:
+        x16 = b.at(scratch, b.mul(R, K), F32)
+        round_to_bf16(b, rows_at, x16, (I64(0), b.mul(R, K)))
+        rows_at = x16
+    bytes_each = {"float32": 4, "bfloat16": 2, "bf16_rows": 2, "int8": 1}[weights]
+    step = width if integers else 2 * lanes if pairs else lanes
+    kind = (I8, width) if integers else (BF16, step) if pairs else (F32, lanes)  # of a vector of f(x)
     sums = ir.VectorType(I32, width // 4) if integers else b.floats
     zero = ir.Constant(sums, [0] * sums.count)
 
@@ -70,6 +78,8 @@ def emit_product(module: ir.Module, name: str, weights: str, lanes: int, width: 
         index = b.add(b.mul(n, K), k)
         if weights == "float32":
             return b.floats_at(weight, index)
+        if pairs:
+            return b.read(weight, index, BF16, step)
         if weights == "bfloat16":
             wide = b.zext(b.read(weight, index, I16, lanes), b.ints)
             return b.bitcast(b.shl(wide, ir.Constant(b.ints, [16] * lanes)), b.floats)
@@ -77,6 +87,8 @@ def emit_product(module: ir.Module, name: str, weights: str, lanes: int, width: 
         return b.xor(found, ir.Constant(found.type, [0x80] * width))
 
     def accumulate(total: Any, row: Any, w: Any) -> Any:
+        if pairs:
+            return multiply_pairs(b, total, w, row)
         if not integers:
             return b.fma(row, w, total)
         return b.intrinsic(f"llvm.x86.avx512.vpdpbusd.{VNNI[width]}", sums, total, w, row)
@@ -108,7 +120,7 @@ def emit_product(module: ir.Module, name: str, weights: str, lanes: int, width: 
             ws = [weights_at(b.add(n0, I64(n)), k) for n in range(columns)]
             for r in range(rows):
                 index = b.add(b.mul(b.add(r0, I64(r)), K), k)
-                row = b.read(rows_at, index, I8, width) if integers else b.floats_at(rows_at, index)
+                row = b.read(rows_at, index, *kind)
                 for n in range(columns):
                     totals[f"{r} {n}"] = accumulate(totals[f"{r} {n}"], row, ws[n])
         for r, n in cells:
@@ -133,9 +145,11 @@ def emit_product(module: ir.Module, name: str, weights: str, lanes: int, width: 
     b.ret_void()
 
 
-def prepare(b: Kernel, x: Any, norm: Any, scratch: Any, K: Any, R: Any, before: Any, eps: float) -> None:
-    """Write f(x) [R, K] to scratch, unless f is nothing."""
-    with b.if_then(b.icmp_signed("==", before, I64(Before.NORM))), b.loop(I64(0), R) as (r, _):
+def prepare(
+    b: Kernel, x: Any, norm: Any, scratch: Any, K: Any, rows: tuple[Any, Any], before: Any, eps: float
+) -> None:
+    """Write f(x) [R, K] of some rows to scratch, unless f is nothing. rows: (first, end)."""
+    with b.if_then(b.icmp_signed("==", before, I64(Before.NORM))), b.loop(*rows) as (r, _):
         start = b.mul(r, K)
         with b.loop(I64(0), K, b.lanes, square=b.all_lanes(0)) as (k, sums):
             part = b.floats_at(x, b.add(start, k))
@@ -146,13 +160,26 @@ def prepare(b: Kernel, x: Any, norm: Any, scratch: Any, K: Any, R: Any, before: 
         with b.loop(I64(0), K, b.lanes) as (k, _):
             part = b.fmul(b.floats_at(x, b.add(start, k)), scale)
             b.write(b.fmul(part, b.floats_at(norm, k)), scratch, b.add(start, k))
-    with b.if_then(b.icmp_signed("==", before, I64(Before.SILU))), b.loop(I64(0), R) as (r, _):
+    with b.if_then(b.icmp_signed("==", before, I64(Before.SILU))), b.loop(*rows) as (r, _):
         start = b.mul(r, b.mul(K, I64(2)))
         with b.loop(I64(0), K, b.lanes) as (k, _):
             gate, up = b.floats_at(x, b.add(start, k)), b.floats_at(x, b.add(start, b.add(K, k)))
             power = b.exp(b.vector_op("minimum", b.fneg(gate), b.all_lanes(87)))
             silu = b.fdiv(gate, b.fadd(b.all_lanes(1), power))
             b.write(b.fmul(silu, up), scratch, b.add(b.mul(r, K), k))
+
+
+def round_to_bf16(b: Kernel, x: Any, to: Any, numbers: tuple[Any, Any]) -> None:
+    """Round some numbers of x to bfloat16. numbers: (first, end)."""
+    half = ir.VectorType(BF16, b.lanes)
+    with b.loop(*numbers, b.lanes) as (i, _):
+        rounded = b.intrinsic(f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * b.lanes}", half, b.floats_at(x, i))
+        b.write(rounded, to, i, BF16)
+
+
+def multiply_pairs(b: Kernel, total: Any, x: Any, y: Any) -> Any:
+    """Returns total + the sum of two products of bfloat16 numbers, for each lane."""
+    return b.intrinsic(f"llvm.x86.avx512bf16.dpbf16ps.{32 * b.lanes}", b.floats, total, x, y)
 
 
 def _round(b: Kernel, rows_at: Any, x8: Any, row_scales: Any, row_sums: Any, K: Any, R: Any) -> None:
