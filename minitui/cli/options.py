@@ -90,8 +90,8 @@ def _engine(
             "8-bit weights on a CPU, a quarter; int4: 4-bit weights on a CPU, a sixth; fp8: 8-bit weights on a GPU, "
             "half the memory; checkpoint: 8-bit floats on a GPU, as a quantised checkpoint stores them. On a CPU, auto "
             "takes bf16 if the checkpoint has it, int8 if nothing else fits into memory, and int4 if int8 does not fit "
-            "either. On a GPU, auto takes checkpoint if possible, and fp8 for other quantised checkpoints that do not "
-            "fit into memory."
+            "either; 4-bit and 8-bit integers of a quantised checkpoint stay as they are. On a GPU, auto takes "
+            "checkpoint if possible, and fp8 for other quantised checkpoints that do not fit into memory."
         ),
     ] = "auto",
     no_keep_weights: Annotated[
