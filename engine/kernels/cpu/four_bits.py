@@ -37,8 +37,8 @@ class FourBitForm:
         return x8, scales, b.at(scales, b.mul(c.R, b.sdiv(c.K, I64(PART))), F32)
 
     def round(self, b: Kernel, x: Any, places: Any, c: Call, rows: tuple[Any, Any]) -> None:
-        parts = b.sdiv(c.K, I64(PART))
-        _round_parts(b, x, *places, (b.mul(rows[0], parts), b.mul(rows[1], parts)))
+        parts, (x8, scales, sums) = b.sdiv(c.K, I64(PART)), places
+        _round_parts(b, x, x8, scales, sums, (b.mul(rows[0], parts), b.mul(rows[1], parts)))
 
     def tile(self, b: Kernel, places: Any, c: Call, block: Any, r0: Any, rows: int) -> list[list[Any]]:
         x8, part_scales, part_sums = places

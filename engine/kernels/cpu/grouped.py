@@ -42,8 +42,13 @@ class Call(NamedTuple):
 class Form(Protocol):
     """How numbers are stored, rounded and multiplied."""
 
-    together: int  # rows of the weight that are stored together
-    rows: tuple[int, ...]  # of x in registers at a time
+    @property
+    def together(self) -> int:
+        """Rows of the weight that are stored together."""
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Numbers of rows of x in registers at a time, the largest first; the last is 1."""
 
     def places(self, b: Kernel, base: Any, c: Call) -> Any:
         """Returns the addresses of rounded rows. base: f(x) [R, K] before its rounding; the rounded rows follow it."""
