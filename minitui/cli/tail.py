@@ -7,7 +7,8 @@
     0.52 s  steps 13 to 37  4 requests decode one token per step · 100 tokens · 2.0 ms per step
 
 Consecutive steps that only decode share one line. The line names the slowest step if that step took more than twice the
-mean.
+mean. A slow step has its causes. Every minute, and at the end, lines sum up what the cache saved, what is evicted next,
+and whether the host or the device limits. While a step does not end, a line says so.
 
 With `--requests`, there is one line for each request, when the request has finished: its time to first token, the gaps
 between its tokens, and the cause of the longest gap.
@@ -18,13 +19,15 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
 from engine.errors import EngineDead, EngineError
+from engine.trace.records import Record
 from minitui.chat.conversation import Sampling
 from minitui.chat.describe import describe_answer
 from minitui.chat.model_choice import choose_model, load_codec
@@ -35,9 +38,10 @@ from minitui.sources.base import Source
 
 if TYPE_CHECKING:
     from minitui.viewmodel.model import View
-    from minitui.viewmodel.teller import Teller
+    from minitui.viewmodel.teller import Line, Teller
 
 POLL_S = 0.05
+RETRY_S = 0.5  # pause before a server is asked for a snapshot again
 
 
 def tail(
@@ -131,12 +135,13 @@ async def tail_live(
             if not question.strip():
                 continue
             chats.send(session, question.strip())
+            quiet = Quiet(teller)
             while session.busy:
                 await asyncio.sleep(POLL_S)
-                for line in teller.tell(source.drain_records()):
+                for line in quiet.tell(source.drain_records()):
                     out(str(line))
             await source.snapshot()  # all records of this answer arrive before the snapshot
-            for line in [*teller.tell(source.drain_records()), *teller.rest()]:
+            for line in [*teller.tell(source.drain_records()), *teller.rest(), *teller.summary()]:
                 out(str(line))
             if kind == "json":
                 continue
@@ -160,16 +165,45 @@ async def tail_server(
         view = View()
         view.ids_to_text = (await asyncio.to_thread(load, source.info)).decode
         view.reset(await source.snapshot())
-        teller = teller_for(view, kind)
+        quiet, lost = Quiet(teller_for(view, kind)), False
         while source.error is None:
-            for line in teller.tell(source.drain_records()):
+            for line in quiet.tell(source.drain_records(), not source.connection):
                 out(str(line))
+            if source.connection and not lost and kind != "json":
+                out(f"({source.connection})")
+            lost = bool(source.connection)
             if view.gap:
                 if kind != "json":
                     out(f"({view.dropped:,} records were lost; the lines continue from here)")
-                view.reset(await source.snapshot())
-                teller = teller_for(view, kind)
+                view.reset(await _snapshot(source))
+                quiet = Quiet(teller_for(view, kind))
             await asyncio.sleep(POLL_S)
         raise EngineDead(source.error)
     finally:
         await source.close()
+
+
+class Quiet:
+    """Tells the records of a source, and says when none arrive while requests wait."""
+
+    def __init__(self, teller: Teller) -> None:
+        self._teller = teller
+        self._since = time.monotonic()  # of the last record
+
+    def tell(self, records: list[Record], connected: bool = True) -> Iterator[Line]:
+        """Yields the lines for the records that have just arrived. `connected`: the engine could have sent some."""
+        if records or not connected:
+            self._since = time.monotonic()
+        yield from self._teller.tell(records)
+        yield from self._teller.stalled(time.monotonic() - self._since)
+
+
+async def _snapshot(source: Source) -> dict[str, Any]:
+    """Returns a snapshot; asks again while the server restarts its engine. Raises EngineDead when the server ends."""
+    while True:
+        try:
+            return await source.snapshot()
+        except EngineError:
+            if source.error is not None:
+                raise EngineDead(source.error) from None
+            await asyncio.sleep(RETRY_S)

@@ -22,6 +22,7 @@ from minitui.viewmodel.steps import Steps
 
 TOLERANCE = 0.25  # an excess up to this share of the expected time needs no explanation
 NOISE = 4.0  # an excess up to this many typical deviations needs no explanation
+MOSTLY = 0.5  # pauses in an excess that needs no explanation are named if they are at least this share of the excess
 WORTH = 0.1  # causes with a smaller share of the excess are not named
 NAMED = 2  # requests named in a cause; more are counted
 EMIT = "output and commands"
@@ -102,6 +103,8 @@ def explain(row: StepRow, model: CostModel) -> Explanation | None:
             left -= ms
 
     if excess <= tolerance:
+        if parts.gc + (parts.delayed or 0.0) < MOSTLY * excess:
+            return found
         blame("garbage collection", parts.gc)
         blame("another program on the core", parts.delayed or 0.0)
         return Explanation(took, expected, found.prefills, tolerance, tuple(causes))

@@ -160,6 +160,12 @@ class View(History):
         """Prompt tokens that requests took from the cache in the last minute of working time."""
         return int(self.rates.series("cached", round(60 / BUCKET), self.bucket + 1).sum())
 
+    @property
+    def last_minute(self) -> str:
+        """Returns "in the last minute"; "since step 1,204" if no earlier records of this minute are known."""
+        known = self.bucket * BUCKET >= 60 or self.steps.first <= 0
+        return "in the last minute" if known else f"since step {self.steps.first:,}"
+
     def block_history(self, block: int, most: int) -> list[BlockEvent]:
         """Returns the last `most` events of a block up to the picture's record, newest first."""
         wanted, found = array("i", [block]).tobytes(), []

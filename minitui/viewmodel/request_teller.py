@@ -10,7 +10,7 @@ from minitui.viewmodel.lanes import Lane
 from minitui.viewmodel.model import View
 from minitui.viewmodel.request_words import request_json, request_text
 from minitui.viewmodel.requests import Requests
-from minitui.viewmodel.stalls import Stalls, in_words
+from minitui.viewmodel.stalls import in_words
 from minitui.viewmodel.teller import Line, Teller
 from minitui.visible import json_text
 
@@ -26,7 +26,7 @@ class RequestTeller(Teller):
     def __init__(self, view: View, json: bool = False) -> None:
         super().__init__(view)
         self._json = json
-        self._requests, self._stalls = Requests(), Stalls()
+        self._requests = Requests()
         self._ended: list[int] = []  # finished, but not told until the time of their last step is known
         self._longest: tuple[float, str] | None = None  # the longest gap so far, and what is said about it
 
@@ -47,6 +47,14 @@ class RequestTeller(Teller):
     def rest(self) -> Iterator[Line]:
         yield from self._fold()
         yield from self._told()
+
+    def summary(self) -> Iterator[Line]:
+        """Yields nothing: each line is about a request."""
+        yield from ()
+
+    def stalled(self, seconds: float) -> Iterator[Line]:
+        if not self._json:
+            yield from super().stalled(seconds)
 
     def tell_all(self, reader: TraceReader) -> Iterator[Line]:
         for line in super().tell_all(reader):

@@ -1,4 +1,8 @@
-"""Turns the engine's records into lines of text: one for each decision, step, and run of equal decode steps."""
+"""Turns the engine's records into lines of text: one for each decision, step, and run of equal decode steps.
+
+A slow step has its causes. Every minute, and at the end, some lines sum up: what the cache saved, what is evicted next,
+and whether the host or the device limits. If the results of a step do not arrive, a line says so.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.trace.records import Record
-from minitui.text import count
+from minitui.text import count, duration
+from minitui.viewmodel.causes import explain, prefilled
 from minitui.viewmodel.model import View
 from minitui.viewmodel.narrate import computed
+from minitui.viewmodel.stalls import Stalls
 from minitui.viewmodel.step_row import StepRow
+from minitui.viewmodel.summary import summary
+from minitui.viewmodel.timing import why_slow
 from minitui.visible import visible_line
 
 if TYPE_CHECKING:
     from minitui.trace.reader import TraceReader
 
+SUMMARY_S = 60.0  # of engine time, between two summaries
+STALL_S = 1.0  # without results for this long, a line says so; another one each time that the time has doubled
 LONGEST_RUN_S = 2.0  # a run of decode steps that lasts longer gets several lines
 # Kinds of events that the text of the event does not name.
 KIND_PREFIXES = {"evict": "eviction: ", "refuse": "refused: ", "fail": "failure: "}
@@ -24,7 +34,7 @@ KIND_PREFIXES = {"evict": "eviction: ", "refuse": "refused: ", "fail": "failure:
 @dataclass(frozen=True, slots=True)
 class Line:
     """A line of text about one record, step or run. `step`: -1 before the first step. `kind`: one of
-    minitui.viewmodel.events.KINDS, "step", "steps", "submit" or "gap"."""
+    minitui.viewmodel.events.KINDS, "step", "steps", "submit", "stall", "summary" or "gap"."""
 
     t: float
     step: int
@@ -58,6 +68,9 @@ class Teller:
         self.view = view
         self._batch: list[Record] = []
         self._run: _Run | None = None
+        self._stalls = Stalls()
+        self._summed_up: float | None = None  # engine time of the last summary, or of the first record
+        self._stall_s = STALL_S  # the next line about a stall comes after this time without results
 
     def tell(self, records: Iterable[Record]) -> Iterator[Line]:
         """Yields the lines for these records. A line that later records may change is held back."""
@@ -65,6 +78,35 @@ class Teller:
             self._batch.append(record)
             if record[2] in ("time", "fail", "refuse", "gate", "pace", "finish"):
                 yield from self._fold()
+                if self._summed_up is None:
+                    self._summed_up = record[1]
+                elif record[1] - self._summed_up >= SUMMARY_S:
+                    yield from self.summary()
+
+    def stalled(self, seconds: float) -> Iterator[Line]:
+        """Yields a line if no record has arrived for `seconds` and requests wait for their tokens."""
+        state = self.view.live.state
+        waiting = [f"r{request.id}" for request in state.requests.values() if request.state == "running"]
+        if seconds < STALL_S:
+            self._stall_s = STALL_S
+        if seconds < self._stall_s or state.gate == "closed" or not waiting:
+            return
+        self._stall_s = 2 * seconds
+        yield from self._flush()
+        row = self.view.steps.get(self.view.steps.committed + 1)
+        text = f"no results for {duration(seconds * 1e3)} so far"
+        if row is not None:
+            text += f"; step {row.step:,}{f' (prefill of {prefilled(row)})' if row.chunks else ''} has not ended"
+        named = waiting if len(waiting) <= 4 else [*waiting[:3], f"{len(waiting) - 3} more"]
+        whose = " and ".join(", ".join(named).rsplit(", ", 1))
+        yield Line(state.t + seconds, state.step, "stall", f"{text}; waiting for tokens: {whose}")
+
+    def summary(self) -> Iterator[Line]:
+        """Yields lines that sum up this moment."""
+        state = self.view.live.state
+        self._summed_up = state.t
+        for text in summary(self.view):
+            yield Line(state.t, state.step, "summary", text)
 
     def rest(self) -> Iterator[Line]:
         """Yields the lines held back so far."""
@@ -85,6 +127,7 @@ class Teller:
             yield from self.tell(part.records)
             last = keyframe.seq + len(part.records)
         yield from self.rest()
+        yield from self.summary()
 
     def _fold(self) -> Iterator[Line]:
         batch, self._batch = self._batch, []
@@ -112,7 +155,13 @@ class Teller:
         ]
         yield from sorted(lines, key=lambda line: line.t)
         for row in rows:
-            yield Line(row.ended or row.t, row.step, "step", step_text(row, view))
+            yield Line(row.ended or row.t, row.step, "step", step_text(row, view) + self._why(row))
+
+    def _why(self, row: StepRow | None) -> str:
+        """Returns " · expected 6.9 ms, +83.9: garbage collection 80.1" for a slow step, else an empty string."""
+        model = self._stalls.model(self.view)
+        found = explain(row, model) if row is not None and model is not None else None
+        return f" · {why_slow(row, model)}" if row is not None and found is not None and found.slow else ""
 
     def _submit(self, record: Record) -> str:
         _, _, _, request, group, tokens, _ = record
@@ -140,7 +189,7 @@ class Teller:
         if run is None:
             return
         if run.first.step == run.last.step:
-            yield Line(run.t, run.first.step, "step", step_text(run.first, self.view))
+            yield Line(run.t, run.first.step, "step", step_text(run.first, self.view) + self._why(run.first))
             return
         n = run.last.step - run.first.step + 1
         requests = count(run.last.decodes, "request")
@@ -152,7 +201,8 @@ class Teller:
         if run.total_ms:
             text += f" · {run.total_ms / n:.1f} ms per step"
             if run.worst_ms > 2 * run.total_ms / n:
-                text += f", the slowest {run.worst_ms:.1f} ms (step {run.worst_step:,})"
+                why = self._why(self.view.steps.get(run.worst_step)).removeprefix(" · ")
+                text += f", the slowest {run.worst_ms:.1f} ms (step {run.worst_step:,}{': ' if why else ''}{why})"
         yield Line(run.last.ended or run.t, run.first.step, "steps", text)
 
 

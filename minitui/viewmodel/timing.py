@@ -135,15 +135,15 @@ def _stats(wall: np.ndarray, total: float) -> KindStats:
     )
 
 
-def why_slow(row: StepRow, timings: Timings) -> str:
+def why_slow(row: StepRow, model: CostModel | None) -> str:
     """Returns the expected time of a step and, if the step took longer, the measured causes, in milliseconds:
     "expected 6.9 ms, +83.9: garbage collection 80.1, unexplained 3.8". Empty while too few steps are timed."""
-    explanation = explain(row, timings.model) if timings.model is not None else None
-    if explanation is None:
+    explanation = explain(row, model) if model is not None else None
+    if model is None or explanation is None:
         return ""
     text = f"expected {ms(explanation.expected)} ms"
     for prefill in explanation.prefills:
-        computed = timings.model.steps.get(prefill.step) if timings.model is not None else None
+        computed = model.steps.get(prefill.step)
         if computed is None or (prefill.step != row.step and prefill.ms <= WORTH * explanation.expected):
             continue
         tokens = count(computed.prefill_tokens, "prefill token")

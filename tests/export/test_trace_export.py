@@ -27,7 +27,9 @@ from minitui.export.perfetto import DEVICE, HOST, REQUESTS
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceError, TraceReader
 from minitui.trace.recorder import Recorder
+from minitui.viewmodel.eviction import EvictionOrder
 from minitui.viewmodel.model import View
+from minitui.viewmodel.request_teller import RequestTeller
 from minitui.viewmodel.teller import Teller
 from tests.support.fake_client import ByteCodec, FakeSource
 from tests.support.golden import GOLDEN, INFO, make_engine, play
@@ -265,6 +267,40 @@ def test_the_story_of_a_recording_goes_on_behind_a_gap(with_a_gap: Path) -> None
     assert len(told) - at > 50
     story = export(with_a_gap, "md").read_text().split("## What happened")[1]
     assert story.partition("records are missing here")[2].count("\n- ") > 30
+
+
+def test_the_lines_say_why_a_step_was_slow_and_sum_up_at_the_end() -> None:
+    told: list[str] = []
+    tail_trace(GOLDEN, told.append)
+    slow = next(line for line in told if " step 26 " in line and "decode" in line)
+    assert " 4 of 24 tokens · 0.2 ms · expected 0.24 ms, +0.16: commit of step 25" in slow
+    last = " ".join(told[-4:])
+    reader, view = TraceReader(GOLDEN), View()
+    view.reset(reader.part(0).snapshot)
+    view.fold(list(reader.records()))
+    first, second = (len(node.ids) for node in EvictionOrder(view.live.state).nodes[:2])
+    assert f"the cache saved {view.saved_in_the_last_minute} prompt tokens in the last minute" in last
+    assert re.search(rf"evicted next: 1\. “.*” \({first} tokens\); 2\. “.*” \({second} tokens\)", last)
+    free = " ".join(map(str, view.live.state.free[::-1]))
+    evicted = EvictionOrder(view.live.state).nodes[0].blocks[-1]
+    assert f"the next allocations take free {free}, then {evicted} of #1" in last
+    assert re.search(r"the (host|device) limits: the host waits \d+ % of the time · last 140 steps$", last)
+
+
+def test_a_step_that_does_not_end_is_said_again_when_the_time_has_doubled() -> None:
+    reader, view = TraceReader(GOLDEN), View()
+    records = list(reader.records())
+    at = next(i for i, record in enumerate(records) if record[2] == "step" and record[3] == 26)
+    view.reset(reader.part(0).snapshot)
+    teller = Teller(view)
+    list(teller.tell(records[: at + 1]))
+    said = [(s, [str(line) for line in teller.stalled(s)]) for s in (0.5, 1.1, 1.5, 2.3, 4.0, 4.7)]
+    found = {s: lines[-1] for s, lines in said if lines and "so far" in lines[-1]}
+    assert list(found) == [1.1, 2.3, 4.7]
+    assert re.search(r"no results for 1,100 ms so far; .*waiting for tokens: r\d+, r\d+, r\d+ and r\d+$", found[1.1])
+    list(teller.tell(records[at + 1 :]))
+    assert not list(teller.stalled(9.0)), "no request is running"
+    assert not list(RequestTeller(view, json=True).stalled(9.0))
 
 
 def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from minitui.tui.glyphs import use_ascii
 from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.tracks import SCALES, mark, track
 from minitui.tui.widgets.waterfall import MOST_STEPS, Waterfall
-from minitui.tui.widgets.waterfall_texts import limits
+from minitui.viewmodel.limits import limits
 from minitui.viewmodel.model import View
 from minitui.viewmodel.spans import Span, Timeline
 from minitui.viewmodel.steps import Steps
@@ -108,16 +108,17 @@ def test_a_device_that_does_not_report_its_time_shows_dashes() -> None:
 
 def test_a_line_says_whether_the_host_or_the_device_limits(gpu: View) -> None:
     """In the recording, each decode step waits 4 ms for the device, and each prefill costs 25 ms of the host."""
-    rows = [plain(row).rstrip() for row in limits(gpu.steps, gpu.horizon, 100)]
+    rows = [limit.what + limit.why(100) for limit in limits(gpu.steps, gpu.horizon)]
     words = r"the (\w+) limits steps (\w+) prompts: the host waits (\d+) % of their time · last 743 steps"
     said = [re.fullmatch(words, row) for row in rows]
     assert [match and match.group(1, 2) for match in said] == [("device", "without"), ("host", "with")], rows
     without, launching = (int(match[3]) for match in said if match is not None)
     assert without > 80 and launching < 5
-    assert plain(limits(gpu.steps, gpu.horizon, 76)[0]).rstrip().endswith("% of their time")
-    assert limits(Steps(), -1, 100) == []
+    assert limits(gpu.steps, gpu.horizon)[0].why(76).endswith("% of their time")
+    assert all(row in "\n".join(drawn(Waterfall(), gpu, 120)) for row in rows)
+    assert limits(Steps(), -1) == []
     vllm = folded_view(TraceReader(find_trace("vllm-8b")))
-    assert "unknown" in plain(limits(vllm.steps, vllm.horizon, 76)[0])
+    assert "unknown: the engine does not report its waits" in "\n".join(drawn(Waterfall(), vllm, 80))
 
 
 def test_requests_show_their_phases_and_the_selected_one_is_in_sight(gpu: View) -> None:

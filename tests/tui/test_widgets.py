@@ -408,9 +408,9 @@ def test_44_000_blocks_2_000_nodes_and_256_requests_are_shown_truly():
         ]  # fmt: skip
         y, x = divmod(cell, g.per_row)
         assert inside.count(glyphs.index(rows[head + y][x])) == max(map(inside.count, range(4)))
-    tree = body(RadixTree(), view, 70, 30)
+    tree = body(RadixTree(), view, 110, 30)
     hidden = int(re.search(r"\+([\d,]+) nodes", tree[-1]).group(1).replace(",", ""))
-    assert hidden + tree.index("evicted next".ljust(70)) - 1 == len(stress.cache.tree.nodes) - 1
+    assert hidden + tree.index("evicted next".ljust(110)) - 1 == len(stress.cache.tree.nodes) - 1
     evictable = int(re.search(r"([\d,]+) tokens evictable", tree[-1]).group(1).replace(",", ""))
     assert evictable == allocator.num_cached * 16
 
@@ -612,7 +612,15 @@ def test_the_tree_says_what_the_cache_saved_in_the_last_minute():
     view.fold(records, stress.now)
     saved = view.saved_in_the_last_minute
     assert saved - before == sum(record[4] for record in records if record[2] == "match") > 500
-    assert f"{saved:,} prompt tokens saved in the last minute" in body(RadixTree(), view, 120, 20)[-1]
+    for width in (120, 56):  # also beside other panels
+        last = body(RadixTree(), view, width, 20)[-1]
+        assert re.search(rf"{saved:,} (prompt tokens )?saved in the last minute", last)
+    joined = View()
+    joined.reset(view.live.state.snapshot())
+    stress.run(2.0)
+    joined.fold(stress.drain(), stress.now)  # the history begins in the middle of a minute
+    joined.frame(stress.now)
+    assert f"saved since step {joined.steps.first:,} " in body(RadixTree(), joined, 120, 20)[-1] + " "
     stress.run(90.0)
     later = stress.drain()
     view.fold(later, stress.now)
@@ -823,7 +831,7 @@ def test_where_it_is_narrow_the_parts_of_a_first_token_and_the_reason_of_a_slow_
         row = body(StepTimings(), view, 44, 8)[5]
         assert told in row and row.rstrip().endswith("prefill 20.4") and row.startswith("first")
     slowest = body(StepTimings(), view, 56, 8)[4]
-    assert slowest.rstrip().endswith(why_slow(t.slowest, t).partition(": ")[2])
+    assert slowest.rstrip().endswith(why_slow(t.slowest, t.model).partition(": ")[2])
 
 
 def test_timings_and_vitals_show_what_ranks_exchange():
@@ -878,7 +886,14 @@ def test_an_event_is_told_to_its_last_word_also_where_the_panel_is_narrow():
         rows = body(widget, view, width, 24)
         told = " ".join(" ".join(rows).split())
         for event in widget.shown[:-1]:  # the last may end with the panel
-            assert view.event_text(event, short=width < 50) in told
+            text = view.event_text(event, short=width < 50)
+            rows_of = sum(at is event for at in widget._at)
+            assert text in told or (event.kind == "evict" and rows_of == 1 and text[: width // 2] in told)
+        evicted = next((event for event in widget.shown[:-1] if event.kind == "evict"), None)
+        if evicted is not None:  # whole if it is chosen
+            widget.chosen = evicted.seq
+            told = " ".join(" ".join(body(widget, view, width, 24)).split())
+            assert view.event_text(evicted, short=width < 50) in told
     last = next(y for y, event in enumerate(widget._at) if event is widget.shown[-1])
     widget.clicked(view, 0, last)
     assert widget.chosen == widget.shown[-1].seq

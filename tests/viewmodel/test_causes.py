@@ -233,7 +233,7 @@ def test_a_long_prompt_is_expected_to_take_long_and_is_not_blamed() -> None:
     timings = summarise(history, FirstTokens(), history.last, 99_999)
     row = max((history.get(step) for step in range(2_500, 3_000)), key=lambda row: row.prefill_tokens if row else 0)
     assert row is not None and row.prefill_tokens == 500
-    text = why_slow(row, timings)
+    text = why_slow(row, timings.model)
     assert "of it for 500 prefill tokens" in text and "+" not in text
     told = explain(row, timings.model) if timings.model else None
     assert told is not None and told.prefill == pytest.approx(50.0, rel=0.05) and not told.slow
@@ -249,7 +249,7 @@ def test_without_measured_parts_nothing_is_blamed() -> None:
     timings = summarise(history, FirstTokens(), history.last, 99)
     row = history.get(50)
     assert row is not None and row.parts is None
-    assert why_slow(row, timings) == "expected 5.00 ms, +85.0: unexplained 85.0"
+    assert why_slow(row, timings.model) == "expected 5.00 ms, +85.0: unexplained 85.0"
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -271,4 +271,4 @@ def test_kinds_of_overlapping_steps_are_compared_by_the_device_s_time(overlap: b
 def test_too_few_steps_give_no_expectation() -> None:
     history, _ = run(4, stalls_every=0, steps=8)
     row = history.get(7)
-    assert row is not None and why_slow(row, summarise(history, FirstTokens(), 7, 99)) == ""
+    assert row is not None and why_slow(row, summarise(history, FirstTokens(), 7, 99).model) == ""

@@ -271,7 +271,7 @@ def test_a_long_gap_in_a_recording_of_vllm_names_the_prompt_that_was_launched_me
             prompt = f"prefill of {prefilled(following)} ({following.prefill_tokens:,} token"
             cause = Stalls().reason(view, lane, gap).causes[0].name
             assert cause.startswith(prompt) and "its" not in cause
-            said = why_slow(row, view.timings)
+            said = why_slow(row, view.timings.model)
             assert f" of it for step {following.step:,} ({following.prefill_tokens:,} prefill token" in said, said
             meanwhile += 1
     assert meanwhile > 60

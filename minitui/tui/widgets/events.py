@@ -198,7 +198,9 @@ f shows one group of kinds. / searches: an event must contain every word. "r12" 
         quiet = event.kind in ("finish", "miss")
         style = "bold accent" if chosen else "bold ink" if fresh else "dim" if quiet else "ink"
         room = width - row.width
-        pieces = [words] if cells(words) <= room else wrapped(words, max(8, room))
+        # An eviction ends with a piece of the evicted text, which may be cut: a full pool evicts in every few steps.
+        one_row = cells(words) <= room or (event.kind == "evict" and not chosen)
+        pieces = [words] if one_row else wrapped(words, max(8, room))
         rows = []
         for number, piece in enumerate(pieces[:most]):
             cut = number == most - 1 < len(pieces) - 1  # there is no room for the next piece

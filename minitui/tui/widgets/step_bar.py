@@ -92,7 +92,7 @@ class StepBar(LinePanel, can_focus=False):
 
 def _add_cause(line: Row, view: View, row: StepRow, width: int) -> None:
     """Add the reason why the step was slow, if it was slow and if the text fits."""
-    why = why_slow(row, view.timings)
+    why = why_slow(row, view.timings.model)
     if why and line.width + len(why) + 3 <= width:
         line.add(f" ({why})", "dim")
 

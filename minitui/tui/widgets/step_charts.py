@@ -72,6 +72,6 @@ def slow_steps(slowest: list[StepRow], timings: Timings, chosen: int, width: int
             row.to(end - len(text), " ", "ink" + ground).add(text, "bold ink" + ground)
         style = STYLES[("decode", "mixed", "prefill").index(step.kind)]
         row.to(31, " ", "ink" + ground).add(step.kind.ljust(9), style + ground)
-        why = why_slow(step, timings) or "expected time unknown: too few steps"
+        why = why_slow(step, timings.model) or "expected time unknown: too few steps"
         drawn.append(row.add(why, "ink" + ground).to(width, " ", "ink" + ground).done(width))
     return drawn

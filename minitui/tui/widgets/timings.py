@@ -142,7 +142,7 @@ back in time to the chosen step.""")
         row = Row("slowest", "dim").to(LABEL)
         if t.slowest is None or t.slowest.took_ms is None:
             return row.add("no step timed yet", "dim").done(width)
-        why, took, step = why_slow(t.slowest, t), f"{ms(t.slowest.took_ms)} ms", f" step {t.slowest.step:,} "
+        why, took, step = why_slow(t.slowest, t.model), f"{ms(t.slowest.took_ms)} ms", f" step {t.slowest.step:,} "
         style = "prefill" if t.slowest.chunks else "ink"
         if row.width + len(took) + 1 + len(why) > width:  # drop the padding first, then a part of `why`
             row = Row("slowest ", "dim")

@@ -38,7 +38,6 @@ def _last_children(rows: Sequence[TreeRow]) -> list[bool]:
         last[i] = depth not in depths
         depths = {d for d in depths if d < depth} | {depth}
     return last
-SHORT_FOOT = 60  # cells: from this width on, the last line has what was saved, if need be in fewer words
 
 
 class RadixTree(LinePanel):
@@ -204,14 +203,15 @@ large panel (z) also has the whole text of the selected node.""")
         row = Row()
         if hidden:
             row.add(f"+{count(hidden, 'node')}", "ink").add(" · ", "dim")
-        words, tokens = f"{count(evictable, 'token')} evictable", view.saved_in_the_last_minute
-        total, saved = words + " in total", f" · {count(tokens, 'prompt token')} saved in the last minute"
-        if width >= SHORT_FOOT and row.width + len(total) + len(saved) > width:
-            total, saved = words, f" · {tokens:,} saved in the last minute"
-        row.add(total if row.width + len(total) <= width else words, "dim")
-        if row.width + len(saved) <= width:
-            row.add(saved, "hit")
-        return row.done(width)
+        words, saved, when = f"{count(evictable, 'token')} evictable", view.saved_in_the_last_minute, view.last_minute
+        texts = [
+            (words + " in total · ", f"{count(saved, 'prompt token')} saved {when}"),
+            (words + " · ", f"{saved:,} saved {when}"),
+            ("", f"{count(saved, 'prompt token')} saved {when}"),
+            ("", f"{saved:,} saved {when}"),
+        ]  # the first that fits
+        evicted, taken = next((text for text in texts if row.width + sum(map(len, text)) <= width), texts[-1])
+        return row.add(evicted, "dim").add(taken, "hit").done(width)
 
     # ---- clicks and keys
 

@@ -21,11 +21,11 @@ from minitui.tui.widgets.waterfall_texts import (
     covering,
     figures,
     labels,
-    limits,
     request_labels,
     request_legend,
 )
 from minitui.viewmodel.lanes import Lane
+from minitui.viewmodel.limits import limits
 from minitui.viewmodel.model import View
 from minitui.viewmodel.spans import Span, Timeline
 
@@ -119,7 +119,8 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
             rows.append(at_cursor(self.cursor, scale.left, self.host, device, width))
         if (row := view.steps.get(line.last if self.step is None else self.step)) is not None:
             rows += figures(row, self.host, view.timings, width)
-        rows += limits(view.steps, view.horizon, width)
+        for limit in limits(view.steps, view.horizon):
+            rows.append(Row(limit.what, "bold ink").add(limit.why(width), "dim").done(width))
         if late := view.since_result_ms:
             rows.append(Row(f"no results for {duration(late)} so far", "bold bad").done(width))
         self._lanes_row = len(rows)

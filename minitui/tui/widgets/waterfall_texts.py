@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from minitui.text import duration, ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.rows import Row, Run, Runs, legend, runs_width, wrapped
 from minitui.tui.widgets.step_bar import contents
 from minitui.tui.widgets.tracks import STYLES, UNKNOWN, mark
-from minitui.viewmodel.cost_model import PLANNED, windows
 from minitui.viewmodel.spans import HOST, REQUESTS, Span
 from minitui.viewmodel.step_row import PARTS, StepRow
-from minitui.viewmodel.steps import Steps
 from minitui.viewmodel.timing import Timings, why_slow
-
-LIMIT_STEPS = 1_000  # the last steps that decide whether the host or the device limits the speed
 
 
 def labels(span: Span) -> list[str]:
@@ -61,43 +55,12 @@ def at_cursor(place: float, left: float, host: Sequence[Span], device: Sequence[
     return row.done(width)
 
 
-def limits(steps: Steps, horizon: int, width: int) -> list[Runs]:
-    """Returns the row that says whether the host or the device limits the speed. If it is the host where prompts are
-    launched and the device elsewhere, or the reverse, returns a row for each."""
-    at = steps.indices(horizon - LIMIT_STEPS + 1, horizon)
-    at = at[~np.isnan(steps.column("wall")[at])]
-    seen = windows(steps, at)
-    took = np.sum([seen.parts[name] for name in ("wait", "commit", "emit", *PLANNED)], axis=0)
-    known = took > 0  # not NaN
-    if not len(at):
-        return []
-    if not known.any():
-        return [Row("host or device limits? unknown: the engine does not report its waits", "dim").done(width)]
-    prompts = seen.with_prompts
-    last = f" · last {known.sum():,} steps"
-
-    def waited(of: np.ndarray) -> float:
-        return float(seen.parts["wait"][of].sum() / took[of].sum())
-
-    kinds = {"without": known & ~prompts, "with": known & prompts}
-    shares = {name: waited(of) for name, of in kinds.items() if of.any()}
-    if len({share >= 0.5 for share in shares.values()}) == 1:
-        return [_limit("", waited(known), " of the time" + last, width)]
-    return [_limit(f" steps {name} prompts", share, " of their time" + last, width) for name, share in shares.items()]
-
-
-def _limit(what: str, waited: float, note: str, width: int) -> Runs:
-    row = Row(f"the {'device' if waited >= 0.5 else 'host'} limits{what}", "bold ink").add(": the host waits ", "dim")
-    row.add(f"{100 * waited:.0f} %", "bold ink")
-    return row.add(note if row.width + len(note) <= width else note.partition(" · ")[0], "dim").done(width)
-
-
 def figures(row: StepRow, host: Sequence[Span], timings: Timings, width: int) -> list[Runs]:
     """Returns the rows with the times of a step's parts. They are also the legend of the tracks."""
     head = Row(f"step {row.step:,}", "bold ink").add("  " + contents(row))
     if row.took_ms is not None:
         head.add("  took ", "dim").add(_duration(row.took_ms), "bold ink")
-    why = why_slow(row, timings)
+    why = why_slow(row, timings.model)
     if why and head.width + len(why) + 3 <= width:
         head.add(f" ({why})", "dim")
         why = ""

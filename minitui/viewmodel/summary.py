@@ -1,0 +1,33 @@
+"""Sentences that sum up the present moment for readers of plain text: cache, eviction, and what limits the speed."""
+
+from __future__ import annotations
+
+from minitui.text import count
+from minitui.viewmodel.eviction import is_under_pressure, pressure_words
+from minitui.viewmodel.limits import limits
+from minitui.viewmodel.model import View
+from minitui.viewmodel.tree import TreeRow, quoted
+
+MOST_TEXT = 24  # characters of a node's text
+MOST_BLOCKS = 8
+
+
+def summary(view: View) -> list[str]:
+    """Returns what the cache saved, what is evicted next and what limits the speed; empty before the first step."""
+    if view.steps.last < 0:
+        return []
+    state, live = view.live.state, view.live
+    saved = count(view.saved_in_the_last_minute, "prompt token")
+    nodes = "; ".join(_node(node) for node in view.tree.evicted_next(live, view.decode))
+    texts = [
+        f"the cache saved {saved} {view.last_minute}",
+        f"evicted next: {nodes or 'nothing, requests hold all cached texts'}",
+    ]
+    if is_under_pressure(state):
+        blocks = pressure_words(state, view.tree.eviction(live), MOST_BLOCKS)
+        texts.append(f"few free blocks: the next allocations take {blocks}")
+    return texts + [limit.what + limit.why() for limit in limits(view.steps, view.horizon)]
+
+
+def _node(node: TreeRow) -> str:
+    return f"{node.rank}. “{quoted(node.text, MOST_TEXT)}” ({count(node.tokens, 'token')})"
