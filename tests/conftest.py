@@ -1,13 +1,35 @@
-"""Fixtures of more than one file."""
+"""Fixtures of more than one file, and how many processes run the tests."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.serving import Running, serving
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the other cores have workers of their own
+
+for name in ("COLUMNS", "LINES"):  # readline sets them in pytest's main process; no terminal of a test has that size
+    os.environ.pop(name, None)
+
+MOST_WORKERS = 8  # more wait for the longest files
+WORKER_BYTES = 5 << 29  # the largest worker was seen with 2.2 GiB; its tests start engine processes, too
+
+
+@pytest.hookimpl(optionalhook=True)  # tests/mutations run without pytest-xdist
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """The whole suite runs on all cores, as far as the memory lasts; chosen files run in this process."""
+    if config.args_source != pytest.Config.ArgsSource.TESTPATHS or config.option.keyword or config.option.collectonly:
+        return 0
+    import psutil
+
+    usable = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
+    workers = min(usable, psutil.virtual_memory().available // WORKER_BYTES, MOST_WORKERS)
+    return workers if workers > 1 else 0
 
 
 @pytest.fixture(scope="session")

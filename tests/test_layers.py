@@ -11,6 +11,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 
 import pytest
 
@@ -67,20 +68,26 @@ NO_TORCH = (
 )  # fmt: skip
 
 
-def modules(package: str) -> dict[str, ast.Module]:
-    """Dotted name -> syntax tree, of every module of a package."""
+@cache  # seconds: in the first test that asks, not while tests are collected
+def modules() -> dict[str, ast.Module]:
+    """Dotted name -> syntax tree, of every module of both packages."""
     found = {}
-    for path in (ROOT / package).rglob("*.py"):
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        found[name] = ast.parse(path.read_text(encoding="utf-8"))
+    for package in LEVELS:
+        for path in (ROOT / package).rglob("*.py"):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            found[name] = ast.parse(path.read_text(encoding="utf-8"))
     return found
 
 
-MODULES = modules("engine") | modules("minitui")
+@cache
+def imports_of() -> dict[str, set[str]]:
+    """Dotted name -> what the module imports, of every module of both packages."""
+    return {name: set(imported(tree)) - {name} for name, tree in modules().items()}
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
     """Every module that is imported anywhere in the tree: ours by their own names, others by their top-level ones."""
+    known = modules()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -90,12 +97,9 @@ def imported(tree: ast.Module) -> Iterator[str]:
         else:
             continue
         for name in names:
-            while name not in MODULES and "." in name:
+            while name not in known and "." in name:
                 name = name.rpartition(".")[0]
             yield name
-
-
-IMPORTS = {name: set(imported(tree)) - {name} for name, tree in MODULES.items()}
 
 
 def folder_of(module: str) -> tuple[str, str]:
@@ -112,12 +116,12 @@ def ours(module: str) -> bool:
 def test_imports_go_down(package):
     """The package's own __init__ and __main__ stand above all folders."""
     upward = []
-    for module in MODULES:
+    for module, needs in imports_of().items():
         here, folder = folder_of(module)
         if here != package or folder in ("", "__main__"):
             continue
         assert (here, folder) in LEVEL_OF, f"{module} has no level: give its folder one in this file"
-        for target in filter(ours, IMPORTS[module]):
+        for target in filter(ours, needs):
             there = folder_of(target)
             if there == (here, folder) or (there[0] == "engine" and here == "minitui") or there == (package, ""):
                 continue
@@ -128,6 +132,7 @@ def test_imports_go_down(package):
 
 def test_no_files_import_each_other_in_a_circle():
     """Depth-first over the imports: a module met again while its own imports are walked closes a circle."""
+    needs = imports_of()
     done: set[str] = set()
     path: list[str] = []
 
@@ -137,16 +142,16 @@ def test_no_files_import_each_other_in_a_circle():
         if module in done:
             return
         path.append(module)
-        for target in sorted(filter(MODULES.__contains__, IMPORTS[module])):
+        for target in sorted(needs[module] & needs.keys()):
             walk(target)
         done.add(path.pop())
 
-    for module in sorted(MODULES):
+    for module in sorted(needs):
         walk(module)
 
 
 def test_scheduling_needs_no_torch_and_kernels_nothing_but_torch_and_triton():
-    for module, needs in IMPORTS.items():
+    for module, needs in imports_of().items():
         folder = folder_of(module)
         if folder == ("engine", "core"):
             assert not needs & {"torch", "triton"}, module
@@ -156,7 +161,7 @@ def test_scheduling_needs_no_torch_and_kernels_nothing_but_torch_and_triton():
 
 
 def test_every_folder_says_in_one_line_what_it_is_for():
-    for module, tree in MODULES.items():
+    for module, tree in modules().items():
         if (ROOT / module.replace(".", "/") / "__init__.py").is_file():
             said = ast.get_docstring(tree) or ""
             assert said, f"{module} does not say what it is for"

@@ -51,7 +51,7 @@ def survives(patch: Path) -> bool:
         copy_project(to)
         apply(patch, to)
         # Only the plugins that the tests use: the others take longer to load than most of these tests to run.
-        plugins = ["-p", "pytest_asyncio.plugin", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
+        plugins = ["-o", "addopts=", "-p", "pytest_asyncio.plugin", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
         run = subprocess.run(
             [sys.executable, "-m", "pytest", "-x", "-q", *plugins, *arguments_of(patch)],
             cwd=to,

@@ -67,7 +67,6 @@ def test_a_stream_says_the_same_as_the_whole_and_ends_with_the_usage(client: Any
     chunks = list(ask(client, messages=messages, temperature=0, stream=True, stream_options=options))
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
-    assert sum(bool(c.choices) for c in chunks) > 5, "it came in one piece"
     usage = chunks[-1].usage
     assert usage.completion_tokens == whole.usage.completion_tokens
     assert 0 < usage.prompt_tokens_details.cached_tokens <= usage.prompt_tokens == whole.usage.prompt_tokens

@@ -522,13 +522,16 @@ async def test_keys_of_panel_and_screen_are_in_the_help_and_in_the_palette():
 
 
 async def test_gate_step_pace_and_run_until_reach_the_engine():
-    source = FakeSource(lambda prompt: "y" * 400, speed=0.001)
+    length = 4000  # asked for at every step
+    source = FakeSource(lambda prompt: "y" * length, speed=0.001)
     async with running(source) as (app, pilot, screen):
         await until(pilot, lambda: app.progress is None)
         app.submit("go")
         await until(pilot, lambda: app.session.messages[-1].text)
         await press(pilot, "escape")  # cancels
+        await until(pilot, lambda: not app.session.busy)
         app.submit("again")
+        await until(pilot, lambda: app.session.busy and app.session.messages[-1].text)
         app.screen.set_focus(None)
         await press(pilot, "p")
         await until(pilot, lambda: app.gated)
@@ -548,6 +551,7 @@ async def test_gate_step_pace_and_run_until_reach_the_engine():
         app.commands.run_slash("/until eviction")
         await until(pilot, lambda: "RUNNING until the next eviction" in screen.query_one(TopBar).text)
         app.commands.run_slash("/until finish")
+        length = 1
         await until(pilot, lambda: not app.session.busy)
         await until(pilot, lambda: "PAUSED at step" in screen.query_one(TopBar).text)
         await press(pilot, "p")

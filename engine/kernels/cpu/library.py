@@ -8,7 +8,7 @@ import platform
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import llvmlite
 import llvmlite.binding as llvm
@@ -101,8 +101,12 @@ def _int8_width(shapes: KernelShapes) -> int:
     return math.gcd(64, *shapes.columns)
 
 
+@lru_cache(maxsize=8)
 def model_kernels(shapes: KernelShapes) -> Kernels:
-    """Compiles the kernels of a model: "rotate", "attend", and a product for each kind of weights."""
+    """Compiles the kernels of a model: "rotate", "attend", and a product for each kind of weights.
+
+    Models of the same shapes share them: a second engine in the process compiles nothing.
+    """
     module = ir.Module()
     lanes, wide = _lanes(shapes), _lanes(shapes, attention=False)
     for weights in shapes.weights:
