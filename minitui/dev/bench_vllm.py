@@ -8,7 +8,7 @@ truth  Servers run a load that shares prefixes, cancels requests and does not fi
        streams, and a small shape for many steps (`--servers tiny,tiny,tiny,tiny --steps 100000`: each has a client
        process; the run ends when all together have compared so many steps). vLLM sends its own count of free blocks and
        its block tables with each step, and the watcher compares them. Writes DIR/truth-*.json, the traces, and each
-       server's /metrics.
+       server's /metrics. `--ranks 2`: each server has two data parallel ranks, which need a GPU each.
 cost   A server without and one with the recorder, on one GPU, take turns: without, recorded, recorded with a reader.
        The 8B shape at 64 rows, the 0.6B shape at 256. Writes DIR/cost.json.
 """
@@ -25,21 +25,23 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from minitui.dev.vllm_load import closed_loop, load, read_records
 from minitui.dev.vllm_servers import ROOT, Server, sizes, start, stop, wait_ready
+from minitui.sources.vllm import find_async
 
 # ---- truth
 
 
-async def truth(out: Path, configs: Path, seconds: float, shapes: list[str], steps: int) -> None:
+async def truth(out: Path, configs: Path, seconds: float, shapes: list[str], steps: int, ranks: int) -> None:
     """Runs the loads, and prints what the comparisons found."""
     servers = []
     for i, shape in enumerate(shapes):
         options = sizes("8B", 64, 2048, 8192, 1200) if shape == "8B" else sizes("tiny", 24, 512, 4096, 300)
-        servers.append(Server(f"truth-{shape.lower()}-{i}", shape, 8000 + 10 * i, options, recorded=True, check=True))
+        servers.append(Server(f"truth-{shape.lower()}-{i}", shape, 8000 + 10 * i, options, True, True, ranks))
     clients: list[subprocess.Popen[bytes]] = []
     try:
         for server in servers:
@@ -61,6 +63,8 @@ async def truth(out: Path, configs: Path, seconds: float, shapes: list[str], ste
             client.wait(20)
         await asyncio.sleep(2.5)  # cancelled requests end, and the reports are written
         for server in servers:
+            for engine in await find_async(server.url):
+                print(f"{server.name}: {engine.name} is at {engine.telemetry}", flush=True)
             page = urllib.request.urlopen(f"{server.url}/metrics", timeout=5).read()
             (out / f"{server.name}.prom").write_bytes(page)
     finally:
@@ -68,19 +72,23 @@ async def truth(out: Path, configs: Path, seconds: float, shapes: list[str], ste
             client.kill()
         stop(servers, out)
     for server in servers:
-        report = json.loads((out / f"{server.name}.json").read_text())
-        print(server.name, json.dumps(report), flush=True)
-        for line in compare_metrics(report["totals"], (out / f"{server.name}.prom").read_text()):
+        totals: Counter[str] = Counter()
+        for rank, path in enumerate(server.reports(out)):
+            report = json.loads(path.read_text())
+            totals += Counter(report["totals"])
+            print(server.name, f"rank {rank}", json.dumps(report), flush=True)
+        for line in compare_metrics(totals, (out / f"{server.name}.prom").read_text()):
             print(f"  {line}", flush=True)
     print(f"{sum(compared(out, servers)):,} steps compared", flush=True)
 
 
 def compared(out: Path, servers: list[Server]) -> list[int]:
-    """Returns, for each server, the steps after which the watcher has compared vLLM's numbers."""
+    """Returns, for each engine, the steps after which the watcher has compared vLLM's numbers."""
     numbers = []
     for server in servers:
-        with contextlib.suppress(OSError, ValueError):
-            numbers.append(json.loads((out / f"{server.name}.json").read_text())["comparisons"] // 2)
+        for path in server.reports(out):
+            with contextlib.suppress(OSError, ValueError):
+                numbers.append(json.loads(path.read_text())["comparisons"] // 2)
     return numbers
 
 
@@ -174,6 +182,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="8B:64:256,0.6B:256:256", help="of cost: shape:rows:tokens, …")
     parser.add_argument("--servers", default="8B,tiny", help="of truth: shapes")
     parser.add_argument("--steps", type=int, default=0, help="of truth: end when so many are compared")
+    parser.add_argument("--ranks", type=int, default=1, help="of truth: data parallel ranks of each server; GPUs")
     parser.add_argument("--url", default="")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
@@ -187,7 +196,7 @@ def main() -> None:
         return
     given.out.mkdir(parents=True, exist_ok=True)
     if given.part == "truth":
-        asyncio.run(truth(given.out, given.configs, given.seconds, given.servers.split(","), given.steps))
+        asyncio.run(truth(given.out, given.configs, given.seconds, given.servers.split(","), given.steps, given.ranks))
     else:
         shapes = [
             (shape, int(rows), int(tokens)) for shape, rows, tokens in (s.split(":") for s in given.shapes.split(","))

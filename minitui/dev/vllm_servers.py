@@ -13,6 +13,8 @@ import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from minitui.vllm.watcher import path_of
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {"num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 8,
         "num_key_value_heads": 4, "max_window_layers": 2}  # fmt: skip
@@ -30,6 +32,7 @@ class Server:
     options: list[str]
     recorded: bool = False
     check: bool = False
+    ranks: int = 1  # data parallel
     process: subprocess.Popen[bytes] | None = None
     rates: dict[str, list[float]] = field(default_factory=dict)
 
@@ -40,6 +43,11 @@ class Server:
     @property
     def telemetry(self) -> str:
         return f"http://127.0.0.1:{self.port + 1}"
+
+
+    def reports(self, out: Path) -> list[Path]:
+        """Returns the files in which the watchers write what they compared."""
+        return [path_of(str(out / f"{self.name}.json"), rank) for rank in range(self.ranks)]
 
 
 def sizes(shape: str, rows: int, budget: int, length: int, blocks: int) -> list[str]:
@@ -70,6 +78,8 @@ def start(server: Server, configs: Path, out: Path, fast: bool = True) -> None:
         "--served-model-name", f"Qwen3-{server.shape}",
         "--load-format", "dummy", "--port", str(server.port), "--host", "127.0.0.1", "--seed", "1", *server.options,
     ]  # fmt: skip
+    if server.ranks > 1:
+        command += ["--data-parallel-size", str(server.ranks)]
     if fast:  # without torch.compile a server starts in half the time; decodes still run as CUDA graphs
         command += ["--compilation-config", json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"})]
     environment = {
@@ -123,8 +133,7 @@ def stop(servers: list[Server], out: Path) -> None:
             server.process.wait(25)
         except subprocess.TimeoutExpired:
             os.killpg(server.process.pid, signal.SIGKILL)
-        report = out / f"{server.name}.json"
         for _ in range(100):
-            if not server.check or report.exists():
+            if not server.check or all(report.exists() for report in server.reports(out)):
                 break
             time.sleep(0.1)

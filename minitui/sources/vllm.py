@@ -19,7 +19,7 @@ from engine.errors import EngineError, InvalidRequest
 from engine.params import SamplingParams
 from engine.trace.records import Record
 from minitui.sources.base import Progress
-from minitui.sources.http import check, close_client, httpx, load_json, normalise, open_client, unreachable
+from minitui.sources.http import check, close_client, httpx, load_json, normalise, open_client
 from minitui.sources.openai import CompletionStream
 from minitui.sources.remote import DEFAULTS, NOT_SENT, RemoteSource
 from minitui.sources.remote_checks import count
@@ -193,18 +193,21 @@ class VllmSource(RemoteSource):
         self.api = open_client(self.api_url, key)
         if engine.place is not None:
             self.api.headers[RANK_HEADER] = str(engine.place)
-        self._served = ""
+        self._served: str | None = None  # the model's name; None: vLLM's only one
         self._answers: list[VllmStream] = []  # without their request's end, the oldest first
 
     async def start(self, on_progress: Progress) -> None:
-        """Connect to both addresses. Raises EngineError with a sentence for the user."""
-        try:
+        """Connect to both addresses. Raises EngineError with a sentence for the user.
+
+        If vLLM's endpoint cannot be reached, this source only watches: a machine whose ranks serve another machine's
+        endpoint (--headless) has none.
+        """
+        with contextlib.suppress(httpx.HTTPError, OSError):
             response = await check(await self.api.get("/v1/models"))
-            self._served = str(load_json(response.content)["data"][0]["id"])
-        except (httpx.HTTPError, OSError) as error:
-            raise unreachable(self.api_url, error) from error
-        except (KeyError, IndexError, TypeError) as error:
-            raise EngineError(f"{self.api_url} lists no model: is it vLLM's address?") from error
+            try:
+                self._served = str(load_json(response.content)["data"][0]["id"])
+            except (KeyError, IndexError, TypeError) as error:
+                raise EngineError(f"{self.api_url} lists no model: is it vLLM's address?") from error
         await super().start(on_progress)
 
     async def close(self) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import logging
 import os
 import queue
+import stat
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from engine.errors import EngineError
 from engine.trace.records import CLEARED, Record
@@ -193,10 +195,9 @@ class _Writer:
         self.path = path
         self.closed = False
         try:
-            # Without O_NONBLOCK, `open` of a FIFO would wait for a reader.
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666)
-            os.set_blocking(descriptor, True)
-            self._file = os.fdopen(descriptor, "wb")
+            self._file = _open_locked(path)
+        except BlockingIOError:
+            raise TraceError(f"{path} is being written by another recording; name another file with --record") from None
         except OSError as error:
             raise TraceError(f"{path} cannot be written: {error.strerror}; name another file with --record") from None
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -271,6 +272,25 @@ class _Writer:
         if self._member is not None:
             self._file.write(self._member.flush())
             self._member = None
+
+
+def _open_locked(path: Path) -> BinaryIO:
+    """Returns an empty file. Raises BlockingIOError if another recording writes it, or OSError."""
+    # Without O_NONBLOCK, `open` of a FIFO would wait for a reader.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666)
+    try:
+        os.set_blocking(descriptor, True)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if isinstance(error, BlockingIOError):
+                    raise  # else: this file system has no locks
+            os.ftruncate(descriptor, 0)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "wb")
 
 
 class Recording:

@@ -110,6 +110,7 @@ class Pipe:
 
     def asked(self) -> bool:
         """Returns True if the watcher has asked for a whole state since the last call."""
+        self._process.poll()  # it started the watcher and ended; this removes it from the process table
         try:
             asks = os.read(self._back, 64)
         except OSError:
@@ -126,7 +127,7 @@ class Pipe:
     def close(self) -> None:
         """Close the connection: the watcher finishes its recording and ends."""
         self._close_ends()
-        self._process.poll()  # it started the watcher and ended; this removes it from the process table
+        self._process.poll()
 
     def _close_ends(self) -> None:
         ends, self._out, self._back = (self._out, self._back), -1, -1

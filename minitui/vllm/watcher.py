@@ -56,14 +56,17 @@ NICE = 5  # vLLM's processes come first
 def settings_from(environment: dict[str, str], rank: int, port: int) -> ServerSettings:
     """Returns the settings of the telemetry endpoint. Raises EngineError with a sentence."""
     record = environment.get("MINITUI_RECORD")
-    path = Path(record) if record else None
-    if path is not None and rank:
-        path = path.with_suffix(f".rank{rank}{path.suffix}")
     return ServerSettings(
         host=environment.get("MINITUI_TELEMETRY_HOST", "127.0.0.1"), port=port,
-        keys=gather_keys([], [], []), record=path,
+        keys=gather_keys([], [], []), record=path_of(record, rank) if record else None,
         hide_text=environment.get("MINITUI_HIDE_TEXT", "") not in ("", "0"),
     )  # fmt: skip
+
+
+def path_of(name: str, rank: int) -> Path:
+    """Returns the file of a data parallel rank."""
+    path = Path(name)
+    return path.with_suffix(f".rank{rank}{path.suffix}") if rank else path
 
 
 class Watcher:
@@ -177,9 +180,9 @@ class Watcher:
 
     def _report(self) -> None:
         """With MINITUI_VLLM_CHECK=file, write how the state compared with vLLM's own numbers."""
-        path, translator = os.environ.get("MINITUI_VLLM_CHECK"), self._translator
-        if path and translator is not None:
-            state = translator.blocks.state
+        name, translator = os.environ.get("MINITUI_VLLM_CHECK"), self._translator
+        if name and translator is not None:
+            path, state = path_of(name, translator.info["rank"]), translator.blocks.state
             report = {
                 "comparisons": translator.checked, "steps": state.step + 1, "differences": len(translator.faults),
                 "first": translator.faults[:20], "records": state.seq, "counts": translator.blocks.counts,

@@ -129,6 +129,15 @@ def test_what_is_no_trace_is_refused_with_a_sentence(tmp_path: Path) -> None:
         Recorder(tmp_path / "no" / "such" / "directory")
 
 
+def test_two_recordings_do_not_write_one_file(tmp_path: Path) -> None:
+    first = Recorder(tmp_path / "a.trace")
+    with pytest.raises(TraceError, match=r"a.trace is being written by another recording; name another file"):
+        Recorder(tmp_path / "a.trace")
+    first.close()
+    record_golden(tmp_path / "a.trace")
+    assert TraceReader(tmp_path / "a.trace").complete
+
+
 def test_the_words_of_tokens_travel_with_the_trace_and_random_ones_are_called_random(tmp_path: Path) -> None:
     path = tmp_path / "a.trace"
     record_golden(path)

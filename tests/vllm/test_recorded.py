@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from engine.errors import EngineError, InvalidRequest
+from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.params import SamplingParams
 from engine.trace.state import State
 from minitui.trace.follow import Follower
@@ -301,6 +301,19 @@ async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
             await asyncio.sleep(0.01)
 
 
+async def test_an_engine_without_an_endpoint_is_watched(tmp_path: Path) -> None:
+    """As on a second machine (--headless)."""
+    async with beside_vllm() as beside:
+        await found(beside.api.url, 1)
+        await beside.api.kill()
+        async with attached(beside, tmp_path, True) as source:
+            assert (await source.snapshot())["num_blocks"] == 30
+            stream = source.submit(PROMPT, SamplingParams(max_tokens=3))
+            with pytest.raises(EngineDead, match=f"{beside.api.url} cannot be reached"):
+                async for _ in stream:
+                    pass
+
+
 async def test_an_answer_ends_when_the_records_do_not_come(tmp_path: Path) -> None:
     async with beside_vllm() as beside, attached(beside, tmp_path) as source:
         stream = source.submit(PROMPT, SamplingParams(max_tokens=3))
@@ -468,8 +481,10 @@ async def test_messages_that_do_not_fit_end_the_watcher_after_some_questions(
     assert len(asked) == 10, "one line for each question, and then no more"
 
 
-def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float) -> Any:
+    """Returns the condition's first value that is true."""
     end = time.monotonic() + seconds
-    while not condition():
+    while not (value := condition()):
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.05)
+    return value

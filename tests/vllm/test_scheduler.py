@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import marshal
+import os
 import sys
 from collections import Counter
 
+import psutil
 import pytest
 
 from engine.trace.state import State
@@ -250,3 +253,61 @@ async def test_two_data_parallel_ranks_are_found_and_shown_as_replicas(monkeypat
             scheduler.shutdown()
     for name in ("run.trace", "run.rank1.trace"):
         wait_for(lambda path=tmp_path / name: TraceReader(path).complete, 20)
+
+
+@pytest.fixture
+def watched(monkeypatch, tmp_path):
+    """A scheduler, and the watcher process that it has started."""
+    from tests.vllm.test_recorded import free_ports, wait_for
+
+    report = tmp_path / "report.json"
+    monkeypatch.setenv("MINITUI_VLLM_CHECK", str(report))
+    monkeypatch.setenv("MINITUI_TELEMETRY_PORT", str(free_ports(1)))
+    monkeypatch.setattr(recording, "FLUSH_S", 0.0)
+    scheduler = make_scheduler(tmp_path, asynchronous=True, blocks=300)
+    Load(scheduler, 2, 2).finish()
+    [watcher] = wait_for(lambda: [
+        process for process in psutil.process_iter(["cmdline"])
+        if "minitui.vllm.watcher" in (process.info["cmdline"] or ()) and process.ppid() != os.getpid()
+        and process.environ().get("MINITUI_VLLM_CHECK") == str(report)
+    ], 20)  # fmt: skip
+    wait_for(report.exists, 20)
+    return scheduler, watcher, report
+
+
+def test_a_watcher_that_is_killed_is_one_line(watched, said):
+    scheduler, watcher, _ = watched
+    watcher.kill()
+    watcher.wait(20)
+    load = Load(scheduler, 3, 2)
+    load.run(60)
+    load.finish()
+    assert scheduler._recorder is None and said == ["minitui's recording ends: its watcher has ended"]
+
+
+def test_a_watcher_that_hangs_costs_bounded_memory_and_then_continues(watched, monkeypatch):
+    from minitui.vllm import pipe
+    from tests.vllm.test_recorded import wait_for
+
+    scheduler, watcher, report = watched
+    monkeypatch.setattr(pipe, "MOST_WAITING", 1 << 20)
+    load, connection = Load(scheduler, 3, 2), scheduler._recorder.pipe
+    load.run(50)
+    watcher.suspend()
+    try:
+        while not connection.lost:
+            load.run(load.steps + 50)
+            assert connection._size < 2 << 20
+        load.run(load.steps + 50)
+        assert connection.lost and connection._size < 2 << 20
+    finally:
+        watcher.resume()
+    wait_for(lambda: load.run(load.steps + 1) or not connection.lost, 20)
+    at = load.steps
+    load.run(at + 100)
+    wait_for(lambda: connection.flush() or json.loads(report.read_text())["steps"] > at, 20)
+    load.finish()
+    scheduler.shutdown()
+    watcher.wait(20)
+    found = json.loads(report.read_text())
+    assert found["differences"] == 0 and found["comparisons"] > 200, found["first"]
