@@ -83,6 +83,6 @@ def options_of(arguments: list[str]) -> dict[str, str]:
 
             values = yaml.safe_load(Path(options["--config"]).read_text())
     if isinstance(values, dict):
-        read = {f"--{str(name).replace('_', '-')}": str(value) for name, value in values.items() if value}
-        options = {**read, **options}
+        given = {name: value for name, value in values.items() if value is not None and value is not False}
+        options = {f"--{str(name).replace('_', '-')}": str(value) for name, value in given.items()} | options
     return options

@@ -47,8 +47,12 @@ class Recorder:
         self._pool = scheduler.kv_cache_manager.block_pool
         self._info = describe(scheduler, self._manager.block_size)
         self.pipe = pipe or Pipe()
-        self.pipe.send(("init", now(), self._info))
-        self.pipe.flush()
+        try:
+            self.pipe.send(("init", now(), self._info))
+            self.pipe.flush()
+        except Exception:
+            self.pipe.close()
+            raise
         self._broken: Exception | None = None
         for name, observe in zip(OF_POOL, (self.taken, self.cached, self.evicted), strict=True):
             self._hook(name, observe)

@@ -84,6 +84,8 @@ def test_a_rank_and_a_file_have_their_ports(tmp_path: Path) -> None:
     line = ["vllm", "serve", "m", "--config", str(file)]
     assert ports_of(line, None, 1, 1) == Ports(9000, 9002, (9001, 9002))
     assert ports_of([*line, "--port", "9500"]).api == 9500
+    file.write_text("port: 9000\ndata-parallel-size: 2\ndata-parallel-rank: 0\ndata-parallel-external-lb: false\n")
+    assert ports_of(line) == Ports(9000, 9001, (9001,))
     file.write_text("[")
     assert ports_of(line) == Ports(8000, 8001, (8001,))
     assert ports_of(["-dp", "8", "-dpr", "4", "-dpl", "4"], "7000", 6, 2) == Ports(8000, 7002, (7000, 7001, 7002, 7003))
@@ -288,6 +290,46 @@ async def test_the_data_parallel_ranks_are_replicas(tmp_path: Path) -> None:
             assert not source.reason_against(source.replicas[0])
         finally:
             await source.close()
+
+
+async def test_vllm_is_a_replica_beside_servers_of_other_kinds(tmp_path: Path) -> None:
+    from minitui.cli.chat import connect_to
+    from minitui.sources.replicas import ReplicaSource
+
+    async with beside_vllm() as beside:
+        await found(beside.api.url, 1)
+        other = await FakeServer(models=("tutor",)).start()
+        made, _, _ = await asyncio.to_thread(connect_to, [other.url, beside.api.url], "", None, None, False)
+        assert isinstance(made, ReplicaSource) and not made.exact
+        for servers, exact in (([other.url, beside.api.url], False), ([beside.api.url, "http://127.0.0.1:9"], True)):
+            source = ReplicaSource(servers, exact=exact, cache=tmp_path)
+            await source.start(lambda progress: None)
+            try:
+                vllm = source.replicas[servers.index(beside.api.url)]
+                await asyncio.wait_for(vllm.tried.wait(), 10)
+                await source.watch(vllm)
+                assert vllm.kind == "vllm" and (await source.snapshot())["num_blocks"] == 30
+            finally:
+                await source.close()
+        await other.kill()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"engine": "minitui"}, {"engine": None}, {"api_port": "8000"}, {"api_port": True}, {"api_port": 0},
+        {"api_port": 65536}, {"rank": None}, {"telemetry_ports": None}, {"telemetry_ports": [8002]},
+        {"telemetry_ports": [8001, 0]}, {"telemetry_ports": [8001, "8002"]}, {"telemetry_ports": [8001] * 65},
+        {"telemetry_port": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_facts_that_are_not_valid_name_no_engine(wrong: dict[str, Any]) -> None:
+    from minitui.sources.vllm import _engine
+
+    facts = {**INFO, "telemetry_port": 8001, "telemetry_ports": [8001, 8002]}
+    assert _engine("http://[::1]:8001", facts) is not None
+    assert _engine("http://[::1]:8001", facts | wrong) is None
 
 
 async def has_request(source: Any) -> None:
