@@ -16,6 +16,8 @@ from minitui.cli.launch import apply_looks, recorded, run_app
 from minitui.cli.options import Record, with_options
 from minitui.tui.terminal import need_terminal
 
+INSTALL = "pip install 'minitui[vllm]'"
+
 
 @with_options("looks")
 def inspect(
@@ -53,46 +55,54 @@ def inspect(
     if kv_events is not None:
         if record is not None:
             raise EngineError("--record needs the records of steps, and KV events have none: remove --record")
-        raise typer.Exit(_over_events(connect, kv_events, key, tokenizer, settings))
+        raise typer.Exit(_over_events(connect, kv_events, "", key, tokenizer, settings))
     source, choice, app = connect_to([connect], key, None, None, record is not None)
     from minitui.sources.openai import OpenAISource
     from minitui.tui.app import MinituiApp
 
-    tried = ""
     if isinstance(source, OpenAISource):
-        events, tried = _find_events(connect)
-        if events:
-            raise typer.Exit(_over_events(connect, events, key, tokenizer, settings, tried))
+        raise typer.Exit(_over_events(connect, *find_events(connect), key, tokenizer, settings))
 
     class InspectApp(app or MinituiApp):  # type: ignore[misc]
         DEFAULT_MODE: ClassVar[str] = "inspect"
-        TRIED = f", and {tried}" if tried else ""
 
     raise typer.Exit(run_app(recorded(source, record), choice, settings, Sampling(), make=InspectApp))
 
 
-def _find_events(url: str) -> tuple[str, str]:
-    """Returns where KV events are published (empty: nowhere), and a clause about what was tried or found."""
+def find_events(url: str) -> tuple[str, str]:
+    """Returns where the server publishes KV events, and a sentence about them. Raises EngineError if it does not."""
     try:
-        from minitui.vllm.kv_sockets import FIRST_PORT, find_events
-    except ImportError:
-        return "", "its KV events were not looked for, because pyzmq is missing (pip install 'minitui[vllm]')"
-    found = asyncio.run(find_events(url))
-    if found.ranks > 1:
-        host = found.events.partition(f":{FIRST_PORT}")[0]
-        ranks = f"{found.ranks} data parallel ranks publish KV events: this is rank 0"
-        return found.events, f"{ranks}; --kv-events {host}:{FIRST_PORT + 1} shows rank 1"
-    return found.events, found.tried
+        from minitui.vllm import kv_sockets
+    except ImportError as error:
+        raise EngineError(_nothing(url, f"its KV events need more packages: {INSTALL} ({error})")) from error
+    found = asyncio.run(kv_sockets.find_events(url))
+    if not found.events:
+        raise EngineError(_nothing(url, found.tried))
+    if found.ranks == 1:
+        return found.events, f"{found.tried[:1].upper()}{found.tried[1:]}." if found.tried else ""
+    port = kv_sockets.FIRST_PORT
+    other = found.events.partition(f":{port}")[0] + f":{port + 1}"
+    ranks = f"{found.ranks} data parallel ranks publish KV events"
+    return found.events, f"{ranks}: this is rank 0; --kv-events {other} shows rank 1."
+
+
+def _nothing(url: str, tried: str) -> str:
+    from minitui.sources.vllm import HOW
+
+    return (
+        f"{url} does not report what its engine does, and {tried}. For vLLM, {HOW}, or let it publish KV events "
+        "(README, Watch vLLM). minitui chat --connect shows the server's own figures"
+    )
 
 
 def _over_events(
-    url: str, events: str, key: str, tokenizer: str, settings: settings_file.Settings, note: str = ""
+    url: str, events: str, note: str, key: str, tokenizer: str, settings: settings_file.Settings
 ) -> int:
-    """Runs the application over KV events; returns the exit code. `note`: a clause about the events."""
+    """Runs the application over KV events; returns the exit code. `note`: a sentence about the events."""
     try:
         from minitui.tui.cache_app import CacheApp
         from minitui.vllm.kv_source import KvSource
     except ImportError as error:
-        raise EngineError(f"--kv-events needs more packages ({error}): pip install 'minitui[vllm]'") from error
-    source = KvSource(url, events, key, tokenizer, f"{note[0].upper()}{note[1:]}." if note else "")
+        raise EngineError(f"--kv-events needs more packages ({error}): {INSTALL}") from error
+    source = KvSource(url, events, key, tokenizer, note)
     return run_app(source, served_choice({}, None), settings, Sampling(), make=CacheApp)

@@ -29,12 +29,8 @@ class ForeignChatScreen(ChatScreen):
 
 
 class ForeignApp(MinituiApp):
-    """The application. The server's figures are in the rail; on a narrow terminal, in a line under the top bar.
+    """The application. The server's figures are in the rail; on a narrow terminal, in a line under the top bar."""
 
-    `TRIED`: what was tried to see the engine, as the end of a clause.
-    """
-
-    TRIED = ""
     TABS = (("chat", "1 Chat"),)
     MODES: ClassVar[dict[str, Any]] = {**MinituiApp.MODES, "chat": ForeignChatScreen}
 
@@ -58,8 +54,8 @@ class ForeignApp(MinituiApp):
         """Refuse all screens except the chats: the server does not report what its engine does."""
         if mode != "chat":
             self.say(
-                f"this server does not report what its engine does{self.TRIED}; for vLLM, {HOW}, or watch its KV "
-                "events: minitui inspect --kv-events",
+                f"this server does not report what its engine does; for vLLM, {HOW}, or watch its KV events: "
+                "minitui inspect --connect",
                 error=True,
             )
             mode = "chat"

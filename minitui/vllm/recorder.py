@@ -89,12 +89,14 @@ class Recorder:
         setattr(self._pool, name, hooked)
 
     def taken(self, blocks: Any, *_: Any, **__: Any) -> None:
+        """Note blocks that the pool gave away."""
         self.events.append(("g", [block.block_id for block in blocks]))
 
     def cached(
         self, _: Any, request: Request, blocks: Any, num_cached_blocks: int, num_full_blocks: int, block_size: int,
         *__: Any, **___: Any,
     ) -> None:  # fmt: skip
+        """Note full blocks that are cached now."""
         if num_cached_blocks < num_full_blocks:
             self.events.append((
                 "c", request.request_id, num_cached_blocks,
@@ -104,12 +106,15 @@ class Recorder:
             ))  # fmt: skip
 
     def evicted(self, _: Any, block_ids: set[int], *__: Any, **___: Any) -> None:
+        """Note blocks whose content a connector evicted."""
         self.events.append(("e", sorted(block_ids)))
 
     def preempted(self, request: Request) -> None:
+        """Note a preemption."""
         self.events.append(("p", request.request_id))
 
     def freed(self, request: Request) -> None:
+        """Note the end of a request."""
         self.events.append(("f", request.request_id, request.status.name, request.num_output_tokens))
 
     def _take_events(self) -> list[tuple[Any, ...]]:

@@ -17,6 +17,7 @@ import pytest
 
 from engine.errors import EngineError
 from engine.trace.state import State
+from minitui.cli import inspect
 from minitui.trace.follow import Follower
 from minitui.tutor import model_dir
 from tests.support.fake_openai import FakeServer
@@ -273,6 +274,8 @@ async def test_kv_events_are_found_on_the_usual_ports(monkeypatch: pytest.Monkey
         address = f"tcp://127.0.0.1:{first}"
         nothing = await find_events("http://127.0.0.1:8000")
         assert (nothing.events, nothing.tried) == ("", f"no KV events are published at {address}")
+        with pytest.raises(EngineError, match=f"and no KV events are published at {address}. For vLLM, start"):
+            await asyncio.to_thread(inspect.find_events, "http://127.0.0.1:8000")
         for i, kind in enumerate((zmq.PUB, zmq.XPUB)):  # two data parallel ranks
             socket = held.enter_context(context.socket(kind))
             socket.bind(f"tcp://127.0.0.1:{first + i}")
@@ -283,11 +286,9 @@ async def test_kv_events_are_found_on_the_usual_ports(monkeypatch: pytest.Monkey
         deaf.close()
         await deaf.wait_closed()
         held.enter_context(context.socket(zmq.ROUTER)).bind(f"tcp://127.0.0.1:{first + 2}")
-        from minitui.cli.inspect import _find_events
-
-        events, note = await asyncio.to_thread(_find_events, "http://127.0.0.1:8000")
+        events, note = await asyncio.to_thread(inspect.find_events, "http://127.0.0.1:8000")
         assert events == f"{address},{first + 2}"
-        others = f"--kv-events tcp://127.0.0.1:{first + 1} shows rank 1"
+        others = f"--kv-events tcp://127.0.0.1:{first + 1} shows rank 1."
         assert note == f"2 data parallel ranks publish KV events: this is rank 0; {others}"
 
 
