@@ -66,23 +66,26 @@ class Recorder:
         finally:
             self.pipe.close()
 
-    # ---- inside vLLM's calls
+    # ---- inside vLLM's calls: nothing is raised here; the next message raises the error
 
-    def observe(self, note: Any, *arguments: Any, **options: Any) -> None:
-        """Call `note`. Raises nothing: the next message raises its error, outside of vLLM's calls."""
+    def observe(self, note: Any, request: Request) -> None:
+        """Call `note` with a request."""
         try:
-            note(*arguments, **options)
+            note(request)
         except Exception as error:
             self._broken = error
 
     def _hook(self, name: str, note: Any) -> None:
-        """Observe each call of a method of the pool, with its result and its arguments."""
+        """Call `note` after each call of a method of the pool, with its result and its arguments."""
         original = getattr(self._pool, name)
 
         def hooked(*arguments: Any, **options: Any) -> Any:
             result = original(*arguments, **options)
             began = now()
-            self.observe(note, result, *arguments, **options)
+            try:
+                note(result, *arguments, **options)
+            except Exception as error:
+                self._broken = error
             self.seconds += now() - began
             return result
 
