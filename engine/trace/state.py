@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
+from operator import attrgetter
 from typing import Any, ClassVar
 
 from engine.trace.records import Record
@@ -21,6 +22,9 @@ REQUEST = (  # fields of RequestView and of a request in a snapshot
     "group", "prompt_tokens", "max_total", "state", "row", "node", "shared_blocks", "cached_tokens", "preemptions",
     "submitted", "admitted",
 )  # fmt: skip
+
+
+_FIELDS = attrgetter(*(each.name for each in fields(RequestView)))
 
 
 class State(TreeState):
@@ -48,40 +52,37 @@ class State(TreeState):
 
     def apply(self, record: Record) -> None:
         """Apply the next record; raise ValueError if records before it are missing."""
-        self.follow(record)
-        change = self.CHANGES.get(record[2])
+        seq, self.t, kind = record[:3]
+        if seq != self.seq + 1:
+            raise ValueError(f"record {seq} does not follow record {self.seq}: a snapshot is needed")
+        self.seq = seq
+        change = self.CHANGES.get(kind)
         if change is not None:
-            change(self, *record[3:])
-
-    def follow(self, record: Record) -> None:
-        """Set `seq` and `t` from the next record, but do not apply its change.
-
-        The caller applies the change from CHANGES itself, so it can read the state before and after it.
-        """
-        if record[0] != self.seq + 1:
-            raise ValueError(f"record {record[0]} does not follow record {self.seq}: a snapshot is needed")
-        self.seq = record[0]
-        self.t = record[1]
+            change(self, record)
 
     def apply_all(self, records: Iterable[Record]) -> None:
         """Apply records in order; raise ValueError as `apply` does."""
         for record in records:
             self.apply(record)
 
-    def _submit(self, id: int, group: str, prompt_tokens: int, max_total: int) -> None:
+    def _submit(self, record: Record) -> None:
+        _, _, _, id, group, prompt_tokens, max_total = record
         self.requests[id] = RequestView(id, group, prompt_tokens, max_total, submitted=self.t)
         self.queue.append(id)
 
-    def _order(self, queue: list[int]) -> None:
+    def _order(self, record: Record) -> None:
+        queue = record[3]
         self.queue[: len(queue)] = queue
 
-    def _admit(self, id: int, row: int, reason: str) -> None:
+    def _admit(self, record: Record) -> None:
+        _, _, _, id, row, _ = record
         request = self.requests[id]
         request.state, request.row = "running", row
         request.admitted = request.admitted or self.t
         self.queue.remove(id)
 
-    def _match(self, id: int, tokens: int, stop: str, at: int, detail: str) -> None:
+    def _match(self, record: Record) -> None:
+        _, _, _, id, tokens, stop, at, detail = record
         request = self.requests[id]
         before = request.base
         request.base += tokens
@@ -89,7 +90,8 @@ class State(TreeState):
             request.cached_tokens += min(request.base, request.prompt_tokens) - min(before, request.prompt_tokens)
             request.match = (stop, at, detail)
 
-    def _alloc(self, id: int, blocks: list[int]) -> None:
+    def _alloc(self, record: Record) -> None:
+        _, _, _, id, blocks = record
         self.requests[id].table += blocks
         holders, counts = self.holders, self.counts
         for block in blocks:  # free blocks: no holders, not in the tree
@@ -99,7 +101,8 @@ class State(TreeState):
         counts[FREE] -= len(blocks)
         counts[ACTIVE] += len(blocks)
 
-    def _hold(self, id: int, node: int, dropped: int) -> None:
+    def _hold(self, record: Record) -> None:
+        _, _, _, id, node, dropped = record
         request = self.requests[id]
         new: list[int] = []
         held_node = request.node
@@ -120,7 +123,8 @@ class State(TreeState):
         request.node = node
         request.shared_blocks = start + len(new)
 
-    def _copy(self, id: int, node: int, blocks: list[int]) -> None:
+    def _copy(self, record: Record) -> None:
+        _, _, _, id, node, blocks = record
         request = self.requests[id]
         originals: list[int] = []
         for view in self.path(node):
@@ -139,39 +143,42 @@ class State(TreeState):
         view.ids.fromlist(ids)
         view.blocks += blocks
         view.last_used = self.seq
-        node_of, node = self.node_of, view.id
+        node_of, pending, node = self.node_of, self.pending, view.id
         for block in blocks:
             node_of[block] = node
-        if step >= 0:
-            self.pending.update(dict.fromkeys(blocks, step))
+            if step >= 0:
+                pending[block] = step
         holder = self.requests[request]
         holder.node = view.id
         holder.shared_blocks += len(blocks)
 
-    def _insert(self, id: int, parent: int, request: int, ids: list[int], blocks: list[int], step: int) -> None:
+    def _insert(self, record: Record) -> None:
+        _, _, _, id, parent, request, ids, blocks, step = record
         view = self.nodes[id] = NodeView(id, parent, array("i"), [], 1, self.seq)
         self.nodes[parent].children.append(id)
         self._grown(view, request, ids, blocks, step)
 
-    def _extend(self, id: int, request: int, ids: list[int], blocks: list[int], step: int) -> None:
+    def _extend(self, record: Record) -> None:
+        _, _, _, id, request, ids, blocks, step = record
         self._grown(self.nodes[id], request, ids, blocks, step)
 
-    def _again(self, request: int, tokens: int) -> None:
+    def _again(self, record: Record) -> None:
         if self.waste is not None:
-            self.waste.evicted += tokens
+            self.waste.evicted += record[4]
 
-    def _full(self, request: int, contents: list[int]) -> None:
-        self.requests[request].contents += contents
+    def _full(self, record: Record) -> None:
+        _, _, _, id, contents = record
+        self.requests[id].contents += contents
 
-    def _merge(self, upper: int, lower: int) -> None:
+    def _merge(self, record: Record) -> None:
+        _, _, _, upper, lower = record
         id = self._merge_nodes(upper, lower)
         for request in self.requests.values():
             if request.node == lower:
                 request.node = id
 
-    def _step(
-        self, step: int, prefills: list[tuple[int, int, int, bool]], joined: list[int], left: list[int], *_: int
-    ) -> None:
+    def _step(self, record: Record) -> None:
+        _, _, _, step, prefills, joined, left, _tokens, _waiting = record
         for id in left:
             self._stop_decoding(self.requests[id])
         for id in joined:
@@ -184,8 +191,8 @@ class State(TreeState):
             if request.lost > start and self.waste is not None:
                 self.waste.preempted += min(n, request.lost - start)
 
-    def _accept(self, step: int, drafts: list[tuple[int, int, int]]) -> None:
-        for id, _drafted, accepted in drafts:
+    def _accept(self, record: Record) -> None:
+        for id, _drafted, accepted in record[4]:
             self.requests[id].base += accepted
 
     def _stop_decoding(self, request: RequestView) -> None:
@@ -201,7 +208,8 @@ class State(TreeState):
         request.node = request.shared_blocks = request.base = 0
         request.joined_at = request.row = -1
 
-    def _preempt(self, id: int, *_: Any) -> None:
+    def _preempt(self, record: Record) -> None:
+        id = record[3]
         request = self.requests[id]
         request.lost = max(request.lost, self.computed(request))
         self._release_all(request)
@@ -209,24 +217,25 @@ class State(TreeState):
         request.preemptions += 1
         self.queue.insert(0, id)
 
-    def _finish(self, id: int, reason: str, output_tokens: int) -> None:
+    def _finish(self, record: Record) -> None:
+        id = record[3]
         request = self.requests.pop(id)
         self._release_all(request)
         if request.state != "running":
             self.queue.remove(id)
 
-    def _gate(self, state: str, reason: str) -> None:
-        self.gate = state
+    def _gate(self, record: Record) -> None:
+        self.gate = record[3]
 
-    def _pace(self, factor: float) -> None:
-        self.pace = factor
+    def _pace(self, record: Record) -> None:
+        self.pace = record[3]
 
-    CHANGES: ClassVar[dict[str, Callable[..., None]]] = {
+    CHANGES: ClassVar[dict[str, Callable[[Any, Record], Any]]] = {
         **TreeState.CHANGES,
         "submit": _submit, "order": _order, "admit": _admit, "match": _match, "preempt": _preempt, "requeue": _preempt,
         "finish": _finish, "alloc": _alloc, "hold": _hold, "copy": _copy, "insert": _insert, "extend": _extend,
         "again": _again, "full": _full, "merge": _merge, "step": _step, "accept": _accept, "gate": _gate, "pace": _pace,
-    }  # kind of record -> its change, called with the state and the record's fields
+    }  # kind of record -> its change, called with the state and the record
 
     # ---- snapshots
 
@@ -244,9 +253,9 @@ class State(TreeState):
             n.id: NodeView(n.id, n.parent, n.ids[:], n.blocks[:], n.users, n.last_used, n.children[:])
             for n in self.nodes.values()
         }
-        other.requests = {
-            r.id: replace(r, table=list(r.table), contents=list(r.contents)) for r in self.requests.values()
-        }
+        for id, r in self.requests.items():
+            request = other.requests[id] = RequestView(*_FIELDS(r))
+            request.table, request.contents = r.table[:], r.contents[:]
         return other
 
     def snapshot(self) -> dict[str, Any]:

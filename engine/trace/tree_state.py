@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from engine.trace.records import Record
 from engine.trace.views import ACTIVE, CACHED, FREE, SHARED, NodeView
 
 
@@ -79,7 +80,8 @@ class TreeState:
         counts[SHARED] -= unshared
         counts[CACHED] += cached
 
-    def _uncopy(self, block: int) -> None:
+    def _uncopy(self, record: Record) -> None:
+        block = record[3]
         original = self.original_of(block)
         copies = self.copies[original]
         if original == block:
@@ -96,18 +98,21 @@ class TreeState:
         self._leave_tree([block])
 
     def _leave_tree(self, blocks: Iterable[int]) -> None:
+        node_of, holders, pending = self.node_of, self.holders, self.pending
         freed: list[int] = []
         for block in blocks:
-            self.node_of[block] = 0
-            self.pending.pop(block, None)
-            if not self.holders[block]:
+            node_of[block] = 0
+            if pending:
+                pending.pop(block, None)
+            if not holders[block]:
                 freed.append(block)
         if self.free is not None:
             self.free += freed
         self.counts[CACHED] -= len(freed)
         self.counts[FREE] += len(freed)
 
-    def _store(self, id: int, parent: int, ids: list[int], blocks: list[int]) -> None:
+    def _store(self, record: Record) -> None:
+        _, _, _, id, parent, ids, blocks = record
         view = self.nodes.get(id)
         if view is None:
             view = self.nodes[id] = NodeView(id, parent, array("i"), [], 0, self.seq)
@@ -120,7 +125,8 @@ class TreeState:
         self.counts[FREE] -= len(blocks)
         self.counts[CACHED] += len(blocks)
 
-    def _split(self, id: int, upper_id: int, n: int) -> None:
+    def _split(self, record: Record) -> None:
+        _, _, _, id, upper_id, n = record
         node = self.nodes[id]
         cut = n * self.block_size
         upper = NodeView(upper_id, node.parent, node.ids[:cut], node.blocks[:n], node.users, node.last_used, [id])
@@ -151,28 +157,35 @@ class TreeState:
         self.nodes[id] = node
         return id
 
-    def _cut(self, id: int, keep: int) -> None:
+    def _cut(self, id: int, keep: int) -> list[int]:
+        """Remove the blocks of a leaf after the first `keep`. Returns them, without copies."""
         node = self.nodes[id]
-        self._leave_tree(node.blocks[keep:])
-        for block in node.blocks[keep:] if self.copies else ():
-            self._leave_tree(self.copies.pop(block, ()))
-        del node.ids[keep * self.block_size :], node.blocks[keep:]
-        if not keep:
+        gone = node.blocks[keep:]
+        self._leave_tree(gone)
+        if self.copies:
+            for block in gone:
+                self._leave_tree(self.copies.pop(block, ()))
+        if keep:
+            del node.ids[keep * self.block_size :], node.blocks[keep:]
+        else:
             self.nodes[node.parent].children.remove(id)
             del self.nodes[id]
+        return gone
 
-    def _evict(self, id: int, n: int, reason: str) -> None:
-        self._cut(id, len(self.nodes[id].blocks) - n)
+    def _evict(self, record: Record) -> list[int]:
+        _, _, _, id, n, _reason = record
+        return self._cut(id, len(self.nodes[id].blocks) - n)
 
-    def _settle(self, step: int) -> None:
+    def _settle(self, record: Record) -> None:
+        step = record[3]
         for block in [block for block, at in self.pending.items() if at == step]:
             del self.pending[block]
 
-    def _withdraw(self, step: int, nodes: list[tuple[int, int]]) -> None:
-        for id, keep in nodes:
+    def _withdraw(self, record: Record) -> None:
+        for id, keep in record[4]:
             self._cut(id, keep)
-        self._settle(step)
+        self._settle(record)
 
-    CHANGES: ClassVar[dict[str, Callable[..., None]]] = {
+    CHANGES: ClassVar[dict[str, Callable[[Any, Record], Any]]] = {
         "uncopy": _uncopy, "store": _store, "split": _split, "evict": _evict, "settle": _settle, "withdraw": _withdraw,
     }  # fmt: skip

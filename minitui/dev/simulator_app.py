@@ -129,7 +129,7 @@ class StressApp(AppBase):
         if self.is_headless:
             self.draw()
         elif self.frame_limiter.draws():
-            self.call_later(self.draw)
+            self.call_later(self.draw_frame)
         self._cpu.append(time.process_time() - begin)
         self._backlog = max(self._backlog, self.feed.backlog)
 

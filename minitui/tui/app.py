@@ -170,7 +170,7 @@ class MinituiApp(AppBase):
         if self.is_headless:
             self.draw()
         elif self.frame_limiter.draws():
-            self.call_later(self.draw)  # a key that has arrived by now is handled first
+            self.call_later(self.draw_frame)  # a key that has arrived by now is handled first
 
     def draw(self) -> None:
         super().draw()

@@ -6,11 +6,13 @@ would form a cycle.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from textual import events
 from textual.app import App
+from textual.driver import Driver
 from textual.filter import LineFilter
 
 from engine.errors import EngineError
@@ -24,6 +26,7 @@ from minitui.teaching.stage import Stage
 from minitui.tui.actions import ACTIONS, BY_ID, Action, key_label
 from minitui.tui.frame_limiter import FrameLimiter, draw_sooner
 from minitui.tui.glyphs import use_ascii
+from minitui.tui.key_reading import noting_keys
 from minitui.tui.line_filters import AsciiLines, VisibleLines
 from minitui.tui.strips import keep_no_lines
 from minitui.tui.theme import THEMES
@@ -71,6 +74,7 @@ class AppBase(App[int]):
         self.replays: list[str] = []  # ids of chats that /replay made: each reports its cache hit when its answer ends
         self.asking: Stage | None = None  # the demo that runs now; it controls the engine and asks for predictions
         self._drawn_moment: tuple[int, str] | None = None  # (selection, time) of the last picture
+        self._drawn_at = 0.0  # time.monotonic() of the last picture
         self.story = ""  # text of a demo or a recording, shown under the top bar
         for theme in THEMES:
             self.register_theme(theme)
@@ -232,10 +236,14 @@ class AppBase(App[int]):
         """Returns Textual's filters, then the filters of line_filters.py."""
         return [*super().get_line_filters(), *self._line_filters]
 
+    def get_driver_class(self) -> type[Driver]:
+        """Returns Textual's driver. It notes a key when it has read the key, before the event loop is free for it."""
+        return noting_keys(super().get_driver_class(), lambda: self.feed.note_key())
+
     async def on_event(self, event: events.Event) -> None:
         """Handle an event. A key delays the folding of records, so that the effect of the key is shown first."""
         if isinstance(event, events.Key):
-            self.feed.delay_after_key()
+            self.feed.note_key()
             self.set_timer(KEY_DRAWN_S, self._draw_key)
         await super().on_event(event)
 
@@ -248,3 +256,9 @@ class AppBase(App[int]):
     def draw(self) -> None:
         """Paint the visible screen."""
         self._drawn_moment = (self.view.version, self.view.travel_text)
+        self._drawn_at = time.monotonic()
+
+    def draw_frame(self) -> None:
+        """Draw, unless a key was pressed: its effect comes first, and the next frame draws."""
+        if not self.feed.key_waits(self._drawn_at):
+            self.draw()

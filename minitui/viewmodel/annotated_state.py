@@ -6,8 +6,9 @@ All these values are folded from records. Folding only the records up to a momen
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -22,9 +23,9 @@ _PLANNING = frozenset({"admit", "hold", "match", "alloc", "evict", "preempt", "w
 _NOT_IN_HISTORY = frozenset(
     {"alloc", "hold", "insert", "extend", "store", "split", "merge", "full", "settle", "withdraw", "order"}
 )
-_ALLOC, _EXTEND, _INSERT, _SETTLE, _HOLD, _MATCH, _SPLIT, _MERGE, _EVICT, _WITHDRAW = (
+_ALLOC, _EXTEND, _INSERT, _SETTLE, _HOLD, _MATCH, _SPLIT, _MERGE, _EVICT, _STORE, _WITHDRAW = (
     State.CHANGES[kind]
-    for kind in ("alloc", "extend", "insert", "settle", "hold", "match", "split", "merge", "evict", "withdraw")
+    for kind in ("alloc", "extend", "insert", "settle", "hold", "match", "split", "merge", "evict", "store", "withdraw")
 )
 GROUPS_KEPT = 512
 LAST_BLOCKS_KEPT = 4_000_000  # blocks in the last tables of all groups together
@@ -41,8 +42,9 @@ class LastTable:
     seq: int
 
 
-# Sequence number, engine time and kind of a record, request (for "evict": node), blocks as int32.
-BlockEvent = tuple[int, float, str, int, bytes]
+# Sequence number, engine time and kind of a record, request (for "evict": node), blocks. A flat tuple of numbers and
+# texts: thousands are kept, and the garbage collector does not visit such tuples.
+BlockEvent = tuple[Any, ...]
 
 
 class AnnotatedState:
@@ -57,11 +59,7 @@ class AnnotatedState:
         self._saved = array("q", [0]) * n
         self._born = array("q", [0]) * n  # seq of each block's last `alloc` record
         self.node_changed: dict[int, float] = {}
-        self.evicted: dict[int, bytes] = {}  # seq of an evict record -> the first evicted token ids, as int32
         self.merged: dict[int, int] = {}  # a node that was merged with another -> the node that is left of both
-        self.computing: dict[int, int] = {}  # seq of a match record -> the request still computing the matched blocks
-        # seq of a finish, preempt or requeue record -> (tokens with KV, blocks) that the request had
-        self.released: dict[int, tuple[int, int]] = {}
         self.block_events: list[BlockEvent] = []  # since the last call of `fold` by the view, which takes them
         self._writers: dict[int, int] = {}  # pending block -> the request that computes it
         self.step_began = LONG_AGO  # engine time of the first record of the last step
@@ -73,29 +71,36 @@ class AnnotatedState:
 
     # ---- folding
 
-    def fold(self, records: Iterable[Record]) -> list[Record]:
-        """Apply records that follow the state without a gap. Returns the records that the history needs."""
-        state, own, changes = self.state, self._OWN, State.CHANGES
-        follow = state.follow
-        kept: list[Record] = []
+    def fold(self, records: Iterable[Record]) -> list[tuple[Record, Any]]:
+        """Apply records that follow the state without a gap. Returns the records that the history needs, with what it
+        cannot read from the state later: for "evict", the first evicted token ids as int32; for "match", the request
+        that still computes the matched blocks, if any; for "finish", "preempt" and "requeue", (tokens with KV, blocks)
+        that the request had."""
+        state, changes = self.state, _CHANGES
+        between_steps, expected = self._between_steps, state.seq
+        kept: list[tuple[Record, Any]] = []
         for record in records:
-            kind = record[2]
-            follow(record)
-            if self._between_steps and kind in _PLANNING:
-                self.step_began, self._between_steps = record[1], False
-            fold = own.get(kind)
-            if fold is not None:
-                fold(self, record)
-            elif kind in changes:
-                changes[kind](state, *record[3:])
-            if kind not in _NOT_IN_HISTORY:
-                kept.append(record)
+            expected += 1
+            seq, state.t, kind = record[:3]
+            if seq != expected:
+                raise ValueError(f"record {seq} does not follow record {expected - 1}: a snapshot is needed")
+            state.seq = seq
+            change, of_own, planning, in_history = changes.get(kind, _NO_CHANGE)
+            if between_steps:
+                if planning:
+                    self.step_began, between_steps = state.t, False
+            elif kind == "time":
+                between_steps = True
+            found = None if change is None else change(self if of_own else state, record)
+            if in_history:
+                kept.append((record, found))
+        self._between_steps = between_steps
         return kept
 
     def _alloc(self, record: Record) -> None:
+        _ALLOC(self.state, record)
         seq, t, _kind, request, blocks = record
-        _ALLOC(self.state, request, blocks)
-        self.block_events.append((seq, t, "alloc", request, array("i", blocks).tobytes()))
+        self.block_events.append((seq, t, "alloc", request, *blocks))
         changed, saved, born = self._changed, self._saved, self._born
         for block in blocks:  # the block has saved no tokens for its new owner yet
             changed[block] = t
@@ -103,27 +108,25 @@ class AnnotatedState:
             born[block] = seq
 
     def _extend(self, record: Record) -> None:
-        _seq, _t, _kind, node, request, ids, blocks, step = record
-        _EXTEND(self.state, node, request, ids, blocks, step)
+        _EXTEND(self.state, record)
         # The node of a growing reply is not highlighted, so node_changed is not set.
-        if step >= 0:
-            self._writers.update(dict.fromkeys(blocks, request))
+        if record[7] >= 0:
+            writers, request = self._writers, record[4]
+            for block in record[6]:
+                writers[block] = request
 
     def _insert(self, record: Record) -> None:
         _seq, t, _kind, node, _parent, request, _ids, blocks, step = record
-        _INSERT(self.state, *record[3:])
+        _INSERT(self.state, record)
         self.node_changed[node] = t
         if step >= 0:
             self._writers.update(dict.fromkeys(blocks, request))
 
     def _settle(self, record: Record) -> None:
-        _SETTLE(self.state, record[3])
+        _SETTLE(self.state, record)
         if self._writers:
             pending = self.state.pending
             self._writers = {b: r for b, r in self._writers.items() if b in pending} if pending else {}
-
-    def _time(self, record: Record) -> None:
-        self._between_steps = True
 
     def _touch(self, blocks: Iterable[int], t: float) -> None:
         changed = self._changed
@@ -134,38 +137,36 @@ class AnnotatedState:
         request = self.state.requests[record[3]]
         start, dropped = request.shared_blocks, record[5]
         self._touch(request.table[start : start + dropped], record[1])
-        _HOLD(self.state, *record[3:])
+        _HOLD(self.state, record)
         held = request.table[start : request.shared_blocks]
         self._touch(held, record[1])
         if held:
-            self.block_events.append((record[0], record[1], "hold", record[3], array("i", held).tobytes()))
+            self.block_events.append((record[0], record[1], "hold", record[3], *held))
         self.node_changed[record[4]] = record[1]
 
-    def _match(self, record: Record) -> None:
-        _MATCH(self.state, *record[3:])
+    def _match(self, record: Record) -> int | None:
+        _MATCH(self.state, record)
         tokens = record[4]
         if tokens <= 0:
-            return
+            return None
         request = self.state.requests[record[3]]
         size = self.state.block_size
         whole, rest = divmod(tokens, size)
         end = request.shared_blocks
         taken = request.table[end - whole : end]
-        if self._writers:
-            writer = next((self._writers[b] for b in taken if b in self._writers), None)
-            if writer is not None:
-                self.computing[record[0]] = writer
+        writer = next((self._writers[b] for b in taken if b in self._writers), None) if self._writers else None
         saved = self._saved
         for block in taken:
             saved[block] += size
         if rest and end > whole:
             saved[request.table[end - whole - 1]] += rest
+        return writer
 
-    def _release(self, record: Record) -> None:
+    def _release(self, record: Record) -> tuple[int, int]:
         request = self.state.requests[record[3]]
         self._touch(request.table, record[1])
-        self.block_events.append((record[0], record[1], record[2], record[3], array("i", request.table).tobytes()))
-        self.released[record[0]] = (self.state.computed(request), len(request.table))
+        self.block_events.append((*record[:4], *request.table))
+        released = self.state.computed(request), len(request.table)
         if record[2] == "finish":
             # The new entry must become the last: the entries are in the order in which the requests finished.
             self._forget_table(request.group)
@@ -175,7 +176,8 @@ class AnnotatedState:
             self._last_blocks += len(request.table)
             while len(self.last_tables) > GROUPS_KEPT or self._last_blocks > LAST_BLOCKS_KEPT:
                 self._forget_table(next(iter(self.last_tables)))
-        State.CHANGES[record[2]](self.state, *record[3:])
+        State.CHANGES[record[2]](self.state, record)
+        return released
 
     def _forget_table(self, group: str) -> None:
         last = self.last_tables.pop(group, None)
@@ -183,46 +185,45 @@ class AnnotatedState:
             self._last_blocks -= len(last.table)
 
     def _store(self, record: Record) -> None:
-        State.CHANGES["store"](self.state, *record[3:])
+        _STORE(self.state, record)
         self._touch(record[6], record[1])
         self.node_changed[record[3]] = record[1]
 
     def _split(self, record: Record) -> None:
-        _SPLIT(self.state, *record[3:])
+        _SPLIT(self.state, record)
         self.node_changed[record[4]] = record[1]
 
     def _merge(self, record: Record) -> None:
-        _MERGE(self.state, *record[3:])
+        _MERGE(self.state, record)
         kept, gone = sorted(record[3:])
         self.merged[gone] = kept
         if gone in self.node_changed:
             self.node_changed[kept] = max(self.node_changed.pop(gone), self.node_changed.get(kept, LONG_AGO))
 
-    def _evict(self, record: Record) -> None:
-        seq, t, _kind, id, n, reason = record
-        node = self.state.nodes[id]
-        keep = len(node.blocks) - n
-        start = keep * self.state.block_size
+    def _evict(self, record: Record) -> bytes:
+        seq, t, _kind, id, n, _reason = record
+        state, changed = self.state, self._changed
+        node = state.nodes[id]
+        start = (len(node.blocks) - n) * state.block_size
         # Thousands of evictions are kept: bytes need less memory than a list, and the garbage collector ignores them.
-        self.evicted[seq] = node.ids[start : start + EVICTED_IDS_KEPT].tobytes()
-        changed = self._changed
-        evicted = node.blocks[keep:]
+        ids = node.ids[start : start + EVICTED_IDS_KEPT].tobytes()
+        evicted = _EVICT(state, record)
         for block in evicted:
             changed[block] = t
-        self.block_events.append((seq, t, "evict", id, array("i", evicted).tobytes()))
-        _EVICT(self.state, id, n, reason)
-        if not keep:
+        self.block_events.append((seq, t, "evict", id, *evicted))
+        if not start:
             self.node_changed.pop(id, None)
+        return ids
 
     def _withdraw(self, record: Record) -> None:
         for node, keep in record[4]:
             self._touch(self.state.nodes[node].blocks[keep:], record[1])
             if not keep:
                 self.node_changed.pop(node, None)
-        _WITHDRAW(self.state, *record[3:])
+        _WITHDRAW(self.state, record)
 
-    _OWN = {  # noqa: RUF012  a table of methods, never changed
-        "alloc": _alloc, "evict": _evict, "extend": _extend, "insert": _insert, "settle": _settle, "time": _time,
+    OWN: ClassVar[dict[str, Callable[[Any, Record], Any]]] = {
+        "alloc": _alloc, "evict": _evict, "extend": _extend, "insert": _insert, "settle": _settle,
         "hold": _hold, "match": _match, "finish": _release, "preempt": _release, "requeue": _release,
         "store": _store, "split": _split, "merge": _merge, "withdraw": _withdraw,
     }  # fmt: skip
@@ -320,3 +321,15 @@ class AnnotatedState:
     def saved_by(self, node: NodeView) -> int:
         """Returns the number of prompt tokens that requests took from this node instead of computing them."""
         return int(self.saved[node.blocks].sum()) if node.blocks else 0
+
+
+# Kind of record -> (its change; whether this is a method of AnnotatedState, not of State; whether records of this kind
+# are written while a step is planned; whether the history needs them).
+_NO_CHANGE: tuple[Callable[[Any, Record], Any] | None, bool, bool, bool] = (None, False, False, True)
+_CHANGES = {
+    kind: (
+        AnnotatedState.OWN.get(kind, State.CHANGES.get(kind)), kind in AnnotatedState.OWN, kind in _PLANNING,
+        kind not in _NOT_IN_HISTORY,
+    )
+    for kind in {*State.CHANGES, *_PLANNING}
+}  # fmt: skip

@@ -28,6 +28,7 @@ LEAST_STEPS = 12  # with fewer steps there is no model
 LEAST_PREFILLS = 5  # with fewer steps with prefill, the deviation of such steps is unknown
 ROUNDS = 6  # number of times that the errors are weighted again
 CONSIDERABLE = 0.1  # share of a time
+SINGULAR = 1e-12  # smaller singular values of the products of features, relative to the largest, are zero
 WAITED = 0.1  # ms: a host that waits longer than this was faster than the device
 PLANNED = ("plan", "launch")
 
@@ -210,11 +211,15 @@ def _robust(work: np.ndarray, took: np.ndarray) -> Costs:
 
 
 def _non_negative(work: np.ndarray, took: np.ndarray) -> np.ndarray:
-    """Returns least-squares coefficients, none negative: drops the lowest and solves again while any is negative."""
+    """Returns least-squares coefficients, none negative: drops the lowest and solves again while any is negative.
+
+    Solves the normal equations: with a thousand steps and seven features, this takes a tenth of the time.
+    """
     active = np.flatnonzero(work.any(axis=0))
+    products, sums = work.T @ work, work.T @ took
     cost = np.zeros(work.shape[1])
     while len(active):
-        solved = np.linalg.lstsq(work[:, active], took, rcond=None)[0]
+        solved = np.linalg.lstsq(products[np.ix_(active, active)], sums[active], rcond=SINGULAR)[0]
         if (solved >= 0).all():
             cost[active] = solved
             break

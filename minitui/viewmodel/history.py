@@ -95,87 +95,98 @@ class History:
             self.dropped += records
         self.gap = True
 
-    def _fold_history(self, records: list[Record]) -> None:
-        steps, rates, lanes, events = self.steps, self.rates, self.lanes, self.events
-        evicted, computing, released = self.live.evicted, self.live.computing, self.live.released
-        for record in records:
+    def _fold_history(self, records: list[tuple[Record, Any]]) -> None:
+        """Fold the records that AnnotatedState.fold returned."""
+        events, lanes, folds = self.events, self.lanes, self._FOLDS
+        for record, found in records:
             kind = record[2]
             if kind == "evict":  # the most frequent kind; it belongs to no lane
-                events.fold_evict(record, lanes.step, evicted[record[0]])
-                continue
-            if kind == "time":
-                steps.fold_time(record)
-                rates.advance(record[1])
-                _, _, _, _, plan_us, launch_us, commit_us, wall_ms, device_ms, _ = record
-                rates.add_durations(wall_ms, (plan_us + (launch_us or 0) + commit_us) / 1e3, device_ms)
-                self._result_at = rates.now
-                self.trends.advance(rates.now)
-                if (gap := steps.gap_ms(record[3])) is not None:
-                    self.trends.add("token gaps", gap, steps.decoded(record[3]))
-                for gap in self.tokens.after_preemptions(record[3]):
-                    self.trends.add("token gaps", gap)
-                continue
-            if kind == "parts":
-                steps.fold_parts(record)
-                continue
-            if kind == "comm":
-                steps.fold_comm(record)
-                continue
-            if kind == "step":
-                rates.advance(record[1])
-                self.tokens.before_step(record[3])
-                prefill = steps.fold_step(record, rates.bucket)
-                rates.add_step(steps.decoded(record[3]), prefill)
-                lanes.fold_step(record)
-                continue
-            if kind == "draft":
-                steps.fold_draft(record)
-                continue
-            if kind == "accept":
-                drafted, accepted = steps.fold_accept(record)
-                rates.add("drafted", drafted)
-                rates.add("accepted", accepted)
-                rates.add("decode", accepted)
-                lanes.fold(record, rates.now)
-                continue
-            if kind == "experts":
-                self.experts.fold(record)
-                continue
-            if kind == "match":
-                events.fold(record, lanes.step, computing.get(record[0], -1))
+                events.fold_evict(record, lanes.step, found)
+            elif (fold := folds.get(kind)) is not None:
+                fold(self, record)
             else:
-                events.fold(record, lanes.step)
-            rates.advance(record[1])
-            lanes.fold(record, rates.now)
-            if kind == "match":
-                rates.add("cached", record[4])
-                if (lane := lanes.lanes.get(record[3])) is not None and lane.prompt_tokens > 0:
-                    self.trends.add("hit rate", min(100.0, 100 * max(0, record[4]) / lane.prompt_tokens))
-            elif kind == "first":
-                self.trends.add("first token", record[4] + record[5])
-                self.first_tokens.fold(record)
-            elif kind in ("finish", "preempt", "requeue"):
-                steps.fold_release(record)
-                lanes.release(record, *released[record[0]], steps.committed)
-            elif kind == "gate":
-                rates.gate(record[3] == "closed")
-                steps.gate(record[3] == "closed")
-                self.gate_reason = record[4]
-            elif kind == "pace":
-                rates.pace(record[3])
-                steps.pace(record[3])
+                self._fold_decision(record, found)
         self.block_log.extend(self.live.block_events)
         self.live.block_events.clear()
-        evicted.clear()
-        computing.clear()
-        released.clear()
-        state = self.live.state
-        free = state.counts[0]
+        self._note_levels()
+
+    def _time(self, record: Record) -> None:
+        steps, rates = self.steps, self.rates
+        steps.fold_time(record)
+        rates.advance(record[1])
+        _, _, _, step, plan_us, launch_us, commit_us, wall_ms, device_ms, _ = record
+        rates.add_durations(wall_ms, (plan_us + (launch_us or 0) + commit_us) / 1e3, device_ms)
+        self._result_at = rates.now
+        self.trends.advance(rates.now)
+        if (gap := steps.gap_ms(step)) is not None:
+            self.trends.add("token gaps", gap, steps.decoded(step))
+        for gap in self.tokens.after_preemptions(step):
+            self.trends.add("token gaps", gap)
+
+    def _parts(self, record: Record) -> None:
+        self.steps.fold_parts(record)
+
+    def _comm(self, record: Record) -> None:
+        self.steps.fold_comm(record)
+
+    def _step(self, record: Record) -> None:
+        self.rates.advance(record[1])
+        self.tokens.before_step(record[3])
+        prefill = self.steps.fold_step(record, self.rates.bucket)
+        self.rates.add_step(self.steps.decoded(record[3]), prefill)
+        self.lanes.fold_step(record)
+
+    def _draft(self, record: Record) -> None:
+        self.steps.fold_draft(record)
+
+    def _accept(self, record: Record) -> None:
+        drafted, accepted = self.steps.fold_accept(record)
+        self.rates.add("drafted", drafted)
+        self.rates.add("accepted", accepted)
+        self.rates.add("decode", accepted)
+        self.lanes.fold(record, self.rates.now)
+
+    def _experts(self, record: Record) -> None:
+        self.experts.fold(record)
+
+    _FOLDS = {  # noqa: RUF012  a table of methods, never changed
+        "time": _time, "parts": _parts, "comm": _comm, "step": _step, "draft": _draft, "accept": _accept,
+        "experts": _experts,
+    }  # fmt: skip
+
+    def _fold_decision(self, record: Record, found: Any) -> None:
+        """Fold a record about a request, or of the gate or of slow motion."""
+        steps, rates, lanes, kind = self.steps, self.rates, self.lanes, record[2]
+        self.events.fold(record, lanes.step, -1 if kind != "match" or found is None else found)
+        rates.advance(record[1])
+        lanes.fold(record, rates.now)
+        if kind == "match":
+            rates.add("cached", record[4])
+            if (lane := lanes.lanes.get(record[3])) is not None and lane.prompt_tokens > 0:
+                self.trends.add("hit rate", min(100.0, 100 * max(0, record[4]) / lane.prompt_tokens))
+        elif kind == "first":
+            self.trends.add("first token", record[4] + record[5])
+            self.first_tokens.fold(record)
+        elif kind in ("finish", "preempt", "requeue"):
+            steps.fold_release(record)
+            lanes.release(record, *found, steps.committed)
+        elif kind == "gate":
+            rates.gate(record[3] == "closed")
+            steps.gate(record[3] == "closed")
+            self.gate_reason = record[4]
+        elif kind == "pace":
+            rates.pace(record[3])
+            steps.pace(record[3])
+
+    def _note_levels(self) -> None:
+        """Note how many requests run and wait, and how full the pool is."""
+        rates, state = self.rates, self.live.state
+        used = (self.live.total - state.counts[0]) / self.live.total
         rates.level("running", len(state.requests) - len(state.queue))
         rates.level("waiting", len(state.queue))
-        rates.level("used", (self.live.total - free) / self.live.total)
+        rates.level("used", used)
         self.trends.advance(rates.now)
-        self.trends.add("pool", 100 * (self.live.total - free) / self.live.total)
+        self.trends.add("pool", 100 * used)
         self.trends.add("queue", len(state.queue))
 
     # ---- reading

@@ -34,7 +34,6 @@ class Lane:
     submitted: float | None  # working time (see Rates), as in admitted, first_token and finished
     submitted_step: int  # the first step that the request could have joined
     spans: list[list[int]] = field(default_factory=list)  # [code, first, last]
-    gains: list[list[int]] = field(default_factory=list)  # [first, last]: steps in which drafts were accepted
     submitted_t: float = 0.0  # engine time of the submission
     paused_s: float = 0.0  # time in the queue while the engine was paused or slowed; not part of `waited_ms`
     admitted: float | None = None
@@ -55,11 +54,13 @@ class Lane:
     ttft: tuple[float, float] | None = None  # queue and prefill, in ms
     blocks: int | None = None  # blocks that it held when it finished
     highest: int = 0  # the largest number of its tokens that had KV when it lost its blocks
-    again: list[tuple[int, int]] = field(default_factory=list)  # (step, tokens): computed a second time
-    evicted: list[tuple[int, int]] = field(default_factory=list)  # (step, tokens): computed after their eviction
-    reused: list[tuple[int, int]] = field(default_factory=list)  # (step, tokens): from the tree after a preemption
-    taken: array[int] = field(default_factory=lambda: array("q"))  # (step, accepted drafts), one after the other
-    void: list[int] = field(default_factory=list)  # steps whose token was dropped
+    # Most lanes have none of these. Empty lists would be thousands of objects for the garbage collector.
+    gains: tuple[list[int], ...] = ()  # [first, last]: steps in which drafts were accepted
+    again: tuple[tuple[int, int], ...] = ()  # (step, tokens): computed a second time
+    evicted: tuple[tuple[int, int], ...] = ()  # (step, tokens): computed after their eviction
+    reused: tuple[tuple[int, int], ...] = ()  # (step, tokens): from the tree after a preemption
+    taken: array[int] | None = None  # (step, accepted drafts), one after the other
+    void: tuple[int, ...] = ()  # steps whose token was dropped
     earlier: Earlier | None = None
     lost: bool = False  # some of its tokens are neither kept nor summarised
     final: GapStats | None = None  # of a finished request whose first tokens are no longer kept
@@ -85,20 +86,21 @@ class Lane:
         if self.gains and self.gains[-1][1] == step - 1:
             self.gains[-1][1] = step
         else:
-            self.gains.append([step, step])
+            self.gains += ([step, step],)
 
     def forget_before(self, step: int) -> None:
         """Drop spans that ended before this step."""
         if self.spans and self.spans[0][2] < step - SLACK:
             self.spans = [span for span in self.spans if span[2] >= step]
         if self.gains and self.gains[0][1] < step - SLACK:
-            self.gains = [gain for gain in self.gains if gain[1] >= step]
+            self.gains = tuple(gain for gain in self.gains if gain[1] >= step)
 
     def forget_tokens(self, step: int) -> None:
         """Drop what was kept for the tokens of the steps before this one. Numbers of tokens are added up."""
-        kept = next((i for i in range(0, len(self.taken), 2) if self.taken[i] >= step), len(self.taken))
-        del self.taken[:kept]
-        self.void = [at for at in self.void if at >= step]
+        if self.taken is not None:
+            kept = next((i for i in range(0, len(self.taken), 2) if self.taken[i] >= step), len(self.taken))
+            del self.taken[:kept]
+        self.void = tuple(at for at in self.void if at >= step)
         self.again, self.evicted = _summed(self.again, step), _summed(self.evicted, step)
         self.reused = _summed(self.reused, step)
 
@@ -152,10 +154,10 @@ class Lane:
         return (self.admitted - self.submitted) * 1e3
 
 
-def _summed(tokens: list[tuple[int, int]], step: int) -> list[tuple[int, int]]:
+def _summed(tokens: tuple[tuple[int, int], ...], step: int) -> tuple[tuple[int, int], ...]:
     """Returns (step, tokens) pairs with all steps before `step` added up."""
     old = [n for at, n in tokens if at < step]
-    return [(step - 1, sum(old)), *tokens[len(old) :]] if len(old) > 1 else tokens
+    return ((step - 1, sum(old)), *tokens[len(old) :]) if len(old) > 1 else tokens
 
 
 class Lanes:
@@ -239,7 +241,7 @@ class Lanes:
         lane = self.lanes.get(record[3])
         # As in the engine's figures, only matches before the first preemption count.
         if lane is not None and lane.preemptions:
-            lane.reused.append((self.step + 1, record[4]))
+            lane.reused += ((self.step + 1, record[4]),)
         elif lane is not None:
             lane.cached_tokens = min(lane.prompt_tokens, lane.cached_tokens + record[4])
             lane.stop, lane.stop_at = record[5], record[6]
@@ -247,7 +249,7 @@ class Lanes:
     def _again(self, record: Record) -> None:
         lane = self.lanes.get(record[3])
         if lane is not None:
-            lane.evicted.append((self.step + 1, record[4]))
+            lane.evicted += ((self.step + 1, record[4]),)
 
     def fold_step(self, record: Record) -> None:
         """Fold a `step` record. If the step only continues the decodes of the step before, no lane changes."""
@@ -269,7 +271,7 @@ class Lanes:
                 lane.mark(PREFILLING, step, step)
                 lane.computed_tokens += n
                 if lane.highest > start:
-                    lane.again.append((step, min(n, lane.highest - start)))
+                    lane.again += ((step, min(n, lane.highest - start)),)
                 if samples and id in self._unnumbered:
                     self._unnumbered.discard(id)
                     lane.earlier = Earlier(GapStats(start + n - lane.prompt_tokens))
@@ -294,7 +296,7 @@ class Lanes:
         if record[2] == "finish":
             lane.blocks = blocks
         elif record[2] == "requeue":  # its tokens in flight are dropped
-            lane.void += range(committed + 1, self.step + 1)
+            lane.void += tuple(range(committed + 1, self.step + 1))
 
     def _first(self, record: Record) -> None:
         lane = self.lanes.get(record[3])
@@ -320,6 +322,7 @@ class Lanes:
                 lane.accepted += accepted
                 if accepted:
                     lane.gain(record[3])
+                    lane.taken = array("q") if lane.taken is None else lane.taken
                     lane.taken.extend((record[3], accepted))
 
     _HANDLERS = {  # noqa: RUF012  a table of methods, never changed

@@ -168,12 +168,9 @@ class View(History):
 
     def block_history(self, block: int, most: int) -> list[BlockEvent]:
         """Returns the last `most` events of a block up to the picture's record, newest first."""
-        wanted, found = array("i", [block]).tobytes(), []
+        seq, found = self.shown.state.seq, []
         for event in reversed(self.block_log):
-            at = event[4].find(wanted) if event[0] <= self.shown.state.seq else -1
-            while at % 4 and at >= 0:  # not at the start of a number
-                at = event[4].find(wanted, at + 1)
-            if at >= 0:
+            if block in event[4:] and event[0] <= seq:
                 found.append(event)
                 if len(found) == most:
                     break

@@ -55,6 +55,7 @@ class Steps:
         self._keys = array("d", [0.0]) * capacity
         self._pairs = array("d", [0.0]) * capacity
         self._parts = {name: array("f", [0.0]) * capacity for name in (*PARTS, "gc", "delayed", "stops")}
+        self._measured = [self._parts[name] for name in (*PARTS, "gc")]
         self._decoding: dict[int, int] = {}  # request -> n: before step s, n + s of its tokens have been computed
         self._prompts: dict[int, int] = {}  # request -> number of its tokens when its prefill ends
         self._chunks: list[list[Chunk] | None] = [None] * capacity
@@ -135,7 +136,10 @@ class Steps:
         A replay in slow motion delays every record, so steps that overlap are then apart by more than their times.
         """
         before, self._timed = self._timed, step
-        parts = self._parts_of(i)
+        parts = self._parts
+        wait = parts["wait"][i]
+        known = wait == wait  # the parts were recorded
+        gate = parts["gate"][i] if known else 0.0
         self._held[i] |= self._closed or self._pace > 1
         outside = 0.0  # ms since the end of the step before that belong to no part
         longest = GATE_SHOWN if self._held[i] else IDLE_SHOWN
@@ -143,14 +147,14 @@ class Steps:
             ended = self._ended[before % self.capacity]
             arrival = self._ended[i] * 1e3 - self._commit[i]
             outside = arrival - ended * 1e3 - self._wall[i]
-            if parts is not None:
-                outside = arrival - ended * 1e3 - (parts.took - parts.commit + parts.gate)
+            if known:
+                since = parts["emit"][i] + gate + parts["plan"][i] + parts["launch"][i] + wait
+                outside = arrival - ended * 1e3 - since
             if self._t[i] < ended:  # planned while the step before ran
-                outside += self._commit[before % self.capacity] if parts is None else 0.0
+                outside += self._commit[before % self.capacity] if not known else 0.0
                 longest = 0.0 if self._held[i] else longest
         if self._held[i]:
             self._paused_s += max(0.0, outside) / 1e3
-        gate = 0.0 if parts is None else parts.gate
         self.cut_ms += max(0.0, gate - GATE_SHOWN) + max(0.0, outside - longest)
         for n in range(step, self.last + 1):  # the next step may be planned already
             self._cut[n % self.capacity] = self.cut_ms
@@ -179,8 +183,8 @@ class Steps:
         if step not in self:
             return
         i = step % self.capacity
-        for name, value in zip((*PARTS, "gc"), us, strict=True):
-            self._parts[name][i] = value / 1e3
+        for column, value in zip(self._measured, us, strict=True):
+            column[i] = value / 1e3
         self._parts["delayed"][i] = self._nan if delayed is None else delayed / 1e3
         self._parts["stops"][i] = stops
 

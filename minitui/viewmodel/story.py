@@ -116,7 +116,7 @@ def _block(view: View, block: int) -> Story:
     now = state.t if view.exact else view.engine_now
     happened = [
         f"{now - t:,.1f} s ago {_HAPPENED[kind].format(id=id)}"
-        for _seq, t, kind, id, _blocks in view.block_history(block, HISTORY)
+        for _seq, t, kind, id, *_blocks in view.block_history(block, HISTORY)
     ]
     if happened:
         story.tell("history", " · ".join(happened))

@@ -11,6 +11,7 @@ While the picture is frozen, the engine continues, and its records queue up here
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import time
 from collections import deque
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 SLICE_S = 0.004  # length of a slice of folding
 BETWEEN_SLICES_S = 0.002  # pause between two slices, in which the event loop runs
-AFTER_KEY_S = 0.030  # no folding and no frame for this time after a key press, so that its effect is drawn first
-LONGEST_DELAY_S = 0.1  # keys that repeat delay the next fold by this time at most
+AFTER_KEY_S = 0.040  # no folding and no frame for this time after a key press, so that its effect is drawn first
+LONGEST_DELAY_S = 0.1  # keys that repeat delay the next fold, frame or panel by this time at most
 RETRY_S = 0.5  # pause before a snapshot is asked for again
 MAX_BACKLOG = 400_000  # if more records are queued, all are dropped and a snapshot replaces them
 
@@ -87,34 +88,41 @@ class Updater:
         if self._queue and self._next_slice is None:
             self._next_slice = asyncio.get_running_loop().call_later(BETWEEN_SLICES_S, self._continue)
 
+    def note_key(self) -> None:
+        """Note that a key was pressed: its effect is drawn first. Any thread may call this: the thread that reads the
+        terminal calls it before the event loop has the key, because the loop may be busy with slices and panels."""
+        self._key_at = self._clock()
+
+    def key_waits(self, last: float) -> bool:
+        """True just after a key press. Work that was last done at time `last` then waits, but not for too long."""
+        now = self._clock()
+        return now - self._key_at < AFTER_KEY_S and now - last < LONGEST_DELAY_S
+
     @property
     def key_pending(self) -> bool:
-        """True just after a key press: folding and frames then wait until its effect is drawn."""
-        now = self._clock()
-        return now - self._key_at < AFTER_KEY_S and now - self._folded_at < LONGEST_DELAY_S
-
-    def delay_after_key(self) -> None:
-        """Delay the next slice by AFTER_KEY_S, so that the effect of a key press is drawn first."""
-        self._key_at = self._clock()
-        if self._next_slice is not None and self.key_pending:
-            self._next_slice.cancel()
-            self._next_slice = asyncio.get_running_loop().call_later(AFTER_KEY_S, self._continue)
+        """True if folding waits for a key."""
+        return self.key_waits(self._folded_at)
 
     def _continue(self) -> None:
         self._next_slice = None
         if self.live and not self.frozen and not self.view.gap:
-            self._fold()
+            if not self.key_pending:
+                self._fold()
             self.keep_up()
 
     def _fold(self) -> None:
-        """Fold for one slice of time."""
-        self._folded_at = self._clock()
-        end = self._folded_at + SLICE_S
+        """Fold for one slice of time, or until a key is pressed. No garbage collection interrupts a packet: the
+        collector would visit all its records, which are freed after the packet."""
+        self._folded_at = began = self._clock()
         while self._queue:
             packet = self._queue.popleft()
             self.backlog -= len(packet)
-            self.view.fold(packet.records(), self._clock(), packet.data)
-            if self._clock() >= end:
+            gc.disable()
+            try:
+                self.view.fold(packet.records(), self._clock(), packet.data)
+            finally:
+                gc.enable()
+            if self._key_at > began or self._clock() >= began + SLICE_S:
                 break
 
     def _drop(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 from textual.app import App, ComposeResult
 
+from engine.trace.records import PACKET, packets
 from minitui.dev import bench_app
 from minitui.dev.simulator import SMALL, Stress
 from minitui.tui.frame_limiter import FrameLimiter
@@ -25,7 +26,7 @@ from minitui.viewmodel.steps import Steps
 from minitui.viewmodel.time_travel import PastStates
 from minitui.viewmodel.tokens import TokenTimes
 from minitui.viewmodel.trends import Trends
-from minitui.viewmodel.updater import AFTER_KEY_S, Updater
+from minitui.viewmodel.updater import AFTER_KEY_S, LONGEST_DELAY_S, Updater
 
 LOAD = replace(SMALL, chats=6, step_ms=12.0)
 
@@ -118,14 +119,35 @@ def test_after_a_key_frames_wait_but_repeated_keys_do_not_stop_the_picture() -> 
     feed.live = True
     feed.pump()
     assert not feed.key_pending
-    feed.delay_after_key()
+    feed.note_key()
     assert feed.key_pending
     now[0] += AFTER_KEY_S + 0.001
     assert not feed.key_pending
     for _ in range(10):  # a key that is held down
         now[0] += AFTER_KEY_S / 2
-        feed.delay_after_key()
+        feed.note_key()
     assert not feed.key_pending, "nothing was folded for a tenth of a second"
+    assert feed.key_waits(now[0]) and not feed.key_waits(now[0] - 1.01 * LONGEST_DELAY_S), "a frame was drawn just now, or not"
+
+
+def test_a_key_ends_a_slice_and_no_collection_interrupts_a_packet() -> None:
+    """The thread that reads the terminal notes the key while the event loop folds."""
+    now, view = [10.0], View()
+    records = [(seq, 0.0, "wait", 1, "blocks") for seq in range(1, 6 * PACKET)]
+    feed = Updater(cast(Any, SimpleNamespace(drain_packets=lambda: packets(records))), view, lambda: now[0])
+    feed.live = True
+    folded: list[int] = []
+
+    def fold(packet: list, _now: float, _packed: bytes) -> None:
+        assert not gc.isenabled()
+        folded.append(len(packet))
+        if len(folded) == 3:
+            now[0] += 0.001
+            feed.note_key()
+
+    view.fold = fold  # type: ignore[method-assign]
+    feed.pump()
+    assert folded == [PACKET] * 3 and feed.backlog == len(records) - 3 * PACKET and gc.isenabled()
 
 
 def test_spans_of_a_request_that_goes_on_are_forgotten_with_the_steps() -> None:

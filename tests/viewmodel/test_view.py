@@ -758,7 +758,7 @@ async def test_a_backlog_is_folded_between_frames_and_keys_come_first(monkeypatc
     waited = feed.backlog
     assert waited > PACKET and feed.steps_behind > 0
     feed.keep_up()
-    feed.delay_after_key()
+    feed.note_key()
     await asyncio.sleep(0.4 * AFTER_KEY_S)
     assert feed.backlog == waited, "a key was pressed: its echo comes first"
     async with asyncio.timeout(10):

@@ -88,6 +88,7 @@ class InspectScreen(BaseScreen[None]):
         self._about = False  # the selected block is described below the map
         self._at_once = False  # the picture must not wait: something was selected, or the picture does not move
         self._painted_moment: object = None
+        self._painted_at = 0.0  # time.monotonic() of the last painted panel
         self._above = 1  # rows of the top bar, which is higher when it shows the story of a demo
 
     def compose(self) -> ComposeResult:
@@ -213,14 +214,15 @@ class InspectScreen(BaseScreen[None]):
 
     def _paint_due(self) -> None:
         """Paint the panels of `_due`. After PAINT_S, the rest waits until the keys that arrived are handled."""
-        if self.app.feed.key_pending and not (self._at_once or self.app.is_headless):
+        began = time.monotonic()
+        if self.app.feed.key_waits(self._painted_at) and not (self._at_once or self.app.is_headless):
             return  # the next frame paints them
-        began = time.perf_counter()
+        self._painted_at = began
         while self._due:
             panel = self._panels[self._due.popleft()]
             if panel.display:
                 panel.paint(self.app.view)
-                if time.perf_counter() - began >= PAINT_S and self._due and not self.app.is_headless:
+                if time.monotonic() - began >= PAINT_S and self._due and not self.app.is_headless:
                     self.call_later(self._paint_due)
                     return
 
