@@ -169,7 +169,8 @@ class History:
             self.first_tokens.fold(record)
         elif kind in ("finish", "preempt", "requeue"):
             steps.fold_release(record)
-            lanes.release(record, *found, steps.committed)
+            computed, blocks = found
+            lanes.release(record, computed, blocks, steps.committed)
         elif kind == "gate":
             rates.gate(record[3] == "closed")
             steps.gate(record[3] == "closed")

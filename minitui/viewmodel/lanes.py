@@ -124,16 +124,16 @@ class Lane:
 
     def recomputed(self, step: int) -> int:
         """Returns how many of its tokens were computed a second time, up to this step."""
-        return sum(tokens for at, tokens in self.again if at <= step)
+        return sum(tokens for at, tokens in self.again if at <= step) if self.again else 0
 
     def taken_again(self, step: int) -> int:
         """Returns how many of its tokens came from the tree after a preemption, up to this step."""
-        return sum(tokens for at, tokens in self.reused if at <= step)
+        return sum(tokens for at, tokens in self.reused if at <= step) if self.reused else 0
 
     def after_evictions(self, step: int) -> int:
         """Returns how many of its prompt's tokens were computed because their blocks had been evicted, up to this
         step."""
-        return sum(tokens for at, tokens in self.evicted if at <= step)
+        return sum(tokens for at, tokens in self.evicted if at <= step) if self.evicted else 0
 
     @property
     def tok_s(self) -> float:

@@ -106,7 +106,8 @@ class View(History):
 
     def frame(self, now: float) -> None:
         """Prepare a frame: summarise its steps, age the highlights, resolve the selection. The percentiles, the
-        waste and the tree's order are computed at intervals, and at once for a new picture that is still."""
+        waste and the tree's order are computed at intervals, and at once for a new picture that is still. Each takes
+        milliseconds in which no key is handled: what is due waits for the next frame if this frame computes another."""
         moment = (self.shown.state.seq, self._travelled) if self.still else None
         if self.frozen and moment == self._still_moment:
             return
@@ -125,11 +126,11 @@ class View(History):
         self.links = resolve(self.selection, self.shown, self.steps, self.requests_of)
         moment = (self.shown.state.seq, self._travelled) if self.still else None
         is_new_still, self._still_moment = moment is not None and moment != self._still_moment, moment
-        self.tree.refresh(self.shown, now, force=is_new_still)
-        if is_new_still or now - self._waste_at >= WASTE_SECONDS:
-            self._waste_at, self.waste = now, waste_of(self.shown.state)
+        late = 2 if self.tree.refresh(self.shown, now, force=is_new_still) else 1
+        if is_new_still or now - self._waste_at >= late * WASTE_SECONDS:
+            self._waste_at, self.waste, late = now, waste_of(self.shown.state), 2
         at, horizon = self._timings_at
-        if is_new_still or (horizon != self.horizon and now - at >= TIMINGS_SECONDS):
+        if is_new_still or (horizon != self.horizon and now - at >= late * TIMINGS_SECONDS):
             self._timings_at = (now, self.horizon)
             many = self.steps.last - self.steps.first >= FIT_STEPS  # with fewer steps, each fit is better than the last
             model = self.timings.model if many and not is_new_still and now - self._fitted_at < FIT_SECONDS else None

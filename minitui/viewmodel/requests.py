@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from engine.trace.views import RequestView
     from minitui.viewmodel.model import View
 
-REFRESHED = 48  # in a moving picture, the gaps of at most this many requests are computed at a time
+REFRESHED = 24  # in a moving picture, the gaps of at most this many requests are computed at a time
 
 
 @dataclass(frozen=True, slots=True)

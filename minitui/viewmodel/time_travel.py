@@ -85,7 +85,9 @@ class PastStates:
 
     def __len__(self) -> int:
         """Number of records kept."""
-        return sum(chunk[1] - chunk[0] + 1 for chunk in (*self._segments, *self._packets))
+        kept = [(first, last) for first, last, _ in self._segments]
+        kept += [(first, last) for first, last, _, _ in self._packets]
+        return sum(last - first + 1 for first, last in kept)
 
     def _after(self, seq: int) -> Iterator[tuple[int, list[Record]]]:
         """Yields (first, records) of the packets that may contain records after `seq`. `first`: the number of the first

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -88,16 +88,18 @@ class Tree:
             self._eviction, self._eviction_at = EvictionOrder(shown.state), moment
         return self._eviction
 
-    def refresh(self, shown: AnnotatedState, now: float, force: bool = False) -> None:
-        """Order the nodes again if REORDER_SECONDS have passed. Call once per frame before `picture`."""
+    def refresh(self, shown: AnnotatedState, now: float, force: bool = False) -> bool:
+        """Order the nodes again if REORDER_SECONDS have passed; returns True then. Call once per frame before
+        `picture`."""
         if not force and shown is self._ordered_for and now - self._ordered_at < REORDER_SECONDS:
-            return
+            return False
         self._ordered_at, self._ordered_for = now, shown
         nodes = shown.state.nodes
         ids, at = np.unique(shown.node_of, return_inverse=True)
         saved = dict(zip(ids.tolist(), np.bincount(at, shown.saved).astype(np.int64).tolist(), strict=True))
         self._order = {n.id: (saved.get(n.id, 0), n.users, len(n.ids)) for n in nodes.values() if n.id}
         self._children_of = {n.id: sorted(n.children, key=self._key) for n in nodes.values() if n.children}
+        return True
 
     def picture(
         self,
@@ -163,29 +165,28 @@ class Tree:
             if id in state.nodes and len(chosen) < limit:
                 chosen.update(n.id for n in state.path(id))
         # Best nodes first. The children of each node are sorted, so the heap needs only the next child of each node.
-        heap: list[tuple[tuple[int, int, int, int], int, list[int], int]] = []
+        heap: list[tuple[tuple[int, int, int, int], int, Iterator[int]]] = []
 
-        def offer(children: list[int], at: int) -> None:
-            if at < len(children):
-                heapq.heappush(heap, (self._key(children[at]), children[at], children, at))
+        def offer(siblings: Iterator[int]) -> None:
+            for id in siblings:
+                heapq.heappush(heap, (self._key(id), id, siblings))
+                break
 
-        offer(self._ordered(state, 0), 0)
+        offer(self._ordered(state, 0))
         while heap and len(chosen) < limit:
-            _, id, siblings, at = heapq.heappop(heap)
-            offer(siblings, at + 1)
+            _, id, siblings = heapq.heappop(heap)
+            offer(siblings)
             chosen.add(id)
             if id not in self.folded and state.nodes[id].children:
-                offer(self._ordered(state, id), 0)
+                offer(self._ordered(state, id))
         return chosen
 
-    def _ordered(self, state: State, parent: int) -> list[int]:
-        """Returns the children of a node in the order of the last ordering; children added later come last."""
-        children, nodes = state.nodes[parent].children, state.nodes
-        known = [id for id in self._children_of.get(parent, ()) if id in nodes and nodes[id].parent == parent]
-        if len(known) == len(children):
-            return known
+    def _ordered(self, state: State, parent: int) -> Iterator[int]:
+        """Yields the children of a node in the order of the last ordering; children added later come last."""
+        known, nodes = self._children_of.get(parent, []), state.nodes
+        yield from (id for id in known if id in nodes and nodes[id].parent == parent)
         seen = set(known)
-        return known + [id for id in children if id not in seen]
+        yield from (id for id in nodes[parent].children if id not in seen)
 
     # ---- texts
 

@@ -105,10 +105,14 @@ class Trends:
 
     def __init__(self, fine: int = FINE_KEPT, coarse: int = COARSE_KEPT) -> None:
         self._rings = (Ring(FINEST_S, FINEST_KEPT), Ring(FINE_S, fine), Ring(COARSE_S, coarse))
+        self._bucket_ends = 0.0  # the working time at which the first of the rings begins a new bucket
         self._values = {metric.name: metric.values() for metric in METRICS}
 
     def advance(self, now: float) -> None:
         """Advance to the working time `now`, in seconds."""
+        if now < self._bucket_ends:
+            return
+        self._bucket_ends = (int(now / FINEST_S) + 1) * FINEST_S
         for ring in self._rings:
             ring.advance(now)
 

@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 from textual import events
 from textual.containers import Horizontal, Vertical
 from textual.filter import ANSIToTruecolor
-from textual.geometry import Region
+from textual.geometry import Region, Size
 from textual.message import Message
+from textual.reactive import Reactive
 from textual.strip import Strip
 from textual.widget import Widget
 
@@ -90,6 +91,9 @@ class LinePanel(Widget, can_focus=True):
     TITLE: ClassVar[str] = ""
     DEFAULT_CSS = "LinePanel { background: $ground; color: $ink; }"
     view: View  # the view of the last paint; the attribute does not exist before the first paint
+    # Textual lays the screen out again when this size has changed, because a widget may then need scrollbars. A panel
+    # has none. The second layout delayed the effect of a key that shows another panel.
+    virtual_size: Reactive[Size] = Reactive(Size(0, 0))
 
     def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
         super().__init__(id=id)
@@ -243,7 +247,8 @@ class LinePanel(Widget, can_focus=True):
         self.repaint()
 
     def on_blur(self) -> None:
-        self.repaint()
+        if self.display:  # not if a key shows another panel in its place
+            self.repaint()
 
     def on_click(self, event: events.Click) -> None:
         column, row = (event.x, event.y) if self.frame == "none" else (event.x - 2, event.y - 1)

@@ -9,6 +9,7 @@ has its own glyphs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar
 
 import numpy as np
@@ -259,14 +260,14 @@ its block. A larger pool avoids the first two. A dash stands for figures that th
     def _by_owner(self, view: View) -> _Layer:
         shown = view.shown
         groups: dict[str, int] = {}
+        requests = [request for _, request in sorted(shown.state.requests.items()) if request.table]
+        group_of = [groups.setdefault(request.group, len(groups)) for request in requests]
+        sizes = np.array([len(request.table) for request in requests], np.int64)
+        of = np.repeat(np.array(group_of, np.int64), sizes)
+        blocks = np.fromiter(chain.from_iterable(request.table for request in requests), np.int64, len(of))
         owner = np.full(shown.state.num_blocks, -1, np.int64)
-        for request in sorted(shown.state.requests.values(), key=lambda r: r.id):
-            if not request.table:
-                continue
-            index = groups.setdefault(request.group, len(groups))
-            table = np.array(request.table)
-            before = owner[table]
-            owner[table] = np.where((before == -1) | (before == index), index, -2)
+        owner[blocks] = of
+        owner[blocks[owner[blocks] != of]] = -2  # held by several groups
         g = glyphs()
         looks = [(g.free, "free"), (g.cached, "cached"), (g.shared, "shared")]
         letters = [_letter(view.group_name(group), i) for group, i in groups.items()]
