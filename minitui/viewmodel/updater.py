@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SLICE_S = 0.004  # length of a slice of folding
 BETWEEN_SLICES_S = 0.002  # pause between two slices, in which the event loop runs
-AFTER_KEY_S = 0.040  # no folding and no frame for this time after a key press, so that its effect is drawn first
+AFTER_KEY_S = 0.050  # no folding and no frame for this time after a key press, so that its effect is drawn first
 LONGEST_DELAY_S = 0.1  # keys that repeat delay the next fold, frame or panel by this time at most
 RETRY_S = 0.5  # pause before a snapshot is asked for again
 MAX_BACKLOG = 400_000  # if more records are queued, all are dropped and a snapshot replaces them
@@ -48,6 +48,7 @@ class Updater:
         self._retry_at = math.inf  # when a snapshot is asked for again after an error
         self._next_slice: asyncio.TimerHandle | None = None
         self._key_at = self._folded_at = -math.inf  # times of the last key press and the last fold
+        self._first_key_at = -math.inf  # time of the first of the keys that repeat
 
     @property
     def frozen(self) -> bool:
@@ -91,12 +92,16 @@ class Updater:
     def note_key(self) -> None:
         """Note that a key was pressed: its effect is drawn first. Any thread may call this: the thread that reads the
         terminal calls it before the event loop has the key, because the loop may be busy with slices and panels."""
-        self._key_at = self._clock()
+        now = self._clock()
+        if now - self._key_at >= AFTER_KEY_S:
+            self._first_key_at = now
+        self._key_at = now
 
     def key_waits(self, last: float) -> bool:
-        """True just after a key press. Work that was last done at time `last` then waits, but not for too long."""
+        """True just after a key press. Work that was last done at time `last` then waits, but keys that repeat do not
+        delay it for longer than LONGEST_DELAY_S."""
         now = self._clock()
-        return now - self._key_at < AFTER_KEY_S and now - last < LONGEST_DELAY_S
+        return now - self._key_at < AFTER_KEY_S and now - max(last, self._first_key_at) < LONGEST_DELAY_S
 
     @property
     def key_pending(self) -> bool:

@@ -129,6 +129,9 @@ def test_after_a_key_frames_wait_but_repeated_keys_do_not_stop_the_picture() -> 
     assert not feed.key_pending, "nothing was folded for a tenth of a second"
     assert feed.key_waits(now[0]), "a frame was drawn just now"
     assert not feed.key_waits(now[0] - 1.01 * LONGEST_DELAY_S), "no frame was drawn for a tenth of a second"
+    now[0] += 10.0
+    feed.note_key()
+    assert feed.key_pending, "the machine is busy: nothing was folded for ten seconds, but the key comes first"
 
 
 def test_a_key_ends_a_slice_and_no_collection_interrupts_a_packet() -> None:
