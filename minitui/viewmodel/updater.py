@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from minitui.viewmodel.model import View
 
 SLICE_S = 0.004  # length of a slice of folding
+SLICES_COLLECTED = 8  # the objects of so many slices are visited once more by the garbage collector
 BETWEEN_SLICES_S = 0.002  # pause between two slices, in which the event loop runs
 AFTER_KEY_S = 0.050  # no folding and no frame for this time after a key press, so that its effect is drawn first
 LONGEST_DELAY_S = 0.1  # keys that repeat delay the next fold, frame or panel by this time at most
@@ -48,6 +49,7 @@ class Updater:
         self._retry_at = math.inf  # when a snapshot is asked for again after an error
         self._next_slice: asyncio.TimerHandle | None = None
         self._key_at = self._folded_at = -math.inf  # times of the last key press and the last fold
+        self._slices = 0  # slices so far
         self._first_key_at = -math.inf  # time of the first of the keys that repeat
 
     @property
@@ -116,19 +118,25 @@ class Updater:
             self.keep_up()
 
     def _fold(self) -> None:
-        """Fold for one slice of time, or until a key is pressed. No garbage collection interrupts a packet: the
-        collector would visit all its records, which are freed after the packet."""
+        """Fold for one slice of time, or until a key is pressed.
+
+        Garbage is collected after each slice, not within: there the collector would visit all records of the packet,
+        which are freed after it. With a thousand requests per second, a collection then takes 0.4 ms, or 1.2 ms if it
+        includes the objects of the last slices. By themselves, they took up to 5 and 22 ms, and twice as much in all.
+        """
         self._folded_at = began = self._clock()
-        while self._queue:
-            packet = self._queue.popleft()
-            self.backlog -= len(packet)
-            gc.disable()
-            try:
+        gc.disable()
+        try:
+            while self._queue:
+                packet = self._queue.popleft()
+                self.backlog -= len(packet)
                 self.view.fold(packet.records(), self._clock(), packet.data)
-            finally:
-                gc.enable()
-            if self._key_at > began or self._clock() >= began + SLICE_S:
-                break
+                if self._key_at > began or self._clock() >= began + SLICE_S:
+                    break
+        finally:
+            gc.enable()
+        self._slices += 1
+        gc.collect(1 if self._slices % SLICES_COLLECTED == 0 else 0)
 
     def _drop(self) -> None:
         self._queue.clear()
