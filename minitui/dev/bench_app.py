@@ -22,7 +22,7 @@ from minitui.dev.simulator import CLASSROOM, STEADY, Load, Stress
 from minitui.viewmodel.model import View
 
 SIZE = (160, 48)
-GOALS = {"inspect": 0.20, "chat": 0.25}  # the most processor time, as a share of a core
+GOALS = {"inspect": 0.15, "chat": 0.25}  # the most processor time, as a share of a core
 SLOW_ENGINE = replace(CLASSROOM, step_ms=25.0)  # an hour has 100,000 steps and half a million records
 FOLDED_SECONDS, FOLDS = 20.0, 5  # seconds of records; how often they are folded
 SLOW, QUICK = 12.0, 25.0  # the lowest and highest additions per microsecond that one machine reached
