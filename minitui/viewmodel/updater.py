@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SLICE_S = 0.004  # length of a slice of folding
 SLICES_COLLECTED = 8  # the objects of so many slices are visited once more by the garbage collector
-BETWEEN_SLICES_S = 0.002  # pause between two slices, in which the event loop runs
+KEY_POLL_S = 0.002  # while folding waits for a key, it tries again after this time
 AFTER_KEY_S = 0.050  # no folding and no frame for this time after a key press, so that its effect is drawn first
 LONGEST_DELAY_S = 0.1  # keys that repeat delay the next fold, frame or panel by this time at most
 RETRY_S = 0.5  # pause before a snapshot is asked for again
@@ -89,7 +89,8 @@ class Updater:
     def keep_up(self) -> None:
         """Fold the rest of the backlog between frames, slice by slice."""
         if self._queue and self._next_slice is None:
-            self._next_slice = asyncio.get_running_loop().call_later(BETWEEN_SLICES_S, self._continue)
+            pause = KEY_POLL_S if self.key_pending else 0.0  # between two slices, the event loop does what is due
+            self._next_slice = asyncio.get_running_loop().call_later(pause, self._continue)
 
     def note_key(self) -> None:
         """Note that a key was pressed: its effect is drawn first. Any thread may call this: the thread that reads the
