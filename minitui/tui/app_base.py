@@ -260,5 +260,7 @@ class AppBase(App[int]):
 
     def draw_frame(self) -> None:
         """Draw, unless a key was pressed: its effect comes first, and the next frame draws."""
-        if not self.feed.key_waits(self._drawn_at):
+        if self.feed.key_waits(self._drawn_at):
+            self.frame_limiter.put_off()
+        else:
             self.draw()

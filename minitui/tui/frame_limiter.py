@@ -39,6 +39,10 @@ class FrameLimiter:
         self._odd = not self._odd
         return self._odd or not self.skipping
 
+    def put_off(self) -> None:
+        """Draw the next frame, because this frame was not drawn."""
+        self._odd = False
+
     @property
     def stride(self) -> int:
         """The number of frames from one drawn frame to the next."""
