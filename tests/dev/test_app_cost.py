@@ -10,12 +10,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from textual import events
 from textual.app import App, ComposeResult
+from textual.message import Message
 
 from engine.trace.records import PACKET, packets
 from minitui.dev import bench_app
 from minitui.dev.simulator import SMALL, Stress
 from minitui.tui.frame_limiter import FrameLimiter
+from minitui.tui.key_reading import noting_keys
 from minitui.tui.theme import THEMES
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row
@@ -132,6 +135,20 @@ def test_after_a_key_frames_wait_but_repeated_keys_do_not_stop_the_picture() -> 
     now[0] += 10.0
     feed.note_key()
     assert feed.key_pending, "the machine is busy: nothing was folded for ten seconds, but the key comes first"
+
+
+def test_a_key_is_noted_before_it_is_sent() -> None:
+    seen: list[object] = []
+
+    class Terminal:
+        def send_message(self, message: Message) -> None:
+            seen.append(message)
+
+    driver = noting_keys(cast(Any, Terminal), lambda: seen.append("noted"))
+    key, blur = events.Key("a", "a"), events.AppBlur()
+    for message in (key, blur):
+        cast(Any, driver)().send_message(message)
+    assert seen == ["noted", key, blur]
 
 
 def test_a_key_ends_a_slice_and_no_collection_interrupts_a_packet() -> None:

@@ -23,6 +23,7 @@ from engine.trace.state import State
 from engine.trace.views import ACTIVE, CACHED, FREE, SHARED
 from minitui.dev.panel import stress_view
 from minitui.dev.simulator import CLASSROOM, SMALL, Load, Stress
+from minitui.viewmodel import time_travel
 from minitui.viewmodel.events import Events
 from minitui.viewmodel.first_tokens import FirstTokens
 from minitui.viewmodel.history import EMPTY
@@ -295,7 +296,8 @@ def test_tokens_saved_are_exactly_those_of_the_matches():
 
 
 @pytest.mark.parametrize("load", [SMALL, TIGHT])
-def test_the_view_at_step_k_is_the_state_at_step_k(load):
+def test_the_view_at_step_k_is_the_state_at_step_k(load, monkeypatch):
+    monkeypatch.setattr(time_travel, "PLAIN_SECONDS", 0.4)  # some of the records are compressed
     stress = Stress(load)
     view = View()
     view.reset(State(load.blocks + 1, load.block_size, load.budget, load.rows).snapshot())
@@ -306,6 +308,7 @@ def test_the_view_at_step_k_is_the_state_at_step_k(load):
         view.fold(stress.drain(), stress.now)
         states[view.steps.last] = (view.live.state.snapshot(), view.live.saved.copy())
     view.frame(stress.now)
+    assert view.past._segments and view.past._packets and len(view.past) == view.live.state.seq
     steps = list(states)[:-1]
     random.Random(0).shuffle(steps)
     for step in steps[:40]:
@@ -326,20 +329,15 @@ def test_the_view_at_step_k_is_the_state_at_step_k(load):
     assert not view.travel_to(-5), "nor before the beginning"
 
 
-def test_history_is_bounded_and_says_where_it_begins():
+def test_history_is_bounded_and_says_where_it_begins(monkeypatch):
     stress = Stress(SMALL)
     view = View()
     view.reset(State(65, 16, SMALL.budget, SMALL.rows).snapshot())
     view.past.every, view.past.kept = 200, 600
-    import minitui.viewmodel.time_travel as travel
-
-    kept_seconds, travel.KEYFRAME_SECONDS = travel.KEYFRAME_SECONDS, 0.0
-    try:
-        for _ in range(900):
-            stress.run_steps(1)
-            view.fold(stress.drain(), stress.now)
-    finally:
-        travel.KEYFRAME_SECONDS = kept_seconds
+    monkeypatch.setattr(time_travel, "KEYFRAME_SECONDS", 0.0)
+    for _ in range(900):
+        stress.run_steps(1)
+        view.fold(stress.drain(), stress.now)
     view.frame(stress.now)
     total = view.live.state.seq
     assert total - 600 - 2 * 200 <= view.past.first_seq <= total - 600
