@@ -551,6 +551,7 @@ async def test_gate_step_pace_and_run_until_reach_the_engine():
         app.commands.run_slash("/until eviction")
         await until(pilot, lambda: "RUNNING until the next eviction" in screen.query_one(TopBar).text)
         app.commands.run_slash("/until finish")
+        await until(pilot, lambda: source.calls[-1][1].get("predicate") == {"event": "finish"})
         length = 1
         await until(pilot, lambda: not app.session.busy)
         await until(pilot, lambda: "PAUSED at step" in screen.query_one(TopBar).text)
