@@ -27,7 +27,8 @@ from minitui.tui.widgets.timeline import RequestTimeline
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.trends import TrendCharts
 from minitui.viewmodel.model import View
-from minitui.viewmodel.requests import RequestFigures
+from minitui.viewmodel.request_words import figures_in_words
+from minitui.viewmodel.requests import RequestFigures, Requests
 from minitui.viewmodel.trends import METRICS
 from tests.support.driving import press, until
 from tests.support.golden import GOLDEN
@@ -124,6 +125,17 @@ async def test_enter_opens_the_longest_gap_of_all_which_is_always_named(tmp_path
         assert f"Timeline of r{named[1]} " in timeline_of(screen).text
 
 
+async def test_the_end_key_returns_to_now_from_every_panel(tmp_path: Path) -> None:
+    async with replayed(tmp_path, (80, 24)) as (app, pilot, screen):
+        for name in ("waterfall", "lanes"):  # they have another use of the key
+            while screen.current != name:
+                await pressed(app, pilot, "tab")
+            await pressed(app, pilot, "comma", "comma")
+            assert "PAST step" in app.view.travel_text and "end now" in picture(app), screen.current
+            await pressed(app, pilot, "end")
+            assert not app.view.travel_text, screen.current
+
+
 async def test_escape_goes_back_from_the_timeline_to_the_table_to_all_panels(tmp_path: Path) -> None:
     async with replayed(tmp_path, (120, 36)) as (app, pilot, screen):
         await pressed(app, pilot, "5", "down", "enter")
@@ -212,6 +224,9 @@ def test_the_chart_has_its_highest_bar_under_the_mark_and_shows_every_token() ->
             if not len(gaps):
                 continue
             marks = next(i for i, row in enumerate(rows) if row.lstrip().startswith("ms") and "▾" in row)
+            figures = Requests().of(view, lane)  # no figure at the top is cut off in the middle
+            said = " ".join(" ".join(rows[:marks]).split()).split(" · ")
+            assert said[0] == figures.state and set(said[1:]) <= set(figures_in_words(figures)), said
             column = rows[marks].index("▾")
             assert column == 9 + int(gaps.argmax()) // timeline.per_column
             assert rows[marks + 1][column] == "█" and ms(gaps.max()) in rows[marks + 1]

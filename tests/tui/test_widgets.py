@@ -45,6 +45,9 @@ from minitui.viewmodel.story import tell
 from minitui.viewmodel.timing import why_slow
 from tests.support.lanes import codes as lane_codes
 from tests.support.paths import SNAPSHOTS
+from tests.viewmodel.test_stalls import GC, PLAN
+from tests.viewmodel.test_stalls import STEP as STALLED
+from tests.viewmodel.test_stalls import run as stalled_run
 
 PANELS = (
     BlockMap, BlockTable, BatchLanes, RadixTree, StepTimings, Events, StepBar, Vitals, Occupancy, PromptOrigin,
@@ -819,6 +822,19 @@ def test_where_it_is_narrow_the_step_tells_every_figure_of_what_it_computes():
         row = view.steps.get(step)
         told = body(StepBar(), view, 48, 2)[0]
         assert f"{row.tokens:,} of 128" in told and f"prefill {row.chunks[0][2]}" in told, told
+
+
+def test_where_it_is_narrow_the_step_has_the_cause_of_its_length_without_the_expected_time():
+    def collection(fields: list) -> float:
+        fields[GC] += 80e3
+        fields[PLAN] += 80e3
+        return 80.0
+
+    view = stalled_run(SMALL, STALLED + 20, collection)
+    view.select("step", STALLED)
+    wide, narrow = body(StepBar(), view, 120, 2)[0], body(StepBar(), view, 78, 2)[0]
+    assert "(expected " in wide and "garbage collection 80.0" in wide
+    assert "(garbage collection 80.0)" in narrow, narrow
 
 
 def test_where_it_is_narrow_the_parts_of_a_first_token_and_the_reason_of_a_slow_step_are_whole():

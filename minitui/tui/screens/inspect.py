@@ -294,7 +294,7 @@ class InspectScreen(BaseScreen[None]):
             self.app.say(f"step {message.step:,} is no longer kept: the picture cannot go back so far", error=True)
         elif self.size.width >= WIDE and self.size.height >= TALL:
             self.maximised = False
-            self._show("events")  # in the lanes, the key "end" does not return to now
+            self._show("events")
 
     def action_maximise(self) -> None:
         """Show the current panel alone, or all panels again."""

@@ -236,6 +236,11 @@ class LinePanel(Widget, can_focus=True):
         if self.painted and self.is_mounted:
             self.paint(self.view)
 
+    def back_to_now(self) -> None:
+        """Leave the past, for panels with another use of the key of this command."""
+        if self.view.travel_text:
+            self.call_later(self.app.run_action, "do('now')")
+
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Returns False before the first paint: actions need the view."""
         return self.painted

@@ -302,6 +302,7 @@ label names that request.""")
         self.repaint()
 
     def action_latest(self) -> None:
+        self.back_to_now()
         self.back, self.fixed_k = 0, None
         self.repaint()
 

@@ -91,10 +91,12 @@ class StepBar(LinePanel, can_focus=False):
 
 
 def _add_cause(line: Row, view: View, row: StepRow, width: int) -> None:
-    """Add the reason why the step was slow, if it was slow and if the text fits."""
+    """Add the expected time and the causes of a longer time; only the causes if the whole text does not fit."""
     why = why_slow(row, view.timings.model)
-    if why and line.width + len(why) + 3 <= width:
-        line.add(f" ({why})", "dim")
+    for text in (why, why.partition(": ")[2]):
+        if text and line.width + len(text) + 3 <= width:
+            line.add(f" ({text})", "dim")
+            break
 
 
 def _bar(row: StepRow, width: int, budget: int, view: View) -> Runs:

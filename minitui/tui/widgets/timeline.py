@@ -87,7 +87,8 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
         words = [figures.state, *figures_in_words(figures)]
         running = figures.running
         late = wrapped(self._stalls.words(view, lane, running), "bold bad", width) if running is not None else []
-        rows = wrapped(" · ".join(words), "ink", width)[:2]
+        while len(rows := wrapped(" · ".join(words), "ink", width)) > 2 and len(words) > 2:
+            del words[-2 if len(words) > 4 else -1]  # the gaps, at the end, are left out last
         chat = view.group_name(lane.group)
         title = f"Timeline of r{lane.id}" + (f" · {chat}" if chat else "")
         chosen = self._chosen()

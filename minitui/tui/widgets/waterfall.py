@@ -294,7 +294,8 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         self._zoom(by, self.cursor if visible else None)
 
     def action_latest(self) -> None:
-        """Follow the newest step at the automatic scale."""
+        """Follow the newest step at the automatic scale; in the past, also return to now."""
+        self.back_to_now()
         self.right = self.cursor = self.step = self.chosen_ms = None
         if selected(self.view, "step") is not None:
             self.view.select(None)
