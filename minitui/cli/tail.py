@@ -59,7 +59,7 @@ def tail(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="With --requests: print each line as JSON.")] = False,
 ) -> None:
-    """Print the engine's work as lines of text.
+    """Print the engine's work as lines of text, with the causes of slow steps, and what the cache saves.
 
     \b
       minitui tail class.trace
