@@ -1,4 +1,4 @@
-"""What the kernels must know of the card: the size of its shared memory, and whether launches can overlap.
+"""What the kernels must know of the card: its processors, its shared memory, and whether launches can overlap.
 
     Ampere (8.0, 8.6), Ada (8.9)      launches do not overlap; 8.6 and 8.9 have 99 KiB of shared memory
     Hopper (9.0), Blackwell (10.0)    launches overlap; 227 KiB
@@ -23,6 +23,7 @@ class Card(NamedTuple):
 
     capability: tuple[int, int]
     shared: int  # bytes of shared memory that one program can use
+    processors: int = 132  # multiprocessors: programs that run at the same time, or more
 
 
 @cache
@@ -32,7 +33,7 @@ def card() -> Card:
         return Card((9, 0), 227 * 1024)
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     shared = getattr(properties, "shared_memory_per_block_optin")  # noqa: B009 (torch's types lack it)
-    return Card((properties.major, properties.minor), shared)
+    return Card((properties.major, properties.minor), shared, properties.multi_processor_count)
 
 
 @cache

@@ -25,12 +25,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels import fp8_blocks
 from engine.kernels.card import fitting, overlap
-from engine.kernels.fp8_blocks import E4M3_MAX, activations
+from engine.kernels.fp8_blocks import E4M3_MAX, LOW, activations
 from engine.kernels.gemv import ScaledMatrix, gemv
 
 SKINNY = 64  # tokens
 BLOCK_K = 128  # the tensor cores sum this many products with fewer bits; the sums are then added in float32
-LOW = 16.0  # the rounding error of e4m3 is at most a sixteenth of the number
 
 
 @triton.jit

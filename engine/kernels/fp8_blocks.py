@@ -27,7 +27,7 @@ E4M3_MAX = 448.0
 ROUNDED = 2048  # columns that one program rounds
 PADDED = 4  # the number of rounded tokens is a multiple of this
 GROUP_M = 8  # tiles of tokens that share the weights in the L2 cache
-PROCESSORS = 132  # of an H200
+LOW = 16.0  # the rounding error of e4m3 is at most a sixteenth of the number
 
 
 @triton.jit
@@ -52,7 +52,9 @@ def _round_groups_kernel(
     P,
     K,
     MOST: tl.constexpr,
+    FACTOR: tl.constexpr,
     SILU: tl.constexpr,
+    BOTH: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
@@ -69,21 +71,26 @@ def _round_groups_kernel(
     largest = tl.max(tl.where(v != v, float("inf"), tl.abs(v)), 1)
     tl.store(scale + group.to(tl.int64) * P + row, largest / MOST, mask=group * BLOCK < K)
     v = v * (MOST / tl.maximum(largest, 1e-30))[:, None]
-    tl.store(values + row * K + k, v.to(values.dtype.element_ty), mask=inside)
+    high = v.to(values.dtype.element_ty)
+    tl.store(values + row * K + k, high, mask=inside)
+    if BOTH:
+        low = ((v - high.to(tl.float32)) * FACTOR).to(values.dtype.element_ty)
+        tl.store(values + (P.to(tl.int64) + row) * K + k, low, mask=inside)
 
 
-def round_groups(x: torch.Tensor, *, silu: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def round_groups(x: torch.Tensor, *, silu: bool = False, both: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Rounds x [T, K]; returns e4m3 values [P, K] and their scales fp32 [K / 128, P]. P: T, rounded up to PADDED.
 
     The values and scales of the padding are arbitrary. With `silu`, x [T, 2 K] is gate and up, and silu(gate) * up is
-    rounded.
+    rounded. With `both`, the values are [2 P, K]: the high parts, then the low parts, which are multiplied by LOW.
     """
     tokens, k = x.shape[0], x.shape[1] // (2 if silu else 1)
     padded = triton.cdiv(tokens, PADDED) * PADDED
-    values = torch.empty(padded, k, dtype=torch.float8_e4m3fn, device=x.device)
+    values = torch.empty(padded * (2 if both else 1), k, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(k // BLOCK, padded, dtype=torch.float32, device=x.device)
     _round_groups_kernel[(tokens, triton.cdiv(k, ROUNDED))](
-        x, values, scale, padded, k, MOST=E4M3_MAX, SILU=silu, BLOCK=BLOCK, COLUMNS=ROUNDED, num_warps=4, **overlap(),
+        x, values, scale, padded, k, MOST=E4M3_MAX, FACTOR=LOW, SILU=silu, BOTH=both, BLOCK=BLOCK, COLUMNS=ROUNDED,
+        num_warps=4, **overlap(),
     )  # fmt: skip
     return values, scale
 
@@ -160,5 +167,5 @@ def tiled(values: torch.Tensor, scale: torch.Tensor, w: ScaledMatrix) -> torch.T
 
 def form_for(m: int, n: int) -> tuple[int, int, int, int]:
     """Returns (rows, columns, warps, stages) of a tile. A tile's columns are in one block of weights."""
-    few = triton.cdiv(m, 64) * triton.cdiv(n, 64) <= 2 * PROCESSORS
+    few = triton.cdiv(m, 64) * triton.cdiv(n, 64) <= 2 * card().processors
     return (64, 64, 4, 5) if few else (64, BLOCK, 4, 4)

@@ -42,7 +42,7 @@ class ScaledMatrix(Protocol):
 
 
 @triton.jit
-def _spread(scale, SIZE: tl.constexpr):
+def spread(scale, SIZE: tl.constexpr):
     """Returns each of the scales [SIZE / 128] 128 times. A thread loads a scale once for all its columns."""
     return tl.broadcast_to(scale[:, None], [SIZE // 128, 128]).reshape([SIZE])
 
@@ -107,10 +107,10 @@ def _gemv_kernel(
         if BLOCKS:
             block = c * (BLOCK_K // 128) + tl.arange(0, BLOCK_K // 128)
             at_scale = scale + tl.program_id(0) * BLOCK_N // 128 * (K // 128) + block
-            v *= _spread(tl.load(at_scale, mask=block < K // 128, other=0.0), BLOCK_K)
+            v *= spread(tl.load(at_scale, mask=block < K // 128, other=0.0), BLOCK_K)
             if GATE_UP:
                 at_scale += N // 128 * (K // 128)
-                v2 *= _spread(tl.load(at_scale, mask=block < K // 128, other=0.0), BLOCK_K)
+                v2 *= spread(tl.load(at_scale, mask=block < K // 128, other=0.0), BLOCK_K)
         v = v[None, :]
         v2 = v2[None, :]
         mask = row_mask if EVEN else row_mask & inside[None, :]

@@ -16,7 +16,6 @@ At Qwen3-30B-A3B's shape, up to 256 tokens, nearly all the time is spent on read
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -25,7 +24,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels.card import fitting, overlap
+from engine.kernels import moe_fp8
+from engine.kernels.card import card, fitting, overlap
+from engine.kernels.gemv import ScaledMatrix
 from engine.kernels.moe_route import Form, Routes, form_for, route
 
 
@@ -229,11 +230,6 @@ def forms(most: int, hidden: int, experts: int, per_token: int) -> list[int]:
     return list(found.values())
 
 
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
 def products(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routes: Routes, tiles: Tiles) -> torch.Tensor:
     """Return the weighted output [T, K, H] of each token's experts, for x [T, H].
 
@@ -256,7 +252,7 @@ def products(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routes:
     programs = count * triton.cdiv(hidden, n)
     persistent = tiles.rows >= 128
     if persistent:
-        programs = min(programs, _processors(x.device))
+        programs = min(programs, card().processors)
     rows = TensorDescriptor.from_tensor(inner, [tiles.rows, k])
     w = TensorDescriptor.from_tensor(down.view(experts * hidden, inner_size), [n, k])
     _down_kernel[(programs,)](
@@ -280,14 +276,16 @@ def total(each: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def each_expert(
-    x: torch.Tensor, router: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, per_token: int, normalised: bool,
-    load: torch.Tensor, live: torch.Tensor | None = None,
+    x: torch.Tensor, router: torch.Tensor, gate_up: torch.Tensor | ScaledMatrix, down: torch.Tensor | ScaledMatrix,
+    per_token: int, normalised: bool, load: torch.Tensor, live: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return the weighted output [T, K, H] of each token's experts, for x [T, H]. The caller sums it over K.
 
-    Adds the number of tokens of each expert to load int64 [E]. `live` int32 [1]: only the first `live` tokens are
-    counted, and only their rows are written.
+    The weights are tensors, or matrices of e4m3 numbers (moe_fp8.py). Adds the number of tokens of each expert to load
+    int64 [E]. `live` int32 [1]: only the first `live` tokens are counted, and only their rows are written.
     """
     tiles = tiles_for(len(x), per_token, len(router))
     routes = route(x, router, per_token, normalised, load, tiles.rows, live)
-    return products(x, gate_up, down, routes, tiles)
+    if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
+        return products(x, gate_up, down, routes, tiles)
+    return moe_fp8.products(x, gate_up, down, routes, tiles.rows, tiles.narrow)

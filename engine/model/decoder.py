@@ -39,11 +39,15 @@ class Matrices:
 
     def empty(self, rows: int, columns: int, prefix: str = "", names: Iterable[str] = ()) -> Matrix:
         """Returns a parameter [rows, columns] for the tensors of these names. All of them are kept, or none is."""
-        kinds = {self.kept.get(f"{prefix}{name}.weight") for name in names}
-        kind = (kinds.pop() if len(kinds) == 1 else None) or self.quantised
+        kind = self.kept_kind(prefix, names) or self.quantised
         if kind is not None:
             return kind.empty(rows, columns, self.device)
         return torch.empty(rows, columns, dtype=self.dtype, device=self.device)
+
+    def kept_kind(self, prefix: str, names: Iterable[str]) -> Quantised:
+        """Returns the class that holds all tensors of these names as they are stored; None if there is none."""
+        kinds = {self.kept.get(f"{prefix}{name}.weight") for name in names}
+        return kinds.pop() if len(kinds) == 1 else None
 
 
 def norm_weight(config: ModelConfig, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -125,7 +129,10 @@ class Layer:
         self.post_norm: Any = norm(config.pre_norms)  # before the MLP
         self.mlp: DenseMLP | Experts
         if config.experts is not None and config.experts.layers[index]:
-            self.mlp = Experts(config.experts, hidden, dtype, device, ops)
+            experts, leaves = range(config.experts.count), ("gate_proj", "up_proj", "down_proj")
+            names = [f"{expert}.{leaf}" for expert in experts for leaf in leaves]
+            kept = matrices.kept_kind(f"{prefix}mlp.experts.", names)
+            self.mlp = Experts(config.experts, hidden, dtype, device, ops, kept)
         else:
             self.mlp = DenseMLP(config, f"{prefix}mlp.", matrices, ops)
         self.after_mlp = norm(config.post_norms)

@@ -7,13 +7,14 @@ this form.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from engine.model.config import ExpertsConfig
+from engine.model.linear import ByteWeight, Matrix, linear
 from engine.model.slots import Slot
 
 
@@ -43,14 +44,21 @@ class Experts:
 
     gpt-oss has biases, and clamps gates and ups. An Experts object takes the place of a DenseMLP. Shapes: T tokens of
     hidden size H; E experts of inner size I; K chosen experts for each token.
+
+    The weights are tensors gate_up [E, 2·I, H] and down [E, H, I]. 8-bit numbers of a checkpoint are matrices
+    [E·2·I, H] and [E·H, I]: the experts' rows follow each other.
     """
 
-    def __init__(self, config: ExpertsConfig, hidden: int, dtype: torch.dtype, device: torch.device, ops: Ops) -> None:
+    def __init__(
+        self, config: ExpertsConfig, hidden: int, dtype: torch.dtype, device: torch.device, ops: Ops,
+        kept: type[ByteWeight] | None = None,
+    ) -> None:  # fmt: skip
+        """`kept`: the class that holds the weights as the checkpoint stores them; None: tensors of `dtype`."""
         self._ops = ops
         self.config = config
         self.router = torch.empty(config.count, hidden, dtype=dtype, device=device)
-        self.gate_up = torch.empty(config.count, 2 * config.inner_size, hidden, dtype=dtype, device=device)
-        self.down = torch.empty(config.count, hidden, config.inner_size, dtype=dtype, device=device)
+        self.gate_up = _stack(config.count, 2 * config.inner_size, hidden, dtype, device, kept)
+        self.down = _stack(config.count, hidden, config.inner_size, dtype, device, kept)
         self.router_bias = self.gate_up_bias = self.down_bias = None
         if config.biases:
             self.router_bias = torch.empty(config.count, dtype=dtype, device=device)
@@ -71,11 +79,12 @@ class Experts:
         self.load += counts
         order = chosen.view(-1).argsort(stable=True)  # [T·K] indices into the flat `chosen`, sorted by expert
         outputs = x.new_empty(len(order), x.shape[1])
+        gate_ups, downs = self._each(self.gate_up), self._each(self.down)
         for expert, pairs in enumerate(order.split(counts.tolist())):
             if len(pairs):
                 rows = x.index_select(0, pairs // per_token)
-                inner = self._activate(F.linear(rows, self.gate_up[expert], _of(self.gate_up_bias, expert)))
-                outputs.index_copy_(0, pairs, F.linear(inner, self.down[expert], _of(self.down_bias, expert)))
+                inner = self._activate(linear(rows, gate_ups[expert], _of(self.gate_up_bias, expert)))
+                outputs.index_copy_(0, pairs, linear(inner, downs[expert], _of(self.down_bias, expert)))
         return torch.bmm(weights[:, None], outputs.view(len(x), per_token, x.shape[1]))[:, 0]
 
     def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -104,26 +113,35 @@ class Experts:
         return self.gate_up.nbytes + self.down.nbytes
 
     def slots(self, prefix: str) -> Iterator[Slot]:
-        gate, up = self.gate_up.chunk(2, 1)
         names = [f"{prefix}experts.{expert}." for expert in range(self.config.count)]
         yield Slot(f"{prefix}gate.weight", self.router)
         if self.router_bias is not None and self.gate_up_bias is not None and self.down_bias is not None:
             yield Slot(f"{prefix}gate.bias", self.router_bias)
             yield Slot(f"{prefix}experts.gate_up_proj_bias", self.gate_up_bias)
             yield Slot(f"{prefix}experts.down_proj_bias", self.down_bias)
-        yield Slot(
-            f"{prefix}experts.gate_up_proj",
-            self.gate_up,
-            parts=(
-                *(Slot(f"{name}gate_proj.weight", view) for name, view in zip(names, gate, strict=True)),
-                *(Slot(f"{name}up_proj.weight", view) for name, view in zip(names, up, strict=True)),
-            ),
-        )
-        yield Slot(
-            f"{prefix}experts.down_proj",
-            self.down,
-            parts=tuple(Slot(f"{name}down_proj.weight", view) for name, view in zip(names, self.down, strict=True)),
-        )
+        gates, ups = zip(*(each.chunk(2) for each in self._each(self.gate_up)), strict=True)
+        several = [
+            tuple(Slot(f"{name}{leaf}.weight", view) for name, view in zip(names, views, strict=True))
+            for leaf, views in (("gate_proj", gates), ("up_proj", ups), ("down_proj", self._each(self.down)))
+        ]
+        if isinstance(self.gate_up, ByteWeight):
+            for slots in several:
+                yield from slots
+        else:
+            yield Slot(f"{prefix}experts.gate_up_proj", self.gate_up, parts=several[0] + several[1])
+            yield Slot(f"{prefix}experts.down_proj", self.down, parts=several[2])
+
+    def _each(self, weights: Matrix) -> Sequence[Matrix]:
+        """Returns a view of each expert's matrix."""
+        return weights.chunk(self.config.count) if isinstance(weights, ByteWeight) else weights.unbind()
+
+
+def _stack(
+    count: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device, kept: type[ByteWeight] | None
+) -> Matrix:
+    if kept is not None:
+        return kept.empty(count * rows, columns, device)
+    return torch.empty(count, rows, columns, dtype=dtype, device=device)
 
 
 def _of(biases: torch.Tensor | None, expert: int) -> torch.Tensor | None:

@@ -94,23 +94,23 @@ class Slot:
         return (self.view.shape[1:] if self.repeated else self.view.shape).numel()
 
 
-def kept(pairs: Iterable[tuple[str, Slot]], packing: Packing, held: set[str]) -> dict[str, type[ByteWeight] | None]:
+def kept(pairs: Iterable[tuple[Slot, Slot]], packing: Packing, held: set[str]) -> dict[str, type[ByteWeight] | None]:
     """Returns, for each quantised matrix, the class that holds the stored 8-bit floats unchanged; None: it is expanded.
 
-    `pairs`: the name of each slot in the decoder, and the slot with the names of the checkpoint. `held`: the names of
-    all tensors in the checkpoint.
+    `pairs`: each slot of the decoder, and the slot with the names of the checkpoint. `held`: the names of all tensors
+    in the checkpoint. The result has the names in the decoder.
     """
     found: dict[str, type[ByteWeight] | None] = {}
-    for name, slot in pairs:
-        for each in slot.parts or (slot,):
+    for ours, slot in pairs:
+        for own, each in zip(ours.parts, slot.parts, strict=True) if slot.parts else ((ours, slot),):
             if (stored := packed(packing, each.name, each.shape, held)) is not None:
-                found[name if each is slot else each.name] = stored.kind if _fits(each, stored.kind) else None
+                found[own.name] = stored.kind if _fits(each, stored.kind) else None
     return found
 
 
 def _fits(slot: Slot, kind: type[ByteWeight] | None) -> bool:
     """Returns True if the GPU kernels support 8-bit floats of this class in the shape of the slot's part."""
-    if kind not in (Fp8Weight, Fp8Blocks) or len(slot.view.shape) != 2 or slot.parts:
+    if kind not in (Fp8Weight, Fp8Blocks) or len(slot.view.shape) != 2:
         return False
     rows, columns = slot.view.shape
     if kind is Fp8Weight:

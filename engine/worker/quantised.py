@@ -235,19 +235,19 @@ def kept_matrices(shard: ModelConfig, model: ModelConfig, ops: Ops, group: Group
     """
     assert model.packing is not None
     plain = Decoder(shard, torch.bfloat16, torch.device("meta"), 1, ops, None, group)  # its slots have the shapes
-    names = [slot.name for slot in plain.slots()]
-    slots = list(checkpoint_slots(group.shard_slots(plain.slots(), model), model, torch.bfloat16))
+    ours = list(plain.slots())
+    slots = list(checkpoint_slots(group.shard_slots(ours, model), model, torch.bfloat16))
     stems = [each.name.removesuffix("weight") for slot in slots for each in (slot, *slot.parts)]
     held = {f"{stem}weight_scale" for stem in stems if stem.endswith("_proj.")}
-    return kept(zip(names, slots, strict=True), model.packing, held if directory is None else tensor_names(directory))
+    return kept(zip(ours, slots, strict=True), model.packing, held if directory is None else tensor_names(directory))
 
 
 def describe_kept(model: Decoder, found: Kept, dtype: torch.dtype) -> str:
     """Returns a sentence about the quantised matrices of a decoder. `found`: what kept_matrices returned."""
     held = sum(isinstance(slot.view, ByteWeight) for slot in model.slots())
-    text = f"{held} matrices are computed in 8 bits, as the checkpoint stores them"
+    text = f"{held:,} matrices are computed in 8 bits, as the checkpoint stores them"
     if held == len(found):
         return text
     name = str(dtype).removeprefix("torch.")
-    why = f"the kernels need dense matrices with multiples of {BLOCK} columns (for a scale per block, of rows too)"
-    return f"{text}; {len(found) - held} are expanded to {name}: {why}"
+    why = f"the kernels need multiples of {BLOCK} columns (for a scale per block, of rows too)"
+    return f"{text}; {len(found) - held:,} are expanded to {name}: {why}"

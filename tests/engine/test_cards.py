@@ -83,6 +83,23 @@ def mixture() -> None:
     moe_one.one_token(half(1, hidden), (half(hidden), 1e-6), half(1, 128), gate_up, down, 8, True, load, ints(1))
 
 
+def experts_in_eight_bits() -> None:
+    hidden, inner, count, load = 2048, 768, 128, longs(128)
+    for block in (0, 128):
+        gate_up, down = (scaled(count * n, k, block) for n, k in ((2 * inner, hidden), (hidden, inner)))
+        for tokens in moe.forms(4096, hidden, count, 8):
+            moe.each_expert(half(tokens, hidden), half(count, hidden), gate_up, down, 8, True, load, ints(1))
+        one = half(1, hidden), (half(hidden), 1e-6), half(1, count)
+        moe_one.one_token(*one, gate_up, down, 8, True, load, ints(1))
+
+
+def scaled(n: int, k: int, block: int) -> Any:
+    """A matrix of 8-bit floats with a scale per block, or per row (0)."""
+    scale = torch.empty(n // block, k // block) if block else torch.empty(n)
+    values = torch.empty(n, k, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    return SimpleNamespace(values=values, scale=scale, shape=torch.Size((n, k)))
+
+
 def sampling() -> None:
     n, vocabulary = 16, 151_936
     workspace = sample.SampleWorkspace(n, vocabulary, torch.device("cpu"))
@@ -97,9 +114,7 @@ def sampling() -> None:
 def eight_bits() -> None:
     attention(torch.float8_e4m3fn)
     for n, k in ((12288, 4096), (4096, 12288)):
-        values = torch.empty(n, k, dtype=torch.uint8).view(torch.float8_e4m3fn)
-        by_row: Any = SimpleNamespace(values=values, scale=torch.empty(n), shape=torch.Size((n, k)))
-        by_block: Any = SimpleNamespace(values=values, scale=torch.empty(n // 128, k // 128), shape=by_row.shape)
+        by_row, by_block = scaled(n, k, 0), scaled(n, k, 128)
         for matrix in (by_row, by_block):
             gemv.gemv(half(1, k), matrix)
             for tokens in (2, 64):
@@ -109,11 +124,11 @@ def eight_bits() -> None:
             fp8_blocks.tiled(*fp8_blocks.round_groups(half(tokens, 2 * k), silu=True), by_block)
 
 
-@pytest.mark.parametrize("part", [attention, layers, mixture, sampling, eight_bits])
+@pytest.mark.parametrize("part", [attention, layers, mixture, sampling, eight_bits, experts_in_eight_bits])
 @pytest.mark.parametrize("name", CARDS)
 def test_every_form_is_compiled_and_fits(name: str, part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = CARDS[name]
-    if part is eight_bits and wanted.capability < (8, 9):
+    if part in (eight_bits, experts_in_eight_bits) and wanted.capability < (8, 9):
         pytest.skip("the engine refuses 8-bit floats on this card")
     with compiling_for(wanted, monkeypatch) as found:
         part()

@@ -219,6 +219,40 @@ def test_8_bit_floats_are_computed_as_they_are_stored(name: str, wider: tuple[An
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("name", ["fp8 rows", "fp8 blocks of 128"])
+def test_8_bit_floats_of_experts_are_computed_as_they_are_stored(name: str, tmp_path: Path) -> None:
+    """On one device and on two ranks. One expert that is stored in another way, and its whole layer is expanded."""
+    sizes = {**KEPT_SIZES, "moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
+    exact = reference("qwen3_moe", **sizes)
+    quantise(exact, save(exact, tmp_path / "plain"), tmp_path / "m", name)
+    expected = their_logits(exact.eval(), prompt(0, PROMPT)).double().log_softmax(-1)
+    stored = load_file(tmp_path / "m" / "model.safetensors")
+    for size in (1, 2):
+        runner = make_runner(tmp_path / "m", "float64", quantization="checkpoint", tensor_parallel_size=size)
+        torch.testing.assert_close(last_logits(runner), expected[-1], rtol=0, atol=1e-4)
+        mlp, inner = runner.loaded.model.layers[1].mlp, 256 // size
+        for matrix, part, leaf in (
+            (mlp.gate_up.values[(2 * 3 + 1) * inner :], slice(inner), "up_proj"),
+            (mlp.down.values[3 * 128 :], (slice(None), slice(inner)), "down_proj"),
+        ):
+            wanted = stored[f"model.layers.1.mlp.experts.3.{leaf}.weight"][part].view(torch.uint8)
+            assert torch.equal(matrix.view(torch.uint8), wanted), leaf
+        assert "28 matrices are computed in 8 bits, as the checkpoint stores them" in runner.loaded.notes
+        if size == 2:
+            runner.close()
+    key = "model.layers.0.mlp.experts.2.up_proj.weight"
+    scale = key + ("_scale" if name == "fp8 rows" else "_scale_inv")
+    rewrite(tmp_path / "m", lambda tensors: tensors.update({key: tensors[key].float(), scale: torch.ones(1)}))
+    with pytest.raises(CheckpointError, match=r"experts\.2\.up_proj\.weight is of type F32"):
+        make_runner(tmp_path / "m", "float64", quantization="checkpoint")
+    rewrite(tmp_path / "m", lambda tensors: tensors.update({key: stored[key].float() * 2**-9}) or tensors.pop(scale))
+    runner = make_runner(tmp_path / "m", "float64", quantization="checkpoint")
+    kept = [isinstance(layer.mlp.gate_up, ByteWeight) for layer in runner.loaded.model.layers]
+    assert kept == [False, True]
+    assert any("16 matrices are computed" in note and "11 are expanded" in note for note in runner.loaded.notes)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("name", ["fp8 rows", "fp8 blocks of 128"])
 def test_a_matrix_is_expanded_if_a_part_of_it_does_not_fit(name: str, wider: tuple[Any, Path], tmp_path: Path) -> None:
     """Two of q, k and v are not quantised in layer 0, and the heads of one rank of four fill half a block."""
     model, source = wider

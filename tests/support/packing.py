@@ -149,10 +149,21 @@ def quantise(model: Any, source: Path, directory: Path, name: str) -> None:
     state = model.state_dict()
     for key in [key for key in tensors if "_proj.weight" in key]:
         stored, dense = store(tensors.pop(key).float())
-        state[key] = dense
+        _own(state, key).copy_(dense)
         tensors |= {key.removesuffix("weight") + suffix: each.contiguous() for suffix, each in stored.items()}
     model.load_state_dict(state)
     save_file(tensors, directory / "model.safetensors")
+
+
+def _own(state: dict[str, torch.Tensor], key: str) -> torch.Tensor:
+    """The matrix of transformers that the checkpoint's tensor `key` stands for: an expert's is a part of a tensor."""
+    if key in state:
+        return state[key]
+    prefix, _, rest = key.partition("experts.")
+    expert, leaf, _ = rest.split(".")
+    if leaf == "down_proj":
+        return state[f"{prefix}experts.down_proj"][int(expert)]
+    return state[f"{prefix}experts.gate_up_proj"][int(expert)].chunk(2)[leaf == "up_proj"]
 
 
 def mxfp4(source: Path, directory: Path) -> dict[str, torch.Tensor]:

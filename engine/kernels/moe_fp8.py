@@ -1,0 +1,224 @@
+"""The products of a mixture of experts whose weights are e4m3 numbers with a scale per row or per block.
+
+The same two products as in moe.py, for weights as a checkpoint stores them (engine.model.linear: Fp8Weight, Fp8Blocks).
+gate_up is a matrix [E · 2 I, H], down is [E · H, I]. H and I are multiples of 128.
+
+The tensor cores multiply e4m3 by e4m3. Activations have a scale per row and group of columns. The tensor cores sum the
+products of one group; the sum is multiplied by the scales of the activations and of the block of weights and added in
+float32. gate_up rounds its own result: a program has all columns of a group.
+
+    few tokens for each expert    each activation is the sum of two e4m3 numbers, as in fp8.py: as precise as bfloat16.
+                                  Reading the weights takes most of the time
+    more tokens                   each activation is rounded to one e4m3 number, as in fp8_blocks.py
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from engine.kernels.card import fitting, overlap
+from engine.kernels.fp8_blocks import BLOCK, E4M3_MAX, LOW, round_groups
+from engine.kernels.gemv import ScaledMatrix
+from engine.kernels.moe_route import Routes
+
+# (rows of weights, warps, stages) of a tile of gate_up and of down. A tile has BLOCK columns of weights in gate_up, and
+# as many in down as a tile of gate_up has rows: that is the size of a group.
+NARROW = (64, 4, 4), (128, 4, 4)
+WIDE = (128, 8, 3), (128, 8, 4)
+
+
+@triton.jit
+def _product(w, x, NARROW: tl.constexpr):
+    """Returns w · xᵀ [N, M] if NARROW, else x · wᵀ [M, N], for w [N, K] and x [M, K]."""
+    if NARROW:
+        y = tl.dot(w, x.T)
+    else:
+        y = tl.dot(x, w.T)
+    return y
+
+
+@triton.jit
+def _by_row(v, NARROW: tl.constexpr):
+    """Returns numbers of the rows [M] in the shape of a product."""
+    return v[None, :] if NARROW else v[:, None]
+
+
+@triton.jit
+def _by_weight(v, NARROW: tl.constexpr):
+    """Returns numbers of the rows of weights [N] in the shape of a product."""
+    return v[:, None] if NARROW else v[None, :]
+
+
+@triton.jit(do_not_specialize=["T", "PAIRS"])  # compiled once for any number of tokens
+def _gate_up_kernel(
+    x,
+    x_scale,
+    w,
+    w_scale,
+    inner,
+    inner_scale,
+    order,
+    tiles,
+    T,
+    PAIRS,
+    H: tl.constexpr,
+    INNER: tl.constexpr,
+    TOP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    MOST: tl.constexpr,
+    FACTOR: tl.constexpr,
+    NARROW: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    ACROSS: tl.constexpr = INNER // BLOCK_N
+    ALONG: tl.constexpr = 0 if NARROW else 1
+    part = tl.program_id(0) % ACROSS
+    tile = tiles + tl.program_id(0) // ACROSS * 4
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if tl.program_id(0) >= tl.load(tiles + 3) * ACROSS:
+        return
+    gate = tl.load(tile) * 2 * INNER + part * BLOCK_N
+    first = tl.load(tile + 1)
+    rows = tl.load(tile + 2)
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    token = tl.load(order + first + m, mask=m < rows, other=0) // TOP
+    at = x + token.to(tl.int64)[:, None] * H + tl.arange(0, BLOCK_K)[None, :]
+    at_low = at + T.to(tl.int64) * H
+    at_block = w_scale + gate // BLOCK_K * (H // BLOCK_K)
+    shape: tl.constexpr = [BLOCK_N, BLOCK_M] if NARROW else [BLOCK_M, BLOCK_N]
+    acc = tl.zeros(shape, tl.float32)
+    acc2 = tl.zeros(shape, tl.float32)
+    for c in tl.range(0, H // BLOCK_K, num_stages=STAGES):
+        high = tl.load(at + c * BLOCK_K)
+        b = w.load([gate, c * BLOCK_K])
+        b2 = w.load([gate + INNER, c * BLOCK_K])
+        y = _product(b, high, NARROW)
+        y2 = _product(b2, high, NARROW)
+        if NARROW:
+            low = tl.load(at_low + c * BLOCK_K)
+            y += _product(b, low, NARROW) * (1.0 / FACTOR)
+            y2 += _product(b2, low, NARROW) * (1.0 / FACTOR)
+        scale = tl.load(x_scale + c * T + token)
+        scale2 = scale
+        if BLOCKS:
+            scale *= tl.load(at_block + c)
+            scale2 *= tl.load(at_block + INNER // BLOCK_K * (H // BLOCK_K) + c)
+        acc += y * _by_row(scale, NARROW)
+        acc2 += y2 * _by_row(scale2, NARROW)
+    if not BLOCKS:
+        acc *= _by_weight(tl.load(w_scale + gate + n), NARROW)
+        acc2 *= _by_weight(tl.load(w_scale + gate + INNER + n), NARROW)
+    g = acc.to(tl.bfloat16).to(tl.float32)
+    v = (g * tl.sigmoid(g)).to(tl.bfloat16).to(tl.float32) * acc2.to(tl.bfloat16).to(tl.float32)
+    # A NaN makes the scale of its group infinite, so the results of the row are NaN.
+    largest = tl.max(tl.where(v != v, float("inf"), tl.abs(v)), ALONG)
+    tl.store(inner_scale + part * PAIRS + first + m, largest / MOST, mask=m < rows)
+    v *= _by_row(MOST / tl.maximum(largest, 1e-30), NARROW)
+    high = v.to(inner.dtype.element_ty)
+    to = _by_row(inner + (first + m).to(tl.int64) * INNER, NARROW) + _by_weight(part * BLOCK_N + n, NARROW)
+    used = _by_row(m < rows, NARROW) & _by_weight(n < BLOCK_N, NARROW)
+    tl.store(to, high, mask=used)
+    if NARROW:
+        low = ((v - high.to(tl.float32)) * FACTOR).to(inner.dtype.element_ty)
+        tl.store(to + PAIRS.to(tl.int64) * INNER, low, mask=used)
+
+
+@triton.jit(do_not_specialize=["PAIRS"])
+def _down_kernel(
+    inner,
+    inner_scale,
+    w,
+    w_scale,
+    out,
+    order,
+    tiles,
+    weights,
+    PAIRS,
+    H: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    FACTOR: tl.constexpr,
+    NARROW: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    ACROSS: tl.constexpr = H // BLOCK_N
+    n0 = tl.program_id(0) % ACROSS * BLOCK_N
+    tile = tiles + tl.program_id(0) // ACROSS * 4
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if tl.program_id(0) >= tl.load(tiles + 3) * ACROSS:
+        return
+    row = tl.load(tile) * H + n0
+    first = tl.load(tile + 1)
+    rows = tl.load(tile + 2)
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    at_block = w_scale + row // SCALE_BLOCK * (INNER // SCALE_BLOCK)
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if NARROW else [BLOCK_M, BLOCK_N], tl.float32)
+    for c in tl.range(0, INNER // BLOCK_K, num_stages=STAGES):
+        high = inner.load([first, c * BLOCK_K])  # rows after the tile's pairs are arbitrary; they are not stored
+        b = w.load([row, c * BLOCK_K])
+        y = _product(b, high, NARROW)
+        if NARROW:
+            low = inner.load([PAIRS + first, c * BLOCK_K])
+            y += _product(b, low, NARROW) * (1.0 / FACTOR)
+        scale = tl.load(inner_scale + c * PAIRS + first + m, mask=m < rows, other=0.0)
+        if BLOCKS:
+            scale *= tl.load(at_block + c * BLOCK_K // SCALE_BLOCK)
+        acc += y * _by_row(scale, NARROW)
+    if not BLOCKS:
+        acc *= _by_weight(tl.load(w_scale + row + n), NARROW)
+    pair = tl.load(order + first + m, mask=m < rows, other=0)
+    weight = tl.load(weights + pair, mask=m < rows, other=0.0).to(tl.float32)
+    y = (acc * _by_row(weight, NARROW)).to(out.dtype.element_ty)
+    to = _by_row(out + pair.to(tl.int64) * H, NARROW) + _by_weight(n0 + n, NARROW)
+    tl.store(to, y, mask=_by_row(m < rows, NARROW) & _by_weight(n < BLOCK_N, NARROW))
+
+
+def products(
+    x: torch.Tensor, gate_up: ScaledMatrix, down: ScaledMatrix, routes: Routes, rows: int, narrow: bool
+) -> torch.Tensor:
+    """Return the weighted output [T, K, H] of each token's experts, for x [T, H] in bfloat16.
+
+    `rows`: pairs in a tile of the routes. `narrow`: the products are transposed, and activations are the sum of two
+    numbers. The rows of padding tokens, which have no experts, are not written.
+    """
+    (tokens, hidden), inner_size = x.shape, down.shape[1]
+    pairs, per_token, count = len(routes.order), routes.weights.shape[1], len(routes.tiles)
+    parts, blocks = 1 + narrow, gate_up.scale.dim() == 2
+    (n, warps, stages), (n_down, warps_down, stages_down) = NARROW if narrow else WIDE
+    values, scale = round_groups(x, both=narrow)
+    inner = torch.empty(parts * pairs, inner_size, dtype=values.dtype, device=x.device)
+    inner_scale = torch.empty(inner_size // n, pairs, dtype=torch.float32, device=x.device)
+    out = torch.empty(tokens, per_token, hidden, dtype=x.dtype, device=x.device)
+    _gate_up_kernel[(count * (inner_size // n),)](
+        values, scale, TensorDescriptor.from_tensor(gate_up.values, [n, BLOCK]), gate_up.scale, inner, inner_scale,
+        routes.order, routes.tiles, scale.shape[1], pairs, H=hidden, INNER=inner_size, TOP=per_token, BLOCK_M=rows,
+        BLOCK_N=n, BLOCK_K=BLOCK, BLOCKS=blocks, MOST=E4M3_MAX, FACTOR=LOW, NARROW=narrow,
+        STAGES=fitting(stages, (parts * rows + 2 * n) * BLOCK), num_warps=warps, **overlap(),
+    )  # fmt: skip
+    _down_kernel[(count * (hidden // n_down),)](
+        TensorDescriptor.from_tensor(inner, [rows, n]), inner_scale,
+        TensorDescriptor.from_tensor(down.values, [n_down, n]), down.scale, out, routes.order, routes.tiles,
+        routes.weights, pairs, H=hidden, INNER=inner_size, BLOCK_M=rows, BLOCK_N=n_down, BLOCK_K=n, SCALE_BLOCK=BLOCK,
+        BLOCKS=blocks, FACTOR=LOW, NARROW=narrow, STAGES=fitting(stages_down, (parts * rows + n_down) * n),
+        num_warps=warps_down, **overlap(),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,114 @@
+"""Mixtures of experts whose weights are 8-bit floats: the kernels against float64, and engines with a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.llm import LLM
+from engine.model import ops as reference_ops
+from engine.model.config import ExpertsConfig
+from engine.model.experts import Experts
+from engine.model.linear import Fp8Blocks, Fp8Weight
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+pytest.importorskip("triton")
+
+from engine.kernels import moe, moe_fp8  # noqa: E402
+from engine.kernels.gemv import gemv  # noqa: E402
+from engine.kernels.moe_one import one_token  # noqa: E402
+from engine.kernels.moe_route import route  # noqa: E402
+from engine.worker import fused_ops as ops  # noqa: E402
+from tests.engine.gpu.test_engine import OPTIONS, greedy, ids_of  # noqa: E402
+from tests.engine.gpu.test_fp8 import logprobs  # noqa: E402
+from tests.engine.gpu.test_kernels import DEVICE, DTYPE, error, normal  # noqa: E402
+from tests.engine.gpu.test_moe import BOUND, SHAPE, chosen_in, sum_of  # noqa: E402
+from tests.support.models import Driver, make_request, make_runner, reference, save  # noqa: E402
+from tests.support.packing import quantise  # noqa: E402
+from tests.support.parity import our_logits  # noqa: E402
+
+SHAPES_8 = [(128, 8, 512, 128, True), (6, 3, 256, 384, False), (60, 4, 2048, 768, True)]
+
+
+def of_8_bits(kind: type[Fp8Weight], *shape: Any) -> tuple[Experts, Experts]:
+    """A mixture with random e4m3 weights, and the same mixture with expanded weights in float64."""
+    count, per_token, hidden, inner, normalised = shape
+    config = ExpertsConfig(count, per_token, inner, normalised, (True,))
+    experts = Experts(config, hidden, DTYPE, DEVICE, ops, kind)
+    experts.router.normal_(0, hidden**-0.5)
+    across = torch.logspace(-1, 1, hidden, device=DEVICE)
+    experts.gate_up.copy_(normal(count * 2 * inner, hidden, std=hidden**-0.5) * across)
+    experts.down.copy_(normal(count * hidden, inner, std=inner**-0.5))
+    exact = Experts(config, 1, torch.float64, DEVICE, reference_ops)
+    exact.gate_up = experts.gate_up.wide(torch.float64).view(count, 2 * inner, hidden)
+    exact.down = experts.down.wide(torch.float64).view(count, hidden, inner)
+    return experts, exact
+
+
+@pytest.mark.parametrize("kind", [Fp8Weight, Fp8Blocks])
+@pytest.mark.parametrize("tokens", [2, 17, 64, 300, 2500])
+@pytest.mark.parametrize("shape", SHAPES_8)
+def test_weights_of_8_bits_are_multiplied_as_they_are(tokens: int, shape: Any, kind: type[Fp8Weight]) -> None:
+    """With few pairs in a tile as precisely as in bfloat16; with many, activations are rounded to 8 bits too."""
+    experts, exact = of_8_bits(kind, *shape)
+    _, per_token, hidden, *_ = shape
+    x = normal(tokens, hidden)
+    x[:, 5] *= 100
+    for rows, narrow in ((16, True), (32, True), (64, False), (128, False)):
+        routes = route(x, experts.router, per_token, True, experts.load, rows)
+        wanted = sum_of(exact, x, routes.weights, chosen_in(routes, tokens * per_token).view(tokens, per_token))
+        each = moe_fp8.products(x, experts.gate_up, experts.down, routes, rows, narrow)
+        assert error(moe.total(each), wanted) < (BOUND if narrow else 0.07)
+    x[0] = torch.nan
+    found = experts(x)
+    assert not found[0].isfinite().any()
+    assert found[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [Fp8Weight, Fp8Blocks])
+@pytest.mark.parametrize("shape", SHAPES_8)
+def test_one_token_equals_norm_experts_and_residual_in_8_bits(shape: Any, kind: type[Fp8Weight]) -> None:
+    experts, exact = of_8_bits(kind, *shape)
+    _, per_token, hidden, _, normalised = shape
+    x, weight = normal(1, hidden), normal(hidden)
+    logits = gemv(x, experts.router, norm=(weight, 1e-6))
+    live = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    found = one_token(
+        x, (weight, 1e-6), logits, experts.gate_up, experts.down, per_token, normalised, experts.load, live
+    )
+    chosen = experts.load.nonzero().flatten()
+    shares = logits[0].float().softmax(0)[chosen]
+    shares = shares / shares.sum() if normalised else shares
+    normed = reference_ops.norm(x, weight, 1e-6)
+    assert error(found, x.double() + sum_of(exact, normed, shares[None], chosen[None])) < BOUND
+
+
+@pytest.mark.parametrize("path", [{}, {"enforce_eager": True}])
+@pytest.mark.parametrize("name", ["fp8 rows", "fp8 blocks of 128"])
+def test_a_checkpoint_with_8_bit_experts_is_near_its_expanded_weights(
+    name: str, path: dict[str, Any], tmp_path: Path
+) -> None:
+    """The error of log-probabilities as a share of their spread. Each token gets all experts: no choice is close."""
+    sizes = {key: SHAPE[key] for key in ("vocab_size", "hidden_size", "head_dim", "max_position_embeddings")}
+    theirs = reference("qwen3_moe", **sizes, moe_intermediate_size=256, num_experts=6, num_experts_per_tok=6).bfloat16()
+    quantise(theirs, save(theirs, tmp_path / "plain"), tmp_path / "m", name)
+    exact = Driver(make_runner(tmp_path / "m", "float64", num_blocks=200, max_model_len=512))
+    llm = LLM(str(tmp_path / "m"), **{**OPTIONS, "dummy_weights": False, **path})
+    experts = [layer.mlp for layer in llm.engine.runner.loaded.model.layers]  # type: ignore[attr-defined]
+    assert all(isinstance(each, Experts) and isinstance(each.gate_up, Fp8Weight) for each in experts)
+    for row, (length, bound) in enumerate(((1, 0.03), (40, 0.03), (300, 0.2))):
+        text = torch.randint(0, 5000, (length,), generator=torch.Generator().manual_seed(row)).tolist()
+        reply = ids_of(llm.generate([text], greedy(8), use_tqdm=False))[0]
+        wanted = our_logits(exact, make_request(text + reply, row), [length + 8]).log_softmax(-1)
+        places = torch.arange(length + 7), torch.tensor((text + reply)[1:])
+        difference = logprobs(llm, [text + reply]) - wanted[places].numpy()
+        distance = float((difference**2).mean() ** 0.5 / wanted.std())
+        print(f"{name} {path}, {length} tokens: {distance:.4f} of the spread {wanted.std():.2f}")
+        assert distance < bound
+        short = wanted.max(-1).values[length - 1 : -1] - wanted[places][length - 1 :]
+        assert float(short.max()) < 0.2 * float(wanted.std())
