@@ -1,4 +1,4 @@
-"""Turns a GGUF file into a checkpoint directory: config.json, tokenizer, and weights in safetensors.
+"""Turns a GGUF file, or all parts of a split one, into a checkpoint: config.json, tokenizer, safetensors.
 
 The engine then loads it like any other checkpoint (engine/model/linear.py rounds expanded weights again, if the user
 asks for this). The directory is kept in the cache; a file that changes gets a new one.
@@ -17,7 +17,7 @@ from engine.errors import CheckpointError
 from engine.files import CONFIG, SINGLE
 from engine.gguf.config import config
 from engine.gguf.families import family_of
-from engine.gguf.header import read_header
+from engine.gguf.parts import model_name, parts_of, read_parts
 from engine.gguf.tensors import four_bits, outputs, write
 from engine.gguf.tokenizer import end_tokens, tokenizer_files
 from engine.progress import Progress
@@ -26,16 +26,19 @@ REVISION = 3  # increases when the contents of the directories change
 
 
 def as_checkpoint(path: Path, on_progress: Progress | None = None, weights: bool = True) -> Path:
-    """Returns the checkpoint directory of a GGUF file. The first call for a file writes it.
+    """Returns the checkpoint directory of a GGUF file, or of a model of which `path` is a part.
+
+    The first call for a file writes it.
 
     `weights`: False writes config.json and the tokenizer only. Raises CheckpointError.
     """
-    status = path.stat()
-    key = f"{REVISION} {path.resolve()} {status.st_size} {status.st_mtime_ns} {weights}"
-    directory = cache_directory() / f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    parts = parts_of(path)
+    states = ((part.resolve(), part.stat()) for part in parts)
+    key = f"{REVISION} {weights} " + " ".join(f"{place} {each.st_size} {each.st_mtime_ns}" for place, each in states)
+    directory = cache_directory() / f"{model_name(path)}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if directory.is_dir():
         return directory
-    header = read_header(path)
+    header = read_parts(parts)
     family = family_of(header)
     fields = config(header, family)
     tensors = outputs(header, family, fields) if weights else []

@@ -44,6 +44,7 @@ class Tensor:
     type: str  # a name of BLOCKS
     offset: int  # of its first byte, from the file's begin
     nbytes: int
+    path: Path  # of the file: a model may be split into several
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Header:
         tensor = self.tensors.get(name)
         if tensor is None or tensor.type != "F32" or tensor.nbytes > 4 * MOST_NUMBERS:
             raise self.error(f"has no tensor {name} of at most {MOST_NUMBERS:,} F32 numbers: download it again")
-        with self.path.open("rb") as file:
+        with tensor.path.open("rb") as file:
             file.seek(tensor.offset)
             return list(struct.unpack(f"<{tensor.nbytes // 4}f", file.read(tensor.nbytes)))
 
@@ -121,7 +122,7 @@ class _Reader:
             count = math.prod(shape)
             if name in found or shape[-1] % numbers:
                 raise self._error(f"has a tensor {shown(name)} twice, or in parts of blocks: download it again")
-            tensor = Tensor(name, shape, title, begin + offset, count // numbers * bytes_)
+            tensor = Tensor(name, shape, title, begin + offset, count // numbers * bytes_, self._path)
             room -= tensor.nbytes
             if tensor.offset + tensor.nbytes > self._size:
                 raise self._error(

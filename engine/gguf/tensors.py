@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -128,16 +129,22 @@ def write(header: Header, found: list[Output], path: Path, on_progress: Progress
     head = json.dumps(listed).encode()
     head += b" " * (-len(head) % 8)
     done = 0
-    with path.open("wb") as out, header.path.open("rb") as file:
+    with ExitStack() as stack:
+        out = stack.enter_context(path.open("wb"))
+        sources = {source.path for output in found for source in output.sources}
+        files = {each: stack.enter_context(each.open("rb")) for each in sources}
         out.write(len(head).to_bytes(8, "little") + head)
         for output in found:
             whole = output.sources[0].shape[0]
             for first in range(0, whole, output.rows):
                 rows = min(output.rows, whole - first)
-                parts = [_read(header, file, source, first, rows, output.raw) for source in output.sources]
+                parts = [_read(files[source.path], source, first, rows, output.raw) for source in output.sources]
                 made = output.make(*parts)
                 if made.dtype == np.float16 and output.raw and not np.isfinite(made).all():
-                    raise header.error(f"has scales in {shown(output.names[0])} that are not finite: download it again")
+                    raise CheckpointError(
+                        f"{output.sources[0].path} has scales in {shown(output.names[0])} that are not finite: "
+                        "download it again"
+                    )
                 out.write(np.ascontiguousarray(made).tobytes())
             done += output.nbytes
             if on_progress is not None:
@@ -233,13 +240,13 @@ def _exponents(*parts: np.ndarray) -> np.ndarray:
     return _alternating(parts).reshape(-1, BLOCK_OF_MXFP4)[:, 0]
 
 
-def _read(header: Header, file: BinaryIO, tensor: Tensor, first: int, rows: int, raw: bool) -> np.ndarray:
+def _read(file: BinaryIO, tensor: Tensor, first: int, rows: int, raw: bool) -> np.ndarray:
     """Returns rows of a tensor in the type in which they are written, or their bytes."""
     size = tensor.nbytes // tensor.shape[0]
     file.seek(tensor.offset + first * size)
     data = np.frombuffer(file.read(rows * size), np.uint8)
     if len(data) != rows * size:
-        raise header.error(f"ended while {shown(tensor.name)} was read: download it again")
+        raise CheckpointError(f"{tensor.path} ended while {shown(tensor.name)} was read: download it again")
     inner = (rows, *tensor.shape[1:])
     _, stored = STORED.get(tensor.type, HALF)
     if raw:
@@ -250,7 +257,9 @@ def _read(header: Header, file: BinaryIO, tensor: Tensor, first: int, rows: int,
         numbers = _dequantize()(data.reshape(*inner[:-1], -1), tensor.type)
         numbers = numbers if tensor.type == "MXFP4" else numbers.astype(stored)
     if not np.isfinite(numbers).all():
-        raise header.error(f"has numbers in {shown(tensor.name)} that are not finite in 16 bits: download it again")
+        raise CheckpointError(
+            f"{tensor.path} has numbers in {shown(tensor.name)} that are not finite in 16 bits: download it again"
+        )
     if tensor.type == "MXFP4":
         return (np.ascontiguousarray(numbers, np.float32).view(np.uint32) >> 16).astype(stored)
     return numbers

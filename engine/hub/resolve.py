@@ -18,6 +18,7 @@ from engine.progress import Progress
 ORGANISATIONS = {"qwen": "Qwen", "llama": "meta-llama", "meta-llama": "meta-llama", "mistral": "mistralai"}
 NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?")
 REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,99}")  # a branch, a tag or a commit
+IMAGES = "mmproj"  # the beginning of the name of a GGUF file that reads images for a model beside it
 LONGEST_NAME = 96  # characters; the limit of the hub
 
 
@@ -73,13 +74,18 @@ def _as_directory(name: str) -> Path | None:
 
 
 def _gguf_file(path: Path) -> Path | None:
-    """Return the GGUF file that the path means; None if it is a directory with a config.json, or without GGUF files."""
+    """Return the GGUF file that the path means; None if it is a directory with a config.json, or without GGUF files.
+
+    Of a model that is split into several files, this is one of them. Files for images are not considered.
+    """
     if path.is_file():
         return path
-    found = sorted(path.glob("*.gguf"))
+    found = sorted(each for each in path.glob("*.gguf") if not each.name.startswith(IMAGES))
     if not found or (path / CONFIG).exists():
         return None
-    if len(found) > 1:
+    from engine.gguf.parts import model_name
+
+    if len({model_name(each) for each in found}) > 1:
         raise CheckpointError(f"{path} has {len(found)} GGUF files: name one of them, as in --model {found[0]}")
     return found[0]
 

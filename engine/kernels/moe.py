@@ -27,40 +27,32 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from engine.kernels import moe_fp8
 from engine.kernels.card import card, fitting, overlap
 from engine.kernels.gemv import ScaledMatrix
-from engine.kernels.moe_route import Form, Routes, form_for, route
+from engine.kernels.moe_route import Routes, by_output, by_pair, route
+from engine.kernels.moe_tiles import Tiles, tiles_for
 
 
-class Tile(NamedTuple):
-    """The tile of weights of a program: `n` rows (gate_up: n gate rows and n up rows), `k` columns at a time.
+class Clamped(NamedTuple):
+    """What experts of gpt-oss have besides weights: biases, and the numbers of their activation (model/experts.py)."""
 
-    `stages`: the number of tiles that are loaded ahead.
-    """
-
-    n: int
-    k: int
-    warps: int
-    stages: int
-
-
-class Tiles(NamedTuple):
-    """The tiles of the two products."""
-
-    rows: int  # pairs in a tile
-    narrow: bool  # True: the product is transposed: its rows are weights, its few columns are pairs
-    gate_up: Tile
-    down: Tile
+    gate_up: torch.Tensor  # [E, 2 I]
+    down: torch.Tensor  # [E, H]
+    limit: float
+    alpha: float
 
 
 @triton.jit
 def _gate_up_kernel(
     x,
     w,
+    bias,
     inner,
     order,
     tiles,
     H: tl.constexpr,
     INNER: tl.constexpr,
     TOP: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -103,20 +95,28 @@ def _gate_up_kernel(
             acc = tl.dot(a, b.T, acc, input_precision="ieee")
             acc2 = tl.dot(a, b2.T, acc2, input_precision="ieee")
     dtype = inner.dtype.element_ty
-    g = acc.to(dtype).to(tl.float32)
-    y = ((g * tl.sigmoid(g)).to(dtype).to(tl.float32) * acc2.to(dtype).to(tl.float32)).to(dtype)
     n = n0 + tl.arange(0, BLOCK_N)
-    row = inner + (first + m).to(tl.int64) * INNER
-    if NARROW:
-        tl.store(row[None, :] + n[:, None], y, mask=(m < rows)[None, :] & (n < INNER)[:, None])
+    if LIMIT > 0:
+        at_bias = bias + gate - n0 + n
+        acc += by_output(tl.load(at_bias, mask=n < INNER, other=0.0).to(tl.float32), NARROW)
+        acc2 += by_output(tl.load(at_bias + INNER, mask=n < INNER, other=0.0).to(tl.float32), NARROW)
+    g = acc.to(dtype).to(tl.float32)
+    u = acc2.to(dtype).to(tl.float32)
+    if LIMIT > 0:
+        g = tl.where(g > LIMIT, LIMIT, g)  # NaN stays NaN
+        u = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u))
+        y = (g * tl.sigmoid(g * ALPHA)).to(dtype).to(tl.float32) * (u + 1).to(dtype).to(tl.float32)
     else:
-        tl.store(row[:, None] + n[None, :], y, mask=(m < rows)[:, None] & (n < INNER)[None, :])
+        y = (g * tl.sigmoid(g)).to(dtype).to(tl.float32) * u
+    to = by_pair(inner + (first + m).to(tl.int64) * INNER, NARROW) + by_output(n, NARROW)
+    tl.store(to, y.to(dtype), mask=by_pair(m < rows, NARROW) & by_output(n < INNER, NARROW))
 
 
 @triton.jit
 def _down_tile(
     inner,
     w,
+    bias,
     out,
     order,
     tiles,
@@ -124,6 +124,7 @@ def _down_tile(
     work,
     H: tl.constexpr,
     INNER: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -151,26 +152,25 @@ def _down_tile(
     pair = tl.load(order + first + m, mask=m < rows, other=0)
     weight = tl.load(weights + pair, mask=m < rows, other=0.0).to(tl.float32)
     n = n0 + tl.arange(0, BLOCK_N)
-    row = out + pair.to(tl.int64) * H
-    dtype = out.dtype.element_ty
-    if NARROW:
-        y = (acc * weight[None, :]).to(dtype)
-        tl.store(row[None, :] + n[:, None], y, mask=(m < rows)[None, :] & (n < H)[:, None])
-    else:
-        y = (acc * weight[:, None]).to(dtype)
-        tl.store(row[:, None] + n[None, :], y, mask=(m < rows)[:, None] & (n < H)[None, :])
+    if HAS_BIAS:
+        acc += by_output(tl.load(bias + at - n0 + n, mask=n < H, other=0.0).to(tl.float32), NARROW)
+    y = (acc * by_pair(weight, NARROW)).to(out.dtype.element_ty)
+    to = by_pair(out + pair.to(tl.int64) * H, NARROW) + by_output(n, NARROW)
+    tl.store(to, y, mask=by_pair(m < rows, NARROW) & by_output(n < H, NARROW))
 
 
 @triton.jit
 def _down_kernel(
     inner,
     w,
+    bias,
     out,
     order,
     tiles,
     weights,
     H: tl.constexpr,
     INNER: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -186,9 +186,15 @@ def _down_kernel(
     first = tl.program_id(0)
     if PERSISTENT:  # each program loads its next tile while it stores the current tile
         for work in tl.range(first, count, tl.num_programs(0), flatten=True):
-            _down_tile(inner, w, out, order, tiles, weights, work, H, INNER, BLOCK_M, BLOCK_N, BLOCK_K, NARROW, STAGES)
+            _down_tile(
+                inner, w, bias, out, order, tiles, weights, work, H, INNER, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K,
+                NARROW, STAGES,
+            )  # fmt: skip
     elif first < count:
-        _down_tile(inner, w, out, order, tiles, weights, first, H, INNER, BLOCK_M, BLOCK_N, BLOCK_K, NARROW, STAGES)
+        _down_tile(
+            inner, w, bias, out, order, tiles, weights, first, H, INNER, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K, NARROW,
+            STAGES,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -209,28 +215,10 @@ def _total_kernel(
     tl.store(out + token * H + i, total.to(out.dtype.element_ty), mask=i < H)
 
 
-def tiles_for(tokens: int, per_token: int, experts: int) -> Tiles:
-    """Return the tiles that were fastest in measurements."""
-    per_expert = tokens * per_token / experts  # pairs of each expert, if all experts get equally many
-    if per_expert <= 10:
-        return Tiles(16, True, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3))
-    if per_expert <= 20:
-        return Tiles(32, True, Tile(64, 128, 4, 4), Tile(128, 64, 4, 4))
-    if per_expert <= 48:
-        return Tiles(64, False, Tile(128, 64, 4, 3), Tile(128, 64, 4, 4))
-    return Tiles(128, False, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4))
-
-
-def forms(most: int, hidden: int, experts: int, per_token: int) -> list[int]:
-    """Return one step size, in tokens, for each form of the kernels that steps of up to `most` tokens use."""
-    found: dict[tuple[Tiles, Form], int] = {}
-    for tokens in range(1, most + 1):
-        tiles = tiles_for(tokens, per_token, experts)
-        found.setdefault((tiles, form_for(tokens, hidden, experts, per_token, tiles.rows)), tokens)
-    return list(found.values())
-
-
-def products(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routes: Routes, tiles: Tiles) -> torch.Tensor:
+def products(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routes: Routes, tiles: Tiles,
+    clamped: Clamped | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return the weighted output [T, K, H] of each token's experts, for x [T, H].
 
     The rows of padding tokens, which have no experts, are not written.
@@ -240,11 +228,12 @@ def products(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routes:
     inner = torch.empty(pairs, inner_size, dtype=x.dtype, device=x.device)
     out = torch.empty(tokens, per_token, hidden, dtype=x.dtype, device=x.device)
     count, (n, k, warps, stages) = len(routes.tiles), tiles.gate_up
+    gate_up_bias, down_bias, limit, alpha = clamped or (None, None, 0.0, 0.0)
     k = min(k, max(16, triton.next_power_of_2(hidden)))
     w = TensorDescriptor.from_tensor(gate_up.view(experts * 2 * inner_size, hidden), [n, k])
     _gate_up_kernel[(count * triton.cdiv(inner_size, n),)](
-        x, w, inner, routes.order, routes.tiles, H=hidden, INNER=inner_size, TOP=per_token, BLOCK_M=tiles.rows,
-        BLOCK_N=n, BLOCK_K=k, NARROW=tiles.narrow,
+        x, w, gate_up_bias, inner, routes.order, routes.tiles, H=hidden, INNER=inner_size, TOP=per_token, LIMIT=limit,
+        ALPHA=alpha, BLOCK_M=tiles.rows, BLOCK_N=n, BLOCK_K=k, NARROW=tiles.narrow,
         STAGES=fitting(stages, (tiles.rows + 2 * n) * k * x.element_size()), num_warps=warps, **overlap(),
     )  # fmt: skip
     n, k, warps, stages = tiles.down
@@ -256,8 +245,8 @@ def products(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routes:
     rows = TensorDescriptor.from_tensor(inner, [tiles.rows, k])
     w = TensorDescriptor.from_tensor(down.view(experts * hidden, inner_size), [n, k])
     _down_kernel[(programs,)](
-        rows, w, out, routes.order, routes.tiles, routes.weights, H=hidden, INNER=inner_size, BLOCK_M=tiles.rows,
-        BLOCK_N=n, BLOCK_K=k, NARROW=tiles.narrow,
+        rows, w, down_bias, out, routes.order, routes.tiles, routes.weights, H=hidden, INNER=inner_size,
+        HAS_BIAS=clamped is not None, BLOCK_M=tiles.rows, BLOCK_N=n, BLOCK_K=k, NARROW=tiles.narrow,
         STAGES=fitting(stages, (tiles.rows + n) * k * x.element_size()), PERSISTENT=persistent,
         num_warps=warps, **overlap(),
     )  # fmt: skip
@@ -278,14 +267,16 @@ def total(each: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
 def each_expert(
     x: torch.Tensor, router: torch.Tensor, gate_up: torch.Tensor | ScaledMatrix, down: torch.Tensor | ScaledMatrix,
     per_token: int, normalised: bool, load: torch.Tensor, live: torch.Tensor | None = None,
+    router_bias: torch.Tensor | None = None, clamped: Clamped | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return the weighted output [T, K, H] of each token's experts, for x [T, H]. The caller sums it over K.
 
     The weights are tensors, or matrices of e4m3 numbers (moe_fp8.py). Adds the number of tokens of each expert to load
     int64 [E]. `live` int32 [1]: only the first `live` tokens are counted, and only their rows are written.
     """
-    tiles = tiles_for(len(x), per_token, len(router))
-    routes = route(x, router, per_token, normalised, load, tiles.rows, live)
+    plain = isinstance(gate_up, torch.Tensor)
+    tiles = tiles_for(len(x), per_token, len(router), eight_bits=not plain)
+    routes = route(x, router, per_token, normalised, load, tiles.rows, live, router_bias)
     if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
-        return products(x, gate_up, down, routes, tiles)
-    return moe_fp8.products(x, gate_up, down, routes, tiles.rows, tiles.narrow)
+        return products(x, gate_up, down, routes, tiles, clamped)
+    return moe_fp8.products(x, gate_up, down, routes, tiles)

@@ -23,12 +23,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from engine.kernels.card import fitting, overlap
 from engine.kernels.fp8_blocks import BLOCK, E4M3_MAX, LOW, round_groups
 from engine.kernels.gemv import ScaledMatrix
-from engine.kernels.moe_route import Routes
-
-# (rows of weights, warps, stages) of a tile of gate_up and of down. A tile has BLOCK columns of weights in gate_up, and
-# as many in down as a tile of gate_up has rows: that is the size of a group.
-NARROW = (64, 4, 4), (128, 4, 4)
-WIDE = (128, 8, 3), (128, 8, 4)
+from engine.kernels.moe_route import Routes, by_output, by_pair
+from engine.kernels.moe_tiles import Tiles
 
 
 @triton.jit
@@ -39,18 +35,6 @@ def _product(w, x, NARROW: tl.constexpr):
     else:
         y = tl.dot(x, w.T)
     return y
-
-
-@triton.jit
-def _by_row(v, NARROW: tl.constexpr):
-    """Returns numbers of the rows [M] in the shape of a product."""
-    return v[None, :] if NARROW else v[:, None]
-
-
-@triton.jit
-def _by_weight(v, NARROW: tl.constexpr):
-    """Returns numbers of the rows of weights [N] in the shape of a product."""
-    return v[:, None] if NARROW else v[None, :]
 
 
 @triton.jit(do_not_specialize=["T", "PAIRS"])  # compiled once for any number of tokens
@@ -114,20 +98,20 @@ def _gate_up_kernel(
         if BLOCKS:
             scale *= tl.load(at_block + c)
             scale2 *= tl.load(at_block + INNER // BLOCK_K * (H // BLOCK_K) + c)
-        acc += y * _by_row(scale, NARROW)
-        acc2 += y2 * _by_row(scale2, NARROW)
+        acc += y * by_pair(scale, NARROW)
+        acc2 += y2 * by_pair(scale2, NARROW)
     if not BLOCKS:
-        acc *= _by_weight(tl.load(w_scale + gate + n), NARROW)
-        acc2 *= _by_weight(tl.load(w_scale + gate + INNER + n), NARROW)
+        acc *= by_output(tl.load(w_scale + gate + n), NARROW)
+        acc2 *= by_output(tl.load(w_scale + gate + INNER + n), NARROW)
     g = acc.to(tl.bfloat16).to(tl.float32)
     v = (g * tl.sigmoid(g)).to(tl.bfloat16).to(tl.float32) * acc2.to(tl.bfloat16).to(tl.float32)
     # A NaN makes the scale of its group infinite, so the results of the row are NaN.
     largest = tl.max(tl.where(v != v, float("inf"), tl.abs(v)), ALONG)
     tl.store(inner_scale + part * PAIRS + first + m, largest / MOST, mask=m < rows)
-    v *= _by_row(MOST / tl.maximum(largest, 1e-30), NARROW)
+    v *= by_pair(MOST / tl.maximum(largest, 1e-30), NARROW)
     high = v.to(inner.dtype.element_ty)
-    to = _by_row(inner + (first + m).to(tl.int64) * INNER, NARROW) + _by_weight(part * BLOCK_N + n, NARROW)
-    used = _by_row(m < rows, NARROW) & _by_weight(n < BLOCK_N, NARROW)
+    to = by_pair(inner + (first + m).to(tl.int64) * INNER, NARROW) + by_output(part * BLOCK_N + n, NARROW)
+    used = by_pair(m < rows, NARROW) & by_output(n < BLOCK_N, NARROW)
     tl.store(to, high, mask=used)
     if NARROW:
         low = ((v - high.to(tl.float32)) * FACTOR).to(inner.dtype.element_ty)
@@ -182,28 +166,28 @@ def _down_kernel(
         scale = tl.load(inner_scale + c * PAIRS + first + m, mask=m < rows, other=0.0)
         if BLOCKS:
             scale *= tl.load(at_block + c * BLOCK_K // SCALE_BLOCK)
-        acc += y * _by_row(scale, NARROW)
+        acc += y * by_pair(scale, NARROW)
     if not BLOCKS:
-        acc *= _by_weight(tl.load(w_scale + row + n), NARROW)
+        acc *= by_output(tl.load(w_scale + row + n), NARROW)
     pair = tl.load(order + first + m, mask=m < rows, other=0)
     weight = tl.load(weights + pair, mask=m < rows, other=0.0).to(tl.float32)
-    y = (acc * _by_row(weight, NARROW)).to(out.dtype.element_ty)
-    to = _by_row(out + pair.to(tl.int64) * H, NARROW) + _by_weight(n0 + n, NARROW)
-    tl.store(to, y, mask=_by_row(m < rows, NARROW) & _by_weight(n < BLOCK_N, NARROW))
+    y = (acc * by_pair(weight, NARROW)).to(out.dtype.element_ty)
+    to = by_pair(out + pair.to(tl.int64) * H, NARROW) + by_output(n0 + n, NARROW)
+    tl.store(to, y, mask=by_pair(m < rows, NARROW) & by_output(n < BLOCK_N, NARROW))
 
 
 def products(
-    x: torch.Tensor, gate_up: ScaledMatrix, down: ScaledMatrix, routes: Routes, rows: int, narrow: bool
+    x: torch.Tensor, gate_up: ScaledMatrix, down: ScaledMatrix, routes: Routes, tiles: Tiles
 ) -> torch.Tensor:
     """Return the weighted output [T, K, H] of each token's experts, for x [T, H] in bfloat16.
 
-    `rows`: pairs in a tile of the routes. `narrow`: the products are transposed, and activations are the sum of two
-    numbers. The rows of padding tokens, which have no experts, are not written.
+    With narrow tiles, activations are the sum of two numbers. The rows of padding tokens, which have no experts, are
+    not written.
     """
     (tokens, hidden), inner_size = x.shape, down.shape[1]
     pairs, per_token, count = len(routes.order), routes.weights.shape[1], len(routes.tiles)
+    rows, narrow, (n, _, warps, stages), (n_down, _, warps_down, stages_down) = tiles
     parts, blocks = 1 + narrow, gate_up.scale.dim() == 2
-    (n, warps, stages), (n_down, warps_down, stages_down) = NARROW if narrow else WIDE
     values, scale = round_groups(x, both=narrow)
     inner = torch.empty(parts * pairs, inner_size, dtype=values.dtype, device=x.device)
     inner_scale = torch.empty(inner_size // n, pairs, dtype=torch.float32, device=x.device)

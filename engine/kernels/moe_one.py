@@ -23,7 +23,7 @@ from engine.kernels.gemv import ScaledMatrix, spread
 from engine.kernels.moe_route import topk_scores
 
 MOST_EXPERTS = 256  # limited because one program compares all pairs of experts
-ROWS, GATE_UP_COLUMNS, DOWN_COLUMNS = 2, 2048, 1024  # sizes of a tile of weights
+ROWS, BYTE_ROWS, GATE_UP_COLUMNS, DOWN_COLUMNS = 2, 8, 2048, 1024  # sizes of a tile of weights
 EXPERTS_AHEAD = 4  # experts whose down weights are loaded before `down` waits for gate_up
 
 
@@ -210,6 +210,7 @@ def one_token(
     """
     hidden, inner_size, experts = x.shape[1], down.shape[-1], logits.shape[1]
     (up, up_scale, up_flags), (back, back_scale, back_flags) = _parts(gate_up), _parts(down)
+    rows = ROWS if up_scale is None else BYTE_ROWS
     inner = torch.empty(per_token, inner_size, dtype=x.dtype, device=x.device)
     chosen = torch.empty(per_token, dtype=torch.int32, device=x.device)
     weights = torch.empty(per_token, dtype=torch.float32, device=x.device)
@@ -218,12 +219,12 @@ def one_token(
         logits, chosen, weights, load, live, experts, TOP=per_token, NORMALISED=normalised,
         BLOCK_E=triton.next_power_of_2(experts), num_warps=8, **overlap(),
     )  # fmt: skip
-    _gate_up_kernel[(per_token * triton.cdiv(inner_size, ROWS),)](
-        x, norm[0], up, up_scale, inner, chosen, H=hidden, INNER=inner_size, EPS=norm[1], BLOCK_N=ROWS,
+    _gate_up_kernel[(per_token * triton.cdiv(inner_size, rows),)](
+        x, norm[0], up, up_scale, inner, chosen, H=hidden, INNER=inner_size, EPS=norm[1], BLOCK_N=rows,
         BLOCK_K=min(GATE_UP_COLUMNS, triton.next_power_of_2(hidden)), num_warps=4, **up_flags, **overlap(),
     )  # fmt: skip
-    _down_kernel[(triton.cdiv(hidden, ROWS),)](
-        inner, chosen, weights, back, back_scale, x, out, H=hidden, INNER=inner_size, TOP=per_token, BLOCK_N=ROWS,
+    _down_kernel[(triton.cdiv(hidden, rows),)](
+        inner, chosen, weights, back, back_scale, x, out, H=hidden, INNER=inner_size, TOP=per_token, BLOCK_N=rows,
         BLOCK_K=min(DOWN_COLUMNS, triton.next_power_of_2(inner_size)), AHEAD=min(EXPERTS_AHEAD, per_token),
         num_warps=4, **back_flags, **overlap(),
     )  # fmt: skip

@@ -68,6 +68,18 @@ def _router_kernel(
 
 
 @triton.jit
+def by_pair(v, NARROW: tl.constexpr):
+    """Returns numbers of the pairs of a tile [M] in the shape of a product: [1, M] if NARROW, else [M, 1]."""
+    return v[None, :] if NARROW else v[:, None]
+
+
+@triton.jit
+def by_output(v, NARROW: tl.constexpr):
+    """Returns numbers of the rows of weights [N] in the shape of a product."""
+    return v[:, None] if NARROW else v[None, :]
+
+
+@triton.jit
 def topk_scores(logits, e, E):
     """Returns scores for top-k from logits fp32 [..., BLOCK_E]: none is NaN, and only columns from E on are -inf."""
     low = tl.where(logits > -3.0e38, logits, -3.0e38)
@@ -77,6 +89,7 @@ def topk_scores(logits, e, E):
 @triton.jit(do_not_specialize=["T"])
 def _choose_kernel(
     parts,
+    bias,
     chosen,
     weights,
     places,
@@ -90,6 +103,7 @@ def _choose_kernel(
     SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_LIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -107,6 +121,8 @@ def _choose_kernel(
     logits = tl.load(at, mask=inside, other=0.0)
     for part in tl.static_range(1, SPLIT):
         logits += tl.load(at + part * T * E, mask=inside, other=0.0)
+    if HAS_BIAS:
+        logits += tl.load(bias + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
     dtype = weights.dtype.element_ty
     logits = tl.where((e < E)[None, :], logits.to(dtype).to(tl.float32), float("-inf"))
     highest = tl.max(logits, 1)
@@ -236,9 +252,9 @@ def _block_e(experts: int) -> int:
 
 def route(
     x: torch.Tensor, router: torch.Tensor, per_token: int, normalised: bool, load: torch.Tensor, rows: int,
-    live: torch.Tensor | None = None,
+    live: torch.Tensor | None = None, bias: torch.Tensor | None = None,
 ) -> Routes:  # fmt: skip
-    """Returns the routes of x [T, H] for router [E, H], in tiles of at most `rows` pairs.
+    """Returns the routes of x [T, H] for router [E, H] and its `bias` [E], in tiles of at most `rows` pairs.
 
     Adds the number of tokens of each expert to `load` int64 [E]. Only the first `live` (int32 [1]) tokens are routed;
     the others are padding. None: all tokens are routed.
@@ -262,9 +278,9 @@ def route(
     chosen, places = torch.empty(2, pairs, dtype=torch.int32, device=device)
     block_top = triton.next_power_of_2(per_token)
     _choose_kernel[(triton.cdiv(tokens, form.choose),)](
-        parts, chosen, routes.weights, places, counts, live, tokens, experts, TOP=per_token, BLOCK_TOP=block_top,
-        NORMALISED=normalised, SPLIT=split, BLOCK_T=form.choose, BLOCK_E=block_e, HAS_LIVE=live is not None,
-        num_warps=1, **overlap(),
+        parts, bias, chosen, routes.weights, places, counts, live, tokens, experts, TOP=per_token,
+        BLOCK_TOP=block_top, NORMALISED=normalised, SPLIT=split, BLOCK_T=form.choose, BLOCK_E=block_e,
+        HAS_BIAS=bias is not None, HAS_LIVE=live is not None, num_warps=1, **overlap(),
     )  # fmt: skip
     _group_kernel[(triton.cdiv(pairs, block),)](
         chosen, places, counts, routes.order, routes.tiles, load, live, tokens, experts, tiles, TOP=per_token,

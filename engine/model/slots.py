@@ -35,7 +35,7 @@ class Slot:
     parts: tuple[Slot, ...] = ()  # the checkpoint may have these tensors instead of `name`
     cut: Cut | None = None  # the part of the tensor that fills the view (shards.py); None: the whole tensor
     # Change the part before it is copied (checkpoint.py): `order` is that of the rows of each head, `fold` changes the
-    # numbers. `stored`: the shape of the tensor, if it is not the view's.
+    # numbers. `stored`: the shape of the part before these changes, if it is not the view's.
     order: torch.Tensor | None = None
     fold: Callable[[torch.Tensor], torch.Tensor] | None = None
     stored: tuple[int, ...] | None = None
@@ -44,9 +44,7 @@ class Slot:
     @property
     def shape(self) -> list[int]:
         """The shape of the tensor in the checkpoint; of a quantised matrix, before its quantisation."""
-        if self.stored is not None:
-            return list(self.stored)
-        shape = list(self.view.shape[1:] if self.repeated else self.view.shape)
+        shape = list(self.stored or (self.view.shape[1:] if self.repeated else self.view.shape))
         if self.cut is not None:
             shape[self.cut.dim] = self.cut.whole
         return shape
@@ -58,7 +56,8 @@ class Slot:
         """
         if self.cut is None:
             return tensor[:]
-        dim, extent = self.cut.dim, self.view.shape[self.cut.dim] // len(self.cut.starts)
+        dim = self.cut.dim
+        extent = (self.stored or self.view.shape)[dim] // len(self.cut.starts)
         unit = block[dim] if dim < len(block) else 1  # the tensors of experts have three dimensions
         if unit == self.cut.whole:
             return tensor[:]

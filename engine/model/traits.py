@@ -26,10 +26,10 @@ WORDS = {
 SUPPORTED: dict[str, frozenset[str]] = {
     "cpu_decode": frozenset({"softcap", "sinks", "windows"}),  # engine/worker/cpu_decode.py
     "few_rows": frozenset({"windows", "several_ropes"}),  # engine/worker/few_rows.py
-    "graphs": frozenset(WORDS) - {"clamped", "query_scales"},  # engine/worker/cuda_graphs.py and fused_decode.py
+    "graphs": frozenset(WORDS) - {"query_scales"},  # engine/worker/cuda_graphs.py and fused_decode.py
     # The kernels for one token in engine/worker/fused_decode.py. They need no norms in float32 either.
     "one_token": frozenset({"experts", "softcap", "sinks", "windows", "logit_softcap", "several_ropes"}),
-    "ranks": frozenset(WORDS) - {"full_qk_norm", "clamped"},  # engine/parallel/shards.py
+    "ranks": frozenset(WORDS) - {"full_qk_norm"},  # engine/parallel/shards.py
     # The bounds of engine/model/kv_scales.py assume an RMSNorm before the projections.
     "fp8_cache": frozenset(WORDS) - {"layer_norm", "no_pre_norms", "full_qk_norm"},
 }

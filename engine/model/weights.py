@@ -1,14 +1,15 @@
 """Fills the model's fused parameters, tensor by tensor from safetensors files, or with random weights.
 
-The names, shapes and types of all tensors are checked before the first byte is copied. At any time, only one file is
-mapped into memory and only one tensor is held, so the host needs little memory besides the parameters.
+The names, shapes and types of all tensors are checked before the first byte is copied. At any time, at most two files
+are mapped into memory and one matrix is held, so the host needs little memory besides the parameters.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from engine.model.packed import Packed, fault, packed
 from engine.model.slots import Slot
 from engine.progress import Progress
 
+OPENED = 2  # files that stay open: opening one parses a header, which has 4 MB if a model has many experts
 FLOAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 PACKED_BYTES = FLOAT_BYTES | {"I32": 4, "I64": 8}
 
@@ -59,9 +61,10 @@ def load_weights(
                     slot.fill(tensor)
                     done += tensor.nbytes
                     report(path)
+    opened = lru_cache(maxsize=OPENED)(_opened)
     for name, several in wanted.items():
         if several[0].packed is not None:
-            tensors = _read_packed(several[0], where)
+            tensors = _read_packed(several[0], where, opened)
             _fill(several, several[0].packed, tensors)
             done += sum(tensor.nbytes for tensor in tensors.values())
             report(where[next(iter(several[0].packed.names(name)))][0])
@@ -73,9 +76,10 @@ def expanded_tensors(slots: Iterable[Slot], directory: Path, packing: Packing) -
     """Returns the tensors of a quantised checkpoint by their names, with the matrices expanded, for comparisons."""
     where = _where(checkpoint_files(directory))
     found: dict[str, torch.Tensor] = {}
+    opened = lru_cache(maxsize=OPENED)(_opened)
     for name, (slot, *_) in _wanted(slots, set(where), packing).items():
         if slot.packed is not None:
-            found[name] = slot.packed.expand(_read_packed(slot, where))
+            found[name] = slot.packed.expand(_read_packed(slot, where, opened))
             for part in slot.packed.names(name):
                 where.pop(part, None)
     for name, (path, stored) in where.items():
@@ -226,18 +230,19 @@ def _read(slot: Slot, file: Any, path: Path, name: str) -> torch.Tensor:
         raise CheckpointError(f"{path} cannot be read at {name} ({error}): download it again") from error
 
 
-def _read_packed(slot: Slot, where: dict[str, tuple[Path, str]]) -> dict[str, torch.Tensor]:
-    """Returns the tensors in which the slot's matrix is stored, by their suffixes."""
+def _read_packed(
+    slot: Slot, where: dict[str, tuple[Path, str]], opened: Callable[[Path], Any]
+) -> dict[str, torch.Tensor]:
+    """Returns the tensors in which the slot's matrix is stored, by their suffixes. `opened`: opens a file."""
     assert slot.packed is not None
     tensors = {}
     for name, source in slot.packed.names(slot.name).items():
         if name in where:
             path, stored = where[name]
-            with _opened(path) as file:
-                try:
-                    tensors[source.suffix] = file.get_tensor(stored)
-                except (SafetensorError, OSError, RuntimeError) as error:
-                    raise CheckpointError(f"{path} cannot be read at {name} ({error}): download it again") from error
+            try:
+                tensors[source.suffix] = opened(path).get_tensor(stored)
+            except (SafetensorError, OSError, RuntimeError) as error:
+                raise CheckpointError(f"{path} cannot be read at {name} ({error}): download it again") from error
     if (wrong := fault(tensors)) is not None:
         suffix, what = wrong
         name = next(each for each, source in slot.packed.names(slot.name).items() if source.suffix == suffix)

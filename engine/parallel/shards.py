@@ -78,7 +78,9 @@ def shard_slots(slots: Iterable[Slot], config: ModelConfig, rank: int, size: int
         owner, _, leaf = slot.name.rpartition(".")
         owner, in_expert = owner.rpartition(".")[2], ".experts." in slot.name
         start, whole = (experts_from, experts_inner) if in_expert else (inner, config.intermediate_size)
-        if leaf == "gate_up_proj":  # all experts in one tensor [E, 2·I, H], gates before ups
+        if leaf == "down_proj_bias":
+            return slot if rank == 0 else _nothing(slot)
+        if leaf in ("gate_up_proj", "gate_up_proj_bias"):  # of all experts [E, 2·I, …], gates before ups
             parts = tuple(map(cut, slot.parts))
             return replace(slot, parts=parts, cut=Cut(1, (start, whole + start), 2 * whole))
         if leaf == "down_proj":  # [E, H, I]

@@ -30,7 +30,9 @@ from engine.attention.triton_backend import TritonAttention
 from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.kernels.batch_state import HEADER, prepare
-from engine.kernels.moe import forms
+from engine.kernels.moe_tiles import forms
+from engine.model.experts import Experts
+from engine.model.linear import ByteWeight
 from engine.progress import Progress
 from engine.worker.capture import Work, capture_all
 from engine.worker.extend_graphs import SEQUENCES, ExtendGraphs
@@ -208,7 +210,10 @@ def warm_up_forms(loaded: LoadedModel, on_progress: Progress | None) -> None:
     most, experts = loaded.max_num_batched_tokens, loaded.model_config.experts
     sizes = {min(size, most) for size in WARM_UP_TOKENS}
     if experts is not None:
-        sizes.update(forms(most, loaded.model_config.hidden_size, experts.count, experts.per_token))
+        mixtures = [layer.mlp for layer in loaded.model.layers if isinstance(layer.mlp, Experts)]
+        for eight_bits in {isinstance(mlp.gate_up, ByteWeight) for mlp in mixtures}:
+            shape = most, loaded.model_config.hidden_size, experts.count, experts.per_token
+            sizes.update(forms(*shape, eight_bits=eight_bits))
     for done, tokens in enumerate(sorted(sizes)):
         if on_progress is not None:
             text = f"preparing steps of {tokens:,} tokens"

@@ -33,8 +33,11 @@ def experts(x: torch.Tensor, mixture: Experts, live: torch.Tensor | None) -> tor
     """Returns the output of the experts [T, H] for x [T, H]. The host does not wait for the device."""
     if not len(x):
         return torch.empty_like(x)
-    config = mixture.config
+    config, clamped = mixture.config, None
+    if mixture.gate_up_bias is not None and mixture.down_bias is not None:
+        clamped = moe.Clamped(mixture.gate_up_bias, mixture.down_bias, config.limit, config.alpha)
     each = moe.each_expert(
-        x, mixture.router, mixture.gate_up, mixture.down, config.per_token, config.normalised, mixture.load, live
-    )
+        x, mixture.router, mixture.gate_up, mixture.down, config.per_token, config.normalised, mixture.load, live,
+        mixture.router_bias, clamped,
+    )  # fmt: skip
     return moe.total(each, live)

@@ -12,13 +12,14 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
+from engine.model import ops as torch_ops
 from engine.model.bf16_pairs import ROWS, Bf16Pairs
 from engine.model.checkpoint import checkpoint_slots
 from engine.model.config import ModelConfig, Packing
 from engine.model.decoder import Decoder, Kept
 from engine.model.experts import Ops
 from engine.model.four_bits import Int4Weight
-from engine.model.group import Group
+from engine.model.group import ALONE, Group
 from engine.model.linear import BLOCK, Bf16Weight, ByteWeight, Fp8Weight, Int8Weight
 from engine.model.slots import kept
 from engine.model.weights import tensor_names
@@ -53,11 +54,13 @@ def itemsizes(kind: str, dtype: torch.dtype) -> tuple[float, float]:
     return weights.itemsize, weights.vocabulary().itemsize
 
 
-def weight_bytes(kind: str, model: ModelConfig, dtype: torch.dtype) -> int:
-    """Returns the bytes of a model's weights."""
-    layers, outer = itemsizes(kind, dtype)
-    vocabulary = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
-    return round((model.num_parameters - vocabulary) * layers + vocabulary * outer)
+def weight_bytes(
+    kind: str, model: ModelConfig, dtype: torch.dtype, directory: Path | None = None, group: Group = ALONE
+) -> int:
+    """Returns the bytes of the weights that a rank of `group` loads. `directory`: as in kept_matrices."""
+    shard = group.shard(model)
+    kept = kept_matrices(shard, model, torch_ops, group, directory) if kind == KEPT else None
+    return Decoder(shard, dtype, torch.device("meta"), 1, torch_ops, matrices(kind, model), group, kept).nbytes
 
 
 def choose(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str) -> tuple[str, str]:
@@ -151,7 +154,7 @@ def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype:
     if kind == "fp8" and cpu:
         raise EngineError("fp8 weights run on a GPU only, but the device is cpu: use --quantization int8")
     if kind == KEPT:
-        _check_kept(model, device)
+        check_kept(model, device)
     wanted = "float32" if kind in ON_CPU else "bfloat16"
     if dtype != wanted:
         raise EngineError(f"{kind} weights need {wanted} activations, but the dtype is {dtype}: use {wanted}")
@@ -213,7 +216,7 @@ def _four_bit_sizes(model: ModelConfig) -> tuple[tuple[str, int, int], ...]:
     )  # fmt: skip
 
 
-def _check_kept(model: ModelConfig, device: torch.device) -> None:
+def check_kept(model: ModelConfig, device: torch.device) -> None:
     """Raise EngineError if no matrix of the checkpoint can be computed as it is stored."""
     packing = model.packing
     if packing is None:

@@ -55,7 +55,7 @@ def examine() -> dict[str, Any]:
     largest = max((g["free_gib"] for g in gpus), default=memory)
     models, incomplete = _cached_models()
     modules = {m: _version(m) for m in EXTRAS}
-    kinds = {"bfloat16": (2.0, 2.0)} if gpus else _cpu_kinds()
+    kinds = _gpu_kinds() if gpus else _cpu_kinds()
     speed = None if gpus else cpu_read_speed()
     return {
         "minitui": version("minitui") if _installed("minitui") else "not installed",
@@ -142,6 +142,24 @@ def largest_memory() -> tuple[float, bool]:
     if torch.cuda.is_available():
         return float(max(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))), True
     return _memory_gib() * 2**30, False
+
+
+def eight_bits() -> bool:
+    """Returns True if a GPU of this machine has our kernels for 8-bit weights."""
+    import torch
+
+    newest = max(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
+    return newest >= (9, 0) and importlib.util.find_spec("triton") is not None
+
+
+def _gpu_kinds() -> dict[str, tuple[float, float]]:
+    """Like _cpu_kinds, for the GPUs."""
+    import torch
+
+    from engine.worker.quantised import itemsizes
+
+    kinds = {"bfloat16": "none", "fp8": "fp8"} if eight_bits() else {"bfloat16": "none"}
+    return {name: itemsizes(kind, torch.bfloat16) for name, kind in kinds.items()}
 
 
 def _cpu_kinds() -> dict[str, tuple[float, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -80,13 +81,14 @@ class Machine:
 
     gpu_free: float | None  # free bytes of the largest GPU; None: there is no GPU
     read: float  # bytes of memory that the CPU reads per second; not measured if there is a GPU
+    eight_bits: bool = True  # the GPU has our kernels for 8-bit weights
 
     @staticmethod
     def here() -> Machine:
-        from minitui.cli.doctor import cpu_read_speed, largest_memory
+        from minitui.cli.doctor import cpu_read_speed, eight_bits, largest_memory
 
         free, on_gpu = largest_memory()
-        return Machine(free, 0.0) if on_gpu else Machine(None, cpu_read_speed())
+        return Machine(free, 0.0, eight_bits()) if on_gpu else Machine(None, cpu_read_speed())
 
 
 def examine(snapshot: Snapshot, machine: Machine) -> Model:
@@ -103,11 +105,13 @@ def examine(snapshot: Snapshot, machine: Machine) -> Model:
     if bytes_ is None:
         why = f"no: {listed(list(snapshot.missing))} missing; the next start with it downloads the rest"
         return Model(snapshot.repository, revision, None, family, why)
-    return Model(snapshot.repository, revision, bytes_, family, fit(config, machine))
+    return Model(snapshot.repository, revision, bytes_, family, fit(config, machine, snapshot.path))
 
 
-def fit(config: ModelConfig, machine: Machine) -> str:
+def fit(config: ModelConfig, machine: Machine, directory: Path | None = None) -> str:
     """Returns "yes" with the kind of weights that the engine chooses, or what does not fit into memory.
+
+    `directory`: the checkpoint, if its weights are there.
 
     On a CPU, also the least time of a token: that in which the weights are read.
     """
@@ -119,13 +123,12 @@ def fit(config: ModelConfig, machine: Machine) -> str:
     from minitui.bench.shapes import Work
 
     if machine.gpu_free is not None:
-        needed = {kind: weight_bytes(kind, config, torch.bfloat16) * MARGIN for kind in ("none", "fp8")}
-        if needed["none"] <= machine.gpu_free:
-            return "yes"
-        if config.experts is None and needed["fp8"] <= machine.gpu_free:
-            return "with --quantization fp8"
-        least = min(needed.values()) if config.experts is None else needed["none"]
-        return f"no: its weights take at least {size(round(least))}, and {size(round(machine.gpu_free))} are free"
+        kinds = _on_gpu(config, machine)
+        needed = {kind: weight_bytes(kind, config, torch.bfloat16, directory) * MARGIN for kind in kinds}
+        least = min(needed.values())
+        fits = (kind for kind, bytes_ in needed.items() if bytes_ <= machine.gpu_free)
+        no = f"no: its weights take at least {size(round(least))}, and {size(round(machine.gpu_free))} are free"
+        return next((kinds[kind] for kind in fits), no)
     kind, _ = choose(EngineConfig(), config, torch.device("cpu"), "float32")
     name, free = "float32" if kind == "none" else kind, free_memory()
     if (needs := weight_bytes(kind, config, torch.float32) + BESIDE_WEIGHTS) > free:
@@ -133,6 +136,23 @@ def fit(config: ModelConfig, machine: Machine) -> str:
     work = Work.of(config, torch.float32.itemsize, itemsizes(kind, torch.float32))
     seconds = work.decode(Limits(copy=machine.read, read=machine.read, matmul=math.inf, dtype=name), [1])
     return f"yes, in {name}: at least {seconds * 1e3:.{1 if seconds < 0.01 else 0}f} ms a token"
+
+
+def _on_gpu(config: ModelConfig, machine: Machine) -> dict[str, str]:
+    """Returns the kinds of weights that the GPU can compute, the preferred kind first, and what `fit` says of each."""
+    import torch
+
+    from engine.worker.quantised import KEPT, check_kept
+
+    packed = config.packing is not None
+    kinds = {"none": "yes, expanded to bfloat16" if packed else "yes"}
+    if machine.eight_bits and config.experts is None:
+        kinds["fp8"] = "yes, rounded to 8 bits" if packed else "with --quantization fp8"
+    if machine.eight_bits and packed:
+        with suppress(EngineError):
+            check_kept(config, torch.device("cuda"))
+            return {KEPT: "yes, in 8 bits as stored"}
+    return kinds
 
 
 def weights_size(directory: Path) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,10 @@ def test_kept_weights_are_listed_and_removed(cache: Path, capsys: pytest.Capture
     assert "rounded weights" not in capsys.readouterr().out and not list(directory().iterdir())
 
 
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+
+
 @pytest.mark.parametrize("free,expected", [
     (40, "yes, in bf16: at least 757 ms a token"),
     (12, "yes, in int8: at least 378 ms a token"),
@@ -114,6 +119,21 @@ def test_the_list_names_the_weights_that_the_engine_chooses(
 ])  # fmt: skip
 def test_what_fits_on_a_gpu(tmp_path: Path, size: str, free: int, expected: str) -> None:
     assert fit(read_model_config(write_config(size, tmp_path)), Machine(free * GB, 0.0)) == expected
+
+
+@pytest.mark.parametrize("size,fields,free,newer,expected", [
+    ("30B-A3B", BLOCKS, 40, True, "yes, in 8 bits as stored"),
+    ("30B-A3B", BLOCKS, 30, True, "no: its weights take at least 35.9 GB, and 30.0 GB are free"),
+    ("30B-A3B", BLOCKS, 40, False, "no: its weights take at least 70.2 GB, and 40.0 GB are free"),
+    ("8B", GPTQ, 20, True, "yes, expanded to bfloat16"), ("8B", GPTQ, 12, True, "yes, rounded to 8 bits"),
+    ("8B", GPTQ, 12, False, "no: its weights take at least 18.8 GB, and 12.0 GB are free"),
+])  # fmt: skip
+def test_what_fits_of_a_quantised_checkpoint(
+    tmp_path: Path, size: str, fields: dict[str, Any], free: int, newer: bool, expected: str
+) -> None:
+    path = write_config(size, tmp_path) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": fields}))
+    assert fit(read_model_config(path.parent), Machine(free * GB, 0.0, newer)) == expected
 
 
 def test_a_shell_completes_models_of_the_cache_and_directories(

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 pytestmark = pytest.mark.timeout(900)
 
-from engine.kernels import batch_state, fp8, fp8_blocks, gemv, moe, moe_one, norms, sample, split_linear  # noqa: E402
+from engine.kernels import batch_state, fp8, fp8_blocks, gemv, moe, moe_one, moe_tiles, norms, sample, split_linear  # noqa: E402  # noqa: E402
 from engine.kernels.card import Card  # noqa: E402
 from engine.kernels.decode_attention import DecodeWorkspace, decode_attention  # noqa: E402
 from engine.kernels.prefill_attention import PrefillWorkspace, prefill_attention  # noqa: E402
@@ -78,7 +78,7 @@ def layers() -> None:
 def mixture() -> None:
     hidden, inner = 2048, 768
     router, gate_up, down, load = half(128, hidden), half(128, 2 * inner, hidden), half(128, hidden, inner), longs(128)
-    for tokens in moe.forms(4096, hidden, 128, 8):
+    for tokens in moe_tiles.forms(4096, hidden, 128, 8):
         moe.total(moe.each_expert(half(tokens, hidden), router, gate_up, down, 8, True, load, ints(1)))
     moe_one.one_token(half(1, hidden), (half(hidden), 1e-6), half(1, 128), gate_up, down, 8, True, load, ints(1))
 
@@ -87,7 +87,7 @@ def experts_in_eight_bits() -> None:
     hidden, inner, count, load = 2048, 768, 128, longs(128)
     for block in (0, 128):
         gate_up, down = (scaled(count * n, k, block) for n, k in ((2 * inner, hidden), (hidden, inner)))
-        for tokens in moe.forms(4096, hidden, count, 8):
+        for tokens in moe_tiles.forms(4096, hidden, count, 8, eight_bits=True):
             moe.each_expert(half(tokens, hidden), half(count, hidden), gate_up, down, 8, True, load, ints(1))
         one = half(1, hidden), (half(hidden), 1e-6), half(1, count)
         moe_one.one_token(*one, gate_up, down, 8, True, load, ints(1))

@@ -43,10 +43,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def written(path: Path, kind: str = "F32", change: Callable[[Any], None] = lambda writer: None) -> Path:
-    """The bundled model as a GGUF file, with matrices of this type."""
+def written(
+    path: Path, kind: str = "F32", change: Callable[[Any], None] = lambda writer: None, tensors: int = 0
+) -> Path:
+    """The bundled model as a GGUF file, with matrices of this type; in parts of so many `tensors` (0: one file)."""
     config = json.loads((TUTOR / "config.json").read_text())
-    writer = gguf.GGUFWriter(str(path), "qwen3")
+    writer = gguf.GGUFWriter(str(path), "qwen3", split_max_tensors=tensors)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -135,11 +137,10 @@ def test_blocks_of_256_numbers_are_expanded(kind: str, tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    found_header = read_header(path)
-    tensor = found_header.tensors["blk.0.ffn_up.weight"]
+    tensor = read_header(path).tensors["blk.0.ffn_up.weight"]
     assert tensor.shape == (rows, columns)
     with path.open("rb") as file:
-        found = tensors._read(found_header, file, tensor, 0, rows, raw=False)
+        found = tensors._read(file, tensor, 0, rows, raw=False)
     assert np.array_equal(found, gguf.quants.dequantize(blocks, TYPES[kind]).astype(np.float16))
 
 
@@ -165,6 +166,75 @@ def test_a_file_is_unpacked_once_and_a_changed_one_again(tmp_path: Path, cache: 
     path.write_bytes(path.read_bytes() + b"\0")
     assert resolve_model(str(path)) != first
     assert {each.parent for each in cache.rglob("config.json")} == set((cache / "minitui" / "gguf").iterdir())
+
+
+# ---- a model in several files
+
+
+def split(directory: Path, name: str = "tutor") -> list[Path]:
+    """The bundled model in four parts."""
+    written(directory / f"{name}.gguf", tensors=13)
+    parts = sorted(directory.glob(f"{name}-*.gguf"))
+    assert [part.name for part in parts] == [f"{name}-0000{i}-of-00004.gguf" for i in range(1, 5)]
+    return parts
+
+
+def test_a_split_file_is_loaded_from_any_part_and_from_the_folder(tmp_path: Path) -> None:
+    parts = split(tmp_path)
+    (tmp_path / "mmproj-tutor.gguf").write_bytes(b"images")
+    first = resolve_model(str(parts[0]))
+    assert {resolve_model(str(place)) for place in (*parts, tmp_path)} == {first}
+    made = loaded(first)
+    for name, tensor in load_file(TUTOR / "model.safetensors").items():
+        assert torch.equal(made[name], tensor.float()), name
+    whole = resolve_model(str(written(tmp_path / "apart.gguf")))
+    assert (first / "tokenizer.json").read_bytes() == (whole / "tokenizer.json").read_bytes()
+
+
+def rename(parts: list[Path]) -> Path:
+    return parts[0].rename(parts[0].with_name("mine.gguf"))
+
+
+def swap(parts: list[Path]) -> Path:
+    contents = [part.read_bytes() for part in parts[1:3]]
+    for part, content in zip(parts[1:3], reversed(contents), strict=True):
+        part.write_bytes(content)
+    return parts[0]
+
+
+def mix(parts: list[Path]) -> Path:
+    """The last part is that of a model with one tensor more."""
+    (parts[0].parent / "other").mkdir()
+    more = lambda writer: writer.add_tensor("more.weight", np.zeros(4, dtype=np.float32))  # noqa: E731
+    written(parts[0].parent / "other" / "tutor.gguf", "F32", more, 13)
+    shutil.copy(parts[0].parent / "other" / parts[3].name, parts[3])
+    return parts[0]
+
+
+def repeat(parts: list[Path]) -> Path:
+    """The second part has a tensor of the first part in the place of its own."""
+    theirs, own = (read_header(part).tensors for part in parts[:2])
+    pair = next((a, b) for a in theirs for b in own if len(a) == len(b))
+    parts[1].write_bytes(parts[1].read_bytes().replace(pair[1].encode(), pair[0].encode()))
+    return parts[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda parts: (parts[1].unlink(), parts[2].unlink(), parts[3])[2],
+         r"00004-of-00004\.gguf is part 4 of 4, and tutor-00002-of-00004\.gguf, .*are missing: download the rest to"),
+        (lambda parts: parts[0].rename(parts[0].with_name("tutor-00007-of-00004.gguf")), "named as part 7 of 4"),
+        (rename, r"mine\.gguf has split\.count = 4, but its name means 1 part: .* as in mine-00001-of-00004\.gguf"),
+        (swap, r"tutor-00002-of-00004\.gguf has split\.no = 2 and should have 1"),
+        (mix, r"has split\.tensors\.count = \d+, but its 4 parts have \d+ tensors: the parts belong to different"),
+        (repeat, r"tutor-00002-of-00004\.gguf has the tensor '.*', like another part"),
+    ],
+)  # fmt: skip
+def test_parts_that_do_not_fit_together_are_named(change: Any, message: str, tmp_path: Path) -> None:
+    place = change(split(tmp_path))
+    with pytest.raises(CheckpointError, match=message):
+        resolve_model(str(place))
 
 
 # ---- the tokenizer and the configuration

@@ -236,7 +236,10 @@ def test_8_bit_floats_of_experts_are_computed_as_they_are_stored(name: str, tmp_
         ):
             wanted = stored[f"model.layers.1.mlp.experts.3.{leaf}.weight"][part].view(torch.uint8)
             assert torch.equal(matrix.view(torch.uint8), wanted), leaf
-        assert "28 matrices are computed in 8 bits, as the checkpoint stores them" in runner.loaded.notes
+        config, group = read_model_config(tmp_path / "m"), runner.loaded.group
+        estimate = quantised.weight_bytes("checkpoint", config, torch.float64, tmp_path / "m", group)
+        assert estimate == runner.loaded.model.nbytes
+        assert "32 matrices are computed in 8 bits, as the checkpoint stores them" in runner.loaded.notes
         if size == 2:
             runner.close()
     key = "model.layers.0.mlp.experts.2.up_proj.weight"
@@ -248,7 +251,7 @@ def test_8_bit_floats_of_experts_are_computed_as_they_are_stored(name: str, tmp_
     runner = make_runner(tmp_path / "m", "float64", quantization="checkpoint")
     kept = [isinstance(layer.mlp.gate_up, ByteWeight) for layer in runner.loaded.model.layers]
     assert kept == [False, True]
-    assert any("16 matrices are computed" in note and "11 are expanded" in note for note in runner.loaded.notes)
+    assert any("20 matrices are computed" in note and "11 are expanded" in note for note in runner.loaded.notes)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -290,7 +290,7 @@ def test_4_bits_take_what_they_should_and_keep_the_output_matrix_in_8(directory:
             error = (small.dense() - wide).square().sum() / wide.square().sum()
             assert 0.006 < error < 0.0073
     layers = model.nbytes - model.embedding.nbytes
-    assert quantised.weight_bytes("int4", config, torch.float32) == pytest.approx(model.nbytes, rel=0.15)
+    assert quantised.weight_bytes("int4", config, torch.float32) == model.nbytes
     assert layers < 0.17 * (plain.nbytes - plain.embedding.nbytes)
 
 

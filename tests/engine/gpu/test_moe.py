@@ -28,6 +28,7 @@ from engine.kernels import moe  # noqa: E402
 from engine.kernels.gemv import gemv  # noqa: E402
 from engine.kernels.moe_one import one_token  # noqa: E402
 from engine.kernels.moe_route import Routes, route  # noqa: E402
+from engine.kernels.moe_tiles import tiles_for  # noqa: E402
 from engine.worker import fused_ops as ops  # noqa: E402
 from tests.engine.gpu.test_engine import OPTIONS, greedy, ids_of  # noqa: E402
 from tests.engine.gpu.test_kernels import DEVICE, DTYPE, error, normal  # noqa: E402
@@ -95,7 +96,7 @@ def test_the_products_are_those_of_the_experts_chosen(
     experts = mixture(count, per_token, hidden, inner, normalised)
     x = normal(tokens, hidden)
     for rows in (16, 32, 64, 128):
-        tiles = moe.tiles_for(rows * count // (2 * per_token), per_token, count)._replace(rows=rows)
+        tiles = tiles_for(rows * count // (2 * per_token), per_token, count)._replace(rows=rows)
         routes = route(x, experts.router, per_token, normalised, experts.load, rows)
         wanted = sum_of(experts, x, routes.weights, chosen_in(routes, tokens * per_token).view(tokens, per_token))
         each = moe.products(x, experts.gate_up, experts.down, routes, tiles)

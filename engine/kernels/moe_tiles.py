@@ -1,0 +1,57 @@
+"""The tiles of the products of a mixture of experts, for moe.py and moe_fp8.py: the fastest in measurements."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from engine.kernels.moe_route import Form, form_for
+
+
+class Tile(NamedTuple):
+    """The tile of weights of a program: `n` rows (gate_up: n gate rows and n up rows), `k` columns at a time.
+
+    `stages`: the number of tiles that are loaded ahead.
+    """
+
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+class Tiles(NamedTuple):
+    """The tiles of the two products."""
+
+    rows: int  # pairs in a tile
+    narrow: bool  # True: the product is transposed: its rows are weights, its few columns are pairs
+    gate_up: Tile
+    down: Tile
+
+
+def tiles_for(tokens: int, per_token: int, experts: int, *, eight_bits: bool = False) -> Tiles:
+    """Return the tiles for a number of tokens. `eight_bits`: for weights of 8 bits."""
+    per_expert = tokens * per_token / experts  # pairs of each expert, if all experts get equally many
+    if eight_bits:  # gate_up rounds its result in groups of its n columns; down takes a group at a time
+        if per_expert <= 10:
+            return Tiles(16, True, Tile(128, 128, 4, 3), Tile(128, 128, 4, 4))
+        if per_expert <= 20:
+            return Tiles(32, True, Tile(64, 128, 4, 4), Tile(128, 64, 4, 4))
+        if per_expert <= 128:
+            return Tiles(64, False, Tile(128, 128, 8, 3), Tile(128, 128, 8, 4))
+        return Tiles(64, False, Tile(64, 128, 4, 4), Tile(128, 64, 4, 4))
+    if per_expert <= 10:
+        return Tiles(16, True, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3))
+    if per_expert <= 20:
+        return Tiles(32, True, Tile(64, 128, 4, 4), Tile(128, 64, 4, 4))
+    if per_expert <= 48:
+        return Tiles(64, False, Tile(128, 64, 4, 3), Tile(128, 64, 4, 4))
+    return Tiles(128, False, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4))
+
+
+def forms(most: int, hidden: int, experts: int, per_token: int, *, eight_bits: bool = False) -> list[int]:
+    """Return one step size, in tokens, for each form of the kernels that steps of up to `most` tokens use."""
+    found: dict[tuple[Tiles, Form], int] = {}
+    for tokens in range(1, most + 1):
+        tiles = tiles_for(tokens, per_token, experts, eight_bits=eight_bits)
+        found.setdefault((tiles, form_for(tokens, hidden, experts, per_token, tiles.rows)), tokens)
+    return list(found.values())
