@@ -12,6 +12,7 @@ from engine.errors import CheckpointError
 from engine.fields import listed, shown
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"  # of a LoRA adapter
 JSON_BYTES = 64 << 20  # the index of a model with 100,000 tensors takes 10 MB
 TOKENIZER_BYTES = 256 << 20  # the largest published tokenizer.json takes 34 MB
 
@@ -59,6 +60,8 @@ def read_json(path: Path) -> dict[str, Any]:
         if "\\ud" in text.lower():  # raise UnicodeEncodeError (a ValueError) now if the text has a lone surrogate
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except FileNotFoundError:
+        if path.name == CONFIG and (path.parent / ADAPTER).is_file():
+            raise _is_adapter(path.parent) from None
         raise CheckpointError(
             f"{path} does not exist: {path.parent} is not a Hugging Face checkpoint; give the directory that holds "
             "config.json"
@@ -70,6 +73,15 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds {type(value).__name__}, not a JSON object: download it again")
     return value
+
+
+def _is_adapter(directory: Path) -> CheckpointError:
+    base = read_json(directory / ADAPTER).get("base_model_name_or_path")
+    of = f" of {shown(base)[1:-1]}" if isinstance(base, str) and base else ""
+    return CheckpointError(
+        f"{directory} holds a LoRA adapter{of} ({ADAPTER}), without the model: merge both with merge_and_unload of "
+        "peft, save the result with its tokenizer, and give its directory"
+    )
 
 
 def read_json_if_there(path: Path) -> dict[str, Any]:
@@ -90,6 +102,11 @@ def checkpoint_files(directory: Path) -> list[Path]:
                 "missing: download the checkpoint again"
             )
         return [directory / name for name in names]
+    if found := sorted(path.name for path in directory.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{directory} has {listed(found)}, but neither {SINGLE} nor {INDEX}, which names the files that belong "
+            f"together: download {INDEX} too"
+        )
     others = sorted(path.name for path in directory.glob("*.bin"))
     hint = f", only {listed(others)}: convert it to safetensors" if others else ": download the checkpoint again"
     raise CheckpointError(f"{directory} holds neither {SINGLE} nor {INDEX}{hint}")

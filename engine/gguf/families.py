@@ -67,9 +67,7 @@ OLMO3 = Family("Olmo3ForCausalLM")  # "olmo2" with windows
 
 def family_of(header: Header) -> Family:
     """Returns the family of a file. Raises CheckpointError if it is not supported."""
-    kind, parts = header.get("general.architecture", str), header.get("split.count", int, 1)
-    if parts > 1:
-        raise header.error(f"is one of {parts} parts of a model: join the parts with llama-gguf-split --merge")
+    kind = header.get("general.architecture", str)
     if kind not in FAMILIES:
         nearest = max(FAMILIES, key=lambda name: _common(name, kind))
         hint = f", and the nearest is {nearest}" if _common(nearest, kind) > 2 else ""

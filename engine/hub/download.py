@@ -19,7 +19,7 @@ from typing import Any
 
 from engine.errors import CheckpointError
 from engine.fields import listed, shown
-from engine.files import CONFIG, INDEX, SINGLE, shard_names
+from engine.files import ADAPTER, CONFIG, INDEX, SINGLE, shard_names
 from engine.hub.cache import Snapshot, cache_directory
 from engine.progress import Progress
 
@@ -82,6 +82,11 @@ class Download:
         """Refuse a repository without a checkpoint in safetensors."""
         if CONFIG in sizes and (not weights or {SINGLE, INDEX} & sizes.keys()):
             return
+        if ADAPTER in sizes:
+            raise CheckpointError(
+                f"{self._repository} on the hub is a LoRA adapter ({ADAPTER}), without the model: merge both with "
+                "merge_and_unload of peft, save the result with its tokenizer, and give its directory"
+            )
         missing = CONFIG if CONFIG not in sizes else f"{SINGLE} or {INDEX}"
         others = [name for name in sizes if name.endswith(OTHER_WEIGHTS)]
         raise CheckpointError(

@@ -17,6 +17,13 @@ METHODS = {  # quant_method: what is supported
     "gptq": "4- or 8-bit integers, also with `desc_act`",
     "mxfp4": "the experts of gpt-oss",
 }
+NEAREST = {  # quant_method that is not supported -> the method of METHODS whose checkpoints are the most alike
+    "bitsandbytes": "awq", "hqq": "awq", "aqlm": "gptq", "vptq": "gptq", "quip": "gptq", "spqr": "gptq", "eetq": "fp8",
+    "exl2": "gptq", "exl3": "gptq", "auto-round": "gptq", "intel/auto-round": "gptq", "marlin": "gptq",
+    "bitnet": "compressed-tensors", "fbgemm_fp8": "compressed-tensors", "modelopt": "compressed-tensors",
+    "torchao": "compressed-tensors", "quanto": "compressed-tensors", "quark": "compressed-tensors",
+    "higgs": "compressed-tensors", "fp_quant": "mxfp4", "nvfp4": "mxfp4",
+}  # fmt: skip
 
 
 def read_packing(fields: Fields) -> Packing | None:
@@ -47,7 +54,9 @@ def read_packing(fields: Fields) -> Packing | None:
         return Packing("gptq", raw["bits"], _group(inner, raw), version_2=newer, in_order=not raw.get("desc_act"))
     if method == "compressed-tensors":
         return _compressed(fields, raw)
-    raise _error(fields, f"quant_method {shown(method)}", ", ".join(METHODS))
+    nearest = NEAREST.get(method.lower()) if isinstance(method, str) else None
+    like = f", and {nearest} is the nearest to it" if nearest else ""
+    raise _error(fields, f"quant_method {shown(method)}", ", ".join(METHODS) + like)
 
 
 def _compressed(fields: Fields, raw: dict[str, Any]) -> Packing:

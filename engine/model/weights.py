@@ -28,6 +28,7 @@ from engine.progress import Progress
 
 OPENED = 2  # files that stay open: opening one parses a header, which has 4 MB if a model has many experts
 FLOAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+OF_QUANTISED = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight", "_blocks", ".SCB", ".absmax")
 PACKED_BYTES = FLOAT_BYTES | {"I32": 4, "I64": 8}
 
 
@@ -43,7 +44,7 @@ def load_weights(
     files = checkpoint_files(directory)
     where = _where(files)
     wanted = _wanted(slots, set(where), packing)
-    total = _check(wanted, files, directory, tied)
+    total = _check(wanted, files, directory, tied, packing)
     done = 0
 
     def report(path: Path) -> None:
@@ -140,7 +141,9 @@ def plain_name(name: str) -> str:
     return name.removeprefix("language_model.") if name.startswith("language_model.lm_head") else name
 
 
-def _check(wanted: dict[str, list[Slot]], files: list[Path], directory: Path, tied: bool) -> int:
+def _check(
+    wanted: dict[str, list[Slot]], files: list[Path], directory: Path, tied: bool, packing: Packing | None
+) -> int:
     """Compare the headers of the files with the slots; return the number of bytes to read."""
     total = 0
     sources = {
@@ -184,10 +187,20 @@ def _check(wanted: dict[str, list[Slot]], files: list[Path], directory: Path, ti
         faults.append(f"does not fit config.json ({listed(misshapen)})")
     if faults:
         where = files[0] if len(files) == 1 else directory
-        raise CheckpointError(
-            f"the checkpoint {where} {'; it '.join(faults)}: use config.json and weights of the same model"
-        )
+        advice = _advice(list(missing), unexpected, packing)
+        raise CheckpointError(f"the checkpoint {where} {'; it '.join(faults)}: {advice}")
     return total
+
+
+def _advice(missing: list[str], unexpected: list[str], packing: Packing | None) -> str:
+    if missing == ["lm_head.weight"] and not unexpected:
+        return "download it again, or set tie_word_embeddings to true in config.json if the embedding is this matrix"
+    if packing is None and any(name.endswith(OF_QUANTISED) for name in unexpected):
+        return (
+            "these are tensors of a quantised checkpoint, but config.json has no quantization_config: use the "
+            "config.json that belongs to them"
+        )
+    return "use config.json and weights of the same model"
 
 
 def _check_tied(embedding: Slot, files: list[Path]) -> None:
@@ -273,5 +286,8 @@ def _is_unused(name: str) -> bool:
     """
     parts = ("vision_tower.", "multi_modal_projector.")
     # This engine computes the scales of activations, keys and values itself, if it rounds them at all.
-    unused = (".rotary_emb.inv_freq", ".input_scale", ".activation_scale", ".k_scale", ".v_scale")
+    unused = (
+        ".rotary_emb.inv_freq", ".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".q_scale",
+        ".prob_scale", "k_proj.output_scale", "v_proj.output_scale", "q_proj.output_scale",
+    )  # fmt: skip
     return name.endswith(unused) or name.removeprefix("model.").startswith(parts)

@@ -12,8 +12,10 @@ from typing import Any
 import tokenizers
 
 from engine.errors import CheckpointError, InvalidRequest
+from engine.fields import listed
 from engine.files import TOKENIZER_BYTES, read_bytes
 
+OTHER_FORMATS = ("tokenizer.model", "tekken.json", "vocab.json", "merges.txt", "vocab.txt", "tiktoken.model")
 LONG_TEXT = 4096  # characters
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 LARGEST_GROWTH = 256  # how many times as long a text may become before it is split into tokens
@@ -25,9 +27,11 @@ def load(path: Path) -> tokenizers.Tokenizer:
     try:
         data = read_bytes(path, TOKENIZER_BYTES)
     except FileNotFoundError:
+        others = [name for name in OTHER_FORMATS if (path.parent / name).is_file()]
+        instead = f", only {listed(others)}" if others else ""
         raise CheckpointError(
-            f"{path} does not exist: save the model's tokenizer in this format, with tokenizer.save_pretrained of "
-            "transformers"
+            f"{path} does not exist{instead}: save the model's tokenizer in this format, with "
+            "AutoTokenizer.from_pretrained(…).save_pretrained(…) of transformers"
         ) from None
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(data)

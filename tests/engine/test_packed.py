@@ -237,7 +237,7 @@ def test_8_bit_floats_of_experts_are_computed_as_they_are_stored(name: str, tmp_
             wanted = stored[f"model.layers.1.mlp.experts.3.{leaf}.weight"][part].view(torch.uint8)
             assert torch.equal(matrix.view(torch.uint8), wanted), leaf
         config, group = read_model_config(tmp_path / "m"), runner.loaded.group
-        estimate = quantised.weight_bytes("checkpoint", config, torch.float64, tmp_path / "m", group)
+        estimate = quantised.weight_bytes("checkpoint", config, torch.float64, group)
         assert estimate == runner.loaded.model.nbytes
         assert "32 matrices are computed in 8 bits, as the checkpoint stores them" in runner.loaded.notes
         if size == 2:

@@ -1,0 +1,153 @@
+"""Checkpoints as they lie on people's disks: what has no effect is ignored, anything else ends with one sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.errors import CheckpointError
+from engine.model.decoder import Decoder
+from engine.model.hf_config import read_model_config
+from engine.text.tokenizer import Tokenizer
+from minitui import tutor
+from tests.support.models import load_decoder, reference, rewrite, save
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model in one file, and the same model in several."""
+    model, folder = reference("qwen3"), tmp_path_factory.mktemp("odd")
+    return {"one": save(model, folder / "one"), "shards": save(model, folder / "shards", shards=True)}
+
+
+@pytest.fixture
+def one(sources: dict[str, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sources["one"], tmp_path / "m"))
+
+
+@pytest.fixture
+def shards(sources: dict[str, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sources["shards"], tmp_path / "m"))
+
+
+def equal(ours: Decoder, theirs: Decoder) -> bool:
+    return all(torch.equal(a.view, b.view) for a, b in zip(ours.slots(), theirs.slots(), strict=True))
+
+
+def test_shards_without_an_index_are_named(shards: Path) -> None:
+    (shards / "model.safetensors.index.json").unlink()
+    message = r"m has model-00001-of-.*\.safetensors.*, but neither model\.safetensors nor .*: download model\.safet"
+    with pytest.raises(CheckpointError, match=message):
+        load_decoder(shards)
+
+
+def test_an_index_may_name_the_wrong_shard_of_a_tensor_but_not_the_wrong_shards(
+    shards: Path, sources: dict[str, Path]
+) -> None:
+    path = shards / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    files = sorted(set(index["weight_map"].values()))
+    turned = {name: files[(files.index(file) + 1) % len(files)] for name, file in index["weight_map"].items()}
+    path.write_text(json.dumps({"weight_map": turned}))
+    assert equal(load_decoder(shards), load_decoder(sources["one"]))
+    lacking = dict.fromkeys(turned, files[0])
+    path.write_text(json.dumps({"weight_map": lacking}))
+    with pytest.raises(CheckpointError, match=rf"the checkpoint .*{files[0]} lacks .*: use config\.json and weights"):
+        load_decoder(shards)
+
+
+def test_a_missing_shard_is_named(shards: Path) -> None:
+    (shards / sorted(path.name for path in shards.glob("model-*"))[1]).unlink()
+    with pytest.raises(CheckpointError, match=r"index\.json names .* files, of which model-00002-of-.* is missing"):
+        load_decoder(shards)
+
+
+def test_tensors_without_an_effect_and_a_mixture_of_types_are_no_fault(one: Path, sources: dict[str, Path]) -> None:
+    """Scales of a KV cache, of activations and of projections' outputs; norms in float32 beside float16 matrices."""
+    scales = ("self_attn.k_scale", "self_attn.k_proj.output_scale", "mlp.up_proj.input_scale", "self_attn.prob_scale")
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors |= {f"model.layers.1.{name}": torch.ones(1) for name in scales}
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].double()
+        tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].half()
+
+    rewrite(one, change)
+    ours, theirs = load_decoder(one), load_decoder(sources["one"])
+    ours.layers[0].mlp.gate_up.copy_(theirs.layers[0].mlp.gate_up)  # rounded to float16
+    assert equal(ours, theirs)
+
+
+def test_an_absent_output_matrix_names_the_field_that_ties_it(one: Path) -> None:
+    rewrite(one, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(CheckpointError, match=r"lacks lm_head\.weight: .* set tie_word_embeddings to true in config"):
+        load_decoder(one)
+
+
+def test_quantised_tensors_without_a_quantization_config_are_recognised(one: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        stem = "model.layers.0.mlp.up_proj."
+        tensors.pop(f"{stem}weight")
+        tensors |= {f"{stem}{leaf}": torch.zeros(8, 8, dtype=torch.int32) for leaf in ("qweight", "qzeros")}
+
+    rewrite(one, change)
+    message = r"lacks .*up_proj\.weight; it has .*up_proj\.qweight.*, but config\.json has no quantization_config"
+    with pytest.raises(CheckpointError, match=message):
+        load_decoder(one)
+
+
+def test_a_quantization_config_without_quantised_tensors_changes_nothing(one: Path, sources: dict[str, Path]) -> None:
+    path = one / "config.json"
+    fields = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    assert equal(load_decoder(one), load_decoder(sources["one"]))
+    key = "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(one / "model.safetensors")
+    save_file(tensors | {key: tensors[key].to(torch.float8_e4m3fn)}, one / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight is of type F8_E4M3 and should be one of F64"):
+        load_decoder(one)
+
+
+@pytest.mark.parametrize(
+    ("method", "nearest"), [("bitsandbytes", "awq"), ("torchao", "compressed-tensors"), ("exl2", "gptq"), ("mine", "")]
+)
+def test_the_nearest_method_of_quantisation_is_named(one: Path, method: str, nearest: str) -> None:
+    path = one / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": method}}))
+    like = f", and {nearest} is the nearest to it" if nearest else ""
+    with pytest.raises(CheckpointError, match=rf"quant_method '{method}' .*mxfp4{like}; use another quantisation"):
+        read_model_config(one)
+
+
+@pytest.mark.parametrize("base", ["Qwen/Qwen3-0.6B", None])
+def test_a_lora_adapter_names_its_model_and_the_way_out(base: Any, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base, "r": 8}))
+    of = r" of Qwen/Qwen3-0\.6B" if base else ""
+    message = rf"holds a LoRA adapter{of} \(adapter_config\.json\), .*merge_and_unload"
+    with pytest.raises(CheckpointError, match=message):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("files", [["tokenizer.model"], ["merges.txt", "vocab.json"], ["tekken.json"], []])
+def test_a_tokenizer_in_another_format_is_named(files: list[str], tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json does not exist.*save_pretrained") as caught:
+        Tokenizer(tmp_path)
+    assert all(name in str(caught.value) for name in files)
+    assert (", only " in str(caught.value)) == bool(files)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json"])
+def test_a_chat_template_in_a_file_of_its_own_is_found(name: str, tmp_path: Path) -> None:
+    source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    shutil.copy(tutor.model_dir() / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / name).write_text(source if name.endswith("jinja") else json.dumps({"chat_template": source}))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.render_chat([{"role": "user", "content": "Hello"}]) == "<user>Hello"
