@@ -14,13 +14,12 @@ from engine.files import read_json
 from engine.model.config import NO_ROPE, ExpertsConfig, ModelConfig, RopeConfig
 from engine.model.families import ARCHITECTURES, MODEL_TYPES, WITH_IMAGES, Architecture
 from engine.model.foreign_keys import ACTIVATIONS, neutral_values
+from engine.model.hf_layers import LayerReader
 from engine.model.hf_packing import read_packing
 from engine.model.hf_rope import MOST_POSITIONS, RopeReader
 
 MOST_LAYERS = 10_000
 MOST_EXPERTS = 65_536
-DEFAULT_WINDOW = 4096  # the same in all families with windows
-SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 class ConfigReader:
@@ -45,8 +44,9 @@ class ConfigReader:
         head_dim = fields.count("head_dim", hidden // heads)
         if head_dim % 2:
             raise self._error(f"has head_dim {head_dim}: rotary positions need an even number")
-        windows = self._windows(arch, layers)
-        rope, layer_ropes = self._ropes(arch, head_dim, layers, windows)
+        reader = LayerReader(fields, arch, layers)
+        windows = reader.windows()
+        rope, layer_ropes = self._ropes(arch, head_dim, reader.rotated(), windows)
         config = ModelConfig(
             architecture=name,
             vocab_size=fields.count("vocab_size"),
@@ -113,26 +113,15 @@ class ConfigReader:
         return scalar**-0.5 if scalar else self._own(arch, "attention_multiplier", 0.0)
 
     def _ropes(
-        self, arch: Architecture, head_dim: int, layers: int, windows: tuple[int, ...]
+        self, arch: Architecture, head_dim: int, rotated: list[bool], windows: tuple[int, ...]
     ) -> tuple[RopeConfig, tuple[RopeConfig, ...]]:
         """Returns the rotary positions of the model, and those of each layer (empty if all layers are equal)."""
         reader = RopeReader(self._fields, arch, head_dim)
         if arch.two_ropes:
             whole, local = reader.two()
             return whole, tuple(local if window else whole for window in windows)
-        rope, rotated = reader.one(), self._rotated_layers(arch, layers)
+        rope = reader.one()
         return rope, () if all(rotated) else tuple(rope if yes else RopeConfig(NO_ROPE) for yes in rotated)
-
-    def _rotated_layers(self, arch: Architecture, layers: int) -> list[bool]:
-        """Returns for each layer whether it rotates queries and keys by their positions."""
-        if "no_rope_layers" not in arch.reads:
-            return [True] * layers
-        rotated, every = self._raw.get("no_rope_layers"), self._fields.count("no_rope_layer_interval", 4)
-        if rotated is None:
-            return [(layer + 1) % every != 0 for layer in range(layers)]
-        if not isinstance(rotated, list) or len(rotated) < layers or any(each not in (0, 1) for each in rotated):
-            raise self._fields.refuse("no_rope_layers", f"a list with 1 (rotated) or 0 for each of the {layers} layers")
-        return [bool(each) for each in rotated[:layers]]
 
     def _architecture(self) -> str:
         kind = self._raw.get("model_type")
@@ -198,41 +187,6 @@ class ConfigReader:
             limit=self._own(arch, "swiglu_limit", 0.0),
             alpha=self._own(arch, "swiglu_alpha", 0.0),
         )
-
-    def _windows(self, arch: Architecture, layers: int) -> tuple[int, ...]:
-        """Returns the window of each layer; () if no layer has a window."""
-        fields = self._fields
-        if arch.window == "none":
-            return ()
-        used = arch.window == "always" or fields.flag("use_sliding_window")
-        is_null = "sliding_window" in self._raw and self._raw["sliding_window"] is None
-        window = 0 if is_null else fields.count("sliding_window", DEFAULT_WINDOW, least=int(used))
-        window = window if used else 0
-        first = fields.count("max_window_layers", 28, least=0) if arch.window == "layers" else 0
-        kinds = self._raw.get("layer_types")
-        if kinds is None:
-            every, whole = arch.full_layers or (1, 1)
-            every = fields.count("sliding_window_pattern", every) if "sliding_window_pattern" in arch.reads else every
-            whole = min(whole, every - 1) if arch.full_layers else whole
-            local = [window and i >= first and i % every != whole for i in range(layers)]
-            if "no_rope_layers" in arch.reads:
-                local = [window and not rotated for rotated in self._rotated_layers(arch, layers)]
-            kinds = [SLIDING if each else FULL for each in local]
-        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (SLIDING, FULL) for kind in kinds):
-            raise self._error(
-                f"has layer_types {shown(kinds)}: it must name '{SLIDING}' or '{FULL}' for each of the {layers} layers"
-            )
-        if SLIDING in kinds and not window:
-            raise self._error(
-                f"has {SLIDING} in layer_types, but no sliding_window in use: set sliding_window"
-                + ("" if arch.window == "always" else ", and set use_sliding_window to true")
-            )
-        if arch.window == "used" and window and FULL in kinds:
-            raise self._error(
-                f"has {FULL} in layer_types and a sliding_window of {window} in use: this architecture "
-                "has a window in every layer or in none"
-            )
-        return tuple(window if kind == SLIDING else 0 for kind in kinds) if SLIDING in kinds else ()
 
     def _refuse_foreign(self, arch: Architecture, config: ModelConfig) -> None:
         """Refuse settings of other families that this architecture does not support."""

@@ -6,7 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +21,17 @@ from engine.config import EngineConfig
 from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.errors import EngineError
-from engine.model.checkpoint import checkpoint_slots
 from engine.model.config import ModelConfig
-from engine.model.decoder import Decoder
 from engine.model.experts import Ops
 from engine.model.group import ALONE, Group
 from engine.model.kv_scales import kv_scales
-from engine.model.weights import dummy_weights, load_weights
 from engine.progress import Progress
-from engine.worker import kept_weights
 from engine.worker.batch import Batch
 from engine.worker.cores import default_threads
 from engine.worker.inputs import Draws
 from engine.worker.launch import DrawnLogprobs, LaunchedStep, PromptLogprobs
 from engine.worker.limits import resolve
-from engine.worker.quantised import KEPT, describe_kept, kept_matrices, matrices
+from engine.worker.load_model import load_model
 from engine.worker.sampler import Drawn
 from engine.worker.upload import to_host
 
@@ -93,9 +89,11 @@ class LoadedModel:
         self.block_size = engine_config.block_size
         self.vocab_size = model_config.vocab_size
         self.device_name = _device_name(self.device, group.size)
-        self.notes: tuple[str, ...] = ()  # sentences for the user about the runner
+        self.notes: tuple[str, ...]  # sentences for the user about the runner
         with torch.inference_mode():
-            self.model = self._load(ops, model_dir, on_progress)
+            self.model, self.notes = load_model(
+                model_config, replace(limits, device=self.device), engine_config, group, ops, model_dir, on_progress
+            )
             if note := group.join(model_config.hidden_size, self.dtype):
                 self.notes += (note,)
             self._kv_scales = kv_scales(self.model) if self.kv_dtype == FP8 else None
@@ -202,35 +200,7 @@ class LoadedModel:
         event.record()
         return event
 
-    # ---- loading
-
-    def _load(self, ops: Ops, model_dir: Path | None, on_progress: Progress | None) -> Decoder:
-        config, kind = self.model_config, self.quantization
-        files = None if self.config.dummy_weights else model_dir
-        kept = kept_matrices(self.shard, config, ops, self.group, files) if kind == KEPT else None
-        how = matrices(kind, config), self.group, kept
-
-        def make() -> Decoder:
-            return Decoder(self.shard, self.dtype, self.device, self.max_model_len, ops, *how)
-
-        def fill(model: Decoder) -> None:
-            slots = self.group.shard_slots(model.slots(), config)
-            if self.config.dummy_weights:
-                dummy_weights(slots, self.config.seed)
-            elif files is None:
-                raise EngineError("there is neither a model directory nor dummy_weights: give one of these two options")
-            else:
-                slots = checkpoint_slots(slots, config, self.dtype)
-                load_weights(slots, files, config.tie_word_embeddings, on_progress, config.packing)
-
-        if kind in kept_weights.KINDS and self.config.keep_weights and files is not None:
-            path = kept_weights.file_of(self.config.model or files.name, files, config, kind)
-            model, self.notes = kept_weights.load(path, make, fill, on_progress)
-            return model
-        model = make()
-        fill(model)
-        self.notes += () if kept is None else (describe_kept(model, kept, self.dtype),)
-        return model
+    # ---- the pool
 
     def _make_pool(self, num_blocks: int) -> KVPool:
         return KVPool(self.shard, num_blocks, self.block_size, self.kv_dtype, self.device, self._kv_scales)
