@@ -274,9 +274,9 @@ def each_expert(
     The weights are tensors, or matrices of e4m3 numbers (moe_fp8.py). Adds the number of tokens of each expert to load
     int64 [E]. `live` int32 [1]: only the first `live` tokens are counted, and only their rows are written.
     """
-    plain = isinstance(gate_up, torch.Tensor)
-    tiles = tiles_for(len(x), per_token, len(router), eight_bits=not plain)
+    tiles = tiles_for(len(x), per_token, len(router), eight_bits=not isinstance(gate_up, torch.Tensor))
     routes = route(x, router, per_token, normalised, load, tiles.rows, live, router_bias)
     if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
         return products(x, gate_up, down, routes, tiles, clamped)
+    assert not isinstance(gate_up, torch.Tensor) and not isinstance(down, torch.Tensor), "both are of the same kind"
     return moe_fp8.products(x, gate_up, down, routes, tiles)
