@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from engine.errors import EngineError
 from engine.model.config import ModelConfig
+from engine.model.linear import BLOCK
 from engine.model.slots import Cut, Slot
 from engine.model.traits import lacking
 
@@ -47,9 +48,9 @@ def shard_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:
     """Returns the configuration of one rank's shard: fewer heads, a narrower MLP, a slice of the vocabulary."""
     experts = config.experts
     if experts is not None:
-        begin, end = _span(experts.inner_size, rank, size)
+        begin, end = _inner_span(config, experts.inner_size, rank, size)
         experts = replace(experts, inner_size=end - begin)
-    begin, end = _span(config.intermediate_size, rank, size)
+    begin, end = _inner_span(config, config.intermediate_size, rank, size)
     return replace(
         config,
         num_heads=config.num_heads // size,
@@ -70,9 +71,9 @@ def shard_slots(slots: Iterable[Slot], config: ModelConfig, rank: int, size: int
     dim, pieces = config.head_dim, min(size, config.num_kv_heads)
     q_width, kv_width = config.num_heads * dim, config.num_kv_heads * dim
     queries, keys = _span(q_width, rank, size)[0], kv_rank * kv_width // pieces
-    inner = _span(config.intermediate_size, rank, size)[0]
+    inner = _inner_span(config, config.intermediate_size, rank, size)[0]
     experts_inner = config.experts.inner_size if config.experts is not None else 0
-    experts_from = _span(experts_inner, rank, size)[0]
+    experts_from = _inner_span(config, experts_inner, rank, size)[0]
 
     def cut(slot: Slot) -> Slot:
         owner, _, leaf = slot.name.rpartition(".")
@@ -114,6 +115,16 @@ def _nothing(slot: Slot) -> Slot:
 
 def _span(extent: int, rank: int, size: int) -> tuple[int, int]:
     return extent * rank // size, extent * (rank + 1) // size
+
+
+def _inner_span(config: ModelConfig, extent: int, rank: int, size: int) -> tuple[int, int]:
+    """Returns the part of an MLP's inner size. Whole blocks of 8-bit floats stay whole, if each rank can have one."""
+    packing = config.packing
+    blocks = extent // BLOCK if packing is not None and packing.floats and extent % BLOCK == 0 else 0
+    if blocks < size:
+        return _span(extent, rank, size)
+    begin, end = _span(blocks, rank, size)
+    return begin * BLOCK, end * BLOCK
 
 
 def _fits(heads: int, kv_heads: int, size: int) -> bool:

@@ -29,8 +29,9 @@ from tests.engine.gpu.test_engine import OPTIONS, greedy, ids_of  # noqa: E402
 from tests.engine.gpu.test_fp8 import logprobs  # noqa: E402
 from tests.engine.gpu.test_kernels import DEVICE, DTYPE, error, normal  # noqa: E402
 from tests.engine.gpu.test_moe import BOUND, SHAPE, chosen_in, sum_of  # noqa: E402
+from tests.support.families import checkpoint  # noqa: E402
 from tests.support.models import Driver, make_request, make_runner, reference, save  # noqa: E402
-from tests.support.packing import quantise  # noqa: E402
+from tests.support.packing import mxfp4, quantise  # noqa: E402
 from tests.support.parity import our_logits  # noqa: E402
 
 SHAPES_8 = [(128, 8, 512, 128, True), (6, 3, 256, 384, False), (60, 4, 2048, 768, True)]
@@ -99,18 +100,35 @@ def test_a_checkpoint_with_8_bit_experts_is_near_its_expanded_weights(
     sizes = {key: SHAPE[key] for key in ("vocab_size", "hidden_size", "head_dim", "max_position_embeddings")}
     theirs = reference("qwen3_moe", **sizes, moe_intermediate_size=256, num_experts=6, num_experts_per_tok=6).bfloat16()
     quantise(theirs, save(theirs, tmp_path / "plain"), tmp_path / "m", name)
-    exact = Driver(make_runner(tmp_path / "m", "float64", num_blocks=200, max_model_len=512))
     llm = LLM(str(tmp_path / "m"), **{**OPTIONS, "dummy_weights": False, **path})
     experts = [layer.mlp for layer in llm.engine.runner.loaded.model.layers]  # type: ignore[attr-defined]
     assert all(isinstance(each, Experts) and isinstance(each.gate_up, Fp8Weight) for each in experts)
-    for row, (length, bound) in enumerate(((1, 0.03), (40, 0.03), (300, 0.2))):
+    assert_near(llm, tmp_path / "m", (0.03, 0.03, 0.2))
+
+
+@pytest.mark.parametrize("path", [{}, {"enforce_eager": True}])
+def test_the_experts_of_gpt_oss_are_near_their_weights_in_float64(path: dict[str, Any], tmp_path: Path) -> None:
+    """MXFP4 experts are expanded to bfloat16, which has them exactly."""
+    sizes = {key: SHAPE[key] for key in SHAPE if key.startswith(("vocab", "hidden", "num_", "head", "max_"))}
+    (tmp_path / "plain").mkdir()
+    fields = {"intermediate_size": 256, "num_local_experts": 6, "num_experts_per_tok": 6, "num_experts": ..., "layer_types": ...}
+    checkpoint("gpt_oss", 0, tmp_path / "plain", **sizes | fields)
+    mxfp4(tmp_path / "plain", tmp_path / "m")
+    llm = LLM(str(tmp_path / "m"), **{**OPTIONS, "dummy_weights": False, **path})
+    assert_near(llm, tmp_path / "m", (0.04, 0.04, 0.04))
+
+
+def assert_near(llm: LLM, directory: Path, bounds: tuple[float, ...]) -> None:
+    """Prompts of 1, 40 and 300 tokens: the log-probabilities are those of the same weights in float64."""
+    exact = Driver(make_runner(directory, "float64", num_blocks=200, max_model_len=512))
+    for row, (length, bound) in enumerate(zip((1, 40, 300), bounds, strict=True)):
         text = torch.randint(0, 5000, (length,), generator=torch.Generator().manual_seed(row)).tolist()
         reply = ids_of(llm.generate([text], greedy(8), use_tqdm=False))[0]
         wanted = our_logits(exact, make_request(text + reply, row), [length + 8]).log_softmax(-1)
         places = torch.arange(length + 7), torch.tensor((text + reply)[1:])
         difference = logprobs(llm, [text + reply]) - wanted[places].numpy()
         distance = float((difference**2).mean() ** 0.5 / wanted.std())
-        print(f"{name} {path}, {length} tokens: {distance:.4f} of the spread {wanted.std():.2f}")
+        print(f"{directory}, {length} tokens: {distance:.4f} of the spread {wanted.std():.2f}")
         assert distance < bound
         short = wanted.max(-1).values[length - 1 : -1] - wanted[places][length - 1 :]
         assert float(short.mean()) < bound * float(wanted.std())
