@@ -111,8 +111,8 @@ def test_the_experts_of_gpt_oss_are_near_their_weights_in_float64(path: dict[str
     """MXFP4 experts are expanded to bfloat16, which has them exactly."""
     sizes = {key: SHAPE[key] for key in SHAPE if key.startswith(("vocab", "hidden", "num_", "head", "max_"))}
     (tmp_path / "plain").mkdir()
-    fields = {"intermediate_size": 256, "num_local_experts": 6, "num_experts_per_tok": 6, "num_experts": ..., "layer_types": ...}
-    checkpoint("gpt_oss", 0, tmp_path / "plain", **sizes | fields)
+    experts = {"num_local_experts": 6, "num_experts_per_tok": 6, "num_experts": ..., "intermediate_size": 256}
+    checkpoint("gpt_oss", 0, tmp_path / "plain", **sizes | experts, layer_types=...)
     mxfp4(tmp_path / "plain", tmp_path / "m")
     llm = LLM(str(tmp_path / "m"), **{**OPTIONS, "dummy_weights": False, **path})
     assert_near(llm, tmp_path / "m", (0.04, 0.04, 0.04))
