@@ -38,7 +38,7 @@ def tiles_for(tokens: int, per_token: int, experts: int, *, eight_bits: bool = F
             return Tiles(32, True, Tile(64, 128, 4, 4), Tile(128, 64, 4, 4))
         if per_expert <= 128:
             return Tiles(64, False, Tile(128, 128, 8, 3), Tile(128, 128, 8, 4))
-        return Tiles(64, False, Tile(64, 128, 4, 4), Tile(128, 64, 4, 4))
+        return Tiles(64, False, Tile(64, 128, 4, 4), Tile(128, 64, 4, 6))
     if per_expert <= 10:
         return Tiles(16, True, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3))
     if per_expert <= 20:

@@ -119,9 +119,12 @@ def test_the_experts_of_gpt_oss_are_near_their_weights_in_float64(path: dict[str
 
 
 def assert_near(llm: LLM, directory: Path, bounds: tuple[float, ...]) -> None:
-    """Prompts of 1, 40 and 300 tokens: the log-probabilities are those of the same weights in float64."""
+    """Prompts of 1, 10 and 300 tokens: the log-probabilities are near those of the same weights in float64.
+
+    Each expert gets all tokens, so with 300 tokens, activations are rounded to 8 bits too.
+    """
     exact = Driver(make_runner(directory, "float64", num_blocks=200, max_model_len=512))
-    for row, (length, bound) in enumerate(zip((1, 40, 300), bounds, strict=True)):
+    for row, (length, bound) in enumerate(zip((1, 10, 300), bounds, strict=True)):
         text = torch.randint(0, 5000, (length,), generator=torch.Generator().manual_seed(row)).tolist()
         reply = ids_of(llm.generate([text], greedy(8), use_tqdm=False))[0]
         wanted = our_logits(exact, make_request(text + reply, row), [length + 8]).log_softmax(-1)
