@@ -216,4 +216,8 @@ MODEL_TYPES = {
     "gpt_oss": "GptOssForCausalLM",
 }
 # Models of text and images, whose text part is one of the families: its fields are in text_config.
-WITH_IMAGES = {"Gemma3ForConditionalGeneration": "gemma3_text", "Mistral3ForConditionalGeneration": "mistral"}
+WITH_IMAGES = {
+    "Gemma3ForConditionalGeneration": "gemma3_text", "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen2VLForConditionalGeneration": "qwen2", "Qwen2_5_VLForConditionalGeneration": "qwen2",
+    "Qwen3VLForConditionalGeneration": "qwen3",
+}  # fmt: skip

@@ -253,8 +253,22 @@ def _text_part(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
     name = next((each for each in named if each in WITH_IMAGES), None)
     if name is None:
         return raw
-    text = raw.get("text_config")
+    text, kind = raw.get("text_config"), WITH_IMAGES[name]
+    if text is None and name.startswith("Qwen2"):
+        text = raw  # as published: all fields in one object
     if not isinstance(text, dict):
         raise CheckpointError(f"{path} names {name}, but has no text_config: download the file again")
+    if name.startswith("Qwen"):
+        ropes = {key: _of_text(text[key]) for key in ("rope_scaling", "rope_parameters") if key in text}
+        text = {**text, **ropes, "model_type": kind}
+        text.setdefault("tie_word_embeddings", raw.get("tie_word_embeddings", False))
     outer = {key: raw[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in raw}
-    return {**outer, "model_type": WITH_IMAGES[name], **text, "architectures": None}
+    return {**outer, "model_type": kind, **text, "architectures": None}
+
+
+def _of_text(rope: Any) -> Any:
+    """Returns the rotary positions of text: its tokens have the same place in time, height and width of an image."""
+    if not isinstance(rope, dict):
+        return rope
+    text = {key: value for key, value in rope.items() if key not in ("mrope_section", "mrope_interleaved")}
+    return {key: "default" if value == "mrope" else value for key, value in text.items()}

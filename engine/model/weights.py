@@ -284,7 +284,7 @@ def _is_unused(name: str) -> bool:
 
     Older Llama checkpoints have rotary frequencies, but the configuration determines them.
     """
-    parts = ("vision_tower.", "multi_modal_projector.")
+    parts = ("vision_tower.", "multi_modal_projector.", "visual.")
     # This engine computes the scales of activations, keys and values itself, if it rounds them at all.
     unused = (
         ".rotary_emb.inv_freq", ".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".q_scale",
