@@ -44,7 +44,7 @@ def activations(x, row, k, inside, K, SILU: tl.constexpr):
     return v
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])  # compiled once for any number of tokens
 def _round_groups_kernel(
     x,
     values,

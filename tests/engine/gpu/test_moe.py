@@ -218,12 +218,15 @@ def test_the_records_count_every_token_and_no_padding(model: str, path: str) -> 
     assert math.isinf(runner.loaded._expert_load_due) is False
 
 
-@pytest.mark.parametrize("kind", ["experts", "dense"])
+@pytest.mark.parametrize("kind", ["experts", "dense", "experts in 8 bits"])
 def test_nothing_is_compiled_during_a_request(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of all sizes, alone and together, drawn in every way: each form of the kernels was made at the start."""
     shape = {**SHAPE, "hidden_size": 384, "moe_intermediate_size": 136, "intermediate_size": 1152}
     if kind == "dense":
         shape = {**shape, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    if kind == "experts in 8 bits":
+        stored = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        shape = {**shape, "moe_intermediate_size": 256, "quantization_config": stored}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     llm = LLM(str(tmp_path), **{**OPTIONS, "max_num_batched_tokens": 1500})
     compiled: list[str] = []
