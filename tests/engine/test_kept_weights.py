@@ -11,7 +11,7 @@ import pytest
 
 from engine.errors import EngineError
 from engine.model.four_bits import Int4Weight
-from engine.worker import kept_files, kept_weights, loaded
+from engine.worker import kept_files, kept_weights, load_model
 from tests.support.models import Driver, make_request, make_runner, prompt, reference, save
 from tests.support.packing import FORMATS, quantise
 
@@ -41,8 +41,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         found.append(directory)
         original(slots, directory, *others)
 
-    original = loaded.load_weights
-    monkeypatch.setattr(loaded, "load_weights", load_weights)
+    original = load_model.load_weights
+    monkeypatch.setattr(load_model, "load_weights", load_weights)
     return found
 
 
