@@ -749,7 +749,8 @@ async def test_a_backlog_is_folded_between_frames_and_keys_come_first(monkeypatc
         async def snapshot(self) -> dict:
             return empty
 
-    feed = Updater(Source(), View())
+    now = 100.0
+    feed = Updater(Source(), View(), clock=lambda: now)
     await feed.sync()
     stress.run(4.0)
     feed.pump()
@@ -757,8 +758,10 @@ async def test_a_backlog_is_folded_between_frames_and_keys_come_first(monkeypatc
     assert waited > PACKET and feed.steps_behind > 0
     feed.keep_up()
     feed.note_key()
-    await asyncio.sleep(0.4 * AFTER_KEY_S)
+    now += 0.4 * AFTER_KEY_S
+    await asyncio.sleep(0.02)  # enough for many slices
     assert feed.backlog == waited, "a key was pressed: its echo comes first"
+    now += AFTER_KEY_S
     async with asyncio.timeout(10):
         while feed.backlog:
             await asyncio.sleep(0.001)
