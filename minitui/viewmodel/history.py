@@ -7,7 +7,10 @@ Steps, Rates, Trends, Lanes, TokenTimes, Events, FirstTokens    what happened, i
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
+from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any
 
 from engine.trace.records import Record
@@ -17,12 +20,13 @@ from minitui.viewmodel.events import Events
 from minitui.viewmodel.experts import ExpertLoads
 from minitui.viewmodel.first_tokens import FirstTokens
 from minitui.viewmodel.lanes import Lanes
-from minitui.viewmodel.rates import Rates
+from minitui.viewmodel.rates import BUCKET, Rates
 from minitui.viewmodel.steps import Steps
 from minitui.viewmodel.time_travel import PastStates
 from minitui.viewmodel.tokens import TokenTimes
 from minitui.viewmodel.trends import Trends
 
+TIME = itemgetter(1)  # of a record
 EMPTY = State(num_blocks=2, block_size=16, budget=1, max_num_seqs=1)
 BLOCK_EVENTS_KEPT = 20_000
 
@@ -87,7 +91,8 @@ class History:
         if self._folded_at is None:  # rates start at the first record
             self.rates.reset(records[0][1], self.live.state.gate == "closed", self.live.state.pace)
         self._folded_at = now
-        self._fold_history(self.live.fold(records))
+        for part in _by_time(records):
+            self._fold_history(self.live.fold(part))
         self.past.keep(records, self.live, packed)
 
     def _note_gap(self, records: int) -> None:
@@ -195,3 +200,16 @@ class History:
     def requests_of(self, group: str) -> list[int]:
         """Returns the known requests of a group, oldest first."""
         return [lane.id for lane in self.lanes.lanes.values() if lane.group == group]
+
+
+def _by_time(records: list[Record]) -> Iterator[list[Record]]:
+    """Yields the records in parts of at most a bucket of time: levels are noted once for each part. A live batch is
+    one part; a seek or a long backlog has many."""
+    if records[-1][1] - records[0][1] < BUCKET:
+        yield records
+        return
+    begin = 0
+    while begin < len(records):
+        end = bisect_right(records, records[begin][1] + BUCKET, begin + 1, key=TIME)
+        yield records[begin:end]
+        begin = end

@@ -38,6 +38,7 @@ class RequestTeller(Teller):
             if record[2] == "time":
                 yield from self._fold()
                 yield from self._told()
+                yield from self._each_minute(record[1])
                 if record[3] % FORGET_EVERY == 0:
                     self.view.lanes.forget_before(self.view.steps.first)
         yield from self._fold()
@@ -49,8 +50,9 @@ class RequestTeller(Teller):
         yield from self._told()
 
     def summary(self) -> Iterator[Line]:
-        """Yields nothing: each line is about a request."""
-        yield from ()
+        """Yields a line about the longest gap of all."""
+        if self._longest is not None and not self._json:
+            yield Line(self.view.live.state.t, self.view.live.state.step, "longest", self._longest[1])
 
     def stalled(self, seconds: float) -> Iterator[Line]:
         if not self._json:
@@ -60,14 +62,12 @@ class RequestTeller(Teller):
         for line in super().tell_all(reader):
             if not self._json or line.kind != "gap":
                 yield line
-        yield from self._unfinished()
 
-    def _unfinished(self) -> Iterator[Line]:
+    def _end(self) -> Iterator[Line]:
         """Yields the requests that have not finished, and a line about the longest gap of all."""
         for lane in sorted(self.view.lanes.active.values(), key=lambda lane: lane.id):
             yield self._line(lane)
-        if self._longest is not None and not self._json:
-            yield Line(self.view.live.state.t, self.view.live.state.step, "longest", self._longest[1])
+        yield from self.summary()
 
     def _fold(self) -> Iterator[Line]:
         batch, self._batch = self._batch, []

@@ -78,10 +78,7 @@ class Teller:
             self._batch.append(record)
             if record[2] in ("time", "fail", "refuse", "gate", "pace", "finish"):
                 yield from self._fold()
-                if self._summed_up is None:
-                    self._summed_up = record[1]
-                elif record[1] - self._summed_up >= SUMMARY_S:
-                    yield from self.summary()
+                yield from self._each_minute(record[1])
 
     def stalled(self, seconds: float) -> Iterator[Line]:
         """Yields a line if no record has arrived for `seconds` and requests wait for their tokens."""
@@ -89,7 +86,7 @@ class Teller:
         waiting = [f"r{request.id}" for request in state.requests.values() if request.state == "running"]
         if seconds < STALL_S:
             self._stall_s = STALL_S
-        if seconds < self._stall_s or state.gate == "closed" or not waiting:
+        if seconds < self._stall_s or state.gate == "closed" or state.pace > 1 or not waiting:
             return
         self._stall_s = 2 * seconds
         yield from self._flush()
@@ -101,10 +98,17 @@ class Teller:
         whose = " and ".join(", ".join(named).rsplit(", ", 1))
         yield Line(state.t + seconds, state.step, "stall", f"{text}; waiting for tokens: {whose}")
 
+    def _each_minute(self, t: float) -> Iterator[Line]:
+        """Yields a summary if the last one is old. `t`: the engine time of a record."""
+        if self._summed_up is None:
+            self._summed_up = t
+        elif t - self._summed_up >= SUMMARY_S:
+            self._summed_up = t
+            yield from self.summary()
+
     def summary(self) -> Iterator[Line]:
         """Yields lines that sum up this moment."""
         state = self.view.live.state
-        self._summed_up = state.t
         for text in summary(self.view):
             yield Line(state.t, state.step, "summary", text)
 
@@ -127,6 +131,10 @@ class Teller:
             yield from self.tell(part.records)
             last = keyframe.seq + len(part.records)
         yield from self.rest()
+        yield from self._end()
+
+    def _end(self) -> Iterator[Line]:
+        """Yields the lines at the end of a recording."""
         yield from self.summary()
 
     def _fold(self) -> Iterator[Line]:

@@ -303,6 +303,17 @@ def test_a_step_that_does_not_end_is_said_again_when_the_time_has_doubled() -> N
     assert not list(RequestTeller(view, json=True).stalled(9.0))
 
 
+@pytest.mark.parametrize(("kind", "said"), [(Teller, "the cache saved "), (RequestTeller, "the longest gap of all")])
+def test_a_server_s_lines_are_summed_up_every_minute(
+    kind: type[Teller], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minitui.viewmodel.teller.SUMMARY_S", 0.5)
+    reader, view = TraceReader(GOLDEN), View()
+    view.reset(reader.part(0).snapshot)
+    told = [line for line in kind(view).tell(reader.records()) if line.text.startswith(said)]
+    assert len(told) == 2 and 0.45 < told[1].t - told[0].t < 0.8, [str(line) for line in told]
+
+
 def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="perfetto, json, md"):
         export(GOLDEN, "gif")

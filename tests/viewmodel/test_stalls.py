@@ -355,7 +355,8 @@ def test_a_recording_is_told_request_by_request_as_text_and_as_json(path: Any) -
             assert line.endswith(f"longest gap {gap['text']}") and row["gap_p50_ms"] <= row["gap_p99_ms"] <= gap["ms"]
     longest = max((row for row in data if row["longest_gap"]), key=lambda row: row["longest_gap"]["ms"])
     assert len(text) == len(data) + 1
-    assert f"the longest gap of all requests: r{longest['request']}, {longest['longest_gap']['text']}" in text[-1]
+    of_all = f"the longest gap of all requests: r{longest['request']}, {longest['longest_gap']['text']}"
+    assert of_all in text[-1] and of_all not in text[-2]
 
 
 def test_a_request_is_told_when_its_last_step_is_timed_and_an_aborted_one_soon_after() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from engine.trace.state import State
 from minitui.dev.panel import stress_view
-from minitui.dev.simulator import CLASSROOM, Load
+from minitui.dev.simulator import CLASSROOM, Load, Stress
+from minitui.viewmodel.model import View
 from minitui.viewmodel.trends import METRICS, SPANS, Trends, shortest_span
 
 
@@ -37,6 +39,27 @@ def test_a_column_has_the_values_of_its_time_and_a_level_lasts() -> None:
     assert first.count[-4:].tolist() == [1, 0, 1, 1] and np.isnan(first.p50[-3])
     past, (p50, _, _) = trends.series("pool", 60, 60, 2.5, live=False)
     assert past.p50[-2:].tolist() == [10, 20] and p50 == 10, "in the past, later values are not known"
+
+
+def test_levels_are_the_same_however_many_records_are_folded_at_once() -> None:
+    """A seek folds many seconds at once. Each picture of the pool and the queue must still have their history."""
+    stress = Stress(CLASSROOM)
+    stress.run(8.0)
+    records = stress.drain()
+    at_once, in_frames = View(), View()
+    for view, size in ((at_once, len(records)), (in_frames, 40)):
+        view.reset(State(CLASSROOM.blocks + 1, CLASSROOM.block_size, CLASSROOM.budget, CLASSROOM.rows).snapshot())
+        for begin in range(0, len(records), size):
+            view.fold(records[begin : begin + size])
+    assert at_once.live.state.snapshot() == in_frames.live.state.snapshot()
+    for name in ("pool", "queue"):
+        found, _ = at_once.trends.series(name, 15, 60, at_once.rates.now, live=True)
+        expected, _ = in_frames.trends.series(name, 15, 60, in_frames.rates.now, live=True)
+        known = ~np.isnan(expected.p50)
+        assert known.sum() > 25 and np.isnan(found.p50[known]).sum() <= 1
+        assert np.nanmean(np.abs(found.p50[known] - expected.p50[known])) <= 0.05 * np.nanmax(expected.p50)
+    for level in ("running", "used"):
+        assert (at_once.rates.series(level, 24, at_once.bucket) > 0).mean() > 0.9
 
 
 def test_gaps_across_a_preemption_are_counted() -> None:
