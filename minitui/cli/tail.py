@@ -35,6 +35,7 @@ from minitui.chat.sessions import Chats
 from minitui.cli.launch import live_source
 from minitui.cli.options import KvBlocks
 from minitui.sources.base import Source
+from minitui.text import count
 
 if TYPE_CHECKING:
     from minitui.viewmodel.model import View
@@ -174,7 +175,7 @@ async def tail_server(
             lost = bool(source.connection)
             if view.gap:
                 if kind != "json":
-                    out(f"({view.dropped:,} records were lost; the lines continue from here)")
+                    out(f"({count(view.dropped, 'record')} lost; the lines continue from here)")
                 view.reset(await _snapshot(source))
                 quiet = Quiet(teller_for(view, kind))
             await asyncio.sleep(POLL_S)
