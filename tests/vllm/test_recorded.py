@@ -62,17 +62,17 @@ def test_a_wrong_count_and_a_wrong_table_are_found() -> None:
     assert len(translator.faults) == 2
 
 
-@pytest.mark.parametrize(
-    ("line", "api", "telemetry"),
-    [
-        ("vllm serve m", 8000, [8001]), ("serve m --port 9000", 9000, [9001]), ("serve --port=9001 m", 9001, [9002]),
-        ("x --port", 8000, [8001]), ("serve m -dp 3", 8000, [8001, 8002, 8003]),
-        ("serve m --data_parallel_size=4 --data-parallel-size-local 2", 8000, [8001, 8002]),
-        ("serve m --data-parallel-size 4 --nnodes 2", 8000, [8001, 8002]),
-        ("serve m -dp 4 --data-parallel-rank 2 --port 8010", 8010, [8011]), ("serve m -dp 2 -dpe", 8000, [8001]),
-        ("serve m -dp 4 -dpl 2 -dpm", 8000, [8002]),
-    ],
-)  # fmt: skip
+LINES: list[tuple[str, int, list[int]]] = [
+    ("vllm serve m", 8000, [8001]), ("serve m --port 9000", 9000, [9001]), ("serve --port=9001 m", 9001, [9002]),
+    ("x --port", 8000, [8001]), ("serve m -dp 3", 8000, [8001, 8002, 8003]),
+    ("serve m --data_parallel_size=4 --data-parallel-size-local 2", 8000, [8001, 8002]),
+    ("serve m --data-parallel-size 4 --nnodes 2", 8000, [8001, 8002]),
+    ("serve m -dp 4 --data-parallel-rank 2 --port 8010", 8010, [8011]), ("serve m -dp 2 -dpe", 8000, [8001]),
+    ("serve m -dp 4 -dpl 2 -dpm", 8000, [8002]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "api", "telemetry"), LINES)
 def test_the_telemetry_of_each_rank_is_after_vllms_port(line: str, api: int, telemetry: list[int]) -> None:
     assert ports_of(line.split()) == Ports(api, telemetry[0], tuple(telemetry))
 

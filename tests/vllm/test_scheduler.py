@@ -7,6 +7,7 @@ import marshal
 import os
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -218,6 +219,34 @@ def test_a_vllm_without_this_scheduler_ends_with_a_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "minitui.vllm.scheduler", None)
     with pytest.raises(ImportError, match=r"tried with vLLM 0.25.1 and does not fit this version .*: start vLLM with"):
         minitui.vllm.RecordingScheduler  # noqa: B018
+
+
+def test_vllm_reads_the_header_of_a_rank_and_its_command_line_as_minitui_does(monkeypatch):
+    import vllm.platforms
+
+    monkeypatch.setattr(vllm.platforms.current_platform, "device_type", "cpu")
+    from starlette.datastructures import Headers
+    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from minitui.sources.vllm import RANK_HEADER
+    from minitui.vllm.ports import options_of
+    from tests.vllm.test_recorded import LINES
+
+    request = SimpleNamespace(headers=Headers({RANK_HEADER: "1"}))
+    assert GenerateBaseServing._get_data_parallel_rank(request) == 1
+    parser, compared = make_arg_parser(FlexibleArgumentParser()), 0
+    for line, *_ in LINES:
+        words = line.split()
+        if words[0] == "x":
+            continue
+        read = parser.parse_args(words[words.index("serve") + 1 :])
+        for name, value in options_of(words).items():
+            given = getattr(read, name.removeprefix("--").replace("-", "_"))
+            assert given is True or given == int(value), line
+            compared += 1
+    assert compared > 12
 
 
 async def test_two_data_parallel_ranks_are_found_and_shown_as_replicas(monkeypatch, tmp_path):
