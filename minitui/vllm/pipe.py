@@ -14,6 +14,7 @@ import subprocess
 import sys
 import weakref
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 MOST_WAITING = 32 << 20
@@ -28,7 +29,8 @@ GAVE_REASON = b"!"  # what a watcher writes before it ends, if it has logged why
 class Pipe:
     """The connection to a watcher process. Raises OSError when the watcher has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        """`environment`: added to the variables of this process."""
         self.lost = False
         self._reason_given = False
         self._unsent: list[bytes] = []  # since the last flush
@@ -45,7 +47,7 @@ class Pipe:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "minitui.vllm.watcher", str(reader), str(asks)],
                 pass_fds=(reader, asks), stdin=subprocess.DEVNULL, start_new_session=True,
-                env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+                env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **(environment or {})},
             )  # fmt: skip
         except OSError:
             self._close_ends()

@@ -1,4 +1,4 @@
-"""Where vLLM's server and the recorder's telemetry are, according to vLLM's command line.
+"""Where vLLM's server and the recorder's telemetry are, and which keys they have, from vLLM's command line.
 
 The telemetry is on the port after vLLM's own; each further data parallel rank on this machine takes the next port. With
 --data-parallel-multi-port-external-lb, each rank has a server of its own, and the telemetry follows after all of them.
@@ -6,6 +6,7 @@ The telemetry is on the port after vLLM's own; each further data parallel rank o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,31 +59,52 @@ def ports_of(arguments: list[str], chosen: str | None = None, rank: int = 0, loc
     return Ports(api, first + local_rank, ports)
 
 
-def _local_ranks(options: dict[str, str]) -> int:
+def _local_ranks(options: dict[str, list[str]]) -> int:
     """Returns the number of data parallel ranks on this machine."""
     ranks = _number(options, "--data-parallel-size", 1) // max(1, _number(options, "--nnodes", 1))
     return max(1, _number(options, "--data-parallel-size-local", ranks))
 
 
-def _number(options: dict[str, str], name: str, default: int) -> int:
-    text = options.get(name, "")
+def key_variables(arguments: list[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns vLLM's own API keys as variables of the watcher; nothing if the operator chose other keys, or none.
+
+    `arguments`: the command line of vLLM's server; `environment`: its variables.
+    """
+    if any(environment.get(f"MINITUI_{kind}_KEY") for kind in ("API", "CHAT", "WATCH")):
+        return {}
+    keys = options_of(arguments).get("--api-key") or environment.get("VLLM_API_KEY", "").split()
+    return {"MINITUI_API_KEY": " ".join(keys)} if keys else {}
+
+
+def _number(options: dict[str, list[str]], name: str, default: int) -> int:
+    text = "".join(options.get(name, [])[:1])
     return int(text) if text.isdecimal() and len(text) < 6 else default
 
 
-def options_of(arguments: list[str]) -> dict[str, str]:
-    """Returns the options by their names. Like vLLM, reads NAME VALUE, NAME=VALUE, underscores and --config FILE."""
-    options = {}
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=False):
+def options_of(arguments: list[str]) -> dict[str, list[str]]:
+    """Returns the options with the words that follow them.
+
+    Like vLLM, reads NAME VALUE, NAME=VALUE, underscores and --config FILE.
+    """
+    options: dict[str, list[str]] = {}
+    words: list[str] = []
+    for word in arguments:
         if word.startswith("-"):
             name, equals, value = word.partition("=")
-            options[SHORT.get(name, name.replace("_", "-"))] = value if equals else following
+            words = []
+            options[SHORT.get(name, name.replace("_", "-"))] = [value] if equals else words
+        else:
+            words.append(word)
     values: Any = None
-    if "--config" in options:
+    if options.get("--config"):
         with suppress(Exception):  # vLLM says what is wrong with its file
             import yaml  # type: ignore[import-untyped]
 
-            values = yaml.safe_load(Path(options["--config"]).read_text())
+            values = yaml.safe_load(Path(options["--config"][0]).read_text())
     if isinstance(values, dict):
         given = {name: value for name, value in values.items() if value is not None and value is not False}
-        options = {f"--{str(name).replace('_', '-')}": str(value) for name, value in given.items()} | options
+        options = {
+            f"--{str(name).replace('_', '-')}": [str(v) for v in (value if isinstance(value, list) else [value])]
+            for name, value in given.items()
+        } | options
     return options

@@ -8,6 +8,7 @@ together, because each write wakes the watcher.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import deque
 from itertools import compress, filterfalse
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from minitui.vllm.facts import OF_POOL, check_names, describe, only_manager
 from minitui.vllm.pipe import Pipe
+from minitui.vllm.ports import key_variables
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -46,7 +48,7 @@ class Recorder:
         self._manager = only_manager(scheduler)
         self._pool = scheduler.kv_cache_manager.block_pool
         self._info = describe(scheduler, self._manager.block_size)
-        self.pipe = pipe or Pipe()
+        self.pipe = pipe or Pipe(key_variables(sys.argv, os.environ))
         try:
             self.pipe.send(("init", now(), self._info))
             self.pipe.flush()

@@ -6,8 +6,8 @@ minitui/vllm/pipe.py starts it; environment variables configure it, because vLLM
 
     MINITUI_TELEMETRY_PORT   default: vLLM's port + 1, where `--connect` finds it; the next data parallel ranks follow
     MINITUI_TELEMETRY_HOST   default 127.0.0.1; any other address needs a key
-    MINITUI_API_KEY, MINITUI_CHAT_KEY, MINITUI_WATCH_KEY   as for `minitui serve`; --connect sends one key to vLLM and
-                             to the telemetry, so give both the same
+    MINITUI_API_KEY, MINITUI_CHAT_KEY, MINITUI_WATCH_KEY   as for `minitui serve`; default: vLLM's own keys, because
+                             --connect sends one key to vLLM and to the telemetry
     MINITUI_HIDE_TEXT=1      the telemetry has no texts
     MINITUI_RECORD=run.trace writes a recording
 """

@@ -24,7 +24,7 @@ from engine.trace.state import State
 from minitui.trace.follow import Follower
 from minitui.trace.reader import TraceError, TraceReader
 from minitui.tutor import model_dir
-from minitui.vllm.ports import Ports, ports_of
+from minitui.vllm.ports import Ports, key_variables, ports_of
 from minitui.vllm.translate import Translator
 from tests.support.fake_openai import FakeServer
 from tests.support.vllm_messages import STEPS, recorded
@@ -95,6 +95,18 @@ def test_a_rank_and_a_file_have_their_ports(tmp_path: Path) -> None:
             ports_of([], wrong)
     with pytest.raises(EngineError, match="there is no port 65536"):
         ports_of(["--port", "65535"])
+
+
+def test_the_telemetry_has_vllms_own_keys_unless_others_are_chosen(tmp_path: Path) -> None:
+    line = ["vllm", "serve", "m", "--api-key", "secret-one", "secret-two", "--port", "9000"]
+    assert key_variables(line, {}) == {"MINITUI_API_KEY": "secret-one secret-two"}
+    assert ports_of(line).api == 9000
+    assert key_variables(["serve", "--api_key=a", "m"], {"VLLM_API_KEY": "b"}) == {"MINITUI_API_KEY": "a"}
+    assert key_variables(["serve", "m"], {"VLLM_API_KEY": "b"}) == {"MINITUI_API_KEY": "b"}
+    assert key_variables(line, {"MINITUI_WATCH_KEY": "c"}) == {} == key_variables(["serve", "m"], {})
+    pytest.importorskip("yaml")
+    (tmp_path / "vllm.yaml").write_text("api-key: [d, e]\n")
+    assert key_variables(["--config", str(tmp_path / "vllm.yaml")], {}) == {"MINITUI_API_KEY": "d e"}
 
 
 # ---- the application's source, over a watcher that reads messages from a pipe as it does beside vLLM
