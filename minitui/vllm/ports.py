@@ -98,7 +98,7 @@ def options_of(arguments: list[str]) -> dict[str, list[str]]:
     values: Any = None
     if options.get("--config"):
         with suppress(Exception):  # vLLM says what is wrong with its file
-            import yaml  # type: ignore[import-untyped]
+            import yaml
 
             values = yaml.safe_load(Path(options["--config"][0]).read_text())
     if isinstance(values, dict):
