@@ -62,9 +62,10 @@ def _deepest_first(nodes: list[NodeView]) -> list[NodeView]:
 
 def next_blocks(state: State, order: EvictionOrder, most: int) -> tuple[list[int], list[tuple[NodeView, int]]]:
     """Returns the first `most` blocks that allocations take, if no request takes cached blocks before: the free blocks,
-    and then evicted blocks with their nodes. The state must know the order of the free blocks."""
-    assert state.free is not None
-    return state.free[: -most - 1 : -1], list(islice(order.blocks(), max(0, most - len(state.free))))
+    and then evicted blocks with their nodes. The state must know the order of the free blocks, or have none."""
+    assert state.free is not None or not state.counts[FREE]
+    free = state.free or []
+    return free[: -most - 1 : -1], list(islice(order.blocks(), max(0, most - len(free))))
 
 
 def is_under_pressure(state: State) -> bool:
@@ -74,7 +75,7 @@ def is_under_pressure(state: State) -> bool:
 
 def pressure_words(state: State, order: EvictionOrder, most: int) -> str:
     """Returns which blocks the next allocations take, at most `most`: "free 7 12, then 33 32 of #1, 15 of #2 …"."""
-    if state.free is None:
+    if state.free is None and state.counts[FREE]:
         return "unknown: the order of the free blocks is not recorded"
     free, evicted = next_blocks(state, order, most)
     parts = [f"free {' '.join(map(str, free))}"] if free else []

@@ -10,6 +10,9 @@ import pytest
 from engine.trace.records import Record
 from engine.trace.runs import blocks_of, number_of, runs_of
 from engine.trace.state import State
+from engine.trace.views import FREE
+from minitui.trace.bundled import find_trace
+from minitui.trace.reader import TraceReader
 from minitui.viewmodel.eviction import EvictionOrder, is_under_pressure, next_blocks, pressure_words
 from tests.engine.test_scheduler_simulation import Load
 
@@ -85,8 +88,30 @@ def test_a_pool_under_pressure_is_put_into_words() -> None:
             assert ("of #1" in words) == (cached > 0 and free < 4)
             assert ("preempt" in words) == (free + cached <= 4)
     assert len(said) == 4
-    state.free = None  # as after a snapshot of an older version
-    assert pressure_words(state, EvictionOrder(state), 4).startswith("unknown")
+    empty = State(num_blocks=9, block_size=16, budget=1, max_num_seqs=1)
+    empty.free = None  # as after a snapshot of an older version
+    assert pressure_words(empty, EvictionOrder(empty), 4).startswith("unknown")
+
+
+def test_in_a_full_pool_of_vllm_the_next_blocks_are_known() -> None:
+    """vLLM does not record the order of its free blocks. Without free blocks, allocations take the evicted ones."""
+    reader = TraceReader(find_trace("vllm-8b"))
+    state, predicted, checked = State.from_snapshot(reader.part(0).snapshot), None, 0
+    for record in reader.records():
+        kind = record[2]
+        if kind in ("evict", "uncopy") and predicted is None and not state.counts[FREE]:
+            order = EvictionOrder(state)
+            predicted = [block for _, block in next_blocks(state, order, 60)[1]]
+            assert pressure_words(state, order, 4).startswith(f"{predicted[0]} ")
+        elif kind == "alloc" and predicted is not None:
+            assert record[4] == predicted[: len(record[4])]
+            predicted, checked = None, checked + 1
+        elif kind not in ("evict", "uncopy"):
+            predicted = None
+        state.apply(record)
+        if checked == 150:
+            return
+    pytest.fail("too few evictions")
 
 
 def test_a_snapshot_has_the_free_blocks_in_order_as_runs() -> None:
