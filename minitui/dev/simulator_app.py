@@ -120,7 +120,7 @@ class StressApp(AppBase):
 
     def tick(self) -> None:
         """Drains and folds the new records, and paints a frame."""
-        if self.feed.key_pending and not self.is_headless:
+        if self.feed.key_waits("fold") and not self.is_headless:
             self.set_timer(AFTER_KEY_S, self.tick)
             return
         begin = time.process_time()

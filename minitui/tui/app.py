@@ -153,7 +153,7 @@ class MinituiApp(AppBase):
     def _frame(self) -> None:
         """Drain the records, fold them, and paint the visible screen; just after a key press, do this later."""
         self._check_engine()
-        if self.feed.key_pending and not self.is_headless:
+        if self.feed.key_waits("fold") and not self.is_headless:
             self.set_timer(AFTER_KEY_S, self._frame)
             return
         if self.feed.pump():

@@ -6,7 +6,6 @@ would form a cycle.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -74,7 +73,6 @@ class AppBase(App[int]):
         self.replays: list[str] = []  # ids of chats that /replay made: each reports its cache hit when its answer ends
         self.asking: Stage | None = None  # the demo that runs now; it controls the engine and asks for predictions
         self._drawn_moment: tuple[int, str] | None = None  # (selection, time) of the last picture
-        self._drawn_at = 0.0  # time.monotonic() of the last picture
         self.story = ""  # text of a demo or a recording, shown under the top bar
         for theme in THEMES:
             self.register_theme(theme)
@@ -256,11 +254,10 @@ class AppBase(App[int]):
     def draw(self) -> None:
         """Paint the visible screen."""
         self._drawn_moment = (self.view.version, self.view.travel_text)
-        self._drawn_at = time.monotonic()
 
     def draw_frame(self) -> None:
         """Draw, unless a key was pressed: its effect comes first, and the next frame draws."""
-        if self.feed.key_waits(self._drawn_at):
+        if self.feed.key_waits("frame"):
             self.frame_limiter.put_off()
         else:
             self.draw()

@@ -29,7 +29,7 @@ SLICE_S = 0.004  # length of a slice of folding
 SLICES_COLLECTED = 8  # the objects of so many slices are visited once more by the garbage collector
 KEY_POLL_S = 0.002  # while folding waits for a key, it tries again after this time
 AFTER_KEY_S = 0.050  # no folding and no frame for this time after a key press, so that its effect is drawn first
-LONGEST_DELAY_S = 0.1  # keys that repeat delay the next fold, frame or panel by this time at most
+LONGEST_DELAY_S = 0.1  # keys that follow each other delay folding, a frame or the panels by this time at most
 RETRY_S = 0.5  # pause before a snapshot is asked for again
 MAX_BACKLOG = 400_000  # if more records are queued, all are dropped and a snapshot replaces them
 
@@ -48,9 +48,9 @@ class Updater:
         self._syncing = False
         self._retry_at = math.inf  # when a snapshot is asked for again after an error
         self._next_slice: asyncio.TimerHandle | None = None
-        self._key_at = self._folded_at = -math.inf  # times of the last key press and the last fold
+        self._key_at = -math.inf  # time of the last key press
+        self._put_off: dict[str, float] = {}  # work that waits for a key -> when it was put off first
         self._slices = 0  # slices so far
-        self._first_key_at = -math.inf  # time of the first of the keys that repeat
 
     @property
     def frozen(self) -> bool:
@@ -87,34 +87,29 @@ class Updater:
         return self.view.gap and not self._syncing
 
     def keep_up(self) -> None:
-        """Fold the rest of the backlog between frames, slice by slice."""
+        """Fold the rest of the backlog between frames. Between two slices, the event loop does what is due."""
         if self._queue and self._next_slice is None:
-            pause = KEY_POLL_S if self.key_pending else 0.0  # between two slices, the event loop does what is due
+            pause = KEY_POLL_S if "fold" in self._put_off else 0.0
             self._next_slice = asyncio.get_running_loop().call_later(pause, self._continue)
 
     def note_key(self) -> None:
         """Note that a key was pressed: its effect is drawn first. Any thread may call this: the thread that reads the
         terminal calls it before the event loop has the key, because the loop may be busy with slices and panels."""
-        now = self._clock()
-        if now - self._key_at >= AFTER_KEY_S:
-            self._first_key_at = now
-        self._key_at = now
+        self._key_at = self._clock()
 
-    def key_waits(self, last: float) -> bool:
-        """True just after a key press. Work that was last done at time `last` then waits, but keys that repeat do not
-        delay it for longer than LONGEST_DELAY_S."""
+    def key_waits(self, work: str) -> bool:
+        """True just after a key press: this work then waits, but keys that follow each other do not put it off for
+        longer than LONGEST_DELAY_S. False: the caller does the work now."""
         now = self._clock()
-        return now - self._key_at < AFTER_KEY_S and now - max(last, self._first_key_at) < LONGEST_DELAY_S
-
-    @property
-    def key_pending(self) -> bool:
-        """True if folding waits for a key."""
-        return self.key_waits(self._folded_at)
+        if now - self._key_at < AFTER_KEY_S and now - self._put_off.setdefault(work, now) < LONGEST_DELAY_S:
+            return True
+        self._put_off.pop(work, None)
+        return False
 
     def _continue(self) -> None:
         self._next_slice = None
         if self.live and not self.frozen and not self.view.gap:
-            if not self.key_pending:
+            if not self.key_waits("fold"):
                 self._fold()
             self.keep_up()
 
@@ -125,7 +120,7 @@ class Updater:
         which are freed after it. With a thousand requests per second, a collection then takes 0.4 ms, or 1.2 ms if it
         includes the objects of the last slices. By themselves, they took up to 5 and 22 ms, and twice as much in all.
         """
-        self._folded_at = began = self._clock()
+        began = self._clock()
         gc.disable()
         try:
             while self._queue:

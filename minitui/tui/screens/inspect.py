@@ -88,7 +88,6 @@ class InspectScreen(BaseScreen[None]):
         self._about = False  # the selected block is described below the map
         self._at_once = False  # the picture must not wait: something was selected, or the picture does not move
         self._painted_moment: object = None
-        self._painted_at = 0.0  # time.monotonic() of the last painted panel
         self._above = 1  # rows of the top bar, which is higher when it shows the story of a demo
 
     def compose(self) -> ComposeResult:
@@ -215,9 +214,8 @@ class InspectScreen(BaseScreen[None]):
     def _paint_due(self) -> None:
         """Paint the panels of `_due`. After PAINT_S, the rest waits until the keys that arrived are handled."""
         began = time.monotonic()
-        if self.app.feed.key_waits(self._painted_at) and not (self._at_once or self.app.is_headless):
+        if self.app.feed.key_waits("panels") and not (self._at_once or self.app.is_headless):
             return  # the next frame paints them
-        self._painted_at = began
         while self._due:
             panel = self._panels[self._due.popleft()]
             if panel.display:
