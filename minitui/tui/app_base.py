@@ -241,7 +241,7 @@ class AppBase(App[int]):
     async def on_event(self, event: events.Event) -> None:
         """Handle an event. A key delays the folding of records, so that the effect of the key is shown first."""
         if isinstance(event, events.Key):
-            self.feed.note_key()
+            self.feed.note_handled()
             self.set_timer(KEY_DRAWN_S, self._draw_key)
         await super().on_event(event)
 

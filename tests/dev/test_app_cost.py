@@ -30,7 +30,7 @@ from minitui.viewmodel.steps import Steps
 from minitui.viewmodel.time_travel import PastStates
 from minitui.viewmodel.tokens import TokenTimes
 from minitui.viewmodel.trends import Trends
-from minitui.viewmodel.updater import AFTER_KEY_S, LONGEST_DELAY_S, Updater
+from minitui.viewmodel.updater import AFTER_EFFECT_S, AFTER_KEY_S, LONGEST_DELAY_S, Updater
 
 LOAD = replace(SMALL, chats=6, step_ms=12.0)
 
@@ -138,6 +138,14 @@ def test_after_a_key_frames_wait_but_keys_that_follow_each_other_do_not_stop_the
     feed.note_key()
     now[0] += 0.001
     assert feed.key_waits("fold"), "a frame that was drawn does not let other work go first"
+    feed.note_drawn()
+    now[0] += 0.5 * AFTER_KEY_S
+    assert feed.key_waits("fold"), "this was drawn before the application had the key"
+    feed.note_handled()
+    feed.note_drawn()
+    assert feed.key_waits("fold"), "a second picture may follow"
+    now[0] += AFTER_EFFECT_S + 0.001
+    assert not feed.key_waits("fold")
 
 
 def test_a_key_is_noted_before_it_is_sent() -> None:

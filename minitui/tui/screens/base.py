@@ -45,7 +45,8 @@ class BaseScreen(Screen[Result]):
         update = self._row_updates.update(self._compositor) if self is app.screen and not app.is_inline else None
         if update is None:
             super()._compositor_refresh()
-            return
-        app._display(self, cast("RenderableType", update))  # Textual calls `render_segments`
-        self._dirty_widgets.clear()
-        app._update_mouse_over(self)
+        else:
+            app._display(self, cast("RenderableType", update))  # Textual calls `render_segments`
+            self._dirty_widgets.clear()
+            app._update_mouse_over(self)
+        app.feed.note_drawn()
