@@ -95,7 +95,8 @@ class Eager:
         Also writes the keys and values of this step's tokens to the KV cache.
         """
         loaded = self._loaded
-        loaded.attention.plan(inputs.meta)
+        if self._model is loaded.model:
+            loaded.attention.plan(inputs.meta)
         hidden = self._model.forward(inputs.token_ids, inputs.meta, loaded.attention, loaded.pool)
         prompt_logprobs = self._prompt_logprobs(plan, inputs, hidden)
         if inputs.sampled_hidden is not None:

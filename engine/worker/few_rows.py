@@ -4,8 +4,9 @@ Computes the same as Decoder.forward and Decoder.logits (engine/model/decoder.py
 
     norm + qkv | q/k norm + rope + store | attention | output + residual | norm + gate/up | silu + down + residual
 
-In a step with prompts, torch computes the attention. Kernels that can multiply any number of rows then take f(x), which
-is "norm" or "silu" above, from a kernel of its own (engine/kernels/cpu/grouped.py).
+In a step with prompts, another kernel computes the attention of sequences with several tokens. Products that are fast
+with any number of rows then take f(x), which is "norm" or "silu" above, from a kernel of its own
+(engine/kernels/cpu/grouped.py).
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ class FewRows:
         self._buffers = Buffers(MOST_ROWS, decoder, self._threads, max_length)
         self._few = self._calls(self._buffers, False)
         self._many_buffers, self._many = self._buffers, self._few
+        self._scratch = torch.empty(self._threads, 0)  # for the attention of prompts
 
     @staticmethod
     def why_not(config: ModelConfig, quantization: str, block_size: int) -> str:
@@ -125,6 +127,8 @@ class FewRows:
     @property
     def most_rows(self) -> int:
         """The largest number of rows for which `forward` is faster than the Decoder."""
+        if not tokens_in_a_tile(self._decoder.config):
+            return 0
         return sys.maxsize if self._any_rows else MOST_ROWS
 
     def step(self, tokens: np.ndarray, positions: np.ndarray, slots: np.ndarray, tables: np.ndarray) -> torch.Tensor:
@@ -149,27 +153,46 @@ class FewRows:
     ) -> torch.Tensor:
         """Returns the final hidden states [s, H] of the tokens in meta.logit_rows (None: all T) before the last norm.
 
-        Stores keys and values. Between the kernels of a layer, `attention` computes the attention of all tokens.
+        Stores keys and values. `attention` and `pool` are not used: the kernels know where keys and values are.
         """
-        rows, last = len(token_ids), len(self._decoder.layers) - 1
+        rows, n = len(token_ids), meta.num_decodes
         b, calls = self._for_rows(rows)
-        each = len(calls) // (last + 1)  # calls per layer
+        each = len(calls) // len(self._decoder.layers)  # calls per layer
         b.residual[:rows] = embed(token_ids, self._decoder.embedding)
         b.positions[:rows], b.slots[:rows] = meta.positions.numpy(), meta.slot_mapping.numpy()
+        b.lengths[:n] = meta.seq_lens[:n].numpy()
+        tables, tiles = meta.block_table.to(torch.int64).contiguous(), self._tiles(meta)
+        floats = tile_floats(self._decoder.config, meta.max_seq_len)
+        if floats > self._scratch.shape[1]:
+            self._scratch = torch.empty(self._threads, 2 * floats)
         calls.set_rows(rows)
-        before = each - self._after
-        calls.run(0, before, self._threads)
-        for i in range(last + 1):
-            at = i * each + before
-            attended = attention.run(i, b.q[:rows], pool.keys[i], pool.values[i], None).contiguous()
-            if i == last and meta.logit_rows is not None:
-                attended, found = attended.index_select(0, meta.logit_rows), b.residual.index_select(0, meta.logit_rows)
-                rows = len(found)
-                b.residual[:rows] = found
-                calls.set_rows(rows)
-            calls.fields[at, 2] = attended.data_ptr()
-            calls.run(at, min(at + each, len(calls)), self._threads)
+        at = each - self._after  # in each layer, the first call after its attention
+        decodes, chunks = calls.fields[at - 2 :: each], calls.fields[at - 1 :: each]
+        decodes[:, 3], decodes[:, 7], decodes[:, 8] = tables.data_ptr(), tables.shape[1], n
+        chunks[:, 3:5], chunks[:, 6:9] = (tables.data_ptr(), tiles.ctypes.data), (
+            self._scratch.data_ptr(), tables.shape[1], len(tiles),
+        )  # fmt: skip
+        chunks[:, 10] = self._scratch.shape[1]
+        end = len(calls) - self._after
+        calls.run(0, end, self._threads)
+        if meta.logit_rows is not None:
+            rows = len(meta.logit_rows)
+            for activations in b.attended, b.residual:
+                activations[:rows] = activations.index_select(0, meta.logit_rows)
+            calls.set_rows(rows)
+        calls.run(end, len(calls), self._threads)
         return b.residual[:rows].clone()
+
+    def _tiles(self, meta: ForwardMeta) -> np.ndarray:
+        """Returns the tiles of all sequences that compute several tokens, int64 [T, TILE_FIELDS]."""
+        bounds, lengths = meta.cu_seqlens_q.tolist(), meta.seq_lens.tolist()
+        tokens = tokens_in_a_tile(self._decoder.config)
+        found = []
+        for i in range(meta.num_decodes, len(lengths)):
+            first, end = bounds[i], bounds[i + 1]
+            position = lengths[i] - (end - first)
+            found += [(at, min(tokens, end - at), i, position + at - first) for at in range(first, end, tokens)]
+        return np.array(found, dtype=np.int64).reshape(-1, 4)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the logits [s, V] of what `forward` returned."""
@@ -182,7 +205,7 @@ class FewRows:
         return logits
 
     def _for_rows(self, rows: int) -> tuple[Buffers, Calls]:
-        """Returns buffers for so many rows, and the calls of all layers without attention and output matrix."""
+        """Returns buffers for so many rows, and the calls of all layers, without the output matrix."""
         if self._many is self._few or rows > self._many_buffers.rows:
             size = max(MOST_ROWS + 1, 1 << (rows - 1).bit_length()) if self._any_rows else MOST_ROWS
             self._many_buffers = Buffers(size, self._decoder, self._threads, self._max_length)
@@ -190,7 +213,7 @@ class FewRows:
         return self._many_buffers, self._many
 
     def _calls(self, b: Buffers, prompts: bool) -> Calls:
-        """Returns the calls of all layers. prompts: without attention and output matrix."""
+        """Returns the calls of all layers. prompts: of steps that not only decode, and without the output matrix."""
         from engine.kernels.cpu.grouped import PREPARE
         from engine.kernels.cpu.product import Before
 
@@ -222,9 +245,10 @@ class FewRows:
             product(layer.qkv, b.residual, b.qkv, layer.qkv_bias, Before.NORM, layer.input_norm)
             table = decoder.rope_tables[i]
             calls.add("rotate", [b.qkv, norms, table, b.q, keys, values, b.positions, b.slots, 0], 8)
-            if not prompts:
-                calls.add("attend", [b.q, keys, values, 0, b.lengths, b.attended, b.scratch, 0, 0, self._windows[i],
-                                     b.each], 8)  # fmt: skip
+            calls.add("attend", [b.q, keys, values, 0, b.lengths, b.attended, b.scratch, 0, 0, self._windows[i],
+                                 b.each], 8)  # fmt: skip
+            if prompts:
+                calls.add("attend_tiles", [b.q, keys, values, 0, 0, b.attended, 0, 0, 0, self._windows[i], 0], 8)
             product(layer.output, b.attended, b.residual, layer.output_bias, add=True)
             product(mlp.gate_up, b.residual, b.gate_up, mlp.gate_up_bias, Before.NORM, layer.post_norm)
             product(mlp.down, b.gate_up, b.residual, mlp.down_bias, Before.SILU, add=True)
@@ -232,6 +256,20 @@ class FewRows:
             product(decoder.head, b.residual, 0, None, Before.NORM, decoder.norm)
         calls.finish()
         return calls
+
+
+def tokens_in_a_tile(config: ModelConfig) -> int:
+    from engine.kernels.cpu.library import widest_vector
+    from engine.kernels.cpu.prompt_attention import tokens_per_tile
+
+    return tokens_per_tile(widest_vector(), (config.num_heads, config.num_kv_heads))
+
+
+def tile_floats(config: ModelConfig, length: int) -> int:
+    from engine.kernels.cpu.library import widest_vector
+    from engine.kernels.cpu.prompt_attention import tile_scratch_floats
+
+    return tile_scratch_floats(widest_vector(), config.head_dim, length)
 
 
 def _number(field: Any) -> int:

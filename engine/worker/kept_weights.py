@@ -1,4 +1,4 @@
-"""Keeps weights that were rounded for a CPU in a file. The next start maps this file instead of rounding again.
+"""Keeps weights that were rounded for a CPU in a file. The next start reads this file instead of rounding again.
 
 A file holds the parameters of a decoder as they are in memory. Its name contains a hash of what they depend on: the
 files of the checkpoint (path, size, time of change), the model, the kind of weights, the processor's vectors. A decoder
@@ -18,21 +18,20 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 
 from engine.files import checkpoint_files
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.progress import Progress
 from engine.worker.kept_files import LIMIT, SUFFIX, UNFINISHED, directory, limit_bytes, make_room
+from engine.worker.parameters import ALIGNED, Parameters, aligned, in_large_pages, large_pages
 
 KINDS = ("int8", "int4")  # of engine/worker/quantised.py; other weights are read as quickly from the checkpoint
 REVISION = 1  # increases when the parameters of a decoder, their order or their contents change
-HEADER, ALIGNED = 4096, 64  # bytes
+HEADER = 4096  # bytes
 LEAST = 1 << 26  # bytes; fewer are rounded in a moment
 
 
@@ -58,7 +57,7 @@ def load(
     if path.exists() and limit:
         try:
             memory = _read(path)
-            with _Parameters(memory) as taken:
+            with Parameters(memory) as taken:
                 decoder = make()
             if taken.end != len(memory):
                 raise ValueError(f"it has {len(memory):,} bytes, and the model needs {taken.end:,}")
@@ -66,8 +65,7 @@ def load(
             return decoder, ()
         except (OSError, ValueError) as error:
             notes.append(f"{path} is damaged ({error}): the weights were rounded again")
-    with _Parameters() as made:
-        decoder = make()
+    decoder, made = in_large_pages(make)
     fill(decoder)
     if limit and made.end >= LEAST:
         if on_progress is not None:
@@ -78,39 +76,15 @@ def load(
     return decoder, tuple(notes)
 
 
-class _Parameters(TorchFunctionMode):
-    """Within this context, empty tensors take their memory from `memory`; if that is None, they are collected."""
-
-    def __init__(self, memory: torch.Tensor | None = None) -> None:
-        super().__init__()
-        self._memory = memory
-        self.tensors: list[torch.Tensor] = []
-        self.end = 0  # bytes from the first parameter to the end of the last
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in (torch.empty, torch.empty_like):
-            return func(*args, **kwargs)
-        if self._memory is None:
-            tensor = func(*args, **kwargs)
-            self.tensors.append(tensor)
-            self.end = _aligned(self.end + tensor.nbytes)
-            return tensor
-        like = func(*args, **{**kwargs, "device": "meta"})
-        begin, self.end = self.end, _aligned(self.end + like.nbytes)
-        if self.end > len(self._memory):
-            raise ValueError(f"it has {len(self._memory):,} bytes, and the model needs more")
-        return self._memory[begin : begin + like.nbytes].view(like.dtype).view(like.shape)
-
-
-def _aligned(end: int) -> int:
-    return -(-end // ALIGNED) * ALIGNED
-
-
 def _read(path: Path) -> torch.Tensor:
-    """Returns the parameters of a file as one tensor of bytes, mapped into memory. Raises OSError or ValueError."""
+    """Returns the parameters of a file as one tensor of bytes. Raises OSError or ValueError.
+
+    They are copied, because the pages of a mapped file are small ones.
+    """
     with path.open("rb") as file:
         head = file.read(HEADER)
+        memory = large_pages(max(0, path.stat().st_size - HEADER))
+        whole = file.readinto(memory.numpy().data) == len(memory)
     try:
         found = json.loads(head.partition(b"\n")[0])
         name, size, total = found["name"], found["bytes"], found["sum"]
@@ -120,8 +94,7 @@ def _read(path: Path) -> torch.Tensor:
         raise ValueError("it belongs to other weights")
     if size != path.stat().st_size - HEADER or size % ALIGNED:
         raise ValueError(f"it has {path.stat().st_size:,} bytes, and its first line says {HEADER + size:,}")
-    memory = _mapped(path)
-    if _sum(memory) != total:
+    if not whole or _sum(memory) != total:
         raise ValueError("its contents have changed")
     return memory
 
@@ -136,7 +109,7 @@ def _sum(memory: torch.Tensor) -> int:
     return int(memory.view(torch.int64).sum())
 
 
-def _keep(path: Path, made: _Parameters, limit: int) -> str:
+def _keep(path: Path, made: Parameters, limit: int) -> str:
     """Write the file, and remove the files that were not used for longest. Returns why not; empty if all went well."""
     folder, size = path.parent, made.end + HEADER
     unfinished = None
@@ -153,7 +126,7 @@ def _keep(path: Path, made: _Parameters, limit: int) -> str:
             file.write(bytes(HEADER))
             for tensor in made.tensors:
                 file.write(tensor.view(-1).view(torch.uint8).numpy().data)
-                file.write(bytes(_aligned(tensor.nbytes) - tensor.nbytes))
+                file.write(bytes(aligned(tensor.nbytes) - tensor.nbytes))
         head = {"name": path.name, "bytes": made.end, "sum": _sum(_mapped(unfinished))}
         with unfinished.open("r+b") as file:
             file.write(json.dumps(head).encode() + b"\n")

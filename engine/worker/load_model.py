@@ -15,6 +15,7 @@ from engine.model.weights import dummy_weights, load_weights
 from engine.progress import Progress
 from engine.worker import kept_weights
 from engine.worker.limits import Limits
+from engine.worker.parameters import in_large_pages
 from engine.worker.quantised import KEPT, describe_kept, kept_matrices, matrices
 
 
@@ -47,6 +48,6 @@ def load_model(
     if kind in kept_weights.KINDS and config.keep_weights and files is not None:
         path = kept_weights.file_of(config.model or files.name, files, model_config, kind)
         return kept_weights.load(path, make, fill, on_progress)
-    model = make()
+    model = in_large_pages(make)[0] if limits.device.type == "cpu" else make()
     fill(model)
     return model, () if kept is None else (describe_kept(model, kept, limits.dtype),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from engine.errors import EngineError
 from engine.model.four_bits import Int4Weight
+from engine.model.linear import ByteWeight
 from engine.worker import kept_files, kept_weights, load_model
 from tests.support.models import Driver, make_request, make_runner, prompt, reference, save
 from tests.support.packing import FORMATS, quantise
@@ -67,6 +69,28 @@ def test_the_second_start_computes_the_same_without_rounding(
     assert reply(first) == reply(second)
     assert first.loaded.notes == second.loaded.notes == ()
     assert second.loaded.memory.weights == first.loaded.memory.weights
+
+
+def flags(address: int) -> list[str]:
+    """What Linux says about the memory at this address, in the words of /proc/self/smaps."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    return []
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no large pages")
+def test_weights_are_in_one_piece_of_memory_in_large_pages(checkpoint: Path, folder: Path) -> None:
+    """Also those that are not rounded, and those of a second start."""
+    for options in {}, INT8, INT8:
+        model = make_runner(checkpoint, **options).loaded.model
+        views = [slot.view.values if isinstance(slot.view, ByteWeight) else slot.view for slot in model.slots()]
+        begin, end = min(view.data_ptr() for view in views), max(view.data_ptr() + view.nbytes for view in views)
+        assert end - begin < 1.1 * model.nbytes + 4096
+        assert all("hg" in flags(view.data_ptr()) for view in (views[0], views[-1]))
 
 
 @pytest.mark.parametrize("change", ["contents", "kind", "configuration"])

@@ -63,15 +63,18 @@ class Kernel(ir.IRBuilder):
         """Returns the number of the calling thread."""
         return self.sext(self.intrinsic("omp_get_thread_num", I32), I64)
 
+    def threads(self) -> Any:
+        """Returns how many threads call the kernel."""
+        return self.sext(self.intrinsic("omp_get_num_threads", I32), I64)
+
     def share(self, count: Any) -> tuple[Any, Any]:
         """Returns (first, end) of the items, out of `count`, that the calling thread computes."""
-        threads = self.sext(self.intrinsic("omp_get_num_threads", I32), I64)
-        thread = self.thread()
+        threads, thread = self.threads(), self.thread()
         first, end = (self.sdiv(self.mul(count, at), threads) for at in (thread, self.add(thread, I64(1))))
         return first, end
 
     @contextmanager
-    def loop(self, start: Any, stop: Any, step: int = 1, **carried: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+    def loop(self, start: Any, stop: Any, step: Any = 1, **carried: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
         """`for i in range(start, stop, step)`. Yields i and the values carried from one round to the next.
 
         The body replaces entries of the dict; after the loop, the dict has the final values.
@@ -89,7 +92,7 @@ class Kernel(ir.IRBuilder):
         self.position_at_end(body)
         state = dict(phis)
         yield i, state
-        i.add_incoming(self.add(i, I64(step)), self.block)
+        i.add_incoming(self.add(i, I64(step) if isinstance(step, int) else step), self.block)
         for name, phi in phis.items():
             phi.add_incoming(state[name], self.block)
         self.branch(head)

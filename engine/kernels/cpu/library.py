@@ -22,6 +22,7 @@ from engine.kernels.cpu.four_bit_rounding import emit_rounding
 from engine.kernels.cpu.four_bits import PART, FourBitForm
 from engine.kernels.cpu.grouped import emit_grouped
 from engine.kernels.cpu.product import VNNI, emit_product
+from engine.kernels.cpu.prompt_attention import emit_attend_tiles
 
 LLVM = 22  # the version whose instructions the kernels use
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -91,10 +92,14 @@ def _processor() -> str:
     return "dotprod" if has.get("dotprod") else ""
 
 
+def widest_vector() -> int:
+    """Returns the numbers in the processor's widest float vector."""
+    return 16 if _features().get("avx512f") else 8 if _features().get("avx2") else 4
+
+
 def _lanes(shapes: KernelShapes, *, attention: bool = True) -> int:
     """Returns the numbers in a float vector: at most 16, and a divisor of everything that is in vectors."""
-    widest = 16 if _features().get("avx512f") else 8 if _features().get("avx2") else 4
-    return math.gcd(widest, *shapes.columns, *([shapes.head_dim // 2] if attention else []))
+    return math.gcd(widest_vector(), *shapes.columns, *([shapes.head_dim // 2] if attention else []))
 
 
 def _int8_width(shapes: KernelShapes) -> int:
@@ -103,7 +108,7 @@ def _int8_width(shapes: KernelShapes) -> int:
 
 @lru_cache(maxsize=8)
 def model_kernels(shapes: KernelShapes) -> Kernels:
-    """Compiles the kernels of a model: "rotate", "attend", and a product for each kind of weights.
+    """Compiles the kernels of a model: "rotate", "attend", "attend_tiles", and a product for each kind of weights.
 
     Models of the same shapes share them: a second engine in the process compiles nothing.
     """
@@ -117,6 +122,7 @@ def model_kernels(shapes: KernelShapes) -> Kernels:
     heads, dim = shapes.heads, shapes.head_dim
     emit_rotate(module, "rotate", lanes, heads, dim, shapes.eps, shapes.qk_norm)
     emit_attend(module, "attend", lanes, heads, dim, shapes.scale, shapes.block_size)
+    emit_attend_tiles(module, "attend_tiles", widest_vector(), heads, dim, shapes.scale, shapes.block_size)
     return Kernels(module)
 
 
