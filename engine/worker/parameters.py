@@ -1,7 +1,7 @@
 """The memory of a decoder's parameters on a CPU: one piece, in large pages where the system has them.
 
 A decode step reads all weights, so the processor needs the address of every page. Pages of 2 MiB instead of 4 KiB make
-one row up to a third faster (engine/kernels/MEASURED.md).
+one row faster (engine/kernels/MEASURED.md).
 """
 
 from __future__ import annotations

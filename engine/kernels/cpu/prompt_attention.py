@@ -26,7 +26,7 @@ def tokens_per_tile(lanes: int, heads: tuple[int, int]) -> int:
 def tile_scratch_floats(lanes: int, dim: int, length: int) -> int:
     """Returns how many floats of scratch memory each thread needs for sequences of at most `length` keys."""
     keys = length + 8
-    return VECTORS * lanes * (dim + 1 + keys) + 2 * keys + 64
+    return VECTORS * lanes * (dim + 1 + keys) + dim * keys + 64
 
 
 def emit_attend_tiles(
@@ -48,7 +48,7 @@ def emit_attend_tiles(
     columns_of_q = b.at(scratch, b.mul(b.thread(), each), F32)  # [D, width]; later the output
     last_seen = b.at(columns_of_q, I64(dim * width), F32)  # the position of each lane's token, as a float
     scores = b.at(last_seen, I64(width), F32)  # [keys, width]
-    vectors = range(VECTORS)
+    vectors, part = range(VECTORS), math.gcd(lanes, dim)
     infinity = b.all_lanes(-math.inf)
 
     def lane_at(lane: Any, head: Any, first: Any, count: Any) -> tuple[Any, Any]:
@@ -78,7 +78,7 @@ def emit_attend_tiles(
         oldest = [b.fsub(each_seen, reach) for each_seen in seen]  # keys up to here are outside the window
         total = b.sub(length, begin)
         total = b.mul(b.sdiv(b.add(total, I64(at_once - 1)), I64(at_once)), I64(at_once))
-        places = b.at(scores, b.mul(total, I64(width)), F32)  # int64 [keys]: where each key begins
+        copied = b.at(scores, b.mul(total, I64(width)), F32)  # the values [keys, D], without gaps: these are cached better
 
         with b.loop(I64(0), total, at_once, **{str(v): infinity for v in vectors}) as (i0, most):
             found = []
@@ -88,8 +88,10 @@ def emit_attend_tiles(
                 block = b.read(blocks, b.udiv(key, I64(block_size)), I64)
                 slot = b.add(b.mul(block, I64(block_size)), b.urem(key, I64(block_size)))
                 place = b.add(b.mul(slot, I64(kv * dim)), b.mul(head, I64(dim)))
-                b.store(place, b.at(places, b.add(i0, I64(i)), I64), align=4)
                 found.append(b.at(keys, place, F32))
+                for d in range(0, dim, part):
+                    number = b.read(values, b.add(place, I64(d)), F32, part)
+                    b.write(number, copied, b.add(b.mul(b.add(i0, I64(i)), I64(dim)), I64(d)))
             cells = {f"{i} {v}": b.all_lanes(0) for i in range(at_once) for v in vectors}
             with b.loop(I64(0), I64(dim), **cells) as (d, sums):
                 at = b.at(columns_of_q, b.mul(d, I64(width)), F32)
@@ -122,8 +124,7 @@ def emit_attend_tiles(
         with b.loop(I64(0), I64(dim), depth) as (d0, _):
             cells = {f"{d} {v}": b.all_lanes(0) for d in range(depth) for v in vectors}
             with b.loop(I64(0), total, **cells) as (i, sums):
-                place = b.load(b.at(places, i, I64), typ=I64, align=4)
-                value = b.at(values, b.add(place, d0), F32)
+                value = b.at(copied, b.add(b.mul(i, I64(dim)), d0), F32)
                 at = b.at(scores, b.mul(i, I64(width)), F32)
                 parts = [b.floats_at(at, I64(v * lanes)) for v in vectors]
                 for d in range(depth):
