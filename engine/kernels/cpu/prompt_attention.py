@@ -78,7 +78,7 @@ def emit_attend_tiles(
         oldest = [b.fsub(each_seen, reach) for each_seen in seen]  # keys up to here are outside the window
         total = b.sub(length, begin)
         total = b.mul(b.sdiv(b.add(total, I64(at_once - 1)), I64(at_once)), I64(at_once))
-        copied = b.at(scores, b.mul(total, I64(width)), F32)  # the values [keys, D] without gaps: more fit into the cache
+        copied = b.at(scores, b.mul(total, I64(width)), F32)  # the values [keys, D] without gaps: cached better
 
         with b.loop(I64(0), total, at_once, **{str(v): infinity for v in vectors}) as (i0, most):
             found = []
