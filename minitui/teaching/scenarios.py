@@ -109,7 +109,7 @@ async def shared_prefix(stage: Stage) -> None:
     total, hit = sum(m["prompt_tokens"] for m in metrics), sum(m["cached_tokens"] for m in metrics)
     stage.tell(
         f"The four prompts have {total} tokens in total: {hit} came from the cache and {total - hit} were computed. "
-        f"The cache saved {hit / total:.0%}. The answers are the same as without the cache."
+        f"The cache saved {hit / total:.0%}. Apart from rounding, the answers are the same as without the cache."
     )
 
 
@@ -157,7 +157,7 @@ async def cache_on_off(stage: Stage) -> None:
         f"The prompts ({with_cache.prompt_tokens:,} tokens) and the answers were the same. "
         f"The cache saved {with_cache.share_cached:.0%} of the prefill.\n{stage.bars(rows)}\n"
         f"The prompts took {without.prefill_ms:,.0f} ms without the cache and {with_cache.prefill_ms:,.0f} ms with it. "
-        "One step computed the blocks of the first request, and the other five requests shared them in the same step."
+        "One step computed the first request's blocks. The other five requests shared them in that step."
     )
 
 
@@ -313,10 +313,9 @@ async def preemption(stage: Stage) -> None:
     await stage.run_until("preemption")
     record = stage.events("preempt")[-1].record
     stage.tell(
-        f"{stage.verdict(ids.index(record[3]))}r{record[3]}, the youngest, releases its {record[5]} blocks and waits "
-        f"at the head of the queue: {record[4]}. "
-        "The tokens of its reply are kept, but not its keys and values: its full blocks stay in the tree only until "
-        "other requests need the memory. What is gone by then is computed again, like a prompt."
+        f"{stage.verdict(ids.index(record[3]))}Why: {record[4]}. So r{record[3]}, the youngest, releases its "
+        f"{record[5]} blocks and waits at the head of the queue. The tokens of its reply are kept. Its full blocks "
+        "stay in the tree until other requests need the memory. Evicted blocks are computed again, like a prompt."
     )
     await stage.pause(4)
     await stage.slow(0.03)
@@ -362,8 +361,8 @@ async def fork(stage: Stage) -> None:
     ]  # fmt: skip
     stage.tell(
         f"These are the four block tables. Their first {same} blocks, {same * size} tokens, are the same physical "
-        "blocks. A block after the sign | belongs to one request only. The last block of each request is being "
-        "written:\n"
+        "blocks; the rows begin with the last four of them. A block after the sign | belongs to one request only. The "
+        "last block of each request is being written:\n"
         + "\n".join(rows)
     )
     await stage.pause(5)
@@ -489,7 +488,7 @@ async def speculation(stage: Stage) -> None:
     stage.tell(
         f"{stage.verdict(right)}The same {tokens} tokens of the second answer:\n{stage.bars(rows)}\n"
         f"{drafting.accepted} of {drafting.drafted} guessed tokens were right. {times} A reply without repetition "
-        "gains nothing. After wrong guesses, a request gets fewer guesses."
+        "gets a little slower. After wrong guesses, a request gets fewer guesses."
     )
 
 

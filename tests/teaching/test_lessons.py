@@ -414,7 +414,7 @@ def test_every_number_of_an_answer_can_be_read_in_the_panel_beside_it(
 
 def untraced(seen: Seen, page: Page, panels: str) -> set[str]:
     """The numbers of a result that are neither in the panels nor on the page, nor a sum that the result writes out, nor
-    a share of two numbers that are there. A line that begins with a space is a table: it is what was measured."""
+    a share or a quotient of two numbers that are there. A line that begins with a space is a table: it was measured."""
     lines = paragraphs(seen.text, 1 << 20)
     sentences = " ".join(line for line in lines if not line.startswith(" "))
     known = numbers(panels) | numbers(page.text) | numbers("\n".join(line for line in lines if line.startswith(" ")))
@@ -427,6 +427,10 @@ def untraced(seen: Seen, page: Page, panels: str) -> set[str]:
         first, second = (float(number.replace(",", "")) for number in (before, now))
         if round(100 * abs(second - first) / first) == pytest.approx(int(change), abs=8):  # of rounded numbers
             missing.discard(change)
+    for now, before, times in re.findall(r"([\d.,]+) ?\w* instead of ([\d.,]+) ?\w* \(([\d.,]+) times\)", sentences):
+        second, first, factor = (float(number.replace(",", "")) for number in (now, before, times))
+        if second / first == pytest.approx(factor, rel=0.1):  # of rounded numbers
+            missing.discard(times)
     return missing
 
 

@@ -49,13 +49,13 @@ async def same_load(stage: Stage) -> Seen:
         lines.append(f"   {title:<25}{theirs:>14}{ours:>10}")
     alike = sum(a == b for a, b in zip(_plans(vllm), _plans(stage.view), strict=False))
     return Seen(
-        "\n".join(lines) + f"\n\nIn {count(alike, 'step')} both planned the same: as many decodes, and prompt tokens "
-        "of the same requests. Both preempt the youngest request and release all its blocks. When the request resumes, "
+        "\n".join(lines) + f"\n\nIn {count(alike, 'step')} both planned the same number of decodes and the same "
+        "prompt tokens. Both preempt the youngest request and release all its blocks. When the request resumes, "
         "both find some of the blocks in the cache.\n\n"
         "Two differences cannot be seen here. This engine evicts the end of the least recently used branch of its "
         "tree; vLLM has no tree and takes the block that became free first. And two requests may compute the same text "
         "at the same time, before it is in the cache. This engine then keeps one copy of the blocks; vLLM keeps both "
-        "until a request releases one."
+        "until one is evicted."
     )
 
 

@@ -166,23 +166,23 @@ LESSON = Lesson(
         Page(
             "Text becomes tokens",
             """
-            A model computes with numbers. So text is cut into tokens, pieces with a number each: the token id. The
+            A model computes with numbers. So text is cut into pieces, the tokens. Each has a number, the token id. The
             model's vocabulary is all its tokens.
 
-            This tokenizer first cuts a text into words and signs; a space belongs to the next word. It cuts each
-            word into bytes: a letter is one byte or more. Then it joins pieces by a list of merge rules. A rule names
-            two pieces that become one if they are neighbours. Frequent pairs come first in the list. The first rule
-            that fits is applied, again and again, until no rule fits.
+            This tokenizer first cuts a text into words and signs; a space belongs to the next word. It cuts each word
+            into bytes: a letter is one byte or more. Then it joins pieces by a list of merge rules. A rule names two
+            pieces. If they are neighbours, they become one. Frequent pairs come first in the list. The first rule that
+            fits is applied, again and again, until no rule fits.
             """,
             panel="pieces",
             code="minitui.teaching.merges:merges",
             run=cut_up,
             type_in=TYPE,
             predict=Prediction(
-                "The list was made from texts about inference engines. How are the words prefill and Anna cut?",
+                "The rules were made from texts about inference engines. How are the words prefill and Anna cut?",
                 ("each is one token", "prefill is one token, Anna has several", "each letter is a token"),
                 (
-                    "the vocabulary would contain every word of the language, names included.",
+                    "Anna would have to be frequent in these texts. But the texts are about engines.",
                     "",
                     "no rule would fit. But the rules join letters that often stand together.",
                 ),
@@ -195,9 +195,8 @@ LESSON = Lesson(
             tokens such as <|im_start|>, which mark who speaks.
 
             The model consists of layers with many fixed numbers, the weights. Each id selects a list of numbers, and
-            these lists go in at the first layer. To compute all layers once is a forward pass. Nothing in it is random:
-            apart from rounding, the same prompt gives the same result. And yet a model can write another reply when the
-            same question is asked again.
+            these lists go in at the first layer. A forward pass computes all layers once. Nothing in it is random:
+            apart from rounding, the same prompt gives the same result. But the same question can get a different reply.
             """,
             panel="pieces",
             code="engine.model.decoder:Decoder.forward",
@@ -219,11 +218,11 @@ LESSON = Lesson(
             """
             A forward pass gives one number for each token of the vocabulary: the logits. A higher logit means a more
             likely token. A formula (softmax) makes probabilities from the logits: they are positive, and their sum is
-            1. To sample is to choose one token by these probabilities. The sampled token is the next token of the
+            1. Sampling chooses one token by these probabilities. The sampled token is the next token of the
             reply.
 
             Then the token is appended, and the model runs again. A reply of 100 tokens needs 100 forward passes, one
-            after the other: each pass needs the token that was sampled after the pass before. (Lesson 2 shows how
+            after the other: each pass needs the token from the previous pass. (Lesson 2 shows how
             guesses can save passes.) The reply ends with an end token, or when the reply has as many tokens as the user
             allowed.
 
@@ -242,13 +241,14 @@ LESSON = Lesson(
               key     what this token can be found by
               value   what this token hands over when it is found
 
-            The query of a token is compared with the keys of all tokens up to itself. The better a key fits, the more
-            of its value is taken. The sum of these values goes on to the next layer, which makes its own three lists
-            from it. So the keys and values of a token depend only on this token and on the tokens before it. They do
-            not change when the text gets longer.
+            Usually, a token's query is compared with the keys of all tokens up to itself. The better a key fits, the
+            more of its value is taken. This sum is added to the token's own numbers. From these, the next layer makes
+            its own three lists. So the keys and values of a token depend only on this token and on the tokens before
+            it. They do not change later.
 
             A layer does this several times side by side, with different lists. The bundled model has 6 queries for each
-            token (query heads), but only 2 keys and 2 values (KV heads). So 3 query heads share each KV head.
+            token (query heads). To save memory, it has only 2 keys and 2 values (KV heads): 3 query heads share each KV
+            head.
             """,
             code="engine.attention.torch_backend:TorchAttention",
         ),
@@ -269,7 +269,7 @@ LESSON = Lesson(
                     "the keys and values of the prompt would be computed twice. But they have not changed, so the "
                     "engine keeps them.",
                     "",
-                    "the second pass would give the same result as the first. The new token must go in.",
+                    "the second pass would give the same result as the first. The new token must be the input.",
                 ),
             ),
         ),

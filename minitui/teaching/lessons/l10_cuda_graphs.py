@@ -84,9 +84,9 @@ LESSON = Lesson(
             "The cost of a launch",
             """
             On a GPU the host does not compute. It launches kernels: small programs, several for each layer. A launch
-            costs the host some microseconds; if Python and PyTorch make it, tens of microseconds. The kernels of a
-            large prompt keep the GPU busy for much longer. A decode step of a few tokens has hundreds of launches too,
-            but each kernel has little work.
+            costs the host some microseconds; through Python and PyTorch, 5 to 50, depending on the host. The kernels of
+            a large prompt keep the GPU busy for much longer. A decode step of a few tokens has hundreds of launches
+            too, but each kernel has little work.
 
             A CUDA graph is a recording of such a sequence of launches. It is captured once, with all arguments, and
             then replayed with a single call. A replay always reads and writes the same addresses. So the inputs of a
@@ -111,10 +111,10 @@ LESSON = Lesson(
 
               eager    the host launches {SMALL_MODEL.kernels[1][0]:.0f} kernels, one after the other
               graphs   the host replays one graph
-              overlap  graphs, and the host launches a step before the last has ended
+              overlap  graphs; the host launches a step while the previous step runs
 
-            An eager kernel starts when it is launched and the kernel before it has ended; the host does not wait. A
-            launch takes {LAUNCH_US:.0f} microseconds. A profiler, which makes kernels look longer, measured
+            The host does not wait. A kernel starts when it is launched and the kernel before it has ended. On this
+            host, a launch took {LAUNCH_US:.0f} microseconds. A profiler, which can prolong kernels, measured
             {ms(SMALL_MODEL.kernels[1][1])} ms for all of them.
             """,
             panel="gpu",
@@ -139,9 +139,9 @@ LESSON = Lesson(
         Page(
             "A larger model",
             f"""
-            The same for a larger model. In each step, {LARGE_MODEL.name} reads {LARGE_MODEL.weights_gb:.0f} GB of
-            weights; {SMALL_MODEL.name} reads {SMALL_MODEL.weights_gb:.1f} GB. An eager step of {LARGE_MODEL.name} has
-            {LARGE_MODEL.kernels[1][0]:.0f} kernels; an eager step of {SMALL_MODEL.name} has
+            The same steps, with a larger model. {LARGE_MODEL.name} has {LARGE_MODEL.weights_gb:.0f} GB of weights,
+            {SMALL_MODEL.name} has {SMALL_MODEL.weights_gb:.1f} GB. A step reads nearly all of them. An eager step of
+            {LARGE_MODEL.name} has {LARGE_MODEL.kernels[1][0]:.0f} kernels; an eager step of {SMALL_MODEL.name} has
             {SMALL_MODEL.kernels[1][0]:.0f}. The graph made a step of {SMALL_MODEL.name} {gain(SMALL_MODEL):.0f} times
             as fast.
 
@@ -191,13 +191,14 @@ LESSON = Lesson(
               extend (tokens)    chunks of a few prompts, also beside decodes
               sample (requests)  greedy, with noise, or with noise and top-k or top-p
 
-            Longer steps have no graph: their kernels take longer than the launches. For Qwen3-8B on the H200, this is
-            so from a length between 300 and 600 tokens on. (vLLM captures prompts in pieces, from attention to
-            attention.) Sampling has graphs of its own because its settings differ from step to step. Lengths, block
-            numbers and settings are data in the buffers.
+            Longer steps have no graph. At the start, the engine measures from how many tokens on the kernels should
+            take longer than the launches. (vLLM captures short prompts in pieces, from attention to attention.)
+            Sampling has graphs of its own because its settings differ from step to step. Lengths and block numbers are
+            data in the buffers.
 
-            The limit that remains is the speed of the memory: a decode step must read the weights, and the keys and
-            values of the batch, once. `minitui bench` prints how close this engine gets.
+            For large models and small batches, the limit that remains is the speed of the memory: a decode step must
+            read the weights, and the keys and values of the batch, once. `minitui bench` prints how close this engine
+            gets.
             """,
             code="engine.worker.cuda_graphs:DecodeGraphs.launch",
         ),

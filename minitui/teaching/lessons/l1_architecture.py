@@ -28,8 +28,9 @@ async def two_questions(stage: Stage) -> Seen:
     return Seen(
         "\n".join(lines) + "\n\nThe first step computed all prompt tokens of the first request and sampled the first "
         "token of its reply. Each later step computed the token that the step before had sampled, and sampled the next "
-        "token. The last token of a reply is never computed, because no token follows it.\n\n"
-        f"A step can do both. The step bar shows step {second.step} again: {count(second.decodes, 'token')} of the "
+        "token. The last token of a reply is not computed here, because no token follows it.\n\n"
+        f"One step can compute a prompt and decode. The step bar shows step {second.step} again: "
+        f"{count(second.decodes, 'token')} of the "
         f"first request, and all {prompt} prompt tokens of r{other}.",
         answers.get(seen.steps),
     )
@@ -75,12 +76,11 @@ LESSON = Lesson(
               3 allocate     engine/core/allocator.py   chooses the memory blocks for these tokens
               4 forward      engine/model/              the model computes these tokens
               5 sample       engine/worker/sampler.py   the next token of each request is chosen
-              6 detokenize   engine/text/tokenizer.py   ids become text again
-              7 emit         engine/core/engine.py      ids are appended, ended replies are found, clients get text
+              6 detokenize   engine/text/output.py      ids become text for the clients
+              7 emit         engine/core/engine.py      ids are appended, ended replies are found
 
-            A request passes stage 1 once. Stages 2 to 4 belong to each of its steps, stages 5 to 7 to each step that
-            gives it a token. A new request can start in any step that has room for it: it does not wait until all other
-            replies have ended.
+            A request passes stage 1 once. It passes stages 2 to 4 in each of its steps, stages 5 to 7 in each step that
+            gives it a token. A new request can start in any step that has room for it.
             """,
         ),
         Page(
@@ -92,10 +92,10 @@ LESSON = Lesson(
               launch   on the device: forward pass and sampling
               commit   on the host: ids are appended, and finished replies release their blocks
 
-            A plan needs the tokens of prompts. Of a reply it needs only the number of its tokens, not the tokens. So
-            with a GPU the host plans step n+1 while the device runs step n. If a reply ends with step n, step n+1 has
-            already been planned and may compute one token too many. This token is thrown away. On a CPU the three parts
-            run one after the other.
+            A plan needs the tokens of prompts. For a reply, it needs only the number of tokens. So with a GPU the host
+            plans step n+1 while the device runs step n. If a reply ends with step n, step n+1 has already been planned
+            and may compute one token too many. This token is thrown away. On a CPU the three parts run one after the
+            other.
 
             Press v to read the code of a step.
             """,
@@ -132,7 +132,7 @@ LESSON = Lesson(
             why: a request was admitted, blocks were allocated, a reply finished. A snapshot is the whole state at one
             moment. From a snapshot and the records after it, the state at any later moment can be computed.
 
-            All panels and all figures of the lessons are computed from the log. So a panel can be frozen and moved back
+            All panels of the engine's state are computed from the log. So a panel can be frozen and moved back
             in time. The panel shows some of the records, the newest first: the step, the event and its reason.
             """,
             panel="events",

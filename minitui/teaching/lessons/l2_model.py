@@ -112,12 +112,12 @@ LESSON = Lesson(
             The model represents each token by a vector. The token's id selects the vector from the embedding table.
             Then the vector passes through a stack of layers, which all have the same structure. Each layer adds two
             things to the vector: what attention collects from earlier tokens, and the output of a small network (the
-            MLP). Before attention and before the MLP, the vector is normalised (RMSNorm). After the last layer, a
-            matrix as wide as the vocabulary gives the logits: one score for each possible next token.
+            MLP). In most models, the vector is normalised (RMSNorm) before attention and before the MLP. After the last
+            layer, a matrix as wide as the vocabulary gives the logits: one score for each possible next token.
 
-            The dense models of Llama 3, Mistral, Qwen2, Qwen3 and others differ only in configuration: with or without
-            biases, with or without norms of queries and keys, with other factors for positions, and with the embedding
-            table as the last matrix or with a matrix of its own. So one decoder file is enough.
+            Llama 3, Mistral, Qwen2, Qwen3 and others differ only in details: some add numbers (biases) after a matrix,
+            some normalise queries and keys, some use the embedding table as the last matrix, too. So one decoder file
+            is enough.
 
             Tokens interact only in attention. Everything else is computed for each token alone. So tokens of different
             requests can pass through the model in one batch.
@@ -128,8 +128,8 @@ LESSON = Lesson(
             "Weights on disk",
             """
             A checkpoint is a set of named tensors in safetensors files. Every name and shape is checked before the
-            first byte is copied. A missing tensor, an unexpected tensor or a wrong shape is an error that names the
-            tensor; nothing is ignored. Then each tensor is copied directly to its place.
+            first byte is copied. A missing tensor, an unknown tensor or a wrong shape is an error that names the
+            tensor. Known tensors without an effect are skipped. Then each tensor is copied directly to its place.
 
             The matrices for queries, keys and values become one matrix, so that one multiplication replaces three. So
             do the MLP's gate and up matrices.
@@ -142,9 +142,10 @@ LESSON = Lesson(
             A parameter is one number of a tensor. The bundled model has 4 layers and these tensors:
 
               embeddings  2560 x 384, as the first and as the last matrix
-              attention   each layer: 384 x 384 twice, 128 x 384 twice
+              attention   each layer: 384 x 384 twice, 128 x 384 twice,
+                          64 twice (its norms)
               MLP         each layer: 1024 x 384 twice, 384 x 1024
-              norms       each layer: 384 twice, 64 twice; at the end 384
+              norms       each layer: 384 twice; at the end 384
             """,
             code="engine.model.decoder:Decoder",
             run=weigh,
@@ -153,7 +154,7 @@ LESSON = Lesson(
                 ("embeddings", "attention", "MLP", "norms"),
                 (
                     "the vocabulary would need more than 12,288 tokens: 12 MLP matrices of 1024 x 384 outweigh a "
-                    "table of 2560 x 384. In other small models, with a vocabulary of 150,000 tokens, this is so.",
+                    "table of 2560 x 384. In Gemma 3 270M, with a vocabulary of 262,144 tokens, this is so.",
                     "the MLP would have to be narrower: here each of its three matrices has as many numbers as "
                     "the four matrices of attention together.",
                     "",
@@ -164,29 +165,29 @@ LESSON = Lesson(
         Page(
             "The cost of reading weights",
             """
-            To compute one token, nearly all weights must be read once. There are two exceptions. Of the embedding table
-            one line is read (unless the table is also the last matrix). And a model with experts reads only the experts
-            that were chosen for the token.
+            To compute one token, nearly all weights must be read once. There are two exceptions. Only one line of the
+            embedding table is read (unless the table is also the last matrix). And a model with experts reads only the
+            experts that were chosen for the token.
 
-            A step that computes a hundred tokens also reads each weight only once; the arithmetic grows. If reading
-            takes longer than computing, more tokens in a step cost little. So many tokens of a prompt are computed in
-            one step, and many requests decode in one batch.
+            Without experts, a step of a hundred tokens reads each weight only once, too; the arithmetic grows. If
+            reading takes longer than computing, more tokens in a step cost little. So many tokens of a prompt are
+            computed in one step, and many requests decode in one batch.
             """,
             panel="timings",
             run=many_or_one,
             predict=Prediction(
-                f"On an {GPU.name}, a GPU, one step computes a prompt of {PROMPT} tokens, another step a single "
-                "token. The single token takes …",
+                f"Qwen3-8B on an {GPU.name}, a GPU: one step computes a prompt of {PROMPT} tokens, another step a "
+                "single token. The single token takes …",
                 (
                     "as long as one token of the prompt",
                     "about 5 times as long as one token of the prompt",
                     "more than 50 times as long as one token of the prompt",
                 ),
                 (
-                    "a step's time would grow exactly with its tokens, and reading the weights would cost "
+                    "twice the tokens would take twice the time, and reading the weights would cost "
                     "nothing. But a step with one token reads as many weights as the prompt's step.",
-                    "arithmetic would take most of the prompt's step. But this GPU reads the weights for longer than "
-                    f"it computes {PROMPT} tokens.",
+                    "arithmetic would take most of the prompt's step. But reading the weights takes longer than "
+                    f"computing {PROMPT} tokens.",
                     "",
                 ),
             ),
@@ -194,19 +195,20 @@ LESSON = Lesson(
         Page(
             "A decode step of many rows",
             f"""
-            A decode step computes one token for each row and reads every weight once, for all rows. The {GPU.name} of
-            the recording reads {GPU.read_bytes_per_s / 1e12:.1f} TB and computes {GPU.operations_per_s / 1e12:.0f}
-            trillion operations in a second. So it computes {GPU.operations_per_byte:.0f} operations in the time in
-            which it reads one byte. In bfloat16, a weight has 2 bytes and needs 2 operations for each row.
+            A decode step computes one token for each row and reads every weight once, for all rows. On the {GPU.name}
+            of the recording we measured {GPU.read_bytes_per_s / 1e12:.1f} TB read and {GPU.operations_per_s / 1e12:.0f}
+            trillion bfloat16 operations in a second. So it computes {GPU.operations_per_byte:.0f} operations in the
+            time in which it reads one byte. In bfloat16, a weight has 2 bytes and needs 2 operations for each row.
 
-            The experiment measures steps with {SIZES[0]} to {SIZES[-1]} rows here, beside those of the {GPU.name}. In
-            the picture, a doubling of the time has the same height everywhere.
+            The experiment measures steps with {SIZES[0]} to {SIZES[-1]} rows here, beside those of the {GPU.name}. The
+            scale of the time is logarithmic.
             """,
             panel="costs",
             code="minitui.teaching.lessons.step_costs:rows",
             run=rows,
             predict=Prediction(
-                f"How much longer does a step of Qwen3-8B on the {GPU.name} take with {MANY} rows than with one?",
+                f"How much longer does a step of Qwen3-8B on the {GPU.name} take with {MANY} rows of 128 tokens than "
+                "with one?",
                 (f"{MANY} times as long", f"about {MANY // 4} times as long", "less than twice as long"),
                 (
                     "every row would read all weights for itself.",
@@ -221,7 +223,7 @@ LESSON = Lesson(
             f"""
             A step that computes a prompt reads the weights once, too. More prompt tokens add arithmetic, as more rows
             do. So on the {GPU.name}, {SIZES[-1]} prompt tokens cost little more than one. From some length on,
-            arithmetic takes most of the time: a prompt of twice the length then takes about twice as long.
+            arithmetic takes most of the time: then, twice the length takes about twice the time, or more.
 
             On a CPU, this length is short. Compare where the curves begin to rise.
             """,
@@ -232,14 +234,15 @@ LESSON = Lesson(
         Page(
             "Guesses, checked in one step",
             """
-            On a GPU, a few more tokens in a step cost little. Speculation uses this for a single reply: the engine
-            guesses the next tokens, and one step computes them together with the last token. At each position, the step
-            samples as usual. A guess is accepted if it equals the sampled token, so the reply stays the same.
+            With a large model on a GPU, a few more tokens in a step cost little. Speculation uses this for a single
+            reply: the engine guesses the next tokens (drafts), and one step computes them together with the last token.
+            At each position, the step samples as usual. A guess is accepted if it equals the sampled token, so, apart
+            from rounding, the reply stays the same.
 
-            Here the guesses are copied from the text. The engine looks for an earlier place with the same last three
-            tokens; the tokens that follow there are the guesses. The panel shows two runs on one clock: without
-            guesses, and with guesses. In each run, a chat asks the same question twice. On a CPU, a guess costs more
-            than on a GPU, so fewer steps may even take longer.
+            Here the guesses are copied from the text. The engine looks for the last three tokens earlier in the text.
+            The tokens after them are the guesses. The panel shows two runs on one clock: without guesses, and with
+            guesses. In each run, a chat asks the same question twice. On a CPU, a guess costs more than on a GPU, so
+            fewer steps may even take longer.
             """,
             panel="runs",
             code="engine.core.speculation:PromptLookup",
@@ -250,7 +253,7 @@ LESSON = Lesson(
             """
             Attention alone ignores the order of tokens. So queries and keys are rotated by an angle that grows with the
             position (RoPE). The product of a query and a key then depends on the distance of their tokens. Keys are
-            rotated before they are stored, so a cached key is valid for one position only.
+            rotated before they are stored.
 
             Prompts can share a cached block only if they are equal from their first token on. Positions are not the
             reason: a key could be rotated again. The reason is attention. From the second layer on, a token's vector

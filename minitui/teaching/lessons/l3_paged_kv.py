@@ -138,7 +138,8 @@ LESSON = Lesson(
             might be long. (The engine does this with blocks of {PIECE} tokens.) In the second run, a request gets a
             block of 16 tokens when a token no longer fits into its last block.
 
-            The panel shows both runs on one clock, the first above the second. Each line is a request.
+            The panel shows both runs on one clock, the first above the second. Each line is a request. Compare when the
+            requests start; the longest reply decides how many steps there are.
             """,
             panel="runs",
             code="engine.core.allocator:BlockAllocator",
@@ -166,14 +167,14 @@ LESSON = Lesson(
               bytes per token = 2 x layers x KV heads x head size x bytes per number
 
             The 2 is for key and value; queries are not stored. For Qwen3-8B in 16 bits: 2 x 36 x 8 x 128 x 2 = 147,456
-            bytes, 144 KiB. A chat of 8,192 tokens needs 1.2 GB. A GPU of 24 GB with 16 GB of weights has room for at
-            most six such chats. So memory often limits the number of running requests.
+            bytes, 144 KiB. A chat of 8,192 tokens needs 1.2 GB. A GPU of 24 GB with 16 GB of weights has room for about
+            six such chats. So memory often limits the number of running requests.
             """,
             code="engine.model.config:ModelConfig.kv_bytes_per_token",
             run=cost,
             predict=Prediction(
-                "Here, with 4 layers, 2 KV heads of size 64 and 4 bytes per number (float32, as always on a "
-                "CPU, whatever the weights are in), a token needs …",
+                "Here, with 4 layers, 2 KV heads of size 64 and 4 bytes per number (float32, the default on a CPU), a "
+                "token needs …",
                 ("512 bytes", "4,096 bytes: 4 KiB", "24,576 bytes: 24 KiB"),
                 (
                     "only one KV head of one layer would store its key and value: 2 x 64 x 4 bytes.",
@@ -235,11 +236,10 @@ LESSON = Lesson(
         Page(
             "No reservation",
             """
-            A request is admitted if its prompt fits and a small reserve stays free for running requests. The reserve
-            is the watermark: 1 % of the blocks, rounded down, so for 48 blocks it is 0. No blocks are reserved for the
-            reply. Four requests that may each have 192 tokens, prompt and reply together, could fill this pool of 768
-            tokens. But if each of them ends after 20 tokens, they use two blocks each: 8 blocks of 48, a sixth of the
-            pool.
+            A request is admitted if its prompt fits and 1 % of the blocks (the watermark) stays free for running
+            requests; rounded down, for 48 blocks it is 0. This engine reserves no blocks for the reply. Four requests
+            that may each have 192 tokens, prompt and reply together, could fill this pool of 768 tokens. But if each of
+            them ends after 20 tokens, they use two blocks each: 8 blocks of 48, a sixth of the pool.
 
             The price: all running requests together may need more blocks than the pool has. Then cached blocks are
             evicted, the least recently used first. If no cached block is left, a running request has to release its

@@ -52,8 +52,8 @@ async def after_a_hit(stage: Stage) -> Seen:
     assert (start, start + n) == (CACHED, PROMPT), f"{start} of {start + n} prompt tokens are cached"
     return Seen(
         f"r{request} had {start + n} prompt tokens. The step computed {n} of them; the keys of the other {start} were "
-        f"cached. The first query saw keys 0 to {start}, the last query keys 0 to {start + n - 1}. In general: of Q "
-        f"queries and K keys, old and new, query i sees keys 0 to K - Q + i. Here K - Q is "
+        f"cached. The first query saw keys 0 to {start}, the last query keys 0 to {start + n - 1}. With Q queries and "
+        "K keys, old and new, query i sees keys 0 to K - Q + i. Here K - Q is "
         f"{start}. In the panel, the triangle of the first prompt has become a rectangle with a slanted end.",
         1,
     )
@@ -95,8 +95,7 @@ LESSON = Lesson(
 
             Reading uses the block table. This engine's simplest backend copies the slots of each sequence into one
             tensor (unless they are side by side) and passes it to torch. A GPU kernel reads block by block through the
-            table, without a copy. Both must pass the same tests; the simple backend is the specification of the GPU
-            kernel.
+            table, without a copy. The GPU kernel must give the results of the simple backend: both pass the same tests.
             """,
             code="engine.attention.torch_backend:TorchAttention",
         ),
@@ -142,8 +141,8 @@ LESSON = Lesson(
                 "see?",
                 ("key 0", f"keys 0 to {CACHED}", f"keys 0 to {PROMPT - 1}"),
                 (
-                    "query 0 would be the first token of the prompt. This is a common mistake: the mask forgets "
-                    "the cached tokens, and the reply looks almost right.",
+                    "query 0 would be the first token of the prompt. This is a common mistake: the mask forgets the "
+                    "cached tokens. The reply is fluent, but wrong.",
                     "",
                     "a token would see tokens after it. But in a reply these do not exist yet, and the model was "
                     "trained without them.",
@@ -153,15 +152,14 @@ LESSON = Lesson(
         Page(
             "Padding and the null block",
             """
-            The sequences of a batch have different lengths, and block tables of different widths. Padding points to
-            block 0, the null block. The null block belongs to no request. Its numbers are always finite, so reading it
-            is harmless: a mask gives these keys no weight. A free block may contain any old data; a test fills free
-            blocks with NaN and checks that no output changes.
+            The block tables of a batch get the same width. The unused places are padding. They point to block 0, the
+            null block. The null block belongs to no request. Its numbers are always finite, so reading it is harmless:
+            a mask gives these keys no weight. A free block may contain any old data; a test fills free blocks with NaN
+            and checks that no output changes.
 
-            Decode reads much and computes little: each key and value that it reads serves one token, in the few query
-            heads of its KV head. Prefill computes much: each key and value serves many tokens. So this engine has a GPU
-            kernel for each of the two. Some engines compute both with one kernel: FlashAttention takes sequences with
-            any number of queries.
+            Decode reads much and computes little: each key and value that it reads serves only one token. Prefill
+            computes much: each key and value serves many tokens. So this engine has a GPU kernel for each of the two.
+            Some engines compute both with one kernel: FlashAttention takes sequences with any number of queries.
             """,
             code="engine.attention.torch_backend:TorchAttention._plan_decodes",
         ),

@@ -197,7 +197,7 @@ def _drawn_from(stage: Stage) -> str:
 
 def _first_cut(stage: Stage) -> str:
     token = next(token for token in _tokens(stage) if token.now is None)
-    return f"“{token.text}”, with {token.before:.1%}: top_k keeps a number of tokens, however likely the next one is"
+    return f"“{token.text}”, with {token.before:.1%}: top_k keeps three tokens, and this is the fourth"
 
 
 def _below_min_p(stage: Stage) -> str:
@@ -222,7 +222,7 @@ LESSON = Lesson(
               4 temperature        divides the scores: below 1 the best tokens become likelier, above 1 less likely
               5 top_k              keeps the k best tokens
               6 top_p              keeps the best tokens, until their total reaches p
-              7 min_p              cuts tokens less likely than p times the best
+              7 min_p              cuts tokens below p times the best probability
               8 draw               samples one of the remaining tokens, by probability
 
             Temperature 0 is greedy: it takes the largest logit. A stage that no request uses is skipped. The order
@@ -261,7 +261,7 @@ LESSON = Lesson(
               presence_penalty    in the reply: is subtracted once
               frequency_penalty   in the reply: is subtracted for each occurrence
 
-            Four requests, one without a penalty, may use only three words. So far, the first word occurred several
+            Four requests may use only three words. One of them has no penalty. So far, the first word occurred several
             times, the second once, the third never.
             """,
             panel="candidates",
@@ -307,14 +307,14 @@ LESSON = Lesson(
         Page(
             "The same draw in every batch",
             """
-            A draw depends on the position in the text, not on the steps before it. So a request may be chunked,
-            preempted, resumed, cached or batched with any other requests: with the same seed the same noise is used.
-            A request without a seed gets a random seed. The seed is recorded, so every reply can be sampled again.
+            A draw depends on the position in the text, not on the steps before it. So the batch, the cache and
+            interruptions do not matter: with the same seed the same noise is used. A request without a seed gets a
+            random seed. The seed is recorded, so every reply can be sampled again.
 
             One thing can still change a reply: arithmetic. A sum of rounded numbers depends on the order of its terms,
-            most of all in half precision. With another batch size the order may change. This can decide between two
-            tokens that are almost equally likely. So the tests of this engine compare tokens in double precision, where
-            such near ties practically do not occur.
+            most of all in half precision. In most kernels, the order changes with the batch size. This can decide
+            between two tokens that are almost equally likely. So the tests of this engine compare tokens in double
+            precision, where rounding practically never decides.
 
             If the logits of a request are not finite numbers, it ends with an error and the others continue.
             """,

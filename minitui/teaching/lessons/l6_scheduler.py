@@ -132,8 +132,8 @@ LESSON = Lesson(
         Page(
             "A budget of tokens",
             """
-            A step may compute only a limited number of tokens: its budget. The budget limits the duration of a step,
-            and so the waiting time for each token. The scheduler spends the budget in this order:
+            A step may compute only a limited number of tokens: its budget. The budget limits the tokens of a step, and
+            so, roughly, the waiting time for each token. The scheduler spends the budget in this order:
 
               1 decoding requests   one token each, the oldest first
               2 started prompts     the next chunk of each
@@ -190,9 +190,9 @@ LESSON = Lesson(
             In the static run, look for requests that wait although a row is empty. Compare the steps, the time of the
             run, and the times to the first token.
 
-            The time may differ less than the number of steps, for two reasons. All rows wait while a step computes a
-            prompt ("stalled"), and static batches compute more prompts in one such step. And on a CPU, a step with four
-            rows takes longer than a step with one row; on a GPU, hardly longer (L2 Model and weights).
+            Fewer steps need not mean less time, for two reasons. All rows wait while a step computes a prompt
+            ("stalled"). Static batches compute several prompts in one such step, so they wait less often. And on a CPU,
+            a step with four rows takes longer than a step with one row; on a GPU, hardly longer (L2 Model and weights).
             """,
             panel="runs",
             run=side_by_side("batching"),
@@ -210,8 +210,8 @@ LESSON = Lesson(
                 "How many tokens of the pasted prompt does its first step compute?",
                 ("64", "61", "all of them", "none: it waits until the other requests have ended"),
                 (
-                    "the tokens of the decoding requests would not count, or these requests would get no token in "
-                    "this step. But they are planned first, one token each.",
+                    "the decoding requests would get no token, or their tokens would not count. But "
+                    "they are planned first, one token each.",
                     "",
                     "the step would be as long as the prompt, and the decoding requests would wait for all of it. "
                     "The budget prevents this.",
@@ -225,9 +225,9 @@ LESSON = Lesson(
             Three requests write, and a user pastes a long text: first into an engine that computes a prompt in one
             step, then into one that computes at most 64 tokens in a step.
 
-            Chunks have a price, too. The pasted prompt shares its steps with the other requests, and every chunk is a
-            step of its own with its own costs. So its first token usually comes later, and the whole run can take
-            longer. Compare the longest gap between two tokens with the longest time to a first token (p99).
+            Chunks have a price, too. The pasted prompt shares its steps with the other requests, and each chunk reads
+            the keys and values of the earlier chunks again. So its first token usually comes later, and the whole run
+            can take longer. Compare the longest gap between two tokens with the longest time to a first token (p99).
             """,
             panel="runs",
             run=side_by_side("chunked-prefill"),
@@ -241,8 +241,8 @@ LESSON = Lesson(
               rows     no row is free
               blocks   too few blocks are available
 
-            (The next page has another reason.) This engine has four rows and a budget of 64 tokens. Three requests
-            decode, and two more arrive. Their prompts have 16 tokens each.
+            This engine has four rows and a budget of 64 tokens. Three requests decode, and two more arrive. Their
+            prompts have 16 tokens each.
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._obstacle",
@@ -266,18 +266,18 @@ LESSON = Lesson(
             tokens. Soon no block is free or cached, and a request needs one more.
 
             A request cannot go on without its keys and values. So one of the three has to release its row and its
-            blocks, and wait. This is preemption. All that it loses has to be computed again, and the other two should
-            be able to go on.
+            blocks, and wait. This is preemption. What is evicted then has to be computed again. The other two should be
+            able to go on.
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._preempt",
             run=too_small,
             predict=Prediction(
-                "Which request releases its blocks?",
+                "Which request does this engine preempt?",
                 ("the oldest", "the one with the most blocks", "the youngest"),
                 (
                     "new requests could push out old ones again and again, and a long reply might never end.",
-                    "one preemption would free the most, but the most would be computed again. And a long request "
+                    "it would free the most blocks, but the most tokens would be computed again. And a long request "
                     "could be preempted each time when it comes back.",
                     "",
                 ),
@@ -306,11 +306,11 @@ LESSON = Lesson(
             """
             vLLM's scheduler solves the same problem: a budget of tokens, a number of rows, a pool of blocks. Three
             prompts that fill most of the pool are sent at the same time, first to vLLM's scheduler and then to this
-            engine. vLLM's part is a recording of its real scheduler, which had no model: it got the tokens of this
+            engine. vLLM's part is a recording of its real scheduler, without a model: the tokens come from this
             engine's replies. Both have the same pool, rows and budget.
 
             The picture shows both runs, one below the other. The clock counts steps, because vLLM's steps computed
-            nothing. `minitui inspect --connect` shows a vLLM with a model.
+            nothing. `minitui inspect --connect` shows a running vLLM.
             """,
             panel="runs-steps",
             code="minitui.vllm.recorder:Recorder.scheduled",

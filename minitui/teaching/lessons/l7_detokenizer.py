@@ -105,7 +105,7 @@ LESSON = Lesson(
             """
             A common kind of tokenizer (byte-level BPE) knows the 256 bytes and many frequent sequences of bytes. It
             splits text into these pieces; each piece has a number. So it can encode any text, even text that it was not
-            trained on. But a piece need not end where a character ends: an emoji has four bytes in UTF-8, and they may
+            trained on. But a piece need not end where a character ends: 😀 has four bytes in UTF-8, and they may
             belong to two, three or four tokens.
 
             When a reply streams, its tokens arrive one by one. Decoding each token alone would print a replacement
@@ -114,8 +114,8 @@ LESSON = Lesson(
             So the detokenizer of a reply has state: the last bytes, if they may be the beginning of a character. These
             bytes are held back until the rest of the character arrives. With byte-level BPE the emitted texts together
             equal the decoding of all ids at once: the text is the joined bytes. With other tokenizers, the text of a
-            token can depend on the token before. Then the new text is the difference of two decodings: without and with
-            the new token.
+            token can depend on the token before. Then the engine decodes with and without the new token: the difference
+            is new.
             """,
             code="engine.text.tokenizer:Tokenizer.detokenizer",
         ),
@@ -138,7 +138,7 @@ LESSON = Lesson(
                 (
                     "each incomplete character would be emitted as a replacement character, which later text "
                     "cannot take back.",
-                    "漢 and é would have one byte, as in an encoding for one language.",
+                    "漢 and é would have one byte. But they have three and two.",
                     "",
                     "these characters would appear only at the end of the reply. But the last byte of a character "
                     "completes it, so it can be emitted.",
@@ -160,8 +160,8 @@ LESSON = Lesson(
                 f"When does the client get the word “{PAIR[0].strip()}”?",
                 ("at once", "with the next token", "at the end of the reply"),
                 (
-                    "the next token could be “ zebra”. Then a part of the stop string would already have been sent. (A "
-                    "request can ask for this: include_stop_str_in_output.)",
+                    "the next token could be “ zebra”. Then a part of the stop string would already have been sent. "
+                    "(With include_stop_str_in_output, a request asks for the stop string.)",
                     "",
                     "the engine could not tell earlier whether the stop string occurs. But the next token shows that "
                     f"it does not: “{STOPS[1]}” is not the beginning of “{STOPS[0]}”.",
@@ -180,8 +180,8 @@ LESSON = Lesson(
             tokenizer would choose for the same text. So the next prompt uses the kept ids wherever the text is the
             same: the cache finds blocks by ids, not by text.
 
-            Encoding and decoding happen outside the step: the next step may already run while the ids of the last step
-            become text.
+            Encoding and decoding happen outside the step: with overlap, the next step runs while the last ids become
+            text.
             """,
             code="engine.text.tokenizer:Tokenizer.apply_chat_template",
         ),
@@ -201,9 +201,9 @@ LESSON = Lesson(
             _completes,
         ),
         Check(
-            f"The request has the stop string {STOP}. Which text is emitted at all?",
+            f"The request has the stop string {STOP}. Which part of the text is emitted?",
             "pieces",
-            "the tokens: from the first byte on that may begin the stop string, everything is held back.",
+            "the tokens: text that may begin the stop string is held back.",
             lambda stage: (
                 f"{TEXT[: TEXT.index(STOP)]}: b is held back, and with the last byte of {CHARACTER} the stop "
                 "string is complete"

@@ -50,7 +50,7 @@ async def crowd(stage: Stage) -> Seen:
         ("computed", figures.computed), ("from the cache", figures.cached),
     )  # fmt: skip
     return Seen(
-        "\n".join(f"   {name:<36}{n:>6,}" for name, n in rows) + f"\n\nNo client had to do anything for this: each of "
+        "\n".join(f"   {name:<36}{n:>6,}" for name, n in rows) + f"\n\nThe clients did nothing special: each of "
         f"the {len(metrics)} sent one request and read one reply.",
     )
 
@@ -92,11 +92,12 @@ LESSON = Lesson(
             f"""
             The experiment starts the HTTP server on the engine of this lesson. It listens on a free port of this
             machine and accepts one key. Then curl, a program for HTTP requests, asks “{QUESTION}” twice, each time for
-            up to {TOKENS} tokens: first as a whole, then with "stream": true. The panel shows the commands, and what
-            the server sends. Some fields are left out.
+            up to {TOKENS} tokens: first for the whole reply, then with "stream": true. The panel shows the commands,
+            and what the server sends. Some fields are left out.
 
             In a stream, the response stays open, and the server writes an event when it has new text. An event is a
-            line that begins with “data:”, and an empty line. The text passes the detokenizer first (L7 Detokenizer).
+            line that begins with “data:”. An empty line ends it. The text passes the detokenizer first (L7
+            Detokenizer).
             """,
             panel="wire",
             code="minitui.server.chat",
@@ -148,8 +149,8 @@ LESSON = Lesson(
             "Limits and failures",
             """
             Every queue has a limit. If too many requests wait, the server answers 429 and says when to try again
-            (Retry-After). While the model loads, the server answers 503. The output that the server keeps for a client
-            that reads slowly is limited too.
+            (Retry-After). While the model loads, the server answers 503. For a slow client, the server keeps only a
+            limited amount of output.
 
             If a step raises an exception, the requests of that step end with an error and the engine continues. If the
             GPU itself fails, the engine's process must be replaced: /health reports the failure, and the server starts

@@ -76,16 +76,15 @@ LESSON = Lesson(
             The engine keeps a tree of the prefixes in the pool. A node is a sequence of whole blocks with their token
             ids. Its children are found by the ids of their first block. The lookup of a prompt walks down the tree,
             with one dictionary access for each node. If a prompt matches only the first blocks of a node, the node is
-            split after these blocks. The common part becomes the parent of the rest. A node and its only child are
-            merged when the same requests use both.
+            split after these blocks. The common part becomes the parent of the rest. A node with a single child becomes
+            one node with it when the same requests use both.
 
             Only whole blocks are shared, and a shared block is never written again. The block that a request is
             filling belongs to it alone. The last token of a prompt is never taken from the tree, because its logits
             are needed: even a prompt that is completely cached computes at least one token.
 
-            The tree is SGLang's idea (RadixAttention). By default, SGLang's blocks have one token, so a match can end
-            at any token. vLLM has no tree: it finds each block by a hash of the block's tokens and of the hash of the
-            block before.
+            The tree is SGLang's idea (RadixAttention). There, a block may also have one token; then a match can end at
+            any token. vLLM finds each block by a hash of its tokens and of the hash of the block before.
             """,
             code="engine.core.radix:RadixTree.match",
         ),
@@ -125,11 +124,11 @@ LESSON = Lesson(
             code="engine.core.cache:KVCache.publish_planned",
             run=shared_system_prompt,
             predict=Prediction(
-                "How often is the system prompt computed?",
+                "How often does this engine compute the system prompt?",
                 ("six times: it is not cached yet", "twice: the others wait for the next step", "once"),
                 (
-                    "a block could be shared only after its step has ended. But it can be shared as soon as it is "
-                    "known which tokens it will have.",
+                    "a block could be shared only after its step has ended. But it can be shared as soon as its "
+                    "tokens are known.",
                     "blocks could be used only in a later step. But attention reads after all keys of the step are "
                     "stored, so no request has to wait.",
                     "",
@@ -148,9 +147,9 @@ LESSON = Lesson(
         Page(
             "What is evicted, and when",
             """
-            When a request ends, its blocks stay in the tree until room is needed. Then leaves that no request holds are
-            evicted, the least recently used first. Only as many blocks of a leaf are evicted as are needed. A block
-            that a request holds is never evicted.
+            When a request ends, its blocks stay in the tree until room is needed. Then leaves (nodes without children)
+            that no request holds are evicted, the least recently used first. Only as many blocks of a leaf are evicted
+            as are needed. A block that a request holds is never evicted.
 
             Chats A and B have different prompts. They are used in the order A, B, A. Then C comes with a long text. It
             needs all free blocks, all of B's blocks, and a few more.

@@ -57,8 +57,8 @@ async def compare_penalties(stage: Stage) -> Seen:
         f"presence_penalty lowered “{names[often]}” and “{names[once]}” by the same factor: the number of occurrences "
         f"does not count. frequency_penalty lowered “{names[often]}” by more, because this word occurred "
         f"{_times(times[often])}. repetition_penalty does not count occurrences, either; its effect depends on the "
-        f"score. It also applies to words of the prompt, here “{listed(in_prompt)}”. The word “{names[never]}” has not "
-        "occurred in the reply, so its share grew.",
+        f"score. It also applies to words of the prompt, here “{listed(in_prompt)}”. The word “{names[never]}” is "
+        "neither in the prompt nor in the reply, so its share grew.",
         0 if factors[1] >= 1 else 1 if math.isclose(*factors, rel_tol=0.01) else 2,
     )
 

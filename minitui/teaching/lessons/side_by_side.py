@@ -24,12 +24,15 @@ def side_by_side(name: str, answer: Answer | None = None) -> Callable[[Stage], A
         chosen = find_contrast(name)
         outcome = await run_contrast(_with_all_options(chosen), stage)
         comparison = Comparison.of(stage.view, key_of(outcome.infos))
-        by_name = {one.quantity.name: one for one in comparison.differences}
-        lines = [_line(by_name[name]) for name in SHOWN if name in by_name]
+        sentence = comparison.sentence
+        lines = [
+            _line(one) for one in comparison.differences
+            if one.quantity.name in SHOWN or one.quantity.words in sentence
+        ]  # fmt: skip
         first, second = (run.name for run in comparison.runs)
         head = f" {'':<22}{first:>16}{second:>20}"
         return Seen(
-            f"{comparison.sentence} {outcome.replies}\n\n" + "\n".join([head, *lines]),
+            f"{sentence} {outcome.replies}\n\n" + "\n".join([head, *lines]),
             answer(comparison) if answer is not None else None,
         )
 

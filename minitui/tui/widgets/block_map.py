@@ -135,6 +135,8 @@ its block. A larger pool avoids the first two. A dash stands for figures that th
     # ---- the picture
 
     def picture(self, view: View, width: int, height: int) -> Picture:
+        if not view.loaded:
+            return Picture([Row().add("the engine is starting", "dim").done(width)], title="KV blocks")
         shown = view.shown
         pool = occupancy.lead(shown)
         head = [pool.extend(occupancy.bar(shown, max(0, width - pool.width))).done(width)]
