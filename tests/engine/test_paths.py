@@ -103,6 +103,10 @@ def imported(name: str) -> Iterator[Any]:
     finally:
         forget()
         sys.modules.update(kept)
+        for path, module in kept.items():  # a package has its modules as attributes, too
+            package, _, leaf = path.rpartition(".")
+            if package in sys.modules:
+                setattr(sys.modules[package], leaf, module)
 
 
 def way(model: ModelConfig, **options: Any) -> str:

@@ -244,6 +244,7 @@ async def test_run_until_waits_for_what_happens_after_it_was_asked(client: Engin
         before = client.submit(PROMPT, long(max_tokens=4))
         async for _ in before:
             pass
+        await client.control("pause")  # otherwise the stream may end before the engine is told what to wait for
         stream = client.submit(PROMPT, long(max_tokens=40))
         await stream.started()
         await client.control("run_until", predicate={"event": "finish"})
