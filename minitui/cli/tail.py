@@ -6,9 +6,10 @@
                      token each · 9 of 512 tokens · 2.1 ms
     0.52 s  steps 13 to 37  4 requests decode one token per step · 100 tokens · 2.0 ms per step
 
-Consecutive steps that only decode share one line. The line names the slowest step if that step took more than twice the
-mean. A slow step has its causes. Every minute, and at the end, lines sum up what the cache saved, what is evicted next,
-and whether the host or the device limits. While a step does not end, a line says so.
+Consecutive steps that only decode share one line. The line names the slowest step if that step was slow or took more
+than twice the mean. A slow step has its causes. A step that prompts made more than twice as long names these
+prompts. Every minute, and at the end, lines sum up what the cache saved, what is evicted next, and
+whether the host or the device limits. While a step does not end, a line says so.
 
 With `--requests`, there is one line for each request, when the request has finished: its time to first token, the gaps
 between its tokens, and the cause of the longest gap.

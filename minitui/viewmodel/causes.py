@@ -24,6 +24,7 @@ TOLERANCE = 0.25  # an excess up to this share of the expected time needs no exp
 NOISE = 4.0  # an excess up to this many typical deviations needs no explanation
 MOSTLY = 0.5  # pauses in an excess that needs no explanation are named if they are at least this share of the excess
 WORTH = 0.1  # causes with a smaller share of the excess are not named
+LONG = 2.0  # prompts that make a step so many times as long are a reason in lines of text
 NAMED = 2  # requests named in a cause; more are counted
 EMIT = "output and commands"
 
@@ -62,6 +63,11 @@ class Explanation:
     def slow(self) -> bool:
         """True if the step took longer than expected, with a measured pause or beyond the usual variation."""
         return bool(self.causes or self.unexplained)
+
+    @property
+    def long(self) -> bool:
+        """True if the step was slow, or if prompts made the step LONG times as long as without these, or longer."""
+        return self.slow or min(self.took, self.expected) > LONG * (self.expected - self.prefill)
 
     @property
     def prefill(self) -> float:

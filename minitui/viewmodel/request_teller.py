@@ -9,7 +9,7 @@ from engine.trace.records import Record
 from minitui.viewmodel.lanes import Lane
 from minitui.viewmodel.model import View
 from minitui.viewmodel.request_words import request_json, request_text
-from minitui.viewmodel.requests import Requests
+from minitui.viewmodel.requests import Requests, by_longest_gap
 from minitui.viewmodel.stalls import in_words
 from minitui.viewmodel.teller import Line, Teller
 from minitui.visible import json_text
@@ -28,7 +28,7 @@ class RequestTeller(Teller):
         self._json = json
         self._requests = Requests()
         self._ended: list[int] = []  # finished, but not told until the time of their last step is known
-        self._longest: tuple[float, str] | None = None  # the longest gap so far, and what is said about it
+        self._longest: tuple[tuple[float, int, int], str] | None = None  # the longest gap so far, and its text
 
     def tell(self, records: Iterable[Record]) -> Iterator[Line]:
         new = False
@@ -88,8 +88,9 @@ class RequestTeller(Teller):
         gap = figures.longest
         reason = self._stalls.reason(view, lane, gap) if gap is not None else None
         why = in_words(gap, reason) if gap is not None and reason is not None else ""
-        if gap is not None and (self._longest is None or gap.ms > self._longest[0]):
-            self._longest = (gap.ms, f"the longest gap of all requests: r{lane.id}, {why}")
+        rank = by_longest_gap(figures)
+        if gap is not None and (self._longest is None or rank > self._longest[0]):
+            self._longest = (rank, f"the longest gap of all requests: r{lane.id}, {why}")
         if not self._json:
             text = request_text(figures, view.group_name(lane.group), why)
             return Line(view.live.state.t, view.live.state.step, "request", text)

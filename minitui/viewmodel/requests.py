@@ -52,6 +52,13 @@ class RequestFigures:
         return None if self.queue_ms is None or self.prefill_ms is None else self.queue_ms + self.prefill_ms
 
 
+def by_longest_gap(row: RequestFigures) -> tuple[float, int, int]:
+    """Orders requests by their longest gaps. Of gaps that are equally long, to the microsecond, the earliest is the
+    greatest, and of several in one step that of the oldest request."""
+    gap = row.longest
+    return (0.0, 0, -row.id) if gap is None else (round(gap.ms, 3), -gap.step, -row.id)
+
+
 class Requests:
     """Computes the figures. Keeps the gaps of requests, because computing the gaps of hundreds takes milliseconds."""
 

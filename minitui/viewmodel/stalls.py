@@ -8,7 +8,7 @@ and the rest is unexplained. The steps before the last one did not compute the r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,6 +54,7 @@ class Stalls:
 
     def __init__(self) -> None:
         self._fitted: tuple[object, int, CostModel | None] = (None, -1, None)
+        self._ahead: CostModel | None = None  # of steps that a recording has, but the view has not folded yet
 
     def words(self, view: View, lane: Lane, gap: Gap) -> str:
         """Returns the gap in words, with its reason."""
@@ -77,11 +78,20 @@ class Stalls:
         reason = _of_step(view, row, self.model(view), gap.ms - before)
         return Reason(reason.usual, causes + reason.causes, reason.unexplained, reason.variation)
 
+    def look_ahead(self, view: View, ahead: View) -> None:
+        """Explain the next REFIT steps of `view` with a model of the steps of `ahead`, which has folded more of the
+        same recording: the first steps have no model of their own."""
+        model = fit(ahead.steps, ahead.horizon)
+        self._ahead = replace(model, steps=view.steps) if model is not None else None
+
     def model(self, view: View) -> CostModel | None:
         """Returns the model of the timings panel. Without a panel (`minitui tail`), one of recent steps."""
         if view.timings.model is not None:
             return view.timings.model
-        last = max(view.horizon // REFIT * REFIT, min(view.horizon, REFIT))
+        begun = max(view.steps.first, 0) + REFIT
+        if self._ahead is not None and self._ahead.steps is view.steps and view.horizon < begun:
+            return self._ahead
+        last = max(view.horizon // REFIT * REFIT, min(view.horizon, begun))
         if self._fitted[:2] != (view.steps, last):
             self._fitted = (view.steps, last, fit(view.steps, last))
         return self._fitted[2]

@@ -1,7 +1,8 @@
 """Turns the engine's records into lines of text: one for each decision, step, and run of equal decode steps.
 
-A slow step has its causes. Every minute, and at the end, some lines sum up: what the cache saved, what is evicted next,
-and whether the host or the device limits. If the results of a step do not arrive, a line says so.
+A slow step has its causes, and a step that prompts made long names these prompts. Every minute, and at the end, some
+lines sum up: what the cache saved, what is evicted next, and whether the host or the device limits. If the results of a
+step do not arrive, a line says so.
 """
 
 from __future__ import annotations
@@ -125,6 +126,10 @@ class Teller:
             if keyframe.seq != last:
                 yield from self.rest()
                 self.view.reset(part.snapshot)
+                ahead = View()
+                ahead.reset(part.snapshot)
+                ahead.fold(part.records)
+                self._stalls.look_ahead(self.view, ahead)
                 if index:
                     missing = f"({keyframe.seq - last:,} records are missing here)"
                     yield Line(part.state.t, keyframe.step, "gap", missing)
@@ -166,10 +171,11 @@ class Teller:
             yield Line(row.ended or row.t, row.step, "step", step_text(row, view) + self._why(row))
 
     def _why(self, row: StepRow | None) -> str:
-        """Returns " · expected 6.9 ms, +83.9: garbage collection 80.1" for a slow step, else an empty string."""
+        """Returns " · expected 6.9 ms, +83.9: garbage collection 80.1" for a slow step, or for one that prompts made
+        long; else an empty string."""
         model = self._stalls.model(self.view)
         found = explain(row, model) if row is not None and model is not None else None
-        return f" · {why_slow(row, model)}" if row is not None and found is not None and found.slow else ""
+        return f" · {why_slow(row, model)}" if row is not None and found is not None and found.long else ""
 
     def _submit(self, record: Record) -> str:
         _, _, _, request, group, tokens, _ = record
@@ -208,8 +214,8 @@ class Teller:
             text += f" · {run.accepted:,} of {run.drafted:,} drafts accepted"
         if run.total_ms:
             text += f" · {run.total_ms / n:.1f} ms per step"
-            if run.worst_ms > 2 * run.total_ms / n:
-                why = self._why(self.view.steps.get(run.worst_step)).removeprefix(" · ")
+            why = self._why(self.view.steps.get(run.worst_step)).removeprefix(" · ")
+            if why or run.worst_ms > 2 * run.total_ms / n:
                 text += f", the slowest {run.worst_ms:.1f} ms (step {run.worst_step:,}{': ' if why else ''}{why})"
         yield Line(run.last.ended or run.t, run.first.step, "steps", text)
 

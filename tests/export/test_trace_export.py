@@ -24,12 +24,13 @@ from minitui.cli.main import app
 from minitui.cli.tail import tail_live, tail_server, tail_trace
 from minitui.export import export
 from minitui.export.perfetto import DEVICE, HOST, REQUESTS
-from minitui.trace.bundled import bundled
+from minitui.trace.bundled import bundled, find_trace
 from minitui.trace.reader import TraceError, TraceReader
 from minitui.trace.recorder import Recorder
 from minitui.viewmodel.eviction import EvictionOrder
 from minitui.viewmodel.model import View
 from minitui.viewmodel.request_teller import RequestTeller
+from minitui.viewmodel.requests import Requests, by_longest_gap
 from minitui.viewmodel.teller import Teller
 from tests.support.fake_client import ByteCodec, FakeSource
 from tests.support.golden import GOLDEN, INFO, make_engine, play
@@ -272,8 +273,8 @@ def test_the_story_of_a_recording_goes_on_behind_a_gap(with_a_gap: Path) -> None
 def test_the_lines_say_why_a_step_was_slow_and_sum_up_at_the_end() -> None:
     told: list[str] = []
     tail_trace(GOLDEN, told.append)
-    slow = next(line for line in told if " step 26 " in line and "decode" in line)
-    assert " 4 of 24 tokens · 0.2 ms · expected 0.24 ms, +0.16: commit of step 25" in slow
+    slow = next(line for line in told if " step 83 " in line and "decode" in line)
+    assert re.search(r" 24 of 24 tokens · 0\.5 ms · expected 0\.5\d ms, .*, \+0\.2\d: commit of step 82", slow)
     last = " ".join(told[-4:])
     reader, view = TraceReader(GOLDEN), View()
     view.reset(reader.part(0).snapshot)
@@ -285,6 +286,33 @@ def test_the_lines_say_why_a_step_was_slow_and_sum_up_at_the_end() -> None:
     evicted = EvictionOrder(view.live.state).nodes[0].blocks[-1]
     assert f"the next allocations take free {free}, then {evicted} of #1" in last
     assert re.search(r"the (host|device) limits: the host waits \d+ % of the time · last 140 steps$", last)
+
+
+def test_the_lines_of_a_recording_name_the_causes_of_its_slow_steps_from_the_first_step_on() -> None:
+    told: dict[str, list[str]] = {"small-pool": [], "h200-8b": []}
+    for name, lines in told.items():
+        tail_trace(find_trace(name), lines.append)
+    run = next(line for line in told["small-pool"] if "steps 1 to 80" in line)
+    assert re.search(r"the slowest 19\.5 ms \(step 64: expected 12\.\d ms, \+7\.\d+: device 7\.\d+\)$", run)
+    steps = {found[1]: line for line in told["h200-8b"] if (found := re.search(r" step (\d+)  .* ms(?: · |$)", line))}
+    assert re.search(r"38\.1 ms · expected 2\d\.\d ms, \d+\.\d of it for 505 prefill tokens", steps["4"])
+    assert re.search(r"35\.9 ms · expected .* of it for the launch of step 346 \(497 prefill tokens", steps["345"])
+    assert re.search(r"36\.6 ms · expected .* of it for the launch of step 363 \(474 prefill tokens", steps["362"])
+    assert steps["58"].endswith(" 2.5 ms"), "a time alone is no reason"
+
+
+def test_of_equally_long_gaps_the_lines_and_the_table_name_the_same_one() -> None:
+    told: list[str] = []
+    reader, view = TraceReader(find_trace("h200-8b")), View()
+    tail_trace(find_trace("h200-8b"), told.append, "requests")
+    view.reset(reader.part(0).snapshot)
+    view.fold(list(reader.records()))
+    view.live.state.gate = "closed"  # a still picture has the exact figures of all requests
+    rows = [row for row in Requests().figures(view) if row.longest is not None]
+    worst = max(rows, key=by_longest_gap)
+    same = [row for row in rows if by_longest_gap(row)[:2] == by_longest_gap(worst)[:2]]
+    assert len(same) > 1 and worst.id == min(row.id for row in same)
+    assert f"the longest gap of all requests: r{worst.id}, 36.6 ms" in told[-1]
 
 
 def test_a_step_that_does_not_end_is_said_again_when_the_time_has_doubled() -> None:

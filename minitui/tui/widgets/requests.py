@@ -14,7 +14,7 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs, selected
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, wrapped
 from minitui.viewmodel.model import View
-from minitui.viewmodel.requests import RequestFigures, Requests
+from minitui.viewmodel.requests import RequestFigures, Requests, by_longest_gap
 from minitui.viewmodel.stalls import Stalls
 
 Value = float | str | None
@@ -153,9 +153,8 @@ at the bottom names; without a selection, Enter opens its timeline.""")
 
     @property
     def _worst(self) -> RequestFigures | None:
-        """The request with the longest gap of all; of several with the same gap, the oldest."""
-        stalled = (row for row in self.rows if row.longest is not None)
-        return max(stalled, key=lambda row: (row.longest.ms if row.longest is not None else 0.0, -row.id), default=None)
+        """The request with the longest gap of all."""
+        return max((row for row in self.rows if row.longest is not None), key=by_longest_gap, default=None)
 
     def _columns(self, width: int) -> list[int]:
         """Returns the indices of the columns that fit."""
