@@ -2,7 +2,8 @@
 
 The recorded records get new numbers and times. The viewer controls the gate and slow motion, so the recorded gate and
 pace records are left out, and the viewer's actions add new gate and pace records. A speed below 1 is slow motion, as
-with a live engine. A speed above 1 makes the engine's time run faster.
+with a live engine: it delays the records after a step by a multiple of the step's time, and all other times are the
+recorded ones. A speed above 1 makes the engine's time run faster.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ MIN_SPEED, MAX_SPEED = 1.0 / MAX_PACE, 1000.0
 AT_ONCE = 20_000  # the largest number of records in one drain
 STEPS_BEFORE = 200  # a seek begins this many steps earlier where possible, so that the panels have a history
 CONTROL = ("gate", "pace")  # the kinds of records that the viewer's actions replace
+GATE = 3  # the field of a `parts` record, counted from its step, with the time at the gate
 
 
 class ReplaySource(Source):
@@ -44,7 +46,9 @@ class ReplaySource(Source):
         self._seq = 0  # number of the last record handed out
         self._played = 0.0  # the position of the playhead, in seconds of play
         self._ticked = 0.0  # the time of the clock when the playhead last moved
-        self._t = 0.0  # time of the last record handed out: the keyframe's time plus the seconds played after it
+        self._t = 0.0  # the engine's time at the last record handed out, in the replay
+        self._was_closed = False  # the engine's gate in the recording
+        self._ended_step = -1  # the last step handed out that has ended
         self._last_due = 0.0  # when the last record handed out was due, in seconds of play
         self._closed = False  # the viewer's gate
         self._allowed = 0  # steps that may still run through the closed gate
@@ -113,11 +117,9 @@ class ReplaySource(Source):
                 break
             self._at += 1
             self._played = max(self._played, due)
-            paced = self._seek_to is None and not self._closed
-            self._t += (due - self._last_due) * (self.pace if paced else 1.0)
-            self._last_due = due
+            self._move_engine_time(due)
             if record[2] not in CONTROL:
-                out.append(self._make(*record[2:]))
+                out.append(self._make(*_without_gate(record)))
             self._after(record, out)
         return out
 
@@ -212,6 +214,7 @@ class ReplaySource(Source):
         # The next record's number leaves a gap after the last number handed out, so that the caller notices the jump.
         if self._state is not None:
             state.seq = max(self._seq + 2, state.seq)
+        self._was_closed, self._ended_step = state.gate == "closed", state.step
         state.gate = "closed" if self._closed else "open"
         state.pace = self.pace
         self._state, self._seq = state, state.seq
@@ -243,6 +246,13 @@ class ReplaySource(Source):
         if self.ended:
             self._played = min(self._played, self.trace.seconds)
 
+    def _move_engine_time(self, due: float) -> None:
+        """Move the engine's time to the next record; recorded pauses are left out, except for a step that still ran."""
+        assert self._state is not None
+        if not self._was_closed or self._state.step > self._ended_step:
+            self._t += due - self._last_due
+        self._last_due = due
+
     def _is_due(self, due: float) -> bool:
         if self._seek_to is not None:
             return True
@@ -273,8 +283,16 @@ class ReplaySource(Source):
         return record
 
     def _after(self, record: Record, out: list[Record]) -> None:
-        """Count steps while the gate is closed, and end a run_until at its event."""
+        """Note a recorded gate; delay the records after a step in slow motion; count steps while the gate is closed,
+        and end a run_until at its event."""
+        assert self._state is not None
         ended = record[2] in ("time", "fail")
+        if record[2] == "gate":
+            self._was_closed = record[3] == "closed"
+        elif ended:
+            self._ended_step = record[3]
+        if record[2] == "time" and self._state.gate == "open":
+            self._t += record[7] / 1e3 * (self._state.pace - 1)
         self._in_step = not ended if ended or record[2] == "step" else self._in_step
         if self._finishing:
             self._finishing = not ended
@@ -301,6 +319,14 @@ class ReplaySource(Source):
             self._closed = closed
             self._finishing = closed and self._in_step  # a gate closes between two steps
             self._control.append(("gate", state, reason))
+
+
+def _without_gate(record: Record) -> tuple[Any, ...]:
+    """Returns the fields of a record after its time; a `parts` record without the time at the recorded gate."""
+    kind, *fields = record[2:]
+    if kind == "parts":
+        fields[GATE] = 0
+    return kind, *fields
 
 
 def _inverse(factor: float) -> float:

@@ -209,6 +209,7 @@ class ReplayApp(MinituiApp):
     def __init__(self, source: ReplaySource, *args: Any, **options: Any) -> None:
         options["load_codec"] = lambda info: TraceCodec(source.trace)
         super().__init__(source, *args, **options)
+        self.view.replayed = True
         self.replay = source
 
     @property
@@ -223,7 +224,6 @@ class ReplayApp(MinituiApp):
 
     def _frame(self) -> None:
         self.story = self._narrate()
-        self.view.stopped = self.replay.stopped
         super()._frame()
 
     def group_names(self) -> dict[str, str]:

@@ -54,7 +54,7 @@ class View(History):
         self.selection: Selection | None = None
         self.board: Board | None = None  # what a lesson shows besides the records
         self.home: str | None = None  # panels of a single request show only requests of this group; None: of all groups
-        self.stopped = False  # a recording is paused or at its end: its time does not pass
+        self.replayed = False  # a recording is played: working time passes only with its records
         self.frozen = False  # the user froze the picture: no record is folded
         self.version = 0  # increases with each selection and each `put`: screens then paint again
         self.run_name = ""  # of a run that is compared with another run (see `keep_run`)
@@ -112,7 +112,7 @@ class View(History):
         if self.frozen and moment == self._still_moment:
             return
         self._now = now
-        if self.live.state.gate == "open" and self.loaded and not self.stopped:
+        if self.live.state.gate == "open" and self.loaded and not self.replayed:
             self.rates.advance(self.engine_now)
         last = self.steps.last
         self.steps_per_frame = max(0, last - self._framed) if last >= 0 else 0

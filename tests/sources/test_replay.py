@@ -12,6 +12,7 @@ from engine.params import SamplingParams
 from engine.trace.records import Record
 from engine.trace.state import State
 from minitui.sources.replay import ReplaySource
+from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
 from minitui.viewmodel.model import View
 from minitui.viewmodel.updater import Updater
@@ -26,6 +27,7 @@ class Player:
         self.now = 0.0
         self.source = ReplaySource(path, speed, clock=lambda: self.now)
         self.view = View()
+        self.view.replayed = True
         self.feed = Updater(self.source, self.view, clock=lambda: self.now)
         self.records: list[Record] = []
 
@@ -179,6 +181,38 @@ async def test_rates_match_the_engine_at_any_speed() -> None:
         view = player.view
         rates.append(sum(view.rates.at("decode", b) for b in range(view.rates.bucket + 1)) / view.rates.now)
     assert rates[0] == pytest.approx(rates[1], rel=0.3), "the trace is a second long, and a frame is left over"
+
+
+@pytest.mark.parametrize("trace", ["small-pool", "h200-8b"])
+async def test_times_are_those_of_the_recording_played_at_any_speed_or_jumped_to(trace: str) -> None:
+    path = find_trace(trace)
+    recorded = View()
+    reader = TraceReader(path)
+    recorded.reset(reader.part(0).snapshot)
+    recorded.fold(list(reader.records()))
+    last = min(40, recorded.lanes.step)
+
+    def waits(view: View) -> dict[int, float]:
+        """Each request's time in the queue in ms, as computed until its first token."""
+        return {
+            lane.id: (lane.admitted - lane.submitted) * 1e3
+            for lane in view.lanes.lanes.values()
+            if lane.submitted is not None and lane.admitted is not None and lane.submitted_step <= last - 5
+        }
+
+    def gaps(view: View) -> list[float]:
+        arrived = view.steps.column("arrived")
+        return [float(arrived[step] - arrived[step - 1]) * 1e3 for step in range(2, last - 1)]
+
+    assert waits(recorded)
+    for speed in (0.02, 1.0, 50.0):
+        player = await Player(path, speed=speed).start()
+        while player.source.step < last:
+            await player.run(0.05)
+        assert waits(player.view) == pytest.approx(waits(recorded), abs=0.5), f"at speed {speed}"
+        assert gaps(player.view) == pytest.approx(gaps(recorded), abs=0.5), f"at speed {speed}"
+        await player.seek(last)
+        assert waits(player.view) == pytest.approx(waits(recorded), abs=0.5), f"after a jump at speed {speed}"
 
 
 async def test_a_recording_takes_no_questions() -> None:
