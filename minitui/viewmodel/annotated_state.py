@@ -282,6 +282,11 @@ class AnnotatedState:
         """Blocks in the pool, without the null block."""
         return self.state.num_blocks - 1
 
+    @property
+    def used(self) -> float:
+        """The share of the pool that holds data."""
+        return (self.total - self.state.counts[0]) / self.total
+
     def filling(self) -> list[int]:
         """Returns the partly filled blocks: each receives the next token of a running request."""
         size = self.state.block_size

@@ -117,10 +117,11 @@ class History:
 
     def _time(self, record: Record) -> None:
         steps, rates = self.steps, self.rates
-        steps.fold_time(record)
         rates.advance(record[1])
         _, _, _, step, plan_us, launch_us, commit_us, wall_ms, device_ms, _ = record
         rates.add_durations(wall_ms, (plan_us + (launch_us or 0) + commit_us) / 1e3, device_ms)
+        rates.mark(step)
+        steps.fold_time(record, rates.bucket)
         self._result_at = rates.now
         self.trends.advance(rates.now)
         if (gap := steps.gap_ms(step)) is not None:
@@ -137,7 +138,7 @@ class History:
     def _step(self, record: Record) -> None:
         self.rates.advance(record[1])
         self.tokens.before_step(record[3])
-        prefill = self.steps.fold_step(record, self.rates.bucket)
+        prefill = self.steps.fold_step(record)
         self.rates.add_step(self.steps.decoded(record[3]), prefill)
         self.lanes.fold_step(record)
 
@@ -187,7 +188,7 @@ class History:
     def _note_levels(self) -> None:
         """Note how many requests run and wait, and how full the pool is."""
         rates, state = self.rates, self.live.state
-        used = (self.live.total - state.counts[0]) / self.live.total
+        used = self.live.used
         rates.level("running", len(state.requests) - len(state.queue))
         rates.level("waiting", len(state.queue))
         rates.level("used", used)

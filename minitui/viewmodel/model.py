@@ -78,6 +78,8 @@ class View(History):
         self._still_moment: tuple[int, int | None] | None = None
         self._framed = live.state.step
         self._travelled: int | None = None
+        self._past_bucket = 0  # the bucket in which the step travelled to ended,
+        self._past_marks: dict[str, float] = {}  # and what this bucket had then
         self._words: dict[int, str] = {}
 
     def keep_run(self) -> None:
@@ -159,7 +161,7 @@ class View(History):
     @property
     def saved_in_the_last_minute(self) -> int:
         """Prompt tokens that requests took from the cache in the last minute of working time."""
-        return int(self.rates.series("cached", round(60 / BUCKET), self.bucket + 1).sum())
+        return int(self.recent("cached", round(60 / BUCKET)).sum())
 
     @property
     def last_minute(self) -> str:
@@ -214,10 +216,18 @@ class View(History):
 
     @property
     def bucket(self) -> int:
-        """The bucket of `rates` in which the picture's last step was planned; the current bucket for a live picture."""
-        if self._travelled is None or self._travelled not in self.steps:
-            return self.rates.bucket
-        return int(self.steps.column("bucket")[self._travelled % self.steps.capacity])
+        """The bucket of `rates` in which the picture's last step ended; the current bucket for a live picture."""
+        return self.rates.bucket if self._travelled is None else self._past_bucket
+
+    def recent(self, name: str, n: int, filling: bool = True) -> np.ndarray:
+        """Returns the last `n` buckets of `rates`, oldest first. In the past, the last of them has only what came
+        before the end of the picture's step. `filling` False: without the bucket that is being filled."""
+        values = self.rates.series(name, n, self.bucket + filling)
+        if self._travelled is not None and filling:
+            state = self.shown.state
+            levels = {"running": len(state.requests) - len(state.queue), "used": self.shown.used}
+            values[-1] = (levels | self._past_marks)[name]
+        return values
 
     def glow(self) -> np.ndarray:
         """uint8 [num_blocks]: 2 for a block that has just changed, 1 while its highlight fades, else 0. Paused or in
@@ -266,6 +276,8 @@ class View(History):
             return False
         self.shown = self.past.state_at(row.end_seq)
         self._travelled = row.step
+        self._past_bucket = int(self.steps.column("bucket")[row.step % self.steps.capacity])
+        self._past_marks = self.rates.marked(row.step)
         self.tree.refresh(self.shown, self._now, force=True)
         return True
 

@@ -6,6 +6,8 @@ from array import array
 
 import numpy as np
 
+from minitui.viewmodel.steps import STEPS_KEPT
+
 BUCKET = 0.25  # seconds
 BUCKETS_KEPT = 2048
 
@@ -19,10 +21,13 @@ class Rates:
 
     SUMS = ("decode", "prefill", "cached", "steps", "drafted", "accepted", "device_ms", "host_ms")
     LEVELS = ("running", "waiting", "used")  # each bucket keeps the last value
+    MARKED = ("decode", "prefill", "cached", "worst_ms")
 
     def __init__(self) -> None:
         names = (*self.SUMS, *self.LEVELS, "worst_ms")
         self._columns = {name: array("d", [0.0]) * BUCKETS_KEPT for name in names}
+        # What the bucket being filled had at the end of each step: other steps end later in the same bucket.
+        self._marks = {name: array("d", [0.0]) * STEPS_KEPT for name in self.MARKED}
         self.now = 0.0  # working time since the history began, in seconds
         self._t = 0.0  # engine time of the last record
         self._stretched = 0.0  # seconds of slow motion still to be excluded
@@ -90,6 +95,15 @@ class Rates:
         elif self._pace > 1:
             self._stretched += wall_ms / 1e3 * (self._pace - 1)
 
+    def mark(self, step: int) -> None:
+        """Note that a step has ended now."""
+        for name, marks in self._marks.items():
+            marks[step % STEPS_KEPT] = self._columns[name][self._slot]
+
+    def marked(self, step: int) -> dict[str, float]:
+        """Returns what the bucket in which a step ended had at the end of the step, for each name of MARKED."""
+        return {name: marks[step % STEPS_KEPT] for name, marks in self._marks.items()}
+
     def gate(self, closed: bool) -> None:
         self._closed = closed
 
@@ -111,17 +125,8 @@ class Rates:
             values[start - first :] = column[np.arange(start, end) % BUCKETS_KEPT]
         return values
 
-    def at(self, name: str, bucket: int) -> float:
-        """Returns the value of one bucket."""
-        return self._columns[name][bucket % BUCKETS_KEPT]
-
     def per_second(self, name: str, seconds: float = 1.0, end: int | None = None) -> float:
         """Returns the mean per second over the last `seconds`, in complete buckets before `end`."""
         end = self.bucket if end is None else end
         n = min(max(1, round(seconds / BUCKET)), max(1, end))
         return float(self.series(name, n, end).sum() / (n * BUCKET))
-
-    def total(self, name: str, seconds: float, end: int | None = None) -> float:
-        """Returns the sum over bucket `end` and the `seconds` before it."""
-        end = self.bucket if end is None else end
-        return float(self.series(name, max(1, round(seconds / BUCKET)), end).sum() + self.at(name, end))

@@ -44,7 +44,7 @@ class Steps:
         self._arrived = array("d", [0.0]) * capacity  # when its tokens arrived: seconds, without pauses; NaN: unknown
         self._paused = array("d", [0.0]) * capacity  # seconds of pauses and slow motion since the history began
         self._paused_s = 0.0
-        self._bucket = array("q", [0]) * capacity  # the bucket of Rates in which the step was planned
+        self._bucket = array("q", [0]) * capacity  # the bucket of Rates in which the step ended
         self._cut = array("d", [0.0]) * capacity
         self.cut_ms = 0.0  # time left out of the axis so far
         self._held = array("b", [0]) * capacity
@@ -82,8 +82,8 @@ class Steps:
             self._accepted[step % self.capacity] = accepted
         return drafted, accepted
 
-    def fold_step(self, record: Record, bucket: int = 0) -> int:
-        """Fold a `step` record; `bucket` is the current bucket of Rates. Returns the number of prefill tokens."""
+    def fold_step(self, record: Record) -> int:
+        """Fold a `step` record. Returns the number of prefill tokens."""
         _seq, t, _kind, step, prefills, joined, left, tokens, waiting = record
         i = step % self.capacity
         for id in left:
@@ -105,7 +105,7 @@ class Steps:
         self._step[i], self._t[i], self._tokens[i], self._decodes[i] = step, t, tokens, decodes
         self._waiting[i], self._wall[i], self._device[i], self._end_seq[i] = waiting, self._nan, self._nan, 0
         self._comm[i] = self._arrived[i] = self._nan
-        self._chunks[i], self._bucket[i], self._cut[i] = prefills or None, bucket, self.cut_ms
+        self._chunks[i], self._cut[i] = prefills or None, self.cut_ms
         self._held[i] = self._closed or self._pace > 1
         if self.first < 0:
             self.first = step
@@ -116,8 +116,8 @@ class Steps:
                 self._drafts.pop(self.first - 1, None)
         return prefill_tokens
 
-    def fold_time(self, record: Record) -> None:
-        """Fold a `time` record."""
+    def fold_time(self, record: Record, bucket: int = 0) -> None:
+        """Fold a `time` record; `bucket` is the current bucket of Rates."""
         seq, t, _kind, step, plan_us, launch_us, commit_us, wall_ms, device_ms, _ = record
         i = step % self.capacity
         if self._step[i] != step:
@@ -126,7 +126,7 @@ class Steps:
         self._launch[i] = self._nan if launch_us is None else launch_us / 1e3
         self._wall[i] = wall_ms
         self._device[i] = self._nan if device_ms is None else device_ms
-        self._ended[i], self._end_seq[i] = t, seq
+        self._ended[i], self._end_seq[i], self._bucket[i] = t, seq, bucket
         self._cut_axis(step, i)
         self._paused[i], self._arrived[i] = self._paused_s, t - commit_us / 1e6 - self._paused_s
 
@@ -284,9 +284,9 @@ class Steps:
         return gap if gap >= 0 else None
 
     def before_bucket(self, bucket: int) -> int | None:
-        """Returns the last step that was planned before a bucket of Rates began; None if no such step is kept."""
+        """Returns the last step that ended before a bucket of Rates began; None if no such step is kept."""
         at = self.indices(self.first, self.last)
-        earlier = at[self.column("bucket")[at] < bucket]
+        earlier = at[(self.column("end_seq")[at] > 0) & (self.column("bucket")[at] < bucket)]
         return int(self.column("step")[earlier[-1]]) if len(earlier) else None
 
     def decoded(self, step: int) -> int:

@@ -14,6 +14,7 @@ from engine.trace.state import State
 from minitui.sources.replay import ReplaySource
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
+from minitui.tui.widgets.vitals import vitals
 from minitui.viewmodel.model import View
 from minitui.viewmodel.updater import Updater
 from tests.support.golden import GOLDEN, make_engine, play, timeless
@@ -179,7 +180,7 @@ async def test_rates_match_the_engine_at_any_speed() -> None:
         player = await Player(speed=speed).start()
         await player.run(player.source.trace.seconds / speed + 0.3, frame=0.01)
         view = player.view
-        rates.append(sum(view.rates.at("decode", b) for b in range(view.rates.bucket + 1)) / view.rates.now)
+        rates.append(view.rates.series("decode", 2000, view.rates.bucket + 1).sum() / view.rates.now)
     assert rates[0] == pytest.approx(rates[1], rel=0.3), "the trace is a second long, and a frame is left over"
 
 
@@ -213,6 +214,29 @@ async def test_times_are_those_of_the_recording_played_at_any_speed_or_jumped_to
         assert gaps(player.view) == pytest.approx(gaps(recorded), abs=0.5), f"at speed {speed}"
         await player.seek(last)
         assert waits(player.view) == pytest.approx(waits(recorded), abs=0.5), f"after a jump at speed {speed}"
+
+
+async def test_after_travelling_back_the_figures_are_those_of_a_jump_to_the_same_step() -> None:
+    player = await Player(find_trace("small-pool")).start()
+    await player.source.control("pause")
+    view = player.view
+
+    def figures() -> tuple[object, ...]:
+        shown = [(vital.label, vital.value, list(vital.series)) for vital in vitals(view, 8)]
+        return view.bucket, view.saved_in_the_last_minute, view.last_minute, shown
+
+    travelled = {}
+    await player.seek(158)
+    while view.horizon > 98:
+        assert view.travel(-1)
+        await player.frame()
+        travelled[view.horizon] = figures()
+    for step in (98, 114, 119, 120, 122, 140, 157):
+        await player.seek(step)
+        assert view.horizon == step and not view.travel_text
+        assert travelled[step] == figures(), step
+    hits = {step: (saved, shown[3][1]) for step, (_, saved, _, shown) in travelled.items()}
+    assert hits[119] == (0, "0.0") and hits[120] == (96, "33.4")
 
 
 async def test_a_recording_takes_no_questions() -> None:

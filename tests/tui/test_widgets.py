@@ -925,7 +925,7 @@ def test_vitals_show_the_rates_and_the_pool():
     used = 100 * (allocator.total - allocator.num_free) / allocator.total
     held = 100 * (allocator.num_active + allocator.num_shared) / allocator.total
     assert f"pool     {used:,.0f} % used, {held:.0f} % held" in head
-    cached, prefill = view.rates.total("cached", 30), view.rates.total("prefill", 30)
+    cached, prefill = (view.recent(name, 121).sum() for name in ("cached", "prefill"))
     assert f"hit rate {100 * cached / (cached + prefill):.1f} %" in head
 
 

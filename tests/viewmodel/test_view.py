@@ -404,11 +404,14 @@ def test_rates_sum_to_the_tokens_of_the_steps():
     _, view, records = followed(CLASSROOM, 500)
     plans = [record for record in records if record[2] == "step"]
     prefill = sum(chunk[2] for plan in plans for chunk in plan[4])
-    rates = view.rates
-    assert rates.total("prefill", 400) == prefill
-    assert rates.total("decode", 400) == sum(plan[7] for plan in plans) - prefill
-    assert rates.total("steps", 400) == len(plans)
-    assert rates.total("cached", 400) == sum(record[4] for record in records if record[2] == "match")
+
+    def total(name: str) -> float:
+        return view.rates.series(name, 1600, view.rates.bucket + 1).sum()
+
+    assert total("prefill") == prefill
+    assert total("decode") == sum(plan[7] for plan in plans) - prefill
+    assert total("steps") == len(plans)
+    assert total("cached") == sum(record[4] for record in records if record[2] == "match")
 
 
 def test_events_keep_each_decision_with_its_reason():

@@ -59,7 +59,7 @@ larger than the usual one, the scale is logarithmic.""")
         self._wide = 1  # cells of a column
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        now, live = (view.rates.now, True) if not view.travel_text else ((view.bucket + 1) * BUCKET, False)
+        now, live = (view.bucket * BUCKET, False) if view.travel_text else (view.rates.now, True)
         if not self._chosen:
             self.span = shortest_span(now)
         columns = max(1, width - LABEL)

@@ -31,14 +31,15 @@ class Vital:
 
 def vitals(view: View, n: int) -> list[Vital]:
     """Returns the six figures, each with `n` buckets of history."""
-    rates = view.rates
-    # When paused, in the past or in slow motion, also show the last bucket, which is not full yet.
-    end = view.bucket + (view.exact or view.shown.state.pace != 1)
     shown = view.shown
-    cached = rates.series("cached", n + 20, end)
-    computed = rates.series("prefill", n + 20, end)
-    hits = rates.total("cached", HIT_SECONDS, end)
-    prompt_tokens = hits + rates.total("prefill", HIT_SECONDS, end)
+    # When paused, in the past or in slow motion, also show the last bucket, which is not full yet.
+    filling = view.exact or shown.state.pace != 1
+
+    def series(name: str, n: int = n) -> np.ndarray:
+        return view.recent(name, n, filling)
+
+    hits, computed = (view.recent(name, round(HIT_SECONDS / BUCKET) + 1).sum() for name in ("cached", "prefill"))
+    prompt_tokens = hits + computed
     free, active, shared, _cached = shown.counts
     total = max(1, shown.total)
     hit_rate = f"{100 * hits / prompt_tokens:.1f}" if prompt_tokens else glyphs().dash
@@ -51,17 +52,17 @@ def vitals(view: View, n: int) -> list[Vital]:
     with_drafts = (f"tok/s, {per_row}", f"tok/s, {view.timings.per_row:.1f} per step") if view.timings.drafted else ()
     return [
         Vital("decode", f"{view.speed('decode'):,.0f}", (*with_drafts, "tok/s"),
-              rates.series("decode", n, end) / BUCKET, "decode"),
+              series("decode") / BUCKET, "decode"),
         Vital("prefill", f"{view.speed('prefill'):,.0f}", ("tok/s",),
-              rates.series("prefill", n, end) / BUCKET, "prefill"),
+              series("prefill") / BUCKET, "prefill"),
         Vital("running", f"{running:,}", (f"+{waiting} waiting", f"+{waiting} wait", f"+{waiting}"),
-              rates.series("running", n, end), "running"),
+              series("running"), "running"),
         Vital("hit rate", hit_rate, ("% of prompt tokens", "%"),
-              _rolling(cached, computed, n), "hit", top=1.0),
+              _rolling(series("cached", n + 20), series("prefill", n + 20), n), "hit", top=1.0),
         Vital("pool", "<1" if 0 < 1 - free / total < 0.01 else f"{100 * (1 - free / total):.0f}",
               (f"% used, {held:.0f} % held", f"% · {held:.0f} % held", "%"),
-              rates.series("used", n, end), "pool", top=1.0),
-        Vital("step", ms(p50) if p50 else glyphs().dash, _step_units(view), rates.series("worst_ms", n, end), "step"),
+              series("used"), "pool", top=1.0),
+        Vital("step", ms(p50) if p50 else glyphs().dash, _step_units(view), series("worst_ms"), "step"),
     ]  # fmt: skip
 
 
