@@ -847,6 +847,7 @@ def test_where_it_is_narrow_the_parts_of_a_first_token_and_the_reason_of_a_slow_
         row = body(StepTimings(), view, 44, 8)[5]
         assert told in row and row.rstrip().endswith("prefill 20.4") and row.startswith("first")
     slowest = body(StepTimings(), view, 56, 8)[4]
+    assert f" ms step {t.slowest.step:,} " in slowest, "a narrow panel names the step too"
     assert slowest.rstrip().endswith(why_slow(t.slowest, t.model).partition(": ")[2])
 
 

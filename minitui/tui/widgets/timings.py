@@ -142,15 +142,14 @@ back in time to the chosen step.""")
         row = Row("slowest", "dim").to(LABEL)
         if t.slowest is None or t.slowest.took_ms is None:
             return row.add("no step timed yet", "dim").done(width)
-        why, took, step = why_slow(t.slowest, t.model), f"{ms(t.slowest.took_ms)} ms", f" step {t.slowest.step:,} "
+        why, took, step = why_slow(t.slowest, t.model), f"{ms(t.slowest.took_ms)} ms", f" step {t.slowest.step:,}"
         style = "prefill" if t.slowest.chunks else "ink"
-        if row.width + len(took) + 1 + len(why) > width:  # drop the padding first, then a part of `why`
+        room = width - len(took) - len(step) - 1
+        if row.width + len(why) > room:  # drop the padding first, then a part of `why`
             row = Row("slowest ", "dim")
-            if row.width + len(took) + 1 + len(why) > width:
+            if row.width + len(why) > room:
                 why = why.partition(": ")[2] or why
-        row.add(took, "bold ink")
-        if row.width + len(step) + 1 + len(why) <= width:
-            row.add(step)
+        row.add(took, "bold ink").add(step)
         return row.add(" " + why, style).done(width)
 
     def _first_token(self, t: Timings, width: int) -> Runs:
