@@ -65,6 +65,11 @@ class Explanation:
         return bool(self.causes or self.unexplained)
 
     @property
+    def longer(self) -> bool:
+        """True if the step took so much longer than expected that only the usual variation can explain the excess."""
+        return self.took - self.expected > TOLERANCE * self.expected
+
+    @property
     def long(self) -> bool:
         """True if the step was slow, or if prompts made the step LONG times as long as without these, or longer."""
         return self.slow or min(self.took, self.expected) > LONG * (self.expected - self.prefill)

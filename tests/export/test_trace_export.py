@@ -295,9 +295,9 @@ def test_the_lines_of_a_recording_name_the_causes_of_its_slow_steps_from_the_fir
     run = next(line for line in told["small-pool"] if "steps 1 to 80" in line)
     assert re.search(r"the slowest 19\.5 ms \(step 64: expected 12\.\d ms, \+7\.\d+: device 7\.\d+\)$", run)
     steps = {found[1]: line for line in told["h200-8b"] if (found := re.search(r" step (\d+)  .* ms(?: · |$)", line))}
-    assert re.search(r"38\.1 ms · expected 2\d\.\d ms, \d+\.\d of it for 505 prefill tokens", steps["4"])
-    assert re.search(r"35\.9 ms · expected .* of it for the launch of step 346 \(497 prefill tokens", steps["345"])
-    assert re.search(r"36\.6 ms · expected .* of it for the launch of step 363 \(474 prefill tokens", steps["362"])
+    assert re.search(r"38\.1 ms · expected .* for 505 prefill tokens \(measured: launch 3\d\.\d, device", steps["4"])
+    assert re.search(r"35\.9 ms · .* launch of step 346 \(497 prefill tokens\) \(measured: launch 3", steps["345"])
+    assert re.search(r"36\.6 ms · .* launch of step 363 \(474 prefill tokens\) \(measured: launch 3", steps["362"])
     assert steps["58"].endswith(" 2.5 ms"), "a time alone is no reason"
 
 
