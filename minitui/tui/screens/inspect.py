@@ -128,7 +128,8 @@ class InspectScreen(BaseScreen[None]):
         left_out = ("write", "chats", "inspect", "fork", "new")
         rest = (hint for hint in hints if hint not in first and hint[1] not in left_out)
         requests = (self.app.key_of("requests"), "requests")
-        return [*first, requests, ("w", "waterfall"), other_screen, ("z", "maximise"), *rest]
+        waterfall = ("esc", "back") if self.current == "waterfall" else ("w", "waterfall")
+        return [*first, requests, waterfall, other_screen, ("z", "maximise"), *rest]
 
     # ---- arrangement
 
@@ -309,14 +310,14 @@ class InspectScreen(BaseScreen[None]):
         self.query_one(BlockMap).action_colour()
 
     def action_back(self) -> None:
-        """Undo the first of these that is active: popover, requests, zoom, selection, maximised panel."""
+        """Undo the first of these that is active: popover, panel without others, zoom, selection, maximised panel."""
         block_map = self.query_one(BlockMap)
         if self._details.display:
             self._details.action_close()
         elif self.current in REQUESTS:
             self.action_requests()
-        elif self.current == "trends":
-            self.action_trends()
+        elif self.current in ("waterfall", "trends"):
+            self._toggle(self.current)
         elif block_map.zoomed_at is not None:
             block_map.action_unzoom()
         elif self.app.view.selection is not None:
