@@ -124,7 +124,7 @@ LESSON = Lesson(
             code="engine.core.cache:KVCache.publish_planned",
             run=shared_system_prompt,
             predict=Prediction(
-                "How often does this engine compute the system prompt?",
+                "How often is the system prompt computed here?",
                 ("six times: it is not cached yet", "twice: the others wait for the next step", "once"),
                 (
                     "a block could be shared only after its step has ended. But it can be shared as soon as its "
