@@ -104,6 +104,7 @@ class FewRows:
         self._kernels = model_kernels(_shapes(decoder.config, self._products, block_size))
         self._threads = torch.get_num_threads()
         self._any_rows = self._products[0] in GROUPED
+        self._tile = tokens_in_a_tile(decoder.config)
         self._after = 6 if self._any_rows else 3  # calls of a layer after its attention, in a step with prompts
         widths = decoder.layers[0].qkv.shape[0], decoder.config.mlp_width, decoder.head.shape[0]
         self._no_bias = torch.zeros(max(decoder.config.hidden_size, *widths))
@@ -127,7 +128,7 @@ class FewRows:
     @property
     def most_rows(self) -> int:
         """The largest number of rows for which `forward` is faster than the Decoder."""
-        if not tokens_in_a_tile(self._decoder.config):
+        if not self._tile:
             return 0
         return sys.maxsize if self._any_rows else MOST_ROWS
 
@@ -186,8 +187,7 @@ class FewRows:
     def _tiles(self, meta: ForwardMeta) -> np.ndarray:
         """Returns the tiles of all sequences that compute several tokens, int64 [T, TILE_FIELDS]."""
         bounds, lengths = meta.cu_seqlens_q.tolist(), meta.seq_lens.tolist()
-        tokens = tokens_in_a_tile(self._decoder.config)
-        found = []
+        tokens, found = self._tile, []
         for i in range(meta.num_decodes, len(lengths)):
             first, end = bounds[i], bounds[i + 1]
             position = lengths[i] - (end - first)
@@ -259,6 +259,7 @@ class FewRows:
 
 
 def tokens_in_a_tile(config: ModelConfig) -> int:
+    """Returns the number of tokens that a tile of the attention of prompts has; 0: there is no such kernel."""
     from engine.kernels.cpu.library import widest_vector
     from engine.kernels.cpu.prompt_attention import tokens_per_tile
 
