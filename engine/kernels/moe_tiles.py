@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from engine.kernels.moe_route import Form, form_for
@@ -28,24 +29,26 @@ class Tiles(NamedTuple):
     down: Tile
 
 
+FEW_PAIRS = Tiles(32, True, Tile(64, 128, 4, 4), Tile(128, 64, 4, 4))
+# (the largest number of pairs of an expert, if all experts get equally many; the tiles)
+SIXTEEN_BITS = (
+    (10, Tiles(16, True, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3))),
+    (20, FEW_PAIRS),
+    (48, Tiles(64, False, Tile(128, 64, 4, 3), Tile(128, 64, 4, 4))),
+    (math.inf, Tiles(128, False, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4))),
+)
+EIGHT_BITS = (  # gate_up rounds its result in groups of its n columns; down takes a group at a time
+    (10, Tiles(16, True, Tile(128, 128, 4, 3), Tile(128, 128, 4, 4))),
+    (20, FEW_PAIRS),
+    (128, Tiles(64, False, Tile(128, 128, 8, 3), Tile(128, 128, 8, 4))),
+    (math.inf, Tiles(64, False, Tile(64, 128, 4, 4), Tile(128, 64, 4, 6))),
+)
+
+
 def tiles_for(tokens: int, per_token: int, experts: int, *, eight_bits: bool = False) -> Tiles:
     """Return the tiles for a number of tokens. `eight_bits`: for weights of 8 bits."""
-    per_expert = tokens * per_token / experts  # pairs of each expert, if all experts get equally many
-    if eight_bits:  # gate_up rounds its result in groups of its n columns; down takes a group at a time
-        if per_expert <= 10:
-            return Tiles(16, True, Tile(128, 128, 4, 3), Tile(128, 128, 4, 4))
-        if per_expert <= 20:
-            return Tiles(32, True, Tile(64, 128, 4, 4), Tile(128, 64, 4, 4))
-        if per_expert <= 128:
-            return Tiles(64, False, Tile(128, 128, 8, 3), Tile(128, 128, 8, 4))
-        return Tiles(64, False, Tile(64, 128, 4, 4), Tile(128, 64, 4, 6))
-    if per_expert <= 10:
-        return Tiles(16, True, Tile(64, 128, 4, 4), Tile(128, 128, 4, 3))
-    if per_expert <= 20:
-        return Tiles(32, True, Tile(64, 128, 4, 4), Tile(128, 64, 4, 4))
-    if per_expert <= 48:
-        return Tiles(64, False, Tile(128, 64, 4, 3), Tile(128, 64, 4, 4))
-    return Tiles(128, False, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4))
+    per_expert = tokens * per_token / experts
+    return next(tiles for most, tiles in (EIGHT_BITS if eight_bits else SIXTEEN_BITS) if per_expert <= most)
 
 
 def forms(most: int, hidden: int, experts: int, per_token: int, *, eight_bits: bool = False) -> list[int]:
