@@ -131,8 +131,8 @@ class Layer:
         if config.experts is not None and config.experts.layers[index]:
             experts, leaves = range(config.experts.count), ("gate_proj", "up_proj", "down_proj")
             names = [f"{expert}.{leaf}" for expert in experts for leaf in leaves]
-            kept = matrices.kept_kind(f"{prefix}mlp.experts.", names)
-            self.mlp = Experts(config.experts, hidden, dtype, device, ops, kept)
+            kind = matrices.kept_kind(f"{prefix}mlp.experts.", names) or matrices.quantised
+            self.mlp = Experts(config.experts, hidden, dtype, device, ops, kind)
         else:
             self.mlp = DenseMLP(config, f"{prefix}mlp.", matrices, ops)
         self.after_mlp = norm(config.post_norms)

@@ -45,20 +45,20 @@ class Experts:
     gpt-oss has biases, and clamps gates and ups. An Experts object takes the place of a DenseMLP. Shapes: T tokens of
     hidden size H; E experts of inner size I; K chosen experts for each token.
 
-    The weights are tensors gate_up [E, 2·I, H] and down [E, H, I]. 8-bit numbers of a checkpoint are matrices
-    [E·2·I, H] and [E·H, I]: the experts' rows follow each other.
+    The weights are tensors gate_up [E, 2·I, H] and down [E, H, I]. 8-bit numbers are matrices [E·2·I, H] and [E·H, I]:
+    the experts' rows follow each other.
     """
 
     def __init__(
         self, config: ExpertsConfig, hidden: int, dtype: torch.dtype, device: torch.device, ops: Ops,
-        kept: type[ByteWeight] | None = None,
+        kind: type[ByteWeight] | None = None,
     ) -> None:  # fmt: skip
-        """`kept`: the class that holds the weights as the checkpoint stores them; None: tensors of `dtype`."""
+        """`kind`: the class of the weights; None: tensors of `dtype`."""
         self._ops = ops
         self.config = config
         self.router = torch.empty(config.count, hidden, dtype=dtype, device=device)
-        self.gate_up = _stack(config.count, 2 * config.inner_size, hidden, dtype, device, kept)
-        self.down = _stack(config.count, hidden, config.inner_size, dtype, device, kept)
+        self.gate_up = _stack(config.count, 2 * config.inner_size, hidden, dtype, device, kind)
+        self.down = _stack(config.count, hidden, config.inner_size, dtype, device, kind)
         self.router_bias = self.gate_up_bias = self.down_bias = None
         if config.biases:
             self.router_bias = torch.empty(config.count, dtype=dtype, device=device)
@@ -124,12 +124,10 @@ class Experts:
             tuple(Slot(f"{name}{leaf}.weight", view) for name, view in zip(names, views, strict=True))
             for leaf, views in (("gate_proj", gates), ("up_proj", ups), ("down_proj", self._each(self.down)))
         ]
-        if isinstance(self.gate_up, ByteWeight):
-            for slots in several:
-                yield from slots
-        else:
-            yield Slot(f"{prefix}experts.gate_up_proj", self.gate_up, parts=several[0] + several[1])
-            yield Slot(f"{prefix}experts.down_proj", self.down, parts=several[2])
+        count, size, hidden = self.config.count, self.config.inner_size, self.router.shape[1]
+        shapes = (count, 2 * size, hidden), (count, hidden, size)
+        yield Slot(f"{prefix}experts.gate_up_proj", self.gate_up, parts=several[0] + several[1], stored=shapes[0])
+        yield Slot(f"{prefix}experts.down_proj", self.down, parts=several[2], stored=shapes[1])
 
     def _each(self, weights: Matrix) -> Sequence[Matrix]:
         """Returns a view of each expert's matrix."""
@@ -137,10 +135,10 @@ class Experts:
 
 
 def _stack(
-    count: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device, kept: type[ByteWeight] | None
+    count: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device, kind: type[ByteWeight] | None
 ) -> Matrix:
-    if kept is not None:
-        return kept.empty(count * rows, columns, device)
+    if kind is not None:
+        return kind.empty(count * rows, columns, device)
     return torch.empty(count, rows, columns, dtype=dtype, device=device)
 
 

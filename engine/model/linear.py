@@ -83,8 +83,8 @@ class ByteWeight:
         return self.split([len(self.values) // n] * n)
 
     def copy_(self, weight: torch.Tensor) -> None:
-        """Round weight [N, K], of any floating type, into this matrix."""
-        weight = weight.to(self.device)
+        """Round weight [N, K], of any floating type, into this matrix. Its rows may be in groups, as [n, N / n, K]."""
+        weight = weight.to(self.device).flatten(0, -2)
         values, self.scale[:] = self.rounded(weight.float() if weight.dtype == torch.float64 else weight)
         self.values.copy_(values)
 

@@ -74,7 +74,8 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
             f"{'first' if short else 'second'} one",
         )
     if (packing := model.packing) is not None and quantization == "none" and not why_quantised:
-        keep = "" if model.experts is not None else f"; --quantization {'int8' if cpu else 'fp8'} takes 8 bits for each"
+        smaller = "" if model.experts is not None and cpu else "int8" if cpu else "fp8"
+        keep = f"; --quantization {smaller} takes 8 bits for each" if smaller else ""
         notes += (f"the checkpoint's {packing.method} weights are expanded to {name}{keep}",)
     if config.tensor_parallel_size > 1:
         how = "gloo between processes on the CPU" if cpu else "NCCL between GPUs"

@@ -172,7 +172,7 @@ def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype:
         raise EngineError(
             f"{kind} weights support only one rank, but tensor_parallel_size is {config.tensor_parallel_size}: use 1"
         )
-    if model.experts is not None and kind != KEPT:
+    if model.experts is not None and kind not in (KEPT, "fp8"):
         raise EngineError(
             f"{kind} weights support only dense models, but {model.architecture} has experts: use --quantization none"
         )
@@ -190,13 +190,24 @@ def check(config: EngineConfig, model: ModelConfig, device: torch.device, dtype:
         raise EngineError(
             "fp8 weights need triton, which is not installed: pip install triton, or use --quantization none"
         )
-    if kind == KEPT:  # matrices whose shapes the kernels do not support are expanded, one by one
-        return
-    inner = model.num_heads * model.head_dim
-    for name, size in ("hidden_size", model.hidden_size), ("heads times head_dim", inner), (
-        "intermediate_size", model.intermediate_size,
-    ):  # fmt: skip
-        if size % 128:
+    if kind != KEPT:  # otherwise matrices whose shapes the kernels do not support are expanded, one by one
+        check_fp8_sizes(model)
+
+
+def check_fp8_sizes(model: ModelConfig) -> None:
+    """Raise EngineError if the kernels for fp8 weights do not support the model's shape."""
+    experts, inner = model.experts, model.num_heads * model.head_dim
+    if experts is not None and experts.biases:
+        raise EngineError(
+            f"fp8 weights do not support experts with biases, which {model.architecture} has: use --quantization none"
+        )
+    sizes = {"hidden_size": model.hidden_size, "heads times head_dim": inner}
+    if experts is None or not all(experts.layers):
+        sizes["intermediate_size"] = model.intermediate_size
+    if experts is not None:
+        sizes["the inner size of an expert"] = experts.inner_size
+    for name, size in sizes.items():
+        if size % BLOCK:
             raise EngineError(
                 f"fp8 weights need {name} to be a multiple of 128, but it is {size}: use --quantization none"
             )
@@ -257,7 +268,7 @@ def kept_matrices(shard: ModelConfig, model: ModelConfig, ops: Ops, group: Group
 
 def describe_kept(model: Decoder, found: Kept, dtype: torch.dtype) -> str:
     """Returns a sentence about the quantised matrices of a decoder. `found`: what kept_matrices returned."""
-    held = sum(isinstance(slot.view, ByteWeight) for slot in model.slots())
+    held = sum(len(slot.parts) or 1 for slot in model.slots() if isinstance(slot.view, ByteWeight))
     text = f"{held:,} matrices are computed in 8 bits, as the checkpoint stores them"
     if held == len(found):
         return text

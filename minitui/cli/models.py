@@ -140,12 +140,14 @@ def _on_gpu(config: ModelConfig, machine: Machine) -> dict[str, str]:
     """Returns the kinds of weights that the GPU can compute, the preferred kind first, and what `fit` says of each."""
     import torch
 
-    from engine.worker.quantised import KEPT, check_kept
+    from engine.worker.quantised import KEPT, check_fp8_sizes, check_kept
 
     packed = config.packing is not None
     kinds = {"none": "yes, expanded to bfloat16" if packed else "yes"}
-    if machine.eight_bits and config.experts is None:
-        kinds["fp8"] = "yes, rounded to 8 bits" if packed else "with --quantization fp8"
+    if machine.eight_bits:
+        with suppress(EngineError):
+            check_fp8_sizes(config)
+            kinds["fp8"] = "yes, rounded to 8 bits" if packed else "with --quantization fp8"
     if machine.eight_bits and packed:
         with suppress(EngineError):
             check_kept(config, torch.device("cuda"))

@@ -115,7 +115,8 @@ def test_the_list_names_the_weights_that_the_engine_chooses(
 @pytest.mark.parametrize("size,free,expected", [
     ("8B", 20, "yes"), ("8B", 12, "with --quantization fp8"),
     ("8B", 8, "no: its weights take at least 9.4 GB, and 8.0 GB are free"),
-    ("30B-A3B", 40, "no: its weights take at least 70.2 GB, and 40.0 GB are free"),  # experts stay in bfloat16
+    ("30B-A3B", 80, "yes"), ("30B-A3B", 40, "with --quantization fp8"),
+    ("30B-A3B", 30, "no: its weights take at least 35.2 GB, and 30.0 GB are free"),
 ])  # fmt: skip
 def test_what_fits_on_a_gpu(tmp_path: Path, size: str, free: int, expected: str) -> None:
     assert fit(read_model_config(write_config(size, tmp_path)), Machine(free * GB, 0.0)) == expected

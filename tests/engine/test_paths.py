@@ -151,7 +151,7 @@ TABLE: list[tuple[str, dict[str, Any], tuple[int, int], str]] = [
     ("dense", FLASH | SMALL_CACHE, HOPPER, "refused: attention_backend flash reads keys and values of the model's"),
     ("dense", FLASH | {"block_size": 64}, HOPPER, "refused: FlashAttention-4 reads blocks of 64 or more tokens as a"),
     ("dense", FP8 | TWO, HOPPER, "refused: fp8 weights support only one rank, but tensor_parallel_size is 2: use 1"),
-    ("experts", FP8, HOPPER, "refused: fp8 weights support only dense models, but Qwen3ForCausalLM has experts"),
+    ("experts", FP8, HOPPER, "refused: fp8 weights need the inner size of an expert to be a multiple of"),
     ("experts", SMALL_CACHE | DRAFTS, HOPPER, "CudaGraphs + Eager, triton"),
     ("experts", SMALL_CACHE | TWO | EAGER, HOPPER, "CudaGraphs + Eager, triton"),
     ("experts", {"tensor_parallel_size": 8}, HOPPER, "Eager, triton"),

@@ -98,6 +98,21 @@ def test_rounding_to_e4m3_keeps_three_bits_of_mantissa(directory: Path) -> None:
     assert torch.equal(model.layers[1].mlp.down.scale, plain.layers[1].mlp.down.abs().amax(1) / 448)
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_experts_are_rounded_row_by_row(stacked: bool, tmp_path: Path) -> None:
+    checkpoint = save(reference("qwen3_moe"), tmp_path, stacked=stacked)
+    config = read_model_config(checkpoint)
+    plain, small = (Decoder(config, torch.float32, CPU, 16, quantised=kind) for kind in (None, Fp8Weight))
+    for model in (plain, small):
+        load_weights(model.slots(), checkpoint, config.tie_word_embeddings)
+    for ours, theirs in zip(small.layers, plain.layers, strict=True):
+        for matrix, wide in ((ours.mlp.gate_up, theirs.mlp.gate_up), (ours.mlp.down, theirs.mlp.down)):
+            values, scale = Fp8Weight.rounded(wide.flatten(0, 1))
+            assert torch.equal(matrix.values.view(torch.uint8), values.view(torch.uint8))
+            assert torch.equal(matrix.scale, scale)
+    assert small.nbytes == quantised.weight_bytes("fp8", config, torch.float32)
+
+
 def test_an_output_matrix_that_contradicts_a_tied_embedding_is_refused(tmp_path: Path) -> None:
     checkpoint = save(reference("qwen3"), tmp_path, edit={"tie_word_embeddings": True})
     config = read_model_config(checkpoint)

@@ -106,6 +106,16 @@ def test_a_checkpoint_with_8_bit_experts_is_near_its_expanded_weights(
     assert_near(llm, tmp_path / "m", (0.03, 0.03, 0.2))
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_experts_are_rounded_to_8_bits(stacked: bool, tmp_path: Path) -> None:
+    sizes = {key: SHAPE[key] for key in ("vocab_size", "hidden_size", "head_dim", "max_position_embeddings")}
+    sizes |= {"vocab_size": 5008, "moe_intermediate_size": 256, "num_experts": 6, "num_experts_per_tok": 6}
+    theirs = reference("qwen3_moe", **sizes, intermediate_size=256).bfloat16()
+    directory = save(theirs, tmp_path / "m", stacked=stacked)
+    llm = LLM(str(directory), **{**OPTIONS, "dummy_weights": False, "quantization": "fp8"})
+    assert_near(llm, directory, (0.2, 0.2, 0.3))
+
+
 @pytest.mark.parametrize("path", [{}, {"enforce_eager": True}])
 def test_the_experts_of_gpt_oss_are_near_their_weights_in_float64(path: dict[str, Any], tmp_path: Path) -> None:
     """MXFP4 experts are expanded to bfloat16, which has them exactly. On a CPU, the PyTorch reference in bfloat16 is
