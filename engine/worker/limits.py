@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from engine.errors import EngineError
@@ -47,7 +47,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
     name = config.dtype
     if name == "auto":
         name = "float32" if cpu else {"float32": "bfloat16"}.get(model.dtype, model.dtype)
-    from engine.worker.quantised import choose
+    from engine.worker.quantised import choose, refusal
 
     quantization, why_quantised = choose(config, model, device, name)
     if config.kv_cache_dtype == "fp8" and (lacks := lacking(model, "fp8_cache")):
@@ -74,8 +74,9 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
             f"{'first' if short else 'second'} one",
         )
     if (packing := model.packing) is not None and quantization == "none" and not why_quantised:
-        smaller = "" if model.experts is not None and cpu else "int8" if cpu else "fp8"
-        keep = f"; --quantization {smaller} takes 8 bits for each" if smaller else ""
+        smaller = "int8" if cpu else "fp8"
+        refused = refusal(replace(config, quantization=smaller), model, device, name)
+        keep = "" if refused else f"; --quantization {smaller} takes 8 bits for each"
         notes += (f"the checkpoint's {packing.method} weights are expanded to {name}{keep}",)
     if config.tensor_parallel_size > 1:
         how = "gloo between processes on the CPU" if cpu else "NCCL between GPUs"

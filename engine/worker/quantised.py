@@ -124,19 +124,19 @@ def _as_stored(model: ModelConfig, packing: Packing) -> str:
 def _choose_on_gpu(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str) -> tuple[str, str]:
     """Like `choose`, for a quantised checkpoint: its own 8-bit floats; else the 16-bit type, or fp8 if that fits."""
     assert model.packing is not None
-    why = _refusal(replace(config, quantization=KEPT), model, device, dtype)
+    why = refusal(replace(config, quantization=KEPT), model, device, dtype)
     if not why:
         return KEPT, ""
     expanded = f"the checkpoint's {model.packing.method} weights are expanded"
     bytes_ = weight_bytes("none", model, torch.bfloat16) // config.tensor_parallel_size
     room = int(torch.cuda.mem_get_info(device)[0] * config.gpu_memory_utilization)
-    if bytes_ + BESIDE_WEIGHTS <= room or _refusal(replace(config, quantization="fp8"), model, device, dtype):
+    if bytes_ + BESIDE_WEIGHTS <= room or refusal(replace(config, quantization="fp8"), model, device, dtype):
         return "none", f"{expanded} to {dtype}: {why}"
     sizes = f"they would take {bytes_ / 1e9:.1f} GB, and {room / 1e9:.1f} GB are free"
     return "fp8", f"{expanded}, then rounded to e4m3 with one scale per row: in {dtype} {sizes}"
 
 
-def _refusal(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str) -> str:
+def refusal(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str) -> str:
     """Returns the message of the error that `check` raises; "" if it raises none."""
     try:
         check(config, model, device, dtype)

@@ -220,6 +220,7 @@ ROWS, AWQ = Packing("compressed-tensors", floats=True, strategy="channel"), Pack
         (BLOCKS, {}, HOPPER, 80, "checkpoint", ""),
         (ROWS, TWO, HOPPER, 80, "checkpoint", ""),
         (ROWS, {"quantization": "none"}, HOPPER, 80, "none", "weights are expanded to bfloat16; --quantization fp8"),
+        (ROWS, {"quantization": "none"}, ADA, 80, "none", "weights are expanded to bfloat16$"),
         (ROWS, {}, ADA, 80, "none", "expanded to bfloat16: .* capability 9.0 or more, but Some GPU has 8.9"),
         (replace(BLOCKS, block=(64, 64)), {}, HOPPER, 80, "none", "a scale per 128 x 128 block, not per 64 x 64"),
         (replace(ROWS, floats=False), {}, HOPPER, 80, "none", "kernels for 8 bits support floating-point numbers only"),

@@ -34,6 +34,9 @@ from tests.support.models import Driver, make_request, make_runner, reference, s
 from tests.support.packing import mxfp4, quantise  # noqa: E402
 from tests.support.parity import our_logits  # noqa: E402
 
+SIZES = {key: SHAPE[key] for key in ("hidden_size", "head_dim", "max_position_embeddings")} | {
+    "vocab_size": 5008, "moe_intermediate_size": 256, "num_experts": 6, "num_experts_per_tok": 6,
+}
 SHAPES_8 = [(128, 8, 512, 128, True), (6, 3, 256, 384, False), (60, 4, 2048, 768, True)]
 
 
@@ -97,23 +100,21 @@ def test_a_checkpoint_with_8_bit_experts_is_near_its_expanded_weights(
     name: str, path: dict[str, Any], tmp_path: Path
 ) -> None:
     """The error of log-probabilities as a share of their spread. Each token gets all experts: no choice is close."""
-    sizes = {key: SHAPE[key] for key in ("vocab_size", "hidden_size", "head_dim", "max_position_embeddings")}
-    theirs = reference("qwen3_moe", **sizes, moe_intermediate_size=256, num_experts=6, num_experts_per_tok=6).bfloat16()
+    theirs = reference("qwen3_moe", **SIZES).bfloat16()
     quantise(theirs, save(theirs, tmp_path / "plain"), tmp_path / "m", name)
     llm = LLM(str(tmp_path / "m"), **{**OPTIONS, "dummy_weights": False, **path})
-    experts = [layer.mlp for layer in llm.engine.runner.loaded.model.layers]  # type: ignore[attr-defined]
-    assert all(isinstance(each, Experts) and isinstance(each.gate_up, Fp8Weight) for each in experts)
+    assert has_8_bits(llm)
     assert_near(llm, tmp_path / "m", (0.03, 0.03, 0.2))
 
 
+@pytest.mark.parametrize("path", [{}, {"enforce_eager": True}])
 @pytest.mark.parametrize("stacked", [False, True])
-def test_experts_are_rounded_to_8_bits(stacked: bool, tmp_path: Path) -> None:
-    sizes = {key: SHAPE[key] for key in ("vocab_size", "hidden_size", "head_dim", "max_position_embeddings")}
-    sizes |= {"vocab_size": 5008, "moe_intermediate_size": 256, "num_experts": 6, "num_experts_per_tok": 6}
-    theirs = reference("qwen3_moe", **sizes, intermediate_size=256).bfloat16()
-    directory = save(theirs, tmp_path / "m", stacked=stacked)
-    llm = LLM(str(directory), **{**OPTIONS, "dummy_weights": False, "quantization": "fp8"})
-    assert_near(llm, directory, (0.2, 0.2, 0.3))
+def test_experts_are_rounded_to_8_bits(stacked: bool, path: dict[str, Any], tmp_path: Path) -> None:
+    """Most of the error comes from the embedding and the output matrix, which are rounded too."""
+    directory = save(reference("qwen3_moe", **SIZES).bfloat16(), tmp_path / "m", stacked=stacked)
+    llm = LLM(str(directory), **{**OPTIONS, "dummy_weights": False, "quantization": "fp8", **path})
+    assert has_8_bits(llm)
+    assert_near(llm, directory, (0.25, 0.25, 0.3))
 
 
 @pytest.mark.parametrize("path", [{}, {"enforce_eager": True}])
@@ -127,6 +128,11 @@ def test_the_experts_of_gpt_oss_are_near_their_weights_in_float64(path: dict[str
     mxfp4(tmp_path / "plain", tmp_path / "m")
     llm = LLM(str(tmp_path / "m"), **{**OPTIONS, "dummy_weights": False, **path})
     assert_near(llm, tmp_path / "m", (0.06, 0.08, 0.12))
+
+
+def has_8_bits(llm: LLM) -> bool:
+    experts = [layer.mlp for layer in llm.engine.runner.loaded.model.layers]  # type: ignore[attr-defined]
+    return all(isinstance(each, Experts) and isinstance(each.gate_up, Fp8Weight) for each in experts)
 
 
 def assert_near(llm: LLM, directory: Path, bounds: tuple[float, ...]) -> None:
