@@ -248,16 +248,19 @@ def _prefill_kernel(
         if arrived == active - 1:
             tl.debug_barrier()
             tl.store(counters + index * KV_HEADS + kvh, 0)
-            top = tl.full([BLOCK_M], -1.0e30, tl.float32)
-            for i in range(active):
-                top = tl.maximum(top, tl.load(stats + (cell + i) * 2 * BLOCK_M + r, volatile=True))
+            i = tl.arange(0, SPLITS)[:, None]
+            at_stats = stats + (cell + i) * 2 * BLOCK_M + r[None, :]
+            there = (i < active) & (r >= 0)[None, :]
+            tops = tl.load(at_stats, mask=there, other=-1.0e30, volatile=True)
+            masses = tl.load(at_stats + BLOCK_M, mask=there, other=0.0, volatile=True)
+            top = tl.max(tops, 0)
+            mass = tl.sum(tl.exp2(tops - top[None, :]) * masses, 0)
             acc = tl.zeros([BLOCK_M, D], tl.float32)
-            mass = tl.zeros([BLOCK_M], tl.float32)
-            for i in range(active):
-                weight = tl.exp2(tl.load(stats + (cell + i) * 2 * BLOCK_M + r, volatile=True) - top)
-                mass += weight * tl.load(stats + (cell + i) * 2 * BLOCK_M + BLOCK_M + r, volatile=True)
-                at = partial + (cell + i).to(tl.int64) * BLOCK_M * D
-                acc += weight[:, None] * tl.load(at + r[:, None] * D + d[None, :], volatile=True)
+            for k in tl.static_range(SPLITS):  # unrolled: the loads of several splits are on their way together
+                here = (r >= 0) & (k < active)
+                weight = tl.exp2(tl.load(stats + (cell + k) * 2 * BLOCK_M + r, mask=here, other=-1.0e30) - top)
+                at = partial + (cell + k).to(tl.int64) * BLOCK_M * D + r[:, None] * D + d[None, :]
+                acc += weight[:, None] * tl.load(at, mask=here[:, None], other=0.0)
             tl.store(o_at, (acc / mass[:, None]).to(out.dtype.element_ty), mask=live[:, None])
 
 
