@@ -4,14 +4,17 @@ A cause is named only with evidence from the records: a pause that the engine me
 took longer than usual, or a device time above the model's. A cause gets at most the time that it cost, and the rest of
 the excess is called unexplained.
 
+Times vary, also without a cause. An excess that is not much larger than others in this run makes no step slow. But the
+measured parts that took longer than expected are still told (`varied`).
+
 A step's time is the time since the results of the step before. It contains the commit of the step before and, where
-steps overlap, the plan and the launch of the next step. The names of causes say so, for example "launch of step 57
+steps overlap, the plan and the launch of the next step. The names of causes say so, for example "launch of next step 57
 (prefill of r12)".
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,7 +23,7 @@ from minitui.viewmodel.cost_model import PLANNED, CostModel, Windows, windows
 from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.steps import Steps
 
-TOLERANCE = 0.25  # an excess up to this share of the expected time needs no explanation
+TOLERANCE = 0.25  # usual variation: an excess up to this share of the expected time needs no explanation
 NOISE = 4.0  # an excess up to this many typical deviations needs no explanation
 MOSTLY = 0.5  # pauses in an excess that needs no explanation are named if they are at least this share of the excess
 WORTH = 0.1  # causes with a smaller share of the excess are not named
@@ -50,24 +53,30 @@ class Prefill:
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """A step's time compared with its expected time, in ms. `causes` and `unexplained` add up to the excess. If the
-    excess is the usual variation, `unexplained` is 0, and `causes` are the measured pauses in it."""
+    excess is no more than `tolerance`, `unexplained` is 0, and `causes` are the measured pauses in it."""
 
     took: float
     expected: float
     prefills: tuple[Prefill, ...]  # the parts of `expected` that prompt tokens take
-    tolerance: float  # a smaller excess is the usual variation; pauses in it are named
+    tolerance: float  # a smaller excess makes no step slow; pauses in it are named
     causes: tuple[Cause, ...] = ()
     unexplained: float = 0.0
+    varied: tuple[Cause, ...] = ()  # measured parts that took longer than expected, of an excess within `tolerance`
 
     @property
     def slow(self) -> bool:
-        """True if the step took longer than expected, with a measured pause or beyond the usual variation."""
+        """True if the step took longer than expected, with a measured pause or by more than `tolerance`."""
         return bool(self.causes or self.unexplained)
 
     @property
     def longer(self) -> bool:
-        """True if the step took so much longer than expected that only the usual variation can explain the excess."""
-        return self.took - self.expected > TOLERANCE * self.expected
+        """True if the excess is more than the usual variation, a fixed share of the expected time."""
+        return self.took - self.expected > self.variation
+
+    @property
+    def variation(self) -> float:
+        """An excess up to this is the usual variation."""
+        return TOLERANCE * self.expected
 
     @property
     def long(self) -> bool:
@@ -103,7 +112,7 @@ def explain(row: StepRow, model: CostModel) -> Explanation | None:
     if excess <= TOLERANCE * expected or (excess <= tolerance and parts is None):
         return found
     if parts is None:
-        return Explanation(took, expected, found.prefills, tolerance, (), excess)
+        return replace(found, unexplained=excess)
     left, causes = excess, []
 
     def blame(name: str, ms: float) -> None:
@@ -113,22 +122,25 @@ def explain(row: StepRow, model: CostModel) -> Explanation | None:
             causes.append(Cause(name, ms))
             left -= ms
 
+    host = _host_parts(window, row, model)
+    waited = parts.wait - max(0.0, expected - sum(part.usual for part in host))
+    computes = float((window.work @ model.device)[0]) if model.device is not None else None
     if excess <= tolerance:
         if parts.gc + (parts.delayed or 0.0) < MOSTLY * excess:
-            return found
+            for part in sorted(host, key=lambda part: -part.beyond):
+                blame(part.name.partition(" (")[0], part.beyond)  # its prompts have a part of their own
+            if row.device_ms is not None and computes is not None:
+                blame("device", min(row.device_ms - computes, waited) if window.overlapped[0] else waited)
+            return replace(found, varied=tuple(causes))
         blame("garbage collection", parts.gc)
         blame("another program on the core", parts.delayed or 0.0)
-        return Explanation(took, expected, found.prefills, tolerance, tuple(causes))
-    host = _host_parts(window, row, model)
-    usual = sum(part.usual for part in host)
-    waited = parts.wait - max(0.0, expected - usual)
+        return replace(found, causes=tuple(causes))
     largest = max([part.beyond for part in host] + [waited])
     if parts.stops:
         blame("process stopped", largest)
     blame("garbage collection", parts.gc)
     blame("another program on the core", parts.delayed or 0.0)
     accounted = excess - left
-    computes = float((window.work @ model.device)[0]) if model.device is not None else None
     if row.comm_ms is not None and computes is not None:
         blame("exchange between ranks", row.comm_ms - computes)
     for part in host:
@@ -139,7 +151,7 @@ def explain(row: StepRow, model: CostModel) -> Explanation | None:
         if own > NOISE * model.device_spreads[bool(row.chunks)]:
             # If the next step was launched meanwhile, the device delayed only a host that waited for it.
             blame("device", min(own, waited) if window.overlapped[0] else own)
-    return Explanation(took, expected, found.prefills, tolerance, tuple(causes), left)
+    return replace(found, causes=tuple(causes), unexplained=left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +174,7 @@ def _host_parts(window: Windows, row: StepRow, model: CostModel) -> list[_Part]:
     usual = {i: {name: float((work @ model.host[name])[0]) for name in model.host}
              for i, work in ((-1, window.before), (0, window.work), (1, window.ahead))}  # fmt: skip
     found = [
-        _Part(f"commit of {_named(steps, row.step - 1)}", took["commit"], usual[-1]["commit"]),
+        _Part(f"commit of {_named(steps, row.step - 1, row.step)}", took["commit"], usual[-1]["commit"]),
         _Part(EMIT, took["emit"], model.emit),
     ]
     for name in PLANNED:
@@ -170,7 +182,8 @@ def _host_parts(window: Windows, row: StepRow, model: CostModel) -> list[_Part]:
             rest = 0.0 if window.overlapped[0] else took[name] - own[name]  # nothing else was planned here
             found.append(_Part(name, own[name] + rest, usual[0][name]))
         if window.overlapped[0]:
-            found.append(_Part(f"{name} of {_named(steps, row.step + 1)}", took[name] - own[name], usual[1][name]))
+            ahead = f"{name} of {_named(steps, row.step + 1, row.step)}"
+            found.append(_Part(ahead, took[name] - own[name], usual[1][name]))
     return found
 
 
@@ -189,10 +202,15 @@ def _prefill_parts(window: Windows, row: StepRow, i: int) -> tuple[Cause, ...]:
     return tuple(sorted((Cause(*part) for part in found.items()), key=lambda part: -part.ms))
 
 
-def _named(steps: Steps, step: int) -> str:
-    """Returns "step 57", or "step 57 (prefill of r12)"."""
+def _named(steps: Steps, step: int, seen_from: int) -> str:
+    """Returns "next step 57", or "previous step 55 (prefill of r12)"."""
     row = steps.get(step)
-    return f"step {step:,}" + (f" (prefill of {prefilled(row)})" if row is not None and row.chunks else "")
+    return neighbour(step, seen_from) + (f" (prefill of {prefilled(row)})" if row is not None and row.chunks else "")
+
+
+def neighbour(step: int, seen_from: int) -> str:
+    """Returns "next step 57" for a step after the step `seen_from`, or "previous step 55" for one before."""
+    return f"{'next' if step > seen_from else 'previous'} step {step:,}"
 
 
 def prefilled(row: StepRow) -> str:

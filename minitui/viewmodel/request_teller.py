@@ -94,9 +94,7 @@ class RequestTeller(Teller):
         if not self._json:
             text = request_text(figures, view.group_name(lane.group), why)
             return Line(view.live.state.t, view.live.state.step, "request", text)
-        causes = {cause.name: round(cause.ms, 3) for cause in reason.causes} if reason is not None else {}
-        if reason is not None and reason.unexplained:
-            causes["unexplained"] = round(reason.unexplained, 3)
+        causes = {part.name: round(part.ms, 3) for part in reason.named} if reason is not None else {}
         return JsonLine(0.0, 0, "request", json_text(request_json(figures, view.group_name(lane.group), causes, why)))
 
 

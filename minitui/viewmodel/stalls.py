@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minitui.text import count, duration, ms
-from minitui.viewmodel.causes import WORTH, Cause, Prefill, explain, in_parts, prefilled
+from minitui.viewmodel.causes import WORTH, Cause, Prefill, explain, in_parts, neighbour, prefilled
 from minitui.viewmodel.cost_model import CostModel, fit
 from minitui.viewmodel.lanes import PREFILLING, Lane
 from minitui.viewmodel.step_row import StepRow
@@ -29,23 +29,30 @@ SHORTEST_PAUSE_MS = 1.0  # shorter pauses are not mentioned
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a gap was as long as it was, in ms. `usual`, the causes, `variation` and `unexplained` add up to the gap."""
+    """Why a gap was as long as it was, in ms. All but `named` add up to the gap."""
 
     usual: float | None  # what the step should take without prompts; None: too few steps have a time
     causes: tuple[Cause, ...] = ()
     unexplained: float = 0.0
     variation: float = 0.0  # a rest that is too small to need an explanation
+    varied: tuple[Cause, ...] = ()  # how much longer measured parts took than usual; no more than in other steps
+
+    @property
+    def named(self) -> list[Cause]:
+        """Every part of the gap that has a name, in the order in which the sentence has them."""
+        found = [*self.causes, *(replace(part, name=f"{part.name} longer than usual") for part in self.varied)]
+        if self.unexplained:
+            found.append(Cause("unexplained", self.unexplained))
+        if found and self.variation > WORTH * sum(cause.ms for cause in self.causes):
+            found.append(Cause("usual variation", self.variation))
+        return found
 
     def __str__(self) -> str:
         if self.usual is None and not self.causes:
             return "cause unknown: the times of too few steps are known"
-        parts = [f"{cause.name} {ms(cause.ms)}" for cause in self.causes]
-        if self.unexplained:
-            parts.append(f"unexplained {ms(self.unexplained)}")
-        if parts and self.variation > WORTH * sum(cause.ms for cause in self.causes):
-            parts.append(f"usual variation {ms(self.variation)}")
+        parts = [f"{part.name} {ms(part.ms)}" for part in self.named]
         if not parts:
-            return f"within the usual variation around {ms(self.usual or 0.0)} ms"
+            return f"usual ({ms(self.usual or 0.0)} ms expected, up to 25 % more)"
         return ", ".join(parts) + (f" ms; usually {ms(self.usual)} ms" if self.usual else " ms")
 
 
@@ -76,7 +83,7 @@ class Stalls:
             before = float(times[-2] - times[0]) * 1e3
             causes = (Cause(f"{count(len(steps) - 2, 'step')} without this request", before),)
         reason = _of_step(view, row, self.model(view), gap.ms - before)
-        return Reason(reason.usual, causes + reason.causes, reason.unexplained, reason.variation)
+        return replace(reason, causes=causes + reason.causes)
 
     def look_ahead(self, view: View, ahead: View) -> None:
         """Explain the next REFIT steps of `view` with a model of the steps of `ahead`, which has folded more of the
@@ -114,25 +121,32 @@ def _of_step(view: View, row: StepRow, model: CostModel | None, took: float) -> 
         return Reason(None, (), took)
     usual = min(took, found.expected - found.prefill)
     left, causes = took - usual, []
-    prompts = [Cause(_prompts(view, prefill), prefill.ms) for prefill in found.prefills]
+    prompts = [Cause(_prompts(view, prefill, row.step), prefill.ms) for prefill in found.prefills]
     for cause in (*prompts, *found.causes):
         cost = min(cause.ms, left)
         if cost > WORTH * (took - usual):
             causes.append(Cause(cause.name, cost))
             left -= cost
-    if left <= found.tolerance:  # the usual variation
-        return Reason(usual, tuple(causes), variation=left)
-    return Reason(usual, tuple(causes), left)
+    varied = []
+    for part in found.varied:
+        varied.append(replace(part, ms=min(part.ms, left)))
+        left -= varied[-1].ms
+    if left <= found.variation:
+        return Reason(usual, tuple(causes), variation=left, varied=tuple(varied))
+    return Reason(usual, tuple(causes), left, varied=tuple(varied))
 
 
-def _prompts(view: View, prefill: Prefill) -> str:
-    """Returns "prefill of r12 (424 tokens)", with the parts of its time that the device did not need."""
+def _prompts(view: View, prefill: Prefill, step: int) -> str:
+    """Returns "prefill of r12 (424 tokens)", with the parts of its time that the device did not need. If the prefill is
+    not in `step` itself: "prefill of r12 (424 tokens in next step 57, launched meanwhile)"."""
     row = view.steps.get(prefill.step)
     if row is None:
         return f"prefill of step {prefill.step:,}"
     lanes = [view.lanes.lanes[request] for request, *_ in row.chunks if request in view.lanes.lanes]
     again = sum(tokens for lane in lanes for step, tokens in lane.again if step == row.step)
     words = [count(row.prefill_tokens, "token") + (f", {again:,} of them again after a preemption" if again else "")]
+    if row.step != step:
+        words[0] += f" in {neighbour(row.step, step)}" + (", launched meanwhile" if row.step > step else "")
     if parts := in_parts(prefill):
         words.append(f"its {parts}")
     return f"prefill of {prefilled(row)} ({'; '.join(words)})"

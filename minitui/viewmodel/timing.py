@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minitui.text import count, ms
-from minitui.viewmodel.causes import WORTH, explain, in_parts
+from minitui.viewmodel.causes import WORTH, explain, in_parts, neighbour
 from minitui.viewmodel.cost_model import CostModel, fit
 from minitui.viewmodel.first_tokens import FirstToken, FirstTokens
 from minitui.viewmodel.step_row import StepRow
@@ -138,7 +138,8 @@ def _stats(wall: np.ndarray, total: float) -> KindStats:
 def why_slow(row: StepRow, model: CostModel | None) -> str:
     """Returns the expected time of a step and, if the step took longer, the measured causes, in milliseconds:
     "expected 6.9 ms, +83.9: garbage collection 80.1, unexplained 3.8". Empty while too few steps are timed.
-    If the excess is the usual variation of prompts, the text has their measured times: "(measured: launch 36.1 ms)"."""
+    If other steps took as much longer, the text also has the prompts' measured times: "(measured: launch 36.1 ms)".
+    An excess within the usual variation has no causes."""
     explanation = explain(row, model) if model is not None else None
     if model is None or explanation is None:
         return ""
@@ -149,14 +150,16 @@ def why_slow(row: StepRow, model: CostModel | None) -> str:
             continue
         tokens = count(computed.prefill_tokens, "prefill token")
         if prefill.step != row.step:
-            part = f"the {prefill.parts[0].name} of " if prefill.parts else ""
-            tokens = f"{part}step {prefill.step:,} ({tokens})"
+            part = f"{prefill.parts[0].name} of " if prefill.parts else ""
+            tokens = f"the {part}{neighbour(prefill.step, row.step)} ({tokens})"
         text += f", {ms(prefill.ms)} of it for {tokens}"
         if explanation.longer and not explanation.slow and (measured := in_parts(prefill)):
             text += f" (measured: {measured})"
-    if not explanation.slow:
+    if not explanation.slow and not explanation.longer:
         return text
-    parts = [f"{cause.name} {ms(cause.ms)}" for cause in explanation.causes]
-    if explanation.unexplained > WORTH * (explanation.took - explanation.expected):
-        parts.append(f"unexplained {ms(explanation.unexplained)}")
-    return f"{text}, +{ms(explanation.took - explanation.expected)}: {', '.join(parts)}"
+    causes, excess = explanation.causes or explanation.varied, explanation.took - explanation.expected
+    parts = [f"{cause.name} {ms(cause.ms)}" for cause in causes]
+    unexplained = excess - sum(cause.ms for cause in causes)
+    if unexplained > WORTH * excess:
+        parts.append(f"unexplained {ms(unexplained)}")
+    return f"{text}, +{ms(excess)}: {', '.join(parts)}"

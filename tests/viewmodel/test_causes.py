@@ -17,7 +17,7 @@ from minitui.viewmodel.timing import summarise, why_slow
 
 NAMES = {  # the kind of a stall -> the cause
     "gc": "garbage collection", "program": "another program on the core", "stop": "process stopped", "plan": "plan",
-    "launch": "launch", "emit": "output and commands", "commit": "commit of step {}", "device": "device",
+    "launch": "launch", "emit": "output and commands", "commit": "commit of previous step {}", "device": "device",
 }  # fmt: skip
 BASE, ROW, TOKEN, KEY = 3.0, 0.05, 0.1, 0.0004  # ms of the simulated device
 
@@ -163,7 +163,7 @@ def test_a_prompt_and_the_stalls_of_a_gpu_whose_steps_overlap_are_named(gpu: Gpu
             assert cost.step == step + 1 and cost.ms > 0.9 * told.prefill and told.prefill > told.took / 3
             prompts += cost.parts[0].name == ("device" if gpu is DEVICE_BOUND else "launch")
         else:
-            name = NAMES[kind].format(f"{step - 1:,}") + f" of step {step + 1:,}" * (kind in ("plan", "launch"))
+            name = NAMES[kind].format(f"{step - 1:,}") + f" of next step {step + 1:,}" * (kind in ("plan", "launch"))
             named += worst is not None and worst.name.startswith(name) and worst.ms <= ms * 1.05 + 1.0
     others = [kind for kind, _ in stalls.values() if kind != "prompt"]
     assert len(others) > 40 and named >= 0.95 * len(others)

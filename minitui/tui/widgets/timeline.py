@@ -49,7 +49,11 @@ this request again after a preemption. Pauses and slow motion are not part of a 
 The mark above the chart is the longest gap. The line below the chart explains the chosen gap, at first the longest: the
 step of the token and the causes in milliseconds. They come from the records of the engine: prompts of other requests,
 time in the queue after a preemption, tokens computed again, pauses of the host. "Unexplained" is the rest, for which no
-cause was measured. "Usually" is what the step should take without prompts.
+cause was measured. "Usually" is what the step should take without prompts. It is computed from the costs of the last
+1,000 steps of this run. A time up to 25 % above the expected one is "the usual variation": it is not explained.
+
+Where steps overlap, the host launches the next step before the results of a step arrive. If the next step has a prompt,
+its launch delays the token. So the step of the token and the step of the prompt, "next step 57", differ by one.
 
 If the longest gap is much longer than the others, the scale is logarithmic.""")
     BINDINGS: ClassVar = [

@@ -41,10 +41,11 @@ Where steps overlap, the table has the device's times ("device ms"), because the
 launch of the next step.
 
 "Expected" is the time that a step should take. It is computed from rows, prompt tokens and the keys that attention
-reads, with costs that are fitted to the recent steps of this run. The number after "+" is the excess, followed by its
-measured causes, all in milliseconds. "Unexplained" is the part of the excess for which no cause was measured. A step's
-time begins with the results of the step before: it contains the commit of that step and, with overlap, the plan and the
-launch of the next step. A prefill is launched kernel by kernel, so its launch can cost more time than the device.
+reads, with costs that are fitted to the last 1,000 steps of this run. The number after "+" is the excess, followed by
+its measured causes, all in milliseconds. "Unexplained" is the part of the excess for which no cause was measured. An
+excess of up to 25 % of the expected time is the usual variation: it has no causes. A step's time begins with the
+results of the step before: it contains the commit of that step and, with overlap, the plan and the launch of the next
+step. A prefill is launched kernel by kernel, so its launch can cost more time than the device.
 
 With several ranks (GPUs), each rank computes a part of every layer, and twice per layer the ranks add up their parts.
 During this exchange, no rank computes; the time of the exchange includes the wait for the slowest rank.
