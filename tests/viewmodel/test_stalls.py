@@ -222,7 +222,8 @@ def test_a_prompt_that_costs_its_launch_is_named_and_not_the_launch(monkeypatch:
     for _ in range(4):
         found = rig.stall("prompt")
         assert found.named and found.gap_ms > 4, found
-        assert re.match(r"prefill of r\d+.* \(\d+ tokens in next step \d+, launched meanwhile; its launch [0-9.]+ ms\) ", found.reason), found
+        prompt = r"prefill of r\d+.* \(\d+ tokens in next step \d+, launched meanwhile; its launch [0-9.]+ ms\) "
+        assert re.match(prompt, found.reason), found
 
 
 def test_every_longest_gap_of_a_gpu_s_recording_is_explained_by_a_prompt() -> None:
