@@ -124,7 +124,7 @@ def make_runner(
     from engine.worker.rank_runner import LeadRunner
     from engine.worker.runner import Runner
 
-    check_memory(model, config, resolve(config, model))
+    check_memory(model, config, resolve(config, model), None if config.dummy_weights else directory)
     parts = choose_parts(model, config)
     if config.tensor_parallel_size > 1:
         return LeadRunner(model, config, parts, directory, on_progress, on_lost)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
@@ -11,11 +12,13 @@ from engine.model.config import ModelConfig
 from engine.worker.limits import Limits
 
 
-def check_memory(model: ModelConfig, config: EngineConfig, limits: Limits, total: int | None = None) -> None:
+def check_memory(
+    model: ModelConfig, config: EngineConfig, limits: Limits, directory: Path | None = None, total: int | None = None
+) -> None:
     """Raise EngineError, with the sizes, if the model needs more memory than the device has.
 
-    Counts the weights, the KV cache and the tables, but no activations. `total`: bytes of the device's memory; None: as
-    the system reports it.
+    Counts the weights, the KV cache and the tables, but no activations. `directory`: the checkpoint; None: random
+    weights. `total`: bytes of the device's memory; None: as the system reports it.
     """
     blocks = config.num_blocks or -(-(config.kv_tokens or 1) // config.block_size)
     if max(blocks * config.block_size, limits.max_model_len) > INT32_MAX:
@@ -29,7 +32,7 @@ def check_memory(model: ModelConfig, config: EngineConfig, limits: Limits, total
 
     columns = -(-limits.max_model_len // config.block_size)
     parts = {
-        "weights": weight_bytes(limits.quantization, model, limits.dtype) // ranks,
+        "weights": weight_bytes(limits.quantization, model, limits.dtype, directory=directory) // ranks,
         f"a KV cache of {blocks:,} blocks": blocks
         * config.block_size
         * model.kv_bytes_per_token(limits.kv_dtype)

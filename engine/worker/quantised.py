@@ -55,22 +55,34 @@ def itemsizes(kind: str, dtype: torch.dtype) -> tuple[float, float]:
     return weights.itemsize, weights.vocabulary().itemsize
 
 
-def weight_bytes(kind: str, model: ModelConfig, dtype: torch.dtype, group: Group = ALONE) -> int:
-    """Returns the bytes of the weights that a rank of `group` loads, if all matrices of the layers are of this kind.
+def weight_bytes(
+    kind: str, model: ModelConfig, dtype: torch.dtype, group: Group = ALONE, directory: Path | None = None
+) -> int:
+    """Returns the bytes of the weights that a rank of `group` loads.
 
-    They are counted as the loader makes them: on a decoder with one layer, without memory, for each kind of layer.
+    They are counted as the loader makes them: on a decoder without memory, with one layer for each kind of layer. In
+    the checkpoint `directory`, some matrices may not be quantised: then all layers are counted. None: all of them are.
     """
+    if kind == KEPT and directory is not None:
+        return _without_memory(kind, model, dtype, group, directory).nbytes
     sparse = model.experts.layers if model.experts is not None else (False,) * model.num_layers
     total = 0
     for has_experts, count in Counter(sparse).items():
         experts = replace(model.experts, layers=(True,)) if model.experts is not None and has_experts else None
         one = replace(model, num_layers=1, layer_ropes=(), windows=(), experts=experts)
-        shard = group.shard(one)
-        kept = kept_matrices(shard, one, torch_ops, group, None) if kind == KEPT else None
-        decoder = Decoder(shard, dtype, torch.device("meta"), 1, torch_ops, matrices(kind, model), group, kept)
+        decoder = _without_memory(kind, one, dtype, group, None)
         layer = sum(slot.view.nbytes for slot in decoder.layers[0].slots(""))
         total += count * layer + (decoder.nbytes - layer if not total else 0)  # the rest is outside the layers
     return total
+
+
+def _without_memory(
+    kind: str, model: ModelConfig, dtype: torch.dtype, group: Group, directory: Path | None
+) -> Decoder:
+    """Returns the decoder that the loader makes, without memory for its weights."""
+    shard = group.shard(model)
+    kept = kept_matrices(shard, model, torch_ops, group, directory) if kind == KEPT else None
+    return Decoder(shard, dtype, torch.device("meta"), 1, torch_ops, matrices(kind, model), group, kept)
 
 
 def choose(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str) -> tuple[str, str]:

@@ -105,13 +105,18 @@ def examine(snapshot: Snapshot, machine: Machine) -> Model:
     if bytes_ is None:
         why = f"no: {listed(list(snapshot.missing))} missing; the next start with it downloads the rest"
         return Model(snapshot.repository, revision, None, family, why)
-    return Model(snapshot.repository, revision, bytes_, family, fit(config, machine))
+    try:
+        runs = fit(config, machine, snapshot.path)
+    except EngineError as error:
+        runs = f"no: {error}"
+    return Model(snapshot.repository, revision, bytes_, family, runs)
 
 
-def fit(config: ModelConfig, machine: Machine) -> str:
+def fit(config: ModelConfig, machine: Machine, checkpoint: Path | None = None) -> str:
     """Returns "yes" with the kind of weights that the engine chooses, or what does not fit into memory.
 
-    On a CPU, also the least time of a token: that in which the weights are read.
+    On a CPU, also the least time of a token: that in which the weights are read. `checkpoint`: its directory; None: one
+    in which all matrices of the layers are quantised, if any is.
     """
     import torch
 
@@ -122,7 +127,7 @@ def fit(config: ModelConfig, machine: Machine) -> str:
 
     if machine.gpu_free is not None:
         kinds = _on_gpu(config, machine)
-        needed = {kind: weight_bytes(kind, config, torch.bfloat16) * MARGIN for kind in kinds}
+        needed = {kind: weight_bytes(kind, config, torch.bfloat16, directory=checkpoint) * MARGIN for kind in kinds}
         least = min(needed.values())
         fits = (kind for kind, bytes_ in needed.items() if bytes_ <= machine.gpu_free)
         no = f"no: its weights take at least {size(round(least))}, and {size(round(machine.gpu_free))} are free"

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.hub.cache import cached_snapshots
 from engine.model.four_bits import Int4Weight
 from engine.model.hf_config import read_model_config
 from engine.worker import quantised
 from engine.worker.kept_files import directory
 from minitui import tutor
 from minitui.bench.shapes import write_config
-from minitui.cli.models import Machine, complete_model, fit, models
+from minitui.cli.models import Machine, complete_model, examine, fit, models
 
 GB = 10**9
 CONFIG = (tutor.model_dir() / "config.json").read_bytes()
@@ -135,6 +136,21 @@ def test_what_fits_of_a_quantised_checkpoint(
     path = write_config(size, tmp_path) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": fields}))
     assert fit(read_model_config(path.parent), Machine(free * GB, 0.0, newer)) == expected
+
+
+def test_weights_are_counted_as_the_checkpoint_has_them(cache: Path) -> None:
+    """Which matrices are quantised is seen from the names of the tensors; a damaged file does not end the list."""
+    config = {"config.json": json.dumps(json.loads(CONFIG) | {"quantization_config": BLOCKS}).encode()}
+    add(cache, "Org/Damaged", "e" * 40, config | {"model.safetensors": b"x"})
+    header = json.dumps({"model.norm.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    data = len(header).to_bytes(8, "little") + header + bytes(4)
+    add(cache, "Org/Plain", "f" * 40, config | {"model.safetensors": data})
+    snapshots = {snapshot.repository: snapshot for snapshot in cached_snapshots()}
+    newer, older = Machine(10e6, 0.0), Machine(10e6, 0.0, eight_bits=False)
+    assert "model.safetensors is not a complete safetensors file" in examine(snapshots["Org/Damaged"], newer).runs
+    runs = examine(snapshots["Org/Plain"], newer).runs
+    assert runs == examine(snapshots["Org/Whole"], older).runs
+    assert "its weights take at least" in runs
 
 
 def test_a_shell_completes_models_of_the_cache_and_directories(

@@ -275,6 +275,9 @@ def test_a_matrix_is_expanded_if_a_part_of_it_does_not_fit(name: str, wider: tup
     torch.testing.assert_close(last_logits(runner), expected[-1], rtol=0, atol=1e-5)
     assert isinstance(runner.loaded.model.layers[0].qkv, torch.Tensor)
     assert any("11 matrices are computed" in note and "1 are expanded" in note for note in runner.loaded.notes)
+    config = read_model_config(tmp_path / "m")
+    sizes = [quantised.weight_bytes("checkpoint", config, torch.float64, directory=d) for d in (tmp_path / "m", None)]
+    assert sizes[0] == runner.loaded.model.nbytes > sizes[1]
     group = make_runner(tmp_path / "m", "float64", quantization="checkpoint", tensor_parallel_size=4)
     try:
         matrices = group.loaded.model.layers[1]
