@@ -18,6 +18,7 @@ from engine.errors import EngineError
 from engine.process.heartbeat import Condition
 from minitui import settings as settings_file
 from minitui.chat.conversation import Session
+from minitui.chat.describe import PAUSED
 from minitui.chat.sessions import Chats
 from minitui.settings import Settings
 from minitui.sources.base import Source
@@ -166,7 +167,8 @@ class AppBase(App[int]):
                 self.view.present()
             self.view.select("group", self.session.id)
         except EngineError as error:
-            self.say(str(error), error=True)
+            paused = f". {PAUSED}" if self.gated and self.session.busy else ""
+            self.say(f"{error}{paused}", error=True)
             self.focus_prompt(text)
 
     def select_session(self, session: Session) -> None:

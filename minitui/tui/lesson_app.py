@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from textual.binding import Binding, BindingType
+from textual.worker import Worker
 
 from engine.errors import EngineError
 from minitui.teaching.lesson_progress import LessonProgress
@@ -35,6 +36,7 @@ class LessonApp(MinituiApp):
         self.lesson_progress = progress or LessonProgress()
         self.restart = restart
         self.stage: Stage | None = None  # set when the engine has started
+        self._changing: Worker[None] | None = None  # opens another lesson
 
     async def _begin(self) -> None:
         self.stage = Stage(
@@ -58,9 +60,17 @@ class LessonApp(MinituiApp):
         rows = [(lesson.name, self.lesson_progress.summary(lesson) or lesson.question) for lesson in LESSONS]
 
         def then(name: str) -> None:
-            self.run_worker(self._change(by_name[name]), group="change", exclusive=True)
+            self.open_lesson(by_name[name])
 
         self.choose("Lessons", rows, then)
+
+    def open_lesson(self, lesson: Lesson) -> None:
+        """Restart the engine with this lesson's options, and show the lesson."""
+        if self.stage is None:
+            self.say("the engine is starting: another lesson can be opened when it has started")
+        elif self._changing is None or self._changing.is_finished or self.lesson is not lesson:
+            self.say(f"{lesson.name}: the engine restarts for this lesson")
+            self._changing = self.run_worker(self._change(lesson), group="change", exclusive=True)
 
     async def _change(self, lesson: Lesson) -> None:
         assert self.stage is not None

@@ -82,12 +82,18 @@ class View(History):
         self._past_marks: dict[str, float] = {}  # and what this bucket had then
         self._words: dict[int, str] = {}
 
+    def kept(self) -> View:
+        """Returns a view of what was folded since the last snapshot. The next call must be `reset`: until then, the two
+        share their history."""
+        kept = copy(self)
+        kept.past = PastStates()  # frees the records: figures and lanes do not need them
+        return kept
+
     def keep_run(self) -> None:
-        """Keep what was folded since the last snapshot as `earlier`, the run to compare the next run with. The next
-        call must be `reset`: until then, the two share their history."""
-        self.earlier = copy(self)
+        """Keep what was folded since the last snapshot as `earlier`, the run to compare the next run with (see
+        `kept`)."""
+        self.earlier = self.kept()
         self.earlier.earlier = None
-        self.earlier.past = PastStates()  # frees the records: figures and lanes do not need them
         self.run_name = ""
 
     def fold(self, records: list[Record], now: float = 0.0, packed: bytes | None = None) -> None:

@@ -632,9 +632,12 @@ async def test_a_lesson_is_read_predicted_run_and_answered(size: tuple[int, int]
     async with Classroom(size) as room:
         assert "L3 Test · 1 of 5" in room.text() and "Some text." in room.text()
         await room.press("right")
-        assert "Predict: What?" in room.text() and "Press enter to run" in room.text()
+        assert "Predict: What?" in room.text() and "Choose a or b. Then enter runs" in room.text()
+        await room.press("enter")
+        assert "First choose a or b. Key r runs it without a choice." in room.text() and not room.reading.running
         await room.press("b")
         assert room.reading.predicted == {1: 1} and "→ b) that" in room.text()
+        assert "Press enter to run" in room.text()
         await room.press("enter")
         await room.until(lambda: 1 in room.reading.seen)
         assert "the engine stands at step" in room.text() and "of 256 tokens" in room.text(), "text and panel"
@@ -653,20 +656,70 @@ async def test_a_lesson_is_read_predicted_run_and_answered(size: tuple[int, int]
         assert "1 request" in room.text()
         await room.press("tab", "enter", "tab", "enter")
         assert "because" in room.text() and len(room.reading.revealed) == 3
-        await room.press("right", *["left"] * 6)
+        await room.press(*["left"] * 6)
         assert room.reading.at == 0
+
+
+async def test_the_right_arrow_leads_from_the_last_page_to_the_next_lesson() -> None:
+    async with Classroom((80, 24)) as room:
+        await room.press(*["right"] * 4)
+        await room.until(lambda: room.reading.prepared)
+        assert "right next lesson" in room.text() and "This lesson ends here" not in room.text()
+        await room.press("enter", "tab", "enter", "tab", "enter")
+        assert "This lesson ends here. The right arrow key opens L4 Paged attention." in room.text()
+        await room.press("right", "right")
+        await room.until(lambda: room.reading.lesson is LESSONS[4])
+        assert room.restarts == [LESSONS[4].options], "a second key changes nothing until the lesson is open"
+    last = replace(SMALL, number=LESSONS[-1].number)
+    async with Classroom((80, 24), lesson=last) as room:
+        await room.press(*["right"] * 5)
+        await room.until(lambda: room.reading.prepared)
+        assert "next lesson" not in room.text() and not room.restarts
+        await room.press("enter", "tab", "enter", "tab", "enter")
+        assert "This was the last lesson. Key L shows all lessons." in room.text()
+
+
+async def test_a_page_shows_its_own_run_also_after_another_page_has_run() -> None:
+    page = SMALL.pages[1]
+    again = replace(page, title="Again", predict=None)
+    async with Classroom((80, 24), lesson=replace(SMALL, pages=(page, again))) as room:
+        await room.press("r")
+        await room.until(lambda: 0 in room.reading.seen)
+        first = re.search(r"step (\d+)  \d+ of 256 tokens", room.text())
+        assert first is not None and "The answer is b." in room.text(), "r runs it without a prediction"
+        await room.press("right", "enter")
+        await room.until(lambda: 1 in room.reading.seen)
+        assert first[0] not in room.text() and "of 256 tokens" in room.text()
+        await room.press("left")
+        assert first[0] in room.text() and "Since then the engine has run another page" in room.text()
+        await room.press("enter")
+        await room.until(lambda: room.reading.views.keys() == {1} and 0 in room.reading.seen)
+        assert first[0] not in room.text() and "Since then" not in room.text()
+
+
+async def test_a_question_to_a_paused_engine_is_told_what_it_waits_for() -> None:
+    async with Classroom((80, 24)) as room:
+        await room.press("right", "r")
+        await room.until(lambda: 1 in room.reading.seen)
+        await room.press("1", *"why", "enter")
+        assert "The engine is paused: /pause" in next(notice.message for notice in room.app._notifications)
+        await room.press("ctrl+u", *"/new", "enter", *"why", "enter")
+        await room.until(lambda: "The engine is paused: /pause lets it run." in room.text())
+        await room.press(*"/pause", "enter")
+        await room.until(lambda: "The engine is paused: /pause lets it run." not in room.text())
+        await room.until(lambda: room.app.session.messages[-1].state == "done")
 
 
 async def test_the_question_stays_in_sight_beside_its_result_and_no_earlier_picture_is_shown() -> None:
     page = SMALL.pages[1]
     long = replace(page, text="Some words. " * 60)
     async with Classroom((80, 24), lesson=replace(SMALL, pages=(page, long, *SMALL.pages[2:]))) as room:
-        await room.press("enter")
+        await room.press("r")
         await room.until(lambda: 0 in room.reading.seen)
         assert "of 256 tokens" in room.text()
         await room.press("right")
         assert "of 256 tokens" not in room.text(), "the picture of the page before"
-        await room.press("enter")
+        await room.press("r")
         await room.until(lambda: 1 in room.reading.seen)
         assert "Predict: What?" in room.text() and "of 256 tokens" in room.text()
 

@@ -102,7 +102,7 @@ async def test_lessons_look_as_they_did(size: tuple[int, int]) -> None:
             await until(app, lambda: reading.at in reading.seen)
             text = await album.take("the verdict, with the panel")
             assert "You said a: the answer is c." in text
-            await pilot.press("right", "enter")
+            await pilot.press("right", "r")
             await until(app, lambda: reading.at in reading.seen)
             await album.take("a page with bars, and nothing predicted")
             await pilot.press(*["right"] * 4)

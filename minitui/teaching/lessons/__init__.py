@@ -33,3 +33,8 @@ def lesson(number: int | str) -> Lesson:
         if str(number) == str(candidate.number):
             return candidate
     raise EngineError(f"there is no lesson {number}: the lessons are {LESSONS[0].number} to {LESSONS[-1].number}")
+
+
+def following(lesson: Lesson) -> Lesson | None:
+    """Returns the lesson after this one; None after the last."""
+    return next((candidate for candidate in LESSONS if candidate.number == lesson.number + 1), None)

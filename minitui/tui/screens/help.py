@@ -34,9 +34,11 @@ from these events and from the server's /metrics. What neither of them tells is 
     "lesson": """\
 A lesson has pages of text beside a real engine. The figures of an experiment are counted while it runs.
 
-  right, left    the next page, the previous page; also page down and page up, the keys of a presenter's remote
+  right, left    the next page, the previous page; also page down and page up, the keys of a presenter's remote.
+                 On the last page, right opens the next lesson
   a b c d        predict the result, before the experiment has run
-  enter, r       run the experiment, or run it again; on the last page, answer the question
+  enter          run the experiment, or run it again; on the last page, answer the question
+  r              run the experiment without a prediction
   i              type your own text for the experiment, on pages that offer this
   tab            on the last page: the next question, and the panel that shows its answer
   v              the installed code that this page explains

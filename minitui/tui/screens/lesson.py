@@ -14,6 +14,7 @@ from textual.css.scalar import Scalar
 
 from engine.errors import EngineError
 from minitui.teaching.lesson_progress import LessonProgress
+from minitui.teaching.lessons import following
 from minitui.teaching.lessons.page import Lesson, Seen, find_code, fresh
 from minitui.teaching.stage import LETTERS, Stage
 from minitui.tui.screens.base import BaseScreen, Hint
@@ -48,6 +49,9 @@ class HasLesson(Protocol):
     def choose_lesson(self) -> None:
         """Let the user choose a lesson."""
 
+    def open_lesson(self, lesson: Lesson) -> None:
+        """Restart the engine with this lesson's options, and show the lesson."""
+
 
 class LessonScreen(BaseScreen[None]):
     """The arrow keys turn pages, the keys a to d choose a prediction, enter runs an experiment, v opens the code."""
@@ -56,7 +60,8 @@ class LessonScreen(BaseScreen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("right,pagedown", "turn(1)", "next page", show=False, id="lesson.next"),
         Binding("left,pageup", "turn(-1)", "previous page", show=False, id="lesson.previous"),
-        Binding("enter,r", "go", "run, run again, or answer", show=False, id="lesson.go"),
+        Binding("enter", "go", "run, run again, or answer", show=False, id="lesson.go"),
+        Binding("r", "run", "run without a prediction", show=False, id="lesson.run"),
         *(
             Binding(letter, f"predict({i})", f"predict {letter}", show=False, id=f"lesson.{letter}")
             for i, letter in enumerate(LETTERS)
@@ -117,8 +122,12 @@ class LessonScreen(BaseScreen[None]):
         hints = [("right", "next page")]
         if page is None:
             hints = [("enter", "answer"), ("tab", "next question")]
+            if following(reading.lesson) is not None:
+                hints.append(("right", "next lesson"))
         else:
-            if page.run is not None:
+            if reading.asks:
+                hints.append((" ".join(LETTERS[: len(page.predict.choices)]) if page.predict else "", "predict"))
+            elif page.run is not None:
                 hints.append(("enter", "run again" if reading.at in reading.seen else "run"))
             if page.type_in is not None:
                 hints.append(("i", "your text"))
@@ -149,7 +158,7 @@ class LessonScreen(BaseScreen[None]):
         waits = page is not None and page.run is not None and not self.reading.panel_has_content
         for name in self._shown():
             panel = self.query_one(f"#panel-{name}", LinePanel)
-            panel.paint(self._nothing if waits and name not in LIVE else view)
+            panel.paint(self._nothing if waits and name not in LIVE else self.reading.views.get(self.reading.at, view))
 
     def _shown(self) -> list[str]:
         """Returns the names of the panels to show now."""
@@ -195,21 +204,21 @@ class LessonScreen(BaseScreen[None]):
     # ---- pages
 
     def _open_page(self) -> None:
-        """Stop a running experiment, and show the top of the page, with the picture of its experiment. For the closing
-        questions, prepare the engine."""
+        """Stop a running experiment, and show the top of the page. For the closing questions, prepare the engine."""
         reading = self.reading
         self.workers.cancel_group(self, "lesson")
         reading.running = False
         self.text.top = 0
-        if self.stage is not None:
-            self.stage.view.put(reading.boards.get(reading.at))
         if reading.page is None and reading.ready and not reading.prepared and self.stage is not None:
             self.run_worker(self._prepare(reading, self.stage), group="lesson", exclusive=True)
 
     def action_turn(self, pages: int) -> None:
-        """Turn `pages` pages: forward, or back if negative."""
-        if self.reading.turn(pages):
+        """Turn `pages` pages: forward, or back if negative. The next lesson follows the last page."""
+        reading = self.reading
+        if reading.turn(pages):
             self._open_page()
+        elif pages > 0 and reading.ready and (forward := following(reading.lesson)) is not None:
+            cast(HasLesson, self.app).open_lesson(forward)
 
     def action_question(self, step: int) -> None:
         """Go to another closing question, and show that question's panel."""
@@ -224,15 +233,24 @@ class LessonScreen(BaseScreen[None]):
             self.text.follow()
 
     def action_predict(self, choice: int) -> None:
-        """Store the prediction. Has no effect after the experiment has run."""
+        """Store the prediction. Has no effect after the experiment has shown the answer."""
         reading = self.reading
         predict = reading.page.predict if reading.page is not None else None
-        if predict is not None and reading.at not in reading.seen and choice < len(predict.choices):
+        if predict is not None and reading.can_predict and choice < len(predict.choices):
             reading.predict(choice)
             self.text.to_experiment()
 
     def action_go(self) -> None:
-        """Run the experiment, or run it again; on the last page, answer the question."""
+        """Run the experiment, or run it again; on the last page, answer the question. Without a prediction, ask for
+        one first."""
+        if self.stage is not None and self.reading.asks and not self.reading.running:
+            self.reading.asked = True
+            self.text.to_experiment()
+        else:
+            self.action_run()
+
+    def action_run(self) -> None:
+        """Run the experiment, also without a prediction; on the last page, answer the question."""
         reading, stage = self.reading, self.stage
         if stage is None or reading.running:
             return  # the page says that the engine is starting or an experiment is running
@@ -258,32 +276,44 @@ class LessonScreen(BaseScreen[None]):
                 self.app.say(f"the text has {len(text)} characters: type at most {type_in.longest}", error=True)
             elif self.reading is reading and reading.page is page:
                 reading.typed[reading.at] = text
-                self.action_go()
+                self.action_run()
 
         self.app.ask_text(type_in.title, reading.typed.get(reading.at, type_in.default), then)
 
     async def _run(self, reading: Reading, stage: Stage, run: Callable[[Stage], Awaitable[Seen]]) -> None:
         at = reading.at
+        await self._keep_picture(reading, stage)
         reading.seen.pop(at, None)
         reading.failed.pop(at, None)
+        reading.views.pop(at, None)
         reading.running, reading.prepared = True, False
         stage.typed = reading.typed.get(at, "")
         self.text.to_experiment()
         try:
             await fresh(stage)
             reading.seen[at] = await run(stage)
-            reading.boards[at] = stage.view.board
+            reading.in_engine = at
         except EngineError as error:
             reading.failed[at] = f"The experiment stopped: {error}"
+            reading.in_engine = at
         finally:
             reading.running = False
         self.text.to_experiment()
 
+    async def _keep_picture(self, reading: Reading, stage: Stage) -> None:
+        """Keep the picture of the last run for that run's page: the next run begins with a new one."""
+        if reading.in_engine is not None:
+            stage.view.frame(time.monotonic())
+            kept = stage.view.kept()
+            await stage.feed.sync()
+            reading.views[reading.in_engine] = kept
+            reading.in_engine = None
+
     async def _prepare(self, reading: Reading, stage: Stage) -> None:
         try:
+            await self._keep_picture(reading, stage)
             await fresh(stage)
             await reading.lesson.close(stage)
-            reading.boards[reading.at] = stage.view.board
             reading.prepared = True
         except EngineError as error:
             reading.failed[reading.at] = f"The engine could not be prepared: {error}"

@@ -1,7 +1,7 @@
 """Batch lanes: which requests waited, and which ran? A row is a request; a column is k steps, the newest at the right.
 
 A cell shows one phase. If several occur in the column's steps, the first in this order has priority: preempted,
-finished, prefill, decode, waiting. A row above the requests shows the slowest step of each column.
+finished, prefill, decode, waiting. A row above the requests shows the duration of the slowest step of each column.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class BatchLanes(LinePanel):
     help_text = paragraphs("""\
 Continuous batching. Each line is a request, each column one or more steps. A request first waits, then its prompt is
 prefilled (many tokens per step), then it decodes one token in every step until it finishes. Requests join and leave
-between any two steps; no request waits for the slowest request of a batch. × means preempted: the pool was full and the
+between any two steps; no request waits for the slowest request of a batch. The first row is the time: -2 s is two
+seconds before the last step. The second row has a bar for the duration of each step; for a column of several steps,
+of the slowest. × means preempted: the pool was full and the
 request released its blocks. With more requests than lines, a line is reused when its request has finished: "r9 +2"
 means that r9 uses the line now, and that two finished requests used it before. If you select one of these two, the
 label names that request.""")
@@ -70,7 +72,7 @@ label names that request.""")
         named = width >= 84
         lanes = view.lanes.lanes
         widest = len(str(max(lanes))) if lanes else 1
-        self.label = max(8, widest + 5) + (11 if named else 0)
+        self.label = max(9, widest + 5) + (11 if named else 0)
         self.columns = max(1, width - self.label)
         horizon = view.horizon
         self._choose_k(view, horizon)
@@ -142,7 +144,7 @@ label names that request.""")
 
     def _scale(self, view: View, width: int, horizon: int) -> Runs:
         """Returns the time scale: how many seconds ago the steps of some columns ended."""
-        row = Row("seconds" if self.label < 10 else "seconds ago", "dim").to(self.label)
+        row = Row("time", "dim").to(self.label)
         last = view.steps.get(min(horizon, self.first_step + self.k * self.columns - 1))
         if last is None:
             return row.done(width)
@@ -164,7 +166,7 @@ label names that request.""")
         """Returns the slowest step of each column as a sparkline."""
         steps = view.steps
         at = steps.indices(self.first_step, min(horizon, self.first_step + self.k * self.columns - 1))
-        row = Row("slowest", "dim").to(self.label)
+        row = Row("duration" if self.label < 18 else "duration of step", "dim").to(self.label)
         if not len(at):
             return row.done(width)
         wall = steps.column("wall")[at]

@@ -7,16 +7,17 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 
 from minitui.teaching.lesson_progress import LessonProgress
+from minitui.teaching.lessons import following
 from minitui.teaching.lessons.page import Check, Lesson, Page, Seen, paragraphs
 from minitui.teaching.stage import LETTERS
 from minitui.text import count
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import Picture, ScrollPanel
 from minitui.tui.widgets.rows import Row
-from minitui.viewmodel.board import Board
 from minitui.viewmodel.model import View
 
 MAX_TEXT_WIDTH = 100  # columns; longer lines are hard to read
+EARLIER = "The panel shows this run. Since then the engine has run another page; enter runs this page again."
 
 
 class Reading:
@@ -31,9 +32,11 @@ class Reading:
         self.typed: dict[int, str] = {}  # page -> the text that the reader typed for its experiment
         self.seen: dict[int, Seen] = {}  # page -> result of its experiment
         self.failed: dict[int, str] = {}  # page -> error of its experiment
-        self.boards: dict[int, Board | None] = {}  # page -> what its experiment showed at its end
+        self.views: dict[int, View] = {}  # page -> picture of its run, if another page has run since
+        self.in_engine: int | None = None  # the page whose run the engine's own picture shows
         self.ready = False  # the engine has started
         self.running = False  # an experiment runs
+        self.asked = False  # the reader wanted to run this page's experiment without a prediction
         self.prepared = False  # the engine is in the state that the closing questions ask about
         self.question = 0  # index of the current closing question
         self.revealed: dict[int, str] = {}  # question -> answer
@@ -59,7 +62,20 @@ class Reading:
         if at > self.at:
             self.progress.mark_read(self.lesson, self.at)
         turned, self.at = at != self.at, at
+        if turned:
+            self.asked = False
         return turned
+
+    @property
+    def can_predict(self) -> bool:
+        """True if the page asks for a prediction, and no experiment has shown the answer yet."""
+        seen = self.seen.get(self.at)
+        return self.page is not None and self.page.predict is not None and (seen is None or seen.answer is None)
+
+    @property
+    def asks(self) -> bool:
+        """True if the page waits for a prediction: the reader has not made one."""
+        return self.can_predict and self.at not in self.predicted
 
     def predict(self, choice: int) -> None:
         """Keep a prediction for this page."""
@@ -130,20 +146,39 @@ class LessonText(ScrollPanel):
 
 def _keys(reading: Reading) -> str:
     page = reading.page
-    parts = []
     if page is None:
-        parts.append("enter shows answer, tab next question")
-    elif page.run is not None:
+        forward = "next lesson" if following(reading.lesson) is not None else ""
+        parts = ["enter shows answer, tab next question", f"right {forward}" if forward else "L lessons", "left back"]
+        return f" {glyphs().middot} ".join(parts)
+    parts = []
+    if page.run is not None:
         if reading.at in reading.seen:
             parts.append("enter again")
+        elif reading.asks:
+            parts.append(f"{' '.join(_letters(page))} predict")
         else:
-            letters = " ".join(LETTERS[: len(page.predict.choices)]) if page.predict else ""
-            parts.append(f"{letters} predict, enter runs" if letters else "enter runs")
-    if page is not None and page.type_in is not None:
+            parts.append("enter runs")
+    if page.type_in is not None:
         parts.append("i your text")
-    if page is not None and page.code:
+    if page.code:
         parts.append("v code")
     return f" {glyphs().middot} ".join([*parts, "left/right pages"])
+
+
+def _letters(page: Page) -> str:
+    return LETTERS[: len(page.predict.choices)] if page.predict is not None else ""
+
+
+def _hint(reading: Reading, page: Page) -> tuple[str, str]:
+    """Returns the line, with its style, that says what the reader does next on a page with an experiment."""
+    if not reading.ready:
+        return "The engine is starting. Please wait.", "running"
+    if not reading.asks:
+        return "Press enter to run the experiment.", "running"
+    letters = " or ".join(", ".join(_letters(page)).rsplit(", ", 1))
+    if reading.asked:
+        return f"First choose {letters}. Key r runs it without a choice.", "bold accent"
+    return f"Choose {letters}. Then enter runs the experiment.", "running"
 
 
 def page_lines(reading: Reading, width: int) -> list[tuple[str, str]]:
@@ -175,9 +210,10 @@ def page_lines(reading: Reading, width: int) -> list[tuple[str, str]]:
             if page.predict is not None and predicted is not None and (why := page.predict.explain(predicted)):
                 lines += [(line, "ink") for line in paragraphs(why, width)]
         lines += [(line, "hit") for line in paragraphs(seen.text, width)]
+        if reading.at in reading.views:
+            lines += [("", "ink"), *((line, "dim") for line in paragraphs(EARLIER, width))]
     elif page.run is not None:
-        hint = "Press enter to run the experiment." if reading.ready else "The engine is starting. Please wait."
-        lines += [("", "ink"), (hint, "running")]
+        lines += [("", "ink"), _hint(reading, page)]
     if page.code:
         path, _, name = page.code.partition(":")
         lines += [("", "ink"), (f"v: {path.replace('.', '/')}.py  {name}".rstrip(), "dim")]
@@ -208,8 +244,17 @@ def _closing(reading: Reading, width: int) -> list[tuple[str, str]]:
         elif chosen:
             lines += [(f"     {piece}", "dim") for piece in paragraphs(f"See {check.where}", width - 5)]
         lines.append(("", "ink"))
-    if reading.failed.get(reading.at):
+    if len(reading.revealed) == len(reading.lesson.checks):
+        lines += [(line, "bold accent") for line in paragraphs(_end(reading.lesson), width)]
+    elif reading.failed.get(reading.at):
         lines += [(line, "bad") for line in paragraphs(reading.failed[reading.at], width)]
     elif not reading.prepared:
         lines.append(("The engine is being prepared." if reading.ready else "The engine is starting.", "running"))
     return lines
+
+
+def _end(lesson: Lesson) -> str:
+    forward = following(lesson)
+    if forward is None:
+        return "This was the last lesson. Key L shows all lessons."
+    return f"This lesson ends here. The right arrow key opens {forward.name}."

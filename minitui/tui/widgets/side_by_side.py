@@ -14,7 +14,7 @@ from textual.binding import Binding
 from minitui.text import count, duration, ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
-from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, legend
+from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, legend, runs_width
 from minitui.tui.widgets.rows import cells as width_of
 from minitui.tui.widgets.tracks import STYLES, Scale, mark, number, ruler, track
 from minitui.tui.widgets.waterfall_texts import request_legend
@@ -27,6 +27,7 @@ from minitui.viewmodel.spans import Span
 LABEL, NAME = 7, 11  # cells of a lane's label: the request, and the name of its chat
 NAMED = 110  # from this width on, the lanes have names
 SIZES = (1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0, 10.0)  # widths of a picture that grows, times 10^n
+LEGEND_ROWS = 3  # of the legend, if it is below the picture
 ROOMY = 12  # with fewer rows, the steps are left out
 MOST_ZOOM = 1 << 16
 UNITS = {"ms": ("{} ms", "clock: time, the same for both runs"), "steps": ("{} steps", "clock: steps")}
@@ -114,12 +115,16 @@ machine, times are not.""")
                 others = len(run.lanes) - len(shown)
                 rows.append(Row(f"+ {count(others, 'more request')}{self.MORE}", "dim").done(width))
                 self._rows.append(None)
-        rows += [Row().done(width)] * (height - len(rows) - len(feet))
+        room = height - len(rows) - len(feet)
+        rows += [Row().done(width)] * room
         note: list[Run] = [(self._column_text(), "ink"), *self.own_key("[ ] zoom · k clock")]
         signs = request_legend()
         for kind, words in SOMETIMES.items():
             if kind in self._kinds:
                 signs = [*legend((mark(kind, request=True), STYLES[kind], words)), ("  ", "dim"), *signs]
+        if heads > 1:
+            with_steps = [*signs, ("  ", "dim"), *_step_legend()]
+            signs = with_steps if room > LEGEND_ROWS or runs_width(with_steps) <= width - 2 else signs
         return Picture(rows + feet, title=f"{self.TITLE} · {title}", note=note, legend=signs)
 
     def compared(self, view: View) -> Comparison:
@@ -297,6 +302,12 @@ def _place(place: float, unit: str) -> str:
     if unit == "steps":
         return f"+{int(place):,}"
     return f"{place:,.1f}" if place < 100 else f"{place:,.0f}" if place < 100_000 else f"{place / 1e3:,.0f} s"
+
+
+def _step_legend() -> list[Run]:
+    """Returns the meaning of the glyphs on the row of steps."""
+    kinds = (("decode", "step of decodes only"), ("prefill", "step with a prompt"))
+    return legend(*((mark(kind), STYLES[kind], words) for kind, words in kinds))
 
 
 def _no_labels(span: Span) -> list[str]:

@@ -15,7 +15,7 @@ from textual.selection import Selection
 from textual.strip import Strip
 
 from minitui.chat.conversation import Message, Session
-from minitui.chat.describe import describe_answer, split_thinking
+from minitui.chat.describe import PAUSED, describe_answer, split_thinking
 from minitui.tui import markdown
 from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import palette
@@ -55,6 +55,7 @@ class Transcript(ScrollView, can_focus=True):
         super().__init__(id=id)
         self.session: Session | None = None
         self.speaker = "model"
+        self.paused = False  # True: the engine is paused, so a waiting answer says what lets it run
         self.welcome: Callable[[int], list[list[Run]]] = lambda width: []
         self._blocks: list[_Block] = []
         self._rows: list[list[Run]] = []
@@ -116,7 +117,8 @@ class Transcript(ScrollView, can_focus=True):
         last = session.messages[-1] if session.messages else None
         versions = sum(m.version for m in session.messages)
         end = (last.state, len(last.text)) if last is not None else None
-        return len(session.messages), versions, end, session.system, session.note
+        paused = last is not None and last.busy and self.paused
+        return len(session.messages), versions, end, session.system, session.note, paused
 
     def _show_rows(self, rows: list[list[Run]]) -> None:
         first = next(
@@ -145,7 +147,8 @@ class Transcript(ScrollView, can_focus=True):
         return [self._label("system" if i == 0 else "", "pool", line, "dim") for i, line in enumerate(lines)] + [[]]
 
     def _message_rows(self, block: _Block, message: Message, width: int) -> list[list[Run]]:
-        key = (id(message), message.version, message.state, message.unfolded, len(message.text))
+        paused = message.busy and self.paused
+        key = (id(message), message.version, message.state, message.unfolded, len(message.text), paused)
         if key == block.key:
             return block.rows
         if block.key[:1] != key[:1]:
@@ -190,6 +193,8 @@ class Transcript(ScrollView, can_focus=True):
         return rows
 
     def _waiting_text(self, message: Message) -> str:
+        if self.paused:
+            return PAUSED
         return "waiting for the first token" if message.state == "running" else "queued" + glyphs().dots
 
     def _footer(self, parts: list[tuple[str, str]], width: int) -> list[list[Run]]:
