@@ -5,8 +5,10 @@ core/allocator.py records which blocks are in use.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from engine.attention.base import AttentionShape
@@ -29,9 +31,17 @@ class KVPool:
         self.block_size = block_size
         self.dtype = dtype
         self.scales: Sequence[torch.Tensor | None] = scales if scales is not None else [None] * config.num_layers
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.keys = [_zeros(shape, dtype, device) for _ in range(config.num_layers)]
+        self.values = [_zeros(shape, dtype, device) for _ in range(config.num_layers)]
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Like torch.zeros. On a CPU, the system writes the zeros of a page when it is used first; torch writes all now."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -234,6 +235,15 @@ def test_the_pool_is_as_large_as_asked_and_bounded_by_default(directory: Path) -
     default: Runner = make_runner(directory, num_blocks=None)
     assert default.num_blocks - 1 == 16 * default.loaded.max_model_len / 4
     assert default.loaded.pool.nbytes < CPU_KV_BYTES
+
+
+def test_a_pool_on_a_cpu_takes_memory_when_it_is_used(directory: Path) -> None:
+    """So a start does not wait until the system has filled all of it with zeros."""
+    process = psutil.Process()
+    before = process.memory_info().rss
+    pool = make_runner(directory, num_blocks=None, kv_tokens=1 << 19).loaded.pool
+    assert pool.nbytes > 500e6 and process.memory_info().rss - before < 100e6
+    assert not pool.keys[0][-1].any() and not pool.values[-1][0].any()
 
 
 def test_a_cpu_computes_with_as_many_threads_as_the_machine_allows(directory: Path) -> None:

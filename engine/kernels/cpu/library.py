@@ -1,10 +1,9 @@
-"""Compiles the CPU kernels for one model, and runs sequences of their calls."""
+"""Makes the CPU kernels for one model, and runs sequences of their calls."""
 
 from __future__ import annotations
 
 import ctypes
 import math
-import platform
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,15 +20,14 @@ from engine.kernels.cpu.emit import I32, I64, PTR, Kernel
 from engine.kernels.cpu.four_bit_rounding import emit_rounding
 from engine.kernels.cpu.four_bits import PART, FourBitForm
 from engine.kernels.cpu.grouped import emit_grouped
+from engine.kernels.cpu.machine_code import OPENMP, X86, link
 from engine.kernels.cpu.product import VNNI, emit_product
 from engine.kernels.cpu.prompt_attention import emit_attend_tiles
 
 LLVM = 22  # the version whose instructions the kernels use
-X86 = platform.machine() in ("x86_64", "AMD64")
 FIELDS = 16  # numbers in the array of one call; a kernel reads the first ones
 FOUR_BITS = {"int4": False, "int4_offsets": True}  # kernel -> whether groups have offsets
 GROUPED = ("bf16_pairs", *FOUR_BITS)  # kernels for matrices whose rows are stored in groups, for any number of tokens
-OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
 @dataclass(frozen=True)
@@ -143,9 +141,8 @@ class Kernels:
     """Compiled kernels. Keep this object for as long as the kernels run."""
 
     def __init__(self, module: ir.Module) -> None:
-        module.triple = llvm.get_process_triple()
         _emit_run(module)
-        self._engine = _compile(module)
+        self._engine = link(module)
         self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._engine.get_function_address("run"))
 
     def address(self, name: str) -> int:
@@ -166,22 +163,3 @@ def _emit_run(module: ir.Module) -> None:
         fields = b.at(calls, b.mul(i, I64(FIELDS)), I64)
         b.intrinsic("GOMP_parallel", ir.VoidType(), b.read(functions, i, PTR), fields, b.trunc(threads, I32), I32(0))
     b.ret_void()
-
-
-def _compile(module: ir.Module) -> llvm.ExecutionEngine:
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    process = ctypes.CDLL(None)
-    for name in OPENMP:
-        llvm.add_symbol(name, ctypes.cast(getattr(process, name), ctypes.c_void_p).value)
-    features = llvm.get_host_cpu_features().flatten()
-    if X86:
-        features += ",-prefer-256-bit"
-    machine = llvm.Target.from_default_triple().create_target_machine(llvm.get_host_cpu_name(), features, opt=3)
-    parsed = llvm.parse_assembly(str(module))
-    parsed.verify()
-    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
-    passes.getModulePassManager().run(parsed, passes)
-    engine = llvm.create_mcjit_compiler(parsed, machine)
-    engine.finalize_object()
-    return engine
