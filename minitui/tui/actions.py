@@ -116,12 +116,14 @@ _TABLE = {
     "Application": (
         Action("chat", "Chat", key="1", slash="chat", help="Show the chats."),
         Action("inspect", "Inspect", key="2", slash="inspect", footer="inspect",
-            help="Show the engine: step, blocks, tree, batches, timings, events."),
+            help="Show the engine: step, blocks, tree, batches, timings, events. Again: all panels."),
         Action("requests", "Requests", key="5", slash="requests",
             help="Show every request with its times and token gaps, and why one stalled (inspect). Again: all panels."),
         Action("trends", "Trends", key="6", slash="trends",
             help="Show first tokens, gaps, hit rate, pool and queue over the last minutes or hours. Again: all "
                  "panels."),
+        Action("waterfall", "Waterfall", key="w", slash="waterfall",
+            help="Show host, device and requests on an axis of time (inspect). Again: all panels."),
         Action("lecture", "Lecture", key="3", slash="lecture",
             help="Show one sentence for each step: what the step did, and why."),
         Action("theme", "Theme", key="T", slash="theme", takes="[name]",

@@ -10,7 +10,7 @@ from engine.errors import EngineError
 from minitui.tui.actions import BY_ID, BY_SLASH, key_label
 from minitui.tui.chat_commands import ChatCommands, whole_number
 from minitui.tui.screens.bindings import CURSOR_KEYS, bindings_here
-from minitui.tui.screens.inspect import REQUESTS, InspectScreen
+from minitui.tui.screens.inspect import InspectScreen
 
 PACES = (1, 2, 5, 10, 20, 50, 100, 200)
 UNTIL = {
@@ -26,7 +26,7 @@ NOT_OFFERED = {  # group of actions -> error of an application that does not off
     "Chats": "this is a recording: it has no chats; `minitui chat` starts an engine",
     "Replicas": "there is only one engine here; minitui chat --connect URL --connect URL uses several",
 }
-MODES = {"chat", "inspect", "lecture", "replicas"}  # actions that show the screen of the same name
+MODES = {"chat", "lecture", "replicas"}  # actions that show the screen of the same name
 CONTROLS = {"step", "step10", "until", "slow", "slower", "faster"}  # refused while a demo controls the engine
 NOT_IN_PALETTE = {"palette", "slash", "write", "go"}
 
@@ -173,19 +173,28 @@ class Commands(ChatCommands):
 
     # --- the application
 
+    def do_inspect(self, _: str) -> None:
+        if self.app.current_mode != "inspect":
+            self.app.open_mode("inspect")
+        elif isinstance(screen := self.app.screen, InspectScreen):
+            screen.show_all()
+
     def do_requests(self, _: str) -> None:
-        inspecting = self.app.current_mode == "inspect"
-        self.app.open_mode("inspect")
-        screen = self.app.screen
-        if isinstance(screen, InspectScreen) and (inspecting or screen.current not in REQUESTS):
-            screen.action_requests()
+        self._show_alone("requests")
 
     def do_trends(self, _: str) -> None:
+        self._show_alone("trends")
+
+    def do_waterfall(self, _: str) -> None:
+        self._show_alone("waterfall")
+
+    def _show_alone(self, panel: str) -> None:
+        """Show a panel that is never beside others; on the inspect screen, the same again shows all panels."""
         inspecting = self.app.current_mode == "inspect"
         self.app.open_mode("inspect")
         screen = self.app.screen
-        if isinstance(screen, InspectScreen) and (inspecting or screen.current != "trends"):
-            screen.action_trends()
+        if isinstance(screen, InspectScreen) and (inspecting or screen.current != panel):
+            screen.toggle(panel)
 
     def do_theme(self, name: str) -> None:
         ours = [t for t in self.app.available_themes if t.startswith("minitui-")]

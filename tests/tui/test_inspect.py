@@ -222,34 +222,9 @@ async def test_enter_tells_the_story_and_escape_closes_it(clock):
             assert not details.display and app.focused.id == panel
 
 
-@pytest.mark.parametrize("size", [(80, 24), (200, 60)])
-async def test_w_shows_the_waterfall_at_the_selected_step_and_goes_back(size, clock):
-    async with opened(SMALL, size, clock) as (app, pilot):
-        screen = app.screen
-        waterfall = screen.query_one(Waterfall)
-        before, step = screen.current, app.view.horizon - 8
-        app.view.select("step", step)
-        await pilot.press("w")
-        await frames(app, pilot, clock)
-        assert app.focused is waterfall and waterfall.size.width == size[0]
-        text = "\n".join(lines(app))
-        assert "Waterfall" in text and f"step {step:,}" in text and "host" in text and "device" in text
-        assert waterfall.step == step and waterfall.scale.left < waterfall.cursor < waterfall.scale.right
-        await pilot.press("w")
-        await frames(app, pilot, clock)
-        assert screen.current == before and app.focused.id == before and not waterfall.region.area
-        assert screen.query_one(f"#{before}").region.area
-        await pilot.press("w")
-        await frames(app, pilot, clock, 4)
-        assert "esc back" in lines(app)[-1]
-        await pilot.press("escape")
-        await frames(app, pilot, clock, 4)
-        assert screen.current == before and "w waterfall" in lines(app)[-1]
-
-
 async def test_the_waterfall_follows_time_travel(clock):
     async with opened(SMALL, (120, 36), clock) as (app, pilot):
-        await pilot.press("w")
+        app.screen.toggle("waterfall")
         await frames(app, pilot, clock)
         waterfall = app.screen.query_one(Waterfall)
         assert app.view.travel(-8)

@@ -26,6 +26,7 @@ from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.timeline import RequestTimeline
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.trends import TrendCharts
+from minitui.tui.widgets.waterfall import Waterfall
 from minitui.viewmodel.model import View
 from minitui.viewmodel.request_words import figures_in_words
 from minitui.viewmodel.requests import RequestFigures, Requests
@@ -100,7 +101,7 @@ async def test_five_opens_the_requests_enter_a_timeline_and_enter_goes_to_the_st
         await pressed(app, pilot, "enter")
         assert app.view.horizon == gap.step and f"PAST step {gap.step}" in app.view.travel_text
         assert screen.current == ("timeline" if size == (80, 24) else "events")
-        await pressed(app, pilot, "end", *(["5"] if size == (80, 24) else ["5", "5"]))
+        await pressed(app, pilot, "end", "5", "5")
         assert screen.current == ("map" if size == (80, 24) else "events") and not app.view.travel_text
 
 
@@ -134,6 +135,45 @@ async def test_the_end_key_returns_to_now_from_every_panel(tmp_path: Path) -> No
             assert "PAST step" in app.view.travel_text and "end now" in picture(app), screen.current
             await pressed(app, pilot, "end")
             assert not app.view.travel_text, screen.current
+
+
+@pytest.mark.parametrize("size", [(80, 24), (200, 60)])
+async def test_w_shows_the_waterfall_at_the_selected_step_and_goes_back(tmp_path: Path, size: tuple[int, int]) -> None:
+    async with replayed(tmp_path, size) as (app, pilot, screen):
+        waterfall = screen.query_one(Waterfall)
+        before, step = screen.current, app.view.horizon - 8
+        app.view.select("step", step)
+        await pressed(app, pilot, "w")
+        assert app.focused is waterfall and waterfall.size.width == size[0]
+        text = picture(app)
+        assert "Waterfall" in text and f"step {step:,}" in text and "host" in text and "device" in text
+        assert waterfall.cursor is not None
+        assert waterfall.step == step and waterfall.scale.left < waterfall.cursor < waterfall.scale.right
+        await pressed(app, pilot, "w")
+        assert screen.current == before and app.focused is screen.query_one(f"#{before}")
+        assert app.focused.region.area and not waterfall.region.area
+        await pressed(app, pilot, "w")
+        assert "esc back" in picture(app).splitlines()[-2]
+        await pressed(app, pilot, "escape")
+        assert screen.current == before and "w waterfall" in picture(app).splitlines()[-2]
+
+
+@pytest.mark.parametrize("size", [(80, 24), (200, 60)])
+async def test_a_key_that_names_a_screen_shows_it_from_everywhere(tmp_path: Path, size: tuple[int, int]) -> None:
+    async with replayed(tmp_path, size) as (app, pilot, screen):
+        before = screen.current
+        shows = {"5": "requests", "6": "trends", "w": "waterfall", "2": before}
+        for first in ("5", "6", "w", "3"):
+            for key, panel in shows.items():
+                if key != first:
+                    await press(pilot, "2", first, key)
+                    assert app.current_mode == "inspect" and screen.current == panel, (first, key)
+                    assert app.focused is screen.query_one(f"#{panel}")
+        await press(pilot, "5", "down", "enter", "5")
+        assert screen.current == "requests", "from the timeline of a request to all requests"
+        await pressed(app, pilot, "2", "z", "enter", "2")
+        assert not screen.maximised and not screen.query_one(Details).display and screen.current == before
+        assert (size == (80, 24)) == (not screen.query_one("#lanes").region.area)
 
 
 async def test_escape_goes_back_from_the_timeline_to_the_table_to_all_panels(tmp_path: Path) -> None:

@@ -55,8 +55,6 @@ class InspectScreen(BaseScreen[None]):
         Binding("tab", "panel(1)", "next panel", show=False, id="inspect.next"),
         Binding("shift+tab", "panel(-1)", "previous panel", show=False, id="inspect.previous"),
         Binding("z", "maximise", "maximise", show=False, id="inspect.maximise", tooltip="one panel, or all panels"),
-        Binding("w", "waterfall", "waterfall", show=False, id="inspect.waterfall",
-                tooltip="host, device and requests on an axis of time"),
         Binding("slash", "search", "search", show=False, id="inspect.search", tooltip="search the events"),
         Binding("c", "colour", "colours", show=False, id="inspect.colour", tooltip="colour by another property"),
         Binding("escape", "back", "back", show=False, id="inspect.back", tooltip="undo the zoom or the selection"),
@@ -128,7 +126,7 @@ class InspectScreen(BaseScreen[None]):
         left_out = ("write", "chats", "inspect", "fork", "new")
         rest = (hint for hint in hints if hint not in first and hint[1] not in left_out)
         requests = (self.app.key_of("requests"), "requests")
-        waterfall = ("esc", "back") if self.current == "waterfall" else ("w", "waterfall")
+        waterfall = ("esc", "back") if self.current == "waterfall" else (self.app.key_of("waterfall"), "waterfall")
         return [*first, requests, waterfall, other_screen, ("z", "maximise"), *rest]
 
     # ---- arrangement
@@ -241,8 +239,7 @@ class InspectScreen(BaseScreen[None]):
 
     def action_panel(self, by: int) -> None:
         """Go to the next or previous panel."""
-        if self._details.display:
-            self._details.action_close()
+        self._close_details()
         absent = self.absent if self.single else self.absent | self.ALONE
         present = [name for name in self.PANELS if name not in absent or name == self.current]
         self._show(present[(present.index(self.current) + by) % len(present)])
@@ -256,22 +253,21 @@ class InspectScreen(BaseScreen[None]):
             panel.view = self.app.view  # Textual reports its size after the layout, and then it is painted at once
             panel.focus()
 
-    def action_waterfall(self) -> None:
-        """Show the waterfall alone, or the panels as before."""
-        self._toggle("waterfall")
+    def show_all(self) -> None:
+        """Show all panels. A small terminal shows the one that was shown before a panel of ALONE."""
+        self._close_details()
+        if self.current in self.ALONE:
+            self.current, _ = self._before_alone
+        self.maximised = False
+        self._show(self.current)
 
-    def action_requests(self) -> None:
-        """Show the table of requests alone, or the panels as before."""
-        self._toggle(self.current if self.current in REQUESTS else "requests")
-
-    def action_trends(self) -> None:
-        """Show the trends alone, or the panels as before."""
-        self._toggle("trends")
-
-    def _toggle(self, name: str) -> None:
-        """Show a panel of ALONE; if it is shown, the panels as before."""
+    def _close_details(self) -> None:
         if hasattr(self, "_details") and self._details.display:
             self._details.action_close()
+
+    def toggle(self, name: str) -> None:
+        """Show a panel of ALONE; if it is shown, the panels as before."""
+        self._close_details()
         if self.current == name:
             name, self.maximised = self._before_alone
         else:
@@ -314,10 +310,8 @@ class InspectScreen(BaseScreen[None]):
         block_map = self.query_one(BlockMap)
         if self._details.display:
             self._details.action_close()
-        elif self.current in REQUESTS:
-            self.action_requests()
-        elif self.current in ("waterfall", "trends"):
-            self._toggle(self.current)
+        elif self.current in self.ALONE:
+            self.toggle(self.current)
         elif block_map.zoomed_at is not None:
             block_map.action_unzoom()
         elif self.app.view.selection is not None:
