@@ -89,6 +89,10 @@ class Events:
                 break
         return found[::-1]
 
+    def count_to(self, seq: int) -> int:
+        """Returns the number of events up to record `seq`, also of those that are no longer kept."""
+        return self.count - sum(1 for _ in takewhile(lambda item: item[0] > seq, reversed(self._items)))
+
     def tail(self, n: int, seq: int, wanted: Callable[[Event], bool], skip: int = 0) -> list[Event]:
         """Returns up to `n` wanted events up to record `seq`, newest first, without the newest `skip` of them."""
         events = (event for event in self.newest_first() if event.seq <= seq and wanted(event))

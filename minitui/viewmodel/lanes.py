@@ -147,8 +147,11 @@ class Lane:
     def waited_ms(self) -> float | None:
         """Milliseconds in the queue. From the first token on, this is the engine's measurement; until then, it is
         computed from records. None while the request waits, or if it was submitted before the history began."""
-        if self.ttft is not None:
-            return self.ttft[0]
+        return self.ttft[0] if self.ttft is not None else self.queued_ms
+
+    @property
+    def queued_ms(self) -> float | None:
+        """`waited_ms` as computed from records."""
         if self.submitted is None or self.admitted is None:
             return None
         return (self.admitted - self.submitted) * 1e3

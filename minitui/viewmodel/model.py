@@ -195,6 +195,20 @@ class View(History):
         return self.live.state.t + max(0.0, self._now - self._folded_at)
 
     @property
+    def working_now(self) -> float:
+        """The working time at the moment of the picture, in seconds (see Rates)."""
+        return self.rates.now if self._travelled is None else self._past_marks["now"]
+
+    @property
+    def picture_now(self) -> float:
+        """The engine time at the moment of the picture, in seconds; it also advances between records."""
+        return self.shown.state.t if self.exact else self.engine_now
+
+    def begun(self, lane: Lane) -> bool:
+        """True if the request had been submitted at the moment of the picture."""
+        return lane.submitted_t <= self.shown.state.t
+
+    @property
     def exact(self) -> bool:
         """True if the picture shows one exact step: the engine is paused, or the picture is of the past."""
         return self.shown.state.gate == "closed" or self._travelled is not None
@@ -313,7 +327,7 @@ class View(History):
         requests = self.shown.state.requests
         known = [id for id in self.links.requests if id in self.lanes.lanes]
         if self.home is not None:
-            own = [id for id in self.requests_of(self.home) if self.lanes.lanes[id].submitted_step <= self.horizon + 1]
+            own = [id for id in self.requests_of(self.home) if self.begun(self.lanes.lanes[id])]
             known = [id for id in known if id in own] or own
             return max([id for id in known if id in requests] or known, default=None)
         if self.selection is not None and known:

@@ -27,7 +27,7 @@ class Rates:
         names = (*self.SUMS, *self.LEVELS, "worst_ms")
         self._columns = {name: array("d", [0.0]) * BUCKETS_KEPT for name in names}
         # What the bucket being filled had at the end of each step: other steps end later in the same bucket.
-        self._marks = {name: array("d", [0.0]) * STEPS_KEPT for name in self.MARKED}
+        self._marks = {name: array("d", [0.0]) * STEPS_KEPT for name in (*self.MARKED, "now")}
         self.now = 0.0  # working time since the history began, in seconds
         self._t = 0.0  # engine time of the last record
         self._stretched = 0.0  # seconds of slow motion still to be excluded
@@ -97,11 +97,14 @@ class Rates:
 
     def mark(self, step: int) -> None:
         """Note that a step has ended now."""
-        for name, marks in self._marks.items():
-            marks[step % STEPS_KEPT] = self._columns[name][self._slot]
+        i = step % STEPS_KEPT
+        for name in self.MARKED:
+            self._marks[name][i] = self._columns[name][self._slot]
+        self._marks["now"][i] = self.now
 
     def marked(self, step: int) -> dict[str, float]:
-        """Returns what the bucket in which a step ended had at the end of the step, for each name of MARKED."""
+        """Returns what the bucket in which a step ended had at the end of the step, for each name of MARKED; and
+        "now": the working time at the end of the step."""
         return {name: marks[step % STEPS_KEPT] for name, marks in self._marks.items()}
 
     def gate(self, closed: bool) -> None:

@@ -103,7 +103,7 @@ class Requests:
     def _ended(view: View) -> Iterator[Lane]:
         """Yields the lanes of requests that had finished at the moment of the picture; the last to finish is first."""
         shown = view.shown.state
-        ended = (lane for lane in reversed(view.lanes.ended) if lane.submitted_t <= shown.t)
+        ended = (lane for lane in reversed(view.lanes.ended) if view.begun(lane))
         return (lane for lane in ended if lane.id not in shown.requests)
 
     def _figures(self, view: View, lane: Lane) -> RequestFigures:
@@ -142,7 +142,6 @@ def _first_token(
     """Returns (time in the queue, time of the prefill), as far as they are known at the moment of the picture."""
     if lane.ttft is not None and (gaps is None or gaps.tokens):
         return lane.ttft
-    if request is not None and not request.admitted and not view.travel_text and lane.submitted is not None:
-        return (view.rates.now - lane.submitted) * 1e3, None
-    admitted = request is None or request.admitted
-    return (lane.waited_ms if admitted and lane.ttft is None else None), None
+    if request is not None and not request.admitted and lane.submitted is not None:
+        return (view.working_now - lane.submitted) * 1e3, None
+    return lane.queued_ms, None

@@ -212,8 +212,9 @@ class Timeline:
         at, left_out = (None, 0.0) if before is None else (_ended(before), row.cut_ms - before.cut_ms)
         planned_here = before is None or row.t >= (before.ended or 0.0)
         for step in ((row,) if planned_here else ()) + ((ahead,) if ahead is not None else ()):
-            if step.plan_ms is None:  # its times have not arrived
-                return [*spans, Span("unaccounted", row.step, at or _arrival(row), _arrival(row), 0.0)]
+            if step.plan_ms is None or step.step > self.last:  # its times have not arrived
+                at = _arrival(row) if at is None else at
+                return [*spans, Span("unaccounted", row.step, at, _arrival(row), _arrival(row) - at)]
             begin = _arrival(row) - (row.wall_ms or 0.0) if step is row else self.planned(step.step) - step.plan_ms
             if at is not None:
                 kind = "gate" if row.held and step is row else "unaccounted"
@@ -281,9 +282,10 @@ class Timeline:
             if code == PREFILLING:
                 for step in range(max(begun, first), min(ended, last + 1) + 1):
                     tokens = next((n for id, _, n, _ in self.steps.chunks(step) if id == lane.id), 0)
-                    add("prefill", step, self.planned(step), self.arrived(step), tokens)
+                    end = self.arrived(step) if step <= self.last else now  # else: in flight
+                    add("prefill", step, self.planned(step), end, tokens)
             elif code == DECODING:
-                add("decode", begun, self.planned(begun), self.arrived(ended))
+                add("decode", begun, self.planned(begun), self.arrived(ended) if ended < self.last else now)
             elif code == QUEUED:
                 add("queued", begun, self.planned(begun), self.planned(following))
             else:

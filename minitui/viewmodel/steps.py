@@ -246,6 +246,12 @@ class Steps:
         fields = self._drafts.get(step, array("q"))
         return tuple(zip(fields[::3], fields[1::3], fields[2::3], strict=True))
 
+    def drafts_of(self, request: int, first: int, last: int) -> tuple[int, int]:
+        """Returns (tokens drafted, tokens accepted) for a request in the kept steps from `first` to `last`."""
+        steps = range(max(first, self.first), last + 1) if self._drafts else ()
+        drafts = [draft for step in steps for draft in self._drafts_of(step) if draft[0] == request]
+        return sum(draft[1] for draft in drafts), sum(max(0, draft[2]) for draft in drafts)
+
     def chunks(self, step: int) -> list[Chunk]:
         return self._chunks[step % self.capacity] or []
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from engine.trace.waste import copies_of
 from minitui.text import count, match_reason, ms
 from minitui.viewmodel.annotated_state import STATE_NAMES
+from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.step_row import PARTS
 from minitui.viewmodel.timing import why_slow
 from minitui.viewmodel.tree import quoted, without_markup
@@ -42,6 +43,8 @@ def tell(view: View, kind: str, id: Any) -> Story:
 def _request(view: View, id: int) -> Story:
     lane = view.lanes.lanes.get(id)
     request = view.shown.state.requests.get(id)
+    if lane is not None and not view.begun(lane):
+        return Story(f"Request r{id}", [("", "not submitted yet at this moment")])
     if lane is None and request is None:
         return Story(f"Request r{id}", [("", "no longer known: it finished before the start of this history")])
     group = lane.group if lane is not None else request.group if request is not None else ""
@@ -62,17 +65,21 @@ def _request(view: View, id: int) -> Story:
         how = f"{lane.finish_reason} after {count(lane.output_tokens, 'token')}{speed}"
         story.tell("finished", f"{how}, at step {lane.finish_step:,}")
     if lane is not None:
-        from_tree = f"{lane.cached_tokens:,} of {lane.prompt_tokens:,} tokens came from the tree"
-        story.tell("prompt", from_tree + (f"; {match_reason(lane.stop, lane.stop_at)}" if lane.stop else ""))
-        if lane.ttft is not None:
-            queue, prefill = lane.ttft
-            parts = f"queue {queue:.1f} + prefill {prefill:.1f}"
-            story.tell("first token", f"{queue + prefill:.1f} ms = {parts}")
-        if lane.drafted:
-            story.tell("drafts", f"{lane.accepted:,} of {lane.drafted:,} accepted: each accepted draft saves one step")
-        if lane.preemptions:
-            reused = count(lane.taken_again(view.horizon), "token")
-            story.tell("preempted", f"{count(lane.preemptions, 'time')}; then {reused} came from the tree again")
+        figures = Requests().of(view, lane)
+        from_tree = f"{figures.cached_tokens:,} of {lane.prompt_tokens:,} tokens came from the tree"
+        stop, at, _ = (lane.stop, lane.stop_at, "") if request is None else request.match
+        story.tell("prompt", from_tree + (f"; {match_reason(stop, at)}" if stop else ""))
+        if figures.first_ms is not None:
+            parts = f"queue {figures.queue_ms:.1f} + prefill {figures.prefill_ms:.1f}"
+            story.tell("first token", f"{figures.first_ms:.1f} ms = {parts}")
+        drafted, accepted = lane.drafted, lane.accepted
+        if request is not None and view.travel_text:
+            drafted, accepted = view.steps.drafts_of(id, lane.submitted_step, view.horizon)
+        if drafted:
+            story.tell("drafts", f"{accepted:,} of {drafted:,} accepted: each accepted draft saves one step")
+        if figures.preemptions:
+            reused = count(figures.reused_tokens, "token")
+            story.tell("preempted", f"{count(figures.preemptions, 'time')}; then {reused} came from the tree again")
     if request is not None and request.table:
         shared = [block for block in request.table if state.holders[block] > 1]
         story.tell("blocks", f"{count(len(request.table), 'block')} of {size} tokens, {len(shared)} shared")
@@ -90,14 +97,17 @@ def _request(view: View, id: int) -> Story:
 
 def _group(view: View, group: str) -> Story:
     story = Story(f"Chat · {view.group_name(group)}")
-    requests = view.requests_of(group)
-    if not requests:
+    lanes = [lane for id in view.requests_of(group) if view.begun(lane := view.lanes.lanes[id])]
+    if not lanes:
         story.tell("", "none of its requests is in this history")
-    for id in reversed(requests[-8:]):
-        lane = view.lanes.lanes[id]
-        end = lane.finish_reason or ("running" if lane.running else "waiting")
-        story.tell(f"r{id}", f"{end} · {lane.cached_tokens:,} of {lane.prompt_tokens:,} prompt tokens from the tree"
-                   + (f" · {count(lane.output_tokens, 'token')}" if lane.output_tokens else ""))  # fmt: skip
+    for lane in reversed(lanes[-8:]):
+        figures = Requests().of(view, lane)
+        request = view.shown.state.requests.get(lane.id)
+        end = lane.finish_reason if request is None else "running" if request.state == "running" else "waiting"
+        story.tell(
+            f"r{lane.id}", f"{end} · {figures.cached_tokens:,} of {lane.prompt_tokens:,} prompt tokens from the tree"
+            + (f" · {count(lane.output_tokens, 'token')}" if request is None and lane.output_tokens else "")
+        )  # fmt: skip
     return story
 
 
@@ -113,9 +123,8 @@ def _block(view: View, block: int) -> Story:
         "cached": "in the tree and held by no request: it may be evicted when blocks are needed",
     }
     story.tell("state", means[name])
-    now = state.t if view.exact else view.engine_now
     happened = [
-        f"{now - t:,.1f} s ago {_HAPPENED[kind].format(id=id)}"
+        f"{view.picture_now - t:,.1f} s ago {_HAPPENED[kind].format(id=id)}"
         for _seq, t, kind, id, *_blocks in view.block_history(block, HISTORY)
     ]
     if happened:
@@ -145,7 +154,7 @@ def _block(view: View, block: int) -> Story:
     copies = copies_of(state, block)
     if copies:
         story.tell("copies", f"the same text is also in {_numbers(sorted(copies))}")
-    ago = view.engine_now - float(shown.changed[block])
+    ago = view.picture_now - float(shown.changed[block])
     if ago < 1e8:
         story.tell("changed", f"{ago:.1f} s ago")
     return story

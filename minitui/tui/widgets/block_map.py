@@ -284,8 +284,7 @@ its block. A larger pool avoids the first two. A dash stands for figures that th
 
     def _by_age(self, view: View) -> _Layer:
         shown = view.shown
-        now = shown.state.t if view.exact else view.engine_now
-        older = np.searchsorted(np.array(AGES), now - shown.changed)
+        older = np.searchsorted(np.array(AGES), view.picture_now - shown.changed)
         codes = np.where(shown.codes == FREE, 0, older + 1)
         shades = ("active-glow", "active-warm", "active", "shared", "cached", "dim")
         looks = [(glyphs().free, "free")] + [(DIGITS[i], shades[i]) for i in range(len(AGES) + 1)]

@@ -159,7 +159,7 @@ f shows one group of kinds. / searches: an event must contain every word. "r12" 
         if self.typing or self.search:
             cursor = "▏" if self.typing else ""
             note = [("/" + self.search + cursor, "accent"), *([(f" in {name}", "dim")] if self.filter else [])]
-        legend: list[Run] = [(f"step, event, reason · {view.events.count:,} so far", "dim")]
+        legend: list[Run] = [(f"step, event, reason · {view.events.count_to(seq):,} so far", "dim")]
         if self.skip:
             legend = [(f"{self.skip:,} newer above · Home", "accent")]
         return Picture(rows, note=note, legend=legend)

@@ -181,7 +181,7 @@ label names that request.""")
         last request of the row, and gives the number of other requests. The name of each other finished request follows
         its end, if there is room."""
         lanes = view.lanes.lanes
-        seen = [lanes[id] for id in slot if lanes[id].submitted_step <= horizon + 1]
+        seen = [lanes[id] for id in slot if lanes[id].submitted_step <= horizon + 1 and view.begun(lanes[id])]
         if not seen:
             return Row().done(width)
         owner = next((lane for lane in reversed(seen) if lane.id in view.links.requests), seen[-1])

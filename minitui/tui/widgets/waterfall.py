@@ -174,7 +174,7 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         first, last = self._steps
         alive = [
             lane for lane in (*view.lanes.ended_since(first), *view.lanes.active.values())
-            if lane.submitted_step <= last + 1
+            if lane.submitted_step <= last + 1 and view.begun(lane)
         ]  # fmt: skip
         alive.sort(key=lambda lane: lane.id)
         hidden = max(0, len(alive) - room)

@@ -1,0 +1,59 @@
+"""Time travel: a picture of the past says what the live picture said then, and nothing that happened later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from minitui.trace.bundled import bundled
+from minitui.trace.reader import TraceReader
+from minitui.viewmodel.model import View
+from minitui.viewmodel.requests import Requests
+from minitui.viewmodel.spans import Timeline
+from minitui.viewmodel.story import tell
+from tests.support.golden import GOLDEN
+
+
+@pytest.mark.parametrize("name", ["golden", "small-pool", "vllm-8b"])
+def test_the_past_says_what_the_live_picture_said_at_that_step(name: str) -> None:
+    reader = TraceReader(GOLDEN if name == "golden" else bundled()[name])
+    records, begin = list(reader.records()), reader.part(0).snapshot
+
+    def view_of(records: list[Any]) -> View:
+        view = View()
+        view.ids_to_text = lambda ids: ""  # the tree keeps the texts that it has shown
+        view.reset(begin)
+        view.fold(records)
+        return view
+
+    def said(view: View) -> list[Any]:
+        state = view.shown.state
+        asked = [("request", lane.id) for lane in view.lanes.lanes.values() if view.begun(lane)]
+        asked += [("group", group) for group in sorted({request.group for request in state.requests.values()})]
+        asked += [("node", node) for node in list(state.nodes)[1:40]] + [("block", block) for block in range(1, 20)]
+        asked += [("step", view.horizon), ("step", view.horizon - 1)]
+        line = Timeline(view.steps, view.horizon)
+        steps = max(line.first, line.last - 8), line.last
+        lanes = [lane for lane in view.lanes.around(view.horizon) if view.begun(lane)]
+        return [
+            [tell(view, *what) for what in asked], Requests().figures(view), view.events.count_to(state.seq),
+            line.host(*steps), line.device(*steps), sorted(line.request(lane, *steps) for lane in lanes),
+        ]  # fmt: skip
+
+    whole = view_of(records)
+    rows = [whole.steps.get(step) for step in range(reader.step_before + 4, reader.last_step)]
+    ends = {row.step: row.end_seq for row in rows if row is not None and row.end_seq}
+    for step, at in list(ends.items())[:: len(ends) // 5]:
+        live = view_of([record for record in records if record[0] <= at])
+        live.travel_to(step)  # another step may be in flight
+        assert whole.travel_to(step)
+        for view in (live, whole):
+            view.shown.state.gate = "closed"  # a live picture that stands
+            view.frame(0.0)
+        for then, now in zip(said(live), said(whole), strict=True):
+            assert now == then, step
+    assert whole.travel_to(min(ends))
+    later = [lane.id for lane in whole.lanes.lanes.values() if not whole.begun(lane)]
+    assert later or name == "small-pool"
+    assert all("not submitted yet" in tell(whole, "request", request).lines[0][1] for request in later)
