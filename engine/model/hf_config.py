@@ -18,6 +18,7 @@ from engine.model.hf_layers import LayerReader
 from engine.model.hf_packing import read_packing
 from engine.model.hf_rope import MOST_POSITIONS, RopeReader
 
+TIED = "tie_word_embeddings"
 MOST_LAYERS = 10_000
 MOST_EXPERTS = 65_536
 
@@ -59,7 +60,7 @@ class ConfigReader:
             max_position=fields.count("max_position_embeddings", most=MOST_POSITIONS),
             rms_norm_eps=fields.number(arch.eps, 1e-6),
             rope=rope,
-            tie_word_embeddings=fields.flag("tie_word_embeddings"),
+            tie_word_embeddings=fields.flag(TIED),
             qkv_bias=self._bias(arch.qkv_bias),
             output_bias=self._bias(arch.output_bias),
             mlp_bias=self._bias(arch.mlp_bias),
@@ -261,7 +262,8 @@ def _text_part(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
     if name.startswith("Qwen"):
         ropes = {key: _of_text(text[key]) for key in ("rope_scaling", "rope_parameters") if key in text}
         text = {**text, **ropes, "model_type": kind}
-        text.setdefault("tie_word_embeddings", raw.get("tie_word_embeddings", False))
+    tied = [part[TIED] for part in (raw, text) if part.get(TIED) is not None]  # older files have the field inside
+    text = {**text, TIED: next(filter(None, tied), False)} if tied else text
     outer = {key: raw[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in raw}
     return {**outer, "model_type": kind, **text, "architectures": None}
 

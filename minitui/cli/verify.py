@@ -152,20 +152,25 @@ def _loaded(directory: Path, config: Any, **options: Any) -> Any:
     transformers would need further packages, and a GPU, to compute with the quantised matrices.
     """
     import torch
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
 
     from engine.model.checkpoint import checkpoint_slots
     from engine.model.decoder import Decoder
     from engine.model.weights import expanded_tensors
 
-    if config.packing is None:
-        return AutoModelForCausalLM.from_pretrained(directory, **options)
     plain = AutoConfig.from_pretrained(directory)
+    families: tuple[Any, ...] = MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    kind = next((family[type(plain)] for family in families if type(plain) in family), None)
+    if kind is None:
+        raise EngineError(f"transformers has no model for {directory.name}, whose model_type is {plain.model_type}")
+    if config.packing is None:
+        return kind.from_pretrained(directory, **options)
     del plain.quantization_config
     decoder = Decoder(config, torch.float32, torch.device("meta"), 1)
     slots = checkpoint_slots(decoder.slots(), config, torch.float32)
     state = expanded_tensors(slots, directory, config.packing)
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(plain)]
+    if plain.get_text_config() is not plain:  # the text part of a model for images, whose other weights have no effect
+        state = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in state.items()}
     return kind.from_pretrained(None, config=plain, state_dict=state, **options)
 
 

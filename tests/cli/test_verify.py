@@ -17,8 +17,9 @@ from minitui import tutor
 from minitui.cli.verify import NEW_TOKENS, Reference, _same_tokens, run_verify
 from tests.support.families import checkpoint
 from tests.support.gguf_files import HELD, add_tokenizer, write_gguf
+from tests.support.images import save_layouts, with_images
 from tests.support.models import reference, save
-from tests.support.packing import mxfp4, quantise
+from tests.support.packing import mxfp4, per_row, quantise
 
 PROMPT, SAME = [5, 6], [1, 2, 3]
 
@@ -81,7 +82,7 @@ def test_a_model_that_transformers_cannot_run_is_one_sentence(tmp_path: Path, mo
     def fail(*_: Any, **__: Any) -> None:
         raise KeyError("rope_type")
 
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
+    monkeypatch.setattr("transformers.Qwen3ForCausalLM.from_pretrained", fail)
     with pytest.raises(EngineError, match="transformers cannot run m: KeyError: 'rope_type'"):
         run_verify(str(directory), "float32", "cpu", as_json=True)
 
@@ -107,6 +108,26 @@ def with_the_tutor_s_tokenizer(directory: Path) -> int:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tutor.model_dir() / name, directory)
     return int(json.loads((tutor.model_dir() / "config.json").read_text())["vocab_size"])
+
+
+@pytest.mark.parametrize("name", os.environ.get("VERIFY_IMAGES", "ministral3").split())
+def test_the_text_part_of_a_model_with_images_passes(name: str, tmp_path: Path, capsys: Any) -> None:
+    """VERIFY_IMAGES names other models: those of tests/support/images.py. The second checkpoint is quantised."""
+    sizes = {"vocab_size": with_the_tutor_s_tokenizer(tmp_path), "max_position_embeddings": 1024}
+    plain, published = save_layouts(with_images(name, **sizes), tmp_path)
+    path = published / "model.safetensors"
+    tensors = load_file(path)
+    key = next(name for name in tensors if name.endswith("layers.0.mlp.up_proj.weight") and "vision" not in name)
+    stored, _ = per_row(tensors.pop(key).float(), torch.float8_e4m3fn, whole=True)
+    names = {"weight": "weight", "weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+    tensors |= {key.removesuffix("weight") + names[leaf]: tensor for leaf, tensor in stored.items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    config = json.loads((published / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    (published / "config.json").write_text(json.dumps(config))
+    for directory in plain, published:
+        with_the_tutor_s_tokenizer(directory)
+        assert run_verify(str(directory), "float64", "cpu", as_json=True) == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize("form", os.environ.get("VERIFY_FORMATS", "awq").split(","))

@@ -31,7 +31,7 @@ from tests.engine.test_engine_model import make_engine
 from tests.engine.test_parallel import play
 from tests.support import paths
 from tests.support.families import FAMILIES, checkpoint
-from tests.support.models import VOCAB, Driver, make_request, make_runner, plain_runner, prompt, rewrite
+from tests.support.models import VOCAB, Driver, make_request, make_runner, plain_runner, prompt
 from tests.support.parity import PROMPT, decodes_on_a_cpu, few_rows, our_logits, their_logits  # noqa: F401 (a fixture)
 from tests.support.ranks import ThreadRanks, ThreadWorkers
 
@@ -193,33 +193,6 @@ def test_factors_of_longrope_that_cannot_be_are_refused(factors: Any, tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(CheckpointError, match=r"short_factor = .* in its rope parameters: it must be a list of 8"):
         read_model_config(tmp_path)
-
-
-# ---- a model of text and images
-
-
-@pytest.mark.parametrize("layout", [4, 5])
-def test_the_text_part_of_a_model_with_images_is_loaded(layout: int, made: Any, tmp_path: Path) -> None:
-    import json
-    import shutil
-
-    theirs, directory = made("gemma3_text")
-    shutil.copytree(directory, tmp_path / "m")
-    raw = json.loads((directory / "config.json").read_text())
-    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": raw}
-    (tmp_path / "m" / "config.json").write_text(json.dumps(whole))
-    prefix = "language_model.model." if layout == 4 else "model.language_model."
-    images = "vision_tower.x" if layout == 4 else "model.vision_tower.x"
-
-    def rename(tensors: dict[str, torch.Tensor]) -> None:
-        for name in list(tensors):
-            tensors[name.replace("model.", prefix, 1)] = tensors.pop(name)
-        tensors[images] = torch.zeros(3)
-
-    rewrite(tmp_path / "m", rename)
-    ids = prompt(0, PROMPT)
-    ours = our_logits(Driver(make_runner(tmp_path / "m", "float64")), make_request(ids, 0), [PROMPT])
-    torch.testing.assert_close(ours.log_softmax(-1), their_logits(theirs, ids).log_softmax(-1), rtol=0, atol=1e-5)
 
 
 # ---- the tables

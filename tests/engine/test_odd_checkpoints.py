@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.eos import eos_ids
 from engine.errors import CheckpointError
 from engine.model.decoder import Decoder
 from engine.model.hf_config import read_model_config
 from engine.text.tokenizer import Tokenizer
 from minitui import tutor
+from tests.support.images import IMAGES, save_layouts, with_images
 from tests.support.models import (
-    SMALL,
-    VOCAB,
     Driver,
     load_decoder,
     make_request,
@@ -28,7 +28,7 @@ from tests.support.models import (
     rewrite,
     save,
 )
-from tests.support.parity import PROMPT, our_logits
+from tests.support.parity import PROMPT, our_logits, their_logits
 
 
 @pytest.fixture(scope="module")
@@ -136,32 +136,22 @@ def test_the_nearest_method_of_quantisation_is_named(one: Path, method: str, nea
         read_model_config(one)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl", "qwen2_vl"])
-def test_the_text_part_of_qwen_vl_is_loaded(kind: str, tmp_path: Path) -> None:
-    """Also if all fields are in one object, as published of Qwen2.5-VL."""
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
-    mrope = {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 5000.0}
-    text = {**SMALL, "vocab_size": VOCAB, "num_key_value_heads": 2, "rope_parameters": mrope, "head_dim": 16}
-    small = {"hidden_size": 32, "embed_dim": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
-    vision = {**small, "intermediate_size": 48, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]}
-    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=kind == "qwen3_vl")
-    torch.manual_seed(0)
-    theirs = AutoModelForImageTextToText.from_config(config).double().eval()
-    with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
-            parameter.add_(torch.randn_like(parameter) * (0.2 if "norm" in name else 0.05))
-    theirs.save_pretrained(tmp_path)
-    ids = prompt(0, PROMPT)
-    expected = theirs(torch.tensor([ids])).logits[0].detach().log_softmax(-1)
-    path = tmp_path / "config.json"
-    raw = json.loads(path.read_text())
-    flat = {**raw["text_config"], **{key: raw[key] for key in ("architectures", "tie_word_embeddings", "model_type")}}
-    del flat["rope_parameters"]
-    flat |= {"rope_theta": 5000.0, "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}}
-    for fields in [raw] if kind == "qwen3_vl" else [raw, flat]:
-        path.write_text(json.dumps(fields))
-        ours = our_logits(Driver(make_runner(tmp_path, "float64")), make_request(ids, 0), [PROMPT])
+@pytest.mark.parametrize("name", IMAGES)
+def test_the_text_part_of_a_model_with_images_is_loaded(name: str, tmp_path: Path) -> None:
+    """Also if all fields are in one object, as published of Qwen2.5-VL; the token that ends a reply is found, too."""
+    theirs, ids = with_images(name, eos_token_id=7), prompt(0, PROMPT)
+    expected = their_logits(theirs, ids).log_softmax(-1)
+    directories = save_layouts(theirs, tmp_path)
+    assert eos_ids(directories[0]) == (7,)
+    if name.startswith("qwen2"):
+        path = directories[1] / "config.json"
+        raw = json.loads(path.read_text())
+        flat = {**raw["text_config"], **{key: raw[key] for key in ("architectures", "model_type")}}
+        del flat["rope_parameters"]
+        flat |= {"rope_theta": 5000.0, "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}}
+        path.write_text(json.dumps(flat))
+    for directory in directories:
+        ours = our_logits(Driver(make_runner(directory, "float64")), make_request(ids, 0), [PROMPT])
         torch.testing.assert_close(ours.log_softmax(-1), expected, rtol=0, atol=1e-5)
 
 
