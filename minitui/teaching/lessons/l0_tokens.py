@@ -117,18 +117,24 @@ async def grow(stage: Stage, steps: int, seconds: float) -> tuple[Session, int]:
 
 
 async def again(stage: Stage) -> Seen:
-    """Writes a reply token by token, and counts what each step computed."""
+    """Writes a reply token by token, and counts what each step computed. The answer: more than each token once (0),
+    each token once (1), or all but the last (2)."""
     session, prompt = await grow(stage, REPLY, 1.0)
     steps = stage.view.steps
     rows = [steps.get(step) for step in range(steps.last - stage.figures().steps + 1, steps.last + 1)]
     computed = [row.tokens for row in rows if row is not None]
     if len(computed) < 2:
         raise EngineError("the reply ended after one token: type another question")
+    reply, together = len(session.ids) - prompt, sum(computed)
+    rows_of_table = (
+        ("tokens of each step", " ".join(map(str, computed))), ("tokens of all steps", f"{together}"),
+        ("prompt and reply", f"{prompt} + {reply} = {prompt + reply}"),
+    )  # fmt: skip
     return Seen(
-        f"{len(computed)} forward passes gave {len(session.ids) - prompt} tokens. The first pass computed "
-        f"{computed[0]} tokens: this is the prefill. Each later pass computed {computed[1]}: this is decode.\n\n"
-        f"   tokens computed in each pass: {' '.join(map(str, computed))}",
-        1 if set(computed[1:]) == {1} else 0,
+        "\n".join(f"   {name:<22}{value}" for name, value in rows_of_table)
+        + "\n\nThe first step computed the whole prompt. This is the prefill. Each later step computed one token: the "
+        "token that the step before had sampled. This is decode. The last sampled token was not computed.",
+        {prompt + reply: 1, prompt + reply - 1: 2}.get(together, 0),
     )
 
 
@@ -166,37 +172,38 @@ LESSON = Lesson(
         Page(
             "Text becomes tokens",
             """
-            A model computes with numbers. So text is cut into pieces, the tokens. Each has a number, the token id. The
-            model's vocabulary is all its tokens.
+            A model computes with numbers. So a text is cut into pieces, the tokens. Each has a number, the token id.
+            All tokens of a model are its vocabulary.
 
-            This tokenizer first cuts a text into words and signs; a space belongs to the next word. It cuts each word
-            into bytes: a letter is one byte or more. Then it joins pieces by a list of merge rules. A rule names two
-            pieces. If they are neighbours, they become one. Frequent pairs come first in the list. The first rule that
-            fits is applied, again and again, until no rule fits.
+            This tokenizer first cuts a text into words and signs. A space belongs to the word after it. Each word is
+            then cut into bytes: a letter has one byte or more. Last, a list of rules joins neighbouring pieces. A rule
+            names two pieces that become one. Rules for frequent pairs come first. The first rule that fits is applied,
+            again and again, until no rule fits.
             """,
             panel="pieces",
             code="minitui.teaching.merges:merges",
             run=cut_up,
             type_in=TYPE,
             predict=Prediction(
-                "The rules were made from texts about inference engines. How are the words prefill and Anna cut?",
+                "The rules were made from texts about inference engines. How are prefill and Anna cut?",
                 ("each is one token", "prefill is one token, Anna has several", "each letter is a token"),
                 (
                     "Anna would have to be frequent in these texts. But the texts are about engines.",
                     "",
-                    "no rule would fit. But the rules join letters that often stand together.",
+                    "no rule would fit. But there are rules for all letters that often stand together.",
                 ),
             ),
         ),
         Page(
             "A forward pass",
             """
-            A prompt is a text that a model has to continue. A reply is the continuation. In a chat, the prompt also has
-            tokens such as <|im_start|>, which mark who speaks.
+            A prompt is a text that a model continues. The continuation is the reply. Tokens such as <|im_start|> mark
+            who speaks in a chat.
 
-            The model consists of layers with many fixed numbers, the weights. Each id selects a list of numbers, and
-            these lists go in at the first layer. A forward pass computes all layers once. Nothing in it is random:
-            apart from rounding, the same prompt gives the same result. But the same question can get a different reply.
+            A model consists of layers with many fixed numbers, the weights. Each token id selects a list of numbers.
+            These lists go into the first layer. The result of a layer goes into the next layer. A forward pass computes
+            each layer once. Nothing in it is random: apart from rounding, the same prompt always gives the same result.
+            But the same question can get a different reply.
             """,
             panel="pieces",
             code="engine.model.decoder:Decoder.forward",
@@ -206,7 +213,8 @@ LESSON = Lesson(
                 "What does one forward pass give?",
                 ("the whole reply", "one token", "one number for each token of the vocabulary"),
                 (
-                    "the same prompt would always give the same reply.",
+                    "the same prompt would always give the same reply. But the same question can get a different "
+                    "reply.",
                     "the next token would always be the same, and so the reply. But the result only says how likely "
                     "each token is; the next token is drawn afterwards.",
                     "",
@@ -216,38 +224,37 @@ LESSON = Lesson(
         Page(
             "Logits and sampling",
             """
-            A forward pass gives one number for each token of the vocabulary: the logits. A higher logit means a more
-            likely token. A formula (softmax) makes probabilities from the logits: they are positive, and their sum is
-            1. Sampling chooses one token by these probabilities. The sampled token is the next token of the
-            reply.
+            The forward pass gives one number for each token of the vocabulary: its logit. A higher logit means a more
+            likely token. A formula (softmax) turns the logits into probabilities: all are positive, and their sum is 1.
+            Sampling draws one token by these probabilities. The sampled token is the next token of the reply.
 
-            Then the token is appended, and the model runs again. A reply of 100 tokens needs 100 forward passes, one
-            after the other: each pass needs the token from the previous pass. (Lesson 2 shows how
-            guesses can save passes.) The reply ends with an end token, or when the reply has as many tokens as the user
-            allowed.
+            Then the model runs again, with this token as its new input. A reply of 100 tokens needs 100 forward passes,
+            one after the other: each pass needs the token of the pass before. (L2 Model and weights shows an
+            exception.) A reply ends when the model samples an end token, or when the reply has the largest length that
+            the user allowed.
 
-            An engine works in steps, with one forward pass in each step. In one step, an engine can compute tokens of
-            several prompts and replies.
+            The engine is the program that runs the model. It works in steps, with one forward pass in each step. A step
+            can compute tokens of several prompts and replies.
             """,
             code="engine.worker.sampler:Sampler.sample",
         ),
         Page(
             "Query, key and value",
             """
-            Attention connects a token with the tokens before it. Every layer computes three lists of numbers for each
-            token:
+            Attention lets each token use numbers of the tokens before it. For each token, a layer computes three lists
+            of numbers:
 
-              query   what this token looks for in the tokens before it
+              query   what this token looks for in earlier tokens
               key     what this token can be found by
               value   what this token hands over when it is found
 
-            Usually, a token's query is compared with the keys of all tokens up to itself. The better a key fits, the
-            more of its value is taken. This sum is added to the token's own numbers. From these, the next layer makes
-            its own three lists. So the keys and values of a token depend only on this token and on the tokens before
-            it. They do not change later.
+            The query of a token is compared with its own key and with the keys of earlier tokens. The better a key
+            fits, the more of its value is added to a sum. This sum changes the token's numbers. From the changed
+            numbers, the next layer computes its own three lists. So a token's keys and values depend on this token and
+            on earlier tokens, but on no later token.
 
-            A layer does this several times side by side, with different lists. The bundled model has 6 queries for each
-            token (query heads). To save memory, it has only 2 keys and 2 values (KV heads): 3 query heads share each KV
+            A layer does this several times side by side. The bundled model has 6 queries for each token in each layer
+            (6 query heads). To save memory, it has only 2 keys and 2 values (2 KV heads): 3 query heads share each KV
             head.
             """,
             code="engine.attention.torch_backend:TorchAttention",
@@ -255,40 +262,59 @@ LESSON = Lesson(
         Page(
             "Again and again",
             f"""
-            The same question, now with a reply of {REPLY} tokens, one step at a time. The panel shows the prompt, and
-            each token of the reply when it is sampled.
+            The experiment asks the same question and runs {REPLY} steps, one at a time. Each step gives one token of
+            the reply. The panel shows the prompt, and each token of the reply when it is sampled.
+
+            To compute a token means: its numbers pass through all layers. Its key and its value in each layer are then
+            known. To compute a new token, a layer needs the keys and values of all tokens before it.
             """,
             panel="pieces",
             code="engine.core.engine:Engine.step",
             run=again,
             type_in=ASK,
             predict=Prediction(
-                "Which tokens does the second forward pass compute?",
-                ("the prompt and the first reply token", "only the first reply token", "only the last prompt token"),
+                "Which tokens does the engine compute in these steps?",
                 (
-                    "the keys and values of the prompt would be computed twice. But they have not changed, so the "
-                    "engine keeps them.",
+                    "in each step, the whole text so far",
+                    "each token of the prompt and of the reply, once",
+                    "each token once, without the last token of the reply",
+                ),
+                (
+                    "keys and values would be computed again in each step. But a later token does not change them, so "
+                    "the engine keeps them.",
+                    "the last token of the reply would be the input of another step. But no token follows it, so "
+                    "there is no such step.",
                     "",
-                    "the second pass would give the same result as the first. The new token must be the input.",
                 ),
             ),
+        ),
+        Page(
+            "What is kept",
+            """
+            The engine keeps the keys and values of all tokens that it has computed. The memory for them is the KV cache
+            (K: keys, V: values). The KV cache is divided into blocks. Here, a block has room for the keys and values of
+            16 tokens. All blocks together are the pool.
+
+            When a reply has ended, its keys and values can stay in the pool. They are useful again if a later prompt
+            begins with the same tokens. Such a common beginning is a prefix. If the keys and values of a prefix are
+            still in the pool, the prefix is cached, and the engine does not compute it again. In a chat, this is usual:
+            each question is sent with all messages before it.
+            """,
+            code="engine.attention.kv_pool:KVPool",
         ),
         Page(
             "The words of the other lessons",
             """
             These words have these meanings in all lessons:
 
-              request    a prompt, with the reply's largest length and the way to sample
+              request    a prompt, with the largest length of its reply and the way to sample
               step       one forward pass, with the planning before it and the sampling after it
               prefill    to compute the tokens of a prompt: many in one step
-              decode     to compute the reply token that was sampled last: one in a step
-              KV cache   the memory in which keys and values are kept for later steps
-              block      a part of the KV cache with room for 16 tokens
-              pool       all blocks
-              batch      the requests that run together; each has a row, its place in the batch
-              prefix     the beginning of a prompt; a cached prefix is one whose keys and values are kept
+              decode     to compute the token that was sampled last: one in a step
+              batch      the requests that are computed together
+              row        the place of one request in the batch
               host       the CPU: it plans the steps
-              device     the processor that computes steps: a GPU, or the same CPU
+              device     the processor that runs the forward passes: a GPU, or the same CPU
             """,
             code="engine.core.request:Request",
         ),

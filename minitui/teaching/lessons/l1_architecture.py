@@ -29,9 +29,9 @@ async def two_questions(stage: Stage) -> Seen:
         "\n".join(lines) + "\n\nThe first step computed all prompt tokens of the first request and sampled the first "
         "token of its reply. Each later step computed the token that the step before had sampled, and sampled the next "
         "token. The last token of a reply is not computed here, because no token follows it.\n\n"
-        f"One step can compute a prompt and decode. The step bar shows step {second.step} again: "
-        f"{count(second.decodes, 'token')} of the "
-        f"first request, and all {prompt} prompt tokens of r{other}.",
+        "A step can compute a prompt and decode in the same forward pass. The step bar shows step "
+        f"{second.step} again: {count(second.decodes, 'token')} of the first request, and all "
+        f"{prompt} prompt tokens of r{other}.",
         answers.get(seen.steps),
     )
 
@@ -79,8 +79,8 @@ LESSON = Lesson(
               6 detokenize   engine/text/output.py      ids become text for the clients
               7 emit         engine/core/engine.py      ids are appended, ended replies are found
 
-            A request passes stage 1 once. It passes stages 2 to 4 in each of its steps, stages 5 to 7 in each step that
-            gives it a token. A new request can start in any step that has room for it.
+            Each request has stage 1 once, stages 2 to 4 in each of its steps, and stages 5 to 7 in each step that
+            samples a token for it. A new request can start in any step that has room.
             """,
         ),
         Page(
@@ -92,10 +92,10 @@ LESSON = Lesson(
               launch   on the device: forward pass and sampling
               commit   on the host: ids are appended, and finished replies release their blocks
 
-            A plan needs the tokens of prompts. For a reply, it needs only the number of tokens. So with a GPU the host
-            plans step n+1 while the device runs step n. If a reply ends with step n, step n+1 has already been planned
-            and may compute one token too many. This token is thrown away. On a CPU the three parts run one after the
-            other.
+            To plan a step, the host needs only the number of tokens of each reply, not the tokens. So with a GPU, the
+            host plans step n+1 while the device still runs step n. vLLM and SGLang do the same by default. A reply may
+            end with step n. Then step n+1 computes one token too many for it, and the engine throws this token away. On
+            a CPU, the three parts run one after the other here.
 
             Press v to read the code of a step.
             """,
@@ -104,9 +104,9 @@ LESSON = Lesson(
         Page(
             "Two questions, step by step",
             f"""
-            Two chats ask a question; each reply is limited to {REPLY} tokens. The second question arrives when
-            {HEAD_START} steps of the first have run. The engine is stopped and runs one step at a time. Watch the step
-            bar: its width is the token budget, the number of tokens that a step may compute.
+            Two chats ask a question. Each reply has {REPLY} tokens. The second question arrives after {HEAD_START}
+            steps of the first. The engine runs one step at a time. Watch the step bar: its width is the token budget,
+            the largest number of tokens that a step may compute.
             """,
             panel="step",
             code="engine.core.step:StepPlan",
@@ -125,15 +125,14 @@ LESSON = Lesson(
         Page(
             "A separate process, and a log",
             """
-            The engine runs in its own process. This application only reads its records, so the engine never waits for
-            the screen. If the application crashes, the engine ends, too.
+            The engine runs in a process of its own, so it never waits for the screen. If the application ends, the
+            engine ends, too.
 
-            Every change to the requests, the blocks or the cache is written to one log. A record says what changed and
-            why: a request was admitted, blocks were allocated, a reply finished. A snapshot is the whole state at one
-            moment. From a snapshot and the records after it, the state at any later moment can be computed.
+            Each change to a request, to a block or to the cache is written to one log. A record says what changed and
+            why. From the whole state at one moment (a snapshot) and the records after that moment, each later state can
+            be computed. The panels do this, so you can stop them and move back in time.
 
-            All panels of the engine's state are computed from the log. So a panel can be frozen and moved back
-            in time. The panel shows some of the records, the newest first: the step, the event and its reason.
+            The panel shows the newest records first: the step, the event and its reason.
             """,
             panel="events",
             code="engine.trace.records",

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import struct
+from math import log
 from pathlib import Path
 from typing import Any
 
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.lessons.side_by_side import side_by_side
 from minitui.teaching.lessons.step_costs import MANY, SIZES, prompt_tokens, rows
-from minitui.teaching.recorded_steps import recorded_device
+from minitui.teaching.recorded_steps import BYTES, recorded_device
 from minitui.teaching.stage import Stage
 from minitui.text import ms
 
 PARTS = {"embeddings": ("embed_tokens", "lm_head"), "attention": ("self_attn",), "MLP": ("mlp",), "norms": ("norm",)}
 
-
 GPU = recorded_device()
-PROMPT = SIZES[-1]  # tokens of a recorded prompt
+MODEL = GPU.models["8B"]
+LOOKED_UP = 151_936 * 4_096  # parameters of the model's embedding table: a token reads one line of it
+MODEL_READS = MODEL.weights_gb * 1e9 - LOOKED_UP * BYTES["bfloat16"]  # bytes, for a single token
+LAYERS = 36  # of the model
+STEP_MS = (0.1, 4, 300)  # the choices of the prediction on a step with a single token
+HOST_GB = 50  # read in a second from the memory of a host
 
 
 def tensors(directory: str | Path) -> dict[str, list[int]]:
@@ -58,29 +63,30 @@ async def weigh(stage: Stage) -> Seen:
     )
 
 
-async def many_or_one(stage: Stage) -> Seen:
+async def single(stage: Stage) -> Seen:
+    """Computes single tokens here, beside the recorded device."""
+    await close(stage)
+    numbers = sum(parameters_by_part(tensors(stage.source.info["model_dir"])).values())
+    info = stage.source.info  # "bf16": the matrices have 2 bytes a number; norms are small
+    read = numbers * BYTES["bfloat16" if info["quantization"] == "bf16" else info["dtype"]]
+    one, reading = MODEL.decode[1], MODEL_READS / GPU.read_bytes_per_s * 1e3
+    rows_of_table = (
+        ("", "here", f"{MODEL.name}, {GPU.name}"),
+        ("weights read for a token", f"{read / 1e6:.0f} MB", f"{MODEL_READS / 1e9:.1f} GB"),
+        ("ms of reading alone", "–", ms(reading)), ("ms of a step", ms(stage.timings().decode.p50), ms(one)),
+    )  # fmt: skip
+    return Seen(
+        "\n".join(f"   {name:<24}{here:>9}{there:>18}" for name, here, there in rows_of_table)
+        + f"\n\nReading alone takes {MODEL_READS / 1e9:.1f} GB / {GPU.read_bytes_per_s / 1e12:.1f} TB = {ms(reading)} "
+        f"ms. The step took {ms(one)} ms. So the {GPU.name} reads weights for most of the step. It computes meanwhile.",
+        min(range(len(STEP_MS)), key=lambda i: abs(log(STEP_MS[i] / one))),
+    )
+
+
+async def close(stage: Stage) -> None:
     """Computes a whole prompt in one step, then one token in each step."""
     stage.begin_count()
     await stage.write("What is prefill?", 8, 8, seconds=0.3)
-    steps = stage.view.steps
-    rows = [steps.get(s) for s in range(steps.last - stage.figures().steps + 1, steps.last + 1)]
-    prompt = next(row for row in rows if row is not None and row.chunks)
-    one, many = stage.timings().decode.p50, prompt.wall_ms or 0.0
-    model = GPU.models["8B"]
-    one_there, many_there = model.decode[1], model.prefill[PROMPT]
-    ratio = one_there / (many_there / PROMPT)
-    each, each_there = many / prompt.tokens, many_there / PROMPT
-    rows_of_table = (
-        ("", f"here, {prompt.tokens} tokens", f"{model.name}, {PROMPT} tokens"),
-        ("ms of the prompt", ms(many), ms(many_there)), ("ms of a prompt token", ms(each), f"{each_there:.3f}"),
-        ("ms of a single token", ms(one), ms(one_there)), ("times as long", f"{one / each:.1f}", f"{ratio:.0f}"),
-    )  # fmt: skip
-    return Seen(
-        "\n".join(f"   {name:<20}{here:>16}{there:>21}" for name, here, there in rows_of_table)
-        + f"\n\nQwen3 ran on the {GPU.name}. There, a step with a single token reads as many weights as the step of "
-        "the prompt. The next two pages show such steps.",
-        0 if ratio < 2 else 1 if ratio < 50 else 2,
-    )
 
 
 def _decode_ms(stage: Stage) -> str:
@@ -109,39 +115,41 @@ LESSON = Lesson(
         Page(
             "One decoder",
             """
-            The model represents each token by a vector. The token's id selects the vector from the embedding table.
-            Then the vector passes through a stack of layers, which all have the same structure. Each layer adds two
-            things to the vector: what attention collects from earlier tokens, and the output of a small network (the
-            MLP). In most models, the vector is normalised (RMSNorm) before attention and before the MLP. After the last
-            layer, a matrix as wide as the vocabulary gives the logits: one score for each possible next token.
+            The model represents each token by a vector: a list of numbers. The token id selects the vector from the
+            embedding table. Then the vector passes through the layers. In each layer, two things are added to the
+            vector: what attention has collected, and the output of a small network, the MLP. Most models scale the
+            vector to a common size (RMSNorm) before each of the two. After the last layer, a matrix computes the logits
+            from the vector.
 
             Llama 3, Mistral, Qwen2, Qwen3 and others differ only in details: some add numbers (biases) after a matrix,
-            some normalise queries and keys, some use the embedding table as the last matrix, too. So one decoder file
-            is enough.
+            some normalise queries and keys, some use the embedding table as the last matrix, too. So this engine has
+            one file for all of them. vLLM and SGLang have one file for each family.
 
-            Tokens interact only in attention. Everything else is computed for each token alone. So tokens of different
-            requests can pass through the model in one batch.
+            In these models, a token uses numbers of other tokens only in attention. Everything else is computed for
+            each token alone. So tokens of different requests can be computed in one forward pass.
             """,
             code="engine.model.decoder:Decoder.forward",
         ),
         Page(
             "Weights on disk",
             """
-            A checkpoint is a set of named tensors in safetensors files. Every name and shape is checked before the
-            first byte is copied. A missing tensor, an unknown tensor or a wrong shape is an error that names the
-            tensor. Known tensors without an effect are skipped. Then each tensor is copied directly to its place.
+            A model comes as a checkpoint: files with named tensors. A tensor is a list of numbers, a matrix, or a stack
+            of matrices. This engine checks every name and shape before it copies the first number. A missing tensor, an
+            unknown tensor or a wrong shape is an error that names the tensor. Known tensors that change no result are
+            skipped. Then each tensor is copied directly to its place.
 
-            The matrices for queries, keys and values become one matrix, so that one multiplication replaces three. So
-            do the MLP's gate and up matrices.
+            A layer computes queries, keys and values with three matrices. The engine joins them to one matrix, because
+            one multiplication is faster than three. It joins the first two matrices of the MLP, too. vLLM and SGLang do
+            the same.
             """,
             code="engine.model.weights:load_weights",
         ),
         Page(
             "Where the parameters are",
             """
-            A parameter is one number of a tensor. The bundled model has 4 layers and these tensors:
+            The weights are also called parameters. The bundled model has 4 layers and these tensors:
 
-              embeddings  2560 x 384, as the first and as the last matrix
+              embeddings  2560 x 384, used as the first and as the last matrix
               attention   each layer: 384 x 384 twice, 128 x 384 twice,
                           64 twice (its norms)
               MLP         each layer: 1024 x 384 twice, 384 x 1024
@@ -164,44 +172,38 @@ LESSON = Lesson(
         ),
         Page(
             "The cost of reading weights",
-            """
-            To compute one token, nearly all weights must be read once. There are two exceptions. Only one line of the
-            embedding table is read (unless the table is also the last matrix). And a model with experts reads only the
-            experts that were chosen for the token.
+            f"""
+            The weights are in the memory of the device. To compute a token, the device reads nearly all weights once.
+            There are two exceptions. A token needs only its own line of the embedding table (unless the table is also
+            the last matrix). And a model with experts computes a token with a few chosen experts.
 
-            Without experts, a step of a hundred tokens reads each weight only once, too; the arithmetic grows. If
-            reading takes longer than computing, more tokens in a step cost little. So many tokens of a prompt are
-            computed in one step, and many requests decode in one batch.
+            The {GPU.name} is a GPU. It read {GPU.read_bytes_per_s / 1e12:.1f} TB in a second from its memory when we
+            measured it. {MODEL.name} has {LAYERS} layers. For one token, it needs {MODEL_READS / 1e9:.1f} GB of
+            weights.
             """,
             panel="timings",
-            run=many_or_one,
+            run=single,
             predict=Prediction(
-                f"Qwen3-8B on an {GPU.name}, a GPU: one step computes a prompt of {PROMPT} tokens, another step a "
-                "single token. The single token takes …",
+                f"How long does a step with a single token of {MODEL.name} take on the {GPU.name}?",
+                tuple(f"about {choice} ms" for choice in STEP_MS),
                 (
-                    "as long as one token of the prompt",
-                    "about 5 times as long as one token of the prompt",
-                    "more than 50 times as long as one token of the prompt",
-                ),
-                (
-                    "twice the tokens would take twice the time, and reading the weights would cost "
-                    "nothing. But a step with one token reads as many weights as the prompt's step.",
-                    "arithmetic would take most of the prompt's step. But reading the weights takes longer than "
-                    f"computing {PROMPT} tokens.",
+                    f"the token would need the weights of only one of the {LAYERS} layers. But a token passes through "
+                    "all layers.",
                     "",
+                    f"the weights would be read at {HOST_GB} GB in a second, as from the memory of a host. But they "
+                    "are in the memory of the GPU.",
                 ),
             ),
         ),
         Page(
             "A decode step of many rows",
             f"""
-            A decode step computes one token for each row and reads every weight once, for all rows. On the {GPU.name}
-            of the recording we measured {GPU.read_bytes_per_s / 1e12:.1f} TB read and {GPU.operations_per_s / 1e12:.0f}
-            trillion bfloat16 operations in a second. So it computes {GPU.operations_per_byte:.0f} operations in the
-            time in which it reads one byte. In bfloat16, a weight has 2 bytes and needs 2 operations for each row.
+            A decode step computes one token for each row. The experiment measures steps with {SIZES[0]} to {SIZES[-1]}
+            rows here. The panel shows the {GPU.name}, too. The scale of the time is logarithmic.
 
-            The experiment measures steps with {SIZES[0]} to {SIZES[-1]} rows here, beside those of the {GPU.name}. The
-            scale of the time is logarithmic.
+            The {GPU.name} computed {GPU.operations_per_s / 1e12:.0f} trillion bfloat16 operations in a second when we
+            measured it. So it computes {GPU.operations_per_byte:.0f} operations while it reads one byte. In bfloat16, a
+            weight has 2 bytes. Each row needs 2 operations with each weight.
             """,
             panel="costs",
             code="minitui.teaching.lessons.step_costs:rows",
@@ -211,9 +213,10 @@ LESSON = Lesson(
                 "with one?",
                 (f"{MANY} times as long", f"about {MANY // 4} times as long", "less than twice as long"),
                 (
-                    "every row would read all weights for itself.",
-                    "arithmetic would take most of the time. But the device can compute "
-                    f"{GPU.operations_per_byte:.0f} operations while it reads a byte, and {MANY} rows need {MANY}.",
+                    "the device would read all weights again for each row. But it computes the rows together, so it "
+                    "reads each weight once for all rows.",
+                    f"arithmetic would take most of the time. But the device can compute {GPU.operations_per_byte:.0f} "
+                    f"operations while it reads a byte, and {MANY} rows need only {MANY}.",
                     "",
                 ),
             ),
@@ -221,28 +224,30 @@ LESSON = Lesson(
         Page(
             "A prompt of many tokens",
             f"""
-            A step that computes a prompt reads the weights once, too. More prompt tokens add arithmetic, as more rows
+            A step that computes a prompt reads each weight once, too. More prompt tokens add arithmetic, as more rows
             do. So on the {GPU.name}, {SIZES[-1]} prompt tokens cost little more than one. From some length on,
-            arithmetic takes most of the time: then, twice the length takes about twice the time, or more.
+            arithmetic takes most of the time. Then twice the length takes about twice the time, or more.
 
-            On a CPU, this length is short. Compare where the curves begin to rise.
+            A CPU can do fewer operations than a GPU while it reads a byte. So this length is shorter on a CPU. Compare
+            where the curves begin to rise.
             """,
             panel="costs",
             code="minitui.teaching.lessons.step_costs:prompt_tokens",
             run=prompt_tokens,
         ),
         Page(
-            "Guesses, checked in one step",
+            "Drafts, checked in one step",
             """
             With a large model on a GPU, a few more tokens in a step cost little. Speculation uses this for a single
-            reply: the engine guesses the next tokens (drafts), and one step computes them together with the last token.
-            At each position, the step samples as usual. A guess is accepted if it equals the sampled token, so, apart
-            from rounding, the reply stays the same.
+            reply. The engine guesses the next tokens: these are drafts. One step computes the drafts together with the
+            last token, and samples at each position. A draft is accepted if it equals the sampled token. So, apart from
+            rounding, the reply stays the same. vLLM and SGLang also check drafts in one step; with them, the
+            probabilities stay the same, and with temperature 0 also the reply.
 
-            Here the guesses are copied from the text. The engine looks for the last three tokens earlier in the text.
-            The tokens after them are the guesses. The panel shows two runs on one clock: without guesses, and with
-            guesses. In each run, a chat asks the same question twice. On a CPU, a guess costs more than on a GPU, so
-            fewer steps may even take longer.
+            Here, drafts are copied from the text (prompt lookup). The engine looks for the last three tokens earlier in
+            the text. The tokens after that place are the drafts. The panel shows two runs on one clock: without drafts,
+            and with drafts. In each run, a chat asks the same question twice. On a CPU, a draft costs more than on a
+            GPU, so fewer steps may even take longer.
             """,
             panel="runs",
             code="engine.core.speculation:PromptLookup",
@@ -251,23 +256,23 @@ LESSON = Lesson(
         Page(
             "Positions and heads",
             """
-            Attention alone ignores the order of tokens. So queries and keys are rotated by an angle that grows with the
-            position (RoPE). The product of a query and a key then depends on the distance of their tokens. Keys are
-            rotated before they are stored.
+            Attention alone ignores the order of tokens. So most models rotate each query and each key by an angle that
+            grows with the position of the token (RoPE). How well a key fits a query then depends on the distance of
+            their tokens. Keys are stored after the rotation.
 
-            Prompts can share a cached block only if they are equal from their first token on. Positions are not the
-            reason: a key could be rotated again. The reason is attention. From the second layer on, a token's vector
-            contains what attention has collected from all tokens before. The key and the value are computed from this
-            vector.
+            Two prompts can share a cached block only if they are equal from their first token to the end of the block.
+            Positions are not the reason: a key could be rotated again. The reason is attention. From the second layer
+            on, the vector of a token contains what attention has collected from all tokens before. The key and the
+            value are computed from this vector.
 
-            Query heads and KV heads are explained in L0 Tokens. If several query heads share one KV head, this is
-            grouped-query attention. Only keys and values are kept, so fewer KV heads mean a smaller cache. The cache's
-            size often limits how many requests run at once.
+            L0 Tokens explains query heads and KV heads. If several query heads share one KV head, this is grouped-query
+            attention. Only keys and values are kept. So fewer KV heads mean a smaller cache, and often room for more
+            requests.
             """,
             code="engine.model.rope:rope_table",
         ),
     ),
-    many_or_one,
+    close,
     (
         Check(
             "How long does a step with one decoding request take?",

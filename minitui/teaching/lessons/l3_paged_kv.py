@@ -6,10 +6,12 @@ from engine.trace.views import ACTIVE, CACHED, FREE, SHARED
 from minitui.chat.conversation import Session
 from minitui.teaching.contrasts import LENGTHS, PIECE, PIECES
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
-from minitui.teaching.lessons.side_by_side import side_by_side, with_pieces_and_blocks
+from minitui.teaching.lessons.side_by_side import most_running, side_by_side, with_pieces_and_blocks
 from minitui.teaching.stage import Stage
+from minitui.viewmodel.comparison import Comparison
 
 PROMPT = 14  # tokens of both prompts of `two_tables`
+STATES = {FREE: "free", ACTIVE: "active", SHARED: "shared", CACHED: "cached"}
 LISTED = 5  # steps in the table of `two_tables`
 
 
@@ -35,12 +37,25 @@ async def two_tables(stage: Stage) -> Seen:
         for name, n, table in zip(("first ", "second"), computed, tables, strict=True)
     ]
     waste = sum(len(table) * size - n for n, table in zip(computed, tables, strict=True))
-    lines.append(f"   empty slots at the ends of the two last blocks: {waste}")
+    lines.append(f"      unused slots (places for tokens) in the two last blocks: {waste}")
     return Seen(
         f"The first chat, step by step:\n\n{first_steps}\n\nBoth chats at the end:\n\n" + "\n".join(lines)
         + "\n\nEach chat took the next free block when it needed a block. So the blocks of a chat are not in order.",
         {2: 0, 3: 1, 4: 2}.get(next(step for step, (_, blocks) in enumerate(seen, 1) if blocks > 1)),
     )  # fmt: skip
+
+
+def _pieces_and_blocks(comparison: Comparison) -> str:
+    """Returns what both runs measured."""
+    by_name = {one.quantity.name: one for one in comparison.differences}
+    time, first = by_name["time"], by_name["first_p99"]
+    at_once = [most_running(run.view) for run in comparison.runs]
+    return (
+        f"With one piece for each, at most {at_once[0]} requests ran at the same time, with blocks {at_once[1]}. The "
+        f"slowest first token (p99) came after {first.quantity.text(first.first)} with pieces, after "
+        f"{first.quantity.text(first.second)} with blocks. The whole run took {time.quantity.text(time.first)} with "
+        f"pieces, {time.quantity.text(time.second)} with blocks."
+    )
 
 
 async def _write(stage: Stage, steps: int) -> list[Session]:
@@ -70,22 +85,28 @@ async def cost(stage: Stage) -> Seen:
     )
 
 
-async def give_back(stage: Stage) -> Seen:
-    """Ends a reply and counts its blocks."""
-    request = stage.request(await stage.write("What is the KV cache?", 20, 10, seconds=0.2))
-    await stage.run_until("finish")
-    counts, lane, size = stage.state().counts, stage.view.lanes.lanes[request.id], stage.source.info["block_size"]
-    written = lane.prompt_tokens + lane.output_tokens - 1  # keys and values of the last sampled token are not computed
-    rows = (
-        ("tokens that the request had written", written), ("its blocks", -(-written // size)),
-        ("of these full, now cached", counts[CACHED]),
-    )  # fmt: skip
+async def two_endings(stage: Stage) -> Seen:
+    """Ends two chats that share a system prompt, one after the other. The answer: what the blocks of the system prompt
+    are when the first has ended, 0: cached, 1: active, 2: shared."""
+    first = await stage.write("What is the KV cache?", 8, 3, seconds=0.3)
+    await stage.write("What is a block table?", 14, 4, seconds=0.3)
+    block = stage.request(first).table[0]
+    names = ("both chats write", "the first has ended", "both have ended")
+    rows, states = [], []
+    for name in names:
+        counts = stage.state().counts
+        rows.append(f"   {name:<22}" + "".join(f"{counts[state]:>8}" for state in STATES))
+        states.append(int(stage.view.live.codes[block]))
+        if name != names[-1]:
+            await stage.pause(3)
+            await stage.run_until("finish")
+    head = f"   {'blocks':<22}" + "".join(f"{name:>8}" for name in STATES.values())
+    was = ", then ".join(STATES[state] for state in states)
     return Seen(
-        "\n".join(f"   {name:<36}{n:>5}" for name, n in rows) + "\n\nNo request holds the blocks any more. The full "
-        "blocks stay cached, because a later prompt may begin with the same tokens. The block that was not full is "
-        f"free. In the whole pool, {counts[FREE]} blocks are free, {counts[CACHED]} cached, {counts[ACTIVE]} active, "
-        f"{counts[SHARED]} shared.",
-        {0: 0, written // size: 1}.get(counts[CACHED], 2),
+        "\n".join([head, *rows]) + f"\n\nThe blocks of the system prompt were {was}. The other full blocks of a chat "
+        "became cached when it ended, because a later prompt may begin with the same tokens. The last block of a chat "
+        "was not full, so it became free. (vLLM counts cached blocks as free, too.)",
+        (CACHED, ACTIVE, SHARED).index(states[1]),
     )
 
 
@@ -114,19 +135,18 @@ LESSON = Lesson(
         Page(
             "Why a cache, why blocks",
             """
-            To compute the next token, attention needs the keys and values of all earlier tokens. These do not change
-            any more, so they are stored in the KV cache. Without the cache, every step would compute the whole text
-            again.
+            To compute the next token, attention needs the keys and values of all earlier tokens. The engine keeps them
+            in the KV cache. Without the cache, each step would compute the whole text again.
 
-            The length of a reply is not known in advance. A request could get one piece of memory, large enough for
-            the longest reply. But most of the piece would stay empty, and the gaps between pieces could be too small
-            to use. So the memory is divided into blocks of equal size (16 tokens here). A request takes another block
-            when a token no longer fits into its last block. This can be any free block of the pool. Only the empty end
-            of each request's last block is wasted: at most 15 tokens. The idea comes from the pages of operating
-            systems; vLLM brought it to inference.
+            The length of a reply is not known in advance. A request could get one piece of memory for the longest
+            reply. But most of the piece would stay empty, and the gaps between pieces could be too small to use. So the
+            memory is divided into blocks of equal size. A block has room for 16 tokens here, as usual in vLLM; for one
+            token by default in SGLang. When a token no longer fits into the last block of its request, the request
+            takes any free block of the pool. Only the empty end of each request's last block is wasted: here at most 15
+            tokens. The idea comes from the pages of operating systems. vLLM brought it to inference.
 
-            Each request has a block table. For each logical block 0, 1, 2 … of its text, the table has the number of
-            the physical block.
+            The text of a request has logical blocks 0, 1, 2 … The block table of the request lists the physical block,
+            a block of the pool, for each of them.
             """,
             code="engine.attention.kv_pool:KVPool",
         ),
@@ -135,15 +155,15 @@ LESSON = Lesson(
             f"""
             {len(LENGTHS)} requests want replies of {min(LENGTHS)} to {max(LENGTHS)} tokens. The memory has room for
             {PIECE * PIECES} tokens. In the first run, each request gets one piece for {PIECE} tokens, because its reply
-            might be long. (The engine does this with blocks of {PIECE} tokens.) In the second run, a request gets a
+            might be long. (The engine does this with blocks of {PIECE} tokens.) In the second run, a request takes a
             block of 16 tokens when a token no longer fits into its last block.
 
             The panel shows both runs on one clock, the first above the second. Each line is a request. Compare when the
-            requests start; the longest reply decides how many steps there are.
+            requests start.
             """,
             panel="runs",
             code="engine.core.allocator:BlockAllocator",
-            run=side_by_side("allocation", with_pieces_and_blocks),
+            run=side_by_side("allocation", with_pieces_and_blocks, told=_pieces_and_blocks),
             predict=Prediction(
                 f"How many of the {len(LENGTHS)} requests run at the same time, at most?",
                 (
@@ -153,9 +173,10 @@ LESSON = Lesson(
                 ),
                 (
                     "",
-                    "a piece could be used by two requests. But the whole piece is reserved for one reply, however "
-                    "short.",
-                    f"blocks would be reserved, too. But a short prompt and {max(LENGTHS)} tokens need a few blocks.",
+                    "two requests could use one piece. But the whole piece is reserved for one reply, also for a short "
+                    "one.",
+                    "each request would take the blocks for the longest reply at once. But it takes only the blocks "
+                    "that its tokens need.",
                 ),
             ),
         ),
@@ -175,11 +196,11 @@ LESSON = Lesson(
             predict=Prediction(
                 "Here, with 4 layers, 2 KV heads of size 64 and 4 bytes per number (float32, the default on a CPU), a "
                 "token needs …",
-                ("512 bytes", "4,096 bytes: 4 KiB", "24,576 bytes: 24 KiB"),
+                ("512 bytes", "4,096 bytes: 4 KiB", "12,288 bytes: 12 KiB"),
                 (
                     "only one KV head of one layer would store its key and value: 2 x 64 x 4 bytes.",
                     "",
-                    "queries would be stored, or every query head would have its own key and value.",
+                    "each of the 6 query heads would have its own key and value. But 3 query heads share a KV head.",
                 ),
             ),
         ),
@@ -189,8 +210,8 @@ LESSON = Lesson(
             Two chats without a system prompt write at the same time. Each prompt has {PROMPT} tokens. The first step of
             a chat computes its prompt. Each later step computes one token: the token that the step before has sampled.
 
-            The panel shows the block table of the first chat: each column is a logical block with its physical number.
-            The last block is still being filled.
+            The panel shows the block table of the first chat. Each column is a logical block, with the number of its
+            physical block. The last block is still being filled.
             """,
             panel="table",
             run=two_tables,
@@ -209,27 +230,26 @@ LESSON = Lesson(
         Page(
             "Four states",
             """
-            A block's state says how many requests hold it, and whether it is in the tree of known prefixes (L9 Radix
-            cache). The tree has only full blocks.
+            The state of a block says how many requests hold the block, and whether it is in the tree of known texts (L9
+            Radix cache). The tree has only full blocks.
 
-              free     no request, no tree
+              free     no request, not in the tree
               active   one request, in the tree or not
               shared   several requests
-              cached   no request, only the tree: it may be evicted
+              cached   no request, in the tree: it may be evicted (used for others)
 
             The four counts together are always the pool, here 48.
             """,
             panel="map",
-            code="engine.core.allocator:BlockAllocator",
-            run=give_back,
+            run=two_endings,
             predict=Prediction(
-                "A reply has ended. How many of its blocks become free?",
-                ("all of them", "one: its last block, which was not full", "none"),
+                "Two chats with the same system prompt write. The first ends. The blocks of the system prompt are then "
+                "…",
+                ("cached", "active", "shared"),
                 (
-                    "the tree would forget the text. The next question of the same chat would have to be computed from "
-                    "its first token. Keeping full blocks costs nothing while others are free.",
+                    "no request would hold them. But the second chat still does, so they cannot be evicted.",
                     "",
-                    "the tree would also have the last block. But a block that is not full is not in the tree.",
+                    "the first chat would still hold them. But a request releases its blocks when it ends.",
                 ),
             ),
         ),
@@ -237,9 +257,11 @@ LESSON = Lesson(
             "No reservation",
             """
             A request is admitted if its prompt fits and 1 % of the blocks (the watermark) stays free for running
-            requests; rounded down, for 48 blocks it is 0. This engine reserves no blocks for the reply. Four requests
-            that may each have 192 tokens, prompt and reply together, could fill this pool of 768 tokens. But if each of
-            them ends after 20 tokens, they use two blocks each: 8 blocks of 48, a sixth of the pool.
+            requests; rounded down, for 48 blocks it is 0. This engine and vLLM reserve no blocks for the reply. SGLang
+            reserves an estimate.
+
+            Four requests that may each have 192 tokens, prompt and reply together, could fill this pool of 768 tokens.
+            But if each request ends after 20 tokens, they use two blocks each: 8 blocks of 48, a sixth of the pool.
 
             The price: all running requests together may need more blocks than the pool has. Then cached blocks are
             evicted, the least recently used first. If no cached block is left, a running request has to release its

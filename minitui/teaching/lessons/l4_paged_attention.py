@@ -86,28 +86,32 @@ LESSON = Lesson(
         Page(
             "Slots",
             """
-            The pool of one layer is two tensors, keys and values, of shape [blocks, 16, KV heads, head size]. A slot
-            is the place of one token. Slots are numbered through all blocks. The slot of token p of a request is
+            In each layer, the pool is two tensors: the keys and the values. Their shape here is [blocks, 16, KV heads,
+            head size]. A slot is the place of one token. Slots are numbered through all blocks. The slot of token p of
+            a request is
 
               slot  =  table[p // 16] * 16  +  p % 16
 
-            Every layer first stores the keys and values of all tokens of the step in their slots. Then attention reads.
+            The division without its rest, p\xa0//\xa016, gives the logical block. The rest, p\xa0%\xa016, gives the
+            place in the block. Each layer first stores the keys and values of all tokens of the step in their slots.
+            Then attention reads.
 
-            Reading uses the block table. This engine's simplest backend copies the slots of each sequence into one
-            tensor (unless they are side by side) and passes it to torch. A GPU kernel reads block by block through the
-            table, without a copy. The GPU kernel must give the results of the simple backend: both pass the same tests.
+            Attention finds the slots with the block table. The simplest code here copies the keys and values of each
+            request into one tensor (unless the slots are side by side), and PyTorch computes the attention. A GPU
+            kernel, a program on the GPU, reads block by block through the table, without a copy. Both pass the same
+            tests.
             """,
             code="engine.attention.torch_backend:TorchAttention",
         ),
         Page(
             "From position to slot",
             f"""
-            One chat writes a reply. Each of its decode steps computes one new token, with one query in each query head.
+            One chat writes a reply. Each of its decode steps computes one token, with one query in each query head.
             Other chats have used and released blocks before, so the free blocks are no longer in order. The block table
             of this chat begins with the blocks {TABLE[0]} and {TABLE[1]}.
 
-            The panels show one query of the last step: the keys that it reads, one after the other, each in its slot
-            and its block. (A kernel reads many at the same time.)
+            The panels show one query of the last step. The query reads one key after the other, each in its slot and
+            its block. (A kernel reads many keys at the same time.)
             """,
             panel="slot",
             run=find_slots,
@@ -118,20 +122,20 @@ LESSON = Lesson(
                     "every request would have slots of its own. But all requests share the pool, so slots are numbered "
                     "through all of its blocks.",
                     "",
-                    f"the next block of the table would have to be block {TABLE[0] + 1}. Slot {TABLE[0] * 16 + 15} of "
-                    f"token 15 is the last slot of block {TABLE[0]}, and the text continues in block {TABLE[1]}.",
+                    f"block {TABLE[0] + 1} would have to follow block {TABLE[0]} in the table. But the second block of "
+                    f"the table is block {TABLE[1]}.",
                 ),
             ),
         ),
         Page(
             "Causal attention after a cache hit",
             """
-            A token may attend to itself and to earlier tokens, never to later tokens. If a prompt is computed in one
-            piece, query i, counted from 0, sees keys 0 to i. A picture of who sees whom (the mask) is a triangle.
+            A token sees itself and earlier tokens, never later tokens: attention is causal. If a prompt is computed in
+            one piece, query i, counted from 0, sees keys 0 to i. As a picture, this is a triangle (the mask).
 
-            If the beginning of the prompt is cached, its keys are in the pool. Only the other tokens have queries in
-            this step, and query 0 is the first of these. The panel first shows a prompt of which nothing is cached, and
-            then a prompt with a cached beginning.
+            If the beginning of a prompt is cached, its keys are in the pool. Only the other tokens have queries in this
+            step; query 0 is the first of these. The panel shows a prompt without a cached beginning, then a prompt with
+            a cached beginning. The last line of the panel is the scale.
             """,
             panel="attention",
             code="engine.attention.base:ForwardMeta",
@@ -141,25 +145,27 @@ LESSON = Lesson(
                 "see?",
                 ("key 0", f"keys 0 to {CACHED}", f"keys 0 to {PROMPT - 1}"),
                 (
-                    "query 0 would be the first token of the prompt. This is a common mistake: the mask forgets the "
-                    "cached tokens. The reply is fluent, but wrong.",
+                    f"query 0 would be token 0 of the prompt. But the first {CACHED} tokens are cached, so query 0 is "
+                    f"token {CACHED}.",
                     "",
-                    "a token would see tokens after it. But in a reply these do not exist yet, and the model was "
-                    "trained without them.",
+                    "a token would see later tokens. But in a reply these do not exist yet, and the model was trained "
+                    "without them.",
                 ),
             ),
         ),
         Page(
             "Padding and the null block",
             """
-            The block tables of a batch get the same width. The unused places are padding. They point to block 0, the
-            null block. The null block belongs to no request. Its numbers are always finite, so reading it is harmless:
-            a mask gives these keys no weight. A free block may contain any old data; a test fills free blocks with NaN
-            and checks that no output changes.
+            The block tables of a batch get the same width here. The unused entries are padding. They refer to block 0,
+            the null block, which no request holds. The numbers in the null block are always finite. So a kernel may
+            read them: the mask gives them the weight 0. (With NaN, "not a number", this would fail: 0 times NaN is
+            NaN.) Free blocks may contain anything. A test fills them with NaN and checks that no result changes. vLLM
+            has a null block, too, and SGLang a slot for padding.
 
-            Decode reads much and computes little: each key and value that it reads serves only one token. Prefill
-            computes much: each key and value serves many tokens. So this engine has a GPU kernel for each of the two.
-            Some engines compute both with one kernel: FlashAttention takes sequences with any number of queries.
+            In decode, each key and value that attention reads serves one token. So reading takes most of the time. In
+            the prefill of a long prompt, each key and value serves many tokens. So arithmetic takes most of the time.
+            This engine has a GPU kernel for each of the two. vLLM can compute both with one kernel: FlashAttention
+            takes any number of queries for each request.
             """,
             code="engine.attention.torch_backend:TorchAttention._plan_decodes",
         ),

@@ -17,17 +17,23 @@ Answer = Callable[[Comparison], int]  # returns the index of the right choice
 SHOWN = ("steps", "time", "computed", "first_p99", "gap_longest", "accepted")
 
 
-def side_by_side(name: str, answer: Answer | None = None) -> Callable[[Stage], Awaitable[Seen]]:
-    """Returns an experiment that runs a contrast. `answer` reads the right choice of the prediction from it."""
+def side_by_side(
+    name: str, answer: Answer | None = None, told: Callable[[Comparison], str] | None = None
+) -> Callable[[Stage], Awaitable[Seen]]:
+    """Returns an experiment that runs a contrast.
+
+    `answer` reads the right choice of the prediction from it. `told` returns what to say about it, in place of the
+    largest differences.
+    """
 
     async def run(stage: Stage) -> Seen:
         chosen = find_contrast(name)
         outcome = await run_contrast(_with_all_options(chosen), stage)
         comparison = Comparison.of(stage.view, key_of(outcome.infos))
-        sentence = comparison.sentence
+        sentence = told(comparison) if told is not None else comparison.sentence
         lines = [
             _line(one) for one in comparison.differences
-            if one.quantity.name in SHOWN or one.quantity.words in sentence
+            if one.quantity.name in SHOWN or (told is None and one.quantity.words in sentence)
         ]  # fmt: skip
         first, second = (run.name for run in comparison.runs)
         head = f" {'':<22}{first:>16}{second:>20}"

@@ -43,7 +43,10 @@ the left are the positions of the queries, the numbers above the positions of th
             body.append(line.extend(marks).done(width))
         g = glyphs()
         title = f"Who sees whom {g.middot} step {step} {g.middot} r{request}: {_queries(queries)}, {count(keys, 'key')}"
-        body.append(Row(f"1 cell = {count(per_cell, 'key')} {g.times} {_queries(per_row)}", "dim").done(width))
+        scale = f"1 cell = {count(per_cell, 'key')} {g.times} {_queries(per_row)}"
+        if per_cell * per_row > 1:
+            scale += ", seen if half of it is"
+        body.append(Row(scale, "dim").done(width))
         key = legend(
             (g.cached, "hit", "cached key"), (g.active, "prefill", "key of this step"), (g.free, "faint", "not seen")
         )
