@@ -438,7 +438,7 @@ def recorded_decode_ms(name: str) -> tuple[str, str, dict[int, float]]:
 
 
 async def speculation(stage: Stage) -> None:
-    """Writes the same answer without and with speculation, which guesses tokens from the text and checks them."""
+    """Writes the same answer without and with speculation, which copies drafts from the text and checks them."""
     stage.tell(
         "A chat asks a question, and then the same question again. The second answer repeats the first, token for "
         "token. Without speculation each token still needs its own step."
@@ -456,23 +456,23 @@ async def speculation(stage: Stage) -> None:
     await stage.begin_run(contrast.second.name)
     session = await ask_again(stage)
     stage.tell(
-        "Prompt lookup searches the earlier text for the last three tokens. The tokens that follow the place found, "
-        f"at most {EngineConfig.speculative_tokens}, are the guesses. The next step computes the guesses together with "
-        "the last token, and samples at each position as usual. A guess is accepted only if it equals the sampled "
-        "token. So the answer stays the same; only the number of steps changes."
+        "Prompt lookup searches the earlier text for the last three tokens. The tokens after the place found, at most "
+        f"{EngineConfig.speculative_tokens}, are drafts: guesses of the next tokens. The next step computes the drafts "
+        "together with the last token, and samples at each position as usual. A draft is accepted only if it equals "
+        "the sampled token. So the answer stays the same; only the number of steps changes."
     )
     await stage.pause(4)
     await stage.predict(
         f"How many steps does the same answer of {tokens} tokens take now?",
         [f"{without.steps}, as before", f"{without.steps // 2}, half as many", f"fewer than {without.steps // 4}"],
     )
-    await stage.step_until("a right guess", lambda: stage.last_row().accepted > 0, seconds=0.5)
+    await stage.step_until("an accepted draft", lambda: stage.last_row().accepted > 0, seconds=0.5)
     row = stage.last_row()
     request, drafted, accepted = row.drafts[0]
     stage.tell(
-        f"Step {row.step} computed {row.tokens} tokens for r{request}: its last token and {drafted} guesses. "
-        f"{accepted} guesses were right, and the token sampled after them is used too: {accepted + 1} tokens in one "
-        "step."
+        f"Step {row.step} computed {row.tokens} tokens for r{request}: its last token and {drafted} drafts. "
+        f"{accepted} drafts were accepted, and the token sampled after them is used, too: {accepted + 1} tokens in "
+        "one step."
     )
     await stage.pause(4)
     await stage.slow(0.25)
@@ -487,8 +487,8 @@ async def speculation(stage: Stage) -> None:
     right = 2 if drafting.steps < without.steps // 4 else 1 if drafting.steps < without.steps else 0
     stage.tell(
         f"{stage.verdict(right)}The same {tokens} tokens of the second answer:\n{stage.bars(rows)}\n"
-        f"{drafting.accepted} of {drafting.drafted} guessed tokens were right. {times} A reply without repetition "
-        "gets a little slower. After wrong guesses, a request gets fewer guesses."
+        f"{drafting.accepted} of {drafting.drafted} drafts were accepted. {times} A reply without repetition gets a "
+        "little slower. After rejected drafts, a request gets fewer drafts."
     )
 
 

@@ -275,5 +275,5 @@ def test_speculation_draws_the_same_answer_in_a_fraction_of_the_steps(hear: Call
     drafts = [draft for record in told.of("accept") for draft in record[4] if draft[0] == 2]
     drafted, accepted = sum(draft[1] for draft in drafts), sum(draft[2] for draft in drafts)
     assert f"{steps[0]} steps, " in told.text and f"{steps[1]} steps, " in told.text
-    assert f"{accepted} of {drafted} guessed tokens were right" in told.text
+    assert f"{accepted} of {drafted} drafts were accepted" in told.text
     assert steps[1] + accepted == lengths[1][1]

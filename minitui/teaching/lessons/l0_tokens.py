@@ -248,8 +248,8 @@ LESSON = Lesson(
               key     what this token can be found by
               value   what this token hands over when it is found
 
-            The query of a token is compared with its own key and with the keys of earlier tokens. The better a key
-            fits, the more of its value is added to a sum. This sum changes the token's numbers. From the changed
+            Usually, a token's query is compared with its own key and with the keys of all earlier tokens. The better a
+            key fits, the more of its value is added to a sum. This sum changes the token's numbers. From the changed
             numbers, the next layer computes its own three lists. So a token's keys and values depend on this token and
             on earlier tokens, but on no later token.
 

@@ -256,7 +256,7 @@ LESSON = Lesson(
         Page(
             "No reservation",
             """
-            A request is admitted if its prompt fits and 1 % of the blocks (the watermark) stays free for running
+            A request is admitted here if its prompt fits and 1 % of the blocks (the watermark) stays free for running
             requests; rounded down, for 48 blocks it is 0. This engine and vLLM reserve no blocks for the reply. SGLang
             reserves an estimate.
 

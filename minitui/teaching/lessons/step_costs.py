@@ -37,8 +37,8 @@ async def rows(stage: Stage) -> Seen:
     _draw(stage, title, "rows", here, recorded)
     factor = _factor(recorded["8B"], MANY)
     why = (
-        "\n\nA step reads each weight once for all rows. More rows add arithmetic, and each row reads its own keys and "
-        "values. So an engine computes many requests in one batch."
+        "\n\nA step of these models reads each weight once for all rows. More rows add arithmetic, and each row reads "
+        "its own keys and values. So an engine computes many requests in one batch."
     )
     return Seen(_told(here, recorded, "a decode step", "row") + why, 2 if factor < 2 else 1 if factor < MANY / 2 else 0)
 
