@@ -36,6 +36,7 @@ class History:
 
     def __init__(self) -> None:
         self.dropped = 0  # records missing from the history: lost, or dropped from a long backlog
+        self.dropped_at = 0.0  # when records were missing the last time, by the caller's clock
         self.gap = False  # records are missing: `reset` with a snapshot is needed
         self.loaded = False
         self._begin(AnnotatedState(EMPTY))
@@ -82,11 +83,11 @@ class History:
             if not records:
                 return
         elif first > expected:
-            self._note_gap(first - expected)
+            self._note_gap(first - expected, now)
             return
         missing = records[-1][0] - records[0][0] + 1 - len(records)
         if missing:
-            self._note_gap(missing)
+            self._note_gap(missing, now)
             return
         if self._folded_at is None:  # rates start at the first record
             self.rates.reset(records[0][1], self.live.state.gate == "closed", self.live.state.pace)
@@ -95,9 +96,9 @@ class History:
             self._fold_history(self.live.fold(part))
         self.past.keep(records, self.live, packed)
 
-    def _note_gap(self, records: int) -> None:
+    def _note_gap(self, records: int, now: float) -> None:
         if not self.gap:
-            self.dropped += records
+            self.dropped, self.dropped_at = self.dropped + records, now
         self.gap = True
 
     def _fold_history(self, records: list[tuple[Record, Any]]) -> None:

@@ -170,10 +170,25 @@ class View(History):
         return int(self.recent("cached", round(60 / BUCKET)).sum())
 
     @property
+    def hit_rate(self) -> float | None:
+        """The share of prompt tokens that came from the cache in the last minute; None: no prompt tokens."""
+        saved, computed = self.saved_in_the_last_minute, self.recent("prefill", round(60 / BUCKET)).sum()
+        return saved / (saved + computed) if saved + computed else None
+
+    @property
+    def knows_the_last_minute(self) -> bool:
+        """False if no records of the beginning of the last minute are known."""
+        return self.bucket * BUCKET >= 60 or self.steps.first <= 0
+
+    @property
     def last_minute(self) -> str:
         """Returns "in the last minute"; "since step 1,204" if no earlier records of this minute are known."""
-        known = self.bucket * BUCKET >= 60 or self.steps.first <= 0
-        return "in the last minute" if known else f"since step {self.steps.first:,}"
+        return "in the last minute" if self.knows_the_last_minute else f"since step {self.steps.first:,}"
+
+    @property
+    def dropped_s(self) -> float:
+        """Seconds since records were missing the last time."""
+        return max(0.0, self._now - self.dropped_at)
 
     def block_history(self, block: int, most: int) -> list[BlockEvent]:
         """Returns the last `most` events of a block up to the picture's record, newest first."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from engine.trace.records import Record
 from minitui.viewmodel.lanes import Lane
 from minitui.viewmodel.model import View
-from minitui.viewmodel.request_words import request_json, request_text
-from minitui.viewmodel.requests import Requests, by_longest_gap
+from minitui.viewmodel.request_words import first_token_words, request_json, request_text
+from minitui.viewmodel.requests import RequestFigures, Requests, by_longest_gap, longest_wait
 from minitui.viewmodel.stalls import in_words
 from minitui.viewmodel.teller import Line, Teller
 from minitui.visible import json_text
@@ -29,6 +29,7 @@ class RequestTeller(Teller):
         self._requests = Requests()
         self._ended: list[int] = []  # finished, but not told until the time of their last step is known
         self._longest: tuple[tuple[float, int, int], str] | None = None  # the longest gap so far, and its text
+        self._waited: RequestFigures | None = None  # the request with the longest wait for its first token so far
 
     def tell(self, records: Iterable[Record]) -> Iterator[Line]:
         new = False
@@ -50,9 +51,14 @@ class RequestTeller(Teller):
         yield from self._told()
 
     def summary(self) -> Iterator[Line]:
-        """Yields a line about the longest gap of all."""
-        if self._longest is not None and not self._json:
-            yield Line(self.view.live.state.t, self.view.live.state.step, "longest", self._longest[1])
+        """Yields lines about the longest wait for a first token and the longest gap of all."""
+        texts = []
+        if self._waited is not None:
+            words = first_token_words(self._waited)
+            texts.append(f"the longest wait for a first token of all requests: r{self._waited.id}, {words}")
+        texts += [self._longest[1]] if self._longest is not None else []
+        for text in texts if not self._json else ():
+            yield Line(self.view.live.state.t, self.view.live.state.step, "longest", text)
 
     def stalled(self, seconds: float) -> Iterator[Line]:
         if not self._json:
@@ -64,7 +70,7 @@ class RequestTeller(Teller):
                 yield line
 
     def _end(self) -> Iterator[Line]:
-        """Yields the requests that have not finished, and a line about the longest gap of all."""
+        """Yields the requests that have not finished, and the lines of `summary`."""
         for lane in sorted(self.view.lanes.active.values(), key=lambda lane: lane.id):
             yield self._line(lane)
         yield from self.summary()
@@ -85,6 +91,7 @@ class RequestTeller(Teller):
     def _line(self, lane: Lane) -> Line:
         view = self.view
         figures = self._requests.of(view, lane)
+        self._waited = longest_wait([figures, *([self._waited] if self._waited is not None else [])])
         gap = figures.longest
         reason = self._stalls.reason(view, lane, gap) if gap is not None else None
         why = in_words(gap, reason) if gap is not None and reason is not None else ""

@@ -23,8 +23,8 @@ def figures_in_words(row: RequestFigures) -> list[str]:
     """Returns one part of a sentence for each figure that is known."""
     gaps = row.gaps
     parts = [f"prompt {count(row.prompt_tokens, 'token')}, {row.cached_tokens:,} cached"]
-    if row.first_ms is not None and row.queue_ms is not None and row.prefill_ms is not None:
-        parts.append(f"queue {ms(row.queue_ms)} + prefill {ms(row.prefill_ms)} = first token {ms(row.first_ms)} ms")
+    if row.first_so_far_ms is not None:
+        parts.append(f"first token: {first_token_words(row)}")
     elif row.queue_ms is not None:
         parts.append(f"queue {ms(row.queue_ms)} ms")
     if gaps is not None and gaps.tok_s:
@@ -39,6 +39,16 @@ def figures_in_words(row: RequestFigures) -> list[str]:
     if gaps is not None and gaps.p50 is not None and gaps.p99 is not None:
         parts.append(f"{count(gaps.count, 'gap')}: p50 {ms(gaps.p50)}, p99 {ms(gaps.p99)} ms")
     return parts
+
+
+def first_token_words(row: RequestFigures) -> str:
+    """Returns the wait for the first token: "21.1 ms = queue 1.18 + prefill 19.9", or "1,204 ms so far"."""
+    if row.first_ms is None:
+        so_far = f"{ms(row.first_so_far_ms or 0.0)} ms so far"
+        if row.state == "waits":
+            return f"{so_far}, in the queue"
+        return so_far if row.queue_ms is None else f"{so_far}, queue {ms(row.queue_ms)} of it"
+    return f"{ms(row.first_ms)} ms = queue {ms(row.queue_ms or 0.0)} + prefill {ms(row.prefill_ms or 0.0)}"
 
 
 def request_json(row: RequestFigures, name: str, causes: dict[str, float], why: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -37,6 +37,7 @@ class RequestFigures:
     recomputed_tokens: int  # tokens whose KV was computed again after a preemption
     reused_tokens: int  # tokens that came from the cache after a preemption
     after_evictions: int  # prompt tokens that were computed because their cached blocks had been evicted
+    waits_ms: float | None = None  # how long a live request has waited for its first token so far
 
     @property
     def longest(self) -> Gap | None:
@@ -51,12 +52,23 @@ class RequestFigures:
         """The time to first token."""
         return None if self.queue_ms is None or self.prefill_ms is None else self.queue_ms + self.prefill_ms
 
+    @property
+    def first_so_far_ms(self) -> float | None:
+        """The time to first token; before the first token, the time until now."""
+        return self.first_ms if self.first_ms is not None else self.waits_ms
+
 
 def by_longest_gap(row: RequestFigures) -> tuple[float, int, int]:
     """Orders requests by their longest gaps. Of gaps that are equally long, to the microsecond, the earliest is the
     greatest, and of several in one step that of the oldest request."""
     gap = row.longest
     return (0.0, 0, -row.id) if gap is None else (round(gap.ms, 3), -gap.step, -row.id)
+
+
+def longest_wait(rows: Iterable[RequestFigures]) -> RequestFigures | None:
+    """Returns the request that waited longest for its first token; of several, the oldest. None: no time is known."""
+    known = [row for row in rows if row.first_so_far_ms is not None]
+    return max(known, key=lambda row: (round(row.first_so_far_ms or 0.0, 3), -row.id), default=None)
 
 
 class Requests:
@@ -121,8 +133,8 @@ class Requests:
             self._running(view, lane, request, gaps), blocks,
             lane.preemptions if request is None else request.preemptions, lane.recomputed(view.horizon),
             lane.taken_again(view.horizon), lane.after_evictions(view.horizon),
+            _waits(view, lane) if request is not None and prefill is None else None,
         )  # fmt: skip
-
 
     @staticmethod
     def _running(view: View, lane: Lane, request: RequestView | None, gaps: GapStats | None) -> Gap | None:
@@ -136,12 +148,17 @@ class Requests:
         return view.tokens.running(lane, view.horizon, more)
 
 
+def _waits(view: View, lane: Lane) -> float | None:
+    """Returns the time since the request was submitted; None if this was before the history began."""
+    return None if lane.submitted is None else (view.working_now - lane.submitted) * 1e3
+
+
 def _first_token(
     view: View, lane: Lane, request: RequestView | None, gaps: GapStats | None
 ) -> tuple[float | None, float | None]:
     """Returns (time in the queue, time of the prefill), as far as they are known at the moment of the picture."""
     if lane.ttft is not None and (gaps is None or gaps.tokens):
         return lane.ttft
-    if request is not None and not request.admitted and lane.submitted is not None:
-        return (view.working_now - lane.submitted) * 1e3, None
+    if request is not None and not request.admitted and (waits := _waits(view, lane)) is not None:
+        return waits, None
     return lane.queued_ms, None

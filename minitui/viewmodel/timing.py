@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minitui.text import count, ms
-from minitui.viewmodel.causes import WORTH, explain, in_parts, neighbour
+from minitui.viewmodel.causes import WORTH, Cause, Explanation, explain, in_parts, neighbour, prefilled
 from minitui.viewmodel.cost_model import CostModel, fit
 from minitui.viewmodel.first_tokens import FirstToken, FirstTokens
 from minitui.viewmodel.step_row import StepRow
@@ -123,6 +123,28 @@ def summarise(
     )
 
 
+def why_briefly(row: StepRow, model: CostModel | None) -> str:
+    """Returns `why_slow` for a narrow panel: "prefill of r64 17.9, launch +12.3". A cost without a sign is expected."""
+    explanation = explain(row, model) if model is not None else None
+    if model is None or explanation is None:
+        return ""
+    computed = [(model.steps.get(prefill.step), prefill) for prefill in explanation.prefills]
+    parts = [f"prefill of {prefilled(step)} {ms(prefill.ms)}" for step, prefill in computed
+             if step is not None and prefill.ms > WORTH * explanation.expected]  # fmt: skip
+    excess = _excess(explanation)
+    parts += [f"expected {ms(explanation.expected)} ms"] if not excess else []
+    return ", ".join([*parts, *(f"{part.name.partition(' of ')[0]} +{ms(part.ms)}" for part in excess)])
+
+
+def _excess(explanation: Explanation) -> list[Cause]:
+    """Returns the named parts of an excess that is more than the usual variation, and the unexplained rest."""
+    if not explanation.slow and not explanation.longer:
+        return []
+    parts, excess = list(explanation.causes or explanation.varied), explanation.took - explanation.expected
+    unexplained = excess - sum(part.ms for part in parts)
+    return parts + [Cause("unexplained", unexplained)] * (unexplained > WORTH * excess)
+
+
 def _stats(wall: np.ndarray, total: float) -> KindStats:
     if not len(wall):
         return KindStats()
@@ -155,11 +177,7 @@ def why_slow(row: StepRow, model: CostModel | None) -> str:
         text += f", {ms(prefill.ms)} of it for {tokens}"
         if explanation.longer and not explanation.slow and (measured := in_parts(prefill)):
             text += f" (measured: {measured})"
-    if not explanation.slow and not explanation.longer:
+    if not (parts := _excess(explanation)):
         return text
-    causes, excess = explanation.causes or explanation.varied, explanation.took - explanation.expected
-    parts = [f"{cause.name} {ms(cause.ms)}" for cause in causes]
-    unexplained = excess - sum(cause.ms for cause in causes)
-    if unexplained > WORTH * excess:
-        parts.append(f"unexplained {ms(unexplained)}")
-    return f"{text}, +{ms(excess)}: {', '.join(parts)}"
+    told = ", ".join(f"{part.name} {ms(part.ms)}" for part in parts)
+    return f"{text}, +{ms(explanation.took - explanation.expected)}: {told}"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import re
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -320,8 +321,10 @@ async def test_in_the_chats_the_footer_has_hints_and_figures_only_when_the_pictu
         await until(pilot, lambda: "ctrl+j new line" in footer.text)
         assert "/ commands  tab complete" in footer.text
         assert "steps/frame" not in footer.text
-        app.view.dropped = 3
-        await until(pilot, lambda: "3 dropped" in footer.text)
+        app.view.dropped, app.view.dropped_at = 3, time.monotonic()
+        await until(pilot, lambda: re.search(r"3 dropped \d s ago", footer.text))
+        app.view.dropped_at -= 120.0
+        await until(pilot, lambda: "3 dropped 2 min ago" in footer.text)
         app.view.dropped = 0
         app.commands.run("inspect")
         await until(pilot, lambda: any("0 dropped" in bar.text for bar in app.screen.query(StatusBar)))

@@ -89,10 +89,12 @@ async def test_five_opens_the_requests_enter_a_timeline_and_enter_goes_to_the_st
         stalled = table.rows[0]
         assert stalled.gaps is not None and stalled.gaps.longest is not None
         gap = stalled.gaps.longest
-        foot = " ".join(line.strip("│ ") for line in table.text.splitlines()[-4:-1])
+        foot = " ".join(line.strip("│ ") for line in table.text.splitlines()[-5:-1])
         longest = f"{ms(gap.ms)} ms before token {gap.token}, step {gap.step}"
         assert f"r{stalled.id}, the longest gap of all: {longest}" in foot
         assert "queue after a preemption" in foot
+        waited = max(table.rows, key=lambda row: (row.first_ms or 0.0, -row.id))
+        assert f"r{waited.id}, the longest wait for a first token: {ms(waited.first_ms or 0.0)} ms = queue " in foot
         await pressed(app, pilot, "down", "enter")
         assert app.focused is timeline and app.view.selection is not None and app.view.selection.id == stalled.id
         assert f"Timeline of r{stalled.id} " in timeline.text and f"before token {gap.token}, step {gap.step}" in (
@@ -111,7 +113,7 @@ async def test_enter_opens_the_longest_gap_of_all_which_is_always_named(tmp_path
         table = table_of(screen)
 
         def foot() -> str:
-            return " ".join(line.strip("│ ") for line in table.text.splitlines()[-4:-1])
+            return " ".join(line.strip("│ ") for line in table.text.splitlines()[-5:-1])
 
         named = re.match(r"r(\d+), the longest gap of all: ([0-9.,]+) ms ", foot())
         assert named is not None and table.rows[0].id != int(named[1])

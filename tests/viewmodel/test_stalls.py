@@ -21,6 +21,7 @@ from engine.trace.state import State
 from minitui.cli.tail import tail_trace
 from minitui.dev import stalls as live
 from minitui.dev.simulator import SMALL, Load, Stress
+from minitui.text import ms
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
 from minitui.viewmodel.causes import explain, prefilled
@@ -365,7 +366,10 @@ def test_a_recording_is_told_request_by_request_as_text_and_as_json(path: Any) -
             assert line.endswith(f"longest gap {gap['text']}") and row["gap_p50_ms"] <= row["gap_p99_ms"] <= gap["ms"]
     gaps = [row for row in data if row["longest_gap"]]
     longest = max(gaps, key=lambda row: (row["longest_gap"]["ms"], -row["longest_gap"]["step"], -row["request"]))
-    assert len(text) == len(data) + 1
+    assert len(text) == len(data) + 2
+    waited = max(data, key=lambda row: (row["first_token_ms"] or 0.0, -row["request"]))
+    first = f"{ms(waited['first_token_ms'])} ms = queue {ms(waited['queue_ms'])} + prefill {ms(waited['prefill_ms'])}"
+    assert f"the longest wait for a first token of all requests: r{waited['request']}, {first}" in text[-2]
     of_all = f"the longest gap of all requests: r{longest['request']}, {longest['longest_gap']['text']}"
     assert of_all in text[-1] and of_all not in text[-2]
 

@@ -14,14 +14,15 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs, selected
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, wrapped
 from minitui.viewmodel.model import View
-from minitui.viewmodel.requests import RequestFigures, Requests, by_longest_gap
+from minitui.viewmodel.request_words import first_token_words
+from minitui.viewmodel.requests import RequestFigures, Requests, by_longest_gap, longest_wait
 from minitui.viewmodel.stalls import Stalls
 
 Value = float | str | None
 STATES = {"decode": "decode", "prefill": "prefill", "waits": "waiting", "preempted": "bad", "error": "bad"}
 WHY_FROM = 24  # cells; a narrower column of causes is left out
-FOOT = 2  # rows for the longest gap in words; a narrow panel has one more
-NARROW = 100  # cells
+FOOT = 3  # rows for the longest gap and the longest wait for a first token in words; a narrow panel has one more
+NARROW = 160  # cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ COLUMNS = (
     Heading("cached", 7, 1, lambda row: row.cached_tokens),
     Heading("queue", 8, 3, lambda row: row.queue_ms, _ms),
     Heading("prefill", 8, 3, lambda row: row.prefill_ms, _ms),
-    Heading("first", 7, 1, lambda row: row.first_ms, _ms),
+    Heading("first", 7, 1, lambda row: row.first_so_far_ms, _ms),
     Heading("tokens", 7, 5, lambda row: row.gaps.tokens if row.gaps is not None else None),
     Heading("p50", 7, 2, lambda row: row.gaps.p50 if row.gaps is not None else None, _ms),
     Heading("p99", 7, 1, lambda row: row.gaps.p99 if row.gaps is not None else None, _ms),
@@ -72,13 +73,13 @@ class RequestTable(LinePanel):
     TITLE = "Requests"
     help_text = paragraphs("""\
 One line for each request that runs, waits, or finished recently. All times are in milliseconds; pauses and slow
-motion do not count. "first" is the time to first token: queue + prefill. A gap is the time between two tokens of a
-request; accepted drafts arrive together with a token. p50 and p99 are percentiles of the last gaps (at most 4,096),
-"longest" is the longest gap, also one that has not ended ("so far"), and the text at the end says what caused this
-gap. "cached" is the number of prompt tokens that came from the tree. "blocks" is the number of blocks that the request
-holds, or held when it finished. "preempt" is how often the request lost its blocks, and "twice" is how many tokens were
-computed again because of that. "reused" is how many came from the tree instead. "evicted" is how many tokens of the
-prompt were computed because their cached blocks had been evicted.
+motion do not count. "first" is the time to first token: queue + prefill, or the time until now. A gap is the time
+between two tokens of a request; accepted drafts arrive together with a token. p50 and p99 are percentiles of the last
+gaps (at most 4,096), "longest" is the longest gap, also one that has not ended ("so far"), and the text at the end says
+what caused this gap. "cached" is the number of prompt tokens that came from the tree. "blocks" is the number of blocks
+that the request holds, or held when it finished. "preempt" is how often the request lost its blocks, and "twice" is how
+many tokens were computed again because of that. "reused" is how many came from the tree instead. "evicted" is how many
+tokens of the prompt were computed because their cached blocks had been evicted.
 
 In the causes, "usually" is what the token's step should take without prompts, computed from the costs of the last 1,000
 steps. A time up to 25 % above the expected one is "the usual variation": it needs no cause. "Next step 57" is a step
@@ -86,8 +87,9 @@ that the host launched before the step of the token ended; the launch of its pro
 
 A dash means: not known, or not yet. Where the panel is narrow, some columns are left out; the column by which the rows
 are sorted is always shown. Click a heading to sort by it, s reverses the order. Enter opens the timeline of the
-selected request: the gap before each of its tokens. l selects the request with the longest gap of all, which the line
-at the bottom names; without a selection, Enter opens its timeline.""")
+selected request: the gap before each of its tokens. l selects the request with the longest gap of all. The lines at the
+bottom name this request, and the one that waited longest for its first token: this wait is not a gap. Without a
+selection, Enter opens the timeline of the request with the longest gap.""")
     BINDINGS: ClassVar = [
         Binding("up", "choose(-1)", "request above", show=False, id="requests.up"),
         Binding("down", "choose(1)", "request below", show=False, id="requests.down"),
@@ -113,21 +115,21 @@ at the bottom names; without a selection, Enter opens its timeline.""")
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         self.rows = self._in_order(view)
-        foot = FOOT + (width < NARROW) if height >= 8 else 0
+        foot = FOOT + (width < NARROW) if height >= 9 else 0
         room = max(1, height - 1 - foot)
         self._scroll(view, room)
         self._shown = self.rows[self.top : self.top + room]
         columns = self._columns(width)
         used = sum(COLUMNS[index].width for index in columns)
         why = width - used - 2 if width - used - 2 >= WHY_FROM else 0
-        worst = self._worst
+        worst, waited = self._worst, longest_wait(self.rows)
         rows = [self._head(columns, why, width)]
-        rows += [self._row(view, row, columns, why, width, row is worst) for row in self._shown]
+        rows += [self._row(view, row, columns, why, width, row is worst, row is waited) for row in self._shown]
         if not self.rows:
             rows.append(Row("no requests yet", "dim").done(width))
         if foot:
             rows += [Row().done(width)] * (height - foot - len(rows))
-            rows += self._foot(view, worst, width, foot)
+            rows += self._foot(view, worst, waited, width, foot)
         live = sum(row.live for row in self.rows)
         arrows = "← →" if glyphs().rule != "-" else "< >"
         note: list[Run] = [(f"{live:,} live, {len(self.rows) - live:,} finished", "ink")]
@@ -186,7 +188,9 @@ at the bottom names; without a selection, Enter opens its timeline.""")
             row.add("  cause of the longest gap", "dim")
         return row.done(width)
 
-    def _row(self, view: View, figures: RequestFigures, columns: list[int], why: int, width: int, worst: bool) -> Runs:
+    def _row(
+        self, view: View, figures: RequestFigures, columns: list[int], why: int, width: int, worst: bool, waited: bool
+    ) -> Runs:
         ground = " on select" if figures.id in view.links.requests else ""
         row, end = Row(), 0
         for index in columns:
@@ -201,7 +205,7 @@ at the bottom names; without a selection, Enter opens its timeline.""")
                 row.add(fit(column.text(value), column.width - 1, glyphs().dots), style)
             else:
                 text = glyphs().dash if value is None else column.text(value)
-                if column.name == "longest" and worst and value is not None:
+                if value is not None and ((worst and column.name == "longest") or (waited and column.name == "first")):
                     style = "bold bad" + ground
                 row.to(end - len(text), " ", style).add(text, style)
             row.to(end, " ", style)
@@ -213,19 +217,36 @@ at the bottom names; without a selection, Enter opens its timeline.""")
         row.to(width, " ", "ink" + ground)
         return row.done(width)
 
-    def _foot(self, view: View, worst: RequestFigures | None, width: int, height: int) -> list[Runs]:
-        """Returns the longest gap of the selected request in words; without a selection, of all requests."""
+    def _foot(
+        self, view: View, worst: RequestFigures | None, waited: RequestFigures | None, width: int, height: int
+    ) -> list[Runs]:
+        """Returns the longest gap and the longest wait for a first token in words: of the selected request; without a
+        selection, of all requests."""
         at = self._chosen(view)
         row = worst if at is None else self.rows[at]
+        first = self._first_token(waited if at is None else self.rows[at], waited, width)
         gap = row.longest if row is not None else None
         lane = view.lanes.lanes.get(row.id) if row is not None else None
         if row is None or gap is None or lane is None:
-            return [Row("no gap between two tokens yet", "dim").done(width), *[Row().done(width)] * (height - 1)]
+            none = [Row("no gap between two tokens yet", "dim").done(width), *first]
+            return none + [Row().done(width)] * (height - len(none))
         whose = "the longest gap of all"
         if worst is not row and worst is not None and worst.longest is not None:
             whose = f"its longest gap (of all: r{worst.id} with {ms(worst.longest.ms)} ms)"
         lines = wrapped(f"r{row.id}, {whose}: {self._stalls.words(view, lane, gap)}", "ink", width)
-        return [*lines[:height], *[Row().done(width)] * (height - len(lines))]
+        lines = [*lines[: height - len(first)], *first]
+        return lines + [Row().done(width)] * (height - len(lines))
+
+    @staticmethod
+    def _first_token(row: RequestFigures | None, waited: RequestFigures | None, width: int) -> list[Runs]:
+        """Returns the line about the first token of a request. `waited`: the request that waited longest for its."""
+        if row is None or row.first_so_far_ms is None or waited is None:
+            return []
+        words = first_token_words(row)
+        if row is waited:
+            return [Row(fit(f"r{row.id}, the longest wait for a first token: {words}", width), "ink").done(width)]
+        longest = f" (longest: r{waited.id} with {ms(waited.first_so_far_ms or 0.0)} ms)"
+        return [Row(fit(f"r{row.id}, its first token: {words}{longest}", width), "ink").done(width)]
 
     # ---- keys and the mouse
 

@@ -11,6 +11,8 @@ from minitui.tui.widgets.base import Picture
 from minitui.tui.widgets.rows import Row
 from minitui.viewmodel.model import View
 
+FRESH_S = 60.0  # dropped records are shown as an alarm for so long
+
 
 class StatusBar(Bar):
     """The last line of a screen. It shows the screen's keys, or the prompt's keys while the prompt has the focus."""
@@ -26,13 +28,14 @@ class StatusBar(Bar):
             figures = f"{view.steps_per_frame:,.0f} steps/frame {dot} " if width >= 100 else ""
             if width >= 100 or feed.backlog:
                 figures += f"backlog {feed.backlog:,} {dot} "
-            figures += f"{feed.dropped:,} dropped "
+            figures += f"{feed.dropped:,} dropped{_ago(view.dropped_s) if feed.dropped else ''} "
         room = width - len(figures) - 1
         for key, what in self._typing_hints() if typing else self._key_hints(screen):
             if row.width + len(key) + len(what) + 4 > room:
                 break
             row.add("  " + key, "bold ink").add(" " + what, "dim")
-        return Picture([row.right(figures, width, "bad" if feed.dropped > 0 else "dim").done(width)])
+        fresh = feed.dropped > 0 and view.dropped_s < FRESH_S
+        return Picture([row.right(figures, width, "bad" if fresh else "dim").done(width)])
 
     def _typing_hints(self) -> list[Hint]:
         escape = [("esc", "keys")]
@@ -43,3 +46,10 @@ class StatusBar(Bar):
     def _key_hints(self, screen: BaseScreen[None]) -> list[Hint]:
         now = [(self.app.key_of("now"), "now")] if self.app.view.travel_text else []
         return now + screen.hints()
+
+
+def _ago(seconds: float) -> str:
+    """Returns how long ago records were dropped: " 12 s ago", " 3 min ago", " 2 h ago"."""
+    if seconds < FRESH_S:
+        return f" {seconds:.0f} s ago"
+    return f" {seconds / 60:.0f} min ago" if seconds < 3600 else f" {seconds / 3600:.0f} h ago"

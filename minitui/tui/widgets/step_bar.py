@@ -14,7 +14,7 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Runs, cells, legend
 from minitui.viewmodel.model import StepRow, View
-from minitui.viewmodel.timing import why_slow
+from minitui.viewmodel.timing import why_briefly, why_slow
 
 
 def contents(row: StepRow, most: int = 4) -> str:
@@ -91,9 +91,9 @@ class StepBar(LinePanel, can_focus=False):
 
 
 def _add_cause(line: Row, view: View, row: StepRow, width: int) -> None:
-    """Add the expected time and the causes of a longer time; only the causes if the whole text does not fit."""
-    why = why_slow(row, view.timings.model)
-    for text in (why, why.partition(": ")[2]):
+    """Add the expected time and the causes of a longer time, or a shorter text if the whole one does not fit."""
+    model = view.timings.model
+    for text in (why_slow(row, model), why_briefly(row, model)):
         if text and line.width + len(text) + 3 <= width:
             line.add(f" ({text})", "dim")
             break

@@ -10,7 +10,7 @@ from minitui.tui.widgets.chart import LABEL, bars, scale_of
 from minitui.tui.widgets.rows import Row, Run, Runs
 from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.step_times import StepTimes
-from minitui.viewmodel.timing import Timings, why_slow
+from minitui.viewmodel.timing import Timings, why_briefly, why_slow
 
 STYLES = ("decode", "prefill", "prefill-2")  # of step_times.KINDS
 HISTOGRAM = 30  # cells
@@ -58,10 +58,14 @@ def _histogram(times: StepTimes, width: int, rows: int) -> list[Runs]:
     return [*drawn, *[Row().done(width)] * (rows - len(drawn))]
 
 
+def list_top(slowest: list[StepRow], chosen: int, rows: int) -> int:
+    """Returns the index of the first step that a list of `rows` rows, one of them its heading, shows."""
+    return max(0, min(chosen - rows + 2, len(slowest) - rows + 1))
+
+
 def slow_steps(slowest: list[StepRow], timings: Timings, chosen: int, width: int, rows: int) -> list[Runs]:
     """Returns the list of the slowest steps. `chosen`: the index of the chosen one, which is always shown."""
-    room = rows - 1
-    top = max(0, min(chosen - room + 1, len(slowest) - room))
+    room, top = rows - 1, list_top(slowest, chosen, rows)
     head = Row(f"slowest {len(slowest)}", "dim").right("step", 20, "dim").right("ms", 29, "dim").to(31)
     drawn = [head.add("kind     why", "dim").done(width)]
     for i in range(top, min(len(slowest), top + room)):
@@ -73,5 +77,7 @@ def slow_steps(slowest: list[StepRow], timings: Timings, chosen: int, width: int
         style = STYLES[("decode", "mixed", "prefill").index(step.kind)]
         row.to(31, " ", "ink" + ground).add(step.kind.ljust(9), style + ground)
         why = why_slow(step, timings.model) or "expected time unknown: too few steps"
+        if row.width + len(why) > width:
+            why = why_briefly(step, timings.model) or why
         drawn.append(row.add(why, "ink" + ground).to(width, " ", "ink" + ground).done(width))
     return drawn

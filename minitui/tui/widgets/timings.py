@@ -14,15 +14,16 @@ from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
 from minitui.tui.widgets.rows import Row, Run, Runs, legend
-from minitui.tui.widgets.step_charts import charts, slow_steps
+from minitui.tui.widgets.step_charts import charts, list_top, slow_steps
 from minitui.tui.widgets.timeline import JumpRequested
 from minitui.viewmodel.model import StepRow, View
 from minitui.viewmodel.step_times import StepTimes, rows_of, step_times
-from minitui.viewmodel.timing import KindStats, Timings, why_slow
+from minitui.viewmodel.timing import KindStats, Timings, why_briefly, why_slow
 
 KINDS = (("decode only", "decode", "decode"), ("mixed", "mixed", "prefill"), ("prefill only", "prefill", "prefill-2"))
 LABEL = 13  # cells
 LARGE_FROM = 15  # rows: a panel of this height shows the charts and the slowest steps
+LEAST_LIST = 4  # rows: a smaller panel has the list without the charts if so many rows are free
 SLOWEST = 10
 SPANS = (200, 1_000, 5_000, 32_768)  # the numbers of steps that the large form can show
 FIGURE = 7  # cells
@@ -55,8 +56,9 @@ step. The device's time runs from a step's first kernel to its last. Without CUD
 launches in this time, so it is busy for the given share at most. The waterfall (w) shows the tracks with an axis, for
 all steps that are kept.
 
-A large panel (z) shows the time of each step, a histogram, and the slowest ten steps with their causes. Enter goes
-back in time to the chosen step.""")
+Where there is room, a list has the slowest ten steps with their causes; a large panel (z) also shows the time of each
+step and a histogram. Up and down choose a step of the list, and Enter goes back in time to the step. Where the list is
+narrow, a time with a plus is an excess, as "launch +12.3", and one without is expected.""")
     BINDINGS: ClassVar = [
         Binding("enter", "open", "open the slowest step, or go to the chosen one", show=False, id="timings.open"),
         Binding("up", "choose(-1)", "slower step", show=False, id="timings.up"),
@@ -67,31 +69,34 @@ back in time to the chosen step.""")
 
     def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
         super().__init__(id=id, frame=frame)
-        self.times: StepTimes | None = None  # the steps of the large form; None: the small form is shown
+        self.times: StepTimes | None = None  # the steps of the charts and of the list; None: only the slowest is shown
         self.slowest: list[StepRow] = []
         self.chosen = 0  # index in `slowest`
         self.span = 1  # index in SPANS
-        self._list_row = 0
+        self._list_row = self._listed = 0  # where the list begins, and its rows with the heading
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         t = view.timings
         rows = [self._head(width)]
         rows += [self._kind(label, getattr(t, name), style, width) for label, name, style in KINDS]
-        self.times = step_times(view.steps, view.horizon, SPANS[self.span]) if height >= LARGE_FROM else None
-        large = self.times is not None and len(self.times.wall) > 0
-        if not large:
+        more = [self._first_token(t, width)]
+        if t.drafted:
+            more.append(self._drafts(t, width))
+        if t.ranks > 1:
+            more.append(self._exchange(t, width))
+        rest = height - len(rows) - len(more)
+        self.times = step_times(view.steps, view.horizon, SPANS[self.span]) if rest >= 2 + LEAST_LIST else None
+        if self.times is None or not len(self.times.wall):
             self.times = None
             rows.append(self._slowest(t, width))
-        rows.append(self._first_token(t, width))
-        if t.drafted:
-            rows.append(self._drafts(t, width))
-        if t.ranks > 1:
-            rows.append(self._exchange(t, width))
-        if self.times is not None:
-            return self._large(self.times, view, rows, width, height)
+        elif height >= LARGE_FROM:
+            return self._large(self.times, view, [*rows, *more], width, height)
+        rows += more
         tracks = height >= len(rows) + 2
         if tracks:
             rows += self._tracks(t, width)
+        if self.times is not None:
+            self._list(self.times, view, rows, width, height - len(rows))
         unit = "device ms" if t.by_device else "ms"
         title = f"Timings · {unit}, {t.steps:,} steps in {t.seconds:.1f} s" if t.steps else "Timings · ms"
         g = glyphs()
@@ -103,18 +108,26 @@ back in time to the chosen step.""")
 
     def _large(self, times: StepTimes, view: View, rows: list[Runs], width: int, height: int) -> Picture:
         """Returns the picture with the charts and the list of the slowest steps."""
-        self.slowest = rows_of(view.steps, times.slowest(SLOWEST))
-        self.chosen = min(self.chosen, len(self.slowest) - 1)
         rest = height - len(rows)
-        listed = min(len(self.slowest) + 1, max(4, rest // 3))
+        listed = min(SLOWEST + 1, len(times.wall) + 1, max(4, rest // 3))
+        self._choose_slowest(times, view)
         rows += charts(times, width, rest - listed, self.slowest[self.chosen].step)
-        self._list_row = len(rows)
-        rows += slow_steps(self.slowest, view.timings, self.chosen, width, listed)
+        self._list(times, view, rows, width, listed)
         g = glyphs()
         arrows = "← → steps · ↑ ↓ choose" if g.rule != "-" else "< > steps | ^ v choose"
         note: list[Run] = [(f"last {len(times.wall):,} steps", "ink"), *self.own_key(f"{arrows} · enter jump")]
         key = legend((g.busy, "decode", "decode"), (g.busy, "prefill", "mixed"), (g.busy, "prefill-2", "prefill"))
         return Picture(rows[:height], title="Timings · ms", note=note, legend=[*key, ("  ░ up to the longest", "dim")])
+
+    def _choose_slowest(self, times: StepTimes, view: View) -> None:
+        self.slowest = rows_of(view.steps, times.slowest(SLOWEST))
+        self.chosen = min(self.chosen, len(self.slowest) - 1)
+
+    def _list(self, times: StepTimes, view: View, rows: list[Runs], width: int, height: int) -> None:
+        """Add the list of the slowest steps to the rows."""
+        self._choose_slowest(times, view)
+        self._list_row, self._listed = len(rows), height
+        rows += slow_steps(self.slowest, view.timings, self.chosen, width, height)
 
     def _head(self, width: int) -> Runs:
         row = Row("kind of step", "dim").to(LABEL)
@@ -149,7 +162,7 @@ back in time to the chosen step.""")
         if row.width + len(why) > room:  # drop the padding first, then a part of `why`
             row = Row("slowest ", "dim")
             if row.width + len(why) > room:
-                why = why.partition(": ")[2] or why
+                why = why_briefly(t.slowest, t.model)
         row.add(took, "bold ink").add(step)
         return row.add(" " + why, style).done(width)
 
@@ -220,8 +233,7 @@ back in time to the chosen step.""")
 
     def clicked(self, view: View, column: int, row: int) -> None:
         if self.times is not None:
-            top = max(0, len(self.slowest) - (self.size.height - 2 - self._list_row - 1))
-            index = row - self._list_row - 1 + (top if self.chosen >= top else 0)
+            index = row - self._list_row - 1 + list_top(self.slowest, self.chosen, self._listed)
             if row > self._list_row and 0 <= index < len(self.slowest):
                 self.chosen = index
         elif row == 4 and view.timings.slowest is not None:

@@ -14,8 +14,6 @@ from minitui.tui.widgets.rows import Row, Runs
 from minitui.viewmodel.model import View
 from minitui.viewmodel.rates import BUCKET
 
-HIT_SECONDS = 30.0  # the hit rate is measured over this period
-
 
 @dataclass(frozen=True, slots=True)
 class Vital:
@@ -38,11 +36,11 @@ def vitals(view: View, n: int) -> list[Vital]:
     def series(name: str, n: int = n) -> np.ndarray:
         return view.recent(name, n, filling)
 
-    hits, computed = (view.recent(name, round(HIT_SECONDS / BUCKET) + 1).sum() for name in ("cached", "prefill"))
-    prompt_tokens = hits + computed
     free, active, shared, _cached = shown.counts
     total = max(1, shown.total)
-    hit_rate = f"{100 * hits / prompt_tokens:.1f}" if prompt_tokens else glyphs().dash
+    hit_rate = f"{100 * view.hit_rate:.1f}" if view.hit_rate is not None else glyphs().dash
+    when, known = view.last_minute, view.knows_the_last_minute
+    since = (f"% of prompt tokens {when}", "% of prompt tokens" + ", 60 s" * known, f"% {when}", *["% in 60 s"] * known)
     held = 100 * (active + shared) / total
     last = view.timings.recent[-1].wall_ms if view.timings.recent else None
     p50 = view.timings.decode.p50 or view.timings.mixed.p50 or view.timings.prefill.p50 or last
@@ -57,7 +55,7 @@ def vitals(view: View, n: int) -> list[Vital]:
               series("prefill") / BUCKET, "prefill"),
         Vital("running", f"{running:,}", (f"+{waiting} waiting", f"+{waiting} wait", f"+{waiting}"),
               series("running"), "running"),
-        Vital("hit rate", hit_rate, ("% of prompt tokens", "%"),
+        Vital("hit rate", hit_rate, (*since, "%"),
               _rolling(series("cached", n + 20), series("prefill", n + 20), n), "hit", top=1.0),
         Vital("pool", "<1" if 0 < 1 - free / total < 0.01 else f"{100 * (1 - free / total):.0f}",
               (f"% used, {held:.0f} % held", f"% · {held:.0f} % held", "%"),
