@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from engine.fields import listed, shown
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"  # of a LoRA adapter
+WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf")
+ORIGINAL = "consolidated"  # the beginning of the name of weights in Mistral's or Meta's own format
+POINTER = b"version https://git-lfs"  # the beginning of a file that Git LFS has not replaced with its contents
 JSON_BYTES = 64 << 20  # the index of a model with 100,000 tensors takes 10 MB
 TOKENIZER_BYTES = 256 << 20  # the largest published tokenizer.json takes 34 MB
 
@@ -44,6 +48,14 @@ def read_bytes(path: Path, most: int) -> bytes:
         raise CheckpointError(f"{path} cannot be read ({error}): download it again") from error
 
 
+def again(path: Path) -> str:
+    """Return what to do about a damaged file."""
+    with suppress(OSError), open(path, "rb") as file:
+        if file.read(len(POINTER)) == POINTER:
+            return "it is a Git LFS pointer; run `git lfs pull` in its directory"
+    return "download it again"
+
+
 def read_text(path: Path, most: int) -> str:
     """Like `read_bytes`, but return the contents as text in UTF-8."""
     try:
@@ -67,7 +79,7 @@ def read_json(path: Path) -> dict[str, Any]:
             "config.json"
         ) from None
     except ValueError as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): download it again") from error
+        raise CheckpointError(f"{path} cannot be read ({error}): {again(path)}") from error
     except RecursionError:
         raise CheckpointError(f"{path} cannot be read (it is nested too deeply): download it again") from None
     if not isinstance(value, dict):
@@ -102,13 +114,21 @@ def checkpoint_files(directory: Path) -> list[Path]:
                 "missing: download the checkpoint again"
             )
         return [directory / name for name in names]
-    if found := sorted(path.name for path in directory.glob("*.safetensors")):
+    if (directory / ADAPTER).is_file():
+        raise _is_adapter(directory)
+    held = sorted(path.name for path in directory.glob("*") if path.suffix in WEIGHTS)
+    shards = [name for name in held if name.endswith(".safetensors") and not name.startswith(ORIGINAL)]
+    if shards:
         raise CheckpointError(
-            f"{directory} has {listed(found)}, but neither {SINGLE} nor {INDEX}, which names the files that belong "
+            f"{directory} has {listed(shards)}, but neither {SINGLE} nor {INDEX}, which names the files that belong "
             f"together: download {INDEX} too"
         )
-    others = sorted(path.name for path in directory.glob("*.bin"))
-    hint = f", only {listed(others)}: convert it to safetensors" if others else ": download the checkpoint again"
+    hint = ": download the checkpoint again"
+    if held:
+        hint = (
+            f", only {listed(held)}: download the weights that belong to config.json, or convert these with "
+            "from_pretrained(…) and save_pretrained(…) of transformers"
+        )
     raise CheckpointError(f"{directory} holds neither {SINGLE} nor {INDEX}{hint}")
 
 

@@ -74,14 +74,14 @@ def _as_directory(name: str) -> Path | None:
 
 
 def _gguf_file(path: Path) -> Path | None:
-    """Return the GGUF file that the path means; None if it is a directory with a config.json, or without GGUF files.
+    """Return the GGUF file that the path means; None if it is a directory with a checkpoint, or without GGUF files.
 
     Of a model that is split into several files, this is one of them. Files for images are not considered.
     """
     if path.is_file():
         return path
     found = sorted(each for each in path.glob("*.gguf") if not each.name.startswith(IMAGES))
-    if not found or (path / CONFIG).exists():
+    if not found or ((path / CONFIG).exists() and any(path.glob("*.safetensors"))):
         return None
     from engine.gguf.parts import model_name
 

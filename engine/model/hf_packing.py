@@ -22,13 +22,15 @@ NEAREST = {  # quant_method that is not supported -> the method of METHODS whose
     "exl2": "gptq", "exl3": "gptq", "auto-round": "gptq", "intel/auto-round": "gptq", "marlin": "gptq",
     "bitnet": "compressed-tensors", "fbgemm_fp8": "compressed-tensors", "modelopt": "compressed-tensors",
     "torchao": "compressed-tensors", "quanto": "compressed-tensors", "quark": "compressed-tensors",
-    "higgs": "compressed-tensors", "fp_quant": "mxfp4", "nvfp4": "mxfp4",
+    "higgs": "compressed-tensors", "mlx": "awq", "fp_quant": "mxfp4", "nvfp4": "mxfp4",
 }  # fmt: skip
 
 
 def read_packing(fields: Fields) -> Packing | None:
     """Returns how the checkpoint's matrices are stored; None if they are plain. Raises CheckpointError."""
     raw = fields.raw.get("quantization_config")
+    if not raw and isinstance(fields.raw.get("quantization"), dict):
+        raw = fields.raw["quantization"]  # of MLX
     if not raw:
         return None
     if not isinstance(raw, dict):
@@ -54,9 +56,12 @@ def read_packing(fields: Fields) -> Packing | None:
         return Packing("gptq", raw["bits"], _group(inner, raw), version_2=newer, in_order=not raw.get("desc_act"))
     if method == "compressed-tensors":
         return _compressed(fields, raw)
+    what = f"quant_method {shown(method)}"
+    if method is None and (guess := "bitsandbytes" if "load_in_4bit" in raw else "mlx" if "bits" in raw else None):
+        method, what = guess, f"the fields of {guess}"
     nearest = NEAREST.get(method.lower()) if isinstance(method, str) else None
     like = f", and {nearest} is the nearest to it" if nearest else ""
-    raise _error(fields, f"quant_method {shown(method)}", ", ".join(METHODS) + like)
+    raise _error(fields, what, ", ".join(METHODS) + like)
 
 
 def _compressed(fields: Fields, raw: dict[str, Any]) -> Packing:

@@ -71,9 +71,9 @@ class RopeReader:
                 raise self._error(f"has rope parameters {shown(value)}: they must be an object")
             if value:
                 tables.append(value)
-        if len(tables) == 2 and tables[0] != tables[1]:
+        if len(tables) == 2 and any(tables[0][key] != tables[1][key] for key in tables[0].keys() & tables[1].keys()):
             raise self._error("has rope_parameters and rope_scaling, which differ: remove the wrong one")
-        return tables[0] if tables else {}
+        return {key: value for table in tables for key, value in table.items()}
 
     def _read(self, raw: dict[str, Any], theta: float) -> RopeConfig:
         """Reads one object. `type` is an older name of `rope_type`. `theta`: the default of rope_theta."""

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointError
 from engine.fields import listed
-from engine.files import checkpoint_files
+from engine.files import again, checkpoint_files
 from engine.model.config import Packing
 from engine.model.four_bits import Int4Weight
 from engine.model.linear import ByteWeight, Matrix
@@ -198,7 +198,7 @@ def _advice(missing: list[str], unexpected: list[str], packing: Packing | None) 
     if packing is None and any(name.endswith(OF_QUANTISED) for name in unexpected):
         return (
             "these are tensors of a quantised checkpoint, but config.json has no quantization_config: use the "
-            "config.json that belongs to them"
+            "config.json that belongs to them, or another quantisation"
         )
     return "use config.json and weights of the same model"
 
@@ -232,7 +232,7 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not a complete safetensors file ({error}): download it again") from error
+        raise CheckpointError(f"{path} is not a complete safetensors file ({error}): {again(path)}") from error
 
 
 def _read(slot: Slot, file: Any, path: Path, name: str) -> torch.Tensor:

@@ -13,7 +13,7 @@ import tokenizers
 
 from engine.errors import CheckpointError, InvalidRequest
 from engine.fields import listed
-from engine.files import TOKENIZER_BYTES, read_bytes
+from engine.files import TOKENIZER_BYTES, again, read_bytes
 
 OTHER_FORMATS = ("tokenizer.model", "tekken.json", "vocab.json", "merges.txt", "vocab.txt", "tiktoken.model")
 LONG_TEXT = 4096  # characters
@@ -38,7 +38,7 @@ def load(path: Path) -> tokenizers.Tokenizer:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library is in Rust: a panic there is not an Exception
-        raise CheckpointError(f"{path} cannot be read ({error}): download it again") from error
+        raise CheckpointError(f"{path} cannot be read ({error}): {again(path)}") from error
     for name in ("normalizer", "decoder"):
         growth = _growth(_state(getattr(tokenizer, name)))
         if growth > LARGEST_GROWTH:

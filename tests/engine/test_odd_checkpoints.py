@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.eos import eos_ids
 from engine.errors import CheckpointError
+from engine.hub.resolve import resolve_model
 from engine.model.decoder import Decoder
 from engine.model.hf_config import read_model_config
 from engine.text.tokenizer import Tokenizer
@@ -123,6 +125,77 @@ def test_a_quantization_config_without_quantised_tensors_changes_nothing(one: Pa
     save_file(tensors | {key: tensors[key].to(torch.float8_e4m3fn)}, one / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"up_proj\.weight is of type F8_E4M3 and should be one of F64"):
         load_decoder(one)
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize("edits", [
+    [{"dtype": "bfloat16"}, {"torch_dtype": "torch.bfloat16"}, {"dtype": None, "torch_dtype": "bfloat16"}],
+    [{"rope_theta": 5e3}, {"rope_theta": 5e3, "rope_scaling": None}, {"rope_parameters": {"rope_theta": 5e3}}],
+    [{"rope_theta": 5e3, "rope_scaling": YARN}, {"rope_parameters": {**YARN, "rope_theta": 5e3}},
+     {"rope_theta": 5e3, "rope_scaling": YARN, "rope_parameters": {**YARN, "rope_theta": 5e3}}],
+    [{"head_dim": 16}, {"head_dim": None}],
+    [{}, {"architectures": None}, {"model_type": None}, {"quantization_config": None}, {"tie_word_embeddings": None},
+     {"auto_map": {"AutoModelForCausalLM": "modeling_m.M"}}],
+])  # fmt: skip
+def test_fields_may_be_absent_null_or_of_another_version(edits: list[dict[str, Any]], one: Path) -> None:
+    path = one / "config.json"
+    raw = json.loads(path.read_text())
+    raw = {key: value for key, value in raw.items() if not key.startswith(("rope_", "dtype", "torch_dtype"))}
+    found = []
+    for edit in edits:
+        path.write_text(json.dumps(raw | edit))
+        found.append(read_model_config(one))
+    assert found == found[:1] * len(edits)
+
+
+BITS = {"group_size": 64, "bits": 4}
+ELSEWHERE = r"holds neither model\.safetensors nor .*, only {}: download the weights that belong to config\.json, or"
+
+
+@pytest.mark.parametrize(("name", "sentence"), [
+    ("pytorch_model.bin", ELSEWHERE), ("consolidated.00.pth", ELSEWHERE), ("consolidated.safetensors", ELSEWHERE),
+    ("adapter_model.safetensors", r"holds a LoRA adapter of Org/Base \(adapter_config\.json\), .*merge_and_unload"),
+])  # fmt: skip
+def test_weights_in_another_format_are_named(name: str, sentence: str, one: Path) -> None:
+    (one / "model.safetensors").rename(one / name)
+    if name.startswith("adapter"):
+        (one / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Org/Base"}))
+    with pytest.raises(CheckpointError, match=sentence.format(re.escape(name))):
+        load_decoder(one)
+
+
+def test_of_several_gguf_files_beside_a_config_one_must_be_named(one: Path) -> None:
+    for name in "m-Q4_K_M.gguf", "m-Q8_0.gguf":
+        (one / name).write_bytes(b"GGUF")
+    assert resolve_model(str(one)) == one
+    (one / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"has 2 GGUF files: name one of them, as in --model .*m-Q4_K_M\.gguf"):
+        resolve_model(str(one))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_says_how_to_get_the_file(name: str, one: Path) -> None:
+    (one / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)} .*it is a Git LFS pointer; run `git lfs pull`"):
+        Tokenizer(one) if name.startswith("tokenizer") else load_decoder(one)
+
+
+@pytest.mark.parametrize(("fields", "sentence"), [
+    ({"quantization": BITS}, "the fields of mlx .*, and awq is the nearest"),
+    ({"quantization": BITS, "quantization_config": BITS}, "the fields of mlx .*, and awq is the nearest"),
+    ({"quantization_config": {"load_in_4bit": True}}, "the fields of bitsandbytes .*, and awq is the nearest"),
+    ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "and compressed-tensors is the nea"),
+    ({"quantization_config": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {
+        "group_0": {"weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}},
+    }}}, "has format 'nvfp4-pack-quantized' with 4 bits, .* use another quantisation, or the original checkpoint"),
+])  # fmt: skip
+def test_a_quantisation_that_is_not_supported_is_named(fields: dict[str, Any], sentence: str, one: Path) -> None:
+    path = one / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with pytest.raises(CheckpointError, match=sentence):
+        read_model_config(one)
 
 
 @pytest.mark.parametrize(
