@@ -26,7 +26,7 @@ from minitui.cli.options import engine_config
 from minitui.settings import Settings
 from minitui.sources.local import LocalSource
 from minitui.teaching.lesson_progress import LessonProgress
-from minitui.teaching.lessons import LESSONS, l3_paged_kv, l4_paged_attention, lesson, tree_walk
+from minitui.teaching.lessons import LESSONS, l3_paged_kv, l4_paged_attention, l9_radix, lesson, tree_walk
 from minitui.teaching.lessons import page as page_module
 from minitui.teaching.lessons.l2_model import tensors
 from minitui.teaching.lessons.l5_sampler import parse_settings
@@ -64,8 +64,8 @@ RIGHT = {  # what each experiment must prove, by lesson and page title
     (4, "From position to slot"): "80",
     (4, "Causal attention after a cache hit"): "keys 0 to 112",
     (5, "Settings move the bars"): "they grow, all by the same factor",
-    (5, "Three penalties"): "the first two become less likely, by the same factor",
-    (5, "Random numbers without state"): "the same, token for token",
+    (5, "Three penalties"): "it grows with each penalty",
+    (5, "Repeating a reply"): "from the seed, the position and the id of the token",
     (6, "Joining and leaving"): "50",
     (6, "A long prompt"): "61",
     (6, "A pool that is too small"): "the youngest",
@@ -73,10 +73,10 @@ RIGHT = {  # what each experiment must prove, by lesson and page title
     (7, "Byte by byte"): "6: of each character, all bytes but the last",
     (7, "Stop strings"): "with the next token",
     (8, "A request with curl"): "at most 12",
-    (8, "A client disconnects"): "only the block that it is filling",
+    (8, "A client disconnects"): "those after the last full block of the prompt",
     (9, "The same beginning, another question"): "24",
-    (9, "All at the same time"): "once",
-    (9, "What is evicted, and when"): "A's last blocks",
+    (9, "All at the same time"): "192",
+    (9, "What is evicted, and when"): "B's, then the last of A's",
     (10, "Eager, graphs, overlap"): "8.6 ms",
     (10, "A larger model"): "by a smaller one",
     (10, "A ladder of sizes"): "the graph for 8 requests",
@@ -270,6 +270,7 @@ def test_the_radix_lesson_counts_what_was_shared(outcome: Callable[[int], Taught
     counted = bars(outcome(9).seen["All at the same time"].text)
     total, options = counted["all prompts"], lesson(9).options
     assert counted["computed"] + counted["shared"] == total < options["max_num_batched_tokens"]
+    assert (total, counted["shared"]) == (l9_radix.PROMPTS, 5 * l9_radix.SYSTEM), "the numbers of the question"
     assert counted["shared"] > counted["computed"]
     most = (total + 6 * 7) / 16 + 6  # blocks: of six prompts, 7 tokens of each reply, and a rest in six last blocks
     assert most <= options["kv_blocks"], "the requests would fit even if they shared nothing"

@@ -52,10 +52,9 @@ async def same_load(stage: Stage) -> Seen:
         "\n".join(lines) + f"\n\nIn {count(alike, 'step')} both planned the same number of decodes and the same "
         "prompt tokens. Both preempt the youngest request and release all its blocks. When the request resumes, "
         "both find some of the blocks in the cache.\n\n"
-        "Two differences cannot be seen here. This engine evicts the end of the least recently used branch of its "
-        "tree; vLLM has no tree and takes the block that became free first. And two requests may compute the same text "
-        "at the same time, before it is in the cache. This engine then keeps one copy of the blocks; vLLM keeps both "
-        "until one is evicted."
+        "Two differences cannot be seen here. This engine chooses the blocks to evict by its tree of prefixes. "
+        "vLLM has no tree: it takes the block that became free first. And two requests may compute the same text at "
+        "the same time. This engine then keeps one copy of the blocks. vLLM keeps both until one is evicted."
     )
 
 

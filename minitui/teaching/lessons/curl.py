@@ -50,9 +50,9 @@ async def request(stage: Stage) -> Seen:
     return Seen(
         "\n".join(f"   {name:<20}{n:>6}" for name, n in rows)
         + "\n\nThe first answer is one JSON object. Its usage has the two numbers of tokens, and its finish_reason is "
-        f"“{reply['finish_reason']}”. The second is a stream of server-sent events; "
-        f"its pieces make {same}. A piece is the text that is new since the event before; it may come from several "
-        f"tokens. The last event is {events[-1]}. The server has stopped; `minitui serve` starts one.",
+        f"“{reply['finish_reason']}”. The second answer is a stream of events. Each event has the text that is new, "
+        f"and this may be the text of several tokens. All pieces together make {same}. The last event is {events[-1]}. "
+        "The server has stopped; `minitui serve` starts one.",
         0 if len(texts) < 2 or events[-1] != "[DONE]" else 1 if len(texts) <= TOKENS else None,
     )
 

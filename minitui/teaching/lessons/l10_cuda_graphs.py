@@ -23,8 +23,8 @@ async def host_share(stage: Stage) -> Seen:
     gpu = "cpu" not in str(stage.source.info["device"]).lower()
     device_note = (
         "This engine runs on a GPU: a decode step replays a graph." if gpu
-        else "This engine runs on a CPU: the host itself computes. So the tracks never overlap, and there are no "
-        "launches and no graphs."
+        else "This engine runs on a CPU: the CPU is both the host and the device. So the tracks never overlap, and "
+        "there are no launches and no graphs."
     )  # fmt: skip
     return Seen(
         f"In this run a decode step took {ms(timings.decode.p50)} ms (median). Plan, launch and commit took "
@@ -42,8 +42,8 @@ async def batch_sizes(stage: Stage) -> Seen:
     lines = [f"   {count(n, 'request'):<10}   graph for {size}, {size - n} of padding" for n, size in served]
     return Seen(
         "\n".join(lines)
-        + "\n\nA batch uses the smallest graph that is large enough. Its other places are padding: they belong to no "
-        "request and point to the null block, and their results are ignored.",
+        + "\n\nA batch uses the smallest graph that is large enough. The other places of the graph are padding: they "
+        "belong to no request and point to the null block, and their results are ignored.",
         {4: 0, 5: 1, 8: 2}[served[-1][1]],
     )
 
@@ -83,23 +83,23 @@ LESSON = Lesson(
         Page(
             "The cost of a launch",
             """
-            On a GPU the host does not compute. It launches kernels: small programs, several for each layer. A launch
-            costs the host some microseconds; through Python and PyTorch, 5 to 50, depending on the host. The kernels of
-            a large prompt keep the GPU busy for much longer. A decode step of a few tokens has hundreds of launches
-            too, but each kernel has little work.
+            If the device is a GPU, the host does not compute the forward pass. The host launches kernels: small
+            programs, several for each layer, that run on the GPU. From Python and PyTorch, a launch takes the host 5 to
+            50 microseconds; this depends on the host. A kernel for a long prompt runs much longer than a launch takes.
+            A decode step of a few tokens has hundreds of launches, too, but each kernel has little work.
 
-            A CUDA graph is a recording of such a sequence of launches. It is captured once, with all arguments, and
-            then replayed with a single call. A replay always reads and writes the same addresses. So the inputs of a
-            step are copied into fixed buffers, and the KV pool never moves.
+            A CUDA graph is a recording of such a sequence of launches, with all arguments. The engine records
+            (captures) the graph once. Later, a single call replays the graph. A replay always reads and writes the same
+            addresses. So the inputs of a step are copied into fixed buffers, and the KV pool never moves.
             """,
             code="engine.worker.cuda_graphs",
         ),
         Page(
             "Host and device",
             """
-            The timings panel has two tracks, below its table: one of the host and one of the device. Time runs to the
-            right. Where both tracks are filled, the host plans the next step while the device computes the current
-            step.
+            The timings panel has two tracks below its table: one for the host and one for the device. Time runs to the
+            right. A filled cell means work. If both tracks are filled, the host works while the device computes: for
+            example, the host plans the next step.
             """,
             panel="timings",
             run=host_share,
@@ -113,9 +113,9 @@ LESSON = Lesson(
               graphs   the host replays one graph
               overlap  graphs; the host launches a step while the previous step runs
 
-            The host does not wait. A kernel starts when it is launched and the kernel before it has ended. On this
-            host, a launch took {LAUNCH_US:.0f} microseconds. A profiler, which can prolong kernels, measured
-            {ms(SMALL_MODEL.kernels[1][1])} ms for all of them.
+            The host launches the next kernel without waiting for the last. The device runs one kernel after the other.
+            Here a launch took {LAUNCH_US:.0f} microseconds, and all kernels together took
+            {ms(SMALL_MODEL.kernels[1][1])} ms (with a profiler, which can slow kernels).
             """,
             panel="gpu",
             code="engine.worker.cuda_graphs:DecodeGraphs.launch",
@@ -129,23 +129,23 @@ LESSON = Lesson(
                 ),
                 (
                     "",
-                    "all kernels would have to be launched at once. But the host launches one after the other: "
-                    "multiply the number of kernels by the time of a launch.",
-                    "the host would wait for each kernel. But while the device runs a kernel, the host launches the "
-                    "next one: the two times overlap.",
+                    "the launches would take no time. But the host launches the kernels one after the other: multiply "
+                    "the number of kernels by the time of a launch.",
+                    "the host would wait for each kernel before the next launch. But the host launches the next kernel "
+                    "while the device runs this kernel, so the two times overlap.",
                 ),
             ),
         ),
         Page(
             "A larger model",
             f"""
-            The same steps, with a larger model. {LARGE_MODEL.name} has {LARGE_MODEL.weights_gb:.0f} GB of weights,
-            {SMALL_MODEL.name} has {SMALL_MODEL.weights_gb:.1f} GB. A step reads nearly all of them. An eager step of
-            {LARGE_MODEL.name} has {LARGE_MODEL.kernels[1][0]:.0f} kernels; an eager step of {SMALL_MODEL.name} has
-            {SMALL_MODEL.kernels[1][0]:.0f}. The graph made a step of {SMALL_MODEL.name} {gain(SMALL_MODEL):.0f} times
-            as fast.
+            The same steps with a larger model. {LARGE_MODEL.name} has {LARGE_MODEL.weights_gb:.0f} GB of weights,
+            {SMALL_MODEL.name} has {SMALL_MODEL.weights_gb:.1f} GB. A step reads nearly all weights of its model. An
+            eager step of {LARGE_MODEL.name} has {LARGE_MODEL.kernels[1][0]:.0f} kernels, an eager step of
+            {SMALL_MODEL.name} has {SMALL_MODEL.kernels[1][0]:.0f}. The graph made a step of {SMALL_MODEL.name}
+            {gain(SMALL_MODEL):.0f} times as fast.
 
-            In a tall window, the same steps with 64 rows are below.
+            In a tall window, the panel also has the steps with 64 rows.
             """,
             panel="gpu",
             run=large_model,
@@ -153,10 +153,10 @@ LESSON = Lesson(
                 f"A graph makes a step of {LARGE_MODEL.name} faster, too. By which factor?",
                 ("by a larger one", "by about the same one", "by a smaller one"),
                 (
-                    "the launches would have to grow more than the kernels. There are more of them, but each kernel "
-                    "also reads more weights, and a graph does not make reading faster.",
-                    "kernels and launches would have to grow alike. Compare how much more there is to read, and how "
-                    "many more kernels there are.",
+                    "the time for launches would grow more than the time of the kernels. But each kernel reads far "
+                    "more weights, and a graph does not make reading faster.",
+                    "the time for launches and the time of the kernels would grow alike. Compare: how many times as "
+                    "many bytes are there to read, and how many times as many kernels?",
                     "",
                 ),
             ),
@@ -164,9 +164,9 @@ LESSON = Lesson(
         Page(
             "A ladder of sizes",
             """
-            A graph is captured for a fixed number of requests, and always computes this number. But a batch may have
-            any number. Capturing a graph for each number would need much time and memory. So there is a ladder of
-            sizes: 1, 2, 4, 8, 16, then in steps of 16 up to 128, and then in steps of 32.
+            A graph is captured for a fixed number of requests, and a replay always computes this number. But a batch
+            may have any number of requests. A graph for each number would need much time and memory. So this engine
+            captures graphs for a ladder of sizes: 1, 2, 4, 8, 16, then in steps of 16 up to 128, then in steps of 32.
             """,
             panel="step",
             code="engine.worker.cuda_graphs:ladder",
@@ -175,9 +175,8 @@ LESSON = Lesson(
                 f"{LARGEST_BATCH} requests decode. Which graph is replayed?",
                 ("the graph for 4 requests, twice", f"a graph for exactly {LARGEST_BATCH}", "the graph for 8 requests"),
                 (
-                    "all weights would be read twice. Three places of padding cost much less.",
-                    "there would have to be a graph for every batch size up to the largest: more memory, and "
-                    "a longer start.",
+                    "two replays would read all weights twice. A larger graph with empty places costs much less.",
+                    "each batch size would have a graph. But the ladder has no such size.",
                     "",
                 ),
             ),
@@ -185,20 +184,20 @@ LESSON = Lesson(
         Page(
             "What is captured",
             """
-            There are three kinds of graphs (speculation adds a fourth). The word in brackets is the unit of the sizes:
+            This engine has three kinds of graphs; speculation adds a fourth. Brackets contain what a size counts:
 
               decode (requests)  one token for each request
               extend (tokens)    chunks of a few prompts, also beside decodes
               sample (requests)  greedy, with noise, or with noise and top-k or top-p
 
-            Longer steps have no graph. At the start, the engine measures from how many tokens on the kernels should
-            take longer than the launches. (vLLM captures short prompts in pieces, from attention to attention.)
-            Sampling has graphs of its own because its settings differ from step to step. Lengths and block numbers are
-            data in the buffers.
+            Steps with many tokens have no graph: their kernels take longer than the launches. At the start, the engine
+            measures from which number on this should be so. Sampling has graphs of its own, because its settings
+            differ from step to step. Lengths and block numbers are data in the buffers. (By default, vLLM captures
+            steps with prompts in pieces, without attention.)
 
-            For large models and small batches, the limit that remains is the speed of the memory: a decode step must
-            read the weights, and the keys and values of the batch, once. `minitui bench` prints how close this engine
-            gets.
+            With graphs, the speed of the memory limits large models and small batches: a decode step must read the
+            weights, and the keys and values of the batch, once. `minitui bench` prints how close this engine comes to
+            this limit.
             """,
             code="engine.worker.cuda_graphs:DecodeGraphs.launch",
         ),
@@ -206,13 +205,13 @@ LESSON = Lesson(
     close,
     (
         Check(
-            "How many places would be padding in the next decode step on a GPU?",
+            "On a GPU, how many places of the next decode step would be padding?",
             "step",
             "the step bar: D×n means n decoding requests. The ladder has the sizes 1, 2, 4 and 8.",
             _padding,
         ),
         Check(
-            "Which steps of these three requests could not use a decode graph on a GPU?",
+            "On a GPU, which steps of these three requests could use no decode graph?",
             "lanes",
             "the batch lanes: columns with prefill.",
             lambda stage: f"the steps with prefill: {_prefills(stage)} of {stage.figures().steps}",

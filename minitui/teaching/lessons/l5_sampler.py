@@ -25,6 +25,7 @@ BIAS = 2.0
 KEPT = 3
 CLOSING = {"top_k": KEPT}
 MIN_P = 0.1  # of a closing question
+UNLISTED = "A dash means: the token was not cut, but it is not one of the likeliest tokens, which the engine lists."
 PICTURES: tuple[dict[str, float], ...] = (
     {"temperature": 0.5}, {"temperature": 1.0}, {"temperature": 2.0}, {"top_k": KEPT}, {"top_p": 0.6}, {"min_p": 0.1},
     {"repetition_penalty": 2.0},
@@ -126,6 +127,7 @@ async def move_the_bars(stage: Stage) -> Seen:
     same = "the same token" if tokens[0] == tokens[1] else "two different tokens"
     return Seen(
         "\n".join(lines)
+        + (f"\n\n{UNLISTED}" if any(line.endswith("-") or " - " in line for line in lines) else "")
         + f"\n\nDrawn with {_title(stage, last)}:\n\n" + "\n".join(draws) + f"\n\nThe same seed gave {same}.",
         None if typed else _kept_in_proportion(before, top_k),
     )
@@ -167,7 +169,14 @@ async def same_seed(stage: Stage) -> Seen:
     replies = [(f"seed {SEED}, alone", alone), (f"seed {SEED}, with {len(crowd)} others", together)]
     replies += [(f"seed {seed}", await draw(stage, **hot, seed=seed)) for seed in (SEED + 1, SEED + 2)]
     lines = [f"   {name:<22}{_short(text)}" for name, text in replies]
-    return Seen("\n".join(lines), 0 if alone == together else 1)
+    if alone != together:
+        return Seen("\n".join(lines) + "\n\nThe two replies with one seed differ: the next page says why.")
+    return Seen(
+        "\n".join(lines) + "\n\nBoth replies with the same seed are the same. The noise is computed from the seed, the "
+        "position in the text and the token's id. (If a request asks for several replies, the number of the reply is "
+        "used, too.) No other request can change these numbers.",
+        1,
+    )
 
 
 def _short(text: str) -> str:
@@ -214,29 +223,31 @@ LESSON = Lesson(
         Page(
             "The order of the stages",
             """
-            The model computes a score for every token: the logits. This engine's sampler has these stages:
+            The model gives a score for every token: the logits. The sampler makes one token of them. This engine's
+            sampler has these stages:
 
               1 allow and favour   grammar, allowed_token_ids, bad_words, logit_bias
               2 min_tokens         forbids the end until the reply has this many tokens
-              3 penalties          change the scores of tokens that already occurred
-              4 temperature        divides the scores: below 1 the best tokens become likelier, above 1 less likely
-              5 top_k              keeps the k best tokens
-              6 top_p              keeps the best tokens, until their total reaches p
-              7 min_p              cuts tokens below p times the best probability
-              8 draw               samples one of the remaining tokens, by probability
+              3 penalties          change the scores of tokens that have occurred
+              4 temperature        divides the scores: below 1, the best become likelier
+              5 top_k              cuts all tokens but the k likeliest
+              6 top_p              keeps the likeliest until their sum reaches p
+              7 min_p              cuts tokens less likely than p times the likeliest
+              8 draw               chooses one of the other tokens by probability
 
-            Temperature 0 is greedy: it takes the largest logit. A stage that no request uses is skipped. The order
-            differs between engines: vLLM applies min_p before top_k.
+            Temperature 0 is greedy: the token with the largest score is taken. Stages that no request uses are skipped.
+            The order differs between engines: vLLM applies min_p before top_k.
             """,
             code="engine.worker.sampler:Sampler.sample",
         ),
         Page(
             "Settings move the bars",
             f"""
-            The bars are probabilities of the first reply token, after all stages, as the engine's sampler computed
-            them. Each picture is a request with other settings. A token that was cut is crossed out. The prompt is
-            “{UNKNOWN}”: the model has no answer to it, so several first tokens are possible. With the key i you type
-            your own settings, such as: temperature 1.5 top_p 0.9 seed 3.
+            The bars show how likely each token is as the first token of a reply. The engine's sampler computed these
+            probabilities. Each picture is a request with other settings. A token that was cut is crossed out.
+
+            The prompt is “{UNKNOWN}”. The model has learned no answer to this prompt, so several first tokens are
+            likely. Key i lets you type your own settings, such as: temperature 1.5 top_p 0.9 seed 3.
             """,
             panel="candidates",
             code="engine.worker.sampler:Sampler._truncate",
@@ -246,9 +257,9 @@ LESSON = Lesson(
                 f"top_k {KEPT} keeps the {KEPT} likeliest tokens. What happens to their probabilities?",
                 ("they stay as they were", "they grow, all by the same factor", "the three become equally likely"),
                 (
-                    "the probabilities of all tokens together would be less than 1.",
+                    "the probabilities would add up to less than 1, and the sampler would sometimes draw no token.",
                     "",
-                    "the sampler would forget the scores. But the scores of the kept tokens do not change.",
+                    "the sampler would ignore the scores of these tokens. But top_k changes no score of a kept token.",
                 ),
             ),
         ),
@@ -257,66 +268,68 @@ LESSON = Lesson(
             """
             A penalty lowers the scores of tokens that have occurred:
 
-              repetition_penalty  in prompt or reply: divides a positive score, multiplies a negative one
+              repetition_penalty  in prompt or reply: divides (if below 0: multiplies)
               presence_penalty    in the reply: is subtracted once
-              frequency_penalty   in the reply: is subtracted for each occurrence
+              frequency_penalty   in the reply: is subtracted once for each occurrence
 
-            Four requests may use only three words. One of them has no penalty. So far, the first word occurred several
+            Four requests may use only three words; one has no penalty. All replies began alike: the first word several
             times, the second once, the third never.
             """,
             panel="candidates",
             code="engine.worker.sampler:Sampler._apply_penalties",
             run=compare_penalties,
             predict=Prediction(
-                "How does presence_penalty change the next draw?",
+                "No penalty changes the score of the third word. What happens to its probability?",
+                ("it stays as it was", "it grows with each penalty", "it grows or falls: this depends on the penalty"),
                 (
-                    "only the first word becomes less likely",
-                    "the first two become less likely, by the same factor",
-                    "the first two become less likely, the first by more",
-                ),
-                (
-                    "one occurrence would not count. But a token is present from its first occurrence on.",
+                    "the three probabilities would add up to less than 1: a penalty makes the other words less likely.",
                     "",
-                    "the number of occurrences would count. This is what frequency_penalty does.",
+                    "a penalty would have to raise the score of a word. But here each penalty lowers scores.",
                 ),
             ),
         ),
         Page(
-            "Random numbers without state",
-            """
-            To sample by probability, the sampler adds noise of a certain distribution (Gumbel) to the logits, and takes
-            the token with the largest sum. Each token that was not cut is then chosen with exactly its probability.
+            "Repeating a reply",
+            f"""
+            To draw a token, the sampler adds a random number (noise) to each score. The token with the largest sum is
+            the next token. The noise has a certain distribution (Gumbel). With it, each token is drawn as often as its
+            probability says.
 
-            The noise is computed from four numbers: the request's seed, the number of the reply (if a request asks for
-            several), the position, and the token's id.
+            A request may have a seed, so that its reply can be repeated. The experiment samples a reply with seed
+            {SEED} at a high temperature: first alone, then with three others in the batch. Both replies should be the
+            same.
             """,
             panel="step",
             code="engine.kernels.noise:gumbel",
             run=same_seed,
             predict=Prediction(
-                f"A reply is sampled twice at a high temperature with seed {SEED}: alone, then with three others in "
-                "the batch. The second reply is …",
-                ("the same, token for token", "different: the batch uses random numbers in another order"),
+                "From which numbers can the engine compute the noise of a token?",
                 (
+                    "from the seed and the number of the step",
+                    "from the seed, the position and the id of the token",
+                    "from the seed and the row of the request",
+                ),
+                (
+                    "the noise would depend on when the request runs. But the second reply began in a later step.",
                     "",
-                    "all requests would have to draw from one random generator, whose state the other requests change. "
-                    "But the noise depends only on the four numbers, and none of them depends on the batch.",
+                    "the noise would depend on which rows are free. But the three others already had rows when the "
+                    "second reply began.",
                 ),
             ),
         ),
         Page(
-            "The same draw in every batch",
+            "What can still change a reply",
             """
-            A draw depends on the position in the text, not on the steps before it. So the batch, the cache and
-            interruptions do not matter: with the same seed the same noise is used. A request without a seed gets a
-            random seed. The seed is recorded, so every reply can be sampled again.
+            In this engine, the noise of a token does not depend on the batch, on the cache or on interruptions. A
+            request without a seed gets a random seed. The seed is recorded, so every reply can be sampled again.
 
-            One thing can still change a reply: arithmetic. A sum of rounded numbers depends on the order of its terms,
-            most of all in half precision. In most kernels, the order changes with the batch size. This can decide
-            between two tokens that are almost equally likely. So the tests of this engine compare tokens in double
-            precision, where rounding practically never decides.
+            One thing can still change a reply: rounding. Each sum of a forward pass is rounded, and the result depends
+            on the order of its terms, most of all in half precision (16 bits). In most programs for GPUs, this order
+            changes with the batch size. If two tokens are almost equally likely, rounding may decide between them. The
+            tests of this engine compare tokens in double precision (64 bits). There, rounding practically never
+            decides.
 
-            If the logits of a request are not finite numbers, it ends with an error and the others continue.
+            If the logits of a request are not finite numbers, this request ends with an error. The others continue.
             """,
             code="engine.kernels.noise:request_keys",
         ),
@@ -332,7 +345,7 @@ LESSON = Lesson(
         Check(
             "Which is the likeliest token that was cut, and why?",
             "candidates",
-            "the candidates: the first bar that is crossed out; the title.",
+            "the candidates: the first bar that is crossed out, and the title.",
             _first_cut,
         ),
         Check(

@@ -6,7 +6,7 @@ from minitui.chat.conversation import Session
 from minitui.teaching.lessons.beside_vllm import same_load
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.lessons.preemption import too_small
-from minitui.teaching.lessons.side_by_side import side_by_side
+from minitui.teaching.lessons.side_by_side import side_by_side, steps_and_time
 from minitui.teaching.scenarios import paste
 from minitui.teaching.stage import Stage
 
@@ -43,7 +43,8 @@ async def long_paste(stage: Stage) -> Seen:
     return Seen(
         "Tokens computed in the steps of the pasted prompt:\n\n" + "\n".join(lines) + "\n\n"
         f"The step bar shows step {first} again: {decodes} + {tokens} tokens, the whole budget. The decoding requests "
-        "got a token in each of these steps, but later: a step with a chunk takes longer than a decode step.",
+        "got a token in each of these steps. But they waited longer for the token: a step with a chunk takes longer "
+        "than a decode step.",
         {budget: 0, budget - decodes: 1, 0: 3}.get(tokens, 2),
     )
 
@@ -72,8 +73,8 @@ async def join_and_leave(stage: Stage) -> Seen:
     for name, steps in (("continuous", figures.steps), ("static (calculated)", static)):
         lines.append(f"   {name:<24}{steps:>5}{f'{tokens / steps / rows:.0%}':>12}")
     return Seen(
-        "The steps, counted from 1:\n\n" + "\n".join(lines) + "\n\nEach waiting request took the next free row. "
-        "The next page runs static batches.",
+        "The steps, counted from 1:\n\n" + "\n".join(lines) + "\n\nEach waiting request took the next row "
+        "that became free. The next page runs static batches.",
         {max(LENGTHS): 0, static: 2, tokens: 3}.get(figures.steps, 1),
     )
 
@@ -96,7 +97,7 @@ async def fifth_waits(stage: Stage) -> Seen:
         f"   {'':<11}r{event.request} waits for {reason}\n"
         f"   step {ended.step:<6}a running request finishes\n"
         f"   step {admitted.step:<6}r{ids[1]} is admitted\n\n"
-        "The step still had budget left. So the first reason that the engine found was the missing row.",
+        "The step had budget left. But all rows were used.",
         next((i for i, start in enumerate(("budget", "rows", "blocks")) if reason.startswith(start)), None),
     )  # fmt: skip
 
@@ -132,31 +133,31 @@ LESSON = Lesson(
         Page(
             "A budget of tokens",
             """
-            A step may compute only a limited number of tokens: its budget. The budget limits the tokens of a step, and
-            so, roughly, the waiting time for each token. The scheduler spends the budget in this order:
+            A step may compute only a limited number of tokens: its budget. All running requests wait for the end of the
+            step, and the budget limits this wait. This engine's scheduler spends the budget in this order:
 
               1 decoding requests   one token each, the oldest first
-              2 started prompts     the next chunk of each
-              3 the queue           first come, first served; preempted requests first
+              2 started prompts     the next part (chunk) of each
+              3 the queue           first come, first served; interrupted requests first
 
             One forward pass computes all these tokens. A prompt that is longer than the rest of the budget is computed
-            in chunks. So a long prompt makes the steps of the decoding requests longer, but no step computes more than
-            the budget. vLLM mixes prompts and decodes, too; SGLang only with --enable-mixed-chunk.
+            in chunks, in several steps. vLLM mixes prompts and decodes in a step, too. SGLang does this only with
+            --enable-mixed-chunk.
 
-            Without grammar and speculation, the scheduler needs only the lengths of replies. So it can plan a step
-            before the tokens of the previous step are known (see L1 Architecture).
+            For the replies, the scheduler needs the number of tokens, not the tokens. (A grammar and speculation need
+            the tokens.) So it can plan a step before the tokens of the previous step are known (L1 Architecture).
             """,
             code="engine.core.scheduler:Scheduler.plan",
         ),
         Page(
             "Joining and leaving",
             f"""
-            Static batching fills a batch, computes it until its longest reply has ended, and then starts the next
-            batch. A row is a place in the batch. When a short reply has ended, its row stays empty, and new requests
-            wait for the end of the whole batch. Continuous batching fills free rows in every step.
+            A row is a place in the batch. Static batching fills all rows and computes until the longest reply has
+            ended. The row of a shorter reply stays empty until then, although other requests wait. Continuous batching
+            fills free rows before each step.
 
-            This engine has four rows and batches continuously. Four replies of {", ".join(map(str, LENGTHS[:4]))}
-            tokens start. Two more replies, of {LENGTHS[4]} tokens each, wait. A reply of n tokens takes n steps.
+            This engine batches continuously, here with four rows. Four replies of {", ".join(map(str, LENGTHS[:4]))}
+            tokens start together. Two more replies of {LENGTHS[4]} tokens each wait. A reply of n tokens takes n steps.
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._admit",
@@ -170,13 +171,13 @@ LESSON = Lesson(
                     f"{sum(LENGTHS)}",
                 ),
                 (
-                    f"there would have to be more rows. But the sixth reply can only start when a second row is free: "
-                    f"after {LENGTHS[1]} steps. It needs {LENGTHS[5]} more.",
+                    f"all six replies would have a row from the start. But the sixth reply gets the second row that "
+                    f"becomes free, after {LENGTHS[1]} steps. It takes {LENGTHS[5]} more steps.",
                     "",
-                    f"the two waiting replies could not start before the reply of {max(LENGTHS)} tokens has "
-                    f"ended: {max(LENGTHS)} + {LENGTHS[4]} steps. This is static batching.",
-                    "a step could compute only one request. But this engine has four rows, and a step computes "
-                    "one token for each of them.",
+                    f"the two waiting replies would start when the reply of {max(LENGTHS)} tokens has ended: "
+                    f"{max(LENGTHS)} + {LENGTHS[4]} steps. This is static batching.",
+                    "a step would compute one request only. But this engine has four rows, and a step computes "
+                    "one token for each row.",
                 ),
             ),
         ),
@@ -190,18 +191,19 @@ LESSON = Lesson(
             In the static run, look for requests that wait although a row is empty. Compare the steps, the time of the
             run, and the times to the first token.
 
-            Fewer steps need not mean less time, for two reasons. All rows wait while a step computes a prompt
-            ("stalled"). Static batches compute several prompts in one such step, so they wait less often. And on a CPU,
-            a step with four rows takes longer than a step with one row; on a GPU, hardly longer (L2 Model and weights).
+            Fewer steps take less time only if each step does not take longer. Two things make steps longer here. On a
+            CPU, a step with four rows takes longer than a step with one row; on a GPU, hardly longer (L2 Model and
+            weights). And all rows wait while a step computes a prompt (“stalled”). Static batches compute several
+            prompts in one step, so they wait less often. The result says how long the steps took.
             """,
             panel="runs",
-            run=side_by_side("batching"),
+            run=side_by_side("batching", told=steps_and_time),
         ),
         Page(
             "A long prompt",
             """
-            Three requests decode. A user pastes a long text. The budget of this engine is 64 tokens a step. A prompt
-            may be split into chunks: a part that does not fit into the budget waits for the next step.
+            Three requests decode. Then a user pastes a long text. The budget of this engine is 64 tokens a step. The
+            part of the prompt that does not fit into a step waits for the next step.
             """,
             panel="step",
             code="engine.core.scheduler:Scheduler._chunk",
@@ -210,24 +212,25 @@ LESSON = Lesson(
                 "How many tokens of the pasted prompt does its first step compute?",
                 ("64", "61", "all of them", "none: it waits until the other requests have ended"),
                 (
-                    "the decoding requests would get no token, or their tokens would not count. But "
-                    "they are planned first, one token each.",
+                    "the decoding requests would get no token in this step, or their tokens would not count. But "
+                    "the scheduler plans decoding requests first, one token each.",
                     "",
-                    "the step would be as long as the prompt, and the decoding requests would wait for all of it. "
-                    "The budget prevents this.",
-                    "a new request could wait for as long as others write, although the step has room.",
+                    "the step would compute more tokens than its budget, and the decoding requests would wait for the "
+                    "whole prompt.",
+                    "the prompt would wait as long as the others write, although the step has room for more tokens.",
                 ),
             ),
         ),
         Page(
             "In one step and in chunks",
             """
-            Three requests write, and a user pastes a long text: first into an engine that computes a prompt in one
-            step, then into one that computes at most 64 tokens in a step.
+            Three requests write, and a user pastes a long text. The first engine computes the whole prompt in one
+            step. The second engine computes at most 64 tokens in a step.
 
-            Chunks have a price, too. The pasted prompt shares its steps with the other requests, and each chunk reads
-            the keys and values of the earlier chunks again. So its first token usually comes later, and the whole run
-            can take longer. Compare the longest gap between two tokens with the longest time to a first token (p99).
+            Chunks have a price. Each chunk shares its step with the other requests, and reads the keys and values of
+            the earlier chunks again. So the first token of the pasted prompt usually comes later, and the run may take
+            longer. Compare two figures: the longest gap between two tokens, and the longest time to a first token
+            (first token p99).
             """,
             panel="runs",
             run=side_by_side("chunked-prefill"),
@@ -235,14 +238,15 @@ LESSON = Lesson(
         Page(
             "Waiting, with a reason",
             """
-            A request that is not admitted waits. A record gives the first reason found:
+            A new request waits until the scheduler admits the request to the batch. The log of this engine names the
+            first reason for waiting, in this order:
 
               budget   the budget of the step is used up
               rows     no row is free
               blocks   too few blocks are available
 
-            This engine has four rows and a budget of 64 tokens. Three requests decode, and two more arrive. Their
-            prompts have 16 tokens each.
+            This engine has four rows and a budget of 64 tokens. Three requests decode, and two more arrive. Each of the
+            two has a prompt of 16 tokens.
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._obstacle",
@@ -251,10 +255,10 @@ LESSON = Lesson(
                 "Which reason does the record of the last request give?",
                 ("the budget is used up", "no row is free", "too few blocks are available"),
                 (
-                    "the step would have to compute more tokens: three of decoding requests and 16 of the first new "
-                    "prompt leave enough for another 16.",
+                    "the step would compute more than 64 tokens. But three decodes and two prompts are "
+                    "3 + 16 + 16 = 35 tokens.",
                     "",
-                    f"the pool would have to be almost full. But five short requests use a few of its {BLOCKS} blocks.",
+                    f"the pool would be almost full. But five short requests need only a few of its {BLOCKS} blocks.",
                 ),
             ),
         ),
@@ -262,12 +266,12 @@ LESSON = Lesson(
             "A pool that is too small",
             f"""
             Three requests arrive, one after the other. Their prompts fill most of the pool of {BLOCKS} blocks. The
-            second has by far the longest prompt. Then all three decode, and each takes another block for every 16
-            tokens. Soon no block is free or cached, and a request needs one more.
+            second prompt is by far the longest. Then all three decode, and each takes another block for every 16
+            tokens. Soon a request needs a block, and no block is free or cached.
 
-            A request cannot go on without its keys and values. So one of the three has to release its row and its
-            blocks, and wait. This is preemption. What is evicted then has to be computed again. The other two should be
-            able to go on.
+            So one of the three has to wait: it releases its row and its blocks. This is preemption. The other two
+            continue, and may overwrite the released blocks. When the third request continues, lost keys and values must
+            be computed again.
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._preempt",
@@ -276,9 +280,9 @@ LESSON = Lesson(
                 "Which request does this engine preempt?",
                 ("the oldest", "the one with the most blocks", "the youngest"),
                 (
-                    "new requests could push out old ones again and again, and a long reply might never end.",
-                    "it would free the most blocks, but the most tokens would be computed again. And a long request "
-                    "could be preempted each time when it comes back.",
+                    "new requests could push out an old request again and again. Its reply might never end.",
+                    "the most blocks would become free. But the most tokens would be lost, and the same long request "
+                    "could be preempted again and again.",
                     "",
                 ),
             ),
@@ -286,17 +290,18 @@ LESSON = Lesson(
         Page(
             "When memory runs out",
             """
-            A decode step may need a new block. If no block is free, cached blocks are evicted. If no cached blocks are
-            left, the youngest running request is preempted: it releases its row and its blocks and moves to the head
-            of the queue. Its full blocks stay in the tree as cached blocks. The other requests need a new block for
-            every 16 tokens that they write. So these cached blocks are evicted one by one, the last block first, until
-            a request finishes. Then the preempted request resumes with those of its blocks that are still cached. The
-            engine computes its other tokens again, prompt and reply together, like one prompt. The reply continues
-            where it stopped.
+            A decode step may need a new block. If no block is free, this engine evicts cached blocks. If no cached
+            block is left, it preempts the youngest running request. vLLM does the same by default; SGLang
+            usually preempts the request with the shortest reply so far.
 
-            A prompt that can never fit is refused at submission, so it never blocks the queue. The error names the
-            prompt's length and the limit. If a reply needs more blocks than the whole pool has, it ends with the reason
-            `length`.
+            A preempted request moves to the head of the queue. Its full blocks stay in the tree as cached blocks. The
+            other requests continue to write, and evict these blocks one by one. When a request finishes, the preempted
+            request can resume. It uses its blocks that are still cached. Its other tokens are computed again, those of
+            the prompt and those of the reply, like one prompt. Then the reply continues where it stopped.
+
+            A prompt that can never fit is refused when it arrives, so that it does not block the queue. The error names
+            the prompt's length and the limit. If a reply needs more blocks than the pool has, the reply ends with the
+            reason `length`.
             """,
             panel="events",
             code="engine.core.scheduler:Scheduler._plan_decodes",
@@ -304,13 +309,13 @@ LESSON = Lesson(
         Page(
             "The same requests on vLLM",
             """
-            vLLM's scheduler solves the same problem: a budget of tokens, a number of rows, a pool of blocks. Three
-            prompts that fill most of the pool are sent at the same time, first to vLLM's scheduler and then to this
-            engine. vLLM's part is a recording of its real scheduler, without a model: the tokens come from this
-            engine's replies. Both have the same pool, rows and budget.
+            vLLM's scheduler solves the same problem: it has a budget of tokens, a number of rows, and a pool of blocks.
+            Here both schedulers have the same budget, rows and pool. They get the same three requests at the same time;
+            the prompts fill most of the pool.
 
-            The picture shows both runs, one below the other. The clock counts steps, because vLLM's steps computed
-            nothing. `minitui inspect --connect` shows a running vLLM.
+            vLLM's run is a recording of its real scheduler. It had no model: the tokens of the replies were those of
+            this engine. So vLLM's steps have no times, and the clock of the picture counts steps. The picture shows
+            vLLM's run above and this engine's run below. `minitui inspect --connect` shows a running vLLM.
             """,
             panel="runs-steps",
             code="minitui.vllm.recorder:Recorder.scheduled",
@@ -323,7 +328,7 @@ LESSON = Lesson(
         Check(
             "Which request waits, and for what?",
             "events",
-            "the events: the line with `waits` gives the request and the first reason.",
+            "the events: a line with `waits` has the request and the reason.",
             _waits,
         ),
         Check(

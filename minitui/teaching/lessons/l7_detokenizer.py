@@ -64,7 +64,7 @@ async def held_back(stage: Stage) -> Seen:
     word, got = PAIR[0].strip(), runs[1][1]
     return Seen(
         "The text that came with each token:\n\n" + "\n".join(lines) + "\n\n"
-        f"“{word}” could become “{STOPS[0]}”, so this text was held back until the next token. (The space before it "
+        f"“{word}” could be the beginning of “{STOPS[0]}”, so this text was held back until the next token. (The space "
         f"was sent at once: “{STOPS[0]}” does not begin with a space.) “{STOPS[1]}” did occur: the reply ended, and no "
         "part of the stop string was sent.",
         0 if word in got[at] else 1 if word + PAIR[1] in got[at + 1] else 2,
@@ -103,27 +103,26 @@ LESSON = Lesson(
         Page(
             "Tokens are bytes",
             """
-            A common kind of tokenizer (byte-level BPE) knows the 256 bytes and many frequent sequences of bytes. It
-            splits text into these pieces; each piece has a number. So it can encode any text, even text that it was not
-            trained on. But a piece need not end where a character ends: 😀 has four bytes in UTF-8, and they may
-            belong to two, three or four tokens.
+            In many tokenizers (byte-level BPE), a token is a sequence of bytes. A token may end in the middle of a
+            character: 😀 has four bytes in UTF-8, and these bytes may belong to several tokens.
 
-            When a reply streams, its tokens arrive one by one. Decoding each token alone would print a replacement
-            character for half an emoji. Decoding the whole reply with every token would take longer and longer.
+            When a reply streams, its tokens arrive one by one. If each token was decoded alone, half an emoji would
+            become a replacement character (�). Decoding the whole reply again for each token would take longer and
+            longer.
 
-            So the detokenizer of a reply has state: the last bytes, if they may be the beginning of a character. These
-            bytes are held back until the rest of the character arrives. With byte-level BPE the emitted texts together
-            equal the decoding of all ids at once: the text is the joined bytes. With other tokenizers, the text of a
-            token can depend on the token before. Then the engine decodes with and without the new token: the difference
-            is new.
+            So this engine keeps the last bytes of a reply if they may be the beginning of a character. These bytes are
+            held back until the rest of the character arrives. All emitted texts together are the decoded reply.
+
+            In other tokenizers, the text of a token can depend on the token before. Then this engine decodes the last
+            tokens twice, with and without the new token. The difference is the new text.
             """,
             code="engine.text.tokenizer:Tokenizer.detokenizer",
         ),
         Page(
             "Byte by byte",
             f"""
-            The bundled model's tokenizer encodes the text {TEXT}. Its vocabulary is small: here every token is a single
-            byte. In UTF-8, a and b have one byte each, é has two, 漢 has three and 😀 has four.
+            The tokenizer of the bundled model encodes the text {TEXT}. Its vocabulary is small: each token of this text
+            is a single byte. In UTF-8, a and b have one byte each, é has two, 漢 has three and 😀 has four.
             """,
             code="engine.text.detokenizer:_ByteDetokenizer",
             run=byte_by_byte,
@@ -136,21 +135,21 @@ LESSON = Lesson(
                     f"{SILENT[3]}: all bytes of the characters outside ASCII",
                 ),
                 (
-                    "each incomplete character would be emitted as a replacement character, which later text "
-                    "cannot take back.",
-                    "漢 and é would have one byte. But they have three and two.",
+                    "incomplete characters would be emitted as replacement characters. But emitted text cannot be "
+                    "taken back.",
+                    "漢 and é would have one byte each. But 漢 has three bytes, and é has two.",
                     "",
-                    "these characters would appear only at the end of the reply. But the last byte of a character "
-                    "completes it, so it can be emitted.",
+                    "these characters would be emitted only at the end of the reply. But with its last byte, a "
+                    "character is complete and can be emitted.",
                 ),
             ),
         ),
         Page(
             "Stop strings",
             f"""
-            A request may give stop strings. The reply ends when a stop string occurs in it, and the client gets no part
-            of the stop string. A stop string need not be a token: it may begin in the middle of one token and end in
-            another.
+            A request may have stop strings. When a stop string occurs in the reply, the reply ends, and the client gets
+            no part of the stop string. A stop string need not be a token: it may begin in the middle of one token and
+            end in the middle of another.
 
             A reply has the tokens “{PAIR[0]}” and “{PAIR[1]}”, one after the other. The stop string is “{STOPS[0]}”.
             """,
@@ -160,28 +159,28 @@ LESSON = Lesson(
                 f"When does the client get the word “{PAIR[0].strip()}”?",
                 ("at once", "with the next token", "at the end of the reply"),
                 (
-                    "the next token could be “ zebra”. Then a part of the stop string would already have been sent. "
-                    "(With include_stop_str_in_output, a request asks for the stop string.)",
+                    "a part of the stop string could be sent: the next token could be “ zebra”. (A request that wants "
+                    "the stop string has the option include_stop_str_in_output.)",
                     "",
-                    "the engine could not tell earlier whether the stop string occurs. But the next token shows that "
-                    f"it does not: “{STOPS[1]}” is not the beginning of “{STOPS[0]}”.",
+                    "the engine would not know earlier that this is no stop string. But the next token shows this: "
+                    f"“{STOPS[0]}” does not begin with “{STOPS[1]}”.",
                 ),
             ),
         ),
         Page(
             "From text to ids",
             """
-            Input needs the same care. The model's chat template writes a conversation as one text, with control tokens
-            between the messages. If a user types the name of a control token, the typed name must stay text. Otherwise
-            a user could end the message and start another message in the name of the system. In minitui's chats, only
-            the template makes control tokens.
+            A prompt is encoded before it is computed. A model's chat template makes one text of all messages of a chat.
+            Between the messages are control tokens, such as <|im_end|>. A user may type <|im_end|>, too. Then the typed
+            letters must stay text. Otherwise a user could begin a message in the name of the system. In
+            minitui's chats, only the template makes control tokens.
 
-            A chat keeps the ids that it sent and received. The model may have written a text with other ids than the
-            tokenizer would choose for the same text. So the next prompt uses the kept ids wherever the text is the
-            same: the cache finds blocks by ids, not by text.
+            The same text can be cut into tokens in several ways, and a model may write other tokens than the tokenizer
+            would choose. The cache finds blocks by token ids, not by text. So a chat keeps the ids of its messages, and
+            the next prompt begins with these ids.
 
-            Encoding and decoding happen outside the step: with overlap, the next step runs while the last ids become
-            text.
+            Text is encoded and decoded outside the step. On a GPU, the next step can run while the ids of the last step
+            become text.
             """,
             code="engine.text.tokenizer:Tokenizer.apply_chat_template",
         ),
@@ -203,7 +202,7 @@ LESSON = Lesson(
         Check(
             f"The request has the stop string {STOP}. Which part of the text is emitted?",
             "pieces",
-            "the tokens: text that may begin the stop string is held back.",
+            "the tokens: text that may be the beginning of the stop string is held back.",
             lambda stage: (
                 f"{TEXT[: TEXT.index(STOP)]}: b is held back, and with the last byte of {CHARACTER} the stop "
                 "string is complete"

@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-from engine.trace.views import CACHED, FREE
+from engine.trace.views import CACHED
 from minitui.teaching.lessons.curl import QUESTION, TOKENS, request
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
+from minitui.teaching.scenarios import paste
 from minitui.teaching.stage import Stage
 
 
 async def disconnect(stage: Stage) -> Seen:
-    """Cancels one of two requests in the middle of its answer. The answer: which of its blocks become free, 0: all, 1:
-    all that it does not share, 2: only the block that it was filling."""
-    sessions = await stage.write_all(("What is the KV cache?", "What is prefill?"), [80] * 2)
+    """Cancels one of two requests in the middle of its answer, and sends its prompt again. The answer: which tokens are
+    computed again, 0: all, 1: those after the shared blocks, 2: those after the prompt's last full block."""
+    sessions = await stage.write_all(("What is the KV cache?", paste(1)), [80] * 2)
     await stage.step(12, seconds=0.15)
     other, cancelled = (stage.request(session) for session in sessions)
     held, size = len(cancelled.table), stage.source.info["block_size"]
     shared = len(set(cancelled.table) & set(other.table))
     own = stage.state().computed(cancelled) // size - shared
-    free_before = stage.state().counts[FREE]
     await stage.pause(1)
     stage.chats.cancel(sessions[1])
     await stage.until("the end of the request", lambda: cancelled.id not in stage.state().requests)
-    state = stage.state()
-    freed = state.counts[FREE] - free_before
+    kept = stage.state().counts[CACHED]
+    await stage.pause(2)
+    again = await stage.ask(stage.chat(max_tokens=80, whole=True), paste(1))
+    await stage.step(1, seconds=1.0)
+    lane = stage.view.lanes.lanes[again]
+    prompt, cached = lane.prompt_tokens, lane.cached_tokens
     rows = (
-        ("held", held), ("of these shared", shared), ("of its own, and full", own),
-        ("became free", freed), ("stayed cached", state.counts[CACHED]),
+        ("blocks of the aborted request", held), ("  shared with the other request", shared),
+        ("  its own, full", own), ("cached blocks after the abort", kept),
+        ("tokens of the prompt, sent again", prompt), ("  from the cache", cached), ("  computed", prompt - cached),
     )  # fmt: skip
     return Seen(
-        "Blocks of this request:\n\n" + "\n".join(f"   {name:<26}{n:>3}" for name, n in rows) + "\n\n"
-        "The system prompt is in the shared blocks. Now only the other request holds them, and it continues "
-        "unchanged. The request ended with the reason “abort”; its row was free at once.",
-        {held: 0, held - shared: 1}.get(freed, 2),
+        "\n".join(f"   {name:<36}{n:>4}" for name, n in rows) + "\n\nThe full blocks of the aborted request stayed in "
+        "the cache. Only the block that it was filling became free. The other request also holds the shared blocks, "
+        "with the system prompt. It continued unchanged.",
+        {prompt: 0, prompt - shared * size: 1, prompt - prompt // size * size: 2}.get(prompt - cached),
     )
 
 
@@ -46,12 +51,11 @@ async def crowd(stage: Stage) -> Seen:
     figures = stage.figures()
     rows = (
         ("requests running after one step", running), ("requests waiting after one step", waiting),
-        ("steps until all replies had ended", figures.steps), ("prompt tokens of all requests", figures.prompt_tokens),
-        ("computed", figures.computed), ("from the cache", figures.cached),
-    )  # fmt: skip
+        ("steps until all replies had ended", figures.steps),
+    )
     return Seen(
-        "\n".join(f"   {name:<36}{n:>6,}" for name, n in rows) + f"\n\nThe clients did nothing special: each of "
-        f"the {len(metrics)} sent one request and read one reply.",
+        "\n".join(f"   {name:<36}{n:>6,}" for name, n in rows) + f"\n\nEach of the {len(metrics)} clients sent one "
+        "request and read one reply. No client had to know of the others.",
     )
 
 
@@ -71,9 +75,9 @@ LESSON = Lesson(
         Page(
             "Client, server, engine",
             """
-            `minitui serve` offers the same engine over HTTP. Server and engine are two processes: requests go to the
-            engine over a socket; text and token ids come back. In this lesson only page 2 starts a server;
-            the other experiments send requests to the engine directly. The server has these endpoints:
+            `minitui serve` offers this engine over HTTP. Server and engine are two processes. The server sends requests
+            to the engine over a socket, and the engine sends text and token ids back. In this lesson, only page 2
+            starts a server. The server has these endpoints:
 
               /v1/chat/completions, /v1/responses     the APIs of OpenAI
               /v1/messages                            the API of Anthropic
@@ -81,23 +85,22 @@ LESSON = Lesson(
               /v1/models, /health, /ready, /metrics   for monitoring
               /minitui/...                            records and control, for minitui chat --connect
 
-            The server tokenizes and checks each request before it sends the request to the engine. An invalid request
-            (a negative temperature, a prompt that can never fit) is refused with an error that names the field. An
-            unknown field is ignored, and the header X-Minitui-Warning names it.
+            The server tokenizes and checks each request first. An invalid request (a negative temperature, a prompt
+            that can never fit) is refused with an error that names the field. An unknown field is ignored, and the
+            header X-Minitui-Warning of the answer names the field.
             """,
             code="minitui.server.service:Service",
         ),
         Page(
             "A request with curl",
             f"""
-            The experiment starts the HTTP server on the engine of this lesson. It listens on a free port of this
-            machine and accepts one key. Then curl, a program for HTTP requests, asks “{QUESTION}” twice, each time for
-            up to {TOKENS} tokens: first for the whole reply, then with "stream": true. The panel shows the commands,
-            and what the server sends. Some fields are left out.
+            The experiment starts the HTTP server on the engine of this lesson. The server listens on a free port of
+            this machine and accepts one key. Then curl, a program for HTTP requests, asks “{QUESTION}” twice, each time
+            for up to {TOKENS} tokens: first for the whole reply, then with "stream": true. The panel shows the commands
+            and the server's answers, without some fields.
 
-            In a stream, the response stays open, and the server writes an event when it has new text. An event is a
-            line that begins with “data:”. An empty line ends it. The text passes the detokenizer first (L7
-            Detokenizer).
+            The response of a stream stays open, and the server writes an event when it has new text. An event is a line
+            that begins with “data:”, and an empty line. The text comes from the detokenizer (L7 Detokenizer).
             """,
             panel="wire",
             code="minitui.server.chat",
@@ -106,7 +109,7 @@ LESSON = Lesson(
                 f"How many events of a streamed reply of {TOKENS} tokens have text?",
                 ("one", f"at most {TOKENS}", f"always {TOKENS}"),
                 (
-                    "the server would have to wait for the last token. But then nothing would be streamed.",
+                    "the server would wait for the last token. That is an answer without a stream.",
                     "",
                     "each token would have an event of its own. But the text of a token can be held back, and the "
                     "server may send the text of several tokens together.",
@@ -116,8 +119,8 @@ LESSON = Lesson(
         Page(
             "One queue for all",
             """
-            Clients know nothing of each other. Their requests wait in the engine's queue, first come, first served.
-            Here 8 requests with the same system prompt arrive at once. The engine has four rows.
+            Clients know nothing of each other. Their requests wait in one queue of the engine, first come, first served
+            (by default). Here 8 requests arrive at once. The engine has four rows. Each reply has 6 tokens.
             """,
             panel="lanes",
             run=crowd,
@@ -125,22 +128,24 @@ LESSON = Lesson(
         Page(
             "A client disconnects",
             """
-            A client may close its connection in the middle of an answer. The server notices, and the engine aborts the
-            request before its next step. A request can be aborted in any state: in the queue, in the middle of its
-            prompt, or while a token is computed.
+            A client may close its connection in the middle of an answer. The server notices this, and the engine aborts
+            the request before its next step. A request can be aborted in the queue, in the middle of its prompt, and
+            while its reply is computed.
 
-            Here two requests with the same system prompt write answers, and the client of one disconnects.
+            Here two requests with the same system prompt write replies. Then the second client disconnects, and soon
+            sends the same prompt again. The first client's request still runs.
             """,
             panel="occupancy",
             code="engine.core.engine:Engine.abort",
             run=disconnect,
             predict=Prediction(
-                "Which of the blocks that this request holds become free?",
-                ("all", "all that it does not share", "only the block that it is filling"),
+                "Which tokens of this prompt are computed again?",
+                ("all", "those after the system prompt", "those after the last full block of the prompt"),
                 (
-                    "the other request would lose its system prompt: both hold the same blocks.",
-                    "full blocks would not stay in the tree. But the next prompt may begin with the same tokens, and "
-                    "cached blocks can be evicted when another request needs room.",
+                    "the abort would empty the blocks of the request. But the first request holds some of them, too, "
+                    "and reads the system prompt there.",
+                    "the other full blocks would be emptied at once. But their keys and values are right, also after "
+                    "an abort. So they stay cached until the room is needed.",
                     "",
                 ),
             ),
@@ -148,17 +153,16 @@ LESSON = Lesson(
         Page(
             "Limits and failures",
             """
-            Every queue has a limit. If too many requests wait, the server answers 429 and says when to try again
-            (Retry-After). While the model loads, the server answers 503. For a slow client, the server keeps only a
-            limited amount of output.
+            If too many requests wait, this server answers 429 and says when to try again (Retry-After). While the model
+            loads, the server answers 503. For a slow client, the server keeps only a limited amount of output.
 
-            If a step raises an exception, the requests of that step end with an error and the engine continues. If the
-            GPU itself fails, the engine's process must be replaced: /health reports the failure, and the server starts
-            a new process. Until the new process is ready, the server answers 503.
+            If a step raises an exception, the requests of that step end with an error, and this engine continues. If
+            the GPU itself fails, the engine's process must be replaced: /health reports the failure, and the server
+            starts a new process. Until the new process is ready, the server answers 503.
 
-            Two figures describe a server's speed: the time to the first token (queue + prefill), and the time per token
-            (about the length of a step). A larger batch shortens the queue, but makes each step longer. `/metrics` has
-            a histogram of each figure.
+            Two figures describe a server's speed: the time to the first token (mainly queue and prefill), and the time
+            per token (about the duration of a step). A larger batch shortens the queue, but makes each step longer.
+            `/metrics` has a histogram of each figure.
             """,
             code="minitui.server.errors",
         ),
@@ -177,7 +181,7 @@ LESSON = Lesson(
         Check(
             "Which request is next?",
             "events",
-            "the events: the line with `waits` names the request and the reason.",
+            "the events: the newest line with `waits` has the request and the reason.",
             lambda stage: f"r{stage.state().queue[0]}" if stage.state().queue else "none",
         ),
         Check(

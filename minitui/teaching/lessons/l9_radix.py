@@ -10,7 +10,8 @@ from minitui.teaching.scenarios import QUESTIONS
 from minitui.teaching.stage import Stage
 from minitui.text import match_reasons
 
-BUDGET = 1024  # tokens: more than the six prompts of `shared_system_prompt` have
+PROMPTS, SYSTEM = 752, 112  # tokens: of the six prompts of `shared_system_prompt`, and of their common full blocks
+BUDGET = 1024  # tokens: more than PROMPTS
 BLOCKS = 56  # of the pool: enough for these six requests, even if they share nothing
 
 
@@ -24,11 +25,12 @@ async def shared_system_prompt(stage: Stage) -> Seen:
     counts = {"all prompts": figures.prompt_tokens, "computed": figures.computed, "shared": figures.cached}
     rows = [(name, float(n), f"{n:,} tokens") for name, n in counts.items()]
     return Seen(
-        "All six arrived at the same moment, and none was cached. The system prompt was computed only once:\n\n"
-        f"{stage.bars(rows)}\n\nWhen the engine planned the first prompt, it added the prompt's blocks to the tree and "
-        "marked them as pending. So the other requests of the same step found them. Blocks of a reply are added when "
-        "their step is committed: only then does the engine know their tokens.",
-        2 if figures.share_cached > 0.5 else 0,
+        "The common beginning was computed once, for all six:\n\n"
+        f"{stage.bars(rows)}\n\nA plan needs only the tokens of the prompts, and these are known. When the "
+        "engine planned the first prompt, it added the prompt's blocks to the tree. So the other five found them, in "
+        "the same step. (Blocks of a reply are added when their step has ended: before that, their tokens are not "
+        "known.)",
+        {PROMPTS: 0, PROMPTS - SYSTEM: 1, PROMPTS - 5 * SYSTEM: 2, PROMPTS - 6 * SYSTEM: 3}.get(figures.computed),
     )
 
 
@@ -57,43 +59,43 @@ LESSON = Lesson(
         Page(
             "What can be shared",
             """
-            The keys and values of a token depend on the token itself and on all tokens before it, and on nothing after
-            it. So two prompts with the same beginning have, for that beginning, the same keys and values, apart from
+            The keys and values of a token depend on this token and on all tokens before. They do not depend on later
+            tokens. So two prompts with the same beginning have the same keys and values for this beginning, apart from
             rounding. Computing them once is enough.
 
-            Two prompts that begin differently cannot share a passage in the middle, even if it is the same word for
-            word: its keys and values depend on the text before it.
+            Two prompts that begin differently cannot share a later passage, even if the passage is the same in both:
+            its keys and values depend on the text before.
 
             Sharing saves prefill: the first token comes sooner, and the device has more time for other requests.
-            Sharing saves memory: requests that run at the same time hold a common beginning only once. A decode step
-            of one request is not faster. The reply is the same as without the cache, apart from rounding (see L5
+            Sharing saves memory: several requests can hold one copy of a common beginning. Sharing does not make the
+            decode steps of a request faster. The reply is the same as without the cache, apart from rounding (L5
             Sampler).
             """,
         ),
         Page(
             "A tree of blocks",
             """
-            The engine keeps a tree of the prefixes in the pool. A node is a sequence of whole blocks with their token
-            ids. Its children are found by the ids of their first block. The lookup of a prompt walks down the tree,
-            with one dictionary access for each node. If a prompt matches only the first blocks of a node, the node is
-            split after these blocks. The common part becomes the parent of the rest. A node with a single child becomes
-            one node with it when the same requests use both.
+            This engine keeps a tree of the prefixes in the pool. A node is a sequence of full blocks with their token
+            ids. To look up a prompt, the engine walks down from the root. At each node, the ids of the next block
+            choose a child. If a prompt equals only the first blocks of a node, the node is split: these blocks become
+            the parent of the other blocks.
 
-            Only whole blocks are shared, and a shared block is never written again. The block that a request is
-            filling belongs to it alone. The last token of a prompt is never taken from the tree, because its logits
-            are needed: even a prompt that is completely cached computes at least one token.
+            Only full blocks are shared, and a shared block is never written again. A block that is not full belongs to
+            one request. The last token of a prompt is never taken from the tree, because its logits are needed. So even
+            a prompt that is cached to its end computes at least one token.
 
-            The tree is SGLang's idea (RadixAttention). There, a block may also have one token; then a match can end at
-            any token. vLLM finds each block by a hash of its tokens and of the hash of the block before.
+            The tree is SGLang's idea (RadixAttention). By default, a block of SGLang has one token, so a match can end
+            at any token. vLLM has no tree. It finds a block by a hash of the block's tokens and of the hash of the
+            block before.
             """,
             code="engine.core.radix:RadixTree.match",
         ),
         Page(
             "The same beginning, another question",
             f"""
-            Two chats have the same system prompt, and their questions begin alike, too. The first chat's prompt has
-            been computed and is in the tree. The second prompt has {LONG} tokens, and its first {SAME} are those of the
-            first prompt. A block has 16 tokens. The picture follows the lookup of the second prompt, block by block.
+            Two chats have the same system prompt, and their questions begin alike, too. The prompt of the first chat is
+            in the tree. The prompt of the second chat has {LONG} tokens, and its first {SAME} tokens are those of the
+            first prompt. A block has 16 tokens. The picture shows the lookup of the second prompt, block by block.
             """,
             panel="blocks",
             code="engine.core.radix:RadixTree.match",
@@ -102,44 +104,43 @@ LESSON = Lesson(
                 "How many tokens of the second prompt are computed?",
                 (f"{LONG}", f"{LONG - SAME}", f"{LONG - SAME // 16 * 16}", "1"),
                 (
-                    "the engine would look up prompts as a whole. But it compares them block by block.",
-                    "part of a block could be shared. But a block is shared whole or not at all: its last keys belong "
-                    "to other tokens here, so the second chat would need a copy of the block.",
+                    "only equal prompts would be found. But the engine compares prompts block by block.",
+                    "the second chat would use a part of a block. But the rest of this block has keys of the first "
+                    "chat's tokens, and only full blocks are shared.",
                     "",
-                    "the two prompts would have to be the same.",
+                    "the two prompts would be equal, up to the last token.",
                 ),
             ),
         ),
         Page(
             "All at the same time",
             f"""
-            Six chats with one system prompt arrive together, in an empty engine. All six prompts fit into one step,
-            even if each is computed whole: the budget is {BUDGET:,} tokens, and the pool has enough blocks. When this
-            step is planned, no prompt has been computed.
+            Six prompts arrive together, and the cache is empty. They have {PROMPTS} tokens in all, and the first
+            {SYSTEM} tokens of each are the same. One step computes all six: the budget is {BUDGET:,} tokens.
 
-            Two things decide: what the engine knows when it plans (L1 Architecture), and in which order a layer stores
-            keys and reads them (L4 Paged attention).
+            In this step, every layer first stores the keys and values of all tokens, and then attention reads (L4 Paged
+            attention).
             """,
             panel="tree",
             code="engine.core.cache:KVCache.publish_planned",
             run=shared_system_prompt,
             predict=Prediction(
-                "How often is the system prompt computed here?",
-                ("six times: it is not cached yet", "twice: the others wait for the next step", "once"),
+                "How many tokens does this step compute?",
+                tuple(f"{PROMPTS - n * SYSTEM}" for n in (0, 1, 5, 6)),
                 (
-                    "a block could be shared only after its step has ended. But it can be shared as soon as its "
-                    "tokens are known.",
-                    "blocks could be used only in a later step. But attention reads after all keys of the step are "
-                    "stored, so no request has to wait.",
+                    "a block could be shared only after its step. But attention reads when all keys of the step are "
+                    "stored. So a block can be shared in the same step that computes it.",
+                    "only one of the six would take the common beginning from another prompt. But five can take it.",
                     "",
+                    "none of the six would compute the common beginning. But the cache was empty.",
                 ),
             ),
         ),
         Page(
             "Without and with the cache",
             """
-            The same six chats in two engines: one without the prefix cache, one with it. The panel shows both runs on
-            one clock, the first above the second. Compare the length of the prefill at the beginning.
+            The same six chats run in two engines: first without the prefix cache, then with the cache. The panel shows
+            both runs on one clock, the first above the second. Compare the length of the prefill at the beginning.
             """,
             panel="runs",
             run=side_by_side("cache"),
@@ -147,24 +148,28 @@ LESSON = Lesson(
         Page(
             "What is evicted, and when",
             """
-            When a request ends, its blocks stay in the tree until room is needed. Then leaves (nodes without children)
-            that no request holds are evicted, the least recently used first. Only as many blocks of a leaf are evicted
-            as are needed. A block that a request holds is never evicted.
+            When a request ends, its full blocks stay in the tree until room is needed. A block that a request holds is
+            never evicted.
 
-            Chats A and B have different prompts. They are used in the order A, B, A. Then C comes with a long text. It
-            needs all free blocks, all of B's blocks, and a few more.
+            Chats A and B have different prompts. They are used in the order A, B, A: so A's second question is the last
+            use. Then chat C comes with a long text. C needs all free blocks, and more: as many as B has, and a few.
             """,
             panel="blocks",
             code="engine.core.radix:RadixTree.evict",
             run=touch_and_evict,
             predict=Prediction(
-                "Which blocks are evicted besides those of B?",
-                ("A's first blocks", "A's last blocks", "none: C has to wait"),
+                "Which blocks are evicted?",
                 (
-                    "the other blocks of A would be of no use: a lookup begins at the first token, and it would find "
-                    "nothing.",
+                    "A's, then the first of B's", "B's, then the first of A's", "B's, then the last of A's",
+                    "none: C waits",
+                ),
+                (
+                    "the chat that came first would lose its blocks first. But A was used after B, so a next question "
+                    "in A is more likely.",
+                    "A's other blocks would be of no use: a lookup begins at the first token, and would find nothing.",
                     "",
-                    "a request would have to hold A's blocks. But A's reply has ended, so its blocks are only cached.",
+                    "requests would hold all these blocks. But the replies of A and B have ended, so their blocks are "
+                    "only cached.",
                 ),
             ),
         ),
@@ -175,9 +180,9 @@ The line under every answer says how much of the prompt came from the cache, and
 
 {match_reasons()}
 
-To use the cache well, begin a prompt with the text that never changes, and end it with the text that changes. If one
-token at the beginning of a system prompt changes, nothing after it comes from the cache. Such a token is often part of
-a date or a name.
+To use the cache well, begin a prompt with the text that never changes. Put the text that changes at the end. If one
+token at the beginning of a system prompt changes, no later token comes from the cache. Often this token is part of a
+date or a name.
 """,
             panel="events",
         ),

@@ -21,7 +21,6 @@ PENALTIES: dict[str, dict[str, Any]] = {
     NONE: {}, "repetition_penalty 1.2": {"repetition_penalty": 1.2},
     "frequency_penalty 0.5": {"frequency_penalty": 0.5}, "presence_penalty 1": {"presence_penalty": 1.0},
 }  # fmt: skip
-PREDICTED = "presence_penalty 1"
 LEAST, MOST = 4, 8  # words that are written before the probabilities are compared
 SEEDS = 40  # that are tried
 VISIBLE = 0.02  # each word is at least as likely without a penalty
@@ -30,9 +29,8 @@ Shares = dict[int, float]  # token -> probability
 
 
 async def compare_penalties(stage: Stage) -> Seen:
-    """Draws the next word after the same reply without a penalty, and with each. The answer: under the presence
-    penalty, is only the frequent word less likely (0), are two less likely by one factor (1), or the frequent one by
-    more (2)?"""
+    """Draws the next word after the same reply without a penalty, and with each. The answer: does the probability of
+    the word that has not occurred stay (0), grow with each penalty (1), or depend on the penalty (2)?"""
     assert stage.chats.codec is not None
     tokenizer = Tokenizer(Path(stage.source.info["model_dir"]))
     names = {tokenizer.encode(word)[0]: word.strip() for word in WORDS}
@@ -50,16 +48,16 @@ async def compare_penalties(stage: Stage) -> Seen:
     lines = [f"   {'':<24}" + "".join(f"{names[token]:>9}" for token in (often, once, never))]
     for name, now in shares.items():
         lines.append(f"   {name:<24}" + "".join(f"{now[token]:>9.1%}" for token in (often, once, never)))
-    factors = [shares[PREDICTED][token] / before[token] for token in (often, once)]
+    grown = [now[never] / before[never] for name, now in shares.items() if name != NONE]
     return Seen(
         f"All four replies began with {listed([names[token] for token in written])}. Then the next word had these "
         "probabilities:\n\n" + "\n".join(lines) + "\n\n"
-        f"presence_penalty lowered “{names[often]}” and “{names[once]}” by the same factor: the number of occurrences "
-        f"does not count. frequency_penalty lowered “{names[often]}” by more, because this word occurred "
-        f"{_times(times[often])}. repetition_penalty does not count occurrences, either; its effect depends on the "
-        f"score. It also applies to words of the prompt, here “{listed(in_prompt)}”. The word “{names[never]}” is "
-        "neither in the prompt nor in the reply, so its share grew.",
-        0 if factors[1] >= 1 else 1 if math.isclose(*factors, rel_tol=0.01) else 2,
+        f"The word “{names[never]}” is neither in the prompt nor in the reply. It got the probability that the other "
+        f"words lost.\n\npresence_penalty lowered “{names[often]}” and “{names[once]}” by the same factor: the number "
+        f"of occurrences does not count. frequency_penalty lowered “{names[often]}” by more, because this word "
+        f"occurred {_times(times[often])}. repetition_penalty does not count occurrences, either. Its effect depends "
+        f"on the score. Words of the prompt are lowered, too, here “{listed(in_prompt)}”.",
+        1 if min(grown) > 1.001 else 0 if max(grown) < 1.001 else 2,
     )
 
 

@@ -42,7 +42,8 @@ async def too_small(stage: Stage) -> Seen:
         f"   {'then':<11}other requests take some of the cached blocks\n"
         f"   step {resumed:<6}r{victim} resumes: {kept} of its {written} computed tokens are still cached\n"
         f"   {'':<11}the other {lost} are computed again, in {count(steps, 'step')}\n\n"
-        "The tokens of its reply so far were not lost. So the reply continued with the next token.",
+        "The engine kept the tokens of the reply: only keys and values were lost. So the reply continued with its next "
+        "token.",
         ids.index(victim) if victim == max(ids) or victim == min(ids) else 1,
     )
 

@@ -25,9 +25,8 @@ async def small_model(stage: Stage) -> Seen:
     return Seen(
         f"{_steps(model)}\n   launches of an eager step: {ms(launches)}; of a graph: {ms(launch_ms(graphs))}\n\n"
         f"The launches of the {kernels:.0f} kernels take nearly the whole eager step. Most of this time, the device "
-        f"waits. A step with a graph takes even less than the {ms(busy)} ms of the eager kernels, for two likely "
-        "reasons: the profiler made the eager kernels look longer, and this engine's graphs contain fewer, larger "
-        "kernels.",
+        f"waits. A step with a graph takes even less than the {ms(busy)} ms of the eager kernels. There are two likely "
+        "reasons: the profiler made the eager kernels slower, and this engine's graphs have fewer, larger kernels.",
         min(range(3), key=lambda i: abs(expected[i] - eager.step_ms)),
     )
 
@@ -43,10 +42,10 @@ async def large_model(stage: Stage) -> Seen:
     return Seen(
         f"{_steps(model)}\n   eager / graphs, 1 row: {ms(eager)} / {ms(graphs)} = {gain(model):.1f}\n"
         f"   microseconds of a launch: {launches[1]:.0f}; with {small.name}: {launches[0]:.0f}\n\nThe graph removes "
-        "the pauses between kernels; reading the weights takes as long as before. Without overlap, the device still "
-        "waits for the host at the end of a step: for the commit, and for the plan of the next step. With overlap, the "
+        "the pauses between kernels. Reading the weights takes as long as before. Without overlap, the device still "
+        "waits for the host after each step: for the commit, and for the plan of the next step. With overlap, the "
         "host does this work while the device computes.\n\nA launch took longer here than with the small model. The "
-        "recording does not say why: the host does the same work for each launch, but the speed of such hosts varies.",
+        "recording does not say why. The host does the same work for each launch, but the speed of such hosts varies.",
         0 if factors > 1.25 else 2 if factors < 0.8 else 1,
     )
 

@@ -9,7 +9,8 @@ from minitui.teaching.compare import run_contrast
 from minitui.teaching.contrasts import Contrast, Setting, find_contrast
 from minitui.teaching.lessons.page import Seen
 from minitui.teaching.stage import Stage
-from minitui.viewmodel.comparison import Comparison, Difference
+from minitui.text import duration
+from minitui.viewmodel.comparison import CLEAR, Comparison, Difference
 from minitui.viewmodel.comparison_words import key_of
 from minitui.viewmodel.model import View
 
@@ -54,6 +55,20 @@ def _with_all_options(chosen: Contrast) -> Contrast:
 def _line(one: Difference) -> str:
     quantity = one.quantity
     return f" {quantity.title.strip():<22}{quantity.text(one.first):>16}{quantity.text(one.second):>20}"
+
+
+def steps_and_time(comparison: Comparison) -> str:
+    """Returns what these two runs say about the question: did fewer steps take less time?"""
+    before, now = (run.figures for run in comparison.runs)
+    each = [figures.time / figures.steps for figures in (before, now)]
+    faster, slower = now.time < (1 - CLEAR) * before.time, now.time > (1 + CLEAR) * before.time
+    outcome = "less time" if faster else "more time" if slower else "about as much time"
+    names = [run.name for run in comparison.runs]
+    return (
+        f"With {names[1]}, the run had {now.steps:,} steps; with {names[0]}, {before.steps:,} steps. This time, the "
+        f"{now.steps:,} steps took {outcome}: {duration(now.time)} instead of {duration(before.time)}. One step took "
+        f"{duration(each[1])} on average, instead of {duration(each[0])}."
+    )
 
 
 def most_running(view: View) -> int:

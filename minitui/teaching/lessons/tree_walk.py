@@ -121,8 +121,8 @@ async def walk(stage: Stage) -> Seen:
     return Seen(
         f"The engine's record of the hit: r{id} took {cached} of its {prompt} prompt tokens from the tree. Why not "
         f"more? The engine says: {match_reason(record[5], record[6])}. This token is in the middle of a block, and "
-        "only whole blocks are shared.\n\nThe lookup split the node: the common part became the parent, which both "
-        "requests hold. Below it, each prompt has a child of its own.",
+        "only full blocks are shared.\n\nThe lookup split the node: the common part became the parent, which both "
+        "requests hold. Below the parent, each prompt has a child of its own.",
         {0: 0, record[6]: 1, record[6] // size * size: 2, prompt - 1: 3}.get(cached),
     )
 
@@ -149,7 +149,7 @@ async def _compare(stage: Stage, drawing: TreeDrawing, ids: Sequence[int], size:
 
 
 async def touch_and_evict(stage: Stage) -> Seen:
-    """Fills the pool until all blocks of B are evicted, and blocks of A. The answer: 0 if A lost its first block, 1 if
+    """Fills the pool until all blocks of B are evicted, and blocks of A. The answer: 1 if A lost its first block, 2 if
     it lost its last."""
     drawing = TreeDrawing(stage, "The tree before and after the eviction")
     chats = [stage.chat(voice, name, max_tokens=8, whole=True) for voice, name in zip(VOICES, ("A", "B"), strict=False)]
@@ -171,10 +171,11 @@ async def touch_and_evict(stage: Stage) -> Seen:
     others = [block.number for block in lost if block.number not in theirs]
     return Seen(
         f"The least recently used blocks were evicted first: all {len(theirs)} blocks of B. A came first, but was used "
-        "again after B. Then A lost its last blocks. The blocks before them are still useful: a prompt that begins "
-        "like A finds them. Without A's first block it would find nothing, because a lookup begins at the first token.",
+        "again after B. Then A lost its last blocks. Its first blocks are still useful: a prompt that begins like A "
+        "finds them.\n\nSo this engine evicts only leaves (nodes without children), from their ends, and only as many "
+        "blocks as are needed.",
         None if not others or set(theirs) - {block.number for block in lost} else
-        0 if mine[0] in others else 1 if others == mine[-len(others):] else None,
+        1 if mine[0] in others else 2 if others == mine[-len(others):] else None,
     )  # fmt: skip
 
 
