@@ -25,7 +25,7 @@ class Glyphs:
     decode: str = _glyph("─", "-")
     gaining: str = _glyph("═", "=")  # decoding several tokens in a step, because drafts were accepted
     stall: str = _glyph("╌", "!")  # the longest gap between two tokens
-    prefill: str = _glyph("█", "#")
+    prefill: str = _glyph("▒", "%")
     queued: str = _glyph("·", ".")
     preempted: str = _glyph("×", "x")
     finished: str = _glyph("■", "*")
@@ -42,7 +42,6 @@ class Glyphs:
     times: str = _glyph("×", "x")
     middot: str = _glyph("·", "|")
     busy: str = _glyph("█", "#")
-    prompt: str = _glyph("▒", "=")  # prefill, in a bar that also has `busy`
     edge: str = _glyph("▌", "|")  # between two consecutive steps
     kernels: str = _glyph("▀", "k")  # of a device, beside a host's `plan` and `launch`
     pauses: str = _glyph("▘", "-")  # kernels with pauses between them

@@ -135,7 +135,7 @@ def test_requests_show_their_phases_and_the_selected_one_is_in_sight(gpu: View) 
     finally:
         gpu.select(None)
     assert f"+{joined.tokens:,}" in row and "─" in row
-    assert row.index("█") < row.index("─")
+    assert row.index("▒") < row.index("─")
 
 
 def test_the_picture_follows_the_newest_step_until_it_is_moved() -> None:

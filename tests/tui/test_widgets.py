@@ -544,7 +544,7 @@ def test_a_long_block_table_shows_both_ends_and_how_many_lie_between():
 
 
 def test_lanes_show_the_codes_of_their_requests_under_stable_rows():
-    marks = {NOTHING: " ", QUEUED: "·", DECODING: "─", PREFILLING: "█", FINISHED: "■", PREEMPTED: "×"}
+    marks = {NOTHING: " ", QUEUED: "·", DECODING: "─", PREFILLING: "▒", FINISHED: "■", PREEMPTED: "×"}
     stress, view = stress_view(TIGHT, 0.2)
     widget = BatchLanes()
     places: dict[int, tuple[int, int]] = {}

@@ -176,9 +176,9 @@ LESSON = Lesson(
             All tokens of a model are its vocabulary.
 
             This tokenizer first cuts a text into words and signs. A space belongs to the word after it. Each word is
-            then cut into bytes: a letter has one byte or more. Last, a list of rules joins neighbouring pieces. A rule
-            names two pieces that become one. Rules for frequent pairs come first. The first rule that fits is applied,
-            again and again, until no rule fits.
+            then cut into bytes: a letter has one byte or more. Last, a list of merge rules joins neighbouring pieces. A
+            rule names two pieces that become one. Rules for frequent pairs come first. The first rule that fits is
+            applied, again and again, until no rule fits.
             """,
             panel="pieces",
             code="minitui.teaching.merges:merges",

@@ -79,8 +79,8 @@ LESSON = Lesson(
               6 detokenize   engine/text/output.py      ids become text for the clients
               7 emit         engine/core/engine.py      ids are appended, ended replies are found
 
-            Each request has stage 1 once, stages 2 to 4 in each of its steps, and stages 5 to 7 in each step that
-            samples a token for it. A new request can start in any step that has room.
+            A request goes through stage 1 once, through stages 2 to 4 in each of its steps, and through stages 5 to 7
+            in each step that samples a token for it. A new request can start in any step that has room.
             """,
         ),
         Page(
@@ -94,8 +94,8 @@ LESSON = Lesson(
 
             To plan a step, the host needs only the number of tokens of each reply, not the tokens. So with a GPU, the
             host plans step n+1 while the device still runs step n. vLLM and SGLang do the same by default. A reply may
-            end with step n. Then step n+1 computes one token too many for it, and the engine throws this token away. On
-            a CPU, the three parts run one after the other here.
+            end with step n. Then step n+1 computes one token too many for this reply, and the engine throws the token
+            away. On a CPU, the three parts run one after the other here.
 
             Press v to read the code of a step.
             """,

@@ -175,11 +175,11 @@ LESSON = Lesson(
             f"""
             The weights are in the memory of the device. To compute a token, the device reads nearly all weights once.
             There are two exceptions. A token needs only its own line of the embedding table (unless the table is also
-            the last matrix). And a model with experts computes a token with a few chosen experts.
+            the last matrix). And in a model with experts (parts of a layer), a token needs only a few of these.
 
-            The {GPU.name} is a GPU. It read {GPU.read_bytes_per_s / 1e12:.1f} TB in a second from its memory when we
-            measured it. {MODEL.name} has {LAYERS} layers. For one token, it needs {MODEL_READS / 1e9:.1f} GB of
-            weights.
+            The {GPU.name} is a GPU. In our measurement, the {GPU.name} read {GPU.read_bytes_per_s / 1e12:.1f} TB in a
+            second from its memory. {MODEL.name} has {LAYERS} layers. For one token, the model needs {MODEL_READS /
+            1e9:.1f} GB of weights.
             """,
             panel="timings",
             run=single,
@@ -199,24 +199,25 @@ LESSON = Lesson(
             "A decode step of many rows",
             f"""
             A decode step computes one token for each row. The experiment measures steps with {SIZES[0]} to {SIZES[-1]}
-            rows here. The panel shows the {GPU.name}, too. The scale of the time is logarithmic.
+            rows here. The panel shows the {GPU.name}, too. The scale of the time is logarithmic: equal distances are
+            equal factors.
 
-            The {GPU.name} computed {GPU.operations_per_s / 1e12:.0f} trillion bfloat16 operations in a second when we
-            measured it. So it computes {GPU.operations_per_byte:.0f} operations while it reads one byte. In bfloat16, a
-            weight has 2 bytes. Each row needs 2 operations with each weight.
+            In our measurement, the {GPU.name} computed {GPU.operations_per_s / 1e12:.0f} trillion bfloat16 operations
+            in a second. So the {GPU.name} computes {GPU.operations_per_byte:.0f} operations while it reads one byte. In
+            bfloat16, a weight has 2 bytes. Each row needs 2 operations with each weight.
             """,
             panel="costs",
             code="minitui.teaching.lessons.step_costs:rows",
             run=rows,
             predict=Prediction(
-                f"How much longer does a step of Qwen3-8B on the {GPU.name} take with {MANY} rows of 128 tokens than "
-                "with one?",
+                f"How much longer does a step of Qwen3-8B on the {GPU.name} take with {MANY} rows than with one? "
+                "Each row has a text of 128 tokens.",
                 (f"{MANY} times as long", f"about {MANY // 4} times as long", "less than twice as long"),
                 (
                     "the device would read all weights again for each row. But it computes the rows together, so it "
                     "reads each weight once for all rows.",
                     f"arithmetic would take most of the time. But the device can compute {GPU.operations_per_byte:.0f} "
-                    f"operations while it reads a byte, and {MANY} rows need only {MANY}.",
+                    f"operations while it reads a byte, and {MANY} rows need only {MANY} for each byte.",
                     "",
                 ),
             ),

@@ -140,10 +140,10 @@ LESSON = Lesson(
 
             The length of a reply is not known in advance. A request could get one piece of memory for the longest
             reply. But most of the piece would stay empty, and the gaps between pieces could be too small to use. So the
-            memory is divided into blocks of equal size. A block has room for 16 tokens here, as usual in vLLM; for one
-            token by default in SGLang. When a token no longer fits into the last block of its request, the request
-            takes any free block of the pool. Only the empty end of each request's last block is wasted: here at most 15
-            tokens. The idea comes from the pages of operating systems. vLLM brought it to inference.
+            memory is divided into blocks of equal size. A block has room for 16 tokens here, as is usual in vLLM. In
+            SGLang, the default is one token. When a token no longer fits into the last block of its request, the
+            request takes any free block of the pool. Only the empty end of each request's last block is wasted: here at
+            most 15 tokens. The idea comes from the pages of operating systems. vLLM brought it to inference.
 
             The text of a request has logical blocks 0, 1, 2 … The block table of the request lists the physical block,
             a block of the pool, for each of them.

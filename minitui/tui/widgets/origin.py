@@ -29,7 +29,7 @@ class PromptOrigin(LinePanel, can_focus=False):
         waiting = prompt - cached - computed
         g = glyphs()
         cells = [round(n * width / prompt) for n in (cached, computed)]
-        row = Row(g.busy * cells[0], "hit").add(g.prompt * cells[1], "prefill")
+        row = Row(g.busy * cells[0], "hit").add(g.prefill * cells[1], "prefill")
         row.to(width, g.unused, "faint")
         words = Row(f"{cached:,} from the tree", "hit").add(" · ", "dim").add(f"{computed:,} computed", "prefill")
         if waiting > 0:

@@ -102,7 +102,7 @@ narrow, a time with a plus is an excess, as "launch +12.3", and one without is e
         g = glyphs()
         key = legend(
             (g.commit, "hit", "plan, launch, commit"), (g.busy, "decode", "decode"),
-            (g.prompt, "prefill", "with prefill"),
+            (g.prefill, "prefill", "with prefill"),
         )  # fmt: skip
         return Picture(rows[:height], title=title, legend=key if tracks and t.device_ms is not None else [])
 
@@ -299,7 +299,7 @@ def _draw(steps: list[StepRow], room: int) -> tuple[list[Run], list[Run]]:
 
     for begin, end, row in placed:
         planned = (row.plan_ms or 0.0) + (row.launch_ms or 0.0)
-        cell = (g.prompt, "prefill") if row.chunks else (g.busy, "decode")
+        cell = (g.prefill, "prefill") if row.chunks else (g.busy, "decode")
         if row.device_ms is not None:
             started = max(begin + planned - (row.launch_ms or 0.0) / 2, end - (row.commit_ms or 0.0) - row.device_ms)
             fill(device, started, min(end, started + row.device_ms), cell)

@@ -64,7 +64,7 @@ def mark(kind: str, request: bool = False) -> str:
     return {
         "commit": g.commit, "emit": g.emit, "gate": g.gate, "plan": g.plan, "launch": g.launch, "wait": g.wait,
         "unaccounted": g.unaccounted, "idle": " ", "gc": g.gc, "delayed": g.delayed, "stop": g.stop,
-        "decode": g.busy, "mixed": g.prompt, "prefill": g.prompt, UNKNOWN: g.dash, STEP: " ",
+        "decode": g.busy, "mixed": g.prefill, "prefill": g.prefill, UNKNOWN: g.dash, STEP: " ",
         KERNELS: g.kernels, PAUSES: g.pauses,
     }[kind]  # fmt: skip
 
