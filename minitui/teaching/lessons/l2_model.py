@@ -149,7 +149,7 @@ LESSON = Lesson(
             """
             The weights are also called parameters. The bundled model has 4 layers and these tensors:
 
-              embeddings  2560 x 384, used as the first and as the last matrix
+              embeddings  2560 x 384, once: the first matrix is also the last
               attention   each layer: 384 x 384 twice, 128 x 384 twice,
                           64 twice (its norms)
               MLP         each layer: 1024 x 384 twice, 384 x 1024
