@@ -197,6 +197,16 @@ class TraceReader:
         index = len(self.keyframes) - 1
         return found or (index, len(self.part(index).records))
 
+    def number(self, part: int, records: int) -> int:
+        """Returns the number of the record before a point, which is given as by `locate`."""
+        return self.keyframes[part].seq + records
+
+    def played_at(self, step: int) -> float:
+        """Returns the play time, in seconds, of the point of the trace that shows `step`."""
+        index, records = self.locate(step)
+        part = self.part(index)
+        return part.due[records - 1] if records else part.keyframe.played
+
     @property
     def end_t(self) -> float:
         """The time of the last record on the engine's clock, in seconds."""

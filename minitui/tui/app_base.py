@@ -137,6 +137,22 @@ class AppBase(App[int]):
         """Start the engine's process again. The chats are kept."""
         raise NotImplementedError
 
+    # ---- time
+
+    def travel_to(self, step: int) -> bool:
+        """Show the engine as it was after a step; for the last or a later step, show the present. Returns False if the
+        step is no longer kept."""
+        return self.view.travel_to(step) or step >= self.view.steps.last
+
+    def to_now(self) -> None:
+        """Return from the past to the present, where the effect of an action is visible."""
+        if self.view.travel_text:
+            self.view.present()
+
+    async def begin_here(self) -> None:
+        """Called before a command that lets the engine run."""
+        self.to_now()
+
     # ---- chats
 
     @property

@@ -249,6 +249,5 @@ class ChatCommands:
         self.app.focus_prompt(transcripts.quoted_file(transcripts.named_file(name)))
 
     def to_now(self) -> None:
-        """Return from the past to the present, where the effect of an action on the engine is visible."""
-        if self.app.view.travel_text:
-            self.app.view.present()
+        """Return from the past to the present."""
+        self.app.to_now()

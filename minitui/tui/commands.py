@@ -85,9 +85,7 @@ class Commands(ChatCommands):
         if self.app.asking is not None:  # the demo controls the engine, and waits while the view is frozen
             self.do_freeze("")
             return
-        if self.app.gated:
-            self.to_now()
-        self._control(self.app.source.control("resume" if self.app.gated else "pause"))
+        self._control(self.app.source.control("resume" if self.app.gated else "pause"), runs=self.app.gated)
 
     def do_step(self, count: str) -> None:
         steps = whole_number(count or "1")
@@ -95,8 +93,7 @@ class Commands(ChatCommands):
             raise EngineError(f"/step takes a number of steps, not {count[:40]!r}")
         if self.app.idle:
             raise EngineError("nothing to step: no request is running")
-        self.to_now()
-        self._control(self.app.source.control("step", n=steps))
+        self._control(self.app.source.control("step", n=steps), runs=True)
 
     def do_step10(self, _: str) -> None:
         self.do_step("10")
@@ -108,8 +105,7 @@ class Commands(ChatCommands):
         if event not in UNTIL:
             raise EngineError(f"/until takes {', '.join(UNTIL)}, not {event!r}")
         predicate: dict[str, Any] = {"event": event} | ({"ms": 20.0} if event == "slow" else {})
-        self.to_now()
-        self._control(self.app.source.control("run_until", predicate=predicate))
+        self._control(self.app.source.control("run_until", predicate=predicate), runs=True)
 
     def do_slower(self, _: str) -> None:
         self._pace(next((p for p in PACES if p > self.app.pace), PACES[-1]))
@@ -130,13 +126,13 @@ class Commands(ChatCommands):
         self._control(self.app.source.control("pace", factor=factor))
 
     def do_back(self, _: str) -> None:
-        self.app.view.travel(-1)
+        self.app.travel_to(self.app.view.horizon - 1)
 
     def do_forward(self, _: str) -> None:
-        self.app.view.travel(1)
+        self.app.travel_to(self.app.view.horizon + 1)
 
     def do_now(self, _: str) -> None:
-        if not self.app.view.travel_text:
+        if not self.app.view.travel_text and self.app.view.playback is None:
             raise EngineError("the picture already shows the present")
         self.to_now()
 
@@ -155,14 +151,16 @@ class Commands(ChatCommands):
             raise EngineError("the engine is running: there is nothing to restart")
         self.app.restart_engine()
 
-    def _control(self, call: Coroutine[Any, Any, Any]) -> None:
-        """Send a command to the engine: now, or as soon as the engine has started."""
+    def _control(self, call: Coroutine[Any, Any, Any], runs: bool = False) -> None:
+        """Send a command to the engine: now, or as soon as the engine has started. `runs`: it lets the engine run."""
         if not self.app.source.info and self.app.source.error is None:
             self.app.say("the engine is starting: the command is sent when the engine has started")
 
         async def guarded() -> None:
             try:
                 await self.app.source.ready()
+                if runs:
+                    await self.app.begin_here()
                 await call
             except EngineError as error:
                 self.app.say(str(error), error=True)

@@ -25,7 +25,7 @@ from minitui.tui.screens.lecture import LectureScreen
 from minitui.tui.widgets.bar import Bar
 from minitui.tui.widgets.base import Picture
 from minitui.tui.widgets.rows import Row
-from minitui.viewmodel.model import View
+from minitui.viewmodel.model import Playback, View
 from minitui.viewmodel.narrate import narrate
 
 NEED_AN_ENGINE = {"chat", "clear", "restart"}
@@ -66,35 +66,59 @@ REPLAY_HELP = """\
 This is a recording. These keys move its playhead.
 
   p, n, N        pause or continue; one step, ten steps
-  < >            slower, faster: from 1/200 to 100 times the engine's speed
+  , .            the step before, the next step; the replay is then paused
+  B, E           the begin, the end of the recording (also home and end, where the panel has no other use for them)
   ( )            jump back or forward by a twentieth of the recording
+  < >            slower, faster: from 1/200 to 100 times the engine's speed
   { }            the previous or next bookmark; the first hit, eviction, preemption and failure have bookmarks
   m              bookmark this step; the bookmark is saved in the file
   g              go to a step by its number
+
+The bar at the bottom is the only clock: it says whether the recording plays, and which moment of it all panels show. A
+pause or slow motion of the recorded engine is shown at the top, after the word "recorded".
 """
 
 
+KEYS = (  # the keys of the bar, for wide and for narrow terminals
+    " , . step  B E begin, end  < > speed  ( ) jump  { } marks  m mark  g go ", " , . step  B E begin, end  < > speed ",
+    " B begin  E end ",
+)
+
+
 class ReplayBar(Bar):
-    """The position and the speed of the playhead, and the bookmarks."""
+    """The moment that is shown, the speed of the replay, and the bookmarks."""
+
+    _found = (-1, 0.0)  # a past step, and its moment in seconds of play
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         source = cast("ReplayApp", self.app).replay
         if source.reader is None:
             return Picture([Row(" reading the recording", "dim").done(width)])
         trace = source.trace
-        paused = view.live.state.gate == "closed"
-        end = "end" if trace.complete else "cut off here"  # the end of the file is missing
-        state = end if source.ended else "paused" if paused else f"{glyphs().times}{source.speed:g}"
+        step = cast("ReplayApp", self.app).position
+        if step >= trace.last_step and (source.paused or source.ended):
+            state = "end" if trace.complete else "cut off here"  # the end of the file is missing
+        elif source.until:
+            state = f"plays until the next {'slow step' if source.until == 'slow' else source.until}"
+        else:
+            state = "paused" if source.paused else f"plays {glyphs().times}{source.speed:g}"
         row = Row(f" REPLAY {state} ", "bold on-fill on running").add(" ")
-        row.add(f"{source.played:,.1f}", "bold ink").add(f" of {trace.seconds:,.1f} s  step ", "dim")
-        row.add(f"{max(0, min(source.step, trace.last_step)):,}", "bold ink").add(f" of {trace.last_step:,} ", "dim")
-        keys = " < > speed  ( ) jump  { } marks  m mark  g go "
-        if width - row.width - len(keys) < 16:
-            keys = ""
-        row.extend(self._line(source, width - row.width - len(keys) - 1))
+        row.add(f"{self._played(view, source):,.1f}", "bold ink").add(f" of {trace.seconds:,.1f} s  step ", "dim")
+        row.add(f"{max(0, min(step, trace.last_step)):,}", "bold ink").add(f" of {trace.last_step:,} ", "dim")
+        room = width - row.width - 16
+        keys = next((keys for keys in KEYS if len(keys) <= room), "")
+        row.extend(self._line(source, step, width - row.width - len(keys) - 1))
         return Picture([row.add(keys, "dim").done(width)])
 
-    def _line(self, source: ReplaySource, room: int) -> list[tuple[str, str]]:
+    def _played(self, view: View, source: ReplaySource) -> float:
+        """Returns the moment of the picture, in seconds of play."""
+        if not view.travel_text:
+            return source.played
+        if self._found[0] != view.horizon:
+            self._found = view.horizon, source.trace.played_at(view.horizon)
+        return self._found[1]
+
+    def _line(self, source: ReplaySource, shown: int, room: int) -> list[tuple[str, str]]:
         """Returns the whole recording as a line of `room` cells, with the playhead and the bookmarks."""
         trace = source.trace
         if room < 8:
@@ -105,7 +129,7 @@ class ReplayBar(Bar):
             return max(0, min(room - 1, (step - trace.step_before) * room // (span + 1)))
 
         marks = {column(step) for step, _ in trace.bookmarks}
-        head = column(source.step)
+        head = column(shown)
         return [
             (glyphs().active if i == head else glyphs().peak if i in marks else glyphs().rule,
              "accent" if i == head else "hit" if i in marks else "frame")
@@ -126,6 +150,8 @@ class PlayheadScreen(BaseScreen[None]):
         Binding("right_parenthesis", "jump(1)", "forward", show=False, id="replay.forward"),
         Binding("left_curly_bracket", "mark(-1)", "previous bookmark", show=False, id="replay.previous"),
         Binding("right_curly_bracket", "mark(1)", "next bookmark", show=False, id="replay.next"),
+        Binding("B,home", "begin", "begin of the recording", show=False, id="replay.begin"),
+        Binding("E", "end", "end of the recording", show=False, id="replay.end"),
         Binding("m", "bookmark", "bookmark this step", show=False, id="replay.bookmark"),
         Binding("g", "go", "go to a step", show=False, id="replay.go"),
     ]
@@ -145,11 +171,19 @@ class PlayheadScreen(BaseScreen[None]):
         """Jump a twentieth of the recording back or forward."""
         source = self._replay.replay
         span = max(1, round((source.trace.last_step - source.trace.step_before) * JUMP))
-        await self._replay.seek(source.step + direction * span)
+        await self._replay.seek(self._replay.position + direction * span)
+
+    async def action_begin(self) -> None:
+        """Go to the first step."""
+        await self._replay.seek(self._replay.replay.trace.step_before + 1)
+
+    def action_end(self) -> None:
+        """Go to the last step."""
+        self._replay.to_now()
 
     async def action_mark(self, direction: int) -> None:
         """Go to the next or the previous bookmark."""
-        mark = self._replay.replay.next_bookmark(direction)
+        mark = self._replay.replay.next_bookmark(self._replay.position, direction)
         if mark is None:
             self._replay.say("there is no bookmark " + ("after this step" if direction > 0 else "before this step"))
             return
@@ -162,14 +196,14 @@ class PlayheadScreen(BaseScreen[None]):
 
     def _bookmark(self, text: str) -> None:
         try:
-            self._replay.replay.bookmark(text.strip() or "bookmark")
+            self._replay.replay.bookmark(self._replay.position, text.strip() or "bookmark")
         except EngineError as error:
             self._replay.say(str(error), error=True)
 
     def action_go(self) -> None:
         """Ask for the number of a step and go to that step."""
         source = self._replay.replay
-        title = f"Go to step (0 to {source.trace.last_step:,}; now {max(0, source.step):,})"
+        title = f"Go to step (0 to {source.trace.last_step:,}; now {max(0, self._replay.position):,})"
         self._replay.ask_text(title, "", self._go)
 
     def _go(self, text: str) -> None:
@@ -209,7 +243,7 @@ class ReplayApp(MinituiApp):
     def __init__(self, source: ReplaySource, *args: Any, **options: Any) -> None:
         options["load_codec"] = lambda info: TraceCodec(source.trace)
         super().__init__(source, *args, **options)
-        self.view.replayed = True
+        self.view.playback = Playback()
         self.replay = source
 
     @property
@@ -222,7 +256,26 @@ class ReplayApp(MinituiApp):
         """Always False: a recording may have another step even if no request is running now."""
         return False
 
+    @property
+    def gated(self) -> bool:
+        """True if the replay is paused."""
+        return self.replay.paused
+
+    @property
+    def pace(self) -> float:
+        """The factor of the replay's slow motion."""
+        return self.replay.pace
+
+    @property
+    def position(self) -> int:
+        """The step that the panels show."""
+        return self.view.horizon if self.view.travel_text else self.replay.step
+
     def _frame(self) -> None:
+        self._note_playback()
+        if self.replay.cause:
+            self.say(f"the replay is paused: {self.replay.cause}")
+            self.replay.cause = ""
         self.story = self._narrate()
         super()._frame()
 
@@ -235,7 +288,7 @@ class ReplayApp(MinituiApp):
 
         On the lecture screen, returns an empty text if the recording is paused.
         """
-        if not self.view.exact:  # sentences about each step would change too fast
+        if not (self.replay.paused or self.view.travel_text):  # sentences about each step would change too fast
             return self._about()
         if self.current_mode == "lecture":
             return ""  # the lecture screen has a panel for these sentences
@@ -265,11 +318,45 @@ class ReplayApp(MinituiApp):
         await self.seek(self.replay.trace.step_before)
 
     async def seek(self, step: int) -> None:
-        """Show the recording at the end of `step`."""
-        await self.replay.control("seek", step=step)
+        """Show the recording at the end of `step`. A paused replay goes back in the history of the panels: the playhead
+        stays, and the panels keep what they know."""
+        if self.replay.paused and self._in_history(step):
+            self.view.travel_to(step)
+        else:
+            await self._move_playhead(step)
+
+    def _in_history(self, step: int) -> bool:
+        row = self.view.steps.get(step)
+        return step == self.view.steps.last or (row is not None and row.end_seq > self.view.past.first_seq)
+
+    async def _move_playhead(self, step: int) -> None:
+        new = await self.replay.control("seek", step=step)
         self.view.present()
-        self.feed.forget()  # not restart(): the panels' history needs the records between the snapshot and the step
-        await self.feed.sync()
+        if new:
+            self.feed.forget()  # not restart(): the panels' history needs the records between the snapshot and the step
+            await self.feed.sync()
+
+    def travel_to(self, step: int) -> bool:
+        """Pause, and show the recording at the end of `step`."""
+        self.replay.set_paused(True)
+        self._note_playback()
+        if self._in_history(step):
+            self.view.travel_to(step)
+        elif self.replay.trace.step_before < step <= self.replay.trace.last_step:
+            self.run_worker(self.seek(step), group="seek", exclusive=True)
+        return True
+
+    def to_now(self) -> None:
+        """Go to the end of the recording."""
+        self.run_worker(self.seek(self.replay.trace.last_step), group="seek", exclusive=True)
+
+    async def begin_here(self) -> None:
+        """Move the playhead to the step that is shown."""
+        if self.view.travel_text:
+            await self._move_playhead(self.view.horizon)
+
+    def _note_playback(self) -> None:
+        self.view.playback = Playback(self.replay.speed, self.replay.paused)
 
 
 def replay_app(path: str, speed: float = 1.0) -> ReplayApp:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from minitui.viewmodel.time_travel import PastStates
 from minitui.viewmodel.timing import Timings, summarise
 from minitui.viewmodel.tree import Tree, quoted, without_markup
 
-__all__ = ["AnnotatedState", "Event", "Frame", "Lane", "Links", "Selection", "StepRow", "View"]
+__all__ = ["AnnotatedState", "Event", "Frame", "Lane", "Links", "Playback", "Selection", "StepRow", "View"]
 
 TIMINGS_SECONDS = 0.5  # between two computations of the percentiles
 FIT_SECONDS = 2.0  # between two fits of the cost model, whose steps are those of several seconds
@@ -42,6 +43,14 @@ WASTE_SECONDS = 0.5  # between two computations of the waste
 GLOW_SECONDS, WARM_SECONDS = 0.4, 1.2  # after a change: full highlight, then fading highlight
 QUOTE_WIDTH = 28
 STALL_FROM_MS = 250.0  # records may arrive this late
+
+
+@dataclass(frozen=True, slots=True)
+class Playback:
+    """How a recording is played. `speed`: engine time that passes per second."""
+
+    speed: float = 1.0
+    paused: bool = False
 
 
 class View(History):
@@ -54,7 +63,7 @@ class View(History):
         self.selection: Selection | None = None
         self.board: Board | None = None  # what a lesson shows besides the records
         self.home: str | None = None  # panels of a single request show only requests of this group; None: of all groups
-        self.replayed = False  # a recording is played: working time passes only with its records
+        self.playback: Playback | None = None  # a recording is played: working time passes only with its records
         self.frozen = False  # the user froze the picture: no record is folded
         self.version = 0  # increases with each selection and each `put`: screens then paint again
         self.run_name = ""  # of a run that is compared with another run (see `keep_run`)
@@ -120,7 +129,7 @@ class View(History):
         if self.frozen and moment == self._still_moment:
             return
         self._now = now
-        if self.live.state.gate == "open" and self.loaded and not self.replayed:
+        if self.live.state.gate == "open" and self.loaded and self.playback is None:
             self.rates.advance(self.engine_now)
         last = self.steps.last
         self.steps_per_frame = max(0, last - self._framed) if last >= 0 else 0
@@ -151,8 +160,7 @@ class View(History):
     def speed(self, what: str) -> float:
         """Returns the tokens per second of "decode" or "prefill". In slow motion, when paused and in the past, only
         time inside steps counts, so the delays between steps do not lower the speed."""
-        state = self.shown.state
-        if state.pace == 1 and not self.exact:
+        if not self.slowed and not self.exact:
             return self.rates.per_second(what, 1.0, self.bucket)
         last = self.horizon
         at = self.steps.indices(last - 511, last)
@@ -207,7 +215,10 @@ class View(History):
         """The present engine time in seconds; it also advances between records."""
         if self._folded_at is None:
             return self.live.state.t
-        return self.live.state.t + max(0.0, self._now - self._folded_at)
+        since = max(0.0, self._now - self._folded_at)
+        if self.playback is not None:
+            since *= 0.0 if self.playback.paused else self.playback.speed
+        return self.live.state.t + since
 
     @property
     def working_now(self) -> float:
@@ -225,8 +236,14 @@ class View(History):
 
     @property
     def exact(self) -> bool:
-        """True if the picture shows one exact step: the engine is paused, or the picture is of the past."""
-        return self.shown.state.gate == "closed" or self._travelled is not None
+        """True if the picture shows one exact step: engine or replay is paused, or the picture is of the past."""
+        paused = self.playback is not None and self.playback.paused
+        return paused or self.shown.state.gate == "closed" or self._travelled is not None
+
+    @property
+    def slowed(self) -> bool:
+        """True if steps take longer than without slow motion, or are played slower than they were."""
+        return self.shown.state.pace != 1 or (self.playback is not None and self.playback.speed < 1)
 
     @property
     def still(self) -> bool:
@@ -277,7 +294,7 @@ class View(History):
         one = np.uint8(1)
         if self.exact:
             return 2 * one * (changed >= self.shown.step_began)
-        age = self.engine_now - changed
+        age = (self.engine_now - changed) / (1.0 if self.playback is None else self.playback.speed)
         return one * (age < GLOW_SECONDS) + one * (age < WARM_SECONDS)
 
     def shown_step(self) -> StepRow | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,10 +16,11 @@ from engine.trace.state import State
 from minitui.sources.replay import ReplaySource
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
+from minitui.trace.recorder import Recorder
 from minitui.tui.widgets.vitals import vitals
-from minitui.viewmodel.model import View
+from minitui.viewmodel.model import Playback, View
 from minitui.viewmodel.updater import Updater
-from tests.support.golden import GOLDEN, make_engine, play, timeless
+from tests.support.golden import GOLDEN, INFO, make_engine, play, timeless
 from tests.support.traces import state_at
 
 
@@ -28,7 +31,6 @@ class Player:
         self.now = 0.0
         self.source = ReplaySource(path, speed, clock=lambda: self.now)
         self.view = View()
-        self.view.replayed = True
         self.feed = Updater(self.source, self.view, clock=lambda: self.now)
         self.records: list[Record] = []
 
@@ -47,12 +49,13 @@ class Player:
         if self.feed.pump():
             await self.feed.sync()
             self.feed.pump()
+        self.view.playback = Playback(self.source.speed, self.source.paused)
         self.view.frame(self.now)
 
     async def seek(self, step: int) -> None:
-        await self.source.control("seek", step=step)
-        self.feed.restart()
-        await self.feed.sync()
+        if await self.source.control("seek", step=step):
+            self.feed.forget()
+            await self.feed.sync()
         await self.frame()
 
     @property
@@ -61,10 +64,9 @@ class Player:
 
 
 def essence(state: State) -> dict[str, object]:
-    """The state without record numbers, gate and pace, which differ in a replay."""
+    """The state without record numbers, which differ in a replay."""
     snapshot = timeless(state.snapshot())
-    for name in ("seq", "gate", "pace"):
-        del snapshot[name]
+    del snapshot["seq"]
     order = sorted((node["last_used"], id) for id, node in snapshot["nodes"].items())
     for rank, (_, id) in enumerate(order):
         snapshot["nodes"][id]["last_used"] = rank
@@ -89,16 +91,17 @@ async def test_it_plays_at_the_speed_asked_for() -> None:
         assert half == pytest.approx(seconds / 2, abs=0.1 * speed)
         await player.run(seconds / speed / 2 + 0.1)
         assert player.source.ended
-    assert player.view.pace_text == "", "faster is not slow motion"
+    assert not player.view.slowed, "faster is not slow motion"
 
 
-async def test_slower_than_the_engine_is_slow_motion_and_says_so() -> None:
+async def test_slower_than_the_engine_is_slow_motion_of_the_replay_not_of_the_engine() -> None:
     player = await Player(speed=0.1).start()
     await player.run(2.0)
-    assert player.state.pace == 10 and "10" in player.view.pace_text
+    assert player.source.pace == 10 and player.view.slowed
+    assert player.state.pace == 1 and player.view.pace_text == ""
     await player.source.control("pace", factor=2)
     await player.run(0.2)
-    assert player.state.pace == 2
+    assert player.source.speed == 0.5
     for factor in (0, -1, 1e9):
         for verb in ("speed", "pace"):
             with pytest.raises(InvalidRequest):
@@ -112,7 +115,7 @@ async def test_a_paused_replay_stops_and_steps_one_by_one() -> None:
     await player.run(0.1)
     stood = player.state.step
     await player.run(5.0)
-    assert player.state.step == stood and player.state.gate == "closed"
+    assert player.state.step == stood and player.source.paused and player.view.exact
     for expected in (stood + 1, stood + 2):
         await player.source.control("step", n=1)
         await player.run(0.1)
@@ -123,7 +126,7 @@ async def test_a_paused_replay_stops_and_steps_one_by_one() -> None:
     assert player.state.step == stood + 12
     await player.source.control("resume")
     await player.run(0.2)
-    assert player.state.gate == "open" and player.state.step > stood + 12
+    assert not player.source.paused and player.state.step > stood + 12
 
 
 @pytest.mark.parametrize("event", ["preemption", "eviction", "hit", "finish", "admission", "prefill"])
@@ -131,7 +134,7 @@ async def test_it_runs_until_something_happens_and_says_what(event: str) -> None
     player = await Player().start()
     await player.source.control("run_until", predicate={"event": event})
     await player.run(0.2)
-    assert player.state.gate == "closed" and player.view.gate_reason
+    assert player.source.paused and player.source.cause and not player.source.until
     kinds = {
         "preemption": "preempt", "eviction": "evict", "hit": "match", "finish": "finish", "admission": "admit",
         "prefill": "step",
@@ -156,7 +159,7 @@ async def test_seeking_shows_exactly_that_step_and_its_history(order: tuple[int,
         assert player.state.step == step
         assert essence(player.state) == essence(state_at(player.source.trace, step))
         assert player.view.steps.first <= max(0, step - 50) and not player.view.gap and not player.view.dropped
-        assert player.state.gate == "closed"
+        assert player.source.paused
     await player.source.control("resume")
     await player.run(0.2)
     assert player.state.step > order[-1]
@@ -216,6 +219,72 @@ async def test_times_are_those_of_the_recording_played_at_any_speed_or_jumped_to
         assert waits(player.view) == pytest.approx(waits(recorded), abs=0.5), f"after a jump at speed {speed}"
 
 
+def with_pauses(path: Path) -> Path:
+    """The golden run with a pause of 5 s after a request was submitted, and with slow motion in the steps 40 to 59."""
+    reader, records, later, held = TraceReader(GOLDEN), list[Record](), 0.0, 0
+
+    def add(t: float, *record: Any) -> None:
+        records.append((len(records) + 1, round(t, 6), *record))
+
+    for _, t, kind, *fields in reader.records():
+        if kind == "parts" and held:
+            fields[3], held = fields[3] + held, 0
+        add(t + later, kind, *fields)
+        if kind == "submit" and fields[0] == 5:
+            add(t, "gate", "closed", "paused")
+            later, held = 5.0, 5_000_000
+            add(t + later, "gate", "open", "resumed")
+        if kind != "time":
+            continue
+        slowed = 40 <= fields[0] < 60
+        if fields[0] in (40, 60):
+            add(t + later, "pace", 50.0 if slowed else 1.0)
+        if slowed:
+            later, held = later + fields[4] / 1e3 * 49, round(fields[4] * 49e3)
+    recorder = Recorder(path, keyframe_every=400)
+    recorder.begin(INFO, reader.part(0).snapshot)
+    recorder.feed(records)
+    recorder.close()
+    return path
+
+
+async def test_a_replay_says_what_was_said_during_the_recording_also_about_pauses_and_slow_motion(
+    tmp_path: Path
+) -> None:
+    path = with_pauses(tmp_path / "paused.trace")
+    reader = TraceReader(path)
+    recorded = View()
+    recorded.reset(reader.part(0).snapshot)
+    recorded.fold(list(reader.records()))
+
+    def said(view: View) -> list[Any]:
+        steps = [view.steps.get(step) for step in range(reader.last_step + 1)]
+        return [
+            [view.event_text(event) for event in view.events.since(0)], view.rates.now,
+            [replace(row, end_seq=0) for row in steps if row is not None],
+            [(lane.id, lane.waited_ms, lane.paused_s, lane.tok_s) for lane in view.lanes.lanes.values()],
+            [view.tokens.stats(lane, view.horizon) for lane in view.lanes.lanes.values()],
+        ]  # fmt: skip
+
+    texts = "\n".join(said(recorded)[0])
+    assert "5.0 s while paused or slowed" in texts and "slow motion" in texts and "the engine is paused" in texts
+    assert max(row.parts.gate for row in said(recorded)[2] if row.parts is not None) >= 5000
+    for speed in (0.2, 50.0):
+        player = await Player(path, speed).start()
+        await player.run(1.0)  # then it is paused, and goes on in single steps and to events
+        await player.source.control("pause")
+        await player.source.control("step", n=3)
+        await player.run(0.1)
+        await player.source.control("run_until", predicate={"event": "finish"})
+        await player.run(0.1)
+        await player.seek(reader.last_step)
+        await player.run(0.1)
+        assert said(player.view) == said(recorded), f"at speed {speed}"
+    await player.seek(30)
+    await player.seek(reader.last_step)
+    assert said(player.view) == said(recorded), "after jumps"
+
+
 async def test_after_travelling_back_the_figures_are_those_of_a_jump_to_the_same_step() -> None:
     player = await Player(find_trace("small-pool")).start()
     await player.source.control("pause")
@@ -255,14 +324,14 @@ async def test_bookmarks_are_places_to_go_to(tmp_path: Path) -> None:
     player = await Player(path).start()
     await player.source.control("pause")
     await player.seek(30)
-    player.source.bookmark("here it stalls")
+    player.source.bookmark(30, "here it stalls")
     await player.seek(0)
     steps: list[int] = []
-    while (mark := player.source.next_bookmark(1)) is not None:
+    while (mark := player.source.next_bookmark(player.source.step, 1)) is not None:
         await player.seek(mark[0])
         steps.append(mark[0])
     assert 30 in steps and steps == sorted(steps)
-    assert player.source.next_bookmark(-1) is not None
+    assert player.source.next_bookmark(player.source.step, -1) is not None
 
 
 async def test_a_trace_without_its_end_plays_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -284,4 +353,4 @@ async def test_after_a_seek_in_slow_motion_or_paused_rates_match_the_engine(spee
     await player.seek(player.source.trace.last_step)
     found = {lane.id: lane.tok_s for lane in player.view.lanes.ended if lane.tok_s}
     assert found == pytest.approx(expected, rel=0.05) and expected
-    assert (player.state.gate == "closed") == (speed == 1.0) and player.state.pace == max(1.0, 1 / speed)
+    assert player.source.paused == (speed == 1.0) and player.source.speed == speed

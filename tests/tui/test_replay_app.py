@@ -62,11 +62,11 @@ async def test_a_recording_that_was_cut_off_says_so_at_its_end(tmp_path: Path) -
 
 async def test_a_recording_plays_stands_steps_and_jumps(playing: tuple[ReplayApp, Pilot[Any]]) -> None:
     app, pilot = playing
-    assert "REPLAY ×0.2" in text_of(app) and "simulation" in text_of(app)
+    assert "REPLAY plays ×0.2" in text_of(app) and "simulation" in text_of(app)
     await press(pilot, "p")
     stood = app.replay.step
     await pilot.pause(0.1)
-    assert app.replay.step == stood and "REPLAY paused" in text_of(app) and "PAUSED" in text_of(app)
+    assert app.replay.step == stood and "REPLAY paused" in text_of(app) and "PAUSED" not in text_of(app)
     await press(pilot, "n")
     await until(pilot, lambda: app.replay.step == stood + 1 == app.view.live.state.step)
     assert app.story == narrate(app.view, stood + 1) != ""
@@ -74,11 +74,50 @@ async def test_a_recording_plays_stands_steps_and_jumps(playing: tuple[ReplayApp
     await until(pilot, lambda: app.replay.step == stood + 8 and not app.feed.backlog)
     assert app.view.live.state.step == stood + 8 and not app.feed.dropped
     await press(pilot, "left_parenthesis")
-    await until(pilot, lambda: app.replay.step == stood + 1)
+    await until(pilot, lambda: app.position == stood + 1 == app.view.horizon)
     await press(pilot, "greater_than_sign", "greater_than_sign")
     assert app.replay.speed == 1.0
     await press(pilot, "less_than_sign")
     assert app.replay.speed == 0.5
+
+
+def bar(app: ReplayApp) -> str:
+    app._frame()
+    return text_of(app).splitlines()[-1]
+
+
+@pytest.mark.parametrize("size", [(80, 24), (200, 60)])
+async def test_the_bar_is_the_only_clock_and_keys_go_to_the_begin_and_the_end(size: tuple[int, int]) -> None:
+    app = replay_app(str(GOLDEN), speed=0.05)
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: app.feed.live and app.replay.step > 3)
+        trace = app.replay.trace
+        last, seconds = trace.last_step, trace.seconds
+        assert "REPLAY plays ×0.05" in bar(app)
+        await press(pilot, "E")
+        await until(pilot, lambda: app.view.horizon == last and not app.feed.backlog)
+        assert re.search(rf"REPLAY end  {seconds:.1f} of {seconds:.1f} s  step {last} of {last} ", bar(app))
+        await press(pilot, "comma", "comma")  # a step back also pauses
+        assert app.replay.paused and app.view.horizon == app.position == last - 2
+        assert f"REPLAY paused  {trace.played_at(last - 2):.1f} of" in bar(app)
+        assert f"step {last - 2} of {last} " in bar(app)
+        assert "PAST" not in text_of(app) and "end now" not in text_of(app)
+        await press(pilot, "full_stop")
+        assert app.view.horizon == last - 1
+        await press(pilot, "B")
+        await until(pilot, lambda: app.view.horizon == 0)
+        assert "REPLAY paused  0.0 of" in bar(app) and f"step 0 of {last} " in bar(app)
+        await press(pilot, "w", "end")  # the waterfall has another use of the key
+        await until(pilot, lambda: app.view.horizon == last)
+        await press(pilot, "2", "home")
+        await until(pilot, lambda: app.view.horizon == 0)
+        await press(pilot, "n")  # goes on from the step that is shown
+        await until(pilot, lambda: app.view.horizon == 1 == app.replay.step and not app.view.travel_text)
+        await press(pilot, "full_stop")  # after the last step that is known
+        await until(pilot, lambda: app.view.horizon == 2)
+        await press(pilot, "comma", "p")
+        await until(pilot, lambda: not app.replay.paused and 1 < app.view.horizon < last)
+        assert "REPLAY plays" in bar(app)
 
 
 async def test_bookmarks_are_visited_and_kept(playing: tuple[ReplayApp, Pilot[Any]]) -> None:
@@ -87,16 +126,16 @@ async def test_bookmarks_are_visited_and_kept(playing: tuple[ReplayApp, Pilot[An
     marks = app.replay.trace.bookmarks
     following = next(step for step, _ in marks if step > app.replay.step)
     await press(pilot, "right_curly_bracket")
-    await until(pilot, lambda: app.replay.step == following)
+    await until(pilot, lambda: app.position == following == app.view.horizon)
     await press(pilot, "m")
     await press(pilot, *"stall", "enter")
     await until(pilot, lambda: (following, "stall") in app.replay.trace.bookmarks)
     await press(pilot, "g")
     await press(pilot, *"100", "enter")
-    await until(pilot, lambda: app.replay.step == 100)
+    await until(pilot, lambda: app.position == 100 == app.view.horizon)
     await press(pilot, "g")
     await press(pilot, *"9999", "enter")
-    assert app.replay.step == 100, "there is no such step: it stays"
+    assert app.position == 100, "there is no such step: it stays"
     assert app.view.live.state.step == 100
     assert app.view.steps.get(60) is not None, "after a jump the panels have a history"
 

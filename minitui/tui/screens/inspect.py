@@ -284,8 +284,7 @@ class InspectScreen(BaseScreen[None]):
 
     def on_jump_requested(self, message: JumpRequested) -> None:
         """Show the engine as it was after a step."""
-        view = self.app.view
-        if not view.travel_to(message.step) and message.step < view.steps.last:
+        if not self.app.travel_to(message.step):
             self.app.say(f"step {message.step:,} is no longer kept: the picture cannot go back so far", error=True)
         elif self.size.width >= WIDE and self.size.height >= TALL:
             self.maximised = False

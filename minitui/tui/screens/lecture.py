@@ -168,7 +168,7 @@ class LectureScreen(BaseScreen[None]):
         """Go one step back in time."""
         view = self.app.view
         self._why.question, self._asked_from = None, -1
-        view.travel(-1)
+        self.app.travel_to(view.horizon - 1)
         self.paint(view)
 
     def action_predict(self) -> None:

@@ -238,7 +238,7 @@ class LinePanel(Widget, can_focus=True):
 
     def back_to_now(self) -> None:
         """Leave the past, for panels with another use of the key of this command."""
-        if self.view.travel_text:
+        if self.view.travel_text or self.view.playback is not None:
             self.call_later(self.app.run_action, "do('now')")
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:

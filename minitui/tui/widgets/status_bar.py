@@ -44,7 +44,8 @@ class StatusBar(Bar):
         return [("enter", "send"), *escape, ("/", "commands"), ("tab", "complete"), ("ctrl+j", "new line")]
 
     def _key_hints(self, screen: BaseScreen[None]) -> list[Hint]:
-        now = [(self.app.key_of("now"), "now")] if self.app.view.travel_text else []
+        view = self.app.view
+        now = [(self.app.key_of("now"), "now")] if view.travel_text and view.playback is None else []
         return now + screen.hints()
 
 

@@ -31,7 +31,7 @@ def vitals(view: View, n: int) -> list[Vital]:
     """Returns the six figures, each with `n` buckets of history."""
     shown = view.shown
     # When paused, in the past or in slow motion, also show the last bucket, which is not full yet.
-    filling = view.exact or shown.state.pace != 1
+    filling = view.exact or view.slowed
 
     def series(name: str, n: int = n) -> np.ndarray:
         return view.recent(name, n, filling)
