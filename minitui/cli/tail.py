@@ -12,7 +12,8 @@ prompts. Every minute, and at the end, lines sum up what the cache saved, what i
 whether the host or the device limits. While a step does not end, a line says so.
 
 With `--requests`, there is one line for each request, when the request has finished: its time to first token, the gaps
-between its tokens, and the cause of the longest gap.
+between its tokens, and the cause of the longest gap. While a step does not end, a line says so, also with `--json`: it
+has "stall_ms" in place of "request".
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def tail(
         bool,
         typer.Option("--requests", help="Print one line for each request, with the cause of its longest token gap."),
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="With --requests: print each line as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="With --requests: print each line as JSON, in ms.")] = False,
 ) -> None:
     """Print the engine's work as lines of text, with the causes of slow steps, and what the cache saves.
 
@@ -68,6 +69,10 @@ def tail(
       minitui tail class.trace --requests
       minitui tail http://localhost:8000
       echo "What is a KV cache?" | minitui tail
+
+    With --json, most lines describe a "request". A line has "stall_ms" instead if the engine has given no results for
+    this time: "step" has not ended, and the requests in "waiting" wait for its tokens. The first of these lines comes
+    after a second, and another each time that the stall has become twice as long.
     """
     if json and not requests:
         raise EngineError("--json needs --requests: without it, the lines are text")

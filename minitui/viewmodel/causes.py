@@ -215,7 +215,11 @@ def neighbour(step: int, seen_from: int) -> str:
 
 def prefilled(row: StepRow) -> str:
     """Returns the requests whose prompts a step computed: "r12 and r13", or "5 requests"."""
-    requests = [request for request, *_ in row.chunks]
+    return listed([request for request, *_ in row.chunks])
+
+
+def listed(requests: list[int]) -> str:
+    """Returns the names of requests, or their number."""
     return count(len(requests), "request") if len(requests) > NAMED else " and ".join(f"r{id}" for id in requests)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from engine.trace.records import Record
 from minitui.viewmodel.lanes import Lane
 from minitui.viewmodel.model import View
-from minitui.viewmodel.request_words import first_token_words, request_json, request_text
+from minitui.viewmodel.request_words import first_token_words, request_json, request_text, stall_json
 from minitui.viewmodel.requests import RequestFigures, Requests, by_longest_gap, longest_wait
 from minitui.viewmodel.stalls import in_words
 from minitui.viewmodel.teller import Line, Teller
@@ -60,9 +60,10 @@ class RequestTeller(Teller):
         for text in texts if not self._json else ():
             yield Line(self.view.live.state.t, self.view.live.state.step, "longest", text)
 
-    def stalled(self, seconds: float) -> Iterator[Line]:
+    def _stall(self, seconds: float, step: int | None, prefills: list[int], waiting: list[int], text: str) -> Line:
         if not self._json:
-            yield from super().stalled(seconds)
+            return super()._stall(seconds, step, prefills, waiting, text)
+        return JsonLine(0.0, 0, "stall", json_text(stall_json(seconds * 1e3, step, prefills, waiting, text)))
 
     def tell_all(self, reader: TraceReader) -> Iterator[Line]:
         for line in super().tell_all(reader):

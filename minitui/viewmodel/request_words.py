@@ -70,6 +70,13 @@ def request_json(row: RequestFigures, name: str, causes: dict[str, float], why: 
     }  # fmt: skip
 
 
+def stall_json(ms: float, step: int | None, prefills: list[int], waiting: list[int], why: str) -> dict[str, Any]:
+    """Returns a stall that has not ended as plain data. `prefills`: the requests whose prompts the step computes."""
+    return {
+        "stall_ms": round(ms, 3), "so_far": True, "step": step, "prefill_of": prefills, "waiting": waiting, "text": why,
+    }  # fmt: skip
+
+
 def _gap(gap: Gap, causes: dict[str, float], why: str) -> dict[str, Any]:
     paused = round(gap.paused_ms, 3)
     return {

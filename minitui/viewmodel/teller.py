@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from engine.trace.records import Record
 from minitui.text import count, duration
-from minitui.viewmodel.causes import explain, prefilled
+from minitui.viewmodel.causes import explain, listed
 from minitui.viewmodel.model import View
 from minitui.viewmodel.narrate import computed
 from minitui.viewmodel.stalls import Stalls
-from minitui.viewmodel.step_row import StepRow
+from minitui.viewmodel.step_row import Chunk, StepRow
 from minitui.viewmodel.summary import summary
 from minitui.viewmodel.timing import why_slow
 from minitui.visible import visible_line
@@ -84,20 +84,34 @@ class Teller:
     def stalled(self, seconds: float) -> Iterator[Line]:
         """Yields a line if no record has arrived for `seconds` and requests wait for their tokens."""
         state = self.view.live.state
-        waiting = [f"r{request.id}" for request in state.requests.values() if request.state == "running"]
+        waiting = [request.id for request in state.requests.values() if request.state == "running"]
         if seconds < STALL_S:
             self._stall_s = STALL_S
         if seconds < self._stall_s or state.gate == "closed" or state.pace > 1 or not waiting:
             return
         self._stall_s = 2 * seconds
         yield from self._flush()
-        row = self.view.steps.get(self.view.steps.committed + 1)
+        step, chunks = self._running_step()
+        prefills = [request for request, *_ in chunks]
         text = f"no results for {duration(seconds * 1e3)} so far"
+        if step is not None:
+            text += f"; step {step:,}{f' (prefill of {listed(prefills)})' if prefills else ''} has not ended"
+        names = [f"r{id}" for id in (waiting if len(waiting) <= 4 else waiting[:3])]
+        names += [f"{len(waiting) - 3} more"] if len(waiting) > 4 else []
+        whose = " and ".join(", ".join(names).rsplit(", ", 1))
+        yield self._stall(seconds, step, prefills, waiting, f"{text}; waiting for tokens: {whose}")
+
+    def _running_step(self) -> tuple[int | None, list[Chunk]]:
+        """Returns the step whose results come next, and its chunks of prompts; None if no such step is planned."""
+        row = self.view.steps.get(self.view.steps.committed + 1)
         if row is not None:
-            text += f"; step {row.step:,}{f' (prefill of {prefilled(row)})' if row.chunks else ''} has not ended"
-        named = waiting if len(waiting) <= 4 else [*waiting[:3], f"{len(waiting) - 3} more"]
-        whose = " and ".join(", ".join(named).rsplit(", ", 1))
-        yield Line(state.t + seconds, state.step, "stall", f"{text}; waiting for tokens: {whose}")
+            return row.step, row.chunks
+        return next(((record[3], record[4]) for record in self._batch if record[2] == "step"), (None, []))
+
+    def _stall(self, seconds: float, step: int | None, prefills: list[int], waiting: list[int], text: str) -> Line:
+        """Returns the line about a step that has not ended. `waiting`: the requests that wait for its tokens."""
+        state = self.view.live.state
+        return Line(state.t + seconds, state.step, "stall", text)
 
     def _each_minute(self, t: float) -> Iterator[Line]:
         """Yields a summary if the last one is old. `t`: the engine time of a record."""

@@ -328,9 +328,17 @@ def test_a_step_that_does_not_end_is_said_again_when_the_time_has_doubled() -> N
     found = {s: lines[-1] for s, lines in said if lines and "so far" in lines[-1]}
     assert list(found) == [1.1, 2.3, 4.7]
     assert re.search(r"no results for 1,100 ms so far; .*waiting for tokens: r\d+, r\d+, r\d+ and r\d+$", found[1.1])
+    assert "step 26 has not ended" in found[1.1] or "step 26 (prefill of" in found[1.1]
+    asked = RequestTeller(View(), json=True)
+    asked.view.reset(reader.part(0).snapshot)
+    list(asked.tell(records[: at + 1]))
+    rows = [json.loads(str(line)) for line in asked.stalled(1.1)]
+    running = [request.id for request in view.live.state.requests.values() if request.state == "running"]
+    (row,) = rows
+    assert (row["stall_ms"], row["so_far"], row["step"], row["waiting"]) == (1100.0, True, 26, running)
+    assert row["text"] in found[1.1] and row["prefill_of"] == [chunk[0] for chunk in records[at][4]]
     list(teller.tell(records[at + 1 :]))
-    assert not list(teller.stalled(9.0)), "no request is running"
-    assert not list(RequestTeller(view, json=True).stalled(9.0))
+    assert not list(teller.stalled(9.0)), "the time has not doubled"
 
 
 @pytest.mark.parametrize(("kind", "said"), [(Teller, "the cache saved "), (RequestTeller, "the longest gap of all")])
