@@ -20,7 +20,7 @@ from minitui.tui.app import MinituiApp
 from minitui.tui.commands import NOT_OFFERED
 from minitui.tui.glyphs import glyphs
 from minitui.tui.screens.base import BaseScreen
-from minitui.tui.screens.inspect import InspectScreen
+from minitui.tui.screens.inspect import TALL, InspectScreen
 from minitui.tui.screens.lecture import LectureScreen
 from minitui.tui.widgets.bar import Bar
 from minitui.tui.widgets.base import Picture
@@ -293,7 +293,7 @@ class ReplayApp(MinituiApp):
         if self.current_mode == "lecture":
             return ""  # the lecture screen has a panel for these sentences
         width, height = self.size
-        return shortened(narrate(self.view, self.view.horizon), width - 4, max(3, height // 6))
+        return shortened(narrate(self.view, self.view.horizon), width - 4, 2 if height < TALL else height // 6)
 
     def _about(self) -> str:
         """Returns a note for a recording with random text; empty for other recordings."""

@@ -211,7 +211,8 @@ def _step(view: View, step: int) -> Story:
         result = "" if accepted < 0 else f", {accepted} accepted"
         story.tell("drafts" if i == 0 else "", f"r{request}: {count(drafted, 'token')}{result}")
     if row.took_ms is not None:
-        story.tell("took", f"{row.took_ms:.2f} ms · {why_slow(row, view.timings.model)}")
+        why = why_slow(row, view.timings.model, always=True) or "expected time unknown: too few steps have a time"
+        story.tell("took", f"{row.took_ms:.2f} ms; {why}")
         launch = "–" if row.launch_ms is None else f"{row.launch_ms:.2f}"
         host = f"plan {row.plan_ms:.2f}, launch {launch}, commit {row.commit_ms:.2f} ms"
         story.tell("host", host + (f"; device {row.device_ms:.2f} ms" if row.device_ms is not None else ""))

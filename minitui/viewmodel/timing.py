@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minitui.text import count, ms
-from minitui.viewmodel.causes import WORTH, Cause, Explanation, explain, in_parts, neighbour, prefilled
+from minitui.viewmodel.causes import TOLERANCE, WORTH, Cause, Explanation, explain, in_parts, neighbour, prefilled
 from minitui.viewmodel.cost_model import CostModel, fit
 from minitui.viewmodel.first_tokens import FirstToken, FirstTokens
 from minitui.viewmodel.step_row import StepRow
@@ -157,11 +157,11 @@ def _stats(wall: np.ndarray, total: float) -> KindStats:
     )
 
 
-def why_slow(row: StepRow, model: CostModel | None) -> str:
+def why_slow(row: StepRow, model: CostModel | None, always: bool = False) -> str:
     """Returns the expected time of a step and, if the step took longer, the measured causes, in milliseconds:
     "expected 6.9 ms, +83.9: garbage collection 80.1, unexplained 3.8". Empty while too few steps are timed.
     If other steps took as much longer, the text also has the prompts' measured times: "(measured: launch 36.1 ms)".
-    An excess within the usual variation has no causes."""
+    `always`: a difference within the usual variation, which has no causes, has words, too."""
     explanation = explain(row, model) if model is not None else None
     if model is None or explanation is None:
         return ""
@@ -177,7 +177,9 @@ def why_slow(row: StepRow, model: CostModel | None) -> str:
         text += f", {ms(prefill.ms)} of it for {tokens}"
         if explanation.longer and not explanation.slow and (measured := in_parts(prefill)):
             text += f" (measured: {measured})"
+    excess = explanation.took - explanation.expected
     if not (parts := _excess(explanation)):
-        return text
+        words = "faster than expected" if excess < -TOLERANCE * explanation.expected else "within the usual variation"
+        return f"{text}, {'-' if excess < 0 else '+'}{ms(abs(excess))}: {words}" if always else text
     told = ", ".join(f"{part.name} {ms(part.ms)}" for part in parts)
-    return f"{text}, +{ms(explanation.took - explanation.expected)}: {told}"
+    return f"{text}, +{ms(excess)}: {told}"

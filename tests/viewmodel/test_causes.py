@@ -250,6 +250,9 @@ def test_without_measured_parts_nothing_is_blamed() -> None:
     row = history.get(50)
     assert row is not None and row.parts is None
     assert why_slow(row, timings.model) == "expected 5.00 ms, +85.0: unexplained 85.0"
+    usual = history.get(49)
+    assert usual is not None and why_slow(usual, timings.model) == "expected 5.00 ms"
+    assert why_slow(usual, timings.model, always=True) == "expected 5.00 ms, -0.00: within the usual variation"
 
 
 @pytest.mark.parametrize("overlap", [True, False])

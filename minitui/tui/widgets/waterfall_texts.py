@@ -60,7 +60,9 @@ def figures(row: StepRow, host: Sequence[Span], timings: Timings, width: int) ->
     head = Row(f"step {row.step:,}", "bold ink").add("  " + contents(row))
     if row.took_ms is not None:
         head.add("  took ", "dim").add(_duration(row.took_ms), "bold ink")
-    why = why_slow(row, timings.model)
+    why = why_slow(row, timings.model, always=True)
+    if head.width + len(why) + 3 > width:
+        why = why_slow(row, timings.model)
     if why and head.width + len(why) + 3 <= width:
         head.add(f" ({why})", "dim")
         why = ""
