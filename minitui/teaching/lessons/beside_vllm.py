@@ -21,7 +21,7 @@ from minitui.viewmodel.runs import Run
 FILE = Path(__file__).parents[1] / "vllm.trace"
 SHARES = (0.27, 0.42, 0.17)  # of the pool, for the prompts
 REPLY = 60  # tokens
-FIGURES = ("steps", "preempted request", "in its step", "prompt tokens computed", "blocks evicted")
+FIGURES = ("steps", "preempted request", "preempted in step", "prompt tokens computed", "blocks evicted")
 
 
 async def submit(stage: Stage) -> list[Session]:

@@ -42,6 +42,8 @@ async def request(stage: Stage) -> Seen:
     chunks = [json.loads(event) for event in events if event != "[DONE]"]
     parts = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"]]
     texts = [part for part in parts if part]
+    own = "This time each token had an event of its own: the experiment slows the steps down. "
+    own = own if len(texts) == usage["completion_tokens"] else ""
     same = "the same text" if "".join(parts) == reply["message"]["content"] else "another text"
     rows = (
         ("prompt tokens", usage["prompt_tokens"]), ("reply tokens", usage["completion_tokens"]),
@@ -52,7 +54,7 @@ async def request(stage: Stage) -> Seen:
         + "\n\nThe first answer is one JSON object. Its usage has the two numbers of tokens, and its finish_reason is "
         f"“{reply['finish_reason']}”. The second answer is a stream of events. Each event has the text that is new, "
         f"and this may be the text of several tokens. All pieces together make {same}. The last event is {events[-1]}. "
-        "The server has stopped; `minitui serve` starts one.",
+        f"{own}The server has stopped; `minitui serve` starts one.",
         0 if len(texts) < 2 or events[-1] != "[DONE]" else 1 if len(texts) <= TOKENS else None,
     )
 

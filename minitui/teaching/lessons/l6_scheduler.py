@@ -9,6 +9,7 @@ from minitui.teaching.lessons.preemption import too_small
 from minitui.teaching.lessons.side_by_side import side_by_side, steps_and_time
 from minitui.teaching.scenarios import paste
 from minitui.teaching.stage import Stage
+from minitui.text import count
 
 BLOCKS = 48  # of the pool
 LENGTHS = (5, 20, 25, 40, 30, 30)  # lengths of the replies in tokens
@@ -87,7 +88,7 @@ async def fifth_waits(stage: Stage) -> Seen:
     await stage.step(1, seconds=1.0)
     row, event = stage.last_row(), stage.events("wait")[-1]
     await stage.run_until("finish")
-    ended = stage.events("finish")[0]
+    ended = stage.events("finish")
     await stage.step(1)
     admitted = next(e for e in stage.view.events.since(0) if e.kind == "admit" and e.request == ids[1])
     reason = str(event.record[4])
@@ -95,7 +96,7 @@ async def fifth_waits(stage: Stage) -> Seen:
         f"   step {row.step:<6}r{ids[0]} gets the fourth row; the step computes {row.decodes} + {row.prefill_tokens} "
         "tokens\n"
         f"   {'':<11}r{event.request} waits for {reason}\n"
-        f"   step {ended.step:<6}a running request finishes\n"
+        f"   step {ended[0].step:<6}{count(len(ended), 'running request')} finished\n"
         f"   step {admitted.step:<6}r{ids[1]} is admitted\n\n"
         "The step had budget left. But all rows were used.",
         next((i for i, start in enumerate(("budget", "rows", "blocks")) if reason.startswith(start)), None),
@@ -189,7 +190,7 @@ LESSON = Lesson(
             second. Each line is a request.
 
             In the static run, look for requests that wait although a row is empty. Compare the steps, the time of the
-            run, and the times to the first token.
+            run, and the times to the first token. (p99: 99 % of the times are not longer.)
 
             Fewer steps take less time only if each step does not take longer. Two things make steps longer here. On a
             CPU, a step with four rows takes longer than a step with one row; on a GPU, hardly longer (L2 Model and
@@ -270,8 +271,8 @@ LESSON = Lesson(
             tokens. Soon a request needs a block, and no block is free or cached.
 
             So one of the three has to wait: it releases its row and its blocks. This is preemption. The other two
-            continue, and may overwrite the released blocks. When the third request continues, lost keys and values must
-            be computed again.
+            continue, and may overwrite the released blocks. When the preempted request continues, its lost keys and
+            values must be computed again.
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._preempt",

@@ -15,6 +15,7 @@ from minitui.viewmodel.comparison_words import key_of
 from minitui.viewmodel.model import View
 
 Answer = Callable[[Comparison], int]  # returns the index of the right choice
+TITLES = {"computed": "prefill tokens"}
 SHOWN = ("steps", "time", "computed", "first_p99", "gap_longest", "accepted")
 
 
@@ -54,7 +55,8 @@ def _with_all_options(chosen: Contrast) -> Contrast:
 
 def _line(one: Difference) -> str:
     quantity = one.quantity
-    return f" {quantity.title.strip():<22}{quantity.text(one.first):>16}{quantity.text(one.second):>20}"
+    title = TITLES.get(quantity.name, quantity.title.strip())
+    return f" {title:<22}{quantity.text(one.first):>16}{quantity.text(one.second):>20}"
 
 
 def steps_and_time(comparison: Comparison) -> str:

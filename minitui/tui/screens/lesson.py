@@ -29,6 +29,7 @@ from minitui.tui.widgets.lesson_panels import (
     PANEL_ROWS,
     PANELS,
     PARTNERS,
+    RESULT_ROWS,
     TALL,
 )  # fmt: skip
 from minitui.tui.widgets.lesson_text import LessonText, Reading, page_lines
@@ -176,7 +177,8 @@ class LessonScreen(BaseScreen[None]):
 
         A panel with nothing to show gets only rows that the text does not need.
         """
-        rows = BOTH_ROWS.get(self.reading.panel) or HEIGHTS.get(self.reading.panel, PANEL_ROWS)
+        sizes = HEIGHTS | BOTH_ROWS | (RESULT_ROWS if self.reading.page is not None else {})
+        rows = sizes.get(self.reading.panel, PANEL_ROWS)
         if self.reading.panel_has_content:
             return rows
         left = self.size.height - 4 - len(page_lines(self.reading, self.size.width - 4))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from minitui.tui.widgets.attention import Attention, KeySlot
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.block_map import BlockMap
@@ -32,6 +34,13 @@ class Runs(SideBySide):
 
     MORE = ""
 
+    def _shown(self, lanes: int, room: int) -> Sequence[int]:
+        """Returns the indices of the requests in sight: the first, the last and some between, because the last requests
+        are those that wait."""
+        if lanes <= room or room < 3:
+            return super()._shown(lanes, room)
+        return [round(i * (lanes - 1) / (room - 2)) for i in range(room - 1)]
+
 
 class RunsInSteps(Runs):
     """Two runs, of which one has no times."""
@@ -53,10 +62,13 @@ PANELS: dict[str, type[LinePanel]] = {
 }  # fmt: skip
 # Rows of these panels; on a narrow screen, all other panels have PANEL_ROWS. The timings need 10 for their tracks.
 HEIGHTS = {
-    "step": 4, "occupancy": 2, "timings": 10, "candidates": 11, "attention": 12, "slot": 6, "costs": 12, "gpu": 12,
-    "runs": 13, "runs-steps": 13, "blocks": 10,
+    "step": 4, "occupancy": 2, "timings": 10, "candidates": 11, "attention": 12, "slot": 6, "costs": 12,
+    "gpu": 12, "runs": 13, "runs-steps": 13, "blocks": 10,
 }  # fmt: skip
-TALL = ("attention", "blocks", "costs", "gpu", "runs", "runs-steps")  # on a wide screen, these panels have its height
+TALL = (  # on a wide screen, these panels have its height
+    "attention", "blocks", "costs", "gpu", "runs", "runs-steps",
+)  # fmt: skip
+RESULT_ROWS = {"lanes": 11}  # beside a result on a narrow screen: six requests, and the number of the others
 LIVE = ("map", "occupancy")  # before an experiment has run, these panels show the pool as it is
 PANEL_ROWS = 9
 MIN_PANEL_ROWS = 5  # below the text, a panel with nothing to show is hidden if fewer rows are left

@@ -17,6 +17,7 @@ from minitui.tui.widgets.rows import Row
 from minitui.viewmodel.model import View
 
 MAX_TEXT_WIDTH = 100  # columns; longer lines are hard to read
+LEGEND_ENDS = 2  # cells of the text's width that its legend cannot have
 EARLIER = "The panel shows this run. Since then the engine has run another page; enter runs this page again."
 
 
@@ -140,7 +141,9 @@ class LessonText(ScrollPanel):
         title = f"{reading.lesson.name} {glyphs().middot} {reading.at + 1} of {reading.pages}"
         legend = [(f"down: {count(below, 'more line')}", "accent")] if below else [(_keys(reading), "dim")]
         if self.top and not below:
-            legend.insert(0, (f"up: {count(self.top, 'more line')} {glyphs().middot} ", "dim"))
+            above = f"up: {count(self.top, 'more line')}"
+            joined = f"{above} {glyphs().middot} {_keys(reading)}"
+            legend = [(joined if len(joined) <= width - LEGEND_ENDS else above, "dim")]
         return Picture(shown, title, legend=legend)
 
 

@@ -5,6 +5,7 @@ The panel shows the run of its view, and above it `view.earlier` (see View.keep_
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import floor, log10
 from typing import ClassVar
 
@@ -158,7 +159,7 @@ machine, times are not.""")
 
     # ---- rows
 
-    def _shown(self, lanes: int, room: int) -> range:
+    def _shown(self, lanes: int, room: int) -> Sequence[int]:
         """Returns the indices of the requests in sight. The chosen one is always in sight."""
         if lanes <= room:
             return range(lanes)
