@@ -43,7 +43,7 @@ async def request(stage: Stage) -> Seen:
     parts = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"]]
     texts = [part for part in parts if part]
     own = "This time each token had an event of its own: the experiment slows the steps down. "
-    own = own if len(texts) == usage["completion_tokens"] else ""
+    own = own if stage.beat and len(texts) == usage["completion_tokens"] else ""
     same = "the same text" if "".join(parts) == reply["message"]["content"] else "another text"
     rows = (
         ("prompt tokens", usage["prompt_tokens"]), ("reply tokens", usage["completion_tokens"]),
