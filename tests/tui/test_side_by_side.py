@@ -10,6 +10,7 @@ from textual.app import App, ComposeResult
 from minitui.trace.bundled import bundled
 from minitui.tui.glyphs import use_ascii
 from minitui.tui.theme import THEMES
+from minitui.tui.widgets.lesson_panels import Runs
 from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.side_by_side import SideBySide
 from minitui.viewmodel.model import View
@@ -148,3 +149,15 @@ def test_a_picture_that_stays_the_same_is_not_drawn_again(batching: View, monkey
     monkeypatch.undo()
     panel.cursor = 1.0
     assert drawn(panel, batching) != rows
+
+
+def test_a_lesson_shows_the_first_and_the_last_requests_and_what_the_colours_of_steps_mean(batching: View) -> None:
+    view, _ = recorded_view(bundled()["h200-8b"])
+    view.earlier, _ = recorded_view(bundled()["small-pool"])
+    last = f"r{max(view.lanes.lanes)} "
+    assert last not in "\n".join(drawn(SideBySide(), view, 76, 11))
+    rows = [row.rstrip() for row in drawn(Runs(), view, 76, 11)]
+    assert any(row.startswith(last) for row in rows) and rows[-1].endswith("more requests")
+    for height, known in ((11, False), (30, True)):  # a low panel leaves the row of steps out
+        words = "".join(text for text, _ in Runs().picture(batching, 76, height).legend)
+        assert ("step of decodes only" in words) is known
