@@ -118,7 +118,7 @@ async def test_enter_opens_the_longest_gap_of_all_which_is_always_named(tmp_path
         named = re.match(r"r(\d+), the longest gap of all: ([0-9.,]+) ms ", foot())
         assert named is not None and table.rows[0].id != int(named[1])
         footer = picture(app).splitlines()[-2]
-        assert "5 requests" in footer and "w waterfall" in footer and "n step" in footer
+        assert "esc back" in footer and "w waterfall" in footer and "n step" in footer
         await pressed(app, pilot, "down")
         assert f"r{table.rows[0].id}, its longest gap (of all: r{named[1]} with {named[2]} ms): " in foot()
         await pressed(app, pilot, "l")
@@ -137,6 +137,31 @@ async def test_the_end_key_returns_to_now_from_every_panel(tmp_path: Path) -> No
             assert app.view.travel_text and f"step {app.view.horizon} of" in picture(app), screen.current
             await pressed(app, pilot, "end")
             assert not app.view.travel_text, screen.current
+
+
+@pytest.mark.parametrize("size", [(80, 24), (200, 60)])
+async def test_escape_goes_back_the_way_that_enter_went(tmp_path: Path, size: tuple[int, int]) -> None:
+    async with replayed(tmp_path, size) as (app, pilot, screen):
+        begin, now = screen.current, app.view.horizon
+        await pressed(app, pilot, "5", "l", "enter")
+        assert screen.current == "timeline"
+        for _ in range(2):  # there and back
+            await pressed(app, pilot, "enter")
+            assert app.view.horizon < now and "esc back" in picture(app)
+            assert screen.current == ("timeline" if size == (80, 24) else "events")
+            await pressed(app, pilot, "escape")
+            assert screen.current == "timeline" and app.view.horizon == now
+        await pressed(app, pilot, "escape")
+        assert screen.current == "requests"
+        await pressed(app, pilot, "escape")
+        assert screen.current == begin and app.view.horizon == now
+        screen._show("timings")
+        screen.maximised = True
+        screen.lay_out()
+        await pressed(app, pilot, "down", "enter")
+        assert app.view.horizon < now
+        await pressed(app, pilot, "comma", "escape")
+        assert app.view.horizon < now, "another step is shown: esc does not undo the jump"
 
 
 @pytest.mark.parametrize("size", [(80, 24), (200, 60)])

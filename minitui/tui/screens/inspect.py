@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from textual import events
 from textual.app import ComposeResult
@@ -48,6 +48,15 @@ SKIPPING_EVERY = 4
 PAINT_S = 0.005  # the panels of a frame are painted in turns of about this time
 
 
+class Jump(NamedTuple):
+    """A jump in time. `before`: the step that was shown before; None: the present."""
+
+    step: int
+    panel: str
+    maximised: bool
+    before: int | None
+
+
 class InspectScreen(BaseScreen[None]):
     """Arranges the panels and handles their messages; the panels draw the view."""
 
@@ -81,6 +90,7 @@ class InspectScreen(BaseScreen[None]):
         self.current = "map"
         self.maximised = False
         self._before_alone = ("map", False)  # `current` and `maximised` before a panel of ALONE was shown
+        self._jump: Jump | None = None  # the last jump in time that a panel asked for
         self._frames = 0
         self._due: deque[str] = deque()  # panels that are to be painted
         self._about = False  # the selected block is described below the map
@@ -126,8 +136,11 @@ class InspectScreen(BaseScreen[None]):
         left_out = ("write", "chats", "inspect", "fork", "new")
         rest = (hint for hint in hints if hint not in first and hint[1] not in left_out)
         requests = (self.app.key_of("requests"), "requests")
-        waterfall = ("esc", "back") if self.current == "waterfall" else (self.app.key_of("waterfall"), "waterfall")
-        return [*first, requests, waterfall, other_screen, ("z", "maximise"), *rest]
+        waterfall = (self.app.key_of("waterfall"), "waterfall")
+        panels = [("esc", "back")] if self.current in self.ALONE or self._jump_shown else []
+        panels += [requests] if self.current not in REQUESTS else []
+        panels += [waterfall] if self.current != "waterfall" else []
+        return [*first, *panels, other_screen, ("z", "maximise"), *rest]
 
     # ---- arrangement
 
@@ -280,15 +293,41 @@ class InspectScreen(BaseScreen[None]):
         self._show("timeline")
 
     def on_timeline_closed(self, message: TimelineClosed) -> None:
-        self._show("requests")
+        if not self._undo_jump():
+            self._show("requests")
 
     def on_jump_requested(self, message: JumpRequested) -> None:
-        """Show the engine as it was after a step."""
+        """Show the engine as it was after a step. Escape goes back to the panel and the moment before."""
+        view = self.app.view
+        stays = view.travel_text or view.playback is not None
+        before = Jump(message.step, self.current, self.maximised, view.horizon if stays else None)
+        if view.horizon != message.step or self._jump is None:
+            self._jump = before
         if not self.app.travel_to(message.step):
+            self._jump = None
             self.app.say(f"step {message.step:,} is no longer kept: the picture cannot go back so far", error=True)
         elif self.size.width >= WIDE and self.size.height >= TALL:
             self.maximised = False
             self._show("events")
+
+    @property
+    def _jump_shown(self) -> bool:
+        """True if the picture still shows the step of the last jump."""
+        return self._jump is not None and self._jump.step == self.app.view.horizon
+
+    def _undo_jump(self) -> bool:
+        """Go back to the panel and the moment before the last jump. Returns False if that step is no longer shown."""
+        jump, shown = self._jump, self._jump_shown
+        self._jump = None
+        if jump is None or not shown:
+            return False
+        if jump.before is None:
+            self.app.to_now()
+        else:
+            self.app.travel_to(jump.before)
+        self.maximised = jump.maximised
+        self._show(jump.panel)
+        return True
 
     def action_maximise(self) -> None:
         """Show the current panel alone, or all panels again."""
@@ -305,10 +344,13 @@ class InspectScreen(BaseScreen[None]):
         self.query_one(BlockMap).action_colour()
 
     def action_back(self) -> None:
-        """Undo the first of these that is active: popover, panel without others, zoom, selection, maximised panel."""
+        """Undo the first of these that is active: popover, jump in time, panel without others, zoom, selection,
+        maximised panel."""
         block_map = self.query_one(BlockMap)
         if self._details.display:
             self._details.action_close()
+        elif self._undo_jump():
+            pass
         elif self.current in self.ALONE:
             self.toggle(self.current)
         elif block_map.zoomed_at is not None:

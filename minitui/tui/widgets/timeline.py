@@ -65,7 +65,7 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
         Binding("down", "rank(1)", "shorter gap", show=False, id="timeline.down"),
         Binding("home", "longest", "the longest gap", show=False, id="timeline.longest"),
         Binding("enter", "jump", "go back in time to its step", show=False, id="timeline.jump"),
-        Binding("escape", "close", "all requests", show=False, id="timeline.close"),
+        Binding("escape", "close", "back", show=False, id="timeline.close"),
     ]
 
     def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
@@ -116,9 +116,9 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
         rows += foot
         steps = f"1 column = the longest of {self.per_column} gaps" if self.per_column > 1 else "1 column = 1 gap"
         arrows = "← → ↑ ↓" if glyphs().rule != "-" else "arrows"
-        note: list[Run] = [(steps, "ink"), *self.own_key(f"{arrows} choose · enter jump · esc all")]
+        note: list[Run] = [(steps, "ink"), *self.own_key(f"{arrows} choose · enter jump · esc back")]
         if sum(len(text) for text, _ in note) + len(title) > width - 8:
-            note = [(f"1 column = {self.per_column}", "ink"), *self.own_key("enter jump · esc all")]
+            note = [(f"1 column = {self.per_column}", "ink"), *self.own_key("enter jump · esc back")]
         return Picture(rows[:height], title=title, note=note, legend=self._legend())
 
     @staticmethod
