@@ -20,7 +20,7 @@ from minitui.text import listed
 from minitui.trace.reader import TraceReader
 from minitui.tui.actions import Action
 from minitui.tui.app import MinituiApp
-from minitui.tui.commands import NOT_OFFERED
+from minitui.tui.commands import CONTROLS, NOT_OFFERED
 from minitui.tui.replay_app import NEED_AN_ENGINE, TraceCodec
 from minitui.tui.screens.compare import CompareScreen
 from minitui.tui.screens.inspect import InspectScreen
@@ -147,7 +147,7 @@ class RecordingsApp(CompareApp):
     @property
     def actions(self) -> list[Action]:
         """All actions except the actions that need a running engine."""
-        return [action for action in super().actions if action.id not in NEED_AN_ENGINE]
+        return [action for action in super().actions if action.id not in NEED_AN_ENGINE | CONTROLS | {"gate", "reset"}]
 
     def group_names(self) -> dict[str, str]:
         return self._recordings.second.group_names

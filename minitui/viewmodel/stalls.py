@@ -98,7 +98,7 @@ class Stalls:
         begun = max(view.steps.first, 0) + REFIT
         if self._ahead is not None and self._ahead.steps is view.steps and view.horizon < begun:
             return self._ahead
-        last = max(view.horizon // REFIT * REFIT, min(view.horizon, begun))
+        last = max(view.horizon // REFIT * REFIT, min(view.steps.last, begun))
         if self._fitted[:2] != (view.steps, last):
             self._fitted = (view.steps, last, fit(view.steps, last))
         return self._fitted[2]

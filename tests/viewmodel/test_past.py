@@ -11,6 +11,7 @@ from minitui.trace.reader import TraceReader
 from minitui.viewmodel.model import View
 from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.spans import Timeline
+from minitui.viewmodel.stalls import Stalls
 from minitui.viewmodel.story import tell
 from tests.support.golden import GOLDEN
 
@@ -57,3 +58,16 @@ def test_the_past_says_what_the_live_picture_said_at_that_step(name: str) -> Non
     later = [lane.id for lane in whole.lanes.lanes.values() if not whole.begun(lane)]
     assert later or name == "small-pool"
     assert all("not submitted yet" in tell(whole, "request", request).lines[0][1] for request in later)
+
+
+def test_a_gap_in_the_first_steps_is_explained_with_the_steps_that_are_known_now() -> None:
+    reader = TraceReader(bundled()["small-pool"])
+    view = View()
+    view.reset(reader.part(0).snapshot)
+    view.fold(list(reader.records()))
+    view.travel_to(3)
+    view.frame(0.0)
+    lane = view.lanes.lanes[1]
+    gap = view.tokens.arrivals(lane, view.horizon).gap(2)
+    assert view.timings.model is None
+    assert "cause unknown" not in Stalls().words(view, lane, gap)
