@@ -48,7 +48,7 @@ def replay(
     \b
       minitui replay                                 list the bundled recordings
       minitui chat --record class.trace
-      minitui replay class.trace                     keys: space freezes, p pauses, , and . step, B begin, E end
+      minitui replay class.trace                     keys: space pauses, , and . step, B begin, E end
       minitui replay class.trace --export perfetto   for ui.perfetto.dev
       minitui replay class.trace --export svg --step 40 --size 160x48
       minitui replay class.trace --export png --theme light    needs an installed Chromium

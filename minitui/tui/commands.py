@@ -79,6 +79,9 @@ class Commands(ChatCommands):
     # --- the engine
 
     def do_freeze(self, _: str) -> None:
+        if self.app.view.playback is not None:  # a recording does not run on behind a frozen picture
+            self.do_gate("")
+            return
         self.app.feed.frozen = not self.app.feed.frozen
 
     def do_gate(self, _: str) -> None:

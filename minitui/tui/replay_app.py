@@ -28,7 +28,7 @@ from minitui.tui.widgets.rows import Row
 from minitui.viewmodel.model import Playback, View
 from minitui.viewmodel.narrate import narrate
 
-NEED_AN_ENGINE = {"chat", "clear", "restart"}
+NEED_AN_ENGINE = {"chat", "clear", "restart", "freeze"}
 SPEEDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 JUMP = 0.05  # the share of the recording that one jump covers
 NO_CHATS = NOT_OFFERED["Chats"]
@@ -65,7 +65,8 @@ class TraceCodec:
 REPLAY_HELP = """\
 This is a recording. These keys move its playhead.
 
-  p, n, N        pause or continue; one step, ten steps
+  space, p       pause or continue
+  n, N           one step, ten steps
   , .            the step before, the next step; the replay is then paused
   B, E           the begin, the end of the recording (also home and end, where the panel has no other use for them)
   ( )            jump back or forward by a twentieth of the recording

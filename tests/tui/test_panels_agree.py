@@ -75,7 +75,7 @@ async def test_all_panels_of_a_picture_that_stands_are_painted_from_one_moment(
             view = app.view
             if not view.still:
                 continue
-            stood.add((view.frozen, view.exact))
+            stood.add((view.playback.paused, view.travel_text != ""))
             panels = shown_panels(app)
             assert len(panels) > 3
             assert {painted[panel] for panel in panels} == {moment_of(view)}

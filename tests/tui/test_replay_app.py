@@ -115,8 +115,9 @@ async def test_the_bar_is_the_only_clock_and_keys_go_to_the_begin_and_the_end(si
         await until(pilot, lambda: app.view.horizon == 1 == app.replay.step and not app.view.travel_text)
         await press(pilot, "full_stop")  # after the last step that is known
         await until(pilot, lambda: app.view.horizon == 2)
-        await press(pilot, "comma", "p")
+        await press(pilot, "comma", "space")
         await until(pilot, lambda: not app.replay.paused and 1 < app.view.horizon < last)
+        assert not app.feed.frozen
         assert "REPLAY plays" in bar(app)
 
 
