@@ -19,6 +19,7 @@ from minitui.text import ms
 from minitui.trace.reader import TraceReader
 from minitui.tui.replay_app import ReplayApp, replay_app
 from minitui.tui.screens.inspect import InspectScreen
+from minitui.tui.widgets.base import Opened
 from minitui.tui.widgets.details import Details, SelectedBlock
 from minitui.tui.widgets.events import Events, Search
 from minitui.tui.widgets.requests import COLUMNS, RequestTable
@@ -155,6 +156,21 @@ async def test_escape_goes_back_the_way_that_enter_went(tmp_path: Path, size: tu
         assert screen.current == "requests"
         await pressed(app, pilot, "escape")
         assert screen.current == begin and app.view.horizon == now
+        for panel in ("events", "lanes", "waterfall"):  # what names a request leads to its timeline, and back
+            await pressed(app, pilot, "2")
+            await pressed(app, pilot, *("w" if panel == "waterfall" else ()))
+            screen._show(panel)
+            request = app.view.steps.last and max(app.view.shown.state.requests)
+            app.view.select("request", request)
+            if panel == "events":
+                screen.post_message(Opened("request", request))
+            await pressed(app, pilot, *(() if panel == "events" else ("enter",)))
+            assert screen.query_one(Details).display and "enter: each token" in picture(app), panel
+            await pressed(app, pilot, "enter")
+            assert app.focused is timeline_of(screen) and f"Timeline of r{request}" in picture(app)
+            await pressed(app, pilot, "escape")
+            assert screen.current == panel and app.focused is screen.query_one(f"#{panel}")
+        await pressed(app, pilot, "2")
         screen._show("timings")
         screen.maximised = True
         screen.lay_out()

@@ -19,10 +19,10 @@ from minitui.tui.widgets.details import Details, SelectedBlock
 from minitui.tui.widgets.events import Events
 from minitui.tui.widgets.experts import ExpertMap
 from minitui.tui.widgets.lanes import BatchLanes
-from minitui.tui.widgets.requests import RequestTable, TimelineOpened
+from minitui.tui.widgets.requests import RequestTable
 from minitui.tui.widgets.status_bar import StatusBar
 from minitui.tui.widgets.step_bar import StepBar
-from minitui.tui.widgets.timeline import JumpRequested, RequestTimeline, TimelineClosed
+from minitui.tui.widgets.timeline import JumpRequested, RequestTimeline, TimelineClosed, TimelineOpened
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.top_bar import TopBar
 from minitui.tui.widgets.tree import RadixTree
@@ -90,6 +90,7 @@ class InspectScreen(BaseScreen[None]):
         self.current = "map"
         self.maximised = False
         self._before_alone = ("map", False)  # `current` and `maximised` before a panel of ALONE was shown
+        self._timeline_back = ("requests", True)  # `current` and `maximised` before the timeline was shown
         self._jump: Jump | None = None  # the last jump in time that a panel asked for
         self._frames = 0
         self._due: deque[str] = deque()  # panels that are to be painted
@@ -280,6 +281,7 @@ class InspectScreen(BaseScreen[None]):
 
     def toggle(self, name: str) -> None:
         """Show a panel of ALONE; if it is shown, the panels as before."""
+        self._timeline_back = ("requests", True)
         self._close_details()
         if self.current == name:
             name, self.maximised = self._before_alone
@@ -290,11 +292,17 @@ class InspectScreen(BaseScreen[None]):
         self._show(name)
 
     def on_timeline_opened(self, message: TimelineOpened) -> None:
+        """Show the timeline of the selected request. Escape goes back to the panel before."""
+        self._timeline_back = (self.current, self.maximised)
+        if self.current not in self.ALONE:
+            self._before_alone = self._timeline_back
+        self.maximised = True
         self._show("timeline")
 
     def on_timeline_closed(self, message: TimelineClosed) -> None:
         if not self._undo_jump():
-            self._show("requests")
+            panel, self.maximised = self._timeline_back
+            self._show(panel)
 
     def on_jump_requested(self, message: JumpRequested) -> None:
         """Show the engine as it was after a step. Escape goes back to the panel and the moment before."""

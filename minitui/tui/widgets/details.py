@@ -9,6 +9,7 @@ from textual.binding import Binding
 
 from minitui.tui.widgets.base import LinePanel, Picture, ScrollPanel, selected
 from minitui.tui.widgets.rows import Row, Run, Runs, clean
+from minitui.tui.widgets.timeline import TimelineOpened
 from minitui.viewmodel.model import View
 from minitui.viewmodel.story import tell
 
@@ -42,11 +43,12 @@ class SelectedBlock(LinePanel, can_focus=False):
 
 
 class Details(ScrollPanel):
-    """The popover. `show` opens it above the panels; Escape or Enter closes it."""
+    """The popover. `show` opens it above the panels; Escape and Enter close it. Enter opens a request's timeline."""
 
     DEFAULT_CSS = "Details { layer: above; position: absolute; display: none; }"
     BINDINGS: ClassVar = [
-        Binding("escape,enter", "close", "close", show=False, id="details.close"),
+        Binding("escape", "close", "close", show=False, id="details.close"),
+        Binding("enter", "enter", "close, or the timeline of the request", show=False, id="details.enter"),
         Binding("up", "scroll(-1)", "up", show=False, id="details.up"),
         Binding("down", "scroll(1)", "down", show=False, id="details.down"),
     ]
@@ -73,10 +75,23 @@ class Details(ScrollPanel):
     def picture(self, view: View, width: int, height: int) -> Picture:
         rows = story_lines(view, self.kind, self.subject, width)
         shown, below = self.window(rows, height)
-        legend = [("esc closes", "dim")]
+        legend = [("enter: each token · esc closes" if self._has_timeline else "esc closes", "dim")]
         if below:
             legend.insert(0, (f"{below} more lines below  ", "accent"))
         return Picture(shown, title=tell(view, self.kind, self.subject).title, legend=legend)
+
+    @property
+    def _has_timeline(self) -> bool:
+        return self.kind == "request" and self.app.current_mode == "inspect"
+
+    def action_enter(self) -> None:
+        """Close, and open the timeline of the request."""
+        if not self._has_timeline:
+            self.action_close()
+            return
+        self.display = False
+        self.view.select("request", self.subject)
+        self.post_message(TimelineOpened())
 
     def action_close(self) -> None:
         self.display = False

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from textual.binding import Binding
-from textual.message import Message
 
 from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs, selected
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, wrapped
+from minitui.tui.widgets.timeline import TimelineOpened
 from minitui.viewmodel.model import View
 from minitui.viewmodel.request_words import first_token_words
 from minitui.viewmodel.requests import RequestFigures, Requests, by_longest_gap, longest_wait
@@ -61,10 +61,6 @@ COLUMNS = (
     Heading("reused", 7, 4, lambda row: row.reused_tokens),
     Heading("evicted", 8, 6, lambda row: row.after_evictions),
 )
-
-
-class TimelineOpened(Message):
-    """Asks the screen to show the timeline of the selected request."""
 
 
 class RequestTable(LinePanel):

@@ -32,8 +32,12 @@ class JumpRequested(Message):
         self.step = step
 
 
+class TimelineOpened(Message):
+    """Asks the screen to show the timeline of the selected request."""
+
+
 class TimelineClosed(Message):
-    """Asks the screen to show the table of requests again."""
+    """Asks the screen to show the panel before the timeline again."""
 
 
 class RequestTimeline(LinePanel):
