@@ -20,6 +20,7 @@ from engine.model.hf_config import read_model_config
 from engine.model.traits import lacking
 from engine.progress import Progress
 from engine.text.tokenizer import Tokenizer
+from engine.worker import kept_reader
 from engine.worker.limits import resolve
 from engine.worker.memory import check_memory
 
@@ -65,9 +66,11 @@ def build_engine(
         config.model, on_progress=report, weights=not config.dummy_weights, tokenizer=config.load_tokenizer
     )
     model = read_model_config(directory)
+    kept_reader.begin(config, directory, model)
     before_torch()
     limits = resolve(config, model)
     config = replace(config, quantization=limits.quantization)  # loading changes the free memory
+    kept_reader.begin(config, directory, model)  # if "auto" has become a kind
     tokenizer = Tokenizer(directory) if config.load_tokenizer else None
     if tokenizer is not None:
         tokenizer.context = limits.max_model_len

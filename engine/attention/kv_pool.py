@@ -6,9 +6,9 @@ core/allocator.py records which blocks are in use.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from engine.attention.base import AttentionShape
@@ -31,17 +31,20 @@ class KVPool:
         self.block_size = block_size
         self.dtype = dtype
         self.scales: Sequence[torch.Tensor | None] = scales if scales is not None else [None] * config.num_layers
-        self.keys = [_zeros(shape, dtype, device) for _ in range(config.num_layers)]
-        self.values = [_zeros(shape, dtype, device) for _ in range(config.num_layers)]
+        tensors = _zeros(2 * config.num_layers, shape, dtype, device)
+        self.keys, self.values = tensors[: config.num_layers], tensors[config.num_layers :]
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Like torch.zeros. On a CPU, the system writes the zeros of a page when it is used first; torch writes all now."""
+def _zeros(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Sequence[torch.Tensor]:
+    """Returns `count` tensors of zeros."""
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(memory).view(dtype).view(shape)
+        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(count)]
+    # The system writes the zeros of a page when the page is used first. torch.zeros would write all of them now. numpy
+    # asks for large pages: the first token of a model would wait for a large page of each of these tensors.
+    size = count * math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(count, *shape).unbind()

@@ -1,15 +1,25 @@
-"""The folder of kept weights (kept_weights.py): its place, its largest size, what is removed. Needs no torch."""
+"""The folder of kept weights (kept_weights.py): its place, its files, its largest size. Needs no torch.
+
+The name of a file contains a hash of what its weights depend on: the files of the checkpoint (path, size, time of
+change), the model, the kind of weights.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import time
 from pathlib import Path
 
 from engine.errors import EngineError
+from engine.files import checkpoint_files
+from engine.model.config import ModelConfig
 
 LIMIT = "MINITUI_KEPT_WEIGHTS_GB"  # the variable for the size of all files together; 0: keep none
 DEFAULT_GB = 20.0
+KINDS = ("int8", "int4")  # of engine/worker/quantised.py; other weights are read as quickly from the checkpoint
+REVISION = 2  # increases when the parameters of a decoder, their order or their contents change
 SUFFIX, UNFINISHED = ".weights", ".unfinished"
 ABANDONED_S = 3600  # an unfinished file of this age belongs to a process that has ended
 
@@ -17,6 +27,15 @@ ABANDONED_S = 3600  # an unfinished file of this age belongs to a process that h
 def directory() -> Path:
     """Returns the directory of the files."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "minitui" / "weights"
+
+
+def file_of(name: str, checkpoint: Path, model: ModelConfig, kind: str) -> Path:
+    """Returns the file for a checkpoint's weights of this kind. `name`: of the model, to be read by people."""
+    resolved = [path.resolve() for path in checkpoint_files(checkpoint)]
+    files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in resolved]
+    key = hashlib.sha256(repr((REVISION, files, model, kind)).encode()).hexdigest()[:24]
+    label = re.sub(r"[^A-Za-z0-9.]+", "-", Path(name).name)[:64]
+    return directory() / f"{label}-{kind}-{key}{SUFFIX}"
 
 
 def kept_files() -> list[Path]:

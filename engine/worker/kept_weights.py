@@ -1,19 +1,13 @@
 """Keeps weights that were rounded for a CPU in a file. The next start reads this file instead of rounding again.
 
-A file holds the parameters of a decoder as they are in memory. Its name contains a hash of what they depend on: the
-files of the checkpoint (path, size, time of change), the model, the kind of weights, the processor's vectors. A decoder
-makes its parameters in the same order at each start, so the file needs no names:
-
-    a line of JSON (key, bytes, sum), zeros up to HEADER bytes, then the parameters, each at a multiple of ALIGNED bytes
+A file holds the parameters of a decoder as they are in memory (engine/worker/kept_reader.py). A decoder makes its
+parameters in the same order at each start, so the file needs no names.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import platform
-import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -22,27 +16,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engine.files import checkpoint_files
-from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.progress import Progress
-from engine.worker.kept_files import LIMIT, SUFFIX, UNFINISHED, directory, limit_bytes, make_room
-from engine.worker.parameters import ALIGNED, Parameters, aligned, in_large_pages, large_pages
+from engine.worker.kept_files import LIMIT, UNFINISHED, limit_bytes, make_room
+from engine.worker.kept_reader import HEADER, read, sum_of
+from engine.worker.parameters import Parameters, aligned, in_large_pages
 
-KINDS = ("int8", "int4")  # of engine/worker/quantised.py; other weights are read as quickly from the checkpoint
-REVISION = 1  # increases when the parameters of a decoder, their order or their contents change
-HEADER = 4096  # bytes
 LEAST = 1 << 26  # bytes; fewer are rounded in a moment
-
-
-def file_of(name: str, checkpoint: Path, model: ModelConfig, kind: str) -> Path:
-    """Returns the file for a checkpoint's weights of this kind. `name`: of the model, to be read by people."""
-    resolved = [path.resolve() for path in checkpoint_files(checkpoint)]
-    files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in resolved]
-    vectors = (platform.machine(), torch.backends.cpu.get_cpu_capability())
-    key = hashlib.sha256(repr((REVISION, files, model, kind, vectors)).encode()).hexdigest()[:24]
-    label = re.sub(r"[^A-Za-z0-9.]+", "-", Path(name).name)[:64]
-    return directory() / f"{label}-{kind}-{key}{SUFFIX}"
 
 
 def load(
@@ -56,7 +36,7 @@ def load(
     limit = limit_bytes()
     if path.exists() and limit:
         try:
-            memory = _read(path)
+            memory = torch.from_numpy(read(path))
             with Parameters(memory) as taken:
                 decoder = make()
             if taken.end != len(memory):
@@ -74,39 +54,6 @@ def load(
         if why_not := _keep(path, made, limit):
             notes.append(f"the rounded weights are not kept for the next start: {why_not}")
     return decoder, tuple(notes)
-
-
-def _read(path: Path) -> torch.Tensor:
-    """Returns the parameters of a file as one tensor of bytes. Raises OSError or ValueError.
-
-    They are copied, because the pages of a mapped file are small ones.
-    """
-    with path.open("rb") as file:
-        head = file.read(HEADER)
-        memory = large_pages(max(0, path.stat().st_size - HEADER))
-        whole = file.readinto(memory.numpy().data) == len(memory)
-    try:
-        found = json.loads(head.partition(b"\n")[0])
-        name, size, total = found["name"], found["bytes"], found["sum"]
-    except (ValueError, TypeError, KeyError):
-        raise ValueError("its first line is not that of such a file") from None
-    if name != path.name:
-        raise ValueError("it belongs to other weights")
-    if size != path.stat().st_size - HEADER or size % ALIGNED:
-        raise ValueError(f"it has {path.stat().st_size:,} bytes, and its first line says {HEADER + size:,}")
-    if not whole or _sum(memory) != total:
-        raise ValueError("its contents have changed")
-    return memory
-
-
-def _mapped(path: Path) -> torch.Tensor:
-    """Returns a file without its header as bytes. Changes of the tensor do not reach the file."""
-    return torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c", offset=HEADER))
-
-
-def _sum(memory: torch.Tensor) -> int:
-    """Returns the sum of all 8-byte numbers, modulo 2^64. This is as quick as memory can be read."""
-    return int(memory.view(torch.int64).sum())
 
 
 def _keep(path: Path, made: Parameters, limit: int) -> str:
@@ -127,7 +74,8 @@ def _keep(path: Path, made: Parameters, limit: int) -> str:
             for tensor in made.tensors:
                 file.write(tensor.view(-1).view(torch.uint8).numpy().data)
                 file.write(bytes(aligned(tensor.nbytes) - tensor.nbytes))
-        head = {"name": path.name, "bytes": made.end, "sum": _sum(_mapped(unfinished))}
+        written = np.memmap(unfinished, dtype=np.uint8, mode="r", offset=HEADER)
+        head = {"name": path.name, "bytes": made.end, "sum": sum_of(written)}
         with unfinished.open("r+b") as file:
             file.write(json.dumps(head).encode() + b"\n")
         unfinished.replace(path)

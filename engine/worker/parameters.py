@@ -1,22 +1,16 @@
-"""The memory of a decoder's parameters on a CPU: one piece, in large pages where the system has them.
-
-A decode step reads all weights, so the processor needs the address of every page. Pages of 2 MiB instead of 4 KiB make
-one row faster (engine/kernels/MEASURED.md).
-"""
+"""The memory of a decoder's parameters on a CPU: one piece, in large pages (engine/worker/pages.py)."""
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from engine.model.decoder import Decoder
-
-ALIGNED = 64  # bytes: each parameter begins at a multiple
+from engine.worker.kept_reader import ALIGNED
+from engine.worker.pages import large_pages
 
 
 class Parameters(TorchFunctionMode):
@@ -50,15 +44,5 @@ def in_large_pages(make: Callable[[], Decoder]) -> tuple[Decoder, Parameters]:
     """Returns what `make` returns, with uninitialised parameters in large pages, and the parameters."""
     with Parameters() as counted:
         make()  # takes addresses only: memory that is never written has no pages
-    with Parameters(large_pages(counted.end)) as made:
+    with Parameters(torch.from_numpy(large_pages(counted.end))) as made:
         return make(), made
-
-
-def large_pages(size: int) -> torch.Tensor:
-    """Returns `size` bytes, at an address that is a multiple of ALIGNED."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):  # Linux has it
-        return torch.empty(size, dtype=torch.uint8)
-    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # the kernel was built without large pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8, count=size) if size else torch.empty(0, dtype=torch.uint8)

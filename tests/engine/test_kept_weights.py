@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine import build
+from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.model.four_bits import Int4Weight
 from engine.model.linear import ByteWeight
-from engine.worker import kept_files, kept_weights, load_model
+from engine.worker import kept_files, kept_reader, kept_weights, load_model, quantised
 from tests.support.models import Driver, make_request, make_runner, prompt, reference, save
 from tests.support.packing import FORMATS, quantise
 
@@ -69,6 +72,36 @@ def test_the_second_start_computes_the_same_without_rounding(
     assert reply(first) == reply(second)
     assert first.loaded.notes == second.loaded.notes == ()
     assert second.loaded.memory.weights == first.loaded.memory.weights
+
+
+@pytest.mark.parametrize("choice", ["int8", "auto"])
+def test_the_second_start_reads_the_file_while_other_work_is_done(
+    checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, choice: str
+) -> None:
+    """While torch is imported if the kind of weights is known by then, else while the tokenizer is loaded."""
+    monkeypatch.setattr(quantised, "free_memory", lambda: quantised.BESIDE_WEIGHTS + 200_000)  # too small for float32
+    make_runner(checkpoint, **INT8)
+    have_read, meanwhile = threading.Event(), []
+
+    def read(path: Path) -> Any:
+        memory = original(path)
+        have_read.set()
+        return memory
+
+    original = kept_reader._read
+    monkeypatch.setattr(kept_reader, "_read", read)
+
+    def import_torch() -> None:
+        meanwhile.append(have_read.wait(10 if choice == "int8" else 0))
+
+    def load_tokenizer(directory: Path) -> None:
+        meanwhile.append(have_read.wait(10))
+
+    monkeypatch.setattr(build, "Tokenizer", load_tokenizer)
+    config = EngineConfig(str(checkpoint), device="cpu", quantization=choice, cpu_threads=1)
+    built = build.build_engine(config, before_torch=import_torch)
+    assert meanwhile == [choice == "int8", True]
+    assert built.info["quantization"] == "int8" and not kept_reader._begun
 
 
 def flags(address: int) -> list[str]:
