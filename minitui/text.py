@@ -1,4 +1,4 @@
-"""Formats counts, lists, durations, ordinals, and the reason why a prefix match ended."""
+"""Formats counts, lists, ranges, durations, ordinals, and the reason why a prefix match ended."""
 
 from __future__ import annotations
 
@@ -43,6 +43,22 @@ def short(value: float) -> str:
     if abs(value) < 999_950:
         return f"{value / 1000:.1f}k"
     return f"{value / 1e6:.1f}M"
+
+
+def ranges(numbers: Sequence[int], most: int = 8) -> str:
+    """Returns numbers with ranges: "12–15, 40"; an ellipsis after `most` parts."""
+    parts: list[str] = []
+    start = before = numbers[0]
+    for number in [*numbers[1:], -1]:
+        if number == before + 1:
+            before = number
+            continue
+        parts.append(str(start) if start == before else f"{start}–{before}")
+        start = before = number
+        if len(parts) == most:
+            parts.append("…")
+            break
+    return ", ".join(parts)
 
 
 def ordinal(n: int) -> str:

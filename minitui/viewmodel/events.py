@@ -114,7 +114,7 @@ def looked_up(event: Event) -> int:
 
 def describe(event: Event, lane: Lane | None, quote: str = "", short: bool = False) -> str:
     """Returns the event as a sentence, or in few words if `short`. `lane`: the lane of its request, if known. `quote`:
-    the evicted text."""
+    the evicted text; empty: not known."""
     kind, fields = event.record[2], event.record[3:]
     name = f"r{event.request}"
     if kind == "admit":
@@ -140,7 +140,8 @@ def describe(event: Event, lane: Lane | None, quote: str = "", short: bool = Fal
         if short:
             return f"{count(fields[1], 'block')}, {fields[2]}"
         which = {CLEARED: " · on request", REMOVED: ""}.get(fields[2], " · least recently used")
-        return f"{count(fields[1], 'block')} · {fields[2]}{which}" + (f": “{quote}”" if quote else "")
+        what = f"“{quote}”" if quote else f"the end of node {event.node}"
+        return f"{count(fields[1], 'block')} · {fields[2]}{which}: {what}"
     if kind == "finish":
         if short:
             return f"{name} {fields[1]}, {count(fields[2], 'token')}"

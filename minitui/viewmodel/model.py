@@ -33,7 +33,7 @@ from minitui.viewmodel.selection import Links, Selection, resolve
 from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.time_travel import PastStates
 from minitui.viewmodel.timing import Timings, summarise
-from minitui.viewmodel.tree import Tree, quoted, without_markup
+from minitui.viewmodel.tree import Tree, is_hidden, quoted, without_markup
 
 __all__ = ["AnnotatedState", "Event", "Frame", "Lane", "Links", "Playback", "Selection", "StepRow", "View"]
 
@@ -417,7 +417,7 @@ class View(History):
             if len(self._words) > 2000:
                 self._words.clear()
             quote = ""
-            if event.evicted:
+            if event.evicted and not is_hidden(array("i", event.evicted), self.decode):
                 quote = quoted(without_markup(self.decode(array("i", event.evicted))), QUOTE_WIDTH)
             words = self._words[event.seq] = describe(event, self.lanes.lanes.get(event.request), quote)
         return words

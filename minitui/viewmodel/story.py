@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from engine.trace.waste import copies_of
-from minitui.text import count, match_reason, ms
+from minitui.text import count, match_reason, ms, ranges
 from minitui.viewmodel.annotated_state import STATE_NAMES
 from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.step_row import PARTS
@@ -153,7 +153,7 @@ def _block(view: View, block: int) -> Story:
         story.tell("tokens", f"private: {why if view.caching else 'the prefix cache is off'}")
     copies = copies_of(state, block)
     if copies:
-        story.tell("copies", f"the same text is also in {_numbers(sorted(copies))}")
+        story.tell("copies", f"the same text is also in {ranges(sorted(copies))}")
     ago = view.picture_now - float(shown.changed[block])
     if ago < 1e8:
         story.tell("changed", f"{ago:.1f} s ago")
@@ -175,7 +175,7 @@ def _node(view: View, id: int) -> Story:
     role, text = view.tree.text(shown.state, node, view.decode)
     story = Story(f"Node {id} · {role} {quoted(text, 40)}")
     blocks = count(len(node.blocks), "block")
-    story.tell("size", f"{count(len(node.ids), 'token')} in {blocks}: {_numbers(node.blocks)}")
+    story.tell("size", f"{count(len(node.ids), 'token')} in {blocks}: {ranges(node.blocks)}")
     users = shown.users_of(id)
     if users:
         names = ", ".join(f"r{r.id} ({view.group_name(r.group)})" if r.group else f"r{r.id}" for r in users[:6])
@@ -231,19 +231,3 @@ def _step(view: View, step: int) -> Story:
     if len(events) > 10:
         story.tell("", f"and {len(events) - 10} more")
     return story
-
-
-def _numbers(blocks: list[int]) -> str:
-    """Returns block numbers with ranges: "12–15, 40"; an ellipsis after eight parts."""
-    parts: list[str] = []
-    start = before = blocks[0]
-    for block in [*blocks[1:], -1]:
-        if block == before + 1:
-            before = block
-            continue
-        parts.append(str(start) if start == before else f"{start}–{before}")
-        start = before = block
-        if len(parts) == 8:
-            parts.append("…")
-            break
-    return ", ".join(parts)

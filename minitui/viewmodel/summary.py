@@ -31,4 +31,5 @@ def summary(view: View) -> list[str]:
 
 
 def _node(node: TreeRow) -> str:
-    return f"{node.rank}. “{quoted(node.text, MOST_TEXT)}” ({count(node.tokens, 'token')})"
+    what = node.name or f"“{quoted(node.text, MOST_TEXT)}”"
+    return f"{node.rank}. {what} ({count(node.tokens, 'token')})"

@@ -10,6 +10,7 @@ from minitui.text import count, ms
 from minitui.viewmodel.causes import TOLERANCE, WORTH, Cause, Explanation, explain, in_parts, neighbour, prefilled
 from minitui.viewmodel.cost_model import CostModel, fit
 from minitui.viewmodel.first_tokens import FirstToken, FirstTokens
+from minitui.viewmodel.limits import Limit, limits
 from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.steps import Steps
 
@@ -54,6 +55,7 @@ class Timings:
     drafted: int = 0  # draft tokens verified
     accepted: int = 0  # draft tokens accepted
     per_row: float = 1.0  # tokens per row and decode step, accepted drafts included
+    limits: tuple[Limit, ...] = ()  # whether the host or the device limits the speed
     model: CostModel | None = None  # the expected time of steps; None: too few steps are timed
 
 
@@ -119,21 +121,25 @@ def summarise(
         drafted=drafted,
         accepted=accepted,
         per_row=1 + accepted / int(decodes.sum()) if decodes.any() else 1.0,
+        limits=tuple(limits(steps, last.step)),
         model=fit(steps, last.step) if model is None else model,
     )
 
 
 def why_briefly(row: StepRow, model: CostModel | None) -> str:
-    """Returns `why_slow` for a narrow panel: "prefill of r64 17.9, launch +12.3". A cost without a sign is expected."""
+    """Returns `why_slow` for a narrow panel, the largest part first: "prefill of r64 17.9, launch +12.3". A cost
+    without a plus is expected."""
     explanation = explain(row, model) if model is not None else None
     if model is None or explanation is None:
         return ""
-    computed = [(model.steps.get(prefill.step), prefill) for prefill in explanation.prefills]
-    parts = [f"prefill of {prefilled(step)} {ms(prefill.ms)}" for step, prefill in computed
-             if step is not None and prefill.ms > WORTH * explanation.expected]  # fmt: skip
     excess = _excess(explanation)
-    parts += [f"expected {ms(explanation.expected)} ms"] if not excess else []
-    return ", ".join([*parts, *(f"{part.name.partition(' of ')[0]} +{ms(part.ms)}" for part in excess)])
+    parts = [(part.ms, f"{part.name.partition(' of ')[0]} +{ms(part.ms)}") for part in excess]
+    for prefill in explanation.prefills:
+        computed = model.steps.get(prefill.step)
+        if computed is not None and prefill.ms > WORTH * explanation.expected:
+            parts.append((prefill.ms, f"prefill of {prefilled(computed)} {ms(prefill.ms)}"))
+    told = [text for _, text in sorted(parts, reverse=True)]
+    return ", ".join(told if excess else [*told, f"expected {ms(explanation.expected)} ms"])
 
 
 def _excess(explanation: Explanation) -> list[Cause]:

@@ -17,10 +17,12 @@ import numpy as np
 
 from engine.trace.state import State
 from engine.trace.views import CACHED, NodeView
+from minitui.text import ranges
 from minitui.viewmodel.annotated_state import AnnotatedState
 from minitui.viewmodel.eviction import EvictionOrder
 
 REORDER_SECONDS = 2.0
+NAMED_BLOCKS = 3  # ranges of block numbers in the name of a node without a text
 NEXT = 4  # the nodes that are evicted next: so many are always shown
 CONTEXT_TOKENS = 16  # the number of the parent's last tokens that are decoded together with a node
 DOTS = "…"
@@ -46,7 +48,8 @@ class TreeRow:
     node: int
     depth: int
     role: str  # sys | usr | ast | tool | ""
-    text: str  # begins where the node diverges from its siblings
+    text: str  # begins where the node diverges from its siblings; of a node without a text, its name and the reason
+    name: str  # of a node without a text: "node 14 · blocks 33–48"; else empty
     tokens: int
     users: int
     saved: int
@@ -79,6 +82,7 @@ class Tree:
         self._ordered_at = -1e9
         self._ordered_for: AnnotatedState | None = None
         self._texts: dict[tuple[int, int, int, int], tuple[str, str]] = {}
+        self._without_text: dict[tuple[int, int], bool] = {}
         self._end_roles: dict[tuple[int, int], str] = {}
 
     def eviction(self, shown: AnnotatedState) -> EvictionOrder:
@@ -128,15 +132,22 @@ class Tree:
         return picture
 
     def evicted_next(self, shown: AnnotatedState, decode: Decode) -> list[TreeRow]:
-        """Returns rows, all of depth 0, for the NEXT nodes that are evicted first."""
-        return [self._row(shown, node, 0, decode) for node in self.eviction(shown).nodes[:NEXT]]
+        """Returns rows, all of depth 0, for the NEXT nodes that are evicted first. Their last blocks, which are evicted
+        first, are named first."""
+        return [self._row(shown, node, 0, decode, node.blocks[::-1]) for node in self.eviction(shown).nodes[:NEXT]]
 
-    def _row(self, shown: AnnotatedState, node: NodeView, depth: int, decode: Decode) -> TreeRow:
+    def _row(
+        self, shown: AnnotatedState, node: NodeView, depth: int, decode: Decode, blocks: list[int] | None = None
+    ) -> TreeRow:
         state = shown.state
         role, text = self.text(state, node, decode)
+        name = ""
+        if self._hidden(node, decode):
+            numbers = ranges(blocks or node.blocks, NAMED_BLOCKS)
+            name = f"node {node.id} · block{'s' * (len(node.blocks) > 1)} {numbers}"
         return TreeRow(
-            node=node.id, depth=depth, role=role, text=text, tokens=len(node.ids), users=node.users,
-            saved=shown.saved_by(node), rank=self.eviction(shown).rank(node),
+            node=node.id, depth=depth, role=role, text=f"{name} · {text}" if name else text, name=name,
+            tokens=len(node.ids), users=node.users, saved=shown.saved_by(node), rank=self.eviction(shown).rank(node),
             pending=bool(state.pending) and any(block in state.pending for block in node.blocks[-64:]),
             has_children=bool(node.children), folded=node.id in self.folded,
         )  # fmt: skip
@@ -189,6 +200,15 @@ class Tree:
         yield from (id for id in nodes[parent].children if id not in seen)
 
     # ---- texts
+
+    def _hidden(self, node: NodeView, decode: Decode) -> bool:
+        """True if the node's text is not known."""
+        key = (node.id, min(len(node.ids), HEAD_TOKENS))
+        if key not in self._without_text:
+            if len(self._without_text) > TEXTS_KEPT:
+                self._without_text.clear()
+            self._without_text[key] = is_hidden(node.ids[:HEAD_TOKENS], decode)
+        return self._without_text[key]
 
     def text(self, state: State, node: NodeView, decode: Decode) -> tuple[str, str]:
         """Returns (role, text) of a node. The text begins at the first token that differs from all siblings."""
@@ -251,6 +271,11 @@ class Tree:
 def without_markup(text: str) -> str:
     """Returns the text on one line, without the markers of a chat template."""
     return " ".join(_MARKUP.sub(" ", text).split())
+
+
+def is_hidden(ids: Sequence[int], decode: Decode) -> bool:
+    """True if several tokens have the text of one token: a recording or a server does not show its texts."""
+    return len(ids) > 1 and (len(set(ids)) == 1 or decode(ids[:1]) == decode(ids))
 
 
 def quoted(text: str, most: int) -> str:

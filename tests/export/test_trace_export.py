@@ -301,6 +301,13 @@ def test_the_lines_of_a_recording_name_the_causes_of_its_slow_steps_from_the_fir
     assert re.search(r"35\.9 ms · .* launch of next step 346 \(497 prefill tokens\) \(measured: launch 3", steps["345"])
     assert re.search(r"36\.6 ms · .* launch of next step 363 \(474 prefill tokens\) \(measured: launch 3", steps["362"])
     assert steps["58"].endswith(" 2.5 ms"), "a time alone is no reason"
+    # its texts are not recorded: what is evicted next has a number, and its blocks in the order of eviction
+    reader, view = TraceReader(find_trace("h200-8b")), View()
+    view.reset(reader.part(0).snapshot)
+    view.fold(list(reader.records()))
+    node = EvictionOrder(view.live.state).nodes[0]
+    named = rf"evicted next: 1\. node {node.id} · blocks {node.blocks[-1]}\b.* \({len(node.ids)} tokens\); 2\. node "
+    assert re.search(named, "\n".join(told["h200-8b"]))
 
 
 def test_of_equally_long_gaps_the_lines_and_the_table_name_the_same_one() -> None:

@@ -815,7 +815,8 @@ def test_timings_show_the_summarys_figures():
     panel = StepTimings()
     rows = body(panel, view, 78, 13)  # no room for charts
     listed = next(i for i, row in enumerate(rows) if row.startswith("slowest 10"))
-    assert "host" in rows[listed - 2] and "device" in rows[listed - 1]
+    assert rows[listed - 3].startswith("host ") and rows[listed - 2].startswith("device ")
+    assert rows[listed - 1].startswith("the device limits: the host waits ")
     for i, step in enumerate(panel.slowest[: len(rows) - listed - 1]):
         assert rows[listed + 1 + i].split()[:2] == [str(i + 1), f"{step.step:,}"]
         told = (why_briefly(step, view.timings.model), why_slow(step, view.timings.model))

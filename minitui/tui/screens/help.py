@@ -80,7 +80,7 @@ The engine records what it does, step by step. This screen is computed from thos
   block table    positions → blocks of the selected request; the last block is partly filled
   radix tree     the cached texts: the requests that use them, the tokens saved, the order of eviction
   lanes          waiting and running requests over time
-  timings        decode, mixed and prefill steps; time to first token = queue + prefill
+  timings        decode, mixed and prefill steps; the slowest steps and why; whether the host or the device limits
   events         every decision with its reason, the newest first
   waterfall      (w) host, device and requests on an axis of time: what each step spent its time on
   requests       (5) a line for each request: its token gaps and what caused the longest; enter: each token

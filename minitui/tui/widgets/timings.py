@@ -51,6 +51,7 @@ step. A prefill is launched kernel by kernel, so its launch can cost more time t
 With several ranks (GPUs), each rank computes a part of every layer, and twice per layer the ranks add up their parts.
 During this exchange, no rank computes; the time of the exchange includes the wait for the slowest rank.
 
+A line says whether the host or the device limits the speed: the device, if the host waits for half of the time or more.
 The tracks show the work of host and device in the last steps. While the device computes, the host can plan the next
 step. The device's time runs from a step's first kernel to its last. Without CUDA graphs the device also waits for
 launches in this time, so it is busy for the given share at most. The waterfall (w) shows the tracks with an axis, for
@@ -84,7 +85,7 @@ narrow, a time with a plus is an excess, as "launch +12.3", and one without is e
             more.append(self._drafts(t, width))
         if t.ranks > 1:
             more.append(self._exchange(t, width))
-        rest = height - len(rows) - len(more)
+        rest = height - len(rows) - len(more) - len(t.limits)
         self.times = step_times(view.steps, view.horizon, SPANS[self.span]) if rest >= 2 + LEAST_LIST else None
         if self.times is None or not len(self.times.wall):
             self.times = None
@@ -95,6 +96,8 @@ narrow, a time with a plus is an excess, as "launch +12.3", and one without is e
         tracks = height >= len(rows) + 2
         if tracks:
             rows += self._tracks(t, width)
+        if height >= len(rows) + len(t.limits):
+            rows += self._limits(t, width)
         if self.times is not None:
             self._list(self.times, view, rows, width, height - len(rows))
         unit = "device ms" if t.by_device else "ms"
@@ -108,6 +111,7 @@ narrow, a time with a plus is an excess, as "launch +12.3", and one without is e
 
     def _large(self, times: StepTimes, view: View, rows: list[Runs], width: int, height: int) -> Picture:
         """Returns the picture with the charts and the list of the slowest steps."""
+        rows += self._limits(view.timings, width)
         rest = height - len(rows)
         listed = min(SLOWEST + 1, len(times.wall) + 1, max(4, rest // 3))
         self._choose_slowest(times, view)
@@ -202,6 +206,10 @@ narrow, a time with a plus is an excess, as "launch +12.3", and one without is e
             if row.width + len(tail) <= width:
                 row.add(tail, "dim")
         return row.done(width)
+
+    @staticmethod
+    def _limits(t: Timings, width: int) -> list[Runs]:
+        return [Row(limit.what, "bold ink").add(limit.why(width), "dim").done(width) for limit in t.limits]
 
     def _tracks(self, t: Timings, width: int) -> list[Runs]:
         """Returns the tracks of host and device over the last few steps, on one scale."""

@@ -178,7 +178,8 @@ large panel (z) also has the whole text of the selected node.""")
             rows = [Row("evicted next", "dim").done(width), *(self._line(view, node, width, False) for node in nodes)]
             self.below = [0, *(node.node for node in nodes)]
         elif nodes:
-            in_a_row = min(2 if width < 64 and height >= 10 else 4, len(nodes))
+            roomy = width >= 64 and not any(node.name for node in nodes)
+            in_a_row = min(2 if not roomy and height >= 10 else 4, len(nodes))
             rows = [self._next(nodes[i : i + in_a_row], in_a_row, width) for i in range(0, len(nodes), in_a_row)]
         if view.loaded and height > 4 and is_under_pressure(state):
             words = pressure_words(state, view.tree.eviction(view.shown), max(1, width // 5))
@@ -195,6 +196,8 @@ large panel (z) also has the whole text of the selected node.""")
         for node in nodes:
             role = f"{node.role} " if node.role and each >= 16 else ""
             text = clean(node.text).lstrip(glyphs().dots)
+            if node.name:
+                text = f"{count(node.tokens, 'token')} · {node.name}" if each >= 40 else node.name
             row.add(f"{node.rank} ", "hit").add(role, ROLE_STYLES.get(node.role, "dim"))
             row.add(fit(text, each - 3 - len(role), glyphs().dots) + " ", "dim")
         return row.done(width)

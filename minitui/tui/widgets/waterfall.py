@@ -25,7 +25,6 @@ from minitui.tui.widgets.waterfall_texts import (
     request_legend,
 )
 from minitui.viewmodel.lanes import Lane
-from minitui.viewmodel.limits import Limit, limits
 from minitui.viewmodel.model import View
 from minitui.viewmodel.spans import Span, Timeline
 
@@ -35,7 +34,6 @@ NAMED = 110  # from this width on, the tracks of requests have names
 STEPS_SHOWN = 4  # at the automatic scale, about this many steps are in sight
 MOST_STEPS = 200  # the most steps in sight
 RECENT = 32  # steps that decide the automatic scale
-LIMITS_EVERY = 64  # steps: what limits is computed again after this many, because this takes half a millisecond
 TRACKS = 5  # rows of scale, steps, host, device and pauses
 
 
@@ -93,7 +91,6 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         self.step: int | None = None  # the step at the cursor
         self._chosen: int | None = None  # the selected step at the last paint
         self._horizon = -1
-        self._limits: tuple[object, list[Limit]] = (None, [])
         self._drag: tuple[int, float] | None = None  # where the mouse button was pressed, and the right edge then
         self._dragged = False
 
@@ -121,11 +118,7 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
             rows.append(at_cursor(self.cursor, scale.left, self.host, device, width))
         if (row := view.steps.get(line.last if self.step is None else self.step)) is not None:
             rows += figures(row, self.host, view.timings, width)
-        every = 1 if view.exact else max(1, min(LIMITS_EVERY, view.horizon // 16))
-        moment = (view.steps, view.horizon // every)
-        if self._limits[0] != moment:
-            self._limits = moment, limits(view.steps, view.horizon)
-        for limit in self._limits[1]:
+        for limit in view.timings.limits:
             rows.append(Row(limit.what, "bold ink").add(limit.why(width), "dim").done(width))
         if late := view.since_result_ms:
             rows.append(Row(f"no results for {duration(late)} so far", "bold bad").done(width))
