@@ -90,6 +90,11 @@ class Blocks:
         if blocks:
             self.write("alloc", request, blocks)
 
+    def take_new(self, request: int, blocks: list[int]) -> None:
+        """Append blocks that are taken from the pool to a table."""
+        self.reuse(blocks, f"r{request} needs {len(blocks)}")
+        self.alloc(request, blocks)
+
     def take_table(
         self, request: int, prompt: list[int], computed: int, table: list[int], tokens: int, hashes: list[bytes]
     ) -> None:
@@ -99,7 +104,7 @@ class Blocks:
         if cached:
             node = self._node_at(table[:cached])
             self.write("hold", request, node, 0)
-        self.alloc(request, table[cached:])
+        self.take_new(request, table[cached:])
         if cached < whole:  # cached before the last `whole` message, or loaded by a connector
             ids = prompt[cached * self.size : whole * self.size]
             if len(hashes) >= whole and len(ids) == (whole - cached) * self.size:
@@ -175,7 +180,7 @@ class Blocks:
         """Cache full blocks of a request. `step`: writes them; -1: they are written."""
         state, size = self.state, self.size
         view = state.requests[request]
-        if view.shared_blocks != start or view.table[start : start + len(blocks)] != blocks:
+        if view.shared_blocks != start or len(blocks) != len(hashes):
             raise Inconsistent(
                 f"r{request} caches blocks {start} to {start + len(blocks)}, but holds {view.shared_blocks}"
             )
@@ -214,7 +219,7 @@ class Blocks:
 
     # ---- eviction
 
-    def reuse(self, blocks: list[int], reasons: dict[int, str]) -> None:
+    def reuse(self, blocks: list[int], reason: str) -> None:
         """Evict the content of blocks that are taken from the pool."""
         node_of, run = self.state.node_of, 0  # run: blocks at the end of `node` to evict
         node = -1
@@ -224,22 +229,22 @@ class Blocks:
                 continue
             view = self.state.nodes[at]
             if block in self.state.copies or (block not in view.blocks):
-                self._evict(node, run, reasons.get(block, ""))
+                self._evict(node, run, reason)
                 node, run = -1, 0
                 self.write("uncopy", block)
                 continue
             if at == node and len(view.blocks) > run and view.blocks[-1 - run] == block:
                 run += 1
                 continue
-            self._evict(node, run, reasons.get(block, ""))
+            self._evict(node, run, reason)
             node, run = -1, 0
             view = self.state.nodes[at]
             if view.blocks[-1] == block and not view.children:
                 node, run = at, 1
             else:
-                self._evict_below(view, view.blocks.index(block), reasons.get(block, ""))
+                self._evict_below(view, view.blocks.index(block), reason)
         if run:
-            self._evict(node, run, reasons.get(blocks[-1], ""))
+            self._evict(node, run, reason)
 
     def _evict(self, node: int, n: int, reason: str) -> None:
         """Evict the last `n` blocks of a leaf."""

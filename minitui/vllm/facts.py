@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from typing import Any
@@ -15,6 +16,7 @@ from minitui.vllm.ports import ports_of
 
 TRIED = "0.25.1"
 OF_POOL = ("get_new_blocks", "cache_full_blocks", "evict_blocks")
+OF_CACHING = ("request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size")  # of cache_full_blocks
 OF_SCHEDULER = ("_preempt_request", "_free_blocks", "get_request_counts")
 
 
@@ -27,10 +29,14 @@ def explain(error: Exception) -> str:
 
 
 def check_names(scheduler: Scheduler) -> None:
-    """Raises AttributeError if a method of vLLM's that minitui observes does not exist in this version."""
-    for owner, names in ((Scheduler, OF_SCHEDULER), (scheduler.kv_cache_manager.block_pool, OF_POOL)):
+    """Raises AttributeError if a method of vLLM's that minitui observes does not exist in this version, or differs."""
+    pool = scheduler.kv_cache_manager.block_pool
+    for owner, names in ((Scheduler, OF_SCHEDULER), (pool, OF_POOL)):
         for name in names:
             getattr(owner, name)
+    parameters = tuple(inspect.signature(pool.cache_full_blocks).parameters)
+    if parameters[: len(OF_CACHING)] != OF_CACHING:
+        raise AttributeError(f"cache_full_blocks has the parameters {', '.join(parameters)}")
 
 
 def only_manager(scheduler: Scheduler) -> Any:

@@ -1,8 +1,9 @@
 """Writes down what vLLM's scheduler decides. Runs inside vLLM's engine process; minitui/vllm/scheduler.py calls it.
 
 minitui/vllm/translate.py describes the messages. Python calls cost up to a microsecond, so nothing here is called once
-per request and step. A message is encoded at once, while its objects are in the processor's caches; messages are sent
-together, because each write wakes the watcher.
+per request and step, and messages leave out what the watcher can conclude from earlier messages. A message is encoded
+at once, while its objects are in the processor's caches: a thread that did this 40 ms later took three times as long.
+Messages are sent together, because each write wakes the watcher.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import sys
 import time
 from collections import deque
-from itertools import compress, filterfalse
+from itertools import compress, islice
 from typing import TYPE_CHECKING, Any
 
 from minitui.vllm.facts import OF_POOL, check_names, describe, only_manager
@@ -39,9 +40,6 @@ class Recorder:
         self.checking = bool(os.environ.get("MINITUI_VLLM_CHECK"))
         self.seconds = 0.0  # spent here
         self.events: list[tuple[Any, ...]] = []  # since the last message
-        self._tokens: dict[str, int] = {}  # of the last step: request -> tokens
-        self._ids: list[str] = []
-        self._counts: list[int] = []
         self._flush_at = 0.0
         self._in_flight: deque[tuple[SchedulerOutput, int]] = deque(maxlen=64)
         check_names(scheduler)
@@ -56,8 +54,10 @@ class Recorder:
             self.pipe.close()
             raise
         self._broken: Exception | None = None
-        for name, observe in zip(OF_POOL, (self.taken, self.cached, self.evicted), strict=True):
-            self._hook(name, observe)
+        self._hook_caching()
+        self._hook("evict_blocks", self.evicted)
+        if scheduler.connector is not None:  # it takes blocks for requests that are not scheduled yet
+            self._hook("get_new_blocks", self.taken)
 
     def stop(self) -> None:
         """Remove the hooks from the pool and end the watcher."""
@@ -93,30 +93,42 @@ class Recorder:
 
         setattr(self._pool, name, hooked)
 
+    def _hook_caching(self) -> None:
+        """Note full blocks that are cached now: the call of the pool that is by far the most frequent."""
+        original = self._pool.cache_full_blocks
+
+        def cache_full_blocks(
+            request: Request, blocks: Any, num_cached_blocks: int, num_full_blocks: int, block_size: int,
+            *arguments: Any, **options: Any,
+        ) -> Any:  # fmt: skip
+            result = original(
+                request, blocks, num_cached_blocks, num_full_blocks, block_size, *arguments, **options
+            )
+            began = now()
+            try:
+                self.events.append((
+                    "c", request.request_id, num_cached_blocks, request.block_hashes[num_cached_blocks:num_full_blocks],
+                    request._all_token_ids[num_cached_blocks * block_size : num_full_blocks * block_size],
+                ))  # fmt: skip
+            except Exception as error:
+                self._broken = error
+            self.seconds += now() - began
+            return result
+
+        self._pool.cache_full_blocks = cache_full_blocks
+
     def taken(self, blocks: Any, *_: Any, **__: Any) -> None:
         """Note blocks that the pool gave away."""
         self.events.append(("g", [block.block_id for block in blocks]))
-
-    def cached(
-        self, _: Any, request: Request, blocks: Any, num_cached_blocks: int, num_full_blocks: int, block_size: int,
-        *__: Any, **___: Any,
-    ) -> None:  # fmt: skip
-        """Note full blocks that are cached now."""
-        if num_cached_blocks < num_full_blocks:
-            self.events.append((
-                "c", request.request_id, num_cached_blocks,
-                [block.block_id for block in blocks[num_cached_blocks:num_full_blocks]],
-                request.block_hashes[num_cached_blocks:num_full_blocks],
-                request._all_token_ids[num_cached_blocks * block_size : num_full_blocks * block_size],
-            ))  # fmt: skip
 
     def evicted(self, _: Any, block_ids: set[int], *__: Any, **___: Any) -> None:
         """Note blocks whose content a connector evicted."""
         self.events.append(("e", sorted(block_ids)))
 
     def preempted(self, request: Request) -> None:
-        """Note a preemption."""
-        self.events.append(("p", request.request_id))
+        """Note a preemption, before vLLM takes the request's blocks away: it may have got some in this step."""
+        id = request.request_id
+        self.events.append(("p", id, [block.block_id for block in self._manager.req_to_blocks.get(id, ())]))
 
     def freed(self, request: Request) -> None:
         """Note the end of a request."""
@@ -161,19 +173,31 @@ class Recorder:
         if resumed:
             rows = zip(ids, cached.num_computed_tokens, grows, strict=True)
             new += [self._admission(id, n, blocks[0]) for id, n, blocks in rows if id in resumed]
+            order = list(tokens)
+            new.sort(key=lambda row: order.index(row[0]))
         grown = [
             (ids[i], grows[i][0]) for i in compress(range(len(grows)), grows)  # blocks are None in most rows
             if ids[i] not in resumed
         ]  # fmt: skip
         drafts = {id: len(ids) for id, ids in output.scheduled_spec_decode_tokens.items()}
+        several = [(row[0], tokens[row[0]]) for row in new]
+        rest = output.total_num_scheduled_tokens - len(tokens) - sum(drafts.values())
+        if rest != sum(n for _, n in several) - len(several) or (drafts and new):  # a prompt in several steps
+            several = [item for item in tokens.items() if item[1] != 1]
+        running, waiting = scheduler.get_request_counts()
+        left_out: list[str] = []
+        if tokens and len(tokens) != running:
+            ids = (r.request_id for r in scheduler.running if r.request_id not in tokens)
+            left_out = list(islice(ids, running - len(tokens)))
         step = -1
         if tokens:
             step = self.step = self.step + 1
             self._in_flight.append((output, step))
-        changed = self._changed(tokens, new)
-        running, waiting = scheduler.get_request_counts()
         check = self._check() if self.checking else None
-        self._send(ended, "schedule", began, ended, step, events, new, grown, changed, drafts, running, waiting, check)
+        self._send(
+            ended, "schedule", began, ended, step, events, new, grown, left_out, several, drafts, running, waiting,
+            check,
+        )  # fmt: skip
         if step % ASKED_EVERY == ASKED_EVERY - 1:
             self.pipe.send(("cost", self.step + 1, self.seconds))
             if self.pipe.asked():
@@ -181,23 +205,6 @@ class Recorder:
         if self.pipe.recover():
             self.send_whole_state()
         self.seconds += now() - ended
-
-    def _changed(self, tokens: dict[str, int], new: list[tuple[Any, ...]]) -> tuple[Any, ...] | None:
-        """Returns how a step's requests and their tokens differ from the step before: most steps are equal."""
-        ids, counts = list(tokens), list(tokens.values())
-        same = ids == self._ids
-        if same and counts == self._counts:
-            return None
-        gone: list[str] = []
-        come: list[str] = []
-        old, self._tokens, self._ids, self._counts = self._tokens, tokens, ids, counts
-        if not same:
-            gone = list(filterfalse(tokens.__contains__, old))
-            come = [row[0] for row in new if row[0] in tokens and row[0] not in old]
-            if len(come) != len(tokens) - len(old) + len(gone):  # a running request that the last step left out
-                come = list(filterfalse(old.__contains__, tokens))
-        one = counts.count(1) == len(counts)
-        return gone, come, [] if one else [item for item in tokens.items() if item[1] != 1]
 
     def _admission(self, id: str, computed: int, blocks: list[int]) -> tuple[Any, ...]:
         request = self.scheduler.requests[id]
@@ -245,7 +252,6 @@ class Recorder:
                 request.block_hashes[:cached], request._all_token_ids[: cached * manager.block_size],
                 request.num_preemptions,
             ))  # fmt: skip
-        self._tokens, self._ids, self._counts = {}, [], []
         self.pipe.send(("whole", now(), self.step, requests, waiting))
 
     def _check(self) -> tuple[Any, ...]:

@@ -48,9 +48,9 @@ class Requests:
         self._most_rows = 0
         self._prefilling: dict[str, Known] = {}
         self._decoding: set[str] = set()
+        self._running: dict[str, None] = {}
         self._admissions: dict[str, tuple[Any, ...]] = {}
-        self._grown: dict[str, list[int]] = {}
-        self._reasons: dict[int, str] = {}  # block -> why it is taken from the pool
+        self._taking: dict[str, list[int]] = {}  # new blocks of requests, in the order in which vLLM took them
         self._in_step = -1  # the step whose `schedule` message is being translated
 
     def _at(self, t: float) -> None:
@@ -63,7 +63,7 @@ class Requests:
         self.blocks.write("submit", number, group_of(id), len(prompt), most)
 
     def _admit(self, id: str) -> None:
-        id, computed, table, tokens, hashes = self._admissions.pop(id)
+        _, computed, table, tokens, hashes = self._admissions.pop(id)
         request = self._known[id]
         if not self._rows:
             self._rows, self._most_rows = [self._most_rows], self._most_rows + 1
@@ -74,22 +74,27 @@ class Requests:
         self.blocks.take_table(request.id, request.prompt, computed, table, tokens, hashes)
         request.done, request.target = computed, tokens
         self._prefilling[id] = request
+        self._running[id] = None
         if not resumed:
             self.totals["queries"] += tokens
             self.totals["hits"] += computed
 
     def _touch(self, id: str) -> None:
-        """Apply the new blocks of a request, if they are not applied yet."""
-        if id in self._admissions:
-            self._admit(id)
-        elif id in self._grown:
-            self.blocks.alloc(self._known[id].id, self._grown.pop(id))
+        """Apply the new blocks of a request, if they are not applied yet, and those that vLLM took before."""
+        while id in self._taking:
+            first = next(iter(self._taking))
+            blocks = self._taking.pop(first)
+            if first in self._admissions:
+                self._admit(first)
+            else:
+                self.blocks.take_new(self._known[first].id, blocks)
 
     def _leave(self, id: str) -> Known:
         request = self._known[id]
         if request.row >= 0:
             heapq.heappush(self._rows, request.row)
             request.row = -1
+        self._running.pop(id, None)
         self._prefilling.pop(id, None)
         self._decoding.discard(id)
         return request
@@ -97,15 +102,18 @@ class Requests:
     # ---- events
 
     def _apply(self, events: list[tuple[Any, ...]]) -> None:
+        held = {event[1]: event[2] for event in events if event[0] == "p"}
         for kind, *fields in events:
             if kind == "g":
-                self.blocks.reuse(fields[0], self._reasons)
+                self.blocks.reuse(fields[0], "a request needs it")
             elif kind == "c":
+                self._hold(fields[0], held)
                 self._cached(*fields)
             elif kind == "p":
+                self._hold(fields[0], held)
                 request = self._leave(fields[0])
                 self.totals["preemptions"] += 1
-                blocks = len(self.blocks.state.requests[request.id].table)
+                blocks = len(fields[1])
                 self.blocks.write("preempt", request.id, "another request needs a block and all are held", blocks)
             elif kind == "f":
                 id, status, tokens = fields
@@ -115,16 +123,20 @@ class Requests:
                 self.totals["tokens"] += tokens
                 self.blocks.write("finish", request.id, REASONS.get(status, status.lower()), tokens)
             elif kind == "e":
-                self.blocks.reuse(fields[0], {})
+                self.blocks.reuse(fields[0], "")
             elif kind == "r":
                 self.blocks.clear(CLEARED)
 
-    def _cached(self, id: str, start: int, blocks: list[int], hashes: list[bytes], ids: list[int]) -> None:
+    def _hold(self, id: str, held: dict[str, list[int]]) -> None:
+        """Apply the new blocks of a request that is preempted in this step: vLLM does not report them otherwise."""
+        if id in held:
+            request = self._known[id].id
+            self.blocks.take_new(request, held.pop(id)[len(self.blocks.state.requests[request].table) :])
+
+    def _cached(self, id: str, start: int, hashes: list[bytes], ids: list[int]) -> None:
         self._touch(id)
         request = self._known[id].id
-        table = self.blocks.state.requests[request].table
-        if len(table) < start + len(blocks):  # it is preempted later in this step
-            self.blocks.alloc(request, blocks[len(table) - start :])
+        blocks = self.blocks.state.requests[request].table[start : start + len(hashes)]
         self.blocks.publish(request, start, blocks, hashes, ids, self._in_step)
 
 

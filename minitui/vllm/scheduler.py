@@ -105,10 +105,9 @@ class _Recording(Scheduler):
                 self._stop_recording(error)
 
     def _preempt_request(self, request: Request, *arguments: Any, **options: Any) -> Any:
-        result = super()._preempt_request(request, *arguments, **options)
         if self._recorder is not None:
             self._recorder.observe(self._recorder.preempted, request)
-        return result
+        return super()._preempt_request(request, *arguments, **options)
 
     def _free_blocks(self, request: Request, *arguments: Any, **options: Any) -> Any:
         result = super()._free_blocks(request, *arguments, **options)

@@ -4,21 +4,22 @@ The messages, in order; times are seconds of one clock:
 
     init      t, facts about the engine
     add       t, id, prompt ids, largest number of tokens
-    schedule  began, ended, step (-1: nothing to compute), events, admissions, grown, changes, drafts, running, waiting,
-              check
+    schedule  began, ended, step (-1: nothing to compute), events, admissions, grown, left out, several, drafts,
+              running, waiting, check
     update    began, ended, step, events, accepted drafts, check
     events    t, events: what happened outside of a step
     cost      steps, seconds that they took in vLLM's process for this recording
     whole     t, step, every request, the queue: instead of messages that were lost
 
-Events: ("g", blocks) taken from the pool; ("c", id, start, blocks, hashes, ids) cached; ("e", blocks) evicted by a
-connector; ("p", id) preempted; ("f", id, status, tokens) finished; ("r",) the prefix cache was cleared. An admission is
-(id, cached tokens, block table, tokens, hashes of the cached blocks and the next one); grown is [(id, new blocks)].
-Changes: against the step before, the ids of requests that are not in this step any more, those that are new in it, and
-(id, tokens) of all requests that compute more than one token; None: no change.
+Events: ("c", id, start, hashes, ids) blocks are cached; ("p", id, block table) preempted; ("f", id, status, tokens)
+finished; ("r",) the prefix cache was cleared; with a KV connector: ("g", blocks) taken from the pool, ("e", blocks)
+evicted. An admission is (id, cached tokens, block table, tokens, hashes of the cached blocks and the next one); grown
+is [(id, new blocks)]. A step computes one token, and its drafts, for each running request. Exceptions: for those left
+out it computes nothing, and several is [(id, tokens)] of those for which it computes more.
 
-vLLM takes the blocks of a request before it reports them, so a request's new blocks are applied when an event first
-names the request, and at the end of the step at the latest.
+Running requests take blocks first, then those that are admitted, both in the order of the message. vLLM takes the
+blocks of a request before it reports them, so new blocks are applied when an event first names their request, or one
+that took blocks later, and at the end of the step at the latest.
 """
 
 from __future__ import annotations
@@ -56,7 +57,6 @@ class Translator(Requests):
 
     def _forget(self) -> None:
         super()._forget()
-        self._scheduled: dict[str, int] = {}  # the requests of the last step -> 1
         self._tokens: dict[str, int] = {}  # the requests of the last step -> tokens
         self._planned: dict[int, Planned] = {}
         self._wait: tuple[int, str] | None = None
@@ -80,50 +80,32 @@ class Translator(Requests):
 
     def _events(self, t: float, events: list[tuple[Any, ...]]) -> None:
         self._at(t)
-        self._reasons = {}
         self._apply(events)
 
     # ---- steps
 
     def _schedule(
         self, began: float, ended: float, step: int, events: list[Any], admissions: list[Any], grown: list[Any],
-        changes: tuple[list[str], list[str], list[Any]] | None, drafts: dict[str, int], running: int, waiting: int,
-        check: Any,
+        left_out: list[str], several: list[Any], drafts: dict[str, int], running: int, waiting: int, check: Any,
     ) -> None:  # fmt: skip
         self._at(ended)
         self._admissions = {admission[0]: admission for admission in admissions}
-        self._grown = dict(grown)
+        self._taking = dict(grown) | {id: [] for id in self._admissions}
         self._in_step = step
-        self._reasons = self._owners(admissions, grown)
         self._apply(events)
-        for id in list(self._admissions):
-            self._admit(id)
-        for id in list(self._grown):
+        for id in list(self._taking):
             self._touch(id)
         self._in_step = -1
-        if changes is not None:
-            gone, come, several = changes
-            for id in gone:
-                del self._scheduled[id]
-            self._scheduled.update(dict.fromkeys(come, 1))
-            self._tokens = self._scheduled | dict(several)
         if step >= 0:
+            self._tokens = dict.fromkeys(self._running, 1)
+            for id in left_out:
+                del self._tokens[id]
+            self._tokens |= {id: n + 1 for id, n in drafts.items()} | dict(several)
             self._step(step, began, ended, drafts, waiting)
         total = sum(self._tokens.values()) if step >= 0 else 0
         if waiting and step >= 0:
             self._tell_wait(total, running, any(kind == "p" for kind, *_ in events))
         self._compare(check)
-
-    def _owners(self, admissions: list[Any], grown: list[Any]) -> dict[int, str]:
-        """Returns, for each block that was taken from the pool, why."""
-        size = self.blocks.size
-        new = [(id, table[computed // size :]) for id, computed, table, *_ in admissions] + [
-            tuple(row) for row in grown
-        ]
-        return {
-            block: f"r{self._known[id].id} needs {len(blocks)}"
-            for id, blocks in new for block in blocks if id in self._known
-        }  # fmt: skip
 
     def _step(self, step: int, began: float, ended: float, drafts: dict[str, int], waiting: int) -> None:
         tokens, known = self._tokens, self._known
@@ -187,7 +169,6 @@ class Translator(Requests):
             ]  # fmt: skip
             if running:
                 self.blocks.write("accept", step, running)
-        self._reasons = {}
         for request in answered:
             if not request.answered:
                 request.answered = True

@@ -2,7 +2,8 @@
 
     python -m tests.support.vllm_cost [rows ...]
 
-Two schedulers take turns, one step each: one records to a real watcher process, the other does not.
+Two schedulers take turns, BLOCK steps each: one records to a real watcher process, the other does not. On a machine
+that does other work, too, the recorder's own time per step is the better figure: its median leaves out interruptions.
 """
 
 from __future__ import annotations
@@ -18,40 +19,33 @@ from typing import Any
 
 from tests.support.vllm_driver import Load, make_scheduler
 
-STEPS = 1000
+BLOCKS, BLOCK = 24, 50  # steps
 PROMPT, OUTPUT = 128, 256  # tokens, as in `minitui.dev.bench_vllm cost`
 
 
 class Timed(Load):
-    """Adds up the time in the scheduler's own methods."""
+    """A load of `rows` requests. A new request takes the place of one that has ended."""
 
     def __init__(self, scheduler: Any, rows: int) -> None:
         super().__init__(scheduler, 1, 2, vocabulary=1000)
-        self.rows, self.us = rows, 0.0
-        for name in ("schedule", "update_from_output", "add_request"):
-            setattr(scheduler, name, self._timed(getattr(scheduler, name)))
+        self.rows = rows
+        self.own: list[float] = []  # microseconds of each step that the recorder measured
 
-    def _timed(self, method: Any) -> Any:
-        def timed(*arguments: Any) -> Any:
-            began = time.perf_counter()
-            result = method(*arguments)
-            self.us += (time.perf_counter() - began) * 1e6
-            return result
-
-        return timed
-
-    def take_us(self) -> float:
-        """Returns the microseconds of one step at full rows. A new request takes the place of one that has ended."""
-        while len(self.scheduler.requests) < self.rows:
-            prompt = [self.random.randrange(1000) for _ in range(PROMPT)]
-            self.add(prompt, self.random.randrange(OUTPUT // 2, OUTPUT * 3 // 2))
-        self.us = 0.0
-        self.step()
-        return self.us
+    def block(self) -> float:
+        """Returns the mean microseconds of a step in a block of steps; notes the recorder's own time of each."""
+        began, recorder = time.perf_counter(), self.scheduler._recorder
+        for _ in range(BLOCK):
+            while len(self.scheduler.requests) < self.rows:
+                prompt = [self.random.randrange(1000) for _ in range(PROMPT)]
+                self.add(prompt, self.random.randrange(OUTPUT // 2, OUTPUT * 3 // 2))
+            before = recorder.seconds if recorder else 0.0
+            self.step()
+            self.own.append(((recorder.seconds if recorder else 0.0) - before) * 1e6)
+        return (time.perf_counter() - began) / BLOCK * 1e6
 
 
 def main() -> None:
-    """Print the medians and means for each number of rows."""
+    """Print the figures for each number of rows."""
     for rows in map(int, sys.argv[1:] or ["64", "256"]):
         with tempfile.TemporaryDirectory() as directory:
             loads = []
@@ -64,22 +58,20 @@ def main() -> None:
                     recorder.stop()
                 loads.append(Timed(scheduler, rows))
             for load in loads:
-                for _ in range(50):
-                    load.take_us()
+                load.block()
+                load.own.clear()
             times: list[list[float]] = [[], []]
-            for i in range(STEPS):
+            for i in range(BLOCKS):
                 for k in (0, 1) if i % 2 else (1, 0):
-                    times[k].append(loads[k].take_us())
-            recorder = loads[1].scheduler._recorder
-            plain, with_recorder = (statistics.median(t) for t in times)
-            means = [statistics.mean(t) for t in times]
+                    times[k].append(loads[k].block())
+            more = [recorded - plain for plain, recorded in zip(*times, strict=True)]
+            own = loads[1].own
             print(
-                f"{rows} rows: median {plain:.1f} -> {with_recorder:.1f} us a step (+{with_recorder - plain:.1f}), "
-                f"mean {means[0]:.1f} -> {means[1]:.1f} (+{means[1] - means[0]:.1f}); "
-                f"the recorder says {recorder.seconds / (recorder.step + 1) * 1e6:.1f} us",
-                flush=True,
-            )
-            recorder.stop()
+                f"{rows} rows: {statistics.median(times[0]):.0f} us a step, recorded {statistics.median(more):+.0f} "
+                f"(mean {statistics.mean(more):+.0f}, SE {statistics.stdev(more) / BLOCKS**0.5:.0f}); the recorder "
+                f"says {statistics.median(own):.1f} (mean {statistics.mean(own):.1f})", flush=True,
+            )  # fmt: skip
+            loads[1].scheduler._recorder.stop()
 
 
 if __name__ == "__main__":

@@ -192,6 +192,7 @@ class Load:
             req_ids=ids, req_id_to_index={id: i for i, id in enumerate(ids)}, sampled_token_ids=sampled,
         )  # fmt: skip
         self.scheduler.update_from_output(output, result)
+        _reuse(output)
         if self.drafts:
             alive = [id for id in ids if id in self.scheduler.requests]
             drafts = [[rnd.randrange(self.vocabulary) for _ in range(rnd.randint(0, self.drafts))] for _ in alive]
@@ -215,3 +216,15 @@ class Load:
             if self.random.random() < 0.03:
                 self.cancel()
             self.step()
+
+
+def _reuse(output: Any) -> None:
+    """Change what vLLM's worker may change, after the step: it keeps the lists of blocks and appends to them."""
+    cached = output.scheduled_cached_reqs
+    for id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        if id in cached.resumed_req_ids:
+            blocks[0].append(0)
+    for new in output.scheduled_new_reqs:
+        new.block_ids[0].append(0)
+    output.num_scheduled_tokens.clear()
+    output.scheduled_spec_decode_tokens.clear()

@@ -243,9 +243,8 @@ async def test_a_chat_with_vllm_is_the_request_in_the_panels(tmp_path: Path, to_
 
         id = f"cmpl-{head['x-request-id']}-0-1234abcd"
         beside.send("add", 0.001, id, PROMPT, 63)
-        changes = ([], [id], [(id, 60)])
         admission = (id, 0, [1, 2, 3, 4], 60, [b"a", b"b", b"c"])
-        beside.send("schedule", 0.002, 0.003, 0, [("g", [1, 2, 3, 4])], [admission], [], changes, {}, 1, 0, None)
+        beside.send("schedule", 0.002, 0.003, 0, [], [admission], [], [], [(id, 60)], {}, 1, 0, None)
         beside.send("update", 0.013, 0.014, 0, [("f", id, "FINISHED_LENGTH_CAPPED", 3)], None, None)
         async with asyncio.timeout(10):
             while state.step < 0 or state.requests:
@@ -385,10 +384,8 @@ async def test_the_telemetry_hides_texts_and_needs_the_key(tmp_path: Path, monke
         assert await find_async(beside.api.url, "wrong") == []
         beside.send("add", 0.001, "cmpl-1", PROMPT, 63)
         admission = ("cmpl-1", 0, [1, 2, 3, 4], 60, [b"a", b"b", b"c"])
-        changes = ([], ["cmpl-1"], [("cmpl-1", 60)])
-        cached = ("c", "cmpl-1", 0, [1, 2, 3], [b"a", b"b", b"c"], PROMPT[:48])
-        events = [("g", [1, 2, 3, 4]), cached]
-        beside.send("schedule", 0.002, 0.003, 0, events, [admission], [], changes, {}, 1, 0, None)
+        events = [("c", "cmpl-1", 0, [b"a", b"b", b"c"], PROMPT[:48])]
+        beside.send("schedule", 0.002, 0.003, 0, events, [admission], [], [], [("cmpl-1", 60)], {}, 1, 0, None)
         nodes: dict[int, Any] = {}
         async with asyncio.timeout(10):
             while not nodes:

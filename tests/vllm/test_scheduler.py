@@ -85,13 +85,13 @@ def make(monkeypatch, tmp_path):
         scheduler = make_scheduler(tmp_path, **options)
         load = Load(scheduler, 1, 2 if options.get("asynchronous") else 1, drafts=options.get("drafts", 0), **loads)
         recorder = scheduler._recorder
-        pipe, changed = recorder.pipe, recorder._changed
+        pipe, scheduled = recorder.pipe, recorder.scheduled
 
-        def watched(tokens, new):
-            pipe.scheduled = dict(tokens)
-            return changed(tokens, new)
+        def watched(output, began):
+            pipe.scheduled = dict(output.num_scheduled_tokens)
+            scheduled(output, began)
 
-        monkeypatch.setattr(recorder, "_changed", watched)
+        monkeypatch.setattr(recorder, "scheduled", watched)
         return scheduler, load, pipe
 
     return make
@@ -146,20 +146,14 @@ def test_several_kv_cache_groups_are_not_recorded_and_vllm_says_so(tmp_path, sai
 
 
 def test_a_step_leaves_out_a_running_request_and_takes_it_again(make, monkeypatch):
-    """The messages tell only how the requests of a step differ from those of the step before."""
-    scheduler, load, pipe = make(rows=8, budget=8, drafts=3)
-    again, changed = [], scheduler._recorder._changed
-
-    def watched(tokens, new):
-        changes = changed(tokens, new)
-        again.extend(set(changes[1]) - {row[0] for row in new} if changes else ())
-        return changes
-
-    monkeypatch.setattr(scheduler._recorder, "_changed", watched)
+    """The messages name only the requests that a step leaves out."""
+    _, load, pipe = make(rows=8, budget=8, drafts=3)
+    left_out, send = [], pipe.send
+    monkeypatch.setattr(pipe, "send", lambda message: left_out.extend(message[7:8]) or send(message))
     for i in range(8):  # with drafts, the budget is too small for all of them
         load.add([i] * 5, 40)
     load.finish()
-    assert pipe.translator.faults == [] and pipe.wrong == [] and len(again) > 10
+    assert pipe.translator.faults == [] and pipe.wrong == [] and sum(map(bool, left_out)) > 10
 
 
 @pytest.fixture
@@ -178,21 +172,23 @@ def test_the_end_of_the_watcher_ends_the_recording_and_not_vllm(make, said, give
     load.run(60)
     load.finish()
     assert scheduler._recorder is None
-    assert "get_new_blocks" not in vars(scheduler.kv_cache_manager.block_pool)
+    assert "cache_full_blocks" not in vars(scheduler.kv_cache_manager.block_pool)
     assert said == ([] if given else ["minitui's recording ends: its watcher has ended"])
 
 
 @pytest.mark.parametrize(
-    "place", ["taken", "cached", "evicted", "preempted", "freed", "scheduled", "updated", "added", "send_events"]
+    "place", ["cached", "evicted", "preempted", "freed", "scheduled", "updated", "added", "send_events"]
 )
 def test_an_exception_anywhere_ends_the_recording_and_not_vllm(monkeypatch, tmp_path, said, place):
     def fail(*_, **__):
         raise AttributeError("it has another name")
 
-    monkeypatch.setattr(recording.Recorder, place, fail)
+    monkeypatch.setattr(recording.Recorder, place, fail, raising=place != "cached")
     monkeypatch.setattr(recording, "Pipe", Direct)
     monkeypatch.setattr(facts, "__version__", "0.99.0")
     scheduler = make_scheduler(tmp_path)
+    if place == "cached":
+        scheduler._recorder.events = SimpleNamespace(append=fail)
     load = Load(scheduler, 1)
     load.run(80)
     scheduler.kv_cache_manager.block_pool.evict_blocks(set())
@@ -211,6 +207,16 @@ def test_a_version_without_a_method_is_not_recorded_and_vllm_says_so(monkeypatch
     [line] = said
     assert line.startswith("minitui does not record this engine: AttributeError(") and "cache_all_blocks" in line
     assert line.endswith("; minitui was tried with vLLM 0.25.1, and this is vLLM 0.99.0")
+
+
+def test_a_version_with_other_parameters_is_not_recorded_and_vllm_says_so(monkeypatch, tmp_path, said):
+    def cache_full_blocks(self, request, blocks, block_hashes, num_cached_blocks, num_full_blocks, block_size):
+        pass
+
+    monkeypatch.setattr("vllm.v1.core.block_pool.BlockPool.cache_full_blocks", cache_full_blocks)
+    make_scheduler(tmp_path)
+    [line] = said
+    assert line.startswith("minitui does not record this engine: AttributeError('cache_full_blocks has the parameters")
 
 
 def test_a_vllm_without_this_scheduler_ends_with_a_sentence(monkeypatch):
