@@ -144,9 +144,9 @@ def choose_parts(model: ModelConfig, config: EngineConfig) -> Parts:
     from engine.worker.runner import Parts
 
     if resolve(config, model).device.type == "cpu" and config.tensor_parallel_size == 1:
-        from engine.worker.cpu import CPUDecodeSteps
+        from engine.worker.cpu import CPUSteps
 
-        return Parts(ops, (CPUDecodeSteps, Eager))
+        return Parts(ops, (CPUSteps, Eager))
     if not without_graphs(model, config):
         from engine.worker import fused_ops
         from engine.worker.cuda_graphs import CudaGraphs

@@ -25,7 +25,7 @@ WORDS = {
 }
 SUPPORTED: dict[str, frozenset[str]] = {
     "cpu_decode": frozenset({"softcap", "sinks", "windows"}),  # engine/worker/cpu_decode.py
-    "few_rows": frozenset({"windows", "several_ropes"}),  # engine/worker/few_rows.py
+    "compiled": frozenset({"windows", "several_ropes"}),  # engine/worker/compiled_decoder.py
     "graphs": frozenset(WORDS) - {"query_scales"},  # engine/worker/cuda_graphs.py and fused_decode.py
     # The kernels for one token in engine/worker/fused_decode.py. They need no norms in float32 either.
     "one_token": frozenset({"experts", "softcap", "sinks", "windows", "logit_softcap", "several_ropes"}),

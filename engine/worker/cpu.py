@@ -1,4 +1,4 @@
-"""The executor for decode steps of few tokens on a CPU. few_rows.py or cpu_decode.py computes the logits."""
+"""The executor for steps on a CPU. compiled_decoder.py computes all of them; cpu_decode.py only decodes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from engine.attention.torch_backend import TorchAttention
 from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.progress import Progress
+from engine.worker.compiled_decoder import CompiledDecoder
 from engine.worker.cpu_decode import CPUDecode
 from engine.worker.eager import Eager
-from engine.worker.few_rows import FewRows
 from engine.worker.inputs import Draws
 from engine.worker.launch import LaunchedStep
 from engine.worker.loaded import LoadedModel
@@ -22,22 +22,22 @@ from engine.worker.loaded import LoadedModel
 MOST_TOKENS = 48  # in larger steps arithmetic dominates call overhead
 
 
-class CPUDecodeSteps:
-    """Runs decode steps of float32 models with dense MLPs. Draws the same tokens as Eager, but faster.
+class CPUSteps:
+    """Runs steps of float32 models with dense MLPs. Draws the same tokens as Eager, but faster.
 
-    The kernels of FewRows are faster than CPUDecode, but they need llvmlite and a processor that they support.
+    The kernels of CompiledDecoder are faster than CPUDecode, but they need llvmlite and a processor that they support.
     """
 
     def __init__(self, loaded: LoadedModel, on_progress: Progress | None = None) -> None:
         self._loaded, self._batch = loaded, loaded.batch
         model, kind, size = loaded.model, loaded.quantization, loaded.block_size
-        self._few: FewRows | None = None
+        self._compiled: CompiledDecoder | None = None
         self._prompts: Eager | None = None
         self._decode: CPUDecode | None = None
         if loaded.dtype == loaded.kv_dtype == torch.float32:
-            if not FewRows.why_not(model.config, kind, size):
-                self._few = FewRows(model, loaded.pool, kind, size, loaded.max_model_len)
-                self._prompts = Eager(loaded, model=self._few)
+            if not CompiledDecoder.why_not(model.config, kind, size):
+                self._compiled = CompiledDecoder(model, loaded.pool, kind, size, loaded.max_model_len)
+                self._prompts = Eager(loaded, model=self._compiled)
             elif CPUDecode.supports(model):
                 self._decode = CPUDecode(model, loaded.pool)
         assert isinstance(loaded.attention, TorchAttention), "a CPU has no other attention backend"
@@ -45,10 +45,10 @@ class CPUDecodeSteps:
 
     def launch(self, plan: StepPlan, grammars: Mapping[int, Grammar]) -> LaunchedStep | None:
         """Run a step. Returns None for models without support, and for steps in which Eager is as fast."""
-        if self._decode is None and self._few is None:
+        if self._decode is None and self._compiled is None:
             return None
         if plan.num_decoding < len(plan.rows) or plan.num_tokens > MOST_TOKENS:
-            if self._few is None or self._prompts is None or plan.num_tokens > self._few.most_rows:
+            if self._compiled is None or self._prompts is None or plan.num_tokens > self._compiled.most_rows:
                 return None
             return self._prompts.launch(plan, grammars)
         started = time.perf_counter()
@@ -80,8 +80,8 @@ class CPUDecodeSteps:
         slots = table[rows, blocks] * np.int64(size) + offsets
         if (tokens < 0).any():
             tokens = np.where(tokens < 0, batch.last_token.numpy()[rows], tokens)
-        if self._few is not None:
-            logits = self._few.step(tokens, positions, slots, tables)
+        if self._compiled is not None:
+            logits = self._compiled.step(tokens, positions, slots, tables)
         else:
             assert self._decode is not None
             logits = self._decode.logits(tokens, positions, slots, self._attention)

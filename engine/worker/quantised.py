@@ -24,7 +24,7 @@ from engine.model.group import ALONE, Group
 from engine.model.linear import BLOCK, Bf16Weight, ByteWeight, Fp8Weight, Int8Weight
 from engine.model.slots import kept
 from engine.model.weights import tensor_names
-from engine.worker.few_rows import FewRows
+from engine.worker.compiled_decoder import CompiledDecoder
 
 KEPT = "checkpoint"  # each matrix as the checkpoint has it: e4m3 numbers with its scales, or a tensor
 KINDS: dict[str, type[ByteWeight] | None] = {
@@ -110,7 +110,7 @@ def choose(config: EngineConfig, model: ModelConfig, device: torch.device, dtype
     kind = "none"
     exact = model.dtype == "bfloat16" and model.packing is None
     if exact and config.tensor_parallel_size == 1 and config.kv_cache_dtype == "auto":
-        kind = "none" if FewRows.why_not(model, "bf16", config.block_size) else "bf16"
+        kind = "none" if CompiledDecoder.why_not(model, "bf16", config.block_size) else "bf16"
     free, wanted = free_memory() - BESIDE_WEIGHTS, weight_bytes(kind, model, torch.float32)
     if wanted <= free:
         return kind, ""

@@ -25,14 +25,14 @@ from engine.model.traits import SUPPORTED, WORDS, lacking, traits
 from engine.parallel.shards import check
 from engine.params import SamplingParams
 from engine.worker import rank_runner
-from engine.worker.cpu import CPUDecodeSteps
+from engine.worker.cpu import CPUSteps
 from engine.worker.limits import resolve
 from tests.engine.test_engine_model import make_engine
 from tests.engine.test_parallel import play
 from tests.support import paths
 from tests.support.families import FAMILIES, checkpoint
 from tests.support.models import VOCAB, Driver, make_request, make_runner, plain_runner, prompt
-from tests.support.parity import PROMPT, decodes_on_a_cpu, few_rows, our_logits, their_logits  # noqa: F401 (a fixture)
+from tests.support.parity import PROMPT, compiled_or_not, decodes_on_a_cpu, our_logits, their_logits  # noqa: F401 (a fixture)
 from tests.support.ranks import ThreadRanks, ThreadWorkers
 
 SEEDS = range(int(os.environ.get("FAMILY_CONFIGS", "2")))
@@ -104,7 +104,7 @@ def test_tokens_equal_those_of_transformers_on_every_schedule(kind: str, seed: i
     assert [request.output_ids for request in requests] == expected
 
 
-@pytest.mark.usefixtures("few_rows")
+@pytest.mark.usefixtures("compiled_or_not")
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_decode_steps_on_a_cpu_compute_what_the_decoder_does(kind: str, count: int, made: Any) -> None:
@@ -112,11 +112,11 @@ def test_decode_steps_on_a_cpu_compute_what_the_decoder_does(kind: str, count: i
     _, directory = made(kind)
     runner = make_runner(directory)
     fast = runner.executors[0]
-    assert isinstance(fast, CPUDecodeSteps)
+    assert isinstance(fast, CPUSteps)
     config = read_model_config(directory)
-    assert fast._few is None or not lacking(config, "few_rows")
+    assert fast._compiled is None or not lacking(config, "compiled")
     assert fast._decode is None or not lacking(config, "cpu_decode")
-    if fast._few is None and fast._decode is None:
+    if fast._compiled is None and fast._decode is None:
         return
     for ours, plainly in zip(*decodes_on_a_cpu(directory, count), strict=True):
         torch.testing.assert_close(ours, plainly, rtol=0, atol=2e-5 * float(plainly.abs().max()))

@@ -24,8 +24,8 @@ from tests.support.parity import (
     assert_close,
     assert_parity,
     checkpoints_of,
+    compiled_or_not,  # noqa: F401 (a fixture)
     decodes_on_a_cpu,
-    few_rows,  # noqa: F401 (a fixture)
     our_logits,
     their_logits,
     their_tokens,
@@ -301,7 +301,7 @@ def test_the_configuration_counts_parameters_as_the_model_has_them(checkpoints: 
         assert read_model_config(directory).num_parameters == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.usefixtures("few_rows")
+@pytest.mark.usefixtures("compiled_or_not")
 @pytest.mark.parametrize("name", ["qwen3", "qwen2-some-layers-windowed", "llama-biases", "mistral-sliding-window"])
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_decode_steps_on_a_cpu_compute_what_the_decoder_does(name: str, count: int, checkpoints: Checkpoints) -> None:

@@ -23,7 +23,7 @@ from engine.params import SamplingParams
 from engine.worker import quantised
 from minitui import tutor
 from tests.support.models import Driver, make_request, make_runner, prompt, reference, save
-from tests.support.parity import decodes_on_a_cpu, few_rows, our_logits, step_logits  # noqa: F401 (a fixture)
+from tests.support.parity import compiled_or_not, decodes_on_a_cpu, our_logits, step_logits  # noqa: F401 (a fixture)
 
 CPU = torch.device("cpu")
 OPTIONS = {"quantization": "int8"}
@@ -130,7 +130,7 @@ def test_random_weights_are_those_of_the_other_types_rounded(directory: Path) ->
     assert torch.equal(small.head.values, quantise_rows(plain.head)[0])
 
 
-@pytest.mark.usefixtures("few_rows")
+@pytest.mark.usefixtures("compiled_or_not")
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_decode_steps_compute_what_the_decoder_does(count: int, directory: Path) -> None:
     """Each path has its own order of sums. A difference of 1e-7 may round to the next of 127 steps."""

@@ -12,8 +12,8 @@ import torch
 from engine.core.step import StepPlan
 from engine.llm import LLM
 from engine.params import SamplingParams
-from engine.worker.cpu import CPUDecodeSteps
-from engine.worker.few_rows import FewRows
+from engine.worker.compiled_decoder import CompiledDecoder
+from engine.worker.cpu import CPUSteps
 from tests.support.models import Driver, eager, make_request, make_runner, prompt, reference, save
 
 PROMPT = 37  # tokens
@@ -74,18 +74,18 @@ def step_logits(runner: Any, plan: StepPlan) -> torch.Tensor:
 
 
 @pytest.fixture(params=["compiled", "numpy"])
-def few_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def compiled_or_not(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode steps on a CPU by compiled kernels, or without them."""
     if request.param == "compiled":
         pytest.importorskip("llvmlite")
     else:
-        monkeypatch.setattr(FewRows, "why_not", lambda *_: "switched off")
+        monkeypatch.setattr(CompiledDecoder, "why_not", lambda *_: "switched off")
 
 
 def decodes_on_a_cpu(
     directory: Path, count: int, chunks: Sequence[tuple[int, int]] = (), **options: Any
 ) -> list[tuple[torch.Tensor, ...]]:
-    """(logits, keys, values) after a decode step of `count` requests: by CPUDecodeSteps, then by Eager.
+    """(logits, keys, values) after a decode step of `count` requests: by CPUSteps, then by Eager.
 
     `chunks`: of prompts in the same step, as (tokens computed before, tokens). The last one does not end its prompt.
     """
@@ -94,7 +94,7 @@ def decodes_on_a_cpu(
         driver = Driver(make_runner(directory, **options))
         runner = driver.runner
         fast = runner.executors[0]
-        assert isinstance(fast, CPUDecodeSteps)
+        assert isinstance(fast, CPUSteps)
         requests = [make_request(prompt(row, 5 + 9 * row), row) for row in range(count)]
         for request in requests:
             driver.run([(request, len(request.ids), True)])

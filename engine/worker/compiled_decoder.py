@@ -1,4 +1,4 @@
-"""Steps on a CPU with compiled kernels (engine/kernels/cpu/): of decodes, all layers in one call.
+"""All steps of a model on a CPU, with compiled kernels (engine/kernels/cpu/). Of decodes, all layers are one call.
 
 Computes the same as Decoder.forward and Decoder.logits (engine/model/decoder.py). A layer of a decode has 6 kernels:
 
@@ -88,7 +88,7 @@ class Calls:
         self._kernels.run(self.functions[first:end], self.fields[first:end], threads)
 
 
-class FewRows:
+class CompiledDecoder:
     """Runs steps of a Decoder with dense MLPs, float32 activations and a float32 KV cache.
 
     `step` runs decodes. `forward` and `logits` do what those of the Decoder do, for steps with prompts.
@@ -110,14 +110,14 @@ class FewRows:
         self._no_bias = torch.zeros(max(decoder.config.hidden_size, *widths))
         self._windows = [decoder.config.window(i) for i in range(decoder.config.num_layers)]
         self._buffers = Buffers(MOST_ROWS, decoder, self._threads, max_length)
-        self._few = self._calls(self._buffers, False)
-        self._many_buffers, self._many = self._buffers, self._few
+        self._decode_calls = self._calls(self._buffers, False)
+        self._prompt_buffers, self._prompt_calls = self._buffers, self._decode_calls
         self._scratch = torch.empty(self._threads, 0)  # for the attention of prompts
 
     @staticmethod
     def why_not(config: ModelConfig, quantization: str, block_size: int) -> str:
         """Returns why the kernels cannot run a model with float32 activations and keys; empty if they can."""
-        if lacks := lacking(config, "few_rows"):
+        if lacks := lacking(config, "compiled"):
             return f"the model has {lacks}"
         if importlib.util.find_spec("llvmlite") is None:
             return "llvmlite is not installed"
@@ -137,7 +137,7 @@ class FewRows:
 
         Stores the keys and values of all tokens before the attention of any token.
         """
-        rows, buffers, calls = len(tokens), self._buffers, self._few
+        rows, buffers, calls = len(tokens), self._buffers, self._decode_calls
         buffers.residual[:rows] = embed(torch.from_numpy(tokens.astype(np.int64)), self._decoder.embedding)
         for array, values in (buffers.positions, positions), (buffers.slots, slots), (buffers.lengths, positions + 1):
             array[:rows] = values
@@ -197,20 +197,20 @@ class FewRows:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the logits [s, V] of what `forward` returned."""
         logits = torch.empty(len(hidden), self._decoder.head.shape[0])
-        call = self._few.fields[-1:].copy()
+        call = self._decode_calls.fields[-1:].copy()
         for first in range(0, len(hidden), MOST_ROWS):
             part = hidden[first : first + MOST_ROWS]
             call[0, 2], call[0, 5], call[0, 9] = part.data_ptr(), logits[first:].data_ptr(), len(part)
-            self._kernels.run(self._few.functions[-1:], call, self._threads)
+            self._kernels.run(self._decode_calls.functions[-1:], call, self._threads)
         return logits
 
     def _for_rows(self, rows: int) -> tuple[Buffers, Calls]:
         """Returns buffers for so many rows, and the calls of all layers, without the output matrix."""
-        if self._many is self._few or rows > self._many_buffers.rows:
+        if self._prompt_calls is self._decode_calls or rows > self._prompt_buffers.rows:
             size = max(MOST_ROWS + 1, 1 << (rows - 1).bit_length()) if self._any_rows else MOST_ROWS
-            self._many_buffers = Buffers(size, self._decoder, self._threads, self._max_length)
-            self._many = self._calls(self._many_buffers, True)
-        return self._many_buffers, self._many
+            self._prompt_buffers = Buffers(size, self._decoder, self._threads, self._max_length)
+            self._prompt_calls = self._calls(self._prompt_buffers, True)
+        return self._prompt_buffers, self._prompt_calls
 
     def _calls(self, b: Buffers, prompts: bool) -> Calls:
         """Returns the calls of all layers. prompts: of steps that not only decode, and without the output matrix."""
