@@ -36,7 +36,8 @@ class EngineConfig:
     """The settings of an engine. `resolve` (engine/worker/limits.py) replaces None and "auto" with values."""
 
     model: str = ""  # a directory, or the name of a model on the Hugging Face hub
-    dtype: str = "auto"  # auto: float32 on a CPU; on a GPU the checkpoint's type, or bfloat16 if that is float32
+    # auto: float32 on a CPU; on a GPU the checkpoint's type, or bfloat16 if that is float32 or `quantization` needs it.
+    dtype: str = "auto"
     # The type of the weight matrices. none: `dtype`; bf16, int8 or int4: on a CPU; fp8: on a GPU; checkpoint: on a GPU,
     # the 8-bit floats of a quantised checkpoint, unchanged; auto: what is fast and fits (engine/worker/quantised.py).
     quantization: str = "auto"

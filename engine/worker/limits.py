@@ -35,6 +35,8 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
     """
     import torch
 
+    from engine.worker.quantised import KEPT, choose, refusal
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.device != "auto":
         try:
@@ -46,8 +48,9 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
     cpu = device.type == "cpu"
     name = config.dtype
     if name == "auto":
-        name = "float32" if cpu else {"float32": "bfloat16"}.get(model.dtype, model.dtype)
-    from engine.worker.quantised import choose, refusal
+        name = "float32" if cpu else model.dtype
+        if not cpu and (name == "float32" or model.packing is not None or config.quantization in ("fp8", KEPT)):
+            name = "bfloat16"  # kernels for 8 bits need this type
 
     quantization, why_quantised = choose(config, model, device, name)
     if config.kv_cache_dtype == "fp8" and (lacks := lacking(model, "fp8_cache")):

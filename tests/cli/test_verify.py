@@ -19,7 +19,7 @@ from tests.support.families import checkpoint
 from tests.support.gguf_files import HELD, add_tokenizer, write_gguf
 from tests.support.images import save_layouts, with_images
 from tests.support.models import reference, save
-from tests.support.packing import mxfp4, per_row, quantise
+from tests.support.packing import FORMATS, mxfp4, quantise
 
 PROMPT, SAME = [5, 6], [1, 2, 3]
 
@@ -118,13 +118,12 @@ def test_the_text_part_of_a_model_with_images_passes(name: str, tmp_path: Path, 
     path = published / "model.safetensors"
     tensors = load_file(path)
     key = next(name for name in tensors if name.endswith("layers.0.mlp.up_proj.weight") and "vision" not in name)
-    stored, _ = per_row(tensors.pop(key).float(), torch.float8_e4m3fn, whole=True)
-    names = {"weight": "weight", "weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
-    tensors |= {key.removesuffix("weight") + names[leaf]: tensor for leaf, tensor in stored.items()}
+    fields, store = FORMATS["fp8 whole"]
+    stored, _ = store(tensors.pop(key).float())
+    tensors |= {key.removesuffix("weight") + suffix: tensor for suffix, tensor in stored.items()}
     save_file(tensors, path, metadata={"format": "pt"})
     config = json.loads((published / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
-    (published / "config.json").write_text(json.dumps(config))
+    (published / "config.json").write_text(json.dumps(config | {"quantization_config": fields}))
     for directory in plain, published:
         with_the_tutor_s_tokenizer(directory)
         assert run_verify(str(directory), "float64", "cpu", as_json=True) == 0, capsys.readouterr().out

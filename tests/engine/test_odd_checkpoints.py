@@ -16,6 +16,7 @@ from engine.eos import eos_ids
 from engine.errors import CheckpointError
 from engine.hub.resolve import resolve_model
 from engine.model.decoder import Decoder
+from engine.model.families import WITH_IMAGES
 from engine.model.hf_config import read_model_config
 from engine.text.tokenizer import Tokenizer
 from minitui import tutor
@@ -207,6 +208,12 @@ def test_the_nearest_method_of_quantisation_is_named(one: Path, method: str, nea
     like = f", and {nearest} is the nearest to it" if nearest else ""
     with pytest.raises(CheckpointError, match=rf"quant_method '{method}' .*mxfp4{like}; use another quantisation"):
         read_model_config(one)
+
+
+def test_every_model_with_images_is_tested() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
+
+    assert {NAMES[kind] for kind, *_ in IMAGES.values()} == set(WITH_IMAGES)
 
 
 @pytest.mark.parametrize("name", IMAGES)

@@ -248,6 +248,18 @@ def test_a_quantised_checkpoint_is_computed_as_stored_or_expanded_with_the_reaso
     assert re.search(sentence, " ".join(notes)) if sentence else not notes
 
 
+@pytest.mark.parametrize(
+    ("packing", "quantization", "dtype"),
+    [(None, "auto", "float16"), (None, "fp8", "bfloat16"), (AWQ, "auto", "bfloat16")],
+)
+def test_weights_of_8_bits_change_the_type_of_a_float16_checkpoint(
+    packing: Packing | None, quantization: str, dtype: str, gpus: Any
+) -> None:
+    gpus(HOPPER)
+    model = replace(DENSE, packing=packing, dtype="float16")
+    assert resolve(EngineConfig(device="cuda", quantization=quantization), model).dtype == getattr(torch, dtype)
+
+
 def test_the_reason_for_no_graphs_is_reported(gpus: Any) -> None:
     gpus(TURING)
     slow = EngineConfig(device="cuda", dtype="bfloat16")
