@@ -89,6 +89,8 @@ def build_engine(
         grammars=Grammars(tokenizer, model.vocab_size) if tokenizer is not None else None,
     )  # fmt: skip
     notes = [*limits.notes, *runner.loaded.notes]
+    if not ends:
+        notes.append("the checkpoint names no token that ends a reply (eos_token_id), so replies end at max_tokens")
     speculation = None
     if config.speculation != "off":
         speculation = {"method": config.speculation, "tokens": config.speculative_tokens}

@@ -25,6 +25,8 @@ NEAREST = {  # quant_method that is not supported -> the method of METHODS whose
     "higgs": "compressed-tensors", "mlx": "awq", "fp_quant": "mxfp4", "nvfp4": "mxfp4",
 }  # fmt: skip
 
+OWN = {"bitsandbytes": {"load_in_4bit"}, "mlx": {"group_size", "bits"}}  # fields that these write without quant_method
+
 
 def read_packing(fields: Fields) -> Packing | None:
     """Returns how the checkpoint's matrices are stored; None if they are plain. Raises CheckpointError."""
@@ -57,7 +59,7 @@ def read_packing(fields: Fields) -> Packing | None:
     if method == "compressed-tensors":
         return _compressed(fields, raw)
     what = f"quant_method {shown(method)}"
-    if method is None and (guess := "bitsandbytes" if "load_in_4bit" in raw else "mlx" if "bits" in raw else None):
+    if method is None and (guess := next((name for name, own in OWN.items() if own <= raw.keys()), None)):
         method, what = guess, f"the fields of {guess}"
     nearest = NEAREST.get(method.lower()) if isinstance(method, str) else None
     like = f", and {nearest} is the nearest to it" if nearest else ""

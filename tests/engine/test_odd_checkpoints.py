@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from engine.eos import eos_ids
 from engine.errors import CheckpointError
 from engine.hub.resolve import resolve_model
+from engine.llm import LLM
 from engine.model.decoder import Decoder
 from engine.model.families import WITH_IMAGES
 from engine.model.hf_config import read_model_config
@@ -233,6 +234,16 @@ def test_the_text_part_of_a_model_with_images_is_loaded(name: str, tmp_path: Pat
     for directory in directories:
         ours = our_logits(Driver(make_runner(directory, "float64")), make_request(ids, 0), [PROMPT])
         torch.testing.assert_close(ours.log_softmax(-1), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("ids", [None, 7, [7, 9]])
+def test_a_checkpoint_without_end_tokens_says_so(ids: Any, one: Path) -> None:
+    path = one / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": ids}))
+    (one / "generation_config.json").unlink(missing_ok=True)
+    with LLM(str(one), load_tokenizer=False, num_blocks=8) as llm:
+        assert llm.info["eos_ids"] == {"None": [], "7": [7], "[7, 9]": [7, 9]}[str(ids)]
+        assert any("names no token that ends a reply" in note for note in llm.info["notes"]) == (ids is None)
 
 
 @pytest.mark.parametrize("base", ["Qwen/Qwen3-0.6B", None])

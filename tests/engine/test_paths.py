@@ -253,9 +253,10 @@ def test_a_quantised_checkpoint_is_computed_as_stored_or_expanded_with_the_reaso
     [(None, "auto", "float16"), (None, "fp8", "bfloat16"), (AWQ, "auto", "bfloat16")],
 )
 def test_weights_of_8_bits_change_the_type_of_a_float16_checkpoint(
-    packing: Packing | None, quantization: str, dtype: str, gpus: Any
+    packing: Packing | None, quantization: str, dtype: str, gpus: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus(HOPPER)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (80 * 10**9, 80 * 10**9))
     model = replace(DENSE, packing=packing, dtype="float16")
     assert resolve(EngineConfig(device="cuda", quantization=quantization), model).dtype == getattr(torch, dtype)
 
