@@ -1,8 +1,10 @@
-"""Definitions that minitui's clients and servers share: the tokenizer's files, and which hosts are local."""
+"""What clients and servers share: names of tokenizer files, which hosts are local, and how many ranks may exist."""
 
 from __future__ import annotations
 
 import ipaddress
+
+MOST_RANKS = 64  # data parallel ranks of another engine, behind one address
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", "chat_template.jinja",

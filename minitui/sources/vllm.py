@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from engine.errors import EngineError, InvalidRequest
 from engine.params import SamplingParams
 from engine.trace.records import Record
+from minitui.protocol import MOST_RANKS
 from minitui.sources.base import Progress
 from minitui.sources.http import check, close_client, httpx, load_json, normalise, open_client
 from minitui.sources.openai import CompletionStream
@@ -28,7 +29,6 @@ from minitui.sources.remote_info import probe_async
 FIND_S = 2.0  # the longest search for the telemetry
 LATE_S = 1.0  # after the first piece of an answer, the longest wait for the record of its request
 LAST_RECORDS_S = 0.5  # the longest wait for the records about the end of an answer
-MOST_ENGINES = 64  # behind one address
 RANK_HEADER = "X-data-parallel-rank"
 UNKNOWN = -1  # the id of a request whose records did not arrive
 HOW = "start vLLM with --scheduler-cls minitui.vllm.RecordingScheduler"
@@ -92,7 +92,7 @@ def _engine(telemetry: str, info: dict[str, Any]) -> Engine | None:
     api, own, ports, rank = (info.get(name) for name in ("api_port", "telemetry_port", "telemetry_ports", "rank"))
     if not str(info.get("engine", "")).startswith("vLLM ") or type(api) is not int or type(rank) is not int:
         return None
-    if type(ports) is not list or len(ports) > MOST_ENGINES or own not in ports:
+    if type(ports) is not list or len(ports) > MOST_RANKS or own not in ports:
         return None
     if not all(map(_is_port, [api, *ports])):
         return None

@@ -8,7 +8,7 @@ Several blocks may have the same content; the tree has the content once, until t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from engine.trace.records import CLEARED, REMOVED
@@ -56,7 +56,7 @@ class CachedTree(Blocks):
             if kind == "BlockRemoved":  # vLLM sends one event for each block
                 self._take_removed(hash for event in group for hash in event.hashes)
                 continue
-            for event in group:
+            for event in _joined(group):
                 self._take(event)
 
     def _take(self, event: Event) -> None:
@@ -149,3 +149,18 @@ class CachedTree(Blocks):
             self._unused.append(self._block_of.pop(hash))
             del self._copies[hash]
         super()._evict(node, n, reason)
+
+
+def _joined(events: Iterable[Event]) -> Iterator[Event]:
+    """Yields events; those that continue the text of the event before are a part of it: SGLang sends each block."""
+    last: Event | None = None
+    for event in events:
+        if last is not None and last.hashes and event.parent == last.hashes[-1] and event.size == last.size:
+            last.hashes += event.hashes
+            last.ids += event.ids
+            continue
+        if last is not None:
+            yield last
+        last = event
+    if last is not None:
+        yield last

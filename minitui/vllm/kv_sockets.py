@@ -15,13 +15,13 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from engine.errors import EngineError
+from minitui.protocol import MOST_RANKS
 from minitui.sources.http import normalise
 from minitui.vllm.kv_messages import MOST_BYTES
 
 WAITING = 256  # messages that wait in memory; a message has at most MOST_BYTES
 ADDRESS = re.compile(r"tcp://[^\s,*]+:\d{1,5}|ipc://[^\s,]+")
 FIRST_PORT = 5557  # of vLLM and SGLang, without another one in --kv-events-config; data parallel rank n adds n
-MOST_RANKS = 64
 FIND_S = 1.0  # the longest wait for one port
 
 

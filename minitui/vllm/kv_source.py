@@ -1,7 +1,8 @@
 """A Source for a server without minitui's recorder: its KV events (ZeroMQ) and its /metrics.
 
 The events are numbered. A server keeps some of them for subscribers that came late, at its replay endpoint. If
-messages are lost and cannot be replayed, the tree begins again. vLLM publishes events if it is started with
+messages are lost and cannot be replayed, the tree begins again. vLLM and SGLang publish events if they are
+started with
 
     --kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557",
                          "replay_endpoint": "tcp://*:5558"}'
@@ -35,6 +36,16 @@ AGAIN_S = 0.5  # between two connections
 MOST_REPLAYED = 100_000
 ROOM = 1 << 17  # blocks that the tree can hold if the size of the pool is unknown
 MOST_ROOM = 1 << 21
+POOL = (  # blocks, and tokens of a block: vLLM, SGLang, SGLang before 0.5.11
+    (
+        r'^vllm:cache_config_info\{.*?\bnum_gpu_blocks="(\d{1,9})"', r"^sglang:num_pages(?:\{.*\})? (\d{1,9})(?:\.0)?$",
+        r'^sglang:cache_config_info\{.*?\bnum_pages="(\d{1,9})"',
+    ),
+    (
+        r'^vllm:cache_config_info\{.*?\bblock_size="(\d{1,4})"', r"^sglang:page_size(?:\{.*\})? (\d{1,4})(?:\.0)?$",
+        r'^sglang:cache_config_info\{.*?\bpage_size="(\d{1,4})"',
+    ),
+)  # fmt: skip
 OTHER_RANKS = "events of other data parallel ranks"
 
 
@@ -102,11 +113,16 @@ class KvSource(OpenAISource):
         self._listening = self.keep(self._listen())
 
     async def _root(self) -> str:
-        """Returns the name under which the server loaded its model; else the name in its list."""
+        """Returns the name under which the server loaded its tokenizer or model; else the name in its list."""
         with contextlib.suppress(httpx.HTTPError, OSError, EngineError, LookupError, TypeError):
-            data = load_json((await self.http.get("/v1/models")).content)["data"]
-            if type(data[0].get("root")) is str:
-                return str(data[0]["root"])[:400]
+            model = load_json((await self.http.get("/v1/models")).content)["data"][0]
+            if model.get("owned_by") == "sglang":  # its root is the name that it serves
+                for path in ("/model_info", "/get_model_info"):  # new and old
+                    answer = await self.http.get(path)
+                    if answer.status_code == 200:
+                        return str(load_json(answer.content)["tokenizer_path"])[:400]
+            if type(model.get("root")) is str:
+                return str(model["root"])[:400]
         return str(self.info["model"])
 
     async def snapshot(self) -> dict[str, Any]:
@@ -220,8 +236,7 @@ class KvSource(OpenAISource):
 
 
 def pool_of(page: str) -> tuple[int | None, int]:
-    """Returns the number of blocks of vLLM's pool and the tokens of a block, from its /metrics page; None: unknown."""
-    line = next((line for line in page.splitlines() if line.startswith("vllm:cache_config_info{")), "")
-    blocks, size = re.search(r'[{,]num_gpu_blocks="(\d{1,9})"', line), re.search(r'[{,]block_size="(\d{1,4})"', line)
+    """Returns the number of blocks of the pool and the tokens of a block, from a /metrics page; None: unknown."""
+    blocks, size = (next(filter(None, (re.search(form, page, re.M) for form in forms)), None) for forms in POOL)
     number = int(blocks[1]) if blocks else 0
     return number if number > 1 else None, max(1, int(size[1])) if size else 16

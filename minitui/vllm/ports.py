@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError
+from minitui.protocol import MOST_RANKS
 
 VLLM_PORT = 8000  # of `vllm serve` without --port
-MOST_RANKS = 64  # on one machine
 SHORT = {
     "-dp": "--data-parallel-size", "-dpl": "--data-parallel-size-local", "-dpn": "--data-parallel-rank",
     "-dpr": "--data-parallel-start-rank", "-dpe": "--data-parallel-external-lb", "-n": "--nnodes",

@@ -321,9 +321,87 @@ def test_what_the_tree_does_not_show_is_counted() -> None:
     assert sum(tree.left_out.values()) == 6 and len(tree.left_out) == 6 and len(tree) == 0
 
 
-def test_events_in_the_form_of_sglang_are_read() -> None:
-    event = ["BlockStored", [-5, 6], None, tokens(0, 2), 1, None]
-    assert read(msgpack.packb([1.0, [event, ["BlockRemoved", [6]], ["AllBlocksCleared"]]]))[1][0].ids == [0, 1]
+# SGLang 0.5: the labels and the comments of its page; a page of its pool is a block here
+SGLANG = """# HELP sglang:num_running_reqs The number of running requests.
+# TYPE sglang:num_running_reqs gauge
+sglang:num_running_reqs{engine_type="unified",model_name="m",moe_ep_rank="0",pp_rank="0",tp_rank="0"} 3.0
+sglang:num_running_reqs{engine_type="unified",model_name="m",moe_ep_rank="0",pp_rank="0",tp_rank="1"} 3.0
+# HELP sglang:token_usage The token usage.
+# TYPE sglang:token_usage gauge
+sglang:token_usage{engine_type="unified",model_name="m",moe_ep_rank="0",pp_rank="0",tp_rank="0"} 0.28
+sglang:num_queue_reqs{engine_type="unified",model_name="m",moe_ep_rank="0",pp_rank="0",tp_rank="0"} 2.0
+sglang:cache_hit_rate{engine_type="unified",model_name="m",moe_ep_rank="0",pp_rank="0",tp_rank="0"} 0.01
+sglang:max_total_num_tokens{engine_type="unified",model_name="m",moe_ep_rank="0",pp_rank="0",tp_rank="0"} 59902.0
+# HELP sglang:prompt_tokens_total Number of prefill tokens processed.
+# TYPE sglang:prompt_tokens_total counter
+sglang:prompt_tokens_total{engine_type="unified",is_streaming="false",model_name="m"} 300.0
+sglang:prompt_tokens_total{engine_type="unified",is_streaming="true",model_name="m"} 700.0
+sglang:cached_tokens_total{cache_source="device",engine_type="unified",model_name="m"} 200.0
+sglang:cached_tokens_total{cache_source="host",engine_type="unified",model_name="m"} 50.0
+"""
+SGLANG_POOL = """sglang:page_size{engine_type="unified",model_name="m",tp_rank="0"} 1.0
+sglang:num_pages{engine_type="unified",model_name="m",tp_rank="0"} 59902.0
+"""  # from 0.5.11 on
+SGLANG_POOL_BEFORE = 'sglang:cache_config_info{num_pages="59902",page_size="1"} 1.0\n'
+
+
+class FakeSglang(FakeServer):
+    """`info`: the path under which it tells where it loaded its tokenizer."""
+
+    info = "/model_info"
+
+    async def _answer(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        if path == "/v1/models":
+            self._reply(writer, 200, json.dumps({"data": [{"id": "m", "owned_by": "sglang", "root": "m"}]}))
+        elif path == self.info:
+            self._reply(writer, 200, json.dumps({"model_path": "x", "tokenizer_path": str(model_dir())}))
+        else:
+            await super()._answer(path, body, writer)
+
+
+def pages(text: list[int], start: int = 0, medium: tuple[str, ...] = ("GPU",)) -> list[Any]:
+    """Returns SGLang's events for a new node of its tree: one for each page. A page's hash: of all tokens up to it."""
+    hashes = [hash(tuple(text[:i])) for i in range(1, len(text) + 1)]
+    return [
+        ["BlockStored", [hashes[i]], hashes[i - 1] if i else None, [text[i]], 1, None, *medium]
+        for i in range(start, len(text))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pool", "info", "medium"),
+    [(SGLANG_POOL, "/model_info", ("GPU",)), (SGLANG_POOL_BEFORE, "/get_model_info", ())],
+)
+async def test_a_server_of_sglang_is_shown(pool: str, info: str, medium: tuple[str, ...]) -> None:
+    """Its metrics and its events: arrays, one for each block of one token, negative hashes, the first removed first."""
+    publisher = Publisher(True)
+    api = FakeSglang(page=SGLANG + pool)
+    api.info = info
+    await api.start()
+    source = KvSource(api.url, publisher.address)
+    first, second = tokens(0, 3000), tokens(0, 1000) + tokens(7000, 20)
+    try:
+        await source.start(lambda progress: None)
+        await publisher.subscribed()
+        assert source.num_blocks == 59902 and source.tree.size == 1 and source.no_texts == ""
+        metrics = source.metrics
+        assert (metrics.running, metrics.waiting, metrics.cache_use, metrics.hit_rate) == (3, 2, 0.28, 0.25)
+        await publisher.publish(*pages(first, medium=medium))
+        await until(lambda: texts(source) == [first])
+        assert len(source.drain_records()) < 5, "one record, not one for each token"
+        await publisher.publish(*pages(second, 1000, medium))
+        await until(lambda: len(source.tree) == 3020)
+        assert texts(source) == sorted([first[:1000], first[1000:], second[1000:]])
+        gone = [hash(tuple(first[:i])) for i in range(1001, 3001)]
+        await publisher.publish(*(["BlockRemoved", [hash], *medium] for hash in gone))
+        await until(lambda: len(source.tree) == 1020)
+        assert source.tree.removed == 2000 and source.began_again == ""
+        await publisher.publish(["AllBlocksCleared"])
+        await until(lambda: len(source.tree) == 0)
+    finally:
+        await source.close()
+        await api.kill()
+        await publisher.close()
 
 
 def test_random_events_give_the_texts_that_are_cached() -> None:
