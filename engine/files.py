@@ -17,6 +17,7 @@ ADAPTER = "adapter_config.json"  # of a LoRA adapter
 WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf")
 ORIGINAL = "consolidated"  # the beginning of the name of weights in Mistral's or Meta's own format
 POINTER = b"version https://git-lfs"  # the beginning of a file that Git LFS has not replaced with its contents
+INSIDE = ("*", "snapshots/*")  # where a directory that was named by mistake may hold a checkpoint
 JSON_BYTES = 64 << 20  # the index of a model with 100,000 tensors takes 10 MB
 TOKENIZER_BYTES = 256 << 20  # the largest published tokenizer.json takes 34 MB
 
@@ -74,9 +75,11 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         if path.name == CONFIG and (path.parent / ADAPTER).is_file():
             raise _is_adapter(path.parent) from None
+        inside = next((each for way in INSIDE for each in path.parent.glob(f"{way}/{path.name}")), None)
+        example = "" if inside is None else f", as in {inside.parent}"
         raise CheckpointError(
             f"{path} does not exist: {path.parent} is not a Hugging Face checkpoint; give the directory that holds "
-            "config.json"
+            f"config.json{example}"
         ) from None
     except ValueError as error:
         raise CheckpointError(f"{path} cannot be read ({error}): {again(path)}") from error

@@ -177,6 +177,16 @@ def test_of_several_gguf_files_beside_a_config_one_must_be_named(one: Path) -> N
         resolve_model(str(one))
 
 
+@pytest.mark.parametrize("inside", ["m", "snapshots/0123"])
+def test_a_directory_that_only_holds_a_checkpoint_names_it(inside: str, tmp_path: Path) -> None:
+    (tmp_path / inside).mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"give the directory that holds config\.json$"):
+        read_model_config(tmp_path)
+    (tmp_path / inside / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=rf"give the directory that holds config\.json, as in .*/{inside}$"):
+        read_model_config(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_a_pointer_of_git_lfs_says_how_to_get_the_file(name: str, one: Path) -> None:
     (one / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
