@@ -53,6 +53,8 @@ class Tokenizer:
         self.directory = directory = Path(directory)
         self._tokenizer = load(directory / "tokenizer.json")
         self._config = self._fields("tokenizer_config.json").raw
+        if "added_tokens_decoder" not in self._config:  # older versions name special tokens in another file
+            self._config |= self._fields("special_tokens_map.json").raw
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._control_ids = {token.content: token_id for token_id, token in added.items() if token.special}
@@ -246,8 +248,10 @@ class Tokenizer:
         token = self._config[name]
         content = token.get("content") if isinstance(token, dict) else token
         if not isinstance(content, str):
-            path = self.directory / "tokenizer_config.json"
-            raise CheckpointError(f"{path} has {name} = {shown(token)}: it must be a string, or an object with content")
+            raise CheckpointError(
+                f"the tokenizer of {self.directory} has {name} = {shown(token)}: it must be a string, or an object "
+                "with content"
+            )
         return content
 
     def _find_generation(self) -> dict[str, Any]:

@@ -275,6 +275,22 @@ def test_a_tokenizer_in_another_format_is_named(files: list[str], tmp_path: Path
     assert (", only " in str(caught.value)) == bool(files)
 
 
+@pytest.mark.parametrize("newer", [False, True])
+def test_special_tokens_are_named_where_transformers_finds_them(newer: bool, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    shutil.copy(tutor.model_dir() / "tokenizer.json", tmp_path)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    config |= {"chat_template": "{{ bos_token }}"} | ({"added_tokens_decoder": {}} if newer else {})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    names = {"bos_token": "<|im_start|>", "eos_token": {"content": "<|endoftext|>"}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
+    ours, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert ours.eos_ids == (theirs.eos_token_id,)
+    assert ours.render_chat([]) == (theirs.bos_token or "")
+    ours.stop_rendering()
+
+
 @pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json"])
 def test_a_chat_template_in_a_file_of_its_own_is_found(name: str, tmp_path: Path) -> None:
     source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
