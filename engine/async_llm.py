@@ -19,6 +19,7 @@ from engine.params import SamplingParams
 from engine.process.client import EngineClient
 from engine.process.stream import Merged, Stream
 from engine.prompts import check_names, needed, read
+from engine.text import early_tokenizer
 from engine.text.tokenizer import Tokenizer
 
 
@@ -40,7 +41,7 @@ class AsyncLLM:
                 client = await EngineClient.start(self._config)
                 try:
                     if self._config.load_tokenizer:
-                        self._tokenizer = await asyncio.to_thread(Tokenizer, client.info["model_dir"])
+                        self._tokenizer = await asyncio.to_thread(early_tokenizer.load, client.info["model_dir"])
                         self._tokenizer.context = client.info["max_model_len"]
                 except BaseException:  # also a cancelled start: the process must not outlive it
                     client.kill()

@@ -52,7 +52,8 @@ def build_engine(
 ) -> Built:
     """Load a model and make an engine for it. Raises EngineError if that is not possible.
 
-    on_progress    called with {"stage", "done", "total", "text"}; `total` is 0 if unknown
+    on_progress    called with {"stage", "done", "total", "text"}; `total` is 0 if unknown. After the model was found,
+                   a message also has "model_dir", the directory of the checkpoint
     on_lost        called from another thread, with a sentence, when one of several ranks has ended unexpectedly
     before_torch   called after the model was found and before torch is needed
     max_waiting    the most requests that may wait in the queue; further requests are refused; None: no limit
@@ -66,6 +67,8 @@ def build_engine(
         config.model, on_progress=report, weights=not config.dummy_weights, tokenizer=config.load_tokenizer
     )
     model = read_model_config(directory)
+    text = f"loading {Path(config.model).name}"
+    report({"stage": "model", "done": 0, "total": 0, "text": text, "model_dir": str(directory)})
     kept_reader.begin(config, directory, model)
     before_torch()
     limits = resolve(config, model)

@@ -36,6 +36,7 @@ from engine.process.commands import MAX_UNSENT, Command, Outbox
 from engine.process.heartbeat import TICK_S, Condition, Watch
 from engine.process.stream import Stream
 from engine.progress import Progress
+from engine.text import early_tokenizer
 from engine.text.output import Delta
 from engine.trace.records import Packet, Record, packets
 
@@ -228,6 +229,8 @@ class EngineClient:
                 else:
                     future.set_exception(InvalidRequest(rest[2], "control"))
         elif kind == "progress":
+            if self.config.load_tokenizer and (directory := rest[0].get("model_dir")):
+                early_tokenizer.begin(directory)  # users of this client need it to encode prompts
             if self._on_progress is not None:
                 self._on_progress(rest[0])
         elif self._ready is not None and not self._ready.done():

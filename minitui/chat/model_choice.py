@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from engine.errors import CheckpointError
+from engine.text import early_tokenizer
 from minitui import tutor
 from minitui.chat.prompt import Codec
 
@@ -53,9 +53,7 @@ def _plain(name: str, system: str | None) -> Choice:
 
 def load_codec(info: dict[str, Any]) -> Codec:
     """Returns the tokenizer of the checkpoint that the engine has loaded. Raises CheckpointError."""
-    from engine.text.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer(Path(info["model_dir"]))
+    tokenizer = early_tokenizer.load(info["model_dir"])
     tokenizer.context = info.get("max_model_len")
     tokenizer.start_rendering()
     return tokenizer

@@ -23,6 +23,7 @@ from engine.errors import EngineDead, EngineError
 from engine.params import SamplingParams
 from engine.process.client import EngineClient
 from engine.process.heartbeat import Condition
+from engine.text import early_tokenizer
 from engine.text.structured import Grammars
 from engine.text.tokenizer import Tokenizer
 from minitui.server.broadcast import Broadcast
@@ -90,7 +91,7 @@ class Service:
     async def _use(self, client: EngineClient) -> Tokenizer:
         """Serve the requests with this client. Returns its tokenizer."""
         self._client = client
-        self._tokenizer = await asyncio.to_thread(Tokenizer, Path(client.info["model_dir"]))
+        self._tokenizer = await asyncio.to_thread(early_tokenizer.load, client.info["model_dir"])
         self._tokenizer.context = self.longest
         self._tokenizer.start_rendering()
         self._grammars = Grammars(self._tokenizer, client.info["vocab_size"])

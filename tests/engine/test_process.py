@@ -21,6 +21,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.params import SamplingParams
 from engine.process.client import EngineClient
+from engine.text import early_tokenizer
 from engine.trace.state import State
 from minitui.tutor import model_dir
 
@@ -48,7 +49,15 @@ def progress() -> Progress:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running(tmp_path_factory: pytest.TempPathFactory, progress: Progress) -> AsyncIterator[EngineClient]:
     log = tmp_path_factory.mktemp("process") / "engine.log"
-    client = await EngineClient.start(config(), log_file=log, on_progress=progress.append)
+    begin = early_tokenizer.begin
+
+    def recorded(directory: str) -> None:
+        progress.append({"stage": "tokenizer", "done": 0, "total": 0, "text": directory})
+        begin(directory)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(early_tokenizer, "begin", recorded)
+        client = await EngineClient.start(config(), log_file=log, on_progress=progress.append)
     yield client
     await client.close()
 
@@ -269,6 +278,12 @@ async def test_a_model_that_cannot_be_loaded_is_one_sentence(tmp_path: Path) -> 
 def test_progress_is_told_while_loading(running: EngineClient, progress: Progress) -> None:
     assert {p["stage"] for p in progress} >= {"weights"}
     assert all({"done", "total", "text"} <= p.keys() for p in progress)
+
+
+def test_the_client_loads_its_tokenizer_while_the_engine_loads(running: EngineClient, progress: Progress) -> None:
+    stages = [p["stage"] for p in progress]
+    begun = stages.index("tokenizer")
+    assert progress[begun]["text"] == str(model_dir()) and begun < stages.index("weights")
 
 
 def test_the_engine_exits_when_its_parent_dies_for_any_reason(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from engine.errors import CheckpointError, InvalidRequest
+from engine.text import early_tokenizer
 from engine.text.tokenizer import Tokenizer
 from tests.support.paths import QWEN3
 
@@ -521,3 +522,24 @@ def test_a_greedy_generation_config_is_temperature_zero(tmp_path: Path) -> None:
     write(tmp_path, byte_level())
     (tmp_path / "generation_config.json").write_text('{"do_sample": false}')
     assert Tokenizer(tmp_path).generation == {"temperature": 0.0}
+
+
+def test_a_tokenizer_that_was_begun_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Path] = []
+
+    def load(path: Path) -> Tokenizer:
+        loaded.append(path)
+        return original(path)
+
+    original = early_tokenizer._load
+    monkeypatch.setattr(early_tokenizer, "_load", load)
+    directory = str(write(tmp_path, byte_level()))
+    early_tokenizer.begin(directory)
+    early_tokenizer.begin(directory)
+    first = early_tokenizer.load(directory)
+    assert first.vocab_size > 256 and loaded == [tmp_path]
+    assert early_tokenizer.load(directory) is not first, "each client has its own"
+    (tmp_path / "tokenizer.json").unlink()
+    early_tokenizer.begin(directory)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        early_tokenizer.load(directory)
