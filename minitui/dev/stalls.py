@@ -34,7 +34,7 @@ from engine.core.request import Request
 from engine.params import SamplingParams
 from minitui import tutor
 from minitui.viewmodel.causes import explain
-from minitui.viewmodel.lanes import Lane
+from minitui.viewmodel.lane import Lane
 from minitui.viewmodel.model import View
 from minitui.viewmodel.stalls import Reason, Stalls
 from minitui.viewmodel.token_gaps import Gap

@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.trace.records import CLEARED
-from minitui.trace.reader import LONGEST_PAUSE, TraceReader
-from minitui.viewmodel.lanes import Lane
+from minitui.trace.play_clock import LONGEST_PAUSE
+from minitui.trace.reader import TraceReader
+from minitui.viewmodel.lane import Lane
 from minitui.viewmodel.model import View
 from minitui.viewmodel.narrate import narrate
 from minitui.viewmodel.teller import Line, Teller

@@ -20,7 +20,8 @@ from engine.trace.records import Record
 from engine.trace.state import State
 from minitui.text import match_reason
 from minitui.trace.reader import Part, TraceReader
-from minitui.viewmodel.lanes import OPEN, Lane, Lanes
+from minitui.viewmodel.lane import OPEN, Lane
+from minitui.viewmodel.lanes import Lanes
 from minitui.viewmodel.spans import Span, Timeline
 from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.steps import Steps

@@ -43,7 +43,7 @@ async def run_contrast(contrast: Contrast, stage: Stage) -> Outcome:
         for setting in contrast.settings:
             stage.source.name_groups(stage.chats.names)  # the next engine is recorded in another file
             _close_all(stage.chats)
-            stage.tell(f"{prefix}{setting.name}".capitalize() + f": {contrast.title}.")
+            stage.say(f"{prefix}{setting.name}".capitalize() + f": {contrast.title}.")
             await stage.other_engine(**setting.options)
             await stage.begin_run(prefix + setting.name, first=setting is contrast.first)
             sessions = await contrast.work(stage)

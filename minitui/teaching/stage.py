@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 from engine.core.gate import RUNNING
@@ -25,6 +24,7 @@ from minitui.chat.conversation import Sampling, Session
 from minitui.chat.prompt import Codec
 from minitui.chat.sessions import Chats
 from minitui.sources.base import Source
+from minitui.teaching.figures import Figures
 from minitui.viewmodel.model import Event, StepRow, View
 from minitui.viewmodel.timing import Timings
 from minitui.viewmodel.updater import Updater
@@ -38,30 +38,6 @@ THINK_SECONDS = 6.0  # the user's time for a prediction
 LETTERS = "abcd"  # names of the choices of a prediction
 
 Restart = Callable[[dict[str, Any]], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Totals over several steps, counted from their records. A prompt token is either computed or cached."""
-
-    steps: int
-    computed: int
-    cached: int
-    slowest_ms: float
-    prefill_ms: float  # time of the steps that computed prompt tokens
-    decode_ms: float  # time of the other steps
-    drafted: int
-    accepted: int
-    decode_step_ms: dict[int, float] = field(default_factory=dict)  # tokens of a decode step -> median time
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self.computed + self.cached
-
-    @property
-    def share_cached(self) -> float:
-        """Share of the prompt tokens that were cached, 0 to 1."""
-        return self.cached / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 @dataclass
@@ -81,7 +57,6 @@ class Stage:
     held: Callable[[], bool] = lambda: False  # True while the user freezes the view: pauses and waits do not end
     keys: bool = False  # True if the user can answer a prediction with a key, which calls `guess`
     typed: str = ""  # the text that the reader typed for the experiment; empty: the experiment's own text
-    said: list[str] = field(default_factory=list)  # the texts shown so far
     home: dict[str, Any] = field(default_factory=dict)  # the options of a lesson's own engine; see `go_home`
     _options: dict[str, Any] | None = None  # the options of the last `other_engine`
     _choices: Sequence[str] = ()  # choices of the open prediction
@@ -136,31 +111,9 @@ class Stage:
     def figures(self) -> Figures:
         """Returns the figures of the steps since `begin_count`."""
         self.state()
-        view = self.view
-        rows = [view.steps.get(step) for step in range(self._began[0] + 1, view.steps.last + 1)]
-        steps = [row for row in rows if row is not None]
-        times: dict[int, list[float]] = {}
-        for row in steps:
-            if row.wall_ms is not None and not row.chunks:
-                times.setdefault(row.tokens, []).append(row.wall_ms)
-        return Figures(
-            steps=len(steps),
-            computed=sum(row.prefill_tokens for row in steps),
-            cached=sum(event.record[4] for event in self.events("hit")),
-            drafted=sum(row.drafted for row in steps),
-            accepted=sum(row.accepted for row in steps),
-            slowest_ms=max((row.wall_ms or 0.0 for row in steps), default=0.0),
-            prefill_ms=sum(row.wall_ms or 0.0 for row in steps if row.chunks),
-            decode_ms=sum(row.wall_ms or 0.0 for row in steps if not row.chunks),
-            decode_step_ms={tokens: median(some) for tokens, some in times.items()},
-        )
+        return Figures.since(self.view, *self._began)
 
     # ---- text
-
-    def tell(self, text: str) -> None:
-        """Shows a text and keeps it in `said`."""
-        self.said.append(text)
-        self.say(text)
 
     async def pause(self, seconds: float, done: Callable[[], bool] = lambda: False) -> None:
         """Waits for the user to read, or until `done()`. The wait does not end while the view is frozen (space)."""
@@ -176,7 +129,7 @@ class Stage:
         """Asks for a prediction; returns after a guess or THINK_SECONDS."""
         lines = "\n".join(f"   {LETTERS[i]}) {choice}" for i, choice in enumerate(choices))
         how = f"\nPress {' '.join(LETTERS[: len(choices)])}; space gives more time." if self.keys else ""
-        self.tell(f"Predict: {question}\n{lines}{how}")
+        self.say(f"Predict: {question}\n{lines}{how}")
         self._choices, self._guessed = choices, None
         await self.pause(THINK_SECONDS, lambda: self._guessed is not None)
         self._choices = ()
@@ -386,7 +339,7 @@ class Stage:
         await self.until("the last records", lambda: not self.state().requests and steps.committed == steps.last)
 
     async def other_engine(self, **options: Any) -> None:
-        """Replaces the engine by one with the same model and other options. `said` is kept."""
+        """Replaces the engine by one with the same model and other options."""
         if self.restart is None:
             raise EngineError("this engine cannot be started with other options")
         await self._end_run()
@@ -398,7 +351,6 @@ class Stage:
         self._began = (-1, 0)
         for session in self.chats.sessions:
             session.request = None
-
 
     async def go_home(self) -> None:
         """Returns to the lesson's own engine, if an experiment has replaced it."""

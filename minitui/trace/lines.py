@@ -124,6 +124,16 @@ class LineFile:
         raise TraceError(f"{self.path} cannot be read beyond line {max(1, self.line):,}: {reason}")
 
 
+def wrong_line(file: LineFile, member: Member, lines: Iterator[bytes], error: ValueError) -> None:
+    """Raise TraceError if the gzip member is undamaged. In a damaged member, a wrong line ends the trace."""
+    at = file.line
+    for _ in lines:
+        pass
+    if member.whole:
+        file.line = at
+        file.fail(str(error))
+
+
 def parse(line: bytes) -> Any:
     """Returns the value of a line of JSON. Raises ValueError for any other text, and for NaN and infinity."""
     try:

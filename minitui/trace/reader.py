@@ -5,7 +5,7 @@ letter:
 
     {"minitui_trace": 1, "info": {...}, "recorded": "2026-01-31T12:00:00Z", "random_text": false}
     ["k", seq, step, played, snapshot]      a keyframe: the state after record `seq` (Engine.snapshot()), the last
-                                            planned step, and the play time
+                                            planned step, and the play time (play_clock.py)
     ["r", seq, [[t, kind, ...], ...]]       records from number `seq` on, without gaps; engine/trace/records.py names
                                             their fields
     ["w", [[id, "bytes"], ...]]             token ids and their bytes, written as Latin-1
@@ -18,9 +18,6 @@ Every keyframe begins a new gzip member, so a reader can start at any keyframe. 
 
 Files are untrusted: unpacking is limited (lines.py), each line is checked (check.py), and each record must be possible
 in the state before it (follow.py). Every fault raises a TraceError with the line number.
-
-Play time is the engine's time without the delay of slow motion, and with pauses shortened to a second. So the recording
-of a lecture replays at the engine's speed, without the lecturer's slow motion and breaks.
 """
 
 from __future__ import annotations
@@ -28,92 +25,21 @@ from __future__ import annotations
 import json
 import re
 import zlib
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from engine.trace.records import Record
-from engine.trace.state import State
 from minitui.trace import check
-from minitui.trace.follow import Follower
-from minitui.trace.lines import GZIP, MOST_VALUES, LineFile, Member, TraceError, parse
+from minitui.trace.lines import GZIP, MOST_VALUES, LineFile, Member, TraceError, parse, wrong_line
+from minitui.trace.parts import Keyframe, Part, read_part
 
-__all__ = ["GZIP", "VERSION", "Keyframe", "Part", "PlayClock", "TraceError", "TraceReader"]
+__all__ = ["VERSION", "Keyframe", "Part", "TraceError", "TraceReader"]
 
 VERSION = 1
-LONGEST_PAUSE = 1.0  # seconds of play time
+STEP_ENDS = ("time", "fail")  # the records that end a step
 RANDOM = "random text, not shown"  # shown in place of random text
-
-
-class PlayClock:
-    """Computes the play time in seconds: engine time without slow motion, with pauses shortened to LONGEST_PAUSE."""
-
-    def __init__(self, t: float, played: float, state: State) -> None:
-        self.now = played
-        self._t = t
-        self._pace = state.pace
-        self._closed = state.gate == "closed"
-        self._live = len(state.requests)
-        self._stretched = 0.0  # seconds of slow motion still to be skipped
-
-    def advance(self, record: Record) -> float:
-        """Advances to a record and returns the record's play time. Call it for every record, in order."""
-        elapsed = max(0.0, record[1] - self._t)
-        self._t = max(self._t, record[1])
-        if self._stretched:
-            skipped = min(elapsed, self._stretched)
-            self._stretched -= skipped
-            elapsed -= skipped
-        if self._closed or not self._live:
-            elapsed = min(elapsed, LONGEST_PAUSE)
-        self.now += elapsed
-        kind = record[2]
-        if kind == "time":
-            if self._pace > 1:
-                self._stretched += record[7] / 1e3 * (self._pace - 1)
-        elif kind == "submit":
-            self._live += 1
-        elif kind == "finish":
-            self._live -= 1
-        elif kind == "gate":
-            self._closed = record[3] == "closed"
-        elif kind == "pace":
-            self._pace, self._stretched = record[3], 0.0
-        return self.now
-
-
-@dataclass(frozen=True, slots=True)
-class Keyframe:
-    """The start of a part: the state after record `seq` and step `step`, at `played` seconds of play time."""
-
-    seq: int
-    step: int
-    played: float
-    offset: int  # position of the keyframe's gzip member in the file
-    line: int  # number of lines before that member
-
-
-@dataclass(slots=True)
-class Part:
-    """The records between two keyframes, with the play time of each."""
-
-    keyframe: Keyframe
-    snapshot: dict[str, Any]
-    records: list[Record] = field(default_factory=list)
-    due: list[float] = field(default_factory=list)
-    values: int = 0  # number of JSON values: a measure of the memory that the part takes
-
-    @property
-    def state(self) -> State:
-        """The state at the beginning of the part, as a new object."""
-        return State.from_snapshot(self.snapshot)
-
-    def ends_of_steps(self) -> Iterator[tuple[int, int]]:
-        """Yields (step, index after the step's last record); a `time` or `fail` record ends a step."""
-        for i, record in enumerate(self.records):
-            if record[2] in ("time", "fail"):
-                yield record[3], i + 1
 
 
 class TraceReader:
@@ -133,7 +59,8 @@ class TraceReader:
         self._scan()
         self.part(0)
         last = self.part(len(self.keyframes) - 1)
-        self.last_step = max((step for step, _ in last.ends_of_steps()), default=last.keyframe.step)
+        ended = (record[3] for record in last.records if record[2] in STEP_ENDS)
+        self.last_step = max(ended, default=last.keyframe.step)
         self.seconds = last.due[-1] if last.due else last.keyframe.played
         pool = {"num_blocks": last.snapshot["num_blocks"] - 1, "block_size": last.snapshot["block_size"]}
         self.header["info"] = pool | self.header["info"]
@@ -152,7 +79,7 @@ class TraceReader:
         """Returns the part that begins at keyframe `index`; keeps up to four parts in memory. Raises TraceError."""
         part = self._parts.get(index)
         if part is None:
-            part = self._read_part(self.keyframes[index])
+            part = read_part(self.path, *self.keyframes[index : index + 2])
             kept = self._parts
             while kept and (len(kept) >= 4 or sum(p.values for p in kept.values()) + part.values > MOST_VALUES):
                 del kept[next(iter(kept))]
@@ -171,11 +98,7 @@ class TraceReader:
 
     def part_of_step(self, step: int) -> int:
         """Returns the index of the part in which this step was planned."""
-        index = 0
-        for i, keyframe in enumerate(self.keyframes):
-            if keyframe.step < step:
-                index = i
-        return index
+        return max(0, bisect_left(self.keyframes, step, key=lambda keyframe: keyframe.step) - 1)
 
     def locate(self, step: int) -> tuple[int, int]:
         """Returns the point of the trace that shows `step`, as (index of a part, number of its records before it).
@@ -188,7 +111,7 @@ class TraceReader:
             for count, record in enumerate(part.records, 1):
                 if record[2] == "step":
                     planned = record[3]
-                if record[2] in ("time", "fail") and planned >= step:
+                if record[2] in STEP_ENDS and planned >= step:
                     if planned > step and found is not None:
                         return found
                     found = (index, count)
@@ -263,12 +186,12 @@ class TraceReader:
                 elif line[:3] in _SHORT:
                     self._take_short(check.short_line(parse(line)))
         except ValueError as error:
-            _wrong_line(file, member, lines, error)
+            wrong_line(file, member, lines, error)
         if keyframe is None:
             return
         if not member.whole:
             try:
-                self._read_part(keyframe)
+                read_part(self.path, keyframe)
             except TraceError:
                 return  # the keyframe belongs to the damaged end of the file
         self.keyframes.append(keyframe)
@@ -307,95 +230,6 @@ class TraceReader:
         elif kind == "e":
             self.complete = True
 
-    def _read_part(self, keyframe: Keyframe) -> Part:
-        """Returns the part, after checking its lines, and that each record is possible in the state before it."""
-        with LineFile(self.path, keyframe.line) as file:
-            member = next(file.members(keyframe.offset))
-            lines = iter(member)
-            part: Part | None = None
-            try:
-                for line in lines:
-                    if line.startswith(b'["k"'):
-                        part = _begin(keyframe, parse(line))
-                        follower = Follower(part.state)
-                        clock: PlayClock | None = None
-                    elif line.startswith(b'["r"') and part is not None:
-                        for record in _records(part, parse(line)):
-                            follower.take(record)
-                            clock = clock or PlayClock(part.snapshot["t"] or record[1], keyframe.played, part.state)
-                            part.due.append(clock.advance(record))
-                            part.records.append(record)
-            except ValueError as error:
-                _wrong_line(file, member, lines, error)
-            if part is None:
-                file.fail("its keyframe is missing")
-            part.values = member.values
-            self._check_end(keyframe, follower.state)
-            return part
-
-    def _check_end(self, keyframe: Keyframe, state: State) -> None:
-        """Check that the next keyframe equals the state after this part's records, unless records are missing."""
-        following = next((k for k in self.keyframes if k.offset > keyframe.offset), None)
-        if following is None or following.seq != state.seq:
-            return
-        with LineFile(self.path, following.line) as file:
-            for line in next(file.members(following.offset)):
-                if line.startswith(b'["k"'):
-                    try:
-                        written = _begin(following, parse(line)).snapshot
-                        same = _timeless(written) == _timeless(_older(state.snapshot(), written))
-                    except ValueError as error:
-                        file.fail(str(error))
-                    if not same:
-                        file.fail("its keyframe differs from the state after the records before it")
-                    return
-
 
 _KEYFRAME = re.compile(rb'\["k",(\d{1,16}),(-1|\d{1,9}),(\d{1,12}(?:\.\d{1,9})?|\d(?:\.\d+)?e-\d\d?),')
 _SHORT = frozenset((b'["w', b'["n', b'["b', b'["e'))
-
-
-def _wrong_line(file: LineFile, member: Member, lines: Iterator[bytes], error: ValueError) -> None:
-    """Raise TraceError if the gzip member is undamaged. In a damaged member, a wrong line ends the trace."""
-    at = file.line
-    for _ in lines:
-        pass
-    if member.whole:
-        file.line = at
-        file.fail(str(error))
-
-
-def _begin(keyframe: Keyframe, line: Any) -> Part:
-    snapshot = check.snapshot(line[4] if len(line) == 5 else None)
-    if (snapshot["seq"], snapshot["step"]) != (keyframe.seq, keyframe.step):
-        raise ValueError(f"its keyframe for record {keyframe.seq:,} has the state of record {snapshot['seq']:,}")
-    return Part(keyframe, snapshot)
-
-
-def _timeless(snapshot: dict[str, Any]) -> dict[str, Any]:
-    """Returns the snapshot without its times: the file has rounded times."""
-    requests = {
-        id: {name: value for name, value in request.items() if name not in ("submitted", "admitted")}
-        for id, request in snapshot["requests"].items()
-    }
-    return {**snapshot, "t": 0.0, "requests": requests}
-
-
-def _older(snapshot: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
-    """Returns the snapshot without the fields that `written`, the file's, does not have: older versions had fewer."""
-    requests = {
-        id: {name: value for name, value in request.items() if name in written["requests"].get(id, request)}
-        for id, request in snapshot["requests"].items()
-    }
-    return {name: value for name, value in {**snapshot, "requests": requests}.items() if name in written}
-
-
-def _records(part: Part, line: Any) -> Iterator[Record]:
-    if len(line) != 3 or type(line[2]) is not list:
-        raise ValueError("not a line of records: it must have a record number and a list")
-    _, seq, rows = line
-    expected = part.keyframe.seq + 1 + len(part.records)
-    if type(seq) is not int or seq != expected:
-        raise ValueError(f"its records leave a gap or repeat: the next record number must be {expected:,}")
-    for i, row in enumerate(rows):
-        yield check.record(seq + i, row)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from engine.trace.records import CLEARED, REMOVED, Record
 from minitui.text import count, match_reason
-from minitui.viewmodel.lanes import Lane
+from minitui.viewmodel.lane import Lane
 
 EVENTS_KEPT = 20_000
 SHORTEST_PAUSE_S = 0.05  # shorter pauses are not mentioned

@@ -27,7 +27,7 @@ from minitui.viewmodel.cost_model import FIT_STEPS
 from minitui.viewmodel.events import Event, describe
 from minitui.viewmodel.frame import Frame
 from minitui.viewmodel.history import History
-from minitui.viewmodel.lanes import Lane
+from minitui.viewmodel.lane import Lane
 from minitui.viewmodel.rates import BUCKET
 from minitui.viewmodel.selection import Links, Selection, resolve
 from minitui.viewmodel.step_row import StepRow

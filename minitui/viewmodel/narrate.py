@@ -11,7 +11,7 @@ from collections.abc import Collection
 from engine.trace.records import CLEARED
 from minitui.text import count, listed, match_reason
 from minitui.viewmodel.events import looked_up
-from minitui.viewmodel.lanes import DECODING
+from minitui.viewmodel.lane import DECODING
 from minitui.viewmodel.model import Event, Lane, StepRow, View
 
 NAMED = 3  # a sentence names at most this many requests; the others are only counted

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from engine.trace.records import Record
-from minitui.viewmodel.lanes import Lane
+from minitui.viewmodel.lane import Lane
 from minitui.viewmodel.model import View
 from minitui.viewmodel.request_words import first_token_words, request_json, request_text, stall_json
 from minitui.viewmodel.requests import RequestFigures, Requests, by_longest_gap, longest_wait

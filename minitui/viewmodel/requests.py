@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from minitui.viewmodel.lanes import DECODING, Lane, Lanes
+from minitui.viewmodel.lane import DECODING, Lane
+from minitui.viewmodel.lanes import Lanes
 from minitui.viewmodel.token_gaps import Gap, GapStats
 from minitui.viewmodel.tokens import FINISHED_KEPT
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from minitui.viewmodel.lanes import DECODING, FINISHED, OPEN, PREEMPTED, PREFILLING, QUEUED, Lane
+from minitui.viewmodel.lane import DECODING, FINISHED, OPEN, PREEMPTED, PREFILLING, QUEUED, Lane
 from minitui.viewmodel.model import View
 from minitui.viewmodel.spans import REQUESTS, Span
 from minitui.viewmodel.steps import IDLE_SHOWN

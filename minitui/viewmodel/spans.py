@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from minitui.viewmodel.lanes import DECODING, FINISHED, OPEN, PREEMPTED, PREFILLING, QUEUED, Lane
+from minitui.viewmodel.lane import DECODING, FINISHED, OPEN, PREEMPTED, PREFILLING, QUEUED, Lane
 from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.steps import GATE_SHOWN, Steps
 

@@ -16,7 +16,7 @@ import numpy as np
 from minitui.text import count, duration, ms
 from minitui.viewmodel.causes import WORTH, Cause, Prefill, explain, in_parts, neighbour, prefilled
 from minitui.viewmodel.cost_model import CostModel, fit
-from minitui.viewmodel.lanes import PREFILLING, Lane
+from minitui.viewmodel.lane import PREFILLING, Lane
 from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.token_gaps import Gap
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minitui.viewmodel.lanes import DECODING, OPEN, PREFILLING, Lane, Lanes
+from minitui.viewmodel.lane import DECODING, OPEN, PREFILLING, Lane
+from minitui.viewmodel.lanes import Lanes
 from minitui.viewmodel.steps import Steps
 from minitui.viewmodel.token_gaps import Earlier, Gap, GapStats
 

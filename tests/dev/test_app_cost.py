@@ -24,7 +24,8 @@ from minitui.tui.theme import THEMES
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row
 from minitui.viewmodel.events import EVENTS_ALWAYS, EVENTS_KEPT, Events
-from minitui.viewmodel.lanes import LANES_KEPT, PREFILLING, Lane, Lanes
+from minitui.viewmodel.lane import PREFILLING, Lane
+from minitui.viewmodel.lanes import LANES_KEPT, Lanes
 from minitui.viewmodel.model import View
 from minitui.viewmodel.steps import Steps
 from minitui.viewmodel.time_travel import PastStates

@@ -17,8 +17,9 @@ from minitui.chat.sessions import Chats
 from minitui.cli.options import engine_config
 from minitui.sources.local import LocalSource
 from minitui.sources.recording import RecordingSource
+from minitui.teaching.contrasts import LENGTHS
 from minitui.teaching.demo import print_demo
-from minitui.teaching.scenarios import DEMOS, LENGTHS, Demo
+from minitui.teaching.scenarios import DEMOS, Demo
 from minitui.teaching.stage import Stage
 from minitui.trace.reader import TraceReader
 from minitui.viewmodel.comparison import Comparison

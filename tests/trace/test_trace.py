@@ -14,7 +14,8 @@ from engine.params import SamplingParams
 from engine.trace.state import State
 from minitui.dev.make_trace import Traffic, arrivals, record_run
 from minitui.sources.recording import RecordingSource
-from minitui.trace.reader import LONGEST_PAUSE, PlayClock, TraceError, TraceReader
+from minitui.trace.play_clock import LONGEST_PAUSE, PlayClock
+from minitui.trace.reader import TraceError, TraceReader
 from minitui.trace.recorder import Recorder
 from tests.support.fake_client import FakeSource
 from tests.support.golden import GOLDEN, INFO, make_engine, play, timeless, untimed
@@ -224,7 +225,7 @@ async def test_a_disk_that_fails_ends_the_recording_and_not_the_engine(
         raise OSError(28, "No space left on device")
 
     source = RecordingSource(FakeSource(), tmp_path / "run.trace")
-    monkeypatch.setattr("minitui.trace.recorder._Writer._line", full)
+    monkeypatch.setattr("minitui.trace.writer.TraceWriter._line", full)
     await source.start(lambda progress: None)
     stream = source.submit(list(range(60)), SamplingParams(max_tokens=5, ignore_eos=True), group="a")
     async for _ in stream:

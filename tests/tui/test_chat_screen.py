@@ -474,10 +474,11 @@ async def test_a_click_takes_what_was_clicked_also_if_typing_has_changed_the_lis
 async def test_letters_answer_a_demos_prediction_and_are_keys_again_afterwards():
     async with running() as (app, pilot, _screen):
         await press(pilot, "escape")
-        app.asking = stage = Stage(app.source, app.chats, app.feed, "", lambda text: None, keys=True)
+        said: list[str] = []
+        app.asking = stage = Stage(app.source, app.chats, app.feed, "", said.append, keys=True)
         asked = asyncio.create_task(stage.predict("Whose blocks go first?", ["Alpha", "Bravo"]))
         await until(pilot, lambda: stage.open_choices == 2)
-        assert "Press a b; space gives more time." in stage.said[-1]
+        assert "Press a b; space gives more time." in said[-1]
         await press(pilot, "u")
         await _said(app, pilot, "the demo controls the engine")
         assert not app.gated and stage.open_choices == 2, "nothing has been shown"

@@ -314,8 +314,8 @@ async def test_clicks_select_what_they_hit(clock):
         view, block_map = app.view, app.screen.query_one(BlockMap)
         g = block_map.grid
         row, column = divmod(20, g.per_row)
-        row *= 2 if block_map._spread() else 1
-        head = len(block_map.drawn_rows) - 2 - g.rows
+        row *= 2 if g.spread else 1
+        head = len(block_map.drawn_rows) - 2 - g.height
         await pilot.click(block_map, offset=(2 + column * (g.cell + g.gap), 1 + head + row))
         assert (view.selection.kind, view.selection.id) == ("block", 21)
         tree = app.screen.query_one(RadixTree)

@@ -19,7 +19,9 @@ from minitui.tui.glyphs import ASCII, UNICODE, glyphs, use_ascii
 from minitui.tui.theme import COLOURS, Palette, palette
 from minitui.tui.widgets.attention import Attention, KeySlot, triangle
 from minitui.tui.widgets.base import LinePanel
-from minitui.tui.widgets.block_map import MODES, BlockMap, grid
+from minitui.tui.widgets.block_colours import COLOURINGS
+from minitui.tui.widgets.block_grid import grid
+from minitui.tui.widgets.block_map import BlockMap
 from minitui.tui.widgets.block_table import BlockTable
 from minitui.tui.widgets.candidates import CandidateBars
 from minitui.tui.widgets.events import Events
@@ -39,7 +41,7 @@ from minitui.tui.widgets.vitals import Vitals, vitals
 from minitui.tui.widgets.waterfall import Waterfall
 from minitui.viewmodel.board import Candidate, Candidates, KeyRead, Pieces
 from minitui.viewmodel.eviction import EvictionOrder, is_under_pressure, pressure_words
-from minitui.viewmodel.lanes import DECODING, FINISHED, NOTHING, PREEMPTED, PREFILLING, QUEUED
+from minitui.viewmodel.lane import DECODING, FINISHED, NOTHING, PREEMPTED, PREFILLING, QUEUED
 from minitui.viewmodel.model import View
 from minitui.viewmodel.story import tell
 from minitui.viewmodel.timing import why_briefly, why_slow
@@ -340,15 +342,15 @@ def test_each_cell_of_the_map_is_the_state_of_its_block(load, size):
         rows = body(widget, view, *size)
         g = widget.grid
         assert g.k == 1 and g.blocks == load.blocks
-        lines = -(-g.cells // g.per_row)
-        apart = 2 if widget._spread() else 1
+        lines = g.rows
+        apart = 2 if g.spread else 1
         head = len(rows) - (lines * apart - apart + 1)
         filling = {r.table[r.planned // 16] for r in stress.scheduler.running if r.planned % 16}
         for block in range(1, load.blocks + 1):
             y, x = divmod(block - 1, g.per_row)
             start = x * (g.cell + g.gap)
             cell = rows[head + y * apart][start : start + g.cell]
-            assert widget.block_at(start, y * apart) == block
+            assert g.block_at(start, y * apart) == block
             allocator = stress.cache.allocator
             holders = allocator.holders(block)
             glyph = "▓" if holders > 1 else "█" if holders else "░" if allocator.in_tree(block) else "·"
@@ -366,7 +368,7 @@ def test_with_more_blocks_than_cells_a_cell_shows_the_majority():
     g = widget.grid
     assert g.k > 1
     assert f"1 cell = {g.k} blocks" in widget.picture(view, 40, 8).title
-    head = len(rows) - -(-g.cells // g.per_row)
+    head = len(rows) - g.rows
     glyphs = {FREE: "·", ACTIVE: "█", SHARED: "▓", CACHED: "░"}
     codes = view.shown.codes[1:].tolist()
     for cell in range(g.cells):
@@ -401,7 +403,7 @@ def test_44_000_blocks_2_000_nodes_and_256_requests_are_shown_truly():
     rows = body(widget, view, 90, 20)
     g = widget.grid
     assert g.blocks == 44_000 and g.cells <= 90 * 20
-    head = len(rows) - -(-g.cells // g.per_row)
+    head = len(rows) - g.rows
     glyphs = "·█▓░"
     for cell in range(0, g.cells, 7):
         inside = [
@@ -434,20 +436,20 @@ def test_zoom_shows_one_block_a_cell_around_the_cursor():
     assert widget.grid.k > 1
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", COLOURINGS)
 def test_each_way_to_colour_has_glyphs_that_say_it_without_colour(mode):
     stress, view = stress_view(CLASSROOM, 3.0, 30)
     widget = BlockMap()
     widget.mode = mode
     rows = body(widget, view, 100, 20)
     g = widget.grid
-    head = len(rows) - -(-g.cells // g.per_row)
+    head = len(rows) - g.rows
     allocator = stress.cache.allocator
     by_block = {b: rows[head + (b - 1) // g.per_row][(b - 1) % g.per_row * (g.cell + g.gap)] for b in range(1, 641)}
     names = {r.id: view.group_name(r.group).split(" ")[0] for r in stress.scheduler.requests.values()}
     for block, glyph in by_block.items():
         holders = allocator.holders(block)
-        if mode == "refs":
+        if mode == "refcount":
             expected = min(holders, 9) if holders else None
             assert glyph == (str(expected) if expected else "░" if allocator.in_tree(block) else "·")
         elif mode == "owner" and holders == 1:
@@ -459,7 +461,7 @@ def test_each_way_to_colour_has_glyphs_that_say_it_without_colour(mode):
 
 
 @pytest.mark.parametrize("ascii_only", [False, True], ids=["unicode", "ascii"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", COLOURINGS)
 def test_every_glyph_of_the_map_stands_in_a_legend_or_is_counted_there(mode, ascii_only):
     use_ascii(ascii_only)
     _, view = stress_view(CLASSROOM, 3.0, 30)
@@ -468,7 +470,7 @@ def test_every_glyph_of_the_map_stands_in_a_legend_or_is_counted_there(mode, asc
         widget.mode = mode
         picture = widget.picture(view, width, 16)
         rows = [plain(row) for row in picture.rows]
-        first = len(rows) - -(-widget.grid.cells // widget.grid.per_row)
+        first = len(rows) - widget.grid.rows
         legend = rows[1] + "  " + "".join(text for text, _ in picture.legend)
         told = {word.split(" ")[0] for word in re.split(r"  +", legend)}
         told |= set("23456789") if "2-9" in told else set()
@@ -487,7 +489,7 @@ def test_the_roomiest_grid_that_fits_is_taken():
         for width, height in ((10, 1), (33, 4), (120, 30)):
             g = grid(blocks, width, height)
             assert g.per_row * (g.cell + g.gap) - g.gap <= width
-            assert -(-g.cells // g.per_row) <= height
+            assert g.rows <= height
             assert g.cells * g.k >= blocks
 
 

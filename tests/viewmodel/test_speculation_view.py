@@ -22,7 +22,7 @@ from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.step_bar import StepBar
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.vitals import Vitals
-from minitui.viewmodel.lanes import DECODING, GAINING
+from minitui.viewmodel.lane import DECODING, GAINING
 from minitui.viewmodel.model import View
 from minitui.viewmodel.narrate import narrate
 from minitui.viewmodel.story import tell

@@ -26,7 +26,7 @@ from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
 from minitui.viewmodel.causes import explain, prefilled
 from minitui.viewmodel.cost_model import FEATURES
-from minitui.viewmodel.lanes import PREEMPTED, Lane
+from minitui.viewmodel.lane import PREEMPTED, Lane
 from minitui.viewmodel.model import View
 from minitui.viewmodel.request_teller import RequestTeller
 from minitui.viewmodel.requests import Requests

@@ -27,7 +27,7 @@ from minitui.viewmodel import time_travel
 from minitui.viewmodel.events import Events
 from minitui.viewmodel.first_tokens import FirstTokens
 from minitui.viewmodel.history import EMPTY
-from minitui.viewmodel.lanes import DECODING, FINISHED, NOTHING, OPEN, PREEMPTED, PREFILLING, QUEUED, Lane
+from minitui.viewmodel.lane import DECODING, FINISHED, NOTHING, OPEN, PREEMPTED, PREFILLING, QUEUED, Lane
 from minitui.viewmodel.model import AnnotatedState, View
 from minitui.viewmodel.rates import BUCKET, Rates
 from minitui.viewmodel.steps import Steps

@@ -16,7 +16,7 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
 from minitui.tui.widgets.rows import Row, Run, Runs, fit, legend, runs_width
 from minitui.tui.widgets.vitals import spark
-from minitui.viewmodel.lanes import DECODING, FINISHED, GAINING, NOTHING, PREEMPTED, PREFILLING, QUEUED, Lane
+from minitui.viewmodel.lane import DECODING, FINISHED, GAINING, NOTHING, PREEMPTED, PREFILLING, QUEUED, Lane
 from minitui.viewmodel.model import View
 
 SPAN_SECONDS = 10.0

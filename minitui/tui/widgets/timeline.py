@@ -14,7 +14,7 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
 from minitui.tui.widgets.chart import LABEL, bars, scale_of
 from minitui.tui.widgets.rows import Row, Run, Runs, legend, wrapped
-from minitui.viewmodel.lanes import Lane
+from minitui.viewmodel.lane import Lane
 from minitui.viewmodel.model import View
 from minitui.viewmodel.request_words import figures_in_words
 from minitui.viewmodel.requests import Requests

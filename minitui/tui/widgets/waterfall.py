@@ -24,7 +24,7 @@ from minitui.tui.widgets.waterfall_texts import (
     request_labels,
     request_legend,
 )
-from minitui.viewmodel.lanes import Lane
+from minitui.viewmodel.lane import Lane
 from minitui.viewmodel.model import View
 from minitui.viewmodel.spans import Span, Timeline
 

@@ -1,0 +1,225 @@
+"""The scenarios of the demos that do the same work under two settings (contrasts.py), and then compare the two runs."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache
+from statistics import median
+
+from engine.config import EngineConfig
+from minitui.teaching.contrasts import CONTRASTS, LENGTHS, WRITERS, Contrast, ask_again
+from minitui.teaching.figures import Figures
+from minitui.teaching.stage import Stage
+from minitui.text import duration
+from minitui.trace.bundled import bundled
+from minitui.trace.reader import TraceReader
+from minitui.viewmodel.runs import Run
+
+GPU_RECORDING = "h200-8b"  # a bundled recording
+
+
+async def _first(stage: Stage, contrast: Contrast) -> Figures:
+    """Does the work of a contrast under its first setting, which the engine already has."""
+    await stage.begin_run(contrast.first.name, first=True)
+    return await _worked(stage, contrast)
+
+
+async def _second(stage: Stage, contrast: Contrast) -> Figures:
+    """Does the work under the second setting, in another engine, and shows both runs side by side."""
+    await stage.other_engine(**contrast.second.options)
+    await stage.begin_run(contrast.second.name)
+    figures = await _worked(stage, contrast)
+    stage.look("compare")
+    return figures
+
+
+async def _worked(stage: Stage, contrast: Contrast) -> Figures:
+    stage.begin_count()
+    await contrast.work(stage)
+    await stage.settle()
+    return stage.figures()
+
+
+async def _step_times(times: dict[int, float], one: str, several: str) -> str:
+    """Returns sentences on the smallest and the largest decode steps, here and on a GPU. `times`: tokens -> ms."""
+    least, most = min(times), max(times)
+    model, device, there = await asyncio.to_thread(_recorded_decode_ms, GPU_RECORDING)
+    few, many = min(there), max(n for n in there if n <= most)
+    return (
+        f"Here, a decode step with {least} {one if least == 1 else several} took {times[least]:.1f} ms, and one with "
+        f"{most} {several} took {times[most]:.1f} ms. In the recording of {model} on an {device}: {there[few]:.1f} ms "
+        f"with {few}, {there[many]:.1f} ms with {many}."
+    )
+
+
+@cache
+def _recorded_decode_ms(name: str) -> tuple[str, str, dict[int, float]]:
+    """Returns the model and the device of a bundled recording, and {rows: median ms} of its decode steps."""
+    reader = TraceReader(bundled()[name])
+    rows: dict[int, int] = {}  # step -> rows
+    times: dict[int, list[float]] = {}
+    for record in reader.records():
+        if record[2] == "step" and not record[4]:
+            rows[record[3]] = record[7]
+        elif record[2] == "time" and record[3] in rows:
+            times.setdefault(rows[record[3]], []).append(record[7])
+    return reader.info["model"], reader.info["device"], {n: median(some) for n, some in times.items()}
+
+
+# ---- cache
+
+
+async def cache_on_off(stage: Stage) -> None:
+    """Runs the same six requests without the prefix cache, and then with it."""
+    contrast = CONTRASTS["cache"]
+    stage.say("The prefix cache is off. Six chats with the same system prompt ask at once. Every prompt is computed.")
+    await stage.pause(1.5)
+    without = await _first(stage, contrast)
+    stage.say(
+        f"Without the cache {without.computed} prompt tokens were computed. "
+        "Now the same six requests run in an engine with the cache on."
+    )
+    with_cache = await _second(stage, contrast)
+    rows = [
+        ("cache off", without.computed, f"{without.computed:,} tokens computed"),
+        ("cache on", with_cache.computed, f"{with_cache.computed:,} computed, {with_cache.cached:,} shared"),
+    ]
+    stage.say(
+        f"The prompts ({with_cache.prompt_tokens:,} tokens) and the answers were the same. "
+        f"The cache saved {with_cache.share_cached:.0%} of the prefill.\n{stage.bars(rows)}\n"
+        f"The prompts took {without.prefill_ms:,.0f} ms without the cache and {with_cache.prefill_ms:,.0f} ms with it. "
+        "One step computed the first request's blocks. The other five requests shared them in that step."
+    )
+
+
+# ---- chunked-prefill
+
+
+def _pasted(stage: Stage) -> tuple[float, int, int, float]:
+    """Returns (longest gap between two tokens of a reply in ms, tokens of the long prompt, number of steps that
+    computed the prompt, time from its first step to its first token in ms)."""
+    run = Run(stage.view)
+    lane = run.lanes[-1]
+    assert lane.ttft is not None and run.figures.longest is not None
+    chunks = sum(
+        any(chunk[0] == lane.id for chunk in stage.view.steps.chunks(step)) for step in range(run.first, run.last + 1)
+    )
+    return run.figures.longest.ms, lane.prompt_tokens, chunks, lane.ttft[1]
+
+
+async def chunked_prefill(stage: Stage) -> None:
+    """Computes a long prompt at once, and then in chunks, while three chats write."""
+    contrast = CONTRASTS["chunked-prefill"]
+    stage.say(
+        f"Chunked prefill is off. {WRITERS} chats write, each one token in a step. Then a user pastes a long text."
+    )
+    await stage.pause(1.5)
+    await _first(stage, contrast)
+    at_once, tokens, _, whole = _pasted(stage)
+    stage.say(
+        f"All {tokens:,} tokens of the long prompt were computed in one step. The {WRITERS} writing chats waited for "
+        f"it: {at_once:,.0f} ms without a token. Now the same with chunks: no step may compute more than "
+        f"{stage.source.info['max_num_batched_tokens']} tokens."
+    )
+    await _second(stage, contrast)
+    chunked, tokens, chunks, in_chunks = _pasted(stage)
+    rows = [
+        ("at once", at_once, f"{at_once:,.0f} ms without a token"),
+        ("in chunks", chunked, f"{chunked:,.0f} ms at most, {chunks} chunks"),
+    ]
+    stage.say(
+        f"The longest wait of a writing chat for its next token, while {tokens:,} prompt tokens were computed:\n"
+        f"{stage.bars(rows)}\n"
+        f"The first token of the long prompt itself came after {in_chunks:,.0f} ms instead of {whole:,.0f} ms"
+        + (": its chunks share steps with decoding requests." if in_chunks > whole else ".")
+    )
+
+
+# ---- batching
+
+
+async def batching(stage: Stage) -> None:
+    """Writes eight replies of different lengths in four rows, with static and then with continuous batching."""
+    stage.say(
+        f"Static batching: {len(LENGTHS)} replies of {min(LENGTHS)} to {max(LENGTHS)} tokens, four rows. "
+        "The next four start when all of the first four have ended."
+    )
+    await stage.pause(2)
+    contrast = CONTRASTS["batching"]
+    static = await _first(stage, contrast)
+    times = [Run(stage.view).figures.time]
+    stage.say(
+        f"That took {static.steps} steps. Now the same replies with continuous batching: a finished request frees its "
+        "row at once."
+    )
+    continuous = await _second(stage, contrast)
+    times.append(Run(stage.view).figures.time)
+    rows = [
+        (name, run.steps, f"{run.steps} steps, {duration(time)}")
+        for name, run, time in zip(("static", "continuous"), (static, continuous), times, strict=True)
+    ]
+    step_times = await _step_times(static.decode_step_ms, "row", "rows")
+    less = times[1] * static.steps > times[0] * continuous.steps
+    stage.say(
+        f"The same {sum(LENGTHS)} tokens in the same four rows:\n{stage.bars(rows)}\n{step_times} "
+        "Continuous batching keeps the rows full, so it needs fewer steps."
+        + " The time differs less: steps with more rows take longer, and all wait while a prompt is computed." * less
+    )
+
+
+# ---- speculation
+
+
+async def speculation(stage: Stage) -> None:
+    """Writes the same answer without and with speculation, which copies drafts from the text and checks them."""
+    stage.say(
+        "A chat asks a question, and then the same question again. The second answer repeats the first, token for "
+        "token. Without speculation each token still needs its own step."
+    )
+    await stage.pause(2)
+    contrast = CONTRASTS["speculation"]
+    await stage.begin_run(contrast.first.name, first=True)
+    session = await ask_again(stage)
+    await stage.slow(0.05)
+    [metrics] = await stage.answers([session])
+    without = stage.figures()
+    tokens = metrics["output_tokens"]
+    stage.say(f"The second answer has {tokens} tokens and took {without.steps} steps. Now with prompt lookup.")
+    await stage.other_engine(**contrast.second.options)
+    await stage.begin_run(contrast.second.name)
+    session = await ask_again(stage)
+    stage.say(
+        "Prompt lookup searches the earlier text for the last three tokens. The tokens after the place found, at most "
+        f"{EngineConfig.speculative_tokens}, are drafts: guesses of the next tokens. The next step computes the drafts "
+        "together with the last token, and samples at each position as usual. A draft is accepted only if it equals "
+        "the sampled token. So the answer stays the same; only the number of steps changes."
+    )
+    await stage.pause(4)
+    await stage.predict(
+        f"How many steps does the same answer of {tokens} tokens take now?",
+        [f"{without.steps}, as before", f"{without.steps // 2}, half as many", f"fewer than {without.steps // 4}"],
+    )
+    await stage.step_until("an accepted draft", lambda: stage.last_row().accepted > 0, seconds=0.5)
+    row = stage.last_row()
+    request, drafted, accepted = row.drafts[0]
+    stage.say(
+        f"Step {row.step} computed {row.tokens} tokens for r{request}: its last token and {drafted} drafts. "
+        f"{accepted} drafts were accepted, and the token sampled after them is used, too: {accepted + 1} tokens in "
+        "one step."
+    )
+    await stage.pause(4)
+    await stage.slow(0.25)
+    await stage.answers([session])
+    drafting = stage.figures()
+    stage.look("compare")
+    rows = [
+        ("one by one", without.steps, f"{without.steps} steps, {without.decode_ms:,.0f} ms"),
+        ("with drafts", drafting.steps, f"{drafting.steps} steps, {drafting.decode_ms:,.0f} ms"),
+    ]
+    times = await _step_times(without.decode_step_ms | drafting.decode_step_ms, "token", "tokens")
+    right = 2 if drafting.steps < without.steps // 4 else 1 if drafting.steps < without.steps else 0
+    stage.say(
+        f"{stage.verdict(right)}The same {tokens} tokens of the second answer:\n{stage.bars(rows)}\n"
+        f"{drafting.accepted} of {drafting.drafted} drafts were accepted. {times} A reply without repetition gets a "
+        "little slower. After rejected drafts, a request gets fewer drafts."
+    )

@@ -1,0 +1,48 @@
+"""Play time: the engine's time without the delay of slow motion, and with pauses shortened to a second.
+
+So the recording of a lecture replays at the engine's speed, without the lecturer's slow motion and breaks.
+"""
+
+from __future__ import annotations
+
+from engine.trace.records import Record
+from engine.trace.state import State
+
+LONGEST_PAUSE = 1.0  # seconds of play time
+
+
+class PlayClock:
+    """Computes the play time in seconds: engine time without slow motion, with pauses shortened to LONGEST_PAUSE."""
+
+    def __init__(self, t: float, played: float, state: State) -> None:
+        self.now = played
+        self._t = t
+        self._pace = state.pace
+        self._closed = state.gate == "closed"
+        self._live = len(state.requests)
+        self._stretched = 0.0  # seconds of slow motion still to be skipped
+
+    def advance(self, record: Record) -> float:
+        """Advances to a record and returns the record's play time. Call it for every record, in order."""
+        elapsed = max(0.0, record[1] - self._t)
+        self._t = max(self._t, record[1])
+        if self._stretched:
+            skipped = min(elapsed, self._stretched)
+            self._stretched -= skipped
+            elapsed -= skipped
+        if self._closed or not self._live:
+            elapsed = min(elapsed, LONGEST_PAUSE)
+        self.now += elapsed
+        kind = record[2]
+        if kind == "time":
+            if self._pace > 1:
+                self._stretched += record[7] / 1e3 * (self._pace - 1)
+        elif kind == "submit":
+            self._live += 1
+        elif kind == "finish":
+            self._live -= 1
+        elif kind == "gate":
+            self._closed = record[3] == "closed"
+        elif kind == "pace":
+            self._pace, self._stretched = record[3], 0.0
+        return self.now
