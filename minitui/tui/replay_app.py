@@ -5,32 +5,22 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Sequence
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, ClassVar, NoReturn
 
-from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
-
-from engine.errors import EngineError, InvalidRequest
+from engine.errors import InvalidRequest
 from minitui.chat.sessions import Chats
 from minitui.settings import Settings
-from minitui.sources.replay import MAX_SPEED, MIN_SPEED, ReplaySource
+from minitui.sources.replay import ReplaySource
 from minitui.trace.reader import TraceReader
 from minitui.tui.actions import Action
 from minitui.tui.app import MinituiApp
 from minitui.tui.commands import NOT_OFFERED
-from minitui.tui.glyphs import glyphs
-from minitui.tui.screens.base import BaseScreen
-from minitui.tui.screens.inspect import TALL, InspectScreen
-from minitui.tui.screens.lecture import LectureScreen
-from minitui.tui.widgets.bar import Bar
-from minitui.tui.widgets.base import Picture
-from minitui.tui.widgets.rows import Row
-from minitui.viewmodel.model import Playback, View
+from minitui.tui.screens.inspect import TALL
+from minitui.tui.screens.replay import ReplayLecture, ReplayScreen
+from minitui.viewmodel.model import Playback
 from minitui.viewmodel.narrate import narrate
 
 NEED_AN_ENGINE = {"chat", "clear", "restart", "freeze"}
-SPEEDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-JUMP = 0.05  # the share of the recording that one jump covers
 NO_CHATS = NOT_OFFERED["Chats"]
 REST = " … (press 3 for more)"
 
@@ -78,158 +68,6 @@ This is a recording. These keys move its playhead.
 The bar at the bottom is the only clock: it says whether the recording plays, and which moment of it all panels show. A
 pause or slow motion of the recorded engine is shown at the top, after the word "recorded".
 """
-
-
-KEYS = (  # the keys of the bar, for wide and for narrow terminals
-    " , . step  B E begin, end  < > speed  ( ) jump  { } marks  m mark  g go ", " , . step  B E begin, end  < > speed ",
-    " B begin  E end ",
-)
-
-
-class ReplayBar(Bar):
-    """The moment that is shown, the speed of the replay, and the bookmarks."""
-
-    _found = (-1, 0.0)  # a past step, and its moment in seconds of play
-
-    def picture(self, view: View, width: int, height: int) -> Picture:
-        source = cast("ReplayApp", self.app).replay
-        if source.reader is None:
-            return Picture([Row(" reading the recording", "dim").done(width)])
-        trace = source.trace
-        step = cast("ReplayApp", self.app).position
-        if step >= trace.last_step and (source.paused or source.ended):
-            state = "end" if trace.complete else "cut off here"  # the end of the file is missing
-        elif source.until:
-            state = f"plays until the next {'slow step' if source.until == 'slow' else source.until}"
-        else:
-            state = "paused" if source.paused else f"plays {glyphs().times}{source.speed:g}"
-        row = Row(f" REPLAY {state} ", "bold on-fill on running").add(" ")
-        row.add(f"{self._played(view, source):,.1f}", "bold ink").add(f" of {trace.seconds:,.1f} s  step ", "dim")
-        row.add(f"{max(0, min(step, trace.last_step)):,}", "bold ink").add(f" of {trace.last_step:,} ", "dim")
-        room = width - row.width - 16
-        keys = next((keys for keys in KEYS if len(keys) <= room), "")
-        row.extend(self._line(source, step, width - row.width - len(keys) - 1))
-        return Picture([row.add(keys, "dim").done(width)])
-
-    def _played(self, view: View, source: ReplaySource) -> float:
-        """Returns the moment of the picture, in seconds of play."""
-        if not view.travel_text:
-            return source.played
-        if self._found[0] != view.horizon:
-            self._found = view.horizon, source.trace.played_at(view.horizon)
-        return self._found[1]
-
-    def _line(self, source: ReplaySource, shown: int, room: int) -> list[tuple[str, str]]:
-        """Returns the whole recording as a line of `room` cells, with the playhead and the bookmarks."""
-        trace = source.trace
-        if room < 8:
-            return []
-        span = max(1, trace.last_step - trace.step_before)
-
-        def column(step: int) -> int:
-            return max(0, min(room - 1, (step - trace.step_before) * room // (span + 1)))
-
-        marks = {column(step) for step, _ in trace.bookmarks}
-        head = column(shown)
-        return [
-            (glyphs().active if i == head else glyphs().peak if i in marks else glyphs().rule,
-             "accent" if i == head else "hit" if i in marks else "frame")
-            for i in range(room)
-        ]  # fmt: skip
-
-
-class PlayheadScreen(BaseScreen[None]):
-    """A screen with keys that move the playhead.
-
-    A subclass lists this class as its last base class, because the CSS of the first base class has priority.
-    """
-
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("less_than_sign", "speed(-1)", "slower", show=False, id="replay.slower"),
-        Binding("greater_than_sign", "speed(1)", "faster", show=False, id="replay.faster"),
-        Binding("left_parenthesis", "jump(-1)", "back", show=False, id="replay.back"),
-        Binding("right_parenthesis", "jump(1)", "forward", show=False, id="replay.forward"),
-        Binding("left_curly_bracket", "mark(-1)", "previous bookmark", show=False, id="replay.previous"),
-        Binding("right_curly_bracket", "mark(1)", "next bookmark", show=False, id="replay.next"),
-        Binding("B,home", "begin", "begin of the recording", show=False, id="replay.begin"),
-        Binding("E", "end", "end of the recording", show=False, id="replay.end"),
-        Binding("m", "bookmark", "bookmark this step", show=False, id="replay.bookmark"),
-        Binding("g", "go", "go to a step", show=False, id="replay.go"),
-    ]
-
-    @property
-    def _replay(self) -> ReplayApp:
-        return cast("ReplayApp", self.app)
-
-    def action_speed(self, direction: int) -> None:
-        """Set the next lower or higher speed of SPEEDS."""
-        now = self._replay.replay.speed
-        candidates = [s for s in SPEEDS if (s - now) * direction > 1e-9 and MIN_SPEED <= s <= MAX_SPEED]
-        if candidates:
-            self._replay.replay.set_speed(min(candidates, key=lambda speed: abs(speed - now)))
-
-    async def action_jump(self, direction: int) -> None:
-        """Jump a twentieth of the recording back or forward."""
-        source = self._replay.replay
-        span = max(1, round((source.trace.last_step - source.trace.step_before) * JUMP))
-        await self._replay.seek(self._replay.position + direction * span)
-
-    async def action_begin(self) -> None:
-        """Go to the first step."""
-        await self._replay.seek(self._replay.replay.trace.step_before + 1)
-
-    def action_end(self) -> None:
-        """Go to the last step."""
-        self._replay.to_now()
-
-    async def action_mark(self, direction: int) -> None:
-        """Go to the next or the previous bookmark."""
-        mark = self._replay.replay.next_bookmark(self._replay.position, direction)
-        if mark is None:
-            self._replay.say("there is no bookmark " + ("after this step" if direction > 0 else "before this step"))
-            return
-        await self._replay.seek(mark[0])
-        self._replay.say(f"step {mark[0]:,}: {mark[1]}")
-
-    def action_bookmark(self) -> None:
-        """Ask for a text and save it in the file as a bookmark of this step."""
-        self._replay.ask_text("Bookmark this step as", "", self._bookmark)
-
-    def _bookmark(self, text: str) -> None:
-        try:
-            self._replay.replay.bookmark(self._replay.position, text.strip() or "bookmark")
-        except EngineError as error:
-            self._replay.say(str(error), error=True)
-
-    def action_go(self) -> None:
-        """Ask for the number of a step and go to that step."""
-        source = self._replay.replay
-        title = f"Go to step (0 to {source.trace.last_step:,}; now {max(0, self._replay.position):,})"
-        self._replay.ask_text(title, "", self._go)
-
-    def _go(self, text: str) -> None:
-        number = text.strip().replace(",", "")
-        last = self._replay.replay.trace.last_step
-        if not number.isdigit() or int(number) > last:
-            self._replay.say(f"there is no step {text.strip()!r}: this recording has steps 0 to {last:,}", error=True)
-            return
-        self._replay.run_worker(self._replay.seek(int(number)), group="seek", exclusive=True)
-
-
-class ReplayScreen(InspectScreen, PlayheadScreen):
-    """The inspect screen for a recording, with a bar for the playhead."""
-
-    def compose(self) -> ComposeResult:
-        yield from super().compose()
-        yield ReplayBar()
-
-
-class ReplayLecture(LectureScreen, PlayheadScreen):
-    """The lecture screen for a recording, with a bar for the playhead."""
-
-    def compose(self) -> ComposeResult:
-        yield from super().compose()
-        yield ReplayBar()
 
 
 class ReplayApp(MinituiApp):

@@ -1,0 +1,84 @@
+"""The bar of a recording: the moment that is shown, the speed, and the bookmarks."""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+from minitui.sources.replay import ReplaySource
+from minitui.tui.glyphs import glyphs
+from minitui.tui.widgets.bar import Bar
+from minitui.tui.widgets.base import Picture
+from minitui.tui.widgets.rows import Row
+from minitui.viewmodel.model import View
+
+KEYS = (  # the keys of the bar, for wide and for narrow terminals
+    " , . step  B E begin, end  < > speed  ( ) jump  { } marks  m mark  g go ", " , . step  B E begin, end  < > speed ",
+    " B begin  E end ",
+)
+
+
+class HasReplay(Protocol):
+    """The part of the application (ReplayApp) that the bar and the screens of a recording use."""
+
+    @property
+    def replay(self) -> ReplaySource:
+        """The recording as it is played."""
+
+    @property
+    def position(self) -> int:
+        """The step that the panels show."""
+
+    async def seek(self, step: int) -> None:
+        """Show the recording at the end of `step`."""
+
+
+class ReplayBar(Bar):
+    """The moment that is shown, the speed of the replay, and the bookmarks."""
+
+    _found = (-1, 0.0)  # a past step, and its moment in seconds of play
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        app = cast(HasReplay, self.app)
+        source, step = app.replay, app.position
+        if source.reader is None:
+            return Picture([Row(" reading the recording", "dim").done(width)])
+        trace = source.trace
+        if step >= trace.last_step and (source.paused or source.ended):
+            state = "end" if trace.complete else "cut off here"  # the end of the file is missing
+        elif source.until:
+            state = f"plays until the next {'slow step' if source.until == 'slow' else source.until}"
+        else:
+            state = "paused" if source.paused else f"plays {glyphs().times}{source.speed:g}"
+        row = Row(f" REPLAY {state} ", "bold on-fill on running").add(" ")
+        row.add(f"{self._played(view, source):,.1f}", "bold ink").add(f" of {trace.seconds:,.1f} s  step ", "dim")
+        row.add(f"{max(0, min(step, trace.last_step)):,}", "bold ink").add(f" of {trace.last_step:,} ", "dim")
+        room = width - row.width - 16
+        keys = next((keys for keys in KEYS if len(keys) <= room), "")
+        row.extend(self._line(source, step, width - row.width - len(keys) - 1))
+        return Picture([row.add(keys, "dim").done(width)])
+
+    def _played(self, view: View, source: ReplaySource) -> float:
+        """Returns the moment of the picture, in seconds of play."""
+        if not view.travel_text:
+            return source.played
+        if self._found[0] != view.horizon:
+            self._found = view.horizon, source.trace.played_at(view.horizon)
+        return self._found[1]
+
+    def _line(self, source: ReplaySource, shown: int, room: int) -> list[tuple[str, str]]:
+        """Returns the whole recording as a line of `room` cells, with the playhead and the bookmarks."""
+        trace = source.trace
+        if room < 8:
+            return []
+        span = max(1, trace.last_step - trace.step_before)
+
+        def column(step: int) -> int:
+            return max(0, min(room - 1, (step - trace.step_before) * room // (span + 1)))
+
+        marks = {column(step) for step, _ in trace.bookmarks}
+        head = column(shown)
+        return [
+            (glyphs().active if i == head else glyphs().peak if i in marks else glyphs().rule,
+             "accent" if i == head else "hit" if i in marks else "frame")
+            for i in range(room)
+        ]  # fmt: skip
