@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from array import array
 from collections import deque
 from itertools import compress, islice
 from typing import TYPE_CHECKING, Any
@@ -106,10 +107,10 @@ class Recorder:
             )
             began = now()
             try:
-                self.events.append((
-                    "c", request.request_id, num_cached_blocks, request.block_hashes[num_cached_blocks:num_full_blocks],
-                    request._all_token_ids[num_cached_blocks * block_size : num_full_blocks * block_size],
-                ))  # fmt: skip
+                # Each token of a reply is an object somewhere in memory: it is read once here, and not again later.
+                ids = request._all_token_ids[num_cached_blocks * block_size : num_full_blocks * block_size]
+                hashes = request.block_hashes[num_cached_blocks:num_full_blocks]
+                self.events.append(("c", request.request_id, num_cached_blocks, hashes, array("i", ids)))
             except Exception as error:
                 self._broken = error
             self.seconds += now() - began
@@ -187,8 +188,8 @@ class Recorder:
         running, waiting = scheduler.get_request_counts()
         left_out: list[str] = []
         if tokens and len(tokens) != running:
-            ids = (r.request_id for r in scheduler.running if r.request_id not in tokens)
-            left_out = list(islice(ids, running - len(tokens)))
+            missing = (r.request_id for r in scheduler.running if r.request_id not in tokens)
+            left_out = list(islice(missing, running - len(tokens)))
         step = -1
         if tokens:
             step = self.step = self.step + 1

@@ -133,11 +133,12 @@ class Requests:
             request = self._known[id].id
             self.blocks.take_new(request, held.pop(id)[len(self.blocks.state.requests[request].table) :])
 
-    def _cached(self, id: str, start: int, hashes: list[bytes], ids: list[int]) -> None:
+    def _cached(self, id: str, start: int, hashes: list[bytes], ids: bytes) -> None:
         self._touch(id)
         request = self._known[id].id
         blocks = self.blocks.state.requests[request].table[start : start + len(hashes)]
-        self.blocks.publish(request, start, blocks, hashes, ids, self._in_step)
+        tokens = memoryview(ids).cast("i").tolist()
+        self.blocks.publish(request, start, blocks, hashes, tokens, self._in_step)
 
 
 def group_of(id: str) -> str:

@@ -11,11 +11,11 @@ The messages, in order; times are seconds of one clock:
     cost      steps, seconds that they took in vLLM's process for this recording
     whole     t, step, every request, the queue: instead of messages that were lost
 
-Events: ("c", id, start, hashes, ids) blocks are cached; ("p", id, block table) preempted; ("f", id, status, tokens)
-finished; ("r",) the prefix cache was cleared; with a KV connector: ("g", blocks) taken from the pool, ("e", blocks)
-evicted. An admission is (id, cached tokens, block table, tokens, hashes of the cached blocks and the next one); grown
-is [(id, new blocks)]. A step computes one token, and its drafts, for each running request. Exceptions: for those left
-out it computes nothing, and several is [(id, tokens)] of those for which it computes more.
+Events: ("c", id, start, hashes, array of ids) blocks are cached; ("p", id, block table) preempted; ("f", id, status,
+tokens) finished; ("r",) the prefix cache was cleared; with a KV connector: ("g", blocks) taken from the pool, ("e",
+blocks) evicted. An admission is (id, cached tokens, block table, tokens, hashes of the cached blocks and the next
+one); grown is [(id, new blocks)]. A step computes one token, and its drafts, for each running request. Exceptions: for
+those left out it computes nothing, and several is [(id, tokens)] of those for which it computes more.
 
 Running requests take blocks first, then those that are admitted, both in the order of the message. vLLM takes the
 blocks of a request before it reports them, so new blocks are applied when an event first names their request, or one

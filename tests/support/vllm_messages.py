@@ -9,12 +9,15 @@ import json
 import lzma
 import os
 import tempfile
+from array import array
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).resolve().parents[1] / "vllm" / "messages.json.xz"
 STEPS = 300
+EVENTS = {"schedule": 4, "update": 4, "events": 2}  # their place in a message
 RUNS: dict[str, dict[str, Any]] = {
     "asynchronous": {"asynchronous": True, "blocks": 90, "rows": 12},
     "synchronous with drafts": {"drafts": 3},
@@ -25,7 +28,12 @@ RUNS: dict[str, dict[str, Any]] = {
 
 def recorded() -> dict[str, list[list[Any]]]:
     """Returns the messages of each run."""
-    return json.loads(lzma.decompress(FILE.read_bytes()))
+    runs = json.loads(lzma.decompress(FILE.read_bytes()))
+    for message in chain.from_iterable(runs.values()):
+        for event in message[EVENTS[message[0]]] if message[0] in EVENTS else ():
+            if event[0] == "c":
+                event[4] = array("i", event[4]).tobytes()  # as marshal reads it
+    return runs
 
 
 class Kept:
@@ -37,7 +45,7 @@ class Kept:
         self.messages: list[Any] = []
 
     def send(self, message: tuple[Any, ...]) -> None:
-        self.messages.append(json.loads(json.dumps(message, default=lambda hash: hash[:6].hex())))
+        self.messages.append(json.loads(json.dumps(message, default=_in_json)))
 
     def flush(self) -> None:
         pass
@@ -49,6 +57,10 @@ class Kept:
 
     def close(self) -> None:
         pass
+
+
+def _in_json(value: bytes | array[int]) -> Any:
+    return value[:6].hex() if isinstance(value, bytes) else value.tolist()
 
 
 def _run(options: dict[str, Any]) -> Iterator[Any]:

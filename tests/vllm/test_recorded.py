@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -384,7 +385,7 @@ async def test_the_telemetry_hides_texts_and_needs_the_key(tmp_path: Path, monke
         assert await find_async(beside.api.url, "wrong") == []
         beside.send("add", 0.001, "cmpl-1", PROMPT, 63)
         admission = ("cmpl-1", 0, [1, 2, 3, 4], 60, [b"a", b"b", b"c"])
-        events = [("c", "cmpl-1", 0, [b"a", b"b", b"c"], PROMPT[:48])]
+        events = [("c", "cmpl-1", 0, [b"a", b"b", b"c"], array("i", PROMPT[:48]))]
         beside.send("schedule", 0.002, 0.003, 0, events, [admission], [], [], [("cmpl-1", 60)], {}, 1, 0, None)
         nodes: dict[int, Any] = {}
         async with asyncio.timeout(10):
