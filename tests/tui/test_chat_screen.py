@@ -167,7 +167,7 @@ async def test_a_dialog_stands_before_the_dimmed_picture_which_costs_little_mean
         await press(pilot, "u")
         assert isinstance(app.screen, ChoiceDialog)
         below = app.screen_stack[-2]
-        painted = below._frames
+        painted = below.painter.frames
 
         def drawn(*words: str) -> bool:
             picture = app.export_screenshot().replace("&#160;", " ")
@@ -177,9 +177,9 @@ async def test_a_dialog_stands_before_the_dimmed_picture_which_costs_little_mean
         frames = app._frames
         for _ in range(10):
             app._frame()
-        assert below._frames <= painted + 1 + (app._frames - frames) // app.settings.fps
+        assert below.painter.frames <= painted + 1 + (app._frames - frames) // app.settings.fps
         await press(pilot, "escape")
-        await until(pilot, lambda: below._frames > painted)
+        await until(pilot, lambda: below.painter.frames > painted)
 
 
 async def test_a_second_chat_with_the_same_system_prompt_shows_tokens_from_the_cache():

@@ -557,7 +557,7 @@ def test_lanes_show_the_codes_of_their_requests_under_stable_rows():
         view.frame(stress.now)
         rows = body(widget, view, 80, 16)
         k = widget.k
-        for i, slot in enumerate(widget.slots):
+        for i, slot in enumerate(widget.rows.slots):
             for id in slot:
                 before = places.get(id, (k, i))
                 assert before == (k, i) or before[0] != k, f"r{id} moved at the same scale"
@@ -577,8 +577,8 @@ def test_lanes_show_the_codes_of_their_requests_under_stable_rows():
             seen |= set(codes)
             others = f" +{len(slot) - 1}" if len(slot) > 1 else ""
             assert not slot or text[: widget.label].rstrip() == f"r{slot[-1]}{others}"
-        places = {id: (k, i) for i, slot in enumerate(widget.slots) for id in slot}
-        shown = {id for slot in widget.slots for id in slot}
+        places = {id: (k, i) for i, slot in enumerate(widget.rows.slots) for id in slot}
+        shown = {id for slot in widget.rows.slots for id in slot}
         last = view.lanes.ended_since(widget.first_step)
         hidden = [lane for lane in [*last, *view.lanes.active.values()] if lane.id not in shown]
         told = re.findall(r"([\d,]+) (?:decoding|prefilling|waiting|done)", rows[-1])
@@ -593,10 +593,10 @@ def test_a_row_goes_by_the_name_of_the_request_that_is_selected_in_it():
     _, view = stress_view(TIGHT, 3.0)
     widget = BatchLanes()
     body(widget, view, 80, 8)
-    slot = next(slot for slot in widget.slots if len(slot) > 2)
+    slot = next(slot for slot in widget.rows.slots if len(slot) > 2)
     view.select("request", slot[0])
     view.frame(view._now)
-    row = body(widget, view, 80, 8)[2 + widget.slots.index(slot)]
+    row = body(widget, view, 80, 8)[2 + widget.rows.slots.index(slot)]
     assert row.startswith(f"r{slot[0]} +{len(slot) - 1} ")
 
 

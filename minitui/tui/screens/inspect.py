@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from typing import ClassVar, NamedTuple
 
 from textual import events
@@ -11,6 +9,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 
 from minitui.tui.screens.base import BaseScreen, Hint
+from minitui.tui.screens.panel_painter import PanelPainter
 from minitui.tui.widgets.bar import Bar
 from minitui.tui.widgets.base import Column, Columns, LinePanel, Opened, selected
 from minitui.tui.widgets.block_map import BlockMap
@@ -35,17 +34,6 @@ WIDE, TALL = 100, 32  # a smaller terminal shows one panel at a time
 TIMINGS_HEIGHT = 10
 REQUESTS = ("requests", "timeline")
 BOTH = 44  # a terminal with fewer rows shows either the requests or the timeline of one
-# Panel -> (n, k): the panel is painted in frame k of every n frames (k from 0), which spreads the work over the frames.
-# If the frame is not drawn, the panel is painted in the next one. While frames are skipped, n is at least
-# SKIPPING_EVERY. Panels that change with every step are painted often, panels of figures less often. After a selection,
-# and in every frame while the picture does not move (frozen, paused, in the past), all panels are painted.
-EVERY = {
-    "step": (2, 0), "map": (2, 0), "table": (2, 1), "lanes": (4, 1), "events": (4, 3), "bars": (2, 1),
-    "tree": (4, 2), "vitals": (4, 0), "timings": (10, 4), "experts": (4, 3), "waterfall": (2, 1),
-    "requests": (4, 0), "timeline": (4, 3), "trends": (10, 2), "about": (4, 2),
-}  # fmt: skip
-SKIPPING_EVERY = 4
-PAINT_S = 0.005  # the panels of a frame are painted in turns of about this time
 
 
 class Jump(NamedTuple):
@@ -75,8 +63,6 @@ class InspectScreen(BaseScreen[None]):
         & #left, & #right { width: 1fr; }
         & #lanes, & #tree, & #events, & #waterfall, & #requests, & #timeline, & #trends { height: 1fr; }
         & #experts { display: none; }
-        & #timings { height: 10; }
-        &.-single #map, &.-single #table, &.-single #timings { height: 1fr; }
     }
     """
     FIGURES = True
@@ -86,17 +72,14 @@ class InspectScreen(BaseScreen[None]):
 
     def __init__(self) -> None:
         super().__init__()
+        self._panels: dict[str, LinePanel] = {}  # by name; empty until the screen is mounted
         self.absent = {"experts"}  # panels without data from this engine
         self.current = "map"
         self.maximised = False
         self._before_alone = ("map", False)  # `current` and `maximised` before a panel of ALONE was shown
         self._timeline_back = ("requests", True)  # `current` and `maximised` before the timeline was shown
         self._jump: Jump | None = None  # the last jump in time that a panel asked for
-        self._frames = 0
-        self._due: deque[str] = deque()  # panels that are to be painted
         self._about = False  # the selected block is described below the map
-        self._at_once = False  # the picture must not wait: something was selected, or the picture does not move
-        self._painted_moment: object = None
         self._above = 1  # rows of the top bar, which is higher when it shows the story of a demo
 
     def compose(self) -> ComposeResult:
@@ -122,10 +105,11 @@ class InspectScreen(BaseScreen[None]):
         yield StatusBar()
 
     def on_mount(self) -> None:
-        self._panels: dict[str, LinePanel] = {str(panel.id): panel for panel in self.query(LinePanel) if panel.id}
+        self._panels = {panel.id: panel for panel in self.query(LinePanel) if panel.id}
         self._bars = list(self.query(Bar))
         self._left, self._right = self.query_one("#left"), self.query_one("#right")
         self._details = self.query_one(Details)
+        self.painter = PanelPainter(self.app, self._panels, self._bars, self.call_later)
         self.lay_out()
         self._panels[self.current].focus()
 
@@ -150,26 +134,29 @@ class InspectScreen(BaseScreen[None]):
         """True if only one panel is shown, because the terminal is small or the panel is maximised."""
         return self.maximised or self.size.width < WIDE or self.size.height < TALL
 
+    @property
+    def _describes_block(self) -> bool:
+        """True if the selected block is to be described below the map."""
+        return self.single and self.current == "map" and selected(self.app.view, "block") is not None
+
     def on_resize(self, event: events.Resize) -> None:
         self.lay_out()
 
     def lay_out(self) -> None:
         """Show the panels that fit, and set their heights."""
-        if not self.is_mounted or not hasattr(self, "_panels"):
+        if not self._panels:
             return
         single = self.single
         if not single and self.current in self.ALONE:
             self.current, _ = self._before_alone
             self._panels[self.current].focus()
-        self.set_class(single, "-single")
-        self.set_class(not single, "-many")
         for name in self.PANELS:
             self._panels[name].display = name == self.current if single else name not in self.absent | self.ALONE
         if self.current in REQUESTS and self.size.height >= BOTH:
             for name in REQUESTS:
                 self._panels[name].display = True
         about = self._panels["about"]
-        about.display = self._about = single and self.current == "map" and selected(self.app.view, "block") is not None
+        about.display = self._about = self._describes_block
         about.styles.height = max(10, self.size.height // 3)
         self._left.display = not single or self.current in self.LEFT
         self._right.display = not single or self.current not in self.LEFT
@@ -191,10 +178,8 @@ class InspectScreen(BaseScreen[None]):
 
     def paint(self, view: View) -> None:
         """Show the view; called once a frame while this screen is visible."""
-        if not hasattr(self, "_panels"):
+        if not self._panels:
             return
-        limiter = self.app.frame_limiter
-        before, self._frames = self._frames, self._frames + limiter.stride
         if view.experts.known == ("experts" in self.absent):
             self.absent = set() if view.experts.known else {"experts"}
             if self.current in self.absent:
@@ -203,39 +188,11 @@ class InspectScreen(BaseScreen[None]):
         if (above := max(1, self._bars[0].size.height)) != self._above:
             self._above = above
             self.lay_out()
-        if self._about != (self.single and self.current == "map" and selected(view, "block") is not None):
+        if self._about != self._describes_block:
             self.lay_out()
-        moment = (view.version, view.travel_text, view.still)
-        at_once = self._at_once = view.still or moment != self._painted_moment
-        self._painted_moment = moment
-        for name, (every, offset) in EVERY.items():
-            if limiter.skipping:
-                every = max(every, SKIPPING_EVERY)
-            is_due = at_once or (self._frames - offset) // every > (before - offset) // every
-            if name == "bars":
-                for bar in self._bars if is_due else ():
-                    bar.paint(view)
-            elif (is_due or not self._panels[name].painted) and name not in self._due:
-                self._due.append(name)
         if self._details.display:
             self._details.paint(view)
-        if self.app.is_headless:
-            self._paint_due()
-        else:
-            self.call_later(self._paint_due)
-
-    def _paint_due(self) -> None:
-        """Paint the panels of `_due`. After PAINT_S, the rest waits until the keys that arrived are handled."""
-        began = time.monotonic()
-        if self.app.feed.key_waits("panels") and not (self._at_once or self.app.is_headless):
-            return  # the next frame paints them
-        while self._due:
-            panel = self._panels[self._due.popleft()]
-            if panel.display:
-                panel.paint(self.app.view)
-                if time.monotonic() - began >= PAINT_S and self._due and not self.app.is_headless:
-                    self.call_later(self._paint_due)
-                    return
+        self.painter.paint(view)
 
     # ---- messages and actions
 
@@ -261,7 +218,7 @@ class InspectScreen(BaseScreen[None]):
     def _show(self, name: str) -> None:
         """Make a panel the current panel. Before the screen is mounted, only the name is kept."""
         self.current = name
-        if hasattr(self, "_panels"):
+        if self._panels:
             self.lay_out()
             panel = self._panels[name]
             panel.view = self.app.view  # Textual reports its size after the layout, and then it is painted at once
@@ -276,7 +233,7 @@ class InspectScreen(BaseScreen[None]):
         self._show(self.current)
 
     def _close_details(self) -> None:
-        if hasattr(self, "_details") and self._details.display:
+        if self._panels and self._details.display:
             self._details.action_close()
 
     def toggle(self, name: str) -> None:

@@ -15,7 +15,8 @@ from textual.css.scalar import Scalar
 from engine.errors import EngineError
 from minitui.teaching.lesson_progress import LessonProgress
 from minitui.teaching.lessons import following
-from minitui.teaching.lessons.page import Lesson, Seen, find_code, fresh
+from minitui.teaching.lessons.page import Lesson, Seen, find_code
+from minitui.teaching.reading import Reading
 from minitui.teaching.stage import LETTERS, Stage
 from minitui.tui.screens.base import BaseScreen, Hint
 from minitui.tui.screens.code import CodeScreen
@@ -32,7 +33,7 @@ from minitui.tui.widgets.lesson_panels import (
     RESULT_ROWS,
     TALL,
 )  # fmt: skip
-from minitui.tui.widgets.lesson_text import LessonText, Reading, page_lines
+from minitui.tui.widgets.lesson_text import LessonText, page_lines
 from minitui.tui.widgets.status_bar import StatusBar
 from minitui.tui.widgets.top_bar import TopBar
 from minitui.viewmodel.model import View
@@ -212,7 +213,7 @@ class LessonScreen(BaseScreen[None]):
         reading.running = False
         self.text.top = 0
         if reading.page is None and reading.ready and not reading.prepared and self.stage is not None:
-            self.run_worker(self._prepare(reading, self.stage), group="lesson", exclusive=True)
+            self.run_worker(reading.prepare(self.stage), group="lesson", exclusive=True)
 
     def action_turn(self, pages: int) -> None:
         """Turn `pages` pages: forward, or back if negative. The next lesson follows the last page."""
@@ -283,42 +284,10 @@ class LessonScreen(BaseScreen[None]):
         self.app.ask_text(type_in.title, reading.typed.get(reading.at, type_in.default), then)
 
     async def _run(self, reading: Reading, stage: Stage, run: Callable[[Stage], Awaitable[Seen]]) -> None:
-        at = reading.at
-        await self._keep_picture(reading, stage)
-        reading.seen.pop(at, None)
-        reading.failed.pop(at, None)
-        reading.views.pop(at, None)
-        reading.running, reading.prepared = True, False
-        stage.typed = reading.typed.get(at, "")
+        await reading.keep_picture(stage)
         self.text.to_experiment()
-        try:
-            await fresh(stage)
-            reading.seen[at] = await run(stage)
-            reading.in_engine = at
-        except EngineError as error:
-            reading.failed[at] = f"The experiment stopped: {error}"
-            reading.in_engine = at
-        finally:
-            reading.running = False
+        await reading.run(stage, run)
         self.text.to_experiment()
-
-    async def _keep_picture(self, reading: Reading, stage: Stage) -> None:
-        """Keep the picture of the last run for that run's page: the next run begins with a new one."""
-        if reading.in_engine is not None:
-            stage.view.frame(time.monotonic())
-            kept = stage.view.kept()
-            await stage.feed.sync()
-            reading.views[reading.in_engine] = kept
-            reading.in_engine = None
-
-    async def _prepare(self, reading: Reading, stage: Stage) -> None:
-        try:
-            await self._keep_picture(reading, stage)
-            await fresh(stage)
-            await reading.lesson.close(stage)
-            reading.prepared = True
-        except EngineError as error:
-            reading.failed[reading.at] = f"The engine could not be prepared: {error}"
 
     # ---- code, lessons
 

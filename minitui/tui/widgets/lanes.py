@@ -17,6 +17,7 @@ from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, sel
 from minitui.tui.widgets.rows import Row, Run, Runs, fit, legend, runs_width
 from minitui.tui.widgets.vitals import spark
 from minitui.viewmodel.lane import DECODING, FINISHED, GAINING, NOTHING, PREEMPTED, PREFILLING, QUEUED, Lane
+from minitui.viewmodel.lane_rows import LaneRows
 from minitui.viewmodel.model import View
 
 SPAN_SECONDS = 10.0
@@ -64,9 +65,7 @@ label names that request.""")
         self.first_step = 0  # the first step of the leftmost column
         self.columns = 0
         self.label = 5  # cells for the labels at the left
-        self.slots: list[list[int]] = []  # the requests of each row, oldest first
-        self._placed_for: object = None  # the layout in which the requests got their rows
-        self._seen = -1  # the newest request that `_place` has seen
+        self.rows = LaneRows()
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         named = width >= 84
@@ -79,48 +78,21 @@ label names that request.""")
         last_column = horizon // self.k - self.back
         self.first_step = (last_column - self.columns + 1) * self.k
         end = min(horizon, self.first_step + self.k * self.columns - 1)
-        self._place(view, max(0, height - 3), end)
+        scale = (self.back, self.k)
+        self.rows.place(view.lanes, max(0, height - 3), self.first_step, end, scale, selected(view, "request"))
         rows: list[Runs] = [self._scale(view, width, horizon), self._slowest(view, width, horizon)]
-        rows += [self._row(view, slot, width, horizon, named) for slot in self.slots]
+        rows += [self._row(view, slot, width, horizon, named) for slot in self.rows.slots]
         rows.append(self._rest(view, width, end))
         steps = "1 column = 1 step" if self.k == 1 else f"1 column = {self.k} steps"
         note = [(steps, "ink"), *self.own_key("[ ]")]
         return Picture(rows, title="Batch lanes · requests over steps", note=note, legend=self._legend(view, width))
-
-    def _place(self, view: View, room: int, end: int) -> None:
-        """Give each request a row, which it keeps. If no row is free, a new request uses the row of a finished one."""
-        lanes = view.lanes.lanes
-        start = self.first_step
-        layout = (view.lanes, room, self.back, self.k)
-        if self._placed_for != layout:
-            self._placed_for, self.slots, self._seen = layout, [[] for _ in range(room)], -1
-            ended = sorted(view.lanes.ended_since(start)[: 8 * room], key=lambda lane: lane.id)
-            new_lanes = [lane for lane in ended if lane.submitted_step <= end + 1]
-            new_lanes += [lane for lane in view.lanes.active.values() if lane.submitted_step <= end + 1]
-            new_lanes.sort(key=lambda lane: lane.id)
-        else:
-            for slot in self.slots:
-                slot[:] = [id for id in slot if id in lanes and lanes[id].finish_step >= start]
-            new_lanes = [lanes[id] for id in range(self._seen + 1, view.lanes.newest + 1) if id in lanes]
-        for lane in new_lanes:
-            target = next((slot for slot in self.slots if not slot), None)
-            if target is None:
-                idle = [s for s in self.slots if lanes[s[-1]].finish_step < lane.submitted_step]
-                target = min(idle, key=lambda s: lanes[s[-1]].finish_step) if idle else None
-            if target is not None:
-                target.append(lane.id)
-            self._seen = max(self._seen, lane.id)
-        chosen = selected(view, "request")
-        placed = any(chosen in slot for slot in self.slots)
-        if chosen in lanes and not placed and self.slots and lanes[chosen].finish_step >= start:
-            self.slots[-1] = [chosen]  # the selected request is always shown
 
     def _legend(self, view: View, width: int) -> list[Run]:
         marks = _marks()
         entries = [(marks[code], STYLES[code], word) for code, word in WORDS.items()]
         if any(lane.gains for lane in view.lanes.active.values()):
             entries.append((glyphs().gaining, "hit", "drafts accepted"))
-        if any(len(slot) > 1 for slot in self.slots):
+        if any(len(slot) > 1 for slot in self.rows.slots):
             with_note = legend(("+2", "ink", "2 finished before"), *entries)
             if runs_width(with_note) <= width - 4:
                 return with_note
@@ -231,7 +203,7 @@ label names that request.""")
 
     def _rest(self, view: View, width: int, end: int) -> Runs:
         """Returns the last row: the number of requests without a row, by phase."""
-        shown = {id for slot in self.slots for id in slot}
+        shown = {id for slot in self.rows.slots for id in slot}
         requests = view.shown.state.requests
         hidden = [r for id, r in requests.items() if id not in shown and view.lanes.lanes[id].submitted_step <= end + 1]
         decoding = sum(r.joined_at >= 0 for r in hidden)
@@ -255,8 +227,8 @@ label names that request.""")
 
     def clicked(self, view: View, column: int, row: int) -> None:
         index = row - 2
-        if 0 <= index < len(self.slots) and self.slots[index]:
-            view.select("request", self._request_at(view, self.slots[index], column))
+        if 0 <= index < len(self.rows.slots) and self.rows.slots[index]:
+            view.select("request", self._request_at(view, self.rows.slots[index], column))
         elif row < 2 and column >= self.label:
             self._select_step(view, self.first_step + (column - self.label) * self.k)
 
@@ -269,7 +241,7 @@ label names that request.""")
 
     def action_choose(self, by: int) -> None:
         """Select the request in the row above or below."""
-        rows = [slot for slot in self.slots if slot]
+        rows = [slot for slot in self.rows.slots if slot]
         if not rows:
             return
         chosen = selected(self.view, "request")

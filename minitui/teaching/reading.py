@@ -1,0 +1,129 @@
+"""Reading: where a reader of a lesson is, and what the experiments have shown so far."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+from engine.errors import EngineError
+from minitui.teaching.lesson_progress import LessonProgress
+from minitui.teaching.lessons.page import Check, Lesson, Page, Seen, fresh
+from minitui.teaching.stage import Stage
+from minitui.viewmodel.model import View
+
+
+class Reading:
+    """The current page of a lesson, and the results so far. The last page has the closing questions."""
+
+    def __init__(self, lesson: Lesson, progress: LessonProgress | None = None) -> None:
+        """Begin where the reader stopped. `progress`: None: nothing is kept."""
+        self.lesson = lesson
+        self.progress = progress or LessonProgress()
+        self.at = self.progress.resume_at(lesson)
+        self.predicted = self.progress.predictions(lesson)  # page -> choice
+        self.typed: dict[int, str] = {}  # page -> the text that the reader typed for its experiment
+        self.seen: dict[int, Seen] = {}  # page -> result of its experiment
+        self.failed: dict[int, str] = {}  # page -> error of its experiment
+        self.views: dict[int, View] = {}  # page -> picture of its run, if another page has run since
+        self.in_engine: int | None = None  # the page whose run the engine's own picture shows
+        self.ready = False  # the engine has started
+        self.running = False  # an experiment runs
+        self.asked = False  # the reader wanted to run this page's experiment without a prediction
+        self.prepared = False  # the engine is in the state that the closing questions ask about
+        self.question = 0  # index of the current closing question
+        self.revealed: dict[int, str] = {}  # question -> answer
+
+    @property
+    def pages(self) -> int:
+        return len(self.lesson.pages) + 1
+
+    @property
+    def page(self) -> Page | None:
+        """The current page; None on the page of the closing questions."""
+        return self.lesson.pages[self.at] if self.at < len(self.lesson.pages) else None
+
+    @property
+    def panel_has_content(self) -> bool:
+        """True if the panel shows an experiment of this page or the subject of a closing question."""
+        return self.page is None or self.running or self.at in self.seen or self.at in self.failed
+
+    def turn(self, pages: int) -> bool:
+        """Turn pages: forward, or back if negative. Returns False if there is no such page. A page that the reader
+        leaves forward has been read."""
+        at = max(0, min(self.pages - 1, self.at + pages))
+        if at > self.at:
+            self.progress.mark_read(self.lesson, self.at)
+        turned, self.at = at != self.at, at
+        if turned:
+            self.asked = False
+        return turned
+
+    @property
+    def can_predict(self) -> bool:
+        """True if the page asks for a prediction, and no experiment has shown the answer yet."""
+        seen = self.seen.get(self.at)
+        return self.page is not None and self.page.predict is not None and (seen is None or seen.answer is None)
+
+    @property
+    def asks(self) -> bool:
+        """True if the page waits for a prediction: the reader has not made one."""
+        return self.can_predict and self.at not in self.predicted
+
+    def predict(self, choice: int) -> None:
+        """Keep a prediction for this page."""
+        self.predicted[self.at] = choice
+        self.progress.mark_predicted(self.lesson, self.at, choice)
+
+    def reveal(self, answer: str) -> None:
+        """Keep the answer to the current closing question."""
+        self.revealed[self.question] = answer
+        if len(self.revealed) == len(self.lesson.checks):
+            self.progress.mark_read(self.lesson, self.pages - 1)
+
+    @property
+    def check(self) -> Check:
+        return self.lesson.checks[self.question]
+
+    @property
+    def panel(self) -> str:
+        """The name of the panel for the current page or question; empty if it has none."""
+        return self.page.panel if self.page is not None else self.check.panel
+
+    # ---- the engine
+
+    async def keep_picture(self, stage: Stage) -> None:
+        """Keep the picture of the last run for that run's page: the next run begins with a new one."""
+        if self.in_engine is not None:
+            stage.view.frame(time.monotonic())
+            kept = stage.view.kept()
+            await stage.feed.sync()
+            self.views[self.in_engine] = kept
+            self.in_engine = None
+
+    async def run(self, stage: Stage, run: Callable[[Stage], Awaitable[Seen]]) -> None:
+        """Run the experiment of the current page, and keep its result or its error. Call `keep_picture` before."""
+        at = self.at
+        self.seen.pop(at, None)
+        self.failed.pop(at, None)
+        self.views.pop(at, None)
+        self.running, self.prepared = True, False
+        stage.typed = self.typed.get(at, "")
+        try:
+            await fresh(stage)
+            self.seen[at] = await run(stage)
+            self.in_engine = at
+        except EngineError as error:
+            self.failed[at] = f"The experiment stopped: {error}"
+            self.in_engine = at
+        finally:
+            self.running = False
+
+    async def prepare(self, stage: Stage) -> None:
+        """Bring the engine into the state that the closing questions ask about."""
+        try:
+            await self.keep_picture(stage)
+            await fresh(stage)
+            await self.lesson.close(stage)
+            self.prepared = True
+        except EngineError as error:
+            self.failed[self.at] = f"The engine could not be prepared: {error}"

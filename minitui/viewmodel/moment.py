@@ -1,0 +1,233 @@
+"""Moment: which moment of the history is shown. The present, a paused engine's last step, or a step in the past.
+
+The panels show the figures of this moment, and mark what has just changed at it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from minitui.viewmodel.annotated_state import AnnotatedState, BlockEvent
+from minitui.viewmodel.history import History
+from minitui.viewmodel.lane import Lane
+from minitui.viewmodel.rates import BUCKET
+from minitui.viewmodel.tree import Tree
+
+GLOW_SECONDS, WARM_SECONDS = 0.4, 1.2  # after a change: full highlight, then fading highlight
+STALL_FROM_MS = 250.0  # records may arrive this late
+
+
+@dataclass(frozen=True, slots=True)
+class Playback:
+    """How a recording is played. `speed`: engine time that passes per second."""
+
+    speed: float = 1.0
+    paused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """The step in the past that is shown. `bucket` of `rates`: in which the step ended; `marks`: what it had then."""
+
+    step: int
+    bucket: int
+    marks: dict[str, float]
+
+
+class Moment(History):
+    """The history, and the moment of it that is shown: `live` is the newest state, `shown` the one at this moment."""
+
+    def __init__(self) -> None:
+        self.playback: Playback | None = None  # a recording is played: working time passes only with its records
+        self.frozen = False  # the user froze the picture: no record is folded
+        self._now = 0.0  # the time of the last frame
+        super().__init__()
+
+    def _begin(self, live: AnnotatedState) -> None:
+        super()._begin(live)
+        self.shown = live
+        self.tree = Tree()
+        self._travelled: Past | None = None
+
+    # ---- time
+
+    @property
+    def engine_now(self) -> float:
+        """The present engine time in seconds; it also advances between records."""
+        if self._folded_at is None:
+            return self.live.state.t
+        since = max(0.0, self._now - self._folded_at)
+        if self.playback is not None:
+            since *= 0.0 if self.playback.paused else self.playback.speed
+        return self.live.state.t + since
+
+    @property
+    def working_now(self) -> float:
+        """The working time at the moment of the picture, in seconds (see Rates)."""
+        return self.rates.now if self._travelled is None else self._travelled.marks["now"]
+
+    @property
+    def picture_now(self) -> float:
+        """The engine time at the moment of the picture, in seconds; it also advances between records."""
+        return self.shown.state.t if self.exact else self.engine_now
+
+    def begun(self, lane: Lane) -> bool:
+        """True if the request had been submitted at the moment of the picture."""
+        return lane.submitted_t <= self.shown.state.t
+
+    @property
+    def exact(self) -> bool:
+        """True if the picture shows one exact step: engine or replay is paused, or the picture is of the past."""
+        paused = self.playback is not None and self.playback.paused
+        return paused or self.shown.state.gate == "closed" or self._travelled is not None
+
+    @property
+    def slowed(self) -> bool:
+        """True if steps take longer than without slow motion, or are played slower than they were."""
+        return self.shown.state.pace != 1 or (self.playback is not None and self.playback.speed < 1)
+
+    @property
+    def still(self) -> bool:
+        """True if the picture does not change: frozen, paused or in the past."""
+        return self.frozen or self.exact
+
+    @property
+    def idle(self) -> bool:
+        """True if no request is running or waiting."""
+        return not self.shown.state.requests
+
+    @property
+    def since_result_ms(self) -> float:
+        """Working time since the results of the last step; 0 in the past, and if it is too short to be a stall."""
+        ms = (self.rates.now - self._result_at) * 1e3
+        return ms if ms >= STALL_FROM_MS and self._travelled is None and self.shown.state.requests else 0.0
+
+    @property
+    def horizon(self) -> int:
+        """The last step in the picture."""
+        return self.steps.last if self._travelled is None else self._travelled.step
+
+    @property
+    def bucket(self) -> int:
+        """The bucket of `rates` in which the picture's last step ended; the current bucket for a live picture."""
+        return self.rates.bucket if self._travelled is None else self._travelled.bucket
+
+    def recent(self, name: str, n: int, filling: bool = True) -> np.ndarray:
+        """Returns the last `n` buckets of `rates`, oldest first. In the past, the last of them has only what came
+        before the end of the picture's step. `filling` False: without the bucket that is being filled."""
+        values = self.rates.series(name, n, self.bucket + filling)
+        if self._travelled is not None and filling:
+            state = self.shown.state
+            levels = {"running": len(state.requests) - len(state.queue), "used": self.shown.used}
+            values[-1] = (levels | self._travelled.marks)[name]
+        return values
+
+    def glow(self) -> np.ndarray:
+        """uint8 [num_blocks]: 2 for a block that has just changed, 1 while its highlight fades, else 0. Paused or in
+        the past: 2 for the blocks that the last step changed."""
+        return self._glow(self.shown.changed)
+
+    def glow_of(self, changed: float) -> int:
+        """Returns the highlight, 0 to 2 as in `glow`, of a thing that last changed at engine time `changed`."""
+        return int(self._glow(changed))
+
+    def _glow(self, changed: Any) -> Any:
+        one = np.uint8(1)
+        if self.exact:
+            return 2 * one * (changed >= self.shown.step_began)
+        age = (self.engine_now - changed) / (1.0 if self.playback is None else self.playback.speed)
+        return one * (age < GLOW_SECONDS) + one * (age < WARM_SECONDS)
+
+    @property
+    def travel_text(self) -> str:
+        """The text "PAST step 790, 22 back"; empty if the picture is live."""
+        if self._travelled is None:
+            return ""
+        return f"PAST step {self.horizon:,}, {self.steps.last - self.horizon:,} back"
+
+    # ---- time travel
+
+    def travel(self, steps: int) -> bool:
+        """Move the picture by `steps` steps (negative: back). Returns the same as `travel_to`."""
+        return self.travel_to(self.horizon + steps)
+
+    def travel_to(self, step: int) -> bool:
+        """Show the state after `step`; for the last or a later step, show the live picture. Failed steps are skipped.
+        Returns True if a past step is shown; False for the live picture, or if the step is no longer kept."""
+        if step >= self.steps.last:
+            self.present()
+            return False
+        direction = -1 if step < self.horizon else 1
+        row = self.steps.get(step)
+        while row is not None and not row.end_seq:  # a failed step has no timing: skip it
+            row = self.steps.get(row.step + direction)
+        if row is None or row.end_seq < self.past.first_seq:
+            return False
+        self.shown = self.past.state_at(row.end_seq)
+        bucket = int(self.steps.column("bucket")[row.step % self.steps.capacity])
+        self._travelled = Past(row.step, bucket, self.rates.marked(row.step))
+        self.tree.refresh(self.shown, self._now, force=True)
+        return True
+
+    def present(self) -> None:
+        """Return to the live picture."""
+        self._travelled = None
+        self.past.back_to_present()
+        self.shown = self.live
+        self.tree.refresh(self.shown, self._now, force=True)
+
+    # ---- figures of the picture
+
+    def speed(self, what: str) -> float:
+        """Returns the tokens per second of "decode" or "prefill". In slow motion, when paused and in the past, only
+        time inside steps counts, so the delays between steps do not lower the speed."""
+        if not self.slowed and not self.exact:
+            return self.rates.per_second(what, 1.0, self.bucket)
+        last = self.horizon
+        at = self.steps.indices(last - 511, last)
+        wall = self.steps.column("wall")[at]
+        at, wall = at[~np.isnan(wall)], wall[~np.isnan(wall)]
+        recent = np.cumsum(wall[::-1])[::-1] <= 1000.0  # the steps of the last second
+        at, seconds = at[recent], float(wall[recent].sum()) / 1e3
+        decodes, accepted = (int(self.steps.column(name)[at].sum()) for name in ("decodes", "accepted"))
+        tokens = decodes + accepted if what == "decode" else int(self.steps.prefilled(at).sum())
+        return tokens / seconds if seconds else 0.0
+
+    @property
+    def saved_in_the_last_minute(self) -> int:
+        """Prompt tokens that requests took from the cache in the last minute of working time."""
+        return int(self.recent("cached", round(60 / BUCKET)).sum())
+
+    @property
+    def hit_rate(self) -> float | None:
+        """The share of prompt tokens that came from the cache in the last minute; None: no prompt tokens."""
+        saved, computed = self.saved_in_the_last_minute, self.recent("prefill", round(60 / BUCKET)).sum()
+        return saved / (saved + computed) if saved + computed else None
+
+    @property
+    def knows_the_last_minute(self) -> bool:
+        """False if no records of the beginning of the last minute are known."""
+        return self.bucket * BUCKET >= 60 or self.steps.first <= 0
+
+    @property
+    def last_minute(self) -> str:
+        """Returns "in the last minute"; "since step 1,204" if no earlier records of this minute are known."""
+        return "in the last minute" if self.knows_the_last_minute else f"since step {self.steps.first:,}"
+
+    @property
+    def dropped_s(self) -> float:
+        """Seconds since records were missing the last time."""
+        return max(0.0, self._now - self.dropped_at)
+
+    def block_history(self, block: int, most: int) -> list[BlockEvent]:
+        """Returns the last `most` events of a block up to the picture's record, newest first."""
+        seq, found = self.shown.state.seq, []
+        for event in reversed(self.block_log):
+            if block in event[4:] and event[0] <= seq:
+                found.append(event)
+                if len(found) == most:
+                    break
+        return found
