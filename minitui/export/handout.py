@@ -18,7 +18,8 @@ from minitui.chat.model_choice import load_codec
 from minitui.export.handout_parts import COLUMNS, Part, Picture, to_markdown
 from minitui.sources.base import Source
 from minitui.teaching.lessons.page import Lesson, Page, find_code, fresh, paragraphs
-from minitui.teaching.stage import LETTERS, Restart, Stage, plain_stage
+from minitui.teaching.prediction import LETTERS
+from minitui.teaching.stage import Restart, Stage, plain_stage
 from minitui.tui.widgets.lesson_panels import HEIGHTS, PANELS, PARTNERS
 from minitui.tui.widgets.rows import plain
 from minitui.visible import visible

@@ -25,6 +25,7 @@ from minitui.chat.prompt import Codec
 from minitui.chat.sessions import Chats
 from minitui.sources.base import Source
 from minitui.teaching.figures import Figures
+from minitui.teaching.prediction import LETTERS, verdict
 from minitui.viewmodel.model import Event, StepRow, View
 from minitui.viewmodel.timing import Timings
 from minitui.viewmodel.updater import Updater
@@ -35,7 +36,6 @@ PACES = (1, 2, 5, 10, 20, 50, 100, 200)  # factors of slow motion
 BAR_WIDTH = 28  # cells of a full bar
 HELD_TICK = 0.05  # seconds between two checks of `held`
 THINK_SECONDS = 6.0  # the user's time for a prediction
-LETTERS = "abcd"  # names of the choices of a prediction
 
 Restart = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -145,10 +145,7 @@ class Stage:
 
     def verdict(self, right: int) -> str:
         """Returns a sentence about the guess, given the index of the right choice; empty if there was no guess."""
-        if self._guessed is None:
-            return ""
-        verdict = "correct" if self._guessed == right else f"the answer is {LETTERS[right]}"
-        return f"You said {LETTERS[self._guessed]}: {verdict}. "
+        return "" if self._guessed is None else verdict(self._guessed, right) + " "
 
     def bars(self, rows: Sequence[tuple[str, float, str]]) -> str:
         """Returns a line for each (label, amount, text), with a bar in proportion to the largest amount."""

@@ -22,7 +22,7 @@ from minitui.chat.prompt import Codec
 from minitui.chat.sessions import Chats
 from minitui.settings import Settings
 from minitui.sources.base import Source
-from minitui.teaching.stage import LETTERS
+from minitui.teaching.prediction import LETTERS
 from minitui.tui.actions import ACTIONS
 from minitui.tui.app_base import AppBase
 from minitui.tui.commands import Commands

@@ -16,8 +16,9 @@ from engine.errors import EngineError
 from minitui.teaching.lesson_progress import LessonProgress
 from minitui.teaching.lessons import following
 from minitui.teaching.lessons.page import Lesson, Seen, find_code
+from minitui.teaching.prediction import LETTERS
 from minitui.teaching.reading import Reading
-from minitui.teaching.stage import LETTERS, Stage
+from minitui.teaching.stage import Stage
 from minitui.tui.screens.base import BaseScreen, Hint
 from minitui.tui.screens.code import CodeScreen
 from minitui.tui.widgets.bar import Bar

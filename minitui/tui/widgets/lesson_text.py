@@ -8,8 +8,8 @@ from textual.binding import Binding, BindingType
 
 from minitui.teaching.lessons import following
 from minitui.teaching.lessons.page import Lesson, Page, paragraphs
+from minitui.teaching.prediction import LETTERS, verdict
 from minitui.teaching.reading import Reading
-from minitui.teaching.stage import LETTERS
 from minitui.text import count
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import Picture, ScrollPanel
@@ -131,7 +131,7 @@ def page_lines(reading: Reading, width: int) -> list[tuple[str, str]]:
         lines.append(("", "ink"))
         if seen.answer is not None:
             predicted = reading.predicted.get(reading.at)
-            lines.append((_verdict(predicted, seen.answer), "bold good"))
+            lines.append((verdict(predicted, seen.answer), "bold good"))
             if page.predict is not None and predicted is not None and (why := page.predict.explain(predicted)):
                 lines += [(line, "ink") for line in paragraphs(why, width)]
         lines += [(line, "hit") for line in paragraphs(seen.text, width)]
@@ -148,13 +148,6 @@ def page_lines(reading: Reading, width: int) -> list[tuple[str, str]]:
 def _text_lines(page: Page, width: int) -> list[tuple[str, str]]:
     """Returns the title and the text of a page. A blank line follows, then the prediction or the result."""
     return [(page.title, "bold hit"), ("", "ink"), *((line, "ink") for line in paragraphs(page.text, width))]
-
-
-def _verdict(predicted: int | None, right: int) -> str:
-    if predicted is None:
-        return f"The answer is {LETTERS[right]}."
-    verdict = "correct" if predicted == right else f"the answer is {LETTERS[right]}"
-    return f"You said {LETTERS[predicted]}: {verdict}."
 
 
 def _closing(reading: Reading, width: int) -> list[tuple[str, str]]:
