@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 
-WIDENED = 1 << 20  # numbers of a bfloat16 matrix that are converted to float32 at a time
+WIDENED = 1 << 20  # numbers of a matrix that are converted to float32 or rounded at a time
 BLOCK = 128  # rows and columns with a common scale in Fp8Blocks
 INT8_MAX = 127  # the range is symmetric: −128 is not used
 
@@ -107,6 +107,15 @@ class Int8Weight(ByteWeight):
     @staticmethod
     def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return quantise_rows(x)
+
+    def copy_(self, weight: torch.Tensor) -> None:
+        """Round weight [N, K], of any floating type, some rows at a time: they stay in the processor's cache."""
+        weight = weight.flatten(0, -2)
+        step = max(1, WIDENED // weight.shape[1])
+        for values, scale, part in zip(
+            self.values.split(step), self.scale.split(step), weight.split(step), strict=True
+        ):
+            values[:], scale[:] = quantise_rows(part.float() if part.dtype == torch.float64 else part)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return self.values[ids] * self.scale[ids, None]
@@ -217,7 +226,7 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     If a row contains NaN or infinity, its scale and its products are not finite.
     """
-    scale = torch.linalg.vector_norm(x, torch.inf, 1, dtype=torch.float32) / INT8_MAX
+    scale = x.abs().amax(1).float() / INT8_MAX
     inverse = 1 / scale.clamp_min(torch.finfo(torch.float32).tiny)
     return (x * inverse[:, None]).round_().to(torch.int8), scale
 

@@ -13,6 +13,7 @@ from engine.build import make_runner as build_runner
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, EngineError
 from engine.llm import LLM
+from engine.model import linear as matrices
 from engine.model.bf16_pairs import Bf16Pairs
 from engine.model.decoder import Decoder
 from engine.model.four_bits import Int4Weight
@@ -41,6 +42,17 @@ def test_a_rounded_row_is_off_by_half_a_step_at_most() -> None:
     assert values.dtype == torch.int8
     assert values.abs().amax(1).tolist() == [127, 127, 127, 0, 127, 127, 127]
     assert ((values * scale[:, None] - x).abs() <= scale[:, None] / 2 * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_matrix_that_is_rounded_in_parts_is_rounded_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(matrices, "WIDENED", 10 * 33)
+    weight, x = Int8Weight.empty(37, 33, CPU), torch.randn(37, 33, dtype=dtype)
+    weight.copy_(x)
+    values, scale = quantise_rows(x.float())
+    assert torch.equal(weight.values, values) and torch.equal(weight.scale, scale)
 
 
 def test_a_product_is_that_of_the_rounded_matrices() -> None:
