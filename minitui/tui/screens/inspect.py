@@ -36,12 +36,18 @@ REQUESTS = ("requests", "timeline")
 BOTH = 44  # a terminal with fewer rows shows either the requests or the timeline of one
 
 
-class Jump(NamedTuple):
-    """A jump in time. `before`: the step that was shown before; None: the present."""
+class Place(NamedTuple):
+    """The current panel, and whether it is maximised."""
 
-    step: int
     panel: str
     maximised: bool
+
+
+class Jump(NamedTuple):
+    """A jump in time, and where the screen was before. `before`: the step that was shown; None: the present."""
+
+    step: int
+    place: Place
     before: int | None
 
 
@@ -76,8 +82,8 @@ class InspectScreen(BaseScreen[None]):
         self.absent = {"experts"}  # panels without data from this engine
         self.current = "map"
         self.maximised = False
-        self._before_alone = ("map", False)  # `current` and `maximised` before a panel of ALONE was shown
-        self._timeline_back = ("requests", True)  # `current` and `maximised` before the timeline was shown
+        self._before_alone = Place("map", False)  # before a panel of ALONE was shown
+        self._before_timeline = Place("requests", True)
         self._jump: Jump | None = None  # the last jump in time that a panel asked for
         self._about = False  # the selected block is described below the map
         self._above = 1  # rows of the top bar, which is higher when it shows the story of a demo
@@ -130,9 +136,14 @@ class InspectScreen(BaseScreen[None]):
     # ---- arrangement
 
     @property
+    def small(self) -> bool:
+        """True if the terminal has room for one panel only."""
+        return self.size.width < WIDE or self.size.height < TALL
+
+    @property
     def single(self) -> bool:
         """True if only one panel is shown, because the terminal is small or the panel is maximised."""
-        return self.maximised or self.size.width < WIDE or self.size.height < TALL
+        return self.maximised or self.small
 
     @property
     def _describes_block(self) -> bool:
@@ -148,7 +159,7 @@ class InspectScreen(BaseScreen[None]):
             return
         single = self.single
         if not single and self.current in self.ALONE:
-            self.current, _ = self._before_alone
+            self.current = self._before_alone.panel
             self._panels[self.current].focus()
         for name in self.PANELS:
             self._panels[name].display = name == self.current if single else name not in self.absent | self.ALONE
@@ -224,13 +235,14 @@ class InspectScreen(BaseScreen[None]):
             panel.view = self.app.view  # Textual reports its size after the layout, and then it is painted at once
             panel.focus()
 
+    def _go_to(self, place: Place) -> None:
+        self.maximised = place.maximised
+        self._show(place.panel)
+
     def show_all(self) -> None:
         """Show all panels. A small terminal shows the one that was shown before a panel of ALONE."""
         self._close_details()
-        if self.current in self.ALONE:
-            self.current, _ = self._before_alone
-        self.maximised = False
-        self._show(self.current)
+        self._go_to(Place(self._before_alone.panel if self.current in self.ALONE else self.current, False))
 
     def _close_details(self) -> None:
         if self._panels and self._details.display:
@@ -238,42 +250,39 @@ class InspectScreen(BaseScreen[None]):
 
     def toggle(self, name: str) -> None:
         """Show a panel of ALONE; if it is shown, the panels as before."""
-        self._timeline_back = ("requests", True)
+        self._before_timeline = Place("requests", True)
         self._close_details()
         if self.current == name:
-            name, self.maximised = self._before_alone
+            self._go_to(self._before_alone)
         else:
-            if self.current not in self.ALONE:
-                self._before_alone = (self.current, self.maximised)
-            self.maximised = True
-        self._show(name)
+            self._show_alone(name)
+
+    def _show_alone(self, name: str) -> None:
+        if self.current not in self.ALONE:
+            self._before_alone = Place(self.current, self.maximised)
+        self._go_to(Place(name, True))
 
     def on_timeline_opened(self, message: TimelineOpened) -> None:
         """Show the timeline of the selected request. Escape goes back to the panel before."""
-        self._timeline_back = (self.current, self.maximised)
-        if self.current not in self.ALONE:
-            self._before_alone = self._timeline_back
-        self.maximised = True
-        self._show("timeline")
+        self._before_timeline = Place(self.current, self.maximised)
+        self._show_alone("timeline")
 
     def on_timeline_closed(self, message: TimelineClosed) -> None:
         if not self._undo_jump():
-            panel, self.maximised = self._timeline_back
-            self._show(panel)
+            self._go_to(self._before_timeline)
 
     def on_jump_requested(self, message: JumpRequested) -> None:
         """Show the engine as it was after a step. Escape goes back to the panel and the moment before."""
         view = self.app.view
         stays = view.travel_text or view.playback is not None
-        before = Jump(message.step, self.current, self.maximised, view.horizon if stays else None)
         if view.horizon != message.step or self._jump is None:
-            self._jump = before
+            place = Place(self.current, self.maximised)
+            self._jump = Jump(message.step, place, view.horizon if stays else None)
         if not self.app.travel_to(message.step):
             self._jump = None
             self.app.say(f"step {message.step:,} is no longer kept: the picture cannot go back so far", error=True)
-        elif self.size.width >= WIDE and self.size.height >= TALL:
-            self.maximised = False
-            self._show("events")
+        elif not self.small:
+            self._go_to(Place("events", False))
 
     @property
     def _jump_shown(self) -> bool:
@@ -290,8 +299,7 @@ class InspectScreen(BaseScreen[None]):
             self.app.to_now()
         else:
             self.app.travel_to(jump.before)
-        self.maximised = jump.maximised
-        self._show(jump.panel)
+        self._go_to(jump.place)
         return True
 
     def action_maximise(self) -> None:
