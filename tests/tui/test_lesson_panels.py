@@ -70,7 +70,7 @@ def test_the_recording_has_both_models_and_what_its_steps_show() -> None:
         eager, graphs, overlap = (model.timeline(mode, 1) for mode in MODES)
         assert eager.step_ms > graphs.step_ms > overlap.step_ms
         assert overlap.step_ms == pytest.approx(model.decode[1], rel=0.05), "timelines and costs agree"
-        assert launch_ms(eager) < eager.step_ms and len(graphs.steps_kept) == 20
+        assert 0.9 < launch_ms(eager) / eager.step_ms < 1 and len(graphs.steps_kept) == 20
 
 
 @pytest.mark.parametrize("height", [10, 30])
@@ -87,14 +87,14 @@ def test_recorded_runs_are_drawn_on_one_scale(height: int) -> None:
     rows = drawn(HostAndDevice(), view, 95, height)
     assert len(rows) == (10 if height == 10 else 20), "the second group only if there is room"
     assert "+10 ms" in rows[0] and rows[1].startswith("eager   host") and "eager!" in rows[3]
-    assert rows[1].count("launch 2") == 2, "two eager steps of about 20 ms fit into 40 ms"
+    assert rows[1].count("launch 1") == 2, "two eager steps of about 18 ms fit into 40 ms"
     assert "kernels and pauses" in rows[2] and "▘" in rows[2], "an eager device has pauses"
     assert rows[5].count("kernels") in (8, 9, 10) and "▘" not in rows[5], "nine steps with a graph"
     signs = [text for text, _ in HostAndDevice().picture(view, 95, height).legend if len(text) == 1 and text != " "]
     assert len(signs) == len(set(signs)) == 6, "one sign has one meaning"
     view.put(RecordedRuns("Steps", groups, until=0.5))
     half = drawn(HostAndDevice(), view, 95, height)
-    assert half[5][:50] == rows[5][:50] and not half[5][60:].strip()
+    assert half[5][:48] == rows[5][:48] and not half[5][60:].strip()
     assert "has not run" in drawn(HostAndDevice(), View(), 60, 8)[0]
 
 
