@@ -34,13 +34,14 @@ from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen,
 from minitui.teaching.lessons.plain import print_with_own_engine
 from minitui.teaching.lessons.side_by_side import side_by_side
 from minitui.teaching.merges import merges, shown_piece
+from minitui.teaching.reading import Reading
 from minitui.teaching.stage import Restart, Stage
 from minitui.tui.glyphs import glyphs
 from minitui.tui.lesson_app import LessonApp
 from minitui.tui.screens.code import CodePanel, CodeScreen, wrap_code
 from minitui.tui.screens.lesson import LessonScreen
 from minitui.tui.widgets.lesson_panels import BOTH_ROWS, HEIGHTS, PANEL_ROWS, PANELS, PARTNERS, TALL
-from minitui.tui.widgets.lesson_text import Reading, page_lines
+from minitui.tui.widgets.lesson_text import page_lines
 from minitui.tui.widgets.rows import cells
 from minitui.viewmodel.board import Pieces
 from minitui.viewmodel.model import View

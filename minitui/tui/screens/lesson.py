@@ -30,9 +30,8 @@ from minitui.tui.widgets.lesson_panels import (
     MIN_PANEL_ROWS,
     PANEL_ROWS,
     PANELS,
-    PARTNERS,
     RESULT_ROWS,
-    TALL,
+    arrangement,
 )  # fmt: skip
 from minitui.tui.widgets.lesson_text import LessonText, page_lines
 from minitui.tui.widgets.status_bar import StatusBar
@@ -155,24 +154,13 @@ class LessonScreen(BaseScreen[None]):
             self.begin(self.reading.lesson, stage)
         for bar in self.query(Bar):
             bar.paint(view)
-        self._arrange()
+        shown = self._arrange()
         self.text.paint(view)
         page = self.reading.page
         waits = page is not None and page.run is not None and not self.reading.panel_has_content
-        for name in self._shown():
+        for name in shown:
             panel = self.query_one(f"#panel-{name}", LinePanel)
             panel.paint(self._nothing if waits and name not in LIVE else self.reading.views.get(self.reading.at, view))
-
-    def _shown(self) -> list[str]:
-        """Returns the names of the panels to show now."""
-        name = self.reading.panel
-        if not name:
-            return []
-        if self.has_class("-narrow"):
-            rows = self._rows_below()
-            both = name in BOTH_ROWS and rows == BOTH_ROWS[name]
-            return [name, PARTNERS[name]] if both else [name] if rows else []
-        return [name, PARTNERS[name]] if name in PARTNERS else [name]
 
     def _rows_below(self) -> int:
         """Returns the height of the panel below the text.
@@ -186,24 +174,21 @@ class LessonScreen(BaseScreen[None]):
         left = self.size.height - 4 - len(page_lines(self.reading, self.size.width - 4))
         return min(rows, left) if left >= min(rows, MIN_PANEL_ROWS) else 0
 
-    def _arrange(self) -> None:
-        """Show the panels that `_shown` returns, and set their heights."""
-        shown = self._shown()
-        side = self.query_one("#side")
-        side.display = bool(shown)
+    def _arrange(self) -> list[str]:
+        """Show the panels of the page, and set their heights. Returns their names."""
+        shown = arrangement(self.reading.panel, self._rows_below() if self.has_class("-narrow") else None)
+        self.query_one("#side").display = bool(shown)
         self.text.set_class(not shown, "-alone")
-        below = self._rows_below() if self.has_class("-narrow") else None
         for name in PANELS:
             panel = self.query_one(f"#panel-{name}")
             if panel.display != (name in shown):
                 panel.display = name in shown
-            if name in shown:
-                rows = None if name in TALL and below is None else HEIGHTS.get(name)
-                if below is not None:
-                    rows = below if len(shown) == 1 else rows or below - HEIGHTS[shown[0]]
-                height = Scalar.parse("1fr" if rows is None else str(rows))
-                if panel.styles.height != height:
-                    panel.styles.height = height
+        for name, rows in shown.items():
+            panel = self.query_one(f"#panel-{name}")
+            height = Scalar.parse("1fr" if rows is None else str(rows))
+            if panel.styles.height != height:
+                panel.styles.height = height
+        return list(shown)
 
     # ---- pages
 

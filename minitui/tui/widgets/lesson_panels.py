@@ -75,3 +75,16 @@ MIN_PANEL_ROWS = 5  # below the text, a panel with nothing to show is hidden if 
 # Panel -> the panel under it. A narrow screen shows only the first of the two.
 PARTNERS = {"step": "lanes", "occupancy": "map", "slot": "map"}
 BOTH_ROWS = {"slot": 11}  # with so many rows, a narrow screen shows the partner of this panel, too
+
+
+def arrangement(panel: str, below: int | None) -> dict[str, int | None]:
+    """Returns {a panel to show: its rows; None: all rows that are left} for a page with this panel. `below`: the rows
+    below the text; None: the panels are beside the text."""
+    partner = PARTNERS.get(panel, "")
+    if below is None:
+        return {name: None if name in TALL else HEIGHTS.get(name) for name in (panel, partner) if name}
+    if not panel or not below:
+        return {}
+    if BOTH_ROWS.get(panel) == below:
+        return {panel: HEIGHTS[panel], partner: below - HEIGHTS[panel]}
+    return {panel: below}
