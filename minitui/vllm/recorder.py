@@ -217,9 +217,13 @@ class Recorder:
         ended = now()
         events = self._take_events()
         # An output without tokens is not in the queue, and steps that were launched after it may be in flight.
-        step = next((number for scheduled, number in self._in_flight if scheduled is output), -1)
-        while step >= 0 and self._in_flight.popleft()[1] != step:
-            pass
+        in_flight = self._in_flight
+        if in_flight and in_flight[0][0] is output:
+            step = in_flight.popleft()[1]
+        else:
+            step = next((number for scheduled, number in in_flight if scheduled is output), -1)
+            while step >= 0 and in_flight.popleft()[1] != step:
+                pass
         if step < 0 and not events:
             return
         accepted = None
@@ -243,7 +247,8 @@ class Recorder:
     def send_whole_state(self) -> None:
         """Send the state of every request, after messages were lost or did not fit what came before."""
         scheduler, manager = self.scheduler, self._manager
-        waiting = [request.request_id for queue in (scheduler.waiting, scheduler.skipped_waiting) for request in queue]
+        queues = (scheduler.waiting, getattr(scheduler, "skipped_waiting", ()))  # the second is not in vLLM 0.16
+        waiting = [request.request_id for queue in queues for request in queue]
         requests = []
         for id, request in scheduler.requests.items():
             blocks = [block.block_id for block in manager.req_to_blocks.get(id, ())]
