@@ -16,6 +16,7 @@ from engine.trace.views import CACHED, FREE, NodeView
 
 MOST_COMPARED = 64  # siblings that a missing block is compared with
 MOST_GHOSTS = 8192  # evicted prefixes that are remembered
+NOBODY = -1  # a request that never was
 MOST_RECORDS = 200_000  # kept until they are drained
 
 
@@ -96,19 +97,20 @@ class Blocks:
         self.alloc(request, blocks)
 
     def take_table(
-        self, request: int, prompt: list[int], computed: int, table: list[int], tokens: int, hashes: list[bytes]
-    ) -> None:
-        """Give an admitted request its table. The first `computed` tokens are cached."""
-        state, whole = self.state, computed // self.size
-        cached = next((i for i, block in enumerate(table[:whole]) if not state.node_of[block]), whole)
-        if cached:
-            node = self._node_at(table[:cached])
-            self.write("hold", request, node, 0)
+        self, request: int, prompt: list[int], replied: list[int], computed: int, table: list[int], tokens: int,
+        hashes: list[bytes],
+    ) -> None:  # fmt: skip
+        """Give an admitted request its table. The first `computed` tokens are cached, and `replied` after the prompt.
+
+        The tree may not have them: vLLM cached them before the last `whole` message, or a connector loaded them.
+        """
+        whole = computed // self.size
+        ids = prompt + replied
+        cached = min(whole, len(hashes), len(ids) // self.size)
+        self.restore(request, table[:cached], hashes[:cached], ids)
+        if self.state.requests[request].table != table[:cached]:  # a copy older than the last `whole` message
+            raise Inconsistent(f"r{request} hits other copies of its blocks")
         self.take_new(request, table[cached:])
-        if cached < whole:  # cached before the last `whole` message, or loaded by a connector
-            ids = prompt[cached * self.size : whole * self.size]
-            if len(hashes) >= whole and len(ids) == (whole - cached) * self.size:
-                self.publish(request, cached, table[cached:whole], hashes[cached:whole], ids, -1)
         if not self.caching:
             return
         following = hashes[whole] if len(hashes) > whole else None
@@ -128,6 +130,14 @@ class Blocks:
                 self.publish(request, i, table[i:end], hashes[i:end], ids[i * size : end * size], -1)
             i = end
         self.alloc(request, table[i:])
+
+    def remember(self, table: list[int], hashes: list[bytes], ids: list[int]) -> None:
+        """Put cached blocks into a new state; no request holds them."""
+        if table:
+            self.write("submit", NOBODY, "", 0, 0)
+            self.write("admit", NOBODY, 0, "new")
+            self.restore(NOBODY, table, hashes, ids)
+            self.write("finish", NOBODY, "stop", 0)
 
     def _node_at(self, blocks: list[int]) -> int:
         """Returns the node whose path has exactly these blocks; splits a node if necessary."""

@@ -105,6 +105,8 @@ class Recorder:
             result = original(
                 request, blocks, num_cached_blocks, num_full_blocks, block_size, *arguments, **options
             )
+            if num_cached_blocks >= num_full_blocks:
+                return result
             began = now()
             try:
                 # Each token of a reply is an object somewhere in memory: it is read once here, and not again later.
@@ -134,6 +136,11 @@ class Recorder:
     def freed(self, request: Request) -> None:
         """Note the end of a request."""
         self.events.append(("f", request.request_id, request.status.name, request.num_output_tokens))
+
+    def left(self, request: Request) -> None:
+        """Note that a request has ended, but a connector still reads its blocks: `freed` follows later."""
+        if request.request_id in self.scheduler.requests:
+            self.events.append(("l", request.request_id))
 
     def _take_events(self) -> list[tuple[Any, ...]]:
         """Returns the events since the last call. Raises the error of a hook, if one has failed."""
@@ -174,8 +181,9 @@ class Recorder:
         if resumed:
             rows = zip(ids, cached.num_computed_tokens, grows, strict=True)
             new += [self._admission(id, n, blocks[0]) for id, n, blocks in rows if id in resumed]
-            order = list(tokens)
-            new.sort(key=lambda row: order.index(row[0]))
+        if len(new) > 1:  # vLLM puts resumed requests behind new ones, but may have admitted them before
+            place = {id: i for i, id in enumerate(tokens)}
+            new.sort(key=lambda row: place[row[0]])
         grown = [
             (ids[i], grows[i][0]) for i in compress(range(len(grows)), grows)  # blocks are None in most rows
             if ids[i] not in resumed
@@ -196,8 +204,8 @@ class Recorder:
             self._in_flight.append((output, step))
         check = self._check() if self.checking else None
         self._send(
-            ended, "schedule", began, ended, step, events, new, grown, left_out, several, drafts, running, waiting,
-            check,
+            ended, "schedule", began, ended, step, events, new, grown, left_out, several, drafts,
+            output.total_num_scheduled_tokens, running, waiting, check,
         )  # fmt: skip
         if step % ASKED_EVERY == ASKED_EVERY - 1:
             self.pipe.send(("cost", self.step + 1, self.seconds))
@@ -210,7 +218,8 @@ class Recorder:
     def _admission(self, id: str, computed: int, blocks: list[int]) -> tuple[Any, ...]:
         request = self.scheduler.requests[id]
         hits = computed // self._manager.block_size
-        return id, computed, blocks, request.num_tokens, request.block_hashes[: hits + 1]
+        replied = request._all_token_ids[request.num_prompt_tokens : computed] if request.num_preemptions else []
+        return id, computed, blocks, request.num_tokens, request.block_hashes[: hits + 1], replied
 
     def updated(self, output: SchedulerOutput, result: ModelRunnerOutput, began: float) -> None:
         """Send what `update_from_output` did."""
@@ -252,13 +261,16 @@ class Recorder:
         requests = []
         for id, request in scheduler.requests.items():
             blocks = [block.block_id for block in manager.req_to_blocks.get(id, ())]
-            cached = manager.num_cached_block.get(id, 0)
+            hashes = request.block_hashes[: manager.num_cached_block.get(id, 0)]
+            first = [self._pool.get_cached_block(hash, [manager.kv_cache_group_id]) for hash in hashes]
+            hits = [found[0].block_id if found else blocks[i] for i, found in enumerate(first)]
             requests.append((
-                *self._facts(request), request.num_computed_tokens, request.num_tokens, blocks,
-                request.block_hashes[:cached], request._all_token_ids[: cached * manager.block_size],
+                *self._facts(request), request.num_computed_tokens, request.num_tokens, request.is_prefill_chunk,
+                blocks, hits, hashes, request._all_token_ids[: len(hashes) * manager.block_size],
                 request.num_preemptions,
             ))  # fmt: skip
-        self.pipe.send(("whole", now(), self.step, requests, waiting))
+        running = [request.request_id for request in scheduler.running]
+        self.pipe.send(("whole", now(), self.step, requests, waiting, running))
 
     def _check(self) -> tuple[Any, ...]:
         """Returns vLLM's own numbers, which the watcher compares with its state: free blocks, and every block table."""

@@ -48,9 +48,10 @@ class Requests:
         self._most_rows = 0
         self._prefilling: dict[str, Known] = {}
         self._decoding: set[str] = set()
-        self._running: dict[str, None] = {}
+        self._running: dict[str, None] = {}  # in vLLM's order
         self._admissions: dict[str, tuple[Any, ...]] = {}
         self._taking: dict[str, list[int]] = {}  # new blocks of requests, in the order in which vLLM took them
+        self._places: dict[str, int] = {}  # the order in which vLLM scheduled the requests of this step
         self._in_step = -1  # the step whose `schedule` message is being translated
 
     def _at(self, t: float) -> None:
@@ -63,7 +64,7 @@ class Requests:
         self.blocks.write("submit", number, group_of(id), len(prompt), most)
 
     def _admit(self, id: str) -> None:
-        _, computed, table, tokens, hashes = self._admissions.pop(id)
+        _, computed, table, tokens, hashes, replied = self._admissions.pop(id)
         request = self._known[id]
         if not self._rows:
             self._rows, self._most_rows = [self._most_rows], self._most_rows + 1
@@ -71,7 +72,7 @@ class Requests:
         resumed = self.blocks.state.requests[request.id].state == "preempted"
         self.blocks.write("admit", request.id, request.row, "resumed" if resumed else "new")
         request.admitted = request.admitted or self.blocks.t
-        self.blocks.take_table(request.id, request.prompt, computed, table, tokens, hashes)
+        self.blocks.take_table(request.id, request.prompt, replied, computed, table, tokens, hashes)
         request.done, request.target = computed, tokens
         self._prefilling[id] = request
         self._running[id] = None
@@ -79,10 +80,24 @@ class Requests:
             self.totals["queries"] += tokens
             self.totals["hits"] += computed
 
+    def _begin_taking(self, events: list[tuple[Any, ...]], admissions: list[Any], grown: list[Any]) -> None:
+        """Collect the new blocks of a step. A request that the step preempts may have got some before."""
+        self._admissions = {admission[0]: admission for admission in admissions}
+        self._places = {id: i for i, id in enumerate([*self._running, *self._admissions])}
+        self._taking = dict(grown)
+        requests = self.blocks.state.requests
+        for _, id, table in (event for event in events if event[0] == "p"):
+            if blocks := table[len(requests[self._known[id].id].table) :]:
+                self._taking[id] = blocks
+        places = sorted((self._places[id], id) for id in self._taking)
+        self._taking = {id: self._taking[id] for _, id in places} | {id: [] for id in self._admissions}
+
     def _touch(self, id: str) -> None:
-        """Apply the new blocks of a request, if they are not applied yet, and those that vLLM took before."""
-        while id in self._taking:
+        """Apply the new blocks that vLLM took until a request had its turn, if they are not applied yet."""
+        while self._taking:
             first = next(iter(self._taking))
+            if self._places[first] > self._places[id]:
+                return
             blocks = self._taking.pop(first)
             if first in self._admissions:
                 self._admit(first)
@@ -102,15 +117,14 @@ class Requests:
     # ---- events
 
     def _apply(self, events: list[tuple[Any, ...]]) -> None:
-        held = {event[1]: event[2] for event in events if event[0] == "p"}
         for kind, *fields in events:
             if kind == "g":
                 self.blocks.reuse(fields[0], "a request needs it")
             elif kind == "c":
-                self._hold(fields[0], held)
                 self._cached(*fields)
             elif kind == "p":
-                self._hold(fields[0], held)
+                if fields[0] in self._taking:
+                    self._touch(fields[0])
                 request = self._leave(fields[0])
                 self.totals["preemptions"] += 1
                 blocks = len(fields[1])
@@ -122,16 +136,13 @@ class Requests:
                 self.totals[status] += 1
                 self.totals["tokens"] += tokens
                 self.blocks.write("finish", request.id, REASONS.get(status, status.lower()), tokens)
+            elif kind == "l":
+                self._running.pop(fields[0], None)
+                self._prefilling.pop(fields[0], None)
             elif kind == "e":
                 self.blocks.reuse(fields[0], "")
             elif kind == "r":
                 self.blocks.clear(CLEARED)
-
-    def _hold(self, id: str, held: dict[str, list[int]]) -> None:
-        """Apply the new blocks of a request that is preempted in this step: vLLM does not report them otherwise."""
-        if id in held:
-            request = self._known[id].id
-            self.blocks.take_new(request, held.pop(id)[len(self.blocks.state.requests[request].table) :])
 
     def _cached(self, id: str, start: int, hashes: list[bytes], ids: bytes) -> None:
         self._touch(id)

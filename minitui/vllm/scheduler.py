@@ -91,10 +91,13 @@ class _Recording(Scheduler):
         return finished
 
     def reset_prefix_cache(self, *arguments: Any, **options: Any) -> bool:
-        done = super().reset_prefix_cache(*arguments, **options)
-        if self._recorder is not None and done:
-            self._recorder.events.append(("r",))
-            self._send_events()
+        done = False
+        try:
+            done = super().reset_prefix_cache(*arguments, **options)
+            if self._recorder is not None and done:
+                self._recorder.events.append(("r",))
+        finally:
+            self._send_events()  # it may have preempted requests
         return done
 
     def _send_events(self) -> None:
@@ -108,6 +111,12 @@ class _Recording(Scheduler):
         if self._recorder is not None:
             self._recorder.observe(self._recorder.preempted, request)
         return super()._preempt_request(request, *arguments, **options)
+
+    def _free_request(self, request: Request, *arguments: Any, **options: Any) -> Any:
+        result = super()._free_request(request, *arguments, **options)
+        if self._recorder is not None:
+            self._recorder.observe(self._recorder.left, request)
+        return result
 
     def _free_blocks(self, request: Request, *arguments: Any, **options: Any) -> Any:
         result = super()._free_blocks(request, *arguments, **options)

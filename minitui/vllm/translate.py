@@ -5,21 +5,23 @@ The messages, in order; times are seconds of one clock:
     init      t, facts about the engine
     add       t, id, prompt ids, largest number of tokens
     schedule  began, ended, step (-1: nothing to compute), events, admissions, grown, left out, several, drafts,
-              running, waiting, check
+              total, running, waiting, check
     update    began, ended, step, events, accepted drafts, check
     events    t, events: what happened outside of a step
     cost      steps, seconds that they took in vLLM's process for this recording
-    whole     t, step, every request, the queue: instead of messages that were lost
+    whole     t, step, every request, the queue, the running ones: instead of messages that were lost
 
 Events: ("c", id, start, hashes, array of ids) blocks are cached; ("p", id, block table) preempted; ("f", id, status,
-tokens) finished; ("r",) the prefix cache was cleared; with a KV connector: ("g", blocks) taken from the pool, ("e",
-blocks) evicted. An admission is (id, cached tokens, block table, tokens, hashes of the cached blocks and the next
-one); grown is [(id, new blocks)]. A step computes one token, and its drafts, for each running request. Exceptions: for
-those left out it computes nothing, and several is [(id, tokens)] of those for which it computes more.
+tokens) finished; ("r",) the prefix cache was cleared; with a KV connector: ("l", id) ended, but its blocks are kept;
+("g", blocks) taken from the pool, ("e", blocks) evicted. An admission is (id, cached tokens, block table, tokens,
+hashes of the cached blocks and the next one, cached tokens of its reply); grown is [(id, new blocks)]. A step computes
+one token, and its drafts, for each running request. Exceptions: for those left out it computes nothing, and several is
+[(id, tokens)] of those for which it computes more.
 
-Running requests take blocks first, then those that are admitted, both in the order of the message. vLLM takes the
-blocks of a request before it reports them, so new blocks are applied when an event first names their request, or one
-that took blocks later, and at the end of the step at the latest.
+Running requests take blocks first, in the order in which they were admitted, then those that the step admits. vLLM
+takes the blocks of a request before it reports them, so new blocks are applied when an event first names their request
+or one whose turn came later, and at the end of the step at the latest. What follows from earlier messages is compared
+with vLLM's number of running requests and of tokens in each step; a difference leads to a `whole` message.
 """
 
 from __future__ import annotations
@@ -86,25 +88,28 @@ class Translator(Requests):
 
     def _schedule(
         self, began: float, ended: float, step: int, events: list[Any], admissions: list[Any], grown: list[Any],
-        left_out: list[str], several: list[Any], drafts: dict[str, int], running: int, waiting: int, check: Any,
+        left_out: list[str], several: list[Any], drafts: dict[str, int], planned: int, running: int, waiting: int,
+        check: Any,
     ) -> None:  # fmt: skip
         self._at(ended)
-        self._admissions = {admission[0]: admission for admission in admissions}
-        self._taking = dict(grown) | {id: [] for id in self._admissions}
+        self._begin_taking(events, admissions, grown)
         self._in_step = step
         self._apply(events)
         for id in list(self._taking):
             self._touch(id)
         self._in_step = -1
+        if len(self._running) != running:
+            raise Inconsistent(f"vLLM runs {running} requests, and {len(self._running)} follow from its messages")
         if step >= 0:
             self._tokens = dict.fromkeys(self._running, 1)
             for id in left_out:
                 del self._tokens[id]
             self._tokens |= {id: n + 1 for id, n in drafts.items()} | dict(several)
+            if (total := sum(self._tokens.values())) != planned:
+                raise Inconsistent(f"step {step} has {planned} tokens, and {total} follow from its messages")
             self._step(step, began, ended, drafts, waiting)
-        total = sum(self._tokens.values()) if step >= 0 else 0
         if waiting and step >= 0:
-            self._tell_wait(total, running, any(kind == "p" for kind, *_ in events))
+            self._tell_wait(planned, running, any(kind == "p" for kind, *_ in events))
         self._compare(check)
 
     def _step(self, step: int, began: float, ended: float, drafts: dict[str, int], waiting: int) -> None:
@@ -185,7 +190,9 @@ class Translator(Requests):
 
     # ---- a new beginning
 
-    def _whole(self, t: float, step: int, requests: list[Any], waiting: list[str]) -> None:
+    def _whole(
+        self, t: float, step: int, requests: list[Any], waiting: list[str], running: list[str]
+    ) -> None:
         """Begin with a new state; the record numbers have a gap, so readers ask for a snapshot."""
         numbers = {id: (known.id, known.submitted, known.admitted, known.answered) for id, known in self._known.items()}
         self._forget()
@@ -193,7 +200,10 @@ class Translator(Requests):
         self.blocks.begin_again(step)
         order = {id: place for place, id in enumerate(waiting)}
         requests = sorted(requests, key=lambda row: order.get(row[0], -1))
-        for id, prompt, most, computed, tokens, table, hashes, ids, preemptions in requests:
+        self._running = dict.fromkeys(running)
+        for *_, hits, hashes, ids, _ in requests:  # the oldest of equal blocks first: vLLM hits these
+            self.blocks.remember(hits, hashes, ids)
+        for id, prompt, most, computed, tokens, prefills, table, _, hashes, ids, preemptions in requests:
             if id not in numbers:
                 numbers[id] = (self._next_id, self.blocks.t, 0.0, False)
                 self._next_id += 1
@@ -211,7 +221,7 @@ class Translator(Requests):
             view.admitted = request.admitted
             self.blocks.restore(number, table, hashes, ids)
             view.base, request.done, request.target = computed, computed, tokens
-            if computed < tokens - 1:
+            if prefills and id in self._running:
                 self._prefilling[id] = request
         self.blocks.drain()  # readers get these as a snapshot
 

@@ -244,8 +244,8 @@ async def test_a_chat_with_vllm_is_the_request_in_the_panels(tmp_path: Path, to_
 
         id = f"cmpl-{head['x-request-id']}-0-1234abcd"
         beside.send("add", 0.001, id, PROMPT, 63)
-        admission = (id, 0, [1, 2, 3, 4], 60, [b"a", b"b", b"c"])
-        beside.send("schedule", 0.002, 0.003, 0, [], [admission], [], [], [(id, 60)], {}, 1, 0, None)
+        admission = (id, 0, [1, 2, 3, 4], 60, [b"a", b"b", b"c"], [])
+        beside.send("schedule", 0.002, 0.003, 0, [], [admission], [], [], [(id, 60)], {}, 60, 1, 0, None)
         beside.send("update", 0.013, 0.014, 0, [("f", id, "FINISHED_LENGTH_CAPPED", 3)], None, None)
         async with asyncio.timeout(10):
             while state.step < 0 or state.requests:
@@ -384,9 +384,9 @@ async def test_the_telemetry_hides_texts_and_needs_the_key(tmp_path: Path, monke
     async with beside_vllm() as beside, attached(beside, tmp_path, key="k" * 20) as source:
         assert await find_async(beside.api.url, "wrong") == []
         beside.send("add", 0.001, "cmpl-1", PROMPT, 63)
-        admission = ("cmpl-1", 0, [1, 2, 3, 4], 60, [b"a", b"b", b"c"])
+        admission = ("cmpl-1", 0, [1, 2, 3, 4], 60, [b"a", b"b", b"c"], [])
         events = [("c", "cmpl-1", 0, [b"a", b"b", b"c"], array("i", PROMPT[:48]))]
-        beside.send("schedule", 0.002, 0.003, 0, events, [admission], [], [], [("cmpl-1", 60)], {}, 1, 0, None)
+        beside.send("schedule", 0.002, 0.003, 0, events, [admission], [], [], [("cmpl-1", 60)], {}, 60, 1, 0, None)
         nodes: dict[int, Any] = {}
         async with asyncio.timeout(10):
             while not nodes:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import marshal
 import os
 import sys
-from collections import Counter
 from types import SimpleNamespace
 
 import psutil
@@ -14,15 +12,16 @@ import pytest
 
 from engine.trace.state import State
 from engine.trace.views import CACHED, FREE
-from minitui.trace.follow import Follower
-from minitui.vllm.translate import Translator
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed", exc_type=ImportError)
 
 import minitui.vllm.facts as facts
 import minitui.vllm.recorder as recording
 import minitui.vllm.scheduler as scheduling
+from tests.support.vllm_direct import Direct, watch_steps
 from tests.support.vllm_driver import Load, make_scheduler
+from tests.support.vllm_wild import KINDS as WILD
+from tests.support.vllm_wild import make_wild
 
 STEPS = 400
 KINDS = [
@@ -33,66 +32,20 @@ KINDS = [
 ]  # fmt: skip
 
 
-class Direct:
-    """Stands for the pipe: translates each message at once, and checks that each record is possible."""
-
-    lost = reason_given = False
-
-    def __init__(self, *_):
-        self.kinds = Counter()
-        self.broken = None
-        self.scheduled = {}  # vLLM's tokens of each request of the step
-        self.wrong = []  # steps of which the messages tell something else
-
-    def send(self, message):
-        if self.broken is not None:
-            raise self.broken
-        kind, *rest = marshal.loads(marshal.dumps(message))
-        if kind == "init":
-            self.translator = Translator(*rest)
-            self.follower = Follower(State.from_snapshot(self.translator.blocks.state.snapshot()))
-            return
-        self.translator.take((kind, *rest))
-        if kind == "schedule" and rest[2] >= 0 and self.translator._tokens != self.scheduled:
-            self.wrong.append(rest[2])
-        records = self.translator.drain()
-        if kind == "whole":
-            self.follower = Follower(State.from_snapshot(self.translator.blocks.state.snapshot()))
-        for record in records:
-            self.kinds[record[2]] += 1
-            self.follower.take(record)
-
-    def flush(self):
-        pass
-
-    def recover(self):
-        return False
-
-    def asked(self):
-        return False
-
-    def close(self):
-        pass
-
-
 @pytest.fixture
-def make(monkeypatch, tmp_path):
+def direct(monkeypatch):
+    """Messages are translated at once, with vLLM's own numbers."""
     monkeypatch.setenv("MINITUI_VLLM_CHECK", "1")
     monkeypatch.setattr(recording, "Pipe", Direct)
 
+
+@pytest.fixture
+def make(direct, tmp_path):
     def make(**options):
         loads = {name: options.pop(name) for name in ("longest", "schemas") if name in options}
         scheduler = make_scheduler(tmp_path, **options)
         load = Load(scheduler, 1, 2 if options.get("asynchronous") else 1, drafts=options.get("drafts", 0), **loads)
-        recorder = scheduler._recorder
-        pipe, scheduled = recorder.pipe, recorder.scheduled
-
-        def watched(output, began):
-            pipe.scheduled = dict(output.num_scheduled_tokens)
-            scheduled(output, began)
-
-        monkeypatch.setattr(recorder, "scheduled", watched)
-        return scheduler, load, pipe
+        return scheduler, load, watch_steps(scheduler)
 
     return make
 
@@ -109,6 +62,21 @@ def test_every_count_table_and_hit_is_vllms(make, options):
     assert pipe.kinds["time"] == load.steps, "the end of each step was recorded"
     assert pipe.follower.state.snapshot() == pipe.translator.blocks.state.snapshot()
     assert bool(load.waited) == bool(options.get("schemas"))
+
+
+@pytest.mark.parametrize("seed", range(len(WILD)))
+def test_nothing_is_lost_whatever_clients_do_and_whenever_messages_are_lost(direct, tmp_path, seed):
+    """Requests are cancelled at any moment, preempted, resumed, sampled twice; the cache is reset, and hits."""
+    load = make_wild(tmp_path, seed, WILD[seed])
+    load.run(STEPS)
+    load.finish()
+    pipe = load.pipe
+    assert load.scheduler._recorder is not None and pipe.repairs == 0
+    assert pipe.translator.faults == [] and pipe.wrong == []
+    assert pipe.translator.totals["FINISHED_ABORTED"] > 5
+    assert pipe.kinds["preempt"] > 2 or not WILD[seed].get("asynchronous")
+    assert bool(load.losses) == bool(pipe.wholes)
+    assert pipe.follower.state.snapshot() == pipe.translator.blocks.state.snapshot()
 
 
 def test_equal_prompts_in_one_step_keep_copies(make):
