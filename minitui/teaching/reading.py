@@ -30,6 +30,8 @@ class Reading:
         self.running = False  # an experiment runs
         self.asked = False  # the reader wanted to run this page's experiment without a prediction
         self.prepared = False  # the engine is in the state that the closing questions ask about
+        self.disturbed = False  # since then, another request has run, or a request of the lesson has ended
+        self._requests: tuple[int, frozenset[int]] = (-1, frozenset())  # when it was prepared: see `_requests_of`
         self.question = 0  # index of the current closing question
         self.revealed: dict[int, str] = {}  # question -> answer
 
@@ -100,6 +102,10 @@ class Reading:
             self.views[self.in_engine] = kept
             self.in_engine = None
 
+    def look(self, view: View) -> None:
+        """Notice whether the closing questions still ask about the lesson's own run: the reader can ask in a chat."""
+        self.disturbed = self.prepared and _requests_of(view) != self._requests
+
     async def run(self, stage: Stage, run: Callable[[Stage], Awaitable[Seen]]) -> None:
         """Run the experiment of the current page, and keep its result or its error. Call `keep_picture` before."""
         at = self.at
@@ -124,6 +130,13 @@ class Reading:
             await self.keep_picture(stage)
             await fresh(stage)
             await self.lesson.close(stage)
-            self.prepared = True
+            stage.state()
+            self._requests = _requests_of(stage.view)
+            self.prepared, self.disturbed = True, False
         except EngineError as error:
             self.failed[self.at] = f"The engine could not be prepared: {error}"
+
+
+def _requests_of(view: View) -> tuple[int, frozenset[int]]:
+    """Returns the number of the newest request, and the requests that have not ended."""
+    return max(view.lanes.lanes, default=-1), frozenset(view.live.state.requests)

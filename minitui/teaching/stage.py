@@ -153,7 +153,7 @@ class Stage:
         label_width = max(len(label) for label, _, _ in rows)
         lines = []
         for label, amount, text in rows:
-            cells = max(1 if amount else 0, round(amount / most * BAR_WIDTH))
+            cells = round(amount / most * BAR_WIDTH)
             lines.append(f"   {label:<{label_width}}  {self.bar * cells:<{BAR_WIDTH}}  {text}")
         return "\n".join(lines)
 

@@ -54,12 +54,12 @@ LESSON_FILES = Path(page_module.__file__).parent
 RIGHT = {  # what each experiment must prove, by lesson and page title
     (0, "Text becomes tokens"): "prefill is one token, Anna has several",
     (0, "A forward pass"): "one number for each token of the vocabulary",
-    (0, "Again and again"): "each token once, without the last token of the reply",
+    (0, "Again and again"): "each token of the prompt and of the reply, except the last, once",
     (1, "Two questions, step by step"): "7",
     (2, "The cost of reading weights"): "about 4 ms",
     (2, "A decode step of many rows"): "less than twice as long",
     (3, "One piece or blocks"): "4 with one piece for each, 8 with blocks",
-    (3, "What a token costs"): "4,096 bytes: 4 KiB",
+    (3, "What a token costs"): "4,096 bytes",
     (3, "Two chats, one pool"): "step 4",
     (3, "Four states"): "active",
     (4, "From position to slot"): "80",
@@ -93,6 +93,7 @@ class Taught:
 
     def __init__(self) -> None:
         self.seen: dict[str, Seen] = {}
+        self.again: dict[str, Seen] = {}  # of a second run, after the pages behind it and the closing questions
         self.answers: list[str] = []
         self.panels: list[str] = []  # beside each question, in its smallest size
         self.beside: dict[str, dict[str, str]] = {}  # page -> size of the screen -> the panels beside the result
@@ -121,6 +122,10 @@ async def teach(one: Lesson, source: LocalSource, restart: Restart) -> Taught:
     stage.view.frame(time.monotonic())
     taught.answers = [check.answer(stage) for check in one.checks]
     taught.panels = [panel_text(check.panel, stage.view) for check in one.checks]
+    for page in reversed(one.pages):
+        if page.run is not None and page.predict is not None:
+            await fresh(stage)
+            taught.again[page.title] = await page.run(stage)
     assert not feed.dropped
     return taught
 
@@ -198,6 +203,7 @@ def test_it_runs_to_its_end_and_proves_what_it_teaches(number: int, outcome: Cal
         seen = result.seen[page.title]
         assert seen.answer is not None, f"{page.title}: the experiment decided nothing: {seen.text}"
         assert page.predict.choices[seen.answer] == RIGHT.get((number, page.title), "MLP"), seen.text
+        assert result.again[page.title].answer == seen.answer, f"a second run: {result.again[page.title].text}"
     assert len(result.answers) == 3 and all(len(answer) > 0 for answer in result.answers)
 
 
@@ -320,7 +326,8 @@ def test_the_numbers_in_the_questions_are_those_of_the_engine(outcome: Callable[
     assert re.search(rf"its tokens +{l3_paged_kv.PROMPT} ", steps), steps
     slots = outcome(4).seen["From position to slot"].text
     first, second = l4_paged_attention.TABLE
-    assert f"table[0] = {first:>2}" in slots and f"table[1] = {second:>2}" in slots, slots
+    for text in (slots, outcome(4).again["From position to slot"].text):
+        assert f"table[0] = {first:>2}" in text and f"table[1] = {second:>2}" in text, text
     lookup = outcome(9).seen["The same beginning, another question"].text
     assert f"its {tree_walk.LONG} prompt tokens" in lookup and f"differs at token {tree_walk.SAME}." in lookup, lookup
 
@@ -328,7 +335,7 @@ def test_the_numbers_in_the_questions_are_those_of_the_engine(outcome: Callable[
 def test_the_figures_in_the_text_are_those_of_the_pool_on_screen(outcome: Callable[[int], Taught]) -> None:
     blocks = lesson(3).options["kv_blocks"]
     text = " ".join(" ".join(page.text.split()) for page in lesson(3).pages)
-    assert f"here {blocks}." in text and f"for {blocks} blocks it is 0" in text
+    assert f"here {blocks}." in text and f"pool of {blocks} blocks, the watermark is 0" in text
     assert f"pool of {16 * blocks} tokens." in text and f"two blocks each: 8 blocks of {blocks}" in text
     assert int(SchedulerConfig().watermark * blocks) == 0 and 16 * blocks == 4 * 192
     assert f"pool of {blocks} blocks" in outcome(3).seen["What a token costs"].text
@@ -660,6 +667,22 @@ async def test_a_lesson_is_read_predicted_run_and_answered(size: tuple[int, int]
         assert "because" in room.text() and len(room.reading.revealed) == 3
         await room.press(*["left"] * 6)
         assert room.reading.at == 0
+
+
+async def test_the_closing_answers_are_of_the_lessons_own_run_also_after_a_question_in_chat() -> None:
+    async with Classroom((80, 24)) as room:
+        await room.press(*["right"] * 4)
+        await room.until(lambda: room.reading.prepared)
+        own = max(room.app.view.lanes.lanes)
+        await room.press("1", *"/pause", "enter", *"/new", "enter", *"why", "enter")
+        await room.until(lambda: max(room.app.view.lanes.lanes) > own)
+        await room.press("escape", "0")
+        await room.until(lambda: "Enter runs the end of the lesson again" in room.text())
+        await room.press("enter")
+        assert not room.reading.revealed, "the answer would be the chat's"
+        await room.until(lambda: room.reading.prepared and "See the lanes." in room.text())
+        await room.press("enter")
+        assert "1 request" in room.reading.revealed[0]
 
 
 async def test_the_right_arrow_leads_from_the_last_page_to_the_next_lesson() -> None:

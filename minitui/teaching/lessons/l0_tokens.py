@@ -22,6 +22,7 @@ LONGEST = 120  # characters of a typed text
 LISTED = 24  # merges in the text of the result
 REPLY = 8
 CANDIDATES = 4
+LEAST = 0.001  # a smaller probability is not shown exactly
 NO_BREAK = "\xa0"  # a space at which no line ends
 TYPE = TypeIn("Your text", TEXT, LONGEST)
 ASK = TypeIn("Your question", QUESTION, LONGEST)
@@ -37,6 +38,10 @@ def _quoted(piece: str) -> str:
 
 def _pieces(tokenizer: Tokenizer, ids: list[int]) -> tuple[str, ...]:
     return tuple(shown_piece(tokenizer.token_bytes(token)) for token in ids)
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share >= LEAST else f"<{LEAST:.1%}"
 
 
 async def cut_up(stage: Stage) -> Seen:
@@ -87,7 +92,8 @@ async def score(stage: Stage) -> Seen:
     await stage.pause(1.5)
     deltas = await stage.complete(ids, SamplingParams(temperature=0.0, max_tokens=1, logprobs=CANDIDATES))
     best = deltas[0].logprobs[0].top
-    rows = [(repr(_pieces(tokenizer, [token])[0]), math.exp(value), f"{math.exp(value):.1%}") for token, value in best]
+    shares = [(repr(_pieces(tokenizer, [token])[0]), math.exp(value)) for token, value in best]
+    rows = [(piece, share, _percent(share)) for piece, share in shares]
     return Seen(
         f"One forward pass computed the {len(ids)} prompt tokens. After the last of them, each token of the vocabulary "
         f"has a score, and so a probability. The most likely tokens:\n\n{stage.bars(rows)}",
@@ -173,22 +179,22 @@ LESSON = Lesson(
             "Text becomes tokens",
             """
             A model computes with numbers. So a text is cut into pieces, the tokens. Each has a number, the token id.
-            All tokens of a model are its vocabulary.
+            All tokens of a model are its vocabulary. (Later pages explain the top line.)
 
             This tokenizer first cuts a text into words and signs. A space belongs to the word after it. Each word is
-            then cut into bytes: a letter has one byte or more. Last, a list of merge rules joins neighbouring pieces. A
-            rule names two pieces that become one. Rules for frequent pairs come first. The first rule that fits is
-            applied, again and again, until no rule fits.
+            then cut into bytes: a letter has one byte or more. Last, a list of merge rules joins neighbouring pieces.
+            The first rule that fits is applied, again and again, until no rule fits. The rules join pairs that are
+            frequent in texts about programs that run models.
             """,
             panel="pieces",
             code="minitui.teaching.merges:merges",
             run=cut_up,
             type_in=TYPE,
             predict=Prediction(
-                "The rules were made from texts about inference engines. How are prefill and Anna cut?",
+                "How are prefill (page 5 explains this word) and Anna cut?",
                 ("each is one token", "prefill is one token, Anna has several", "each letter is a token"),
                 (
-                    "Anna would have to be frequent in these texts. But the texts are about engines.",
+                    "Anna would have to be frequent in the texts of the rules. But these are about programs.",
                     "",
                     "no rule would fit. But there are rules for all letters that often stand together.",
                 ),
@@ -233,8 +239,8 @@ LESSON = Lesson(
             exception.) A reply ends when the model samples an end token, or when the reply has the largest length that
             the user allowed.
 
-            The engine is the program that runs the model. It works in steps, with one forward pass in each step. A step
-            can compute tokens of several prompts and replies.
+            The inference engine is the program that runs the model. The engine works in steps, with one forward pass in
+            each step. A step can compute tokens of several prompts and replies.
             """,
             code="engine.worker.sampler:Sampler.sample",
         ),
@@ -253,9 +259,9 @@ LESSON = Lesson(
             numbers, the next layer computes its own three lists. So a token's keys and values depend on this token and
             on earlier tokens, but on no later token.
 
-            A layer does this several times side by side. The bundled model has 6 queries for each token in each layer
-            (6 query heads). To save memory, it has only 2 keys and 2 values (2 KV heads): 3 query heads share each KV
-            head.
+            In fact, a layer computes several queries for each token, and a sum for each query. The bundled model has 6
+            queries (6 query heads). To save memory, it has only 2 keys and 2 values (2 KV heads): 3 query heads share
+            each KV head.
             """,
             code="engine.attention.torch_backend:TorchAttention",
         ),
@@ -277,7 +283,7 @@ LESSON = Lesson(
                 (
                     "in each step, the whole text so far",
                     "each token of the prompt and of the reply, once",
-                    "each token once, without the last token of the reply",
+                    "each token of the prompt and of the reply, except the last, once",
                 ),
                 (
                     "keys and values would be computed again in each step. But a later token does not change them, so "
@@ -309,8 +315,8 @@ LESSON = Lesson(
 
               request    a prompt, with the largest length of its reply and the way to sample
               step       one forward pass, with the planning before it and the sampling after it
-              prefill    to compute the tokens of a prompt: many in one step
-              decode     to compute the token that was sampled last: one in a step
+              prefill    a step computes tokens of a prompt, usually many
+              decode     a step computes one token of a reply: the newest token
               batch      the requests that are computed together
               row        the place of one request in the batch
               host       the CPU: it plans the steps

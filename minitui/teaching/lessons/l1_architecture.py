@@ -76,11 +76,12 @@ LESSON = Lesson(
               3 allocate     engine/core/allocator.py   chooses the memory blocks for these tokens
               4 forward      engine/model/              the model computes these tokens
               5 sample       engine/worker/sampler.py   the next token of each request is chosen
-              6 detokenize   engine/text/output.py      ids become text for the clients
+              6 detokenize   engine/text/output.py      ids become text for the user
               7 emit         engine/core/engine.py      ids are appended, ended replies are found
 
-            A request goes through stage 1 once, through stages 2 to 4 in each of its steps, and through stages 5 to 7
-            in each step that samples a token for it. A new request can start in any step that has room.
+            Stage 1 runs once for each request. A step runs stages 2 to 7 for all of its requests together. There is one
+            exception: if a step computes only a part of a prompt, stages 5 to 7 leave out this request. A new request
+            can start in any step that has room.
             """,
         ),
         Page(
@@ -92,10 +93,10 @@ LESSON = Lesson(
               launch   on the device: forward pass and sampling
               commit   on the host: ids are appended, and finished replies release their blocks
 
-            To plan a step, the host needs only the number of tokens of each reply, not the tokens. So with a GPU, the
-            host plans step n+1 while the device still runs step n. vLLM and SGLang do the same by default. A reply may
-            end with step n. Then step n+1 computes one token too many for this reply, and the engine throws the token
-            away. On a CPU, the three parts run one after the other here.
+            A plan needs the length of each reply, but not its tokens. Each decode adds one token. So the host knows the
+            lengths after step n before step n ends. With a GPU, the host plans step n+1 while step n runs. Two widely
+            used engines, vLLM and SGLang, do the same by default. If a reply ends with step n, step n+1 computes one
+            token too many, and the engine throws it away. On a CPU, the three parts run one after the other here.
 
             Press v to read the code of a step.
             """,
@@ -129,8 +130,8 @@ LESSON = Lesson(
             engine ends, too.
 
             Each change to a request, to a block or to the cache is written to one log. A record says what changed and
-            why. From the whole state at one moment (a snapshot) and the records after that moment, each later state can
-            be computed. The panels do this, so you can stop them and move back in time.
+            why. A snapshot is the whole state at one moment. The panels begin with a snapshot and apply one record
+            after the other, so they know the state at each moment. You can stop the panels and move back in time.
 
             The panel shows the newest records first: the step, the event and its reason.
             """,

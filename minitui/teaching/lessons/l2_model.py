@@ -116,14 +116,14 @@ LESSON = Lesson(
             "One decoder",
             """
             The model represents each token by a vector: a list of numbers. The token id selects the vector from the
-            embedding table. Then the vector passes through the layers. In each layer, two things are added to the
-            vector: what attention has collected, and the output of a small network, the MLP. Most models scale the
-            vector to a common size (RMSNorm) before each of the two. After the last layer, a matrix computes the logits
-            from the vector.
+            embedding table. Then the vector passes through the layers. Each layer has two parts: attention, and then a
+            small network, the MLP. Each part adds its output to the vector. In most models, each part first scales its
+            input to a common size; this is a norm (RMSNorm). After the last layer, a matrix computes the logits from
+            the vector.
 
-            Llama 3, Mistral, Qwen2, Qwen3 and others differ only in details: some add numbers (biases) after a matrix,
-            some normalise queries and keys, some use the embedding table as the last matrix, too. So this engine has
-            one file for all of them. vLLM and SGLang have one file for each family.
+            Families of models, such as Llama 3, Mistral, Qwen2 and Qwen3, differ only in details: some add numbers
+            (biases) after a matrix, some have norms for queries and keys, some use the embedding table as the last
+            matrix, too. So this engine has one file for all of them. vLLM and SGLang have one file for each family.
 
             In these models, a token uses numbers of other tokens only in attention. Everything else is computed for
             each token alone. So tokens of different requests can be computed in one forward pass.
@@ -151,7 +151,7 @@ LESSON = Lesson(
 
               embeddings  2560 x 384, once: the first matrix is also the last
               attention   each layer: 384 x 384 twice, 128 x 384 twice,
-                          64 twice (its norms)
+                          64 for the norm of queries, 64 for the norm of keys
               MLP         each layer: 1024 x 384 twice, 384 x 1024
               norms       each layer: 384 twice; at the end 384
             """,
@@ -173,18 +173,18 @@ LESSON = Lesson(
         Page(
             "The cost of reading weights",
             f"""
-            The weights are in the memory of the device. To compute a token, the device reads nearly all weights once.
-            There are two exceptions. A token needs only its own line of the embedding table (unless the table is also
-            the last matrix). And in a model with experts (parts of a layer), a token needs only a few of these.
+            To compute a token, the device reads nearly all weights once from its memory. There are two exceptions. A
+            token needs only its own line of the embedding table (unless the table is also the last matrix). And in a
+            model with experts (parts of a layer), a token needs only a few experts.
 
             The {GPU.name} is a GPU. In our measurement, the {GPU.name} read {GPU.read_bytes_per_s / 1e12:.1f} TB in a
             second from its memory. {MODEL.name} has {LAYERS} layers. For one token, the model needs {MODEL_READS /
-            1e9:.1f} GB of weights.
+            1e9:.1f} GB of weights. (In the panel, p50 is the median; of 100 steps, 99 are not longer than p99.)
             """,
             panel="timings",
             run=single,
             predict=Prediction(
-                f"How long does a step with a single token of {MODEL.name} take on the {GPU.name}?",
+                f"Compute how long a step with a single token of {MODEL.name} takes on the {GPU.name}.",
                 tuple(f"about {choice} ms" for choice in STEP_MS),
                 (
                     f"the token would need the weights of only one of the {LAYERS} layers. But a token passes through "
@@ -204,7 +204,8 @@ LESSON = Lesson(
 
             In our measurement, the {GPU.name} computed {GPU.operations_per_s / 1e12:.0f} trillion bfloat16 operations
             in a second. So the {GPU.name} computes {GPU.operations_per_byte:.0f} operations while it reads one byte. In
-            bfloat16, a weight has 2 bytes. Each row needs 2 operations with each weight.
+            bfloat16 (bf16), a weight has 2 bytes. For each row, a step needs 2 operations with each weight: it
+            multiplies and adds.
             """,
             panel="costs",
             code="minitui.teaching.lessons.step_costs:rows",
@@ -216,8 +217,8 @@ LESSON = Lesson(
                 (
                     "the device would read all weights again for each row. But it computes the rows together, so it "
                     "reads each weight once for all rows.",
-                    f"arithmetic would take most of the time. But the device can compute {GPU.operations_per_byte:.0f} "
-                    f"operations while it reads a byte, and {MANY} rows need only {MANY} for each byte.",
+                    f"arithmetic would take most of the time. But while the device reads a weight of 2 bytes, it can "
+                    f"compute 2 x {GPU.operations_per_byte:.0f} operations. {MANY} rows need only 2 x {MANY}.",
                     "",
                 ),
             ),
@@ -242,13 +243,13 @@ LESSON = Lesson(
             With a large model on a GPU, a few more tokens in a step cost little. Speculation uses this for a single
             reply. The engine guesses the next tokens: these are drafts. One step computes the drafts together with the
             last token, and samples at each position. A draft is accepted if it equals the sampled token. So, apart from
-            rounding, the reply stays the same. vLLM and SGLang also check drafts in one step; with them, the
-            probabilities stay the same, and with temperature 0 also the reply.
+            rounding, the reply stays the same. vLLM and SGLang also check drafts in one step. Their check may change a
+            reply, but never the probability of a reply.
 
             Here, drafts are copied from the text (prompt lookup). The engine looks for the last three tokens earlier in
-            the text. The tokens after that place are the drafts. The panel shows two runs on one clock: without drafts,
-            and with drafts. In each run, a chat asks the same question twice. On a CPU, a draft costs more than on a
-            GPU, so fewer steps may even take longer.
+            the text. The tokens after that place are the drafts. The panel shows a run without drafts, and below it a
+            run with drafts. A column is the same time in both. In each run, a chat asks the same question twice. On a
+            CPU, a draft costs more than on a GPU, so fewer steps may even take longer.
             """,
             panel="runs",
             code="engine.core.speculation:PromptLookup",

@@ -50,11 +50,17 @@ def _pieces_and_blocks(comparison: Comparison) -> str:
     by_name = {one.quantity.name: one for one in comparison.differences}
     time, first = by_name["time"], by_name["first_p99"]
     at_once = [most_running(run.view) for run in comparison.runs]
+    figures = [run.figures for run in comparison.runs]
+    longer = [one.time / one.steps for one in figures]
+    why = (
+        " The steps with blocks were fewer, but each had more rows and took longer: on a CPU, each row costs time."
+        if longer[0] < longer[1] and figures[0].steps > figures[1].steps else ""
+    )  # fmt: skip
     return (
         f"With one piece for each, at most {at_once[0]} requests ran at the same time, with blocks {at_once[1]}. The "
         f"slowest first token (p99) came after {first.quantity.text(first.first)} with pieces, after "
         f"{first.quantity.text(first.second)} with blocks. The whole run took {time.quantity.text(time.first)} with "
-        f"pieces, {time.quantity.text(time.second)} with blocks."
+        f"pieces, {time.quantity.text(time.second)} with blocks.{why}"
     )
 
 
@@ -155,11 +161,11 @@ LESSON = Lesson(
             f"""
             {len(LENGTHS)} requests want replies of {min(LENGTHS)} to {max(LENGTHS)} tokens. The memory has room for
             {PIECE * PIECES} tokens. In the first run, each request gets one piece for {PIECE} tokens, because its reply
-            might be long. (The engine does this with blocks of {PIECE} tokens.) In the second run, a request takes a
-            block of 16 tokens when a token no longer fits into its last block.
+            might be long. (This engine always has blocks. For the first run, a block is as large as a piece: {PIECE}
+            tokens.) In the second run, a request takes a block of 16 tokens when a token no longer fits into its last
+            block.
 
-            The panel shows both runs on one clock, the first above the second. Each line is a request. Compare when the
-            requests start.
+            The panel shows the first run above the second. A column is the same time in both. Each line is a request.
             """,
             panel="runs",
             code="engine.core.allocator:BlockAllocator",
@@ -188,15 +194,15 @@ LESSON = Lesson(
               bytes per token = 2 x layers x KV heads x head size x bytes per number
 
             The 2 is for key and value; queries are not stored. For Qwen3-8B in 16 bits: 2 x 36 x 8 x 128 x 2 = 147,456
-            bytes, 144 KiB. A chat of 8,192 tokens needs 1.2 GB. A GPU of 24 GB with 16 GB of weights has room for about
-            six such chats. So memory often limits the number of running requests.
+            bytes. A chat of 8,192 tokens needs 1.2 GB. A GPU of 24 GB with 16 GB of weights has room for about six such
+            chats. So memory often limits the number of running requests.
             """,
             code="engine.model.config:ModelConfig.kv_bytes_per_token",
             run=cost,
             predict=Prediction(
-                "Here, with 4 layers, 2 KV heads of size 64 and 4 bytes per number (float32, the default on a CPU), a "
-                "token needs …",
-                ("512 bytes", "4,096 bytes: 4 KiB", "12,288 bytes: 12 KiB"),
+                "On a CPU, keys and values have 4 bytes per number (only weights are bf16 here). With 4 layers and 2 "
+                "KV heads of size 64, a token needs …",
+                ("512 bytes", "4,096 bytes", "12,288 bytes"),
                 (
                     "only one KV head of one layer would store its key and value: 2 x 64 x 4 bytes.",
                     "",
@@ -207,8 +213,9 @@ LESSON = Lesson(
         Page(
             "Two chats, one pool",
             f"""
-            Two chats without a system prompt write at the same time. Each prompt has {PROMPT} tokens. The first step of
-            a chat computes its prompt. Each later step computes one token: the token that the step before has sampled.
+            Two chats write at the same time. They have no system prompt: no text that an application puts before the
+            questions of each chat. Each prompt has {PROMPT} tokens. The first step of a chat computes its prompt. Each
+            later step computes one token: the token that the step before has sampled.
 
             The panel shows the block table of the first chat. Each column is a logical block, with the number of its
             physical block. The last block is still being filled.
@@ -230,8 +237,8 @@ LESSON = Lesson(
         Page(
             "Four states",
             """
-            The state of a block says how many requests hold the block, and whether it is in the tree of known texts (L9
-            Radix cache). The tree has only full blocks.
+            Later prompts find full blocks through a tree (L9 Radix cache). The state of a block says how many requests
+            hold the block, and whether the block is in the tree.
 
               free     no request, not in the tree
               active   one request, in the tree or not
@@ -256,16 +263,17 @@ LESSON = Lesson(
         Page(
             "No reservation",
             """
-            A request is admitted here if its prompt fits and 1 % of the blocks (the watermark) stays free for running
-            requests; rounded down, for 48 blocks it is 0. This engine and vLLM reserve no blocks for the reply. SGLang
-            reserves an estimate.
+            A request may start if there are enough free or cached blocks for its prompt. This engine and vLLM reserve
+            no blocks for the reply. SGLang reserves an estimate. (In a large pool, 1 % of the blocks must stay free for
+            the requests that already run: the watermark. In this pool of 48 blocks, the watermark is 0.)
 
             Four requests that may each have 192 tokens, prompt and reply together, could fill this pool of 768 tokens.
             But if each request ends after 20 tokens, they use two blocks each: 8 blocks of 48, a sixth of the pool.
 
             The price: all running requests together may need more blocks than the pool has. Then cached blocks are
             evicted, the least recently used first. If no cached block is left, a running request has to release its
-            blocks and to wait (L6 Scheduler).
+            blocks and to wait (L6 Scheduler). Waste in the panel: unused slots, blocks with the same tokens as another
+            block (copies), and tokens that were computed again.
             """,
             panel="occupancy",
             code="engine.core.scheduler:Scheduler._obstacle",

@@ -14,7 +14,11 @@ READING_SECONDS = 12.0  # for all keys that a query reads
 
 
 async def scramble(stage: Stage) -> None:
-    """Lets chats take and release blocks, so that the free blocks are no longer in order."""
+    """Lets chats take and release blocks, so that the free blocks are no longer in order. The pool is new before, so
+    the order is the same in each run."""
+    if stage.state().step >= 0:
+        await stage.other_engine(**stage.home)
+        await fresh(stage)
     await stage.answers(await stage.write_all(QUESTIONS[:3], [40] * 3, system=""))
     await fresh(stage)
 
@@ -97,9 +101,9 @@ LESSON = Lesson(
             Then attention reads.
 
             Attention finds the slots with the block table. The simplest code here copies the keys and values of each
-            request into one tensor (unless the slots are side by side), and PyTorch computes the attention. A GPU
-            kernel, a program on the GPU, reads block by block through the table, without a copy. Both pass the same
-            tests.
+            request into one tensor (unless the slots are side by side), and PyTorch, a library for tensors, computes
+            the attention. A GPU kernel, a program on the GPU, reads block by block through the table, without a copy.
+            The same tests check the simple code and the kernel.
             """,
             code="engine.attention.torch_backend:TorchAttention",
         ),
@@ -130,12 +134,12 @@ LESSON = Lesson(
         Page(
             "Causal attention after a cache hit",
             """
-            A token sees itself and earlier tokens, never later tokens: attention is causal. If a prompt is computed in
-            one piece, query i, counted from 0, sees keys 0 to i. As a picture, this is a triangle (the mask).
+            A token sees itself and earlier tokens, never later tokens: attention is causal. Key 0 belongs to the first
+            token of the prompt. Query 0 belongs to the first token that the step computes. If a step computes a whole
+            prompt, query i sees keys 0 to i. As a picture, this is a triangle (the mask).
 
-            If the beginning of a prompt is cached, its keys are in the pool. Only the other tokens have queries in this
-            step; query 0 is the first of these. The panel shows a prompt without a cached beginning, then a prompt with
-            a cached beginning. The last line of the panel is the scale.
+            If the beginning is cached, its keys are in the pool, and the step computes only the tokens after it. The
+            panel shows a prompt without, then one with a cached beginning. Its last line is the scale.
             """,
             panel="attention",
             code="engine.attention.base:ForwardMeta",
@@ -162,10 +166,10 @@ LESSON = Lesson(
             NaN.) Free blocks may contain anything. A test fills them with NaN and checks that no result changes. vLLM
             has a null block, too, and SGLang a slot for padding.
 
-            In decode, each key and value that attention reads serves one token. So reading takes most of the time. In
-            the prefill of a long prompt, each key and value serves many tokens. So arithmetic takes most of the time.
-            This engine has a GPU kernel for each of the two. vLLM can compute both with one kernel: FlashAttention
-            takes any number of queries for each request.
+            A decode step computes one token of a request, but attention reads all keys and values of the request. So
+            attention mostly reads. In the prefill of a long prompt, attention reads a key once for many tokens. So
+            attention mostly computes. This engine has one GPU kernel for decode and one for prefill. vLLM can use one
+            kernel for both: FlashAttention takes any number of queries for each request.
             """,
             code="engine.attention.torch_backend:TorchAttention._plan_decodes",
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from random import Random
 from statistics import median
 
@@ -36,10 +37,18 @@ async def rows(stage: Stage) -> Seen:
         await stage.pause(0.6)
     _draw(stage, title, "rows", here, recorded)
     factor = _factor(recorded["8B"], MANY)
-    why = (
-        "\n\nA step of these models reads each weight once for all rows. More rows add arithmetic, and each row reads "
-        "its own keys and values. So an engine computes many requests in one batch."
+    device = recorded_device()
+    sums = (
+        (f"operations for a weight, {MANY} rows", f"2 x {MANY} = {2 * MANY}"),
+        ("operations while a weight is read", _while_read(device.operations_per_byte)),
     )
+    why = (
+        "\n\n" + "\n".join(f"   {name:<36}{value:>14}" for name, value in sums)
+        + f"\n\nA step reads each weight once for all rows. Even with {MANY} rows, the {device.name} finishes the "
+        "arithmetic for a weight before it has read the next weight. So more rows hardly make the step longer, until "
+        "there are about as many rows as operations for a byte. Each row also reads its own keys and values. So an "
+        f"engine computes many requests in one batch.{_uneven(here)}"
+    )  # fmt: skip
     return Seen(_told(here, recorded, "a decode step", "row") + why, 2 if factor < 2 else 1 if factor < MANY / 2 else 0)
 
 
@@ -55,7 +64,13 @@ async def prompt_tokens(stage: Stage) -> Seen:
         here[n] = _median([row for row in done if row.prefill_tokens == n])
         await stage.pause(0.6)
     _draw(stage, title, "tokens", here, recorded)
-    return Seen(_told(here, recorded, "a prompt's step", "token"))
+    decode = _recorded("decode")
+    graphs = (
+        f"\n\nOn the {recorded_device().name}, one token takes longer as a prompt than as a decode row. Its prompts' "
+        "steps were launched kernel by kernel, and use other kernels. Its decode steps were launched as one piece, a "
+        "CUDA graph. (The last lesson explains both.)"
+    ) if all(points[1] > decode[name][1] for name, points in recorded.items()) else ""
+    return Seen(_told(here, recorded, "a prompt's step", "token") + graphs + _uneven(here))
 
 
 def _prompt(stage: Stage, tokens: int, seed: int) -> list[int]:
@@ -96,6 +111,18 @@ def _draw(stage: Stage, title: str, unit: str, here: dict[int, float], recorded:
     device = recorded_device().name
     curves = [Curve(HERE, here), *(Curve(f"{device} {size}", points) for size, points in recorded.items())]
     stage.view.put(Curves(title, unit, SIZES, tuple(curves)))
+
+
+def _while_read(operations_per_byte: float) -> str:
+    each = round(operations_per_byte)
+    return f"2 x {each} = {2 * each}"
+
+
+def _uneven(here: dict[int, float]) -> str:
+    """Returns a sentence if a larger step was measured shorter than a smaller one."""
+    if all(here[few] <= here[many] for few, many in pairwise(SIZES)):
+        return ""
+    return " Times vary: here, a larger step was once measured shorter than a smaller step."
 
 
 def _factor(points: dict[int, float], n: int) -> float:

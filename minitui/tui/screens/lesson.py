@@ -155,6 +155,7 @@ class LessonScreen(BaseScreen[None]):
         for bar in self.query(Bar):
             bar.paint(view)
         shown = self._arrange()
+        self.reading.look(view)
         self.text.paint(view)
         page = self.reading.page
         waits = page is not None and page.run is not None and not self.reading.panel_has_content
@@ -199,7 +200,11 @@ class LessonScreen(BaseScreen[None]):
         reading.running = False
         self.text.top = 0
         if reading.page is None and reading.ready and not reading.prepared and self.stage is not None:
-            self.run_worker(reading.prepare(self.stage), group="lesson", exclusive=True)
+            self._prepare(self.stage)
+
+    def _prepare(self, stage: Stage) -> None:
+        self.reading.prepared = False
+        self.run_worker(self.reading.prepare(stage), group="lesson", exclusive=True)
 
     def action_turn(self, pages: int) -> None:
         """Turn `pages` pages: forward, or back if negative. The next lesson follows the last page."""
@@ -244,7 +249,11 @@ class LessonScreen(BaseScreen[None]):
         if stage is None or reading.running:
             return  # the page says that the engine is starting or an experiment is running
         if reading.page is None:
-            if reading.prepared and reading.question not in reading.revealed:
+            stage.state()
+            reading.look(stage.view)
+            if reading.disturbed and reading.question not in reading.revealed:
+                self._prepare(stage)
+            elif reading.prepared and reading.question not in reading.revealed:
                 stage.view.frame(time.monotonic())
                 reading.reveal(reading.check.answer(stage))
                 self._show_question()

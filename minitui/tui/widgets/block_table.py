@@ -64,7 +64,7 @@ never fragmented. ×4: four requests have this block in their tables and read it
         key = legend(
             ("number", "ink on shared-chip", f"held by {glyphs().times}n"),
             ("number", "ink on active-chip", "private"),
-            ("9/16", "ink", "tokens in the last block"),
+            (f"n/{size}", "ink", "tokens in the last block"),
         )
         return Picture(rows, title=title, note=note, legend=key)
 

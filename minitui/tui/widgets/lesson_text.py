@@ -18,6 +18,7 @@ from minitui.viewmodel.model import View
 
 MAX_TEXT_WIDTH = 100  # columns; longer lines are hard to read
 LEGEND_ENDS = 2  # cells of the text's width that its legend cannot have
+DISTURBED = "The panels have changed. Enter runs the end of the lesson again."
 EARLIER = "The panel shows this run. Since then the engine has run another page; enter runs this page again."
 
 
@@ -159,6 +160,8 @@ def _closing(reading: Reading, width: int) -> list[tuple[str, str]]:
             lines.append((f"{mark} {i + 1}. {piece}" if n == 0 else f"     {piece}", "bold ink" if chosen else "ink"))
         if i in reading.revealed:
             lines += [(f"     {piece}", "hit") for piece in paragraphs(reading.revealed[i], width - 5)]
+        elif chosen and reading.disturbed:
+            lines += [(f"     {piece}", "bold accent") for piece in paragraphs(DISTURBED, width - 5)]
         elif chosen:
             lines += [(f"     {piece}", "dim") for piece in paragraphs(f"See {check.where}", width - 5)]
         lines.append(("", "ink"))

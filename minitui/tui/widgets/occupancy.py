@@ -83,6 +83,7 @@ def waste_words(waste: WasteFigures, room: int) -> str:
         f"{slots} of the requests' blocks unused{share} · {copies} blocks hold a copy · tokens computed again: {long}",
         f"{slots} unused{share} · {copies} block copies · tokens again: {long}",
         f"{slots} unused · {copies} copies · again: {brief}",
+        f"{slots} unused · {copies} block copies · {total} tokens computed again",
         f"{slots} unused · {copies} copies · {total} tokens again",
         f"{short(waste.unused_slots)} slots {copies} copies {total} again",
     )

@@ -31,7 +31,7 @@ the token's id. A space at the beginning of a piece belongs to the piece.""")
         hidden = len(rows) - (height - len(below))
         if hidden > 0:  # the end of the text is where it changes
             rows = rows[hidden:]
-        key = legend(("a", PLAIN[1], "prompt"), ("a", REPLY[0], "reply"), ("a", NEW, "new"))
+        key = legend(("  ", PLAIN[1], "prompt"), ("  ", REPLY[0], "reply"), ("  ", NEW, "new"))
         note = [(f"{glyphs().dots}{hidden} lines above", "dim")] if hidden > 0 else []
         return Picture([*rows, *below], board.title, note, key if board.prompt is not None else [])
 

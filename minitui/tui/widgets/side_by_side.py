@@ -32,7 +32,7 @@ LEGEND_ROWS = 3  # of the legend, if it is below the picture
 ROOMY = 12  # with fewer rows, the steps are left out
 MOST_ZOOM = 1 << 16
 UNITS = {"ms": ("{} ms", "clock: time, the same for both runs"), "steps": ("{} steps", "clock: steps")}
-SOMETIMES = {DRAFTS: "drafts accepted", STALL: "stalled"}  # shown in the legend only if they occur
+SOMETIMES = {DRAFTS: "drafts accepted", STALL: "longest gap"}  # shown in the legend only if they occur
 DOING = {"decode": "decode", "prefill": "prefill", "queued": "wait", "finished": "done"}
 NO_RUN = "no step yet"
 
@@ -308,7 +308,7 @@ def _place(place: float, unit: str) -> str:
 def _step_legend() -> list[Run]:
     """Returns the meaning of the glyphs on the row of steps."""
     kinds = (("decode", "step of decodes only"), ("prefill", "step with a prompt"))
-    return legend(*((mark(kind), STYLES[kind], words) for kind, words in kinds))
+    return legend(*((mark(kind), STYLES[kind], words) for kind, words in kinds), (glyphs().edge, "decode", "next step"))
 
 
 def _no_labels(span: Span) -> list[str]:

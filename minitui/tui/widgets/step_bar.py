@@ -55,7 +55,8 @@ class StepBar(LinePanel, can_focus=False):
             bar = Row(glyphs().unused * width, "faint").done(width)
             title = "Step"
         full, unused = glyphs().active, glyphs().unused
-        entries = [(full, "decode", "decode"), (full, "prefill", "prefill"), (unused, "faint", "unused budget")]
+        entries = [(full, "decode", "decode"), (glyphs().prefill, "prefill", "prefill")]
+        entries.append((unused, "faint", "unused budget"))
         if row.drafted if row is not None else view.last_frame.drafted:
             entries += [(full, "hit", "accepted"), (full, "waiting", "rejected drafts")]
         rows = [bar] if height == 1 else [text, bar]
@@ -157,5 +158,12 @@ def _slices(slices: list[tuple[float, list[str], str]], tokens: float, width: in
     for (_n, labels, style), room in zip(slices, widths, strict=True):
         label = next((text for text in labels if len(text) <= room), "")
         modifier, colour = style.rpartition(" ")[::2]
-        line.add(label.center(room), f"bold {modifier} on-fill on {colour}".replace("  ", " "))
+        labelled = f"bold {modifier} on-fill on {colour}".replace("  ", " ")
+        if not colour.startswith("prefill"):
+            line.add(label.center(room), labelled)
+            continue
+        label = label if len(label) == room else f" {label} "[:room] if label else ""
+        left = (room - len(label)) // 2
+        line.add(glyphs().prefill * left, style).add(label, labelled)
+        line.add(glyphs().prefill * (room - left - len(label)), style)
     return line.to(width, glyphs().unused, "faint").done(width)

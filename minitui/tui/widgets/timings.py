@@ -28,6 +28,7 @@ SLOWEST = 10
 SPANS = (200, 1_000, 5_000, 32_768)  # the numbers of steps that the large form can show
 FIGURE = 7  # cells
 LEAST_TRACK = 12  # cells
+SHARE = 5  # cells: "100 %", and its heading
 
 
 class StepTimings(LinePanel):
@@ -138,7 +139,8 @@ narrow, a time with a plus is an excess, as "launch +12.3", and one without is e
         for i, name in enumerate(("steps", "p50", "p99", "max")):
             row.right(name, LABEL + FIGURE * (i + 1), "dim")
         row.to(LABEL + FIGURE * 4 + 3)
-        return row.add("share of time" if width - row.width >= 13 else "share", "dim").done(width)
+        heading = "share of time" if width - row.width >= 13 else "share" if width - row.width >= SHARE else ""
+        return row.add(heading, "dim").done(width)
 
     def _kind(self, label: str, stats: KindStats, style: str, width: int) -> Runs:
         at = LABEL + FIGURE
@@ -153,6 +155,7 @@ narrow, a time with a plus is an excess, as "launch +12.3", and one without is e
             if stats.share and not filled:
                 filled = 1
             row.add(glyphs().busy * filled, style).add(glyphs().rule * (room - filled), "faint")
+        if width - row.width >= SHARE or room >= 4:
             row.right(f"{100 * stats.share:.0f} %", width, "dim")
         return row.done(width)
 
