@@ -145,19 +145,24 @@ class EngineServer:
                 self._queue_text(engine.step())
                 if engine.gate.stretch_s > 0.0:
                     self._queue_text(engine.drain())
-                    self._flush()
                     if not self._wait_for_slow_motion(engine.gate.stretch_s):
                         return self._successor
                 elif time.perf_counter() >= self._next_flush:
                     self._flush()
 
     def _wait_for_slow_motion(self, seconds: float) -> bool:
-        """Wait for `seconds`, the delay of slow motion; run commands meanwhile. A change of pace or gate ends the wait.
+        """Wait for `seconds`, the delay of slow motion; send and run commands meanwhile. A change of pace or gate ends
+        the wait.
 
-        Returns False if the engine must end.
+        Sending is a part of the delay: at full speed, the writer's thread sends while the next step runs, but here this
+        thread would wait for it and count milliseconds in every step. Returns False if the engine must end.
         """
         gate = self.engine.gate
-        until, pace, state = time.perf_counter() + seconds, gate.pace, gate.state
+        began = time.perf_counter()
+        until, pace, state = began + seconds, gate.pace, gate.state
+        self._flush()
+        if self.engine.has_work:
+            self.engine.log.held += time.perf_counter() - began
         while (left := until - time.perf_counter()) > 0 and (gate.pace, gate.state) == (pace, state):
             with contextlib.suppress(queue.Empty):
                 if not self._run_command(self._next_command(left)):

@@ -39,8 +39,8 @@ class Waste:
     `evicted`: prompt tokens that a request would have taken from the tree, but their blocks had been evicted; only
     evictions that are still remembered count (engine/core/evicted.py). `preempted`: tokens computed again by a request
     that had lost its blocks, by a preemption or with a failed step. `duplicate`: tokens of blocks that were freed
-    because the tree had a block with the same text: two requests computed them at the same time, or the block had the
-    last token of a prompt, which is always computed.
+    because the tree had a block with the same text: two requests computed them at the same time, an answer repeats a
+    cached text, or the block had the last token of a prompt. Answers and the last token are always computed.
     """
 
     evicted: int = 0

@@ -59,8 +59,8 @@ class TraceReader:
         self._scan()
         self.part(0)
         last = self.part(len(self.keyframes) - 1)
-        ended = (record[3] for record in last.records if record[2] in STEP_ENDS)
-        self.last_step = max(ended, default=last.keyframe.step)
+        # The newest planned step: the steps in flight at the end of the recording are part of its last picture.
+        self.last_step = max((r[3] for r in last.records if r[2] == "step"), default=last.keyframe.step)
         self.seconds = last.due[-1] if last.due else last.keyframe.played
         pool = {"num_blocks": last.snapshot["num_blocks"] - 1, "block_size": last.snapshot["block_size"]}
         self.header["info"] = pool | self.header["info"]
@@ -103,8 +103,10 @@ class TraceReader:
     def locate(self, step: int) -> tuple[int, int]:
         """Returns the point of the trace that shows `step`, as (index of a part, number of its records before it).
         Several steps may end while `step` is the newest planned step; the point is the last of these ends. If no step
-        ends in that time, the point is the next end of a step. If `step` is beyond the trace, the point is its end."""
+        ends in that time, the point is the next end of a step. For the last step, the point is the end of the trace."""
         found: tuple[int, int] | None = None
+        if step >= self.last_step:
+            return len(self.keyframes) - 1, len(self.part(len(self.keyframes) - 1).records)
         for index in range(self.part_of_step(step), len(self.keyframes)):
             part = self.part(index)
             planned = part.keyframe.step

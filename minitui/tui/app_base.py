@@ -125,6 +125,13 @@ class AppBase(App[int]):
         return self.view.live.state.gate == "closed"
 
     @property
+    def answer_waits(self) -> bool:
+        """True if the answer of the current chat has not begun, or the engine is paused within it: escape in the prompt
+        then leaves the prompt, and does not cancel the answer."""
+        session = self.session
+        return session.busy and (self.gated or session.messages[-1].state == "queued")
+
+    @property
     def idle(self) -> bool:
         """True if the engine has nothing to compute."""
         return not self.view.live.state.requests and not any(session.busy for session in self.chats.sessions)
@@ -148,6 +155,7 @@ class AppBase(App[int]):
         """Return from the past to the present, where the effect of an action is visible."""
         if self.view.travel_text:
             self.view.present()
+            self.view.leave_step(self.view.horizon)
 
     async def begin_here(self) -> None:
         """Called before a command that lets the engine run."""

@@ -63,7 +63,7 @@ This is a recording. These keys move its playhead.
   < >            slower, faster: from 1/200 to 100 times the engine's speed
   { }            the previous or next bookmark; the first hit, eviction, preemption and failure have bookmarks
   m              bookmark this step; the bookmark is saved in the file
-  g              go to a step by its number
+  g              go to a step by its number; the replay is then paused
 
 The bar at the bottom is the only clock: it says whether the recording plays, and which moment of it all panels show. A
 pause or slow motion of the recorded engine is shown at the top, after the word "recorded".
@@ -142,7 +142,7 @@ class ReplayApp(MinituiApp):
         weights = "with random weights " if info.get("dummy_weights") else ""
         return (
             f"A recording of {info['model']} {weights}on {info['device']}: its steps are real, its text is random and "
-            "not shown. Press p to pause; each step is then explained here."
+            f"not shown. Press {', to go back' if self.replay.ended else 'p to pause'}; each step is explained here."
         )
 
     def switch_mode(self, mode: str) -> Any:
@@ -171,6 +171,7 @@ class ReplayApp(MinituiApp):
     async def _move_playhead(self, step: int) -> None:
         new = await self.replay.control("seek", step=step)
         self.view.present()
+        self.view.leave_step(step)
         if new:
             self.feed.forget()  # not restart(): the panels' history needs the records between the snapshot and the step
             await self.feed.sync()
@@ -187,7 +188,14 @@ class ReplayApp(MinituiApp):
 
     def to_now(self) -> None:
         """Go to the end of the recording."""
-        self.run_worker(self.seek(self.replay.trace.last_step), group="seek", exclusive=True)
+        self.run_worker(self._to_end(), group="seek", exclusive=True)
+
+    async def _to_end(self) -> None:
+        if self.replay.ended:
+            self.view.present()
+            self.view.leave_step(self.view.horizon)
+        else:
+            await self._move_playhead(self.replay.trace.last_step)
 
     async def begin_here(self) -> None:
         """Move the playhead to the step that is shown."""

@@ -49,7 +49,8 @@ BlockEvent = tuple[Any, ...]
 
 class AnnotatedState:
     """A State and two values for each block. `changed`: the engine time at which the block was last allocated, held,
-    released or evicted. `saved`: the prompt tokens that were not computed because the block was in the tree."""
+    released or evicted. `saved`: the prompt tokens that new requests did not compute because the block was in the tree;
+    what a preempted request takes again saves nothing that the request had not computed itself."""
 
     def __init__(self, state: State) -> None:
         n = state.num_blocks
@@ -155,6 +156,8 @@ class AnnotatedState:
         end = request.shared_blocks
         taken = request.table[end - whole : end]
         writer = next((self._writers[b] for b in taken if b in self._writers), None) if self._writers else None
+        if request.preemptions:
+            return writer
         saved = self._saved
         for block in taken:
             saved[block] += size

@@ -140,7 +140,9 @@ class History:
         self.rates.advance(record[1])
         self.tokens.before_step(record[3])
         prefill = self.steps.fold_step(record)
-        self.rates.add_step(self.steps.decoded(record[3]), prefill)
+        lanes = self.lanes.lanes
+        resumed = sum(n for id, _start, n, _samples in record[4] if id in lanes and lanes[id].preemptions)
+        self.rates.add_step(self.steps.decoded(record[3]), prefill, prefill - resumed)
         self.lanes.fold_step(record)
 
     def _draft(self, record: Record) -> None:
@@ -168,8 +170,10 @@ class History:
         rates.advance(record[1])
         lanes.fold(record, rates.now)
         if kind == "match":
-            rates.add("cached", record[4])
-            if (lane := lanes.lanes.get(record[3])) is not None and lane.prompt_tokens > 0:
+            lane = lanes.lanes.get(record[3])
+            again = lane is not None and lane.preemptions > 0
+            rates.add("resumed" if again else "cached", record[4])
+            if lane is not None and lane.prompt_tokens > 0 and not again:
                 self.trends.add("hit rate", min(100.0, 100 * max(0, record[4]) / lane.prompt_tokens))
         elif kind == "first":
             self.trends.add("first token", record[4] + record[5])

@@ -65,6 +65,7 @@ class View(Moment):
         self._timings_at = (-1e9, -1)
         self._fitted_at = -1e9
         self.waste = WasteFigures()
+        self.recomputed = 0  # tokens computed again after preemptions, if the state does not count them
         self._waste_at = -1e9
         self._still_moment: tuple[int, Past | None] | None = None  # `_still` at the last frame
         self._framed = live.state.step
@@ -124,6 +125,8 @@ class View(Moment):
         late = 2 if self.tree.refresh(self.shown, now, force=is_new_still) else 1
         if is_new_still or now - self._waste_at >= late * WASTE_SECONDS:
             self._waste_at, self.waste, late = now, waste_of(self.shown.state), 2
+            if self.waste.again is None:
+                self.recomputed = sum(lane.recomputed(self.horizon) for lane in self.lanes.lanes.values())
         at, horizon = self._timings_at
         if is_new_still or (horizon != self.horizon and now - at >= late * TIMINGS_SECONDS):
             self._timings_at = (now, self.horizon)
@@ -155,6 +158,17 @@ class View(Moment):
         if self.exact or self.last_frame.count <= 1:
             return self.steps.get(self.horizon)
         return None
+
+    def travel_to(self, step: int) -> bool:
+        past = super().travel_to(step)
+        if past or step >= self.steps.last:
+            self.leave_step(self.horizon)
+        return past
+
+    def leave_step(self, step: int) -> None:
+        """End the selection of another step than `step`: the picture goes there."""
+        if self.selection is not None and self.selection.kind == "step" and self.selection.id != step:
+            self.select(None)
 
     def put(self, board: Board | None) -> None:
         """Show what a lesson shows besides the records; None: nothing."""

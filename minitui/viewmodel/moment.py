@@ -182,29 +182,35 @@ class Moment(History):
     # ---- figures of the picture
 
     def speed(self, what: str) -> float:
-        """Returns the tokens per second of "decode" or "prefill". In slow motion, when paused and in the past, only
-        time inside steps counts, so the delays between steps do not lower the speed."""
+        """Returns the tokens per second of "decode" or "prefill", of working time. In slow motion, when paused and in
+        the past, it is that of the steps of the last second, from results to results without pauses: as the gaps of
+        the requests are measured."""
         if not self.slowed and not self.exact:
             return self.rates.per_second(what, 1.0, self.bucket)
         last = self.horizon
         at = self.steps.indices(last - 511, last)
-        wall = self.steps.column("wall")[at]
-        at, wall = at[~np.isnan(wall)], wall[~np.isnan(wall)]
-        recent = np.cumsum(wall[::-1])[::-1] <= 1000.0  # the steps of the last second
-        at, seconds = at[recent], float(wall[recent].sum()) / 1e3
+        took = self.steps.took(at)
+        at, took = at[~np.isnan(took)], took[~np.isnan(took)]
+        recent = np.cumsum(took[::-1])[::-1] <= 1000.0  # the steps of the last second
+        at, seconds = at[recent], float(took[recent].sum()) / 1e3
         decodes, accepted = (int(self.steps.column(name)[at].sum()) for name in ("decodes", "accepted"))
         tokens = decodes + accepted if what == "decode" else int(self.steps.prefilled(at).sum())
         return tokens / seconds if seconds else 0.0
 
     @property
     def saved_in_the_last_minute(self) -> int:
-        """Prompt tokens that requests took from the cache in the last minute of working time."""
+        """Prompt tokens that new requests took from the cache in the last minute of working time."""
         return int(self.recent("cached", round(60 / BUCKET)).sum())
 
     @property
+    def resumed_in_the_last_minute(self) -> int:
+        """Tokens that preempted requests took from the cache again in the last minute of working time."""
+        return int(self.recent("resumed", round(60 / BUCKET)).sum())
+
+    @property
     def hit_rate(self) -> float | None:
-        """The share of prompt tokens that came from the cache in the last minute; None: no prompt tokens."""
-        saved, computed = self.saved_in_the_last_minute, self.recent("prefill", round(60 / BUCKET)).sum()
+        """The share of new requests' prompt tokens that came from the cache in the last minute; None: no tokens."""
+        saved, computed = self.saved_in_the_last_minute, self.recent("missed", round(60 / BUCKET)).sum()
         return saved / (saved + computed) if saved + computed else None
 
     @property

@@ -19,9 +19,11 @@ class Rates:
     not lower the rates.
     """
 
-    SUMS = ("decode", "prefill", "cached", "steps", "drafted", "accepted", "device_ms", "host_ms")
+    # Of new requests, "cached" prompt tokens came from the cache and "missed" were computed. "resumed": the tokens that
+    # requests took from the cache again after a preemption. "prefill": all tokens of prompts and of resumed requests.
+    SUMS = ("decode", "prefill", "cached", "missed", "resumed", "steps", "drafted", "accepted", "device_ms", "host_ms")
     LEVELS = ("running", "waiting", "used")  # each bucket keeps the last value
-    MARKED = ("decode", "prefill", "cached", "worst_ms")
+    MARKED = ("decode", "prefill", "cached", "missed", "resumed", "worst_ms")
 
     def __init__(self) -> None:
         names = (*self.SUMS, *self.LEVELS, "worst_ms")
@@ -74,13 +76,14 @@ class Rates:
     def level(self, name: str, value: float) -> None:
         self._columns[name][self._slot] = value
 
-    def add_step(self, decodes: int, prefill: int) -> None:
-        """Count a planned step."""
+    def add_step(self, decodes: int, prefill: int, missed: int) -> None:
+        """Count a planned step: its tokens of answers, of prompts, and of prompts of new requests."""
         columns, slot = self._columns, self._slot
         columns["decode"][slot] += decodes
         columns["steps"][slot] += 1
         if prefill:
             columns["prefill"][slot] += prefill
+            columns["missed"][slot] += missed
 
     def add_durations(self, wall_ms: float, host_ms: float, device_ms: float | None) -> None:
         """Count the durations of a finished step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from minitui.text import count, ms
+from minitui.viewmodel.events import SHORTEST_PAUSE_S
 from minitui.viewmodel.requests import RequestFigures
 from minitui.viewmodel.token_gaps import Gap
 
@@ -24,7 +25,9 @@ def figures_in_words(row: RequestFigures) -> list[str]:
     gaps = row.gaps
     parts = [f"prompt {count(row.prompt_tokens, 'token')}, {row.cached_tokens:,} cached"]
     if row.first_so_far_ms is not None:
-        parts.append(f"first token: {first_token_words(row)}")
+        long = row.paused_ms >= 1e3 * SHORTEST_PAUSE_S
+        paused = f", and {row.paused_ms / 1e3:,.1f} s in the queue while the engine was paused" if long else ""
+        parts.append(f"first token: {first_token_words(row)}{paused}")
     elif row.queue_ms is not None:
         parts.append(f"queue {ms(row.queue_ms)} ms")
     if gaps is not None and gaps.tok_s:
@@ -58,6 +61,7 @@ def request_json(row: RequestFigures, name: str, causes: dict[str, float], why: 
         "request": row.id, "chat": name, "state": row.state, "finished": not row.live,
         "prompt_tokens": row.prompt_tokens, "cached_tokens": row.cached_tokens,
         "output_tokens": gaps.tokens if gaps is not None else None, "queue_ms": _rounded(row.queue_ms),
+        "queue_paused_ms": round(row.paused_ms, 3),
         "prefill_ms": _rounded(row.prefill_ms), "first_token_ms": _rounded(row.first_ms),
         "gaps": gaps.count if gaps is not None else None,
         "gap_p50_ms": _rounded(gaps.p50) if gaps is not None else None,

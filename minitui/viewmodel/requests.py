@@ -38,6 +38,7 @@ class RequestFigures:
     recomputed_tokens: int  # tokens whose KV was computed again after a preemption
     reused_tokens: int  # tokens that came from the cache after a preemption
     after_evictions: int  # prompt tokens that were computed because their cached blocks had been evicted
+    paused_ms: float = 0.0  # time in the queue while the engine was paused or slowed; not part of `queue_ms`
     waits_ms: float | None = None  # how long a live request has waited for its first token so far
 
     @property
@@ -133,7 +134,7 @@ class Requests:
             lane.id, lane.group, doing, request is not None, lane.prompt_tokens, cached, queue, prefill, gaps,
             self._running(view, lane, request, gaps), blocks,
             lane.preemptions if request is None else request.preemptions, lane.recomputed(view.horizon),
-            lane.taken_again(view.horizon), lane.after_evictions(view.horizon),
+            lane.taken_again(view.horizon), lane.after_evictions(view.horizon), _paused(view, lane),
             _waits(view, lane) if request is not None and prefill is None else None,
         )  # fmt: skip
 
@@ -152,6 +153,14 @@ class Requests:
 def _waits(view: View, lane: Lane) -> float | None:
     """Returns the time since the request was submitted; None if this was before the history began."""
     return None if lane.submitted is None else (view.working_now - lane.submitted) * 1e3
+
+
+def _paused(view: View, lane: Lane) -> float:
+    """Returns the time in ms that the request waited for admission while the engine was paused or slowed."""
+    request = view.shown.state.requests.get(lane.id)
+    if lane.submitted is None or request is None or request.admitted:
+        return lane.paused_s * 1e3
+    return max(0.0, view.picture_now - lane.submitted_t - (view.working_now - lane.submitted)) * 1e3
 
 
 def _first_token(

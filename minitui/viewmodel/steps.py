@@ -277,6 +277,12 @@ class Steps:
             view = self._views[name] = np.frombuffer(store, store.typecode)
         return view
 
+    def took(self, at: np.ndarray) -> np.ndarray:
+        """Returns, for each step at these column indices, `StepRow.took_ms`; nan if it is unknown."""
+        parts = [self.column(f"part:{name}")[at] for name in ("commit", "emit", "plan", "launch", "wait")]
+        wall, total = self.column("wall")[at], np.sum(parts, axis=0)
+        return np.where(np.isnan(wall) | np.isnan(total), wall, total)
+
     def prefilled(self, at: np.ndarray) -> np.ndarray:
         """Returns, for each step at these column indices, the number of prompt tokens computed."""
         return self.column("tokens")[at] - self.column("decodes")[at] - self.column("drafted")[at]

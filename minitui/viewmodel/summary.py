@@ -18,10 +18,13 @@ def summary(view: View) -> list[str]:
         return []
     state, live = view.live.state, view.live
     saved = count(view.saved_in_the_last_minute, "prompt token")
+    working = " of working time" if view.knows_the_last_minute else ""
     share = f": {100 * view.hit_rate:.1f} % of all" if view.hit_rate is not None else ""
+    resumed = view.resumed_in_the_last_minute
+    again = f"; resumed requests took {count(resumed, 'token')} from the cache again" if resumed else ""
     nodes = "; ".join(_node(node) for node in view.tree.evicted_next(live, view.decode))
     texts = [
-        f"the cache saved {saved} {view.last_minute}{share}",
+        f"the cache saved {saved} {view.last_minute}{working}{share}{again}",
         f"evicted next: {nodes or 'nothing, requests hold all cached texts'}",
     ]
     if is_under_pressure(state):

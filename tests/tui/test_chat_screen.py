@@ -539,6 +539,11 @@ async def test_gate_step_pace_and_run_until_reach_the_engine():
         app.screen.set_focus(None)
         await press(pilot, "p")
         await until(pilot, lambda: app.gated)
+        await press(pilot, "i")
+        app._frame()
+        assert "esc keys (engine paused)  esc esc cancel" in screen.query_one(StatusBar).text
+        await press(pilot, "escape")  # leaves the prompt: a paused answer would be lost
+        assert app.session.busy and app.focused is screen.transcript
         assert "PAUSED" in screen.query_one(TopBar).text
         step = app.view.live.state.step
         await press(pilot, "n")

@@ -21,6 +21,7 @@ from minitui.export import png
 from minitui.export.png import find_browser
 from minitui.export.svg import screen_svg
 from minitui.teaching.demo import DEMOS
+from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceError
 from minitui.tui.demo import play_in_app
 from minitui.tui.replay_app import ReplayApp, replay_app, shortened
@@ -119,6 +120,29 @@ async def test_the_bar_is_the_only_clock_and_keys_go_to_the_begin_and_the_end(si
         await until(pilot, lambda: not app.replay.paused and 1 < app.view.horizon < last)
         assert not app.feed.frozen
         assert "REPLAY plays" in bar(app)
+
+
+async def test_a_recording_has_one_end_with_the_steps_in_flight_however_it_is_reached() -> None:
+    ends = []
+    for paused in (False, True):
+        app = replay_app(str(find_trace("vllm-8b")), speed=0.05)
+        async with app.run_test(size=(120, 36)) as pilot:
+            await until(pilot, lambda app=app: app.feed.live and app.replay.step > 2510)  # type: ignore[misc]
+            await press(pilot, *["p"] * paused, "E")
+            await until(pilot, lambda app=app: app.replay.ended and not app.feed.backlog)  # type: ignore[misc]
+            last = bar(app)
+            assert "REPLAY end" in last and f"step {app.view.horizon:,} of {app.view.horizon:,} " in last
+            running = sum(request.state == "running" for request in app.view.shown.state.requests.values())
+            ends.append((app.view.horizon, running, app.view.hit_rate, app.view.saved_in_the_last_minute, last))
+            await press(pilot, "comma", "E")  # from the past of the end
+            await until(pilot, lambda app=app: not app.view.travel_text)  # type: ignore[misc]
+            assert bar(app) == last
+            assert "Press , to go back; each step is explained here" in " ".join(app._about().split())
+            app.view.select("step", 2700)  # as Enter in a list of steps does
+            await press(pilot, "g", *"2564", "enter")  # at the end, which plays unless it is paused
+            await until(pilot, lambda app=app: app.position == 2564 == app.view.horizon)  # type: ignore[misc]
+            assert app.replay.paused and app.view.selection is None and "REPLAY paused" in bar(app)
+    assert ends[0] == ends[1] and ends[0][0] == 2845
 
 
 async def test_bookmarks_are_visited_and_kept(playing: tuple[ReplayApp, Pilot[Any]]) -> None:

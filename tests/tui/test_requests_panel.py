@@ -270,7 +270,8 @@ async def test_in_the_past_the_table_shows_the_requests_of_that_step(tmp_path: P
 def cell(name: str, row: RequestFigures) -> str:
     column = next(column for column in COLUMNS if column.name == name)
     value = column.value(row)
-    return "–" if value is None else column.text(value)
+    so_far = "+" * (row.waits_ms is not None and (name == "first" or (name == "queue" and row.state == "waits")))
+    return "–" if value is None else column.text(value) + so_far
 
 
 def test_every_cell_of_the_table_is_the_figure_of_its_request() -> None:
@@ -283,6 +284,7 @@ def test_every_cell_of_the_table_is_the_figure_of_its_request() -> None:
         assert line.split()[0] == f"r{row.id}" and line.split()[1] == row.state
         figures = line[9 + 10 + 14 :].split()[: len(names) - 2]
         assert figures == [cell(name, row) for name in names[2:]]
+    assert any(row.waits_ms is not None for row in table.rows)
 
 
 def test_a_narrow_table_shows_the_column_by_which_it_is_sorted() -> None:

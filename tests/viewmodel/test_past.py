@@ -8,11 +8,13 @@ import pytest
 
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
+from minitui.tui.widgets.occupancy import waste_words
 from minitui.viewmodel.model import View
 from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.spans import Timeline
 from minitui.viewmodel.stalls import Stalls
 from minitui.viewmodel.story import tell
+from minitui.viewmodel.summary import summary
 from tests.support.golden import GOLDEN
 
 
@@ -58,6 +60,32 @@ def test_the_past_says_what_the_live_picture_said_at_that_step(name: str) -> Non
     later = [lane.id for lane in whole.lanes.lanes.values() if not whole.begun(lane)]
     assert later or name == "small-pool"
     assert all("not submitted yet" in tell(whole, "request", request).lines[0][1] for request in later)
+
+
+def test_what_a_preempted_request_takes_again_is_not_saved() -> None:
+    reader, view = TraceReader(bundled()["small-pool"]), View()
+    view.reset(reader.part(0).snapshot)
+    view.fold(list(reader.records()))
+    view.frame(0.0)
+    lanes = view.lanes.lanes.values()
+    assert sum(lane.cached_tokens for lane in lanes) == 0 < sum(lane.preemptions for lane in lanes)
+    assert (view.saved_in_the_last_minute, view.hit_rate, int(view.shown.saved.sum())) == (0, 0.0, 0)
+    assert view.resumed_in_the_last_minute == sum(lane.taken_again(view.horizon) for lane in lanes) == 96
+    assert any("resumed requests took 96 tokens from the cache again" in line for line in summary(view))
+    assert view.recent("missed", 240).sum() == sum(lane.prompt_tokens for lane in lanes)
+    view.travel_to(20)
+    view.frame(0.0)
+    assert view.resumed_in_the_last_minute == 0
+
+
+def test_vllm_counts_no_tokens_computed_again_but_those_of_preempted_requests_are_known() -> None:
+    reader, view = TraceReader(bundled()["vllm-8b"]), View()
+    view.reset(reader.part(0).snapshot)
+    view.fold(list(reader.records()))
+    view.frame(0.0)
+    assert view.waste.again is None
+    again = sum(row.recomputed_tokens for row in Requests().figures(view))
+    assert f"again: {again:,} preempted, others –" in waste_words(view.waste, 90, view.recomputed) and again > 500
 
 
 def test_a_gap_in_the_first_steps_is_explained_with_the_steps_that_are_known_now() -> None:

@@ -386,7 +386,7 @@ def test_slow_motion_and_pauses_do_not_lower_the_rates():
         rates.gate(closed)
         for _ in range(2000):
             rates.advance(t)
-            rates.add_step(4, 0)
+            rates.add_step(4, 0, 0)
             t += 0.005
             rates.advance(t)
             rates.add_durations(5.0, 0.2, 4.8)

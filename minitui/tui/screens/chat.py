@@ -179,7 +179,10 @@ class ChatScreen(BaseScreen[None]):
 
     def on_prompt_left(self) -> None:
         app = self.app
-        if not app.chats.cancel(app.session):
+        if app.answer_waits:
+            self.transcript.focus()
+            app.say("the answer waits; letters are now keys, i goes to the prompt, esc again cancels the answer")
+        elif not app.chats.cancel(app.session):
             self.transcript.focus()
 
     def on_prompt_scroll(self, message: Prompt.Scroll) -> None:

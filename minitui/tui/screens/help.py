@@ -74,7 +74,12 @@ Try: ask a question, press esc, then r: the same question in a new chat uses the
     "inspect": """\
 The engine records what it does, step by step. This screen is computed from those records.
 
-  vitals         the engine's health: speed, running and waiting requests, cache hits, pool, time per step
+  vitals         the engine's health: tokens per second of answers and prompts over the last second of working time,
+                 running and waiting requests, the share of new prompts' tokens that came from the cache in the last
+                 minute, the pool, the median time of decode steps. Working time passes only while the engine works:
+                 not while paused, without the delay of slow motion. (After such a delay the processor's caches are
+                 cold: a step of a small model on a CPU can take two or three times as long.) "Since step 2,509": no
+                 earlier records are known
   step           what one step computes: one token for each decoding request, and chunks of prompts
   KV blocks      the pool: free, cached (only in the tree), active (one request), shared (several requests); the waste
   block table    positions → blocks of the selected request; the last block is partly filled
@@ -245,5 +250,6 @@ def _explained(binding: Binding) -> str:
 PROMPT_HELP = Content(
     "enter sends · ctrl+j breaks the line · tab or right accepts the completion · up and down move in the list, or "
     "recall earlier questions · page keys scroll the chat · esc closes the list, else cancels the answer, else leaves "
-    "the prompt · ctrl+g leaves the prompt while the answer continues"
+    "the prompt; while an answer waits or the engine is paused, esc leaves the prompt, and esc again cancels · "
+    "ctrl+g leaves the prompt while the answer continues"
 )

@@ -93,6 +93,7 @@ class PlayheadScreen(BaseScreen[None]):
         if not number.isdigit() or int(number) > last:
             self.app.say(f"there is no step {text.strip()!r}: this recording has steps 0 to {last:,}", error=True)
             return
+        self._replay.replay.set_paused(True)  # a replay that plays would leave the step at once
         self.app.run_worker(self._replay.seek(int(number)), group="seek", exclusive=True)
 
 

@@ -42,9 +42,14 @@ just changed.
 Waste is memory or work that serves nothing. Unused slots are the places in the requests' blocks that hold no token yet;
 most are in the last block of each request, so smaller blocks waste fewer. A copy is a block that holds the same tokens
 after the same prefix as another block: without the prefix cache, or with different cache salts, requests do not share.
-Tokens computed again: prompt tokens whose cached blocks had been evicted, tokens that a preempted request had computed
-before, and duplicates: tokens that two requests computed at the same time, and the last token of a cached prompt with
-its block. A larger pool avoids the first two. A dash stands for figures that the recording does not have.""")
+Tokens computed again, since the engine started: prompt tokens whose cached blocks had been evicted, tokens that a
+preempted request had computed before, and duplicates. A duplicate is a token of a block that was freed because the tree
+already had a block with the same text. This happens when two requests compute the same prompt at the same time; when
+an answer repeats a cached answer, because the tokens of an answer are always computed; and with the last token of a
+cached prompt and its block. A larger pool avoids evictions and preemptions. A dash stands for figures that the
+recording does not have. vLLM does not report tokens computed again: then only what preempted requests computed again is
+known, from their steps. vLLM keeps one block of its pool, the null block, for itself: of 1,200 blocks, 1,199 hold
+tokens.""")
     BINDINGS: ClassVar = [
         Binding("left", "move(-1, 0)", "block before", show=False, id="map.left"),
         Binding("right", "move(1, 0)", "block after", show=False, id="map.right"),

@@ -66,21 +66,24 @@ def lead(shown: AnnotatedState) -> Row:
     return Row("KV pool ", "dim").add(f"{percent} % ", "bold ink")
 
 
-def waste_words(waste: WasteFigures, room: int) -> str:
-    """Returns the figures in the longest wording that has at most `room` characters, else in the shortest."""
+def waste_words(waste: WasteFigures, room: int, recomputed: int = 0) -> str:
+    """Returns the figures in the longest wording that has at most `room` characters, else in the shortest. If tokens
+    computed again are not recorded, only the tokens `recomputed` by the known preempted requests are known."""
     again, copies = waste.again, "–" if waste.copies is None else f"{waste.copies:,}"
     share = f" ({100 * waste.unused_slots / waste.slots:.0f} %)" if waste.slots else ""
     slots = count(waste.unused_slots, "slot")
     if again is None:
-        long = brief = "–"
-        total = "–"
+        long = brief = f"{recomputed:,} preempted, others –"
+        total = f"{short(recomputed)} preempted"
     else:
         parts = (again.evicted, "evicted"), (again.preempted, "preempted"), (again.duplicate, "duplicate")
         long = ", ".join(f"{tokens:,} {why}" for tokens, why in parts)
         brief = f"{again.evicted:,} evicted {again.preempted:,} preempted {again.duplicate:,} duplicate"
         total = short(again.evicted + again.preempted + again.duplicate)
+    whole = f"{slots} of the requests' blocks unused{share} · {copies} blocks hold a copy · tokens computed again"
     wordings = (
-        f"{slots} of the requests' blocks unused{share} · {copies} blocks hold a copy · tokens computed again: {long}",
+        f"{whole} since the start: {long}",
+        f"{whole}: {long}",
         f"{slots} unused{share} · {copies} block copies · tokens again: {long}",
         f"{slots} unused · {copies} copies · again: {brief}",
         f"{slots} unused · {copies} block copies · {total} tokens computed again",
@@ -93,7 +96,7 @@ def waste_words(waste: WasteFigures, room: int) -> str:
 def waste(view: View, width: int) -> Row:
     """Returns the row about the waste."""
     lead = "waste "
-    return Row(lead, "dim").add(waste_words(view.waste, width - len(lead)), "dim")
+    return Row(lead, "dim").add(waste_words(view.waste, width - len(lead), view.recomputed), "dim")
 
 
 class Occupancy(LinePanel, can_focus=False):

@@ -37,6 +37,11 @@ class Heading:
     words: bool = False
 
 
+def _so_far(figures: RequestFigures, column: str) -> bool:
+    """True if the figure of this column still grows: the request waits for its first token."""
+    return figures.waits_ms is not None and (column == "first" or (column == "queue" and figures.state == "waits"))
+
+
 def _ms(value: Value) -> str:
     return ms(float(value or 0.0))
 
@@ -69,7 +74,8 @@ class RequestTable(LinePanel):
     TITLE = "Requests"
     help_text = paragraphs("""\
 One line for each request that runs, waits, or finished recently. All times are in milliseconds; pauses and slow
-motion do not count. "first" is the time to first token: queue + prefill, or the time until now. A gap is the time
+motion do not count. "first" is the time to first token: queue + prefill. "+" marks a wait that has not ended: the time
+so far. A gap is the time
 between two tokens of a request; accepted drafts arrive together with a token. p50 and p99 are percentiles of the last
 gaps (at most 4,096), "longest" is the longest gap, also one that has not ended ("so far"), and the text at the end says
 what caused this gap. "cached" is the number of prompt tokens that came from the tree. "blocks" is the number of blocks
@@ -200,7 +206,7 @@ selection, Enter opens the timeline of the request with the longest gap.""")
                 style = (STATES.get(figures.state, "dim") + ground) if column.name == "state" else style
                 row.add(fit(column.text(value), column.width - 1, glyphs().dots), style)
             else:
-                text = glyphs().dash if value is None else column.text(value)
+                text = glyphs().dash if value is None else column.text(value) + "+" * _so_far(figures, column.name)
                 if value is not None and ((worst and column.name == "longest") or (waited and column.name == "first")):
                     style = "bold bad" + ground
                 row.to(end - len(text), " ", style).add(text, style)
@@ -242,7 +248,9 @@ selection, Enter opens the timeline of the request with the longest gap.""")
         if row is waited:
             return [Row(fit(f"r{row.id}, the longest wait for a first token: {words}", width), "ink").done(width)]
         longest = f" (longest: r{waited.id} with {ms(waited.first_so_far_ms or 0.0)} ms)"
-        return [Row(fit(f"r{row.id}, its first token: {words}{longest}", width), "ink").done(width)]
+        short = f"{ms(row.first_so_far_ms)} ms{' so far' * (row.first_ms is None)}"
+        texts = f"r{row.id}, its first token: {words}{longest}", f"r{row.id}, first token: {short}{longest}"
+        return [Row(next((text for text in texts if len(text) <= width), texts[-1]), "ink").done(width)]
 
     # ---- keys and the mouse
 

@@ -39,7 +39,10 @@ class StatusBar(Bar):
 
     def _typing_hints(self) -> list[Hint]:
         escape = [("esc", "keys")]
-        if self.app.session.busy:
+        if self.app.answer_waits:
+            state = "engine paused" if self.app.gated else "answer waits"
+            escape = [("esc", f"keys ({state})"), ("esc esc", "cancel")]
+        elif self.app.session.busy:
             escape = [("esc", "cancel"), (self.app.key_of("keys"), "keys")]
         return [("enter", "send"), *escape, ("/", "commands"), ("tab", "complete"), ("ctrl+j", "new line")]
 

@@ -88,5 +88,6 @@ def describe_engine(info: dict[str, object]) -> str:
     known = [str(info[name]) for name in ("model", "device", weights) if name in info]
     if "num_blocks" in info:  # only minitui's servers report the pool
         small = " in fp8" if info.get("kv_cache_dtype") == "fp8" else ""
-        known.append(f"{info['num_blocks']:,} blocks of {info['block_size']}{small}")
+        null = " (1 null)" if str(info.get("engine", "")).startswith("vLLM") else ""  # vLLM counts its null block
+        known.append(f"{info['num_blocks']:,} blocks of {info['block_size']}{small}{null}")
     return dot.join(known)

@@ -48,12 +48,15 @@ class RadixTree(LinePanel):
     help_text = paragraphs("""\
 The prefix cache. Each node is a run of tokens whose keys and values are in the pool; the nodes on a path from the top
 form a text. A new prompt follows the tree as far as its tokens match, uses the blocks of the matching tokens, and
-computes only the rest. Users: the requests that hold the node now. Saved: the prompt tokens that requests took from the
-node instead of computing them. Nodes without users can be evicted; evict # is the order of eviction: least recently
+computes only the rest. Users: the requests that hold the node now. Saved: the prompt tokens that new requests took from
+the node instead of computing them. What a preempted request takes again is not saved: the request had computed these
+tokens itself. Nodes without users can be evicted; evict # is the order of eviction: least recently
 used leaf first. The nodes with the numbers 1 to 4 are always shown below the tree. When few blocks are free, a line
 names the blocks that the next allocations take: first the free blocks, then the last blocks of node 1, and so on. The
-last line says how many prompt tokens the cache saved in the last minute of working time. A
-large panel (z) also has the whole text of the selected node.""")
+last line says how many prompt tokens the cache saved in the last minute, and how many tokens preempted requests took
+again. Working time counts: a minute does not pass while the engine is paused or while slow motion delays its steps.
+"Since step 2,509": no earlier records of this minute are known. ◌ marks a node of which the running step still
+computes blocks. A large panel (z) also has the whole text of the selected node.""")
     BINDINGS: ClassVar = [
         Binding("up", "move(-1)", "node above", show=False, id="tree.up"),
         Binding("down", "move(1)", "node below", show=False, id="tree.down"),
@@ -207,7 +210,12 @@ large panel (z) also has the whole text of the selected node.""")
         if hidden:
             row.add(f"+{count(hidden, 'node')}", "ink").add(" · ", "dim")
         words, saved, when = f"{count(evictable, 'token')} evictable", view.saved_in_the_last_minute, view.last_minute
+        resumed = f" · {view.resumed_in_the_last_minute:,} again after preemptions"
         texts = [
+            (words + " · ", f"{count(saved, 'prompt token')} saved {when}" + resumed),
+            ("", f"{saved:,} saved {when}" + resumed),
+        ] if view.resumed_in_the_last_minute else []  # fmt: skip
+        texts += [
             (words + " in total · ", f"{count(saved, 'prompt token')} saved {when}"),
             (words + " · ", f"{saved:,} saved {when}"),
             ("", f"{count(saved, 'prompt token')} saved {when}"),

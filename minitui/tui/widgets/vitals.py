@@ -56,7 +56,7 @@ def vitals(view: View, n: int) -> list[Vital]:
         Vital("running", f"{running:,}", (f"+{waiting} waiting", f"+{waiting} wait", f"+{waiting}"),
               series("running"), "running"),
         Vital("hit rate", hit_rate, (*since, "%"),
-              _rolling(series("cached", n + 20), series("prefill", n + 20), n), "hit", top=1.0),
+              _rolling(series("cached", n + 20), series("missed", n + 20), n), "hit", top=1.0),
         Vital("pool", "<1" if 0 < 1 - free / total < 0.01 else f"{100 * (1 - free / total):.0f}",
               (f"% used, {held:.0f} % held", f"% · {held:.0f} % held", "%"),
               series("used"), "pool", top=1.0),
