@@ -56,6 +56,7 @@ class Glyphs:
     gc: str = _glyph("▚", "G")
     delayed: str = _glyph("▞", "d")
     stop: str = _glyph("■", "s")
+    cut: str = _glyph("◂", "<")  # at the left edge: what begins before the picture
     folded: str = _glyph("▸", ">")
     unfolded: str = _glyph("▾", "v")
 

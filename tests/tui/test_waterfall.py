@@ -15,7 +15,7 @@ from minitui.trace.bundled import bundled, find_trace
 from minitui.trace.reader import TraceReader
 from minitui.tui.glyphs import use_ascii
 from minitui.tui.widgets.rows import plain
-from minitui.tui.widgets.tracks import SCALES, mark, track
+from minitui.tui.widgets.tracks import SCALES, Scale, mark, track
 from minitui.tui.widgets.waterfall import MOST_STEPS, Waterfall
 from minitui.viewmodel.limits import limits
 from minitui.viewmodel.model import View
@@ -119,6 +119,13 @@ def test_a_line_says_whether_the_host_or_the_device_limits(gpu: View) -> None:
     assert limits(Steps(), -1) == []
     vllm = folded_view(TraceReader(find_trace("vllm-8b")))
     assert "unknown: the engine does not report its waits" in "\n".join(drawn(Waterfall(), vllm, 80))
+
+
+def test_a_step_that_began_before_the_picture_is_marked_at_the_left_edge() -> None:
+    step = Span("step", 36, 10.0, 32.8, 22.8)
+    for left, begin in ((10.0, "│36 "), (25.3, "◂36 ")):
+        runs = track([step], Scale(left, 1.0, 40), None, lambda _: ["36"])
+        assert "".join(text for text, _ in runs).startswith(begin)
 
 
 def test_requests_show_their_phases_and_the_selected_one_is_in_sight(gpu: View) -> None:

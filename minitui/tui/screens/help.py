@@ -92,7 +92,8 @@ The engine records what it does, step by step. This screen is computed from thos
   trends         (6) first tokens, token gaps, hit rate, pool and queue over the last minutes and hours
 
 Tab goes to the next panel, and ? explains the panel with the focus. Select an item with the arrow keys: every panel
-marks it. z shows one panel alone.""",
+marks it. z shows one panel alone. Enter in a list of steps or gaps goes to that moment and shows all panels; esc goes
+back to the list.""",
     "lecture": """\
 One sentence says what the step did and why. Below it are the step, the blocks and the tree; what has changed glows.
 

@@ -110,8 +110,8 @@ label names that request.""")
             return
         steps = last.step - view.steps.since(last.t - SPAN_SECONDS, last.step) + 1
         needed_k = next((k for k in STEPS_PER_COLUMN if k * self.columns >= steps), STEPS_PER_COLUMN[-1])
-        # Choose a smaller k only if all steps clearly fit, so that the scale does not change back and forth.
-        if needed_k > self.k or (2.5 * needed_k < self.k and steps < 0.8 * needed_k * self.columns):
+        # In a moving picture, choose a smaller k only if all steps clearly fit: the scale must not jump to and fro.
+        if view.still or needed_k > self.k or (2.5 * needed_k < self.k and steps < 0.8 * needed_k * self.columns):
             self.k = needed_k
 
     def _scale(self, view: View, width: int, horizon: int) -> Runs:

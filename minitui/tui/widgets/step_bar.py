@@ -26,7 +26,7 @@ def contents(row: StepRow, most: int = 4) -> str:
         parts.append(count(row.drafted, "draft") + (f" ({row.accepted} accepted)" if row.end_seq else ""))
     parts += [f"r{chunk[0]} prefill {chunk[2]:,}" for chunk in row.chunks[:most]]
     if len(row.chunks) > most:
-        parts.append(count(len(row.chunks) - most, "more chunk"))
+        parts.append(count(len(row.chunks) - most, "more chunk" if most else "chunk"))
     return " + ".join(parts)
 
 
@@ -69,8 +69,10 @@ class StepBar(LinePanel, can_focus=False):
         line.add(f"step {row.step:,}", "bold ink").add("  ")
         line.add(f"{row.tokens:,}", "bold ink")
         text, of = contents(row), f" of {budget:,} tokens  "
-        if line.width + len(of) + len(text) > width:  # leave a word out, so that no figure is cut off
+        if line.width + len(of) + len(text) > width:  # leave words out, so that no figure is cut off
             of = f" of {budget:,}  "
+            texts = [contents(row, most) for most in range(4, -1, -1)]
+            text = next((text for text in texts if line.width + len(of) + len(text) <= width), texts[-1])
         line.add(of, "dim").add(text)
         took = f"{ms(row.took_ms)} ms" if row.took_ms is not None else ""
         if took and line.width + 2 + len(took) <= width:

@@ -39,7 +39,7 @@ class TopBar(Bar):
             row.add(f" {label} ", "bold on-fill on hit" if self.app.current_mode == mode else "dim")
         flags = self._flags(view)
         room = width - row.width - sum(len(text) for text, _ in flags) - 2
-        about = describe_engine(self.app.source.info)
+        about = describe_engine(self.app.source.info, room - 3)
         if len(about) + 3 <= room:
             row.add("   " + about, "dim")
         elif room > 12:
@@ -79,8 +79,9 @@ class TopBar(Bar):
             start += len(label) + 2
 
 
-def describe_engine(info: dict[str, object]) -> str:
-    """Returns the model, the device and the pool in a few words; empty before they are known."""
+def describe_engine(info: dict[str, object], room: int) -> str:
+    """Returns the model, the device and the pool in a few words; empty before they are known. If they do not fit into
+    `room` cells, the weights are left out, then the device and the pool."""
     if not info:
         return ""
     dot = f" {glyphs().middot} "
@@ -90,4 +91,6 @@ def describe_engine(info: dict[str, object]) -> str:
         small = " in fp8" if info.get("kv_cache_dtype") == "fp8" else ""
         null = " (1 null)" if str(info.get("engine", "")).startswith("vLLM") else ""  # vLLM counts its null block
         known.append(f"{info['num_blocks']:,} blocks of {info['block_size']}{small}{null}")
+    while len(known) > 1 and len(dot.join(known)) > room:
+        del known[-2 if len(known) > 2 else -1]
     return dot.join(known)

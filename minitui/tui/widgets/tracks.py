@@ -85,7 +85,8 @@ def track(
             text = glyph * width
             label = next((text for text in labels(span) if len(text) < width), "")
             if span.kind == STEP:
-                label = ("│" + label)[:width]
+                cut = not first and span.begin < scale.left - scale.ms / 2  # its begin is outside the picture
+                label = ((glyphs().cut if cut else "│") + label)[:width]
             elif not label and runs and first and width > 1 and runs[-1][1] == style and glyph != " ":
                 text = glyphs().edge + text[1:]
         label_style = "dim" if style in PLAIN else f"bold on-fill on {style}"

@@ -36,6 +36,8 @@ between two tokens of a request, also if it was preempted between them. "Hit rat
 from the cache. "Pool" is the share of blocks that hold data, and "queue" the number of waiting requests; both are
 measured whenever records arrive. Percentiles are exact within 3 %. Pauses and slow motion do not count as time.
 
+The charts count all first tokens of their span; the median in Timings is that of the last 32 first tokens.
+
 The figures beside each name are of the whole span, or of the column under the cursor. If the largest value is much
 larger than the usual one, the scale is logarithmic.""")
     BINDINGS: ClassVar = [

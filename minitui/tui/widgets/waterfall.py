@@ -58,6 +58,8 @@ The row of pauses shows garbage collection (gc), time in which another program u
 that stopped the process (stop). Their lengths are measured, their places inside the step are not: they are drawn at
 its end. A dash means that the device does not report its time.
 
+◂ at the left edge marks a step that began before the picture; ╱ (? in ASCII) marks unaccounted time.
+
 The picture follows the newest step. It stops if you move it or the cursor; press "end" to follow again. The mouse
 wheel changes the scale, dragging moves the picture, and a click sets the cursor.""")
     BINDINGS: ClassVar = [
