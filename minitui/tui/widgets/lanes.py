@@ -89,7 +89,9 @@ label names that request.""")
 
     def _legend(self, view: View, width: int) -> list[Run]:
         marks = _marks()
-        entries = [(marks[code], STYLES[code], word) for code, word in WORDS.items()]
+        lanes = view.lanes.lanes
+        left_out = -1 if any(lanes[id].preemptions for slot in self.rows.slots for id in slot) else PREEMPTED
+        entries = [(marks[code], STYLES[code], word) for code, word in WORDS.items() if code != left_out]
         if any(lane.gains for lane in view.lanes.active.values()):
             entries.append((glyphs().gaining, "hit", "drafts accepted"))
         if any(len(slot) > 1 for slot in self.rows.slots):

@@ -119,7 +119,7 @@ machine, times are not.""")
         room = height - len(rows) - len(feet)
         rows += [Row().done(width)] * room
         note: list[Run] = [(self._column_text(), "ink"), *self.own_key("[ ] zoom · k clock")]
-        signs = request_legend()
+        signs = request_legend(without="" if "preempted" in self._kinds else "preempted")
         for kind, words in SOMETIMES.items():
             if kind in self._kinds:
                 signs = [*legend((mark(kind, request=True), STYLES[kind], words)), ("  ", "dim"), *signs]

@@ -33,9 +33,10 @@ def request_labels(span: Span) -> list[str]:
     return [f" +{span.tokens:,} ", f"+{span.tokens:,}"] if span.tokens else []
 
 
-def request_legend() -> list[Run]:
-    """Returns the meaning of the glyphs on the tracks of requests."""
-    return legend(*((mark(kind, request=True), STYLES[kind], kind) for kind in REQUESTS.values()))
+def request_legend(without: str = "") -> list[Run]:
+    """Returns the meaning of the glyphs on the tracks of requests, except of the kind `without`."""
+    kinds = (kind for kind in REQUESTS.values() if kind != without)
+    return legend(*((mark(kind, request=True), STYLES[kind], kind) for kind in kinds))
 
 
 def covering(spans: Sequence[Span], place: float) -> Span | None:
