@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import queue
+import time
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from engine.core.engine import Engine
 from engine.errors import InvalidRequest
 from engine.params import SamplingParams
+from engine.process.server import EngineServer
+from engine.trace.records import Record
 from tests.engine.test_scheduler_simulation import make_engine
 
 
@@ -140,6 +148,32 @@ def test_slow_motion_stretches_a_step_in_proportion_to_its_real_duration() -> No
     assert engine.gate.stretch_s == pytest.approx(49 * engine.gate.last_wall_s) and engine.gate.last_wall_s > 0
     engine.gate.set_pace(1)
     assert engine.gate.stretch_s == 0
+
+
+def test_in_slow_motion_the_engine_sends_during_the_delay_and_no_step_takes_longer_for_it() -> None:
+    commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    records: list[Record] = []
+
+    class SlowWriter:
+        """Needs 20 ms to send records, as on a machine whose cores are busy."""
+
+        def send(self, *message: Any) -> None:
+            pass
+
+        def send_news(self, deltas: list[Any], news: list[Record]) -> None:
+            records.extend(news)
+            time.sleep(0.02)
+            if any(record[2] == "finish" for record in news):
+                commands.put(("close", 0, (), None))
+
+    engine = make_engine(overlap=False)
+    engine.gate.set_pace(2)
+    commands.put(("submit", 1, ([1, 2, 3], SamplingParams(max_tokens=12, ignore_eos=True), "", 0, 0, ""), None))
+    built = SimpleNamespace(engine=engine, tokenizer=None)
+    EngineServer(built, commands, SlowWriter(), SimpleNamespace(begin=lambda task: None)).run()  # type: ignore[arg-type]
+    emit_ms = [record[5] / 1e3 for record in records if record[2] == "parts"]
+    assert len(emit_ms) >= 11 and median(emit_ms) < 10
+    assert engine.log.held > 0.02 * 10
 
 
 @pytest.mark.parametrize(
