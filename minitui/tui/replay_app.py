@@ -123,11 +123,11 @@ class ReplayApp(MinituiApp):
         return self.replay.trace.names if self.replay.reader is not None else {}
 
     def _narrate(self) -> str:
-        """Returns sentences about the current step if the recording is paused, else the text of `_about`.
+        """Returns sentences about the current step if the recording is paused or at its end, else the text of `_about`.
 
         On the lecture screen, returns an empty text if the recording is paused.
         """
-        if not (self.replay.paused or self.view.travel_text):  # sentences about each step would change too fast
+        if not (self.replay.stopped or self.view.travel_text):  # sentences about each step would change too fast
             return self._about()
         if self.current_mode == "lecture":
             return ""  # the lecture screen has a panel for these sentences
@@ -142,7 +142,7 @@ class ReplayApp(MinituiApp):
         weights = "with random weights " if info.get("dummy_weights") else ""
         return (
             f"A recording of {info['model']} {weights}on {info['device']}: its steps are real, its text is random and "
-            f"not shown. Press {', to go back' if self.replay.ended else 'p to pause'}; each step is explained here."
+            "not shown. Press p to pause; each step is then explained here."
         )
 
     def switch_mode(self, mode: str) -> Any:
@@ -203,7 +203,7 @@ class ReplayApp(MinituiApp):
             await self._move_playhead(self.view.horizon)
 
     def _note_playback(self) -> None:
-        self.view.playback = Playback(self.replay.speed, self.replay.paused)
+        self.view.playback = Playback(self.replay.speed, self.replay.stopped)  # at its end, the picture is exact, too
 
 
 def replay_app(path: str, speed: float = 1.0) -> ReplayApp:

@@ -133,11 +133,11 @@ async def test_a_recording_has_one_end_with_the_steps_in_flight_however_it_is_re
             last = bar(app)
             assert "REPLAY end" in last and f"step {app.view.horizon:,} of {app.view.horizon:,} " in last
             running = sum(request.state == "running" for request in app.view.shown.state.requests.values())
-            ends.append((app.view.horizon, running, app.view.hit_rate, app.view.saved_in_the_last_minute, last))
+            ends.append((app.view.horizon, running, app.view.hit_rate, app.view.saved_in_the_last_minute, text_of(app)))
             await press(pilot, "comma", "E")  # from the past of the end
             await until(pilot, lambda app=app: not app.view.travel_text)  # type: ignore[misc]
             assert bar(app) == last
-            assert "Press , to go back; each step is explained here" in " ".join(app._about().split())
+            assert app.view.exact and "Press p to pause" not in text_of(app)
             app.view.select("step", 2700)  # as Enter in a list of steps does
             await press(pilot, "g", *"2564", "enter")  # at the end, which plays unless it is paused
             await until(pilot, lambda app=app: app.position == 2564 == app.view.horizon)  # type: ignore[misc]
