@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MATCH_REASONS = {  # `stop` of a match record -> (text, explanation); {at} is the index of a token or of a step
-    "whole": ("all full blocks were cached", "the last token is always computed"),
+    "whole": ("all full blocks were cached", "only full blocks before the last token are shared"),
     "differs": ("differs at token {at}", "no cached text has the same next tokens"),
     "ends": ("nothing is cached after token {at}", "only full blocks are cached"),
     "short": ("too short to share", "the prompt has at most one block"),

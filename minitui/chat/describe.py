@@ -6,7 +6,7 @@ from minitui.chat.conversation import Message
 from minitui.chat.prompt import END_THINK, THINK
 from minitui.text import duration, match_reason
 
-PAUSED = "The engine is paused: /pause lets it run."  # said where a question waits
+PAUSED = "The engine is paused: /resume lets it run."  # said where a question waits
 
 
 def split_thinking(text: str) -> tuple[str, str, bool]:

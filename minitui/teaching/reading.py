@@ -28,6 +28,7 @@ class Reading:
         self.in_engine: int | None = None  # the page whose run the engine's own picture shows
         self.ready = False  # the engine has started
         self.running = False  # an experiment runs
+        self.hurried = False  # the reader skips the pauses of the running experiment
         self.asked = False  # the reader wanted to run this page's experiment without a prediction
         self.prepared = False  # the engine is in the state that the closing questions ask about
         self.disturbed = False  # since then, another request has run, or a request of the lesson has ended
@@ -51,13 +52,15 @@ class Reading:
 
     def turn(self, pages: int) -> bool:
         """Turn pages: forward, or back if negative. Returns False if there is no such page. A page that the reader
-        leaves forward has been read."""
+        leaves forward has been read. The last page has been read when it opens."""
         at = max(0, min(self.pages - 1, self.at + pages))
         if at > self.at:
             self.progress.mark_read(self.lesson, self.at)
         turned, self.at = at != self.at, at
         if turned:
             self.asked = False
+            if self.page is None:
+                self.progress.mark_read(self.lesson, at)
         return turned
 
     @property
@@ -76,11 +79,18 @@ class Reading:
         self.predicted[self.at] = choice
         self.progress.mark_predicted(self.lesson, self.at, choice)
 
+    def withdraw(self) -> None:
+        """Forget the prediction for this page, if no experiment has shown the answer yet."""
+        if self.can_predict:
+            self.predicted.pop(self.at, None)
+
+    def hurry(self, stage: Stage) -> None:
+        """Skip the pauses of the running experiment."""
+        stage.hurried = self.hurried = True
+
     def reveal(self, answer: str) -> None:
         """Keep the answer to the current closing question."""
         self.revealed[self.question] = answer
-        if len(self.revealed) == len(self.lesson.checks):
-            self.progress.mark_read(self.lesson, self.pages - 1)
 
     @property
     def check(self) -> Check:
@@ -113,6 +123,7 @@ class Reading:
         self.failed.pop(at, None)
         self.views.pop(at, None)
         self.running, self.prepared = True, False
+        stage.hurried = self.hurried = False
         stage.typed = self.typed.get(at, "")
         try:
             await fresh(stage)
@@ -122,7 +133,7 @@ class Reading:
             self.failed[at] = f"The experiment stopped: {error}"
             self.in_engine = at
         finally:
-            self.running = False
+            self.running = stage.hurried = self.hurried = False
 
     async def prepare(self, stage: Stage) -> None:
         """Bring the engine into the state that the closing questions ask about."""

@@ -56,6 +56,7 @@ class Stage:
     bar: str = "█"
     held: Callable[[], bool] = lambda: False  # True while the user freezes the view: pauses and waits do not end
     keys: bool = False  # True if the user can answer a prediction with a key, which calls `guess`
+    hurried: bool = False  # True: pauses end at once, because the user has skipped them
     typed: str = ""  # the text that the reader typed for the experiment; empty: the experiment's own text
     home: dict[str, Any] = field(default_factory=dict)  # the options of a lesson's own engine; see `go_home`
     _options: dict[str, Any] | None = None  # the options of the last `other_engine`
@@ -119,7 +120,7 @@ class Stage:
         """Waits for the user to read, or until `done()`. The wait does not end while the view is frozen (space)."""
         left = seconds * self.beat
         await asyncio.sleep(0)
-        while (left > 0 or self.held()) and not done():
+        while ((left > 0 and not self.hurried) or self.held()) and not done():
             began = time.monotonic()
             await asyncio.sleep(min(left, HELD_TICK) if left > 0 else HELD_TICK)
             if not self.held():

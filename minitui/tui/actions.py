@@ -90,6 +90,7 @@ _TABLE = {
             help="Freeze the picture. The engine keeps running; the top bar shows how far the picture is behind."),
         Action("gate", "Pause the engine", key="p", slash="pause", footer="pause",
             help="Pause the engine between two steps, or let it run again."),
+        Action("resume", "Let the engine run", slash="resume", help="Let a paused engine run again."),
         Action("step", "One step", key="n", slash="step", takes="[count]", footer="step",
             help="Let the engine take one step, then pause. Key N: ten steps."),
         Action("step10", "Ten steps", key="N", help="Let the engine take ten steps, then pause."),

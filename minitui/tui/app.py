@@ -215,8 +215,11 @@ class MinituiApp(AppBase):
         self.leave_prompt()  # letters are then keys when the user returns to the chats
         self.switch_mode(mode)
 
-    def ask_text(self, title: str, text: str, then: Callable[[str], None], lines: bool = False) -> None:
-        self.push_screen(TextDialog(title, text, lines), lambda answer: then(answer) if answer is not None else None)
+    def ask_text(
+        self, title: str, text: str, then: Callable[[str], None], lines: bool = False, selected: bool = False
+    ) -> None:
+        dialog = TextDialog(title, text, lines, selected)
+        self.push_screen(dialog, lambda answer: then(answer) if answer is not None else None)
 
     def choose(self, title: str, choices: list[tuple[str, str]], then: Callable[[str], None]) -> None:
         self.push_screen(ChoiceDialog(title, choices), lambda answer: then(answer) if answer is not None else None)

@@ -222,8 +222,11 @@ class AppBase(App[int]):
         """Show another screen, with the focus outside the prompt."""
         raise NotImplementedError
 
-    def ask_text(self, title: str, text: str, then: Callable[[str], None], lines: bool = False) -> None:
-        """Ask for a text, and call `then` with it. `lines` allows several lines. After Escape, `then` is not called."""
+    def ask_text(
+        self, title: str, text: str, then: Callable[[str], None], lines: bool = False, selected: bool = False
+    ) -> None:
+        """Ask for a text, and call `then` with it; not after Escape. `lines` allows several lines. `selected`: typing
+        replaces `text`."""
         raise NotImplementedError
 
     def choose(self, title: str, choices: list[tuple[str, str]], then: Callable[[str], None]) -> None:

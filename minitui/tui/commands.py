@@ -24,7 +24,8 @@ UNTIL = {
 }
 NOT_OFFERED = {  # group of actions -> error of an application that does not offer the group
     "Chats": "this is a recording: it has no chats; `minitui chat` starts an engine",
-    "Replicas": "there is only one engine here; minitui chat --connect URL --connect URL uses several",
+    "Replicas": "this is for several servers, and only one engine runs here: minitui chat --connect URL --connect URL "
+                "uses several",
 }
 MODES = {"chat", "lecture", "replicas"}  # actions that show the screen of the same name
 CONTROLS = {"step", "step10", "until", "slow", "slower", "faster"}  # refused while a demo controls the engine
@@ -89,6 +90,11 @@ class Commands(ChatCommands):
             self.do_freeze("")
             return
         self._control(self.app.source.control("resume" if self.app.gated else "pause"), runs=self.app.gated)
+
+    def do_resume(self, _: str) -> None:
+        if not self.app.gated:
+            raise EngineError("the engine is not paused")
+        self.do_gate("")
 
     def do_step(self, count: str) -> None:
         steps = whole_number(count or "1")

@@ -54,6 +54,18 @@ class LessonApp(MinituiApp):
             screen = self.screen
         screen.begin(lesson, self.stage)
 
+    def say(self, text: str, error: bool = False) -> None:
+        """Show a sentence. On the lesson's screen, only the newest is shown: several would cover the page."""
+        if self.current_mode == "lesson":
+            self.clear_notifications()
+        super().say(text, error)
+
+    def open_mode(self, mode: str) -> None:
+        """Show a screen; in the chats, say how to return to the lesson: a digit could go into the text box."""
+        super().open_mode(mode)
+        if mode == "chat":
+            self.say("ctrl+g, then 0: back to the lesson")
+
     def choose_lesson(self) -> None:
         """Offer a list of the lessons. The engine restarts with the options of the chosen lesson."""
         by_name = {lesson.name: lesson for lesson in LESSONS}

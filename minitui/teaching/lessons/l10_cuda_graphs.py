@@ -13,6 +13,7 @@ SIZES = (1, 2, 4, 8)  # the smallest graphs
 GPU = recorded_device()
 SMALL_MODEL, LARGE_MODEL = GPU.models[SMALL], GPU.models[LARGE]
 SMALL_LAUNCHES = launch_ms(SMALL_MODEL.timeline("eager", 1))  # of a step
+LARGE_LAUNCHES = launch_ms(LARGE_MODEL.timeline("eager", 1))
 LAUNCH_US = SMALL_LAUNCHES / SMALL_MODEL.kernels[1][0] * 1e3  # of one kernel
 
 
@@ -113,9 +114,9 @@ LESSON = Lesson(
               graphs   the host replays one graph
               overlap  graphs; the host launches a step while the previous step runs
 
-            The host launches the next kernel without waiting for the last. The device runs one kernel after the other.
-            Here a launch took {LAUNCH_US:.0f} microseconds, and all kernels together took
-            {ms(SMALL_MODEL.kernels[1][1])} ms (with a profiler, which can slow kernels).
+            The host launches the next kernel at once: it waits for no kernel. The device runs one kernel after the
+            other. Here a launch took {LAUNCH_US:.0f} microseconds, and all kernels {ms(SMALL_MODEL.kernels[1][1])} ms
+            (measured by another program, a profiler).
             """,
             panel="gpu",
             code="engine.worker.cuda_graphs:DecodeGraphs.launch",
@@ -145,7 +146,7 @@ LESSON = Lesson(
             {SMALL_MODEL.name} has {SMALL_MODEL.kernels[1][0]:.0f}. The graph made a step of {SMALL_MODEL.name}
             {gain(SMALL_MODEL):.0f} times as fast.
 
-            In a tall window, the panel also has the steps with 64 rows.
+            If the panel is high enough, it has the steps with 64 rows below the steps with one row.
             """,
             panel="gpu",
             run=large_model,
@@ -153,8 +154,10 @@ LESSON = Lesson(
                 f"A graph makes a step of {LARGE_MODEL.name} faster, too. By which factor?",
                 ("by a larger one", "by about the same one", "by a smaller one"),
                 (
-                    "the time for launches would grow more than the time of the kernels. But each kernel reads far "
-                    "more weights, and a graph does not make reading faster.",
+                    "the launches would have to grow more than the kernels. But all launches of a step grew from "
+                    f"{ms(SMALL_LAUNCHES)} to {ms(LARGE_LAUNCHES)} ms ({LARGE_LAUNCHES / SMALL_LAUNCHES:.1f} times), "
+                    f"and all kernels from {ms(SMALL_MODEL.kernels[1][1])} to {ms(LARGE_MODEL.kernels[1][1])} ms "
+                    f"({LARGE_MODEL.kernels[1][1] / SMALL_MODEL.kernels[1][1]:.1f} times).",
                     "the time for launches and the time of the kernels would grow alike. Compare: how many times as "
                     "many bytes are there to read, and how many times as many kernels?",
                     "",
@@ -167,16 +170,23 @@ LESSON = Lesson(
             A graph is captured for a fixed number of requests, and a replay always computes this number. But a batch
             may have any number of requests. A graph for each number would need much time and memory. So this engine
             captures graphs for a ladder of sizes: 1, 2, 4, 8, 16, then in steps of 16 up to 128, then in steps of 32.
+
+            Remember the cost of a step with few requests: it is mainly the time to read all weights (L2 Model and
+            weights).
             """,
             panel="step",
             code="engine.worker.cuda_graphs:ladder",
             run=batch_sizes,
             predict=Prediction(
                 f"{LARGEST_BATCH} requests decode. Which graph is replayed?",
-                ("the graph for 4 requests, twice", f"a graph for exactly {LARGEST_BATCH}", "the graph for 8 requests"),
+                (
+                    "the graph for 4 requests, then the graph for 1", "none: this step launches kernel by kernel",
+                    "the graph for 8 requests",
+                ),
                 (
                     "two replays would read all weights twice. A larger graph with empty places costs much less.",
-                    "each batch size would have a graph. But the ladder has no such size.",
+                    "the host would launch hundreds of kernels. Empty places in a larger graph cost much less: the "
+                    "weights are read once in any case.",
                     "",
                 ),
             ),
@@ -184,11 +194,11 @@ LESSON = Lesson(
         Page(
             "What is captured",
             """
-            This engine has three kinds of graphs; speculation adds a fourth. Brackets contain what a size counts:
+            This engine has three kinds of graphs; speculation adds a fourth. A size is a number of requests or tokens:
 
-              decode (requests)  one token for each request
-              extend (tokens)    chunks of a few prompts, also beside decodes
-              sample (requests)  greedy, with noise, or with noise and top-k or top-p
+              decode   of n requests: one token for each request
+              extend   of n tokens: chunks of a few prompts, also beside decodes
+              sample   of n requests: greedy, or with noise (also after top-k or top-p)
 
             Steps with many tokens have no graph: their kernels take longer than the launches. At the start, the engine
             measures from which number on this should be so. Sampling has graphs of its own, because its settings

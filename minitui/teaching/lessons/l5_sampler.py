@@ -23,12 +23,13 @@ NAME_WIDTH = 21  # of a line of the table, which has at most 60 cells
 COLUMN = 7
 BIAS = 2.0
 KEPT = 3
+SHARP = 0.5  # the temperature of the prediction: it doubles the difference of two scores
+TIMES = 3  # in the prediction, one token is so many times as likely as another
 CLOSING = {"top_k": KEPT}
 MIN_P = 0.1  # of a closing question
-UNLISTED = "A dash means: the token was not cut, but it is not one of the likeliest tokens, which the engine lists."
+UNLISTED = "The engine lists only the likeliest tokens. A dash marks a token that was not cut, but is not in this list."
 PICTURES: tuple[dict[str, float], ...] = (
-    {"temperature": 0.5}, {"temperature": 1.0}, {"temperature": 2.0}, {"top_k": KEPT}, {"top_p": 0.6}, {"min_p": 0.1},
-    {"repetition_penalty": 2.0},
+    {"temperature": SHARP}, {"temperature": 1.0}, {"temperature": 2.0}, {"top_k": KEPT}, {"top_p": 0.6}, {"min_p": 0.1},
 )  # fmt: skip
 SETTINGS: dict[str, Callable[[str], float]] = {
     "temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float, "seed": int,
@@ -102,11 +103,11 @@ async def move_the_bars(stage: Stage) -> Seen:
     else:
         pictures = [*PICTURES, {"logit_bias": {columns[-1]: BIAS}}]
     lines = [f"   {'':<{NAME_WIDTH}}" + "".join(f"{_heading(stage, token):>{COLUMN}}" for token in columns)]
-    top_k: dict[int, float] = {}
+    sharp: dict[int, float] = {}
     for settings in pictures:
         now, drawn = await likeliest(stage, ids, **settings)
         title = _title(stage, settings)
-        top_k = now if "top_k" in settings else top_k
+        sharp = now if settings == PICTURES[0] else sharp
         stage.view.put(candidates(stage, title, before, now, drawn, settings.get("seed", SEED)))
         shares = [
             f"{now[token]:.1%}" if token in now else "cut" if len(now) < MAX_LOGPROBS else "-" for token in columns
@@ -125,11 +126,13 @@ async def move_the_bars(stage: Stage) -> Seen:
         tokens.append(drawn)
         await stage.pause(1.5)
     same = "the same token" if tokens[0] == tokens[1] else "two different tokens"
+    two = _ratios(before, sharp, columns[0], columns[2]) if not typed else None
     return Seen(
-        "\n".join(lines)
+        (_ratio_lines(stage, columns[0], columns[2], two) if two is not None else "")
+        + "\n".join(lines)
         + (f"\n\n{UNLISTED}" if any(line.endswith("-") or " - " in line for line in lines) else "")
         + f"\n\nDrawn with {_title(stage, last)}:\n\n" + "\n".join(draws) + f"\n\nThe same seed gave {same}.",
-        None if typed else _kept_in_proportion(before, top_k),
+        None if two is None else _growth(*two),
     )
 
 
@@ -149,12 +152,25 @@ def _title(stage: Stage, settings: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in named.items())
 
 
-def _kept_in_proportion(before: dict[int, float], kept: dict[int, float]) -> int:
-    """Returns the right choice: did the probabilities of the kept tokens grow, and by one factor?"""
-    factors = [kept[token] / before[token] for token in kept]
-    if max(factors) < 1.001:
-        return 0
-    return 1 if max(factors) / min(factors) < 1.001 else 2
+def _ratios(before: dict[int, float], sharp: dict[int, float], one: int, other: int) -> tuple[float, float]:
+    """Returns how many times as likely `one` is as `other`: without settings, and at temperature SHARP."""
+    return before[one] / before[other], sharp[one] / sharp[other]
+
+
+def _ratio_lines(stage: Stage, one: int, other: int, two: tuple[float, float]) -> str:
+    """Returns a table of the two numbers of `_ratios`, and a sentence about the pair."""
+    names = [f"“{_text(stage, token)}”" for token in (one, other)]
+    return (
+        f"How many times as likely is {names[0]} as {names[1]}?\n\n"
+        f"   {'temperature 1':<{NAME_WIDTH}}{two[0]:>{COLUMN}.1f}\n   {_title(stage, PICTURES[0]):<{NAME_WIDTH}}"
+        f"{two[1]:>{COLUMN}.1f}\n\nThe second number is the first number, multiplied by itself. All settings:\n\n"
+    )
+
+
+def _growth(before: float, sharp: float) -> int:
+    """Returns the right choice: did the ratio stay, double, or was it multiplied by itself?"""
+    expected = before, 2 * before, before * before
+    return min(range(3), key=lambda i: abs(math.log(expected[i] / sharp)))
 
 
 async def same_seed(stage: Stage) -> Seen:
@@ -226,40 +242,44 @@ LESSON = Lesson(
             The model gives a score for every token: the logits. The sampler makes one token of them. This engine's
             sampler has these stages:
 
-              1 allow and favour   grammar, allowed_token_ids, bad_words, logit_bias
+              1 allow and favour   forbids tokens; logit_bias adds a number to a score
               2 min_tokens         forbids the end until the reply has this many tokens
-              3 penalties          change the scores of tokens that have occurred
+              3 penalties          lower the scores of tokens that have occurred
               4 temperature        divides the scores: below 1, the best become likelier
-              5 top_k              cuts all tokens but the k likeliest
+              5 top_k              keeps the k likeliest tokens and cuts the others
               6 top_p              keeps the likeliest until their sum reaches p
-              7 min_p              cuts tokens less likely than p times the likeliest
-              8 draw               chooses one of the other tokens by probability
+              7 min_p              0.1 cuts tokens below 0.1 × the largest probability
+              8 draw               chooses one of the kept tokens by probability
 
-            Temperature 0 is greedy: the token with the largest score is taken. Stages that no request uses are skipped.
-            The order differs between engines: vLLM applies min_p before top_k.
+            Stage 1 forbids words (bad_words), all tokens outside a list (allowed_token_ids), or tokens that break a
+            given form, such as JSON (grammar). Temperature 0 is greedy: the token with the largest score is taken. The
+            order differs between engines: vLLM applies min_p before top_k.
             """,
             code="engine.worker.sampler:Sampler.sample",
         ),
         Page(
             "Settings move the bars",
             f"""
-            The bars show how likely each token is as the first token of a reply. The engine's sampler computed these
-            probabilities. Each picture is a request with other settings. A token that was cut is crossed out.
+            The bars show how likely each token is as the first token of a reply to “{UNKNOWN}”. The model has learned
+            no answer to this prompt, so several first tokens are likely. Each picture is a request with other settings.
+            A token that was cut is crossed out. The engine lists only the likeliest tokens. “<” marks a token that is
+            less likely than the whole list.
 
-            The prompt is “{UNKNOWN}”. The model has learned no answer to this prompt, so several first tokens are
-            likely. Key i lets you type your own settings, such as: temperature 1.5 top_p 0.9 seed 3.
+            If the score of a token is one point larger than another score, the token is e = 2.7 times as likely; with
+            two points, e × e times. Temperature {SHARP} doubles each difference. Key i lets you type your own settings.
             """,
             panel="candidates",
             code="engine.worker.sampler:Sampler._truncate",
             run=move_the_bars,
             type_in=TypeIn("Your settings", "temperature 1.5 top_p 0.9 seed 3", 200),
             predict=Prediction(
-                f"top_k {KEPT} keeps the {KEPT} likeliest tokens. What happens to their probabilities?",
-                ("they stay as they were", "they grow, all by the same factor", "the three become equally likely"),
+                f"One token is {TIMES} times as likely as another. And at temperature {SHARP}?",
+                (f"still {TIMES} times", f"{2 * TIMES} times", f"{TIMES * TIMES} times"),
                 (
-                    "the probabilities would add up to less than 1, and the sampler would sometimes draw no token.",
+                    "the temperature would change no probability. But it doubles the difference of the two scores.",
+                    "twice the difference would give twice the ratio. But each difference multiplies the probability: "
+                    f"the same difference a second time multiplies by {TIMES} a second time.",
                     "",
-                    "the sampler would ignore the scores of these tokens. But top_k changes no score of a kept token.",
                 ),
             ),
         ),
@@ -268,18 +288,18 @@ LESSON = Lesson(
             """
             A penalty lowers the scores of tokens that have occurred:
 
-              repetition_penalty  in prompt or reply: divides (if below 0: multiplies)
-              presence_penalty    in the reply: is subtracted once
+              repetition_penalty  in prompt or reply: divides scores above 0, multiplies others
+              presence_penalty    in the reply: is subtracted from the score once
               frequency_penalty   in the reply: is subtracted once for each occurrence
 
-            Four requests may use only three words; one has no penalty. All replies began alike: the first word several
-            times, the second once, the third never.
+            Four requests may use only three words; one has no penalty. All replies began alike: one word several times,
+            one word once, the third never.
             """,
             panel="candidates",
             code="engine.worker.sampler:Sampler._apply_penalties",
             run=compare_penalties,
             predict=Prediction(
-                "No penalty changes the score of the third word. What happens to its probability?",
+                "No penalty changes the third word's score. And its probability?",
                 ("it stays as it was", "it grows with each penalty", "it grows or falls: this depends on the penalty"),
                 (
                     "the three probabilities would add up to less than 1: a penalty makes the other words less likely.",
@@ -292,8 +312,8 @@ LESSON = Lesson(
             "Repeating a reply",
             f"""
             To draw a token, the sampler adds a random number (noise) to each score. The token with the largest sum is
-            the next token. The noise has a certain distribution (Gumbel). With it, each token is drawn as often as its
-            probability says.
+            the next token. The noise has the Gumbel distribution. For this distribution, mathematics proves: a token
+            with a probability of 30 % has the largest sum in 30 % of the draws.
 
             A request may have a seed, so that its reply can be repeated. The experiment samples a reply with seed
             {SEED} at a high temperature: first alone, then with three others in the batch. Both replies should be the
@@ -310,10 +330,11 @@ LESSON = Lesson(
                     "from the seed and the row of the request",
                 ),
                 (
-                    "the noise would depend on when the request runs. But the second reply began in a later step.",
+                    "the second reply would have got other noise, because it began in a later step. But both replies "
+                    "are the same.",
                     "",
-                    "the noise would depend on which rows are free. But the three others already had rows when the "
-                    "second reply began.",
+                    "the second reply would have got other noise: alone, the request had the first row; beside three "
+                    "others, it had the fourth. But both replies are the same.",
                 ),
             ),
         ),

@@ -13,6 +13,11 @@ from minitui.text import count
 
 BLOCKS = 48  # of the pool
 LENGTHS = (5, 20, 25, 40, 30, 30)  # lengths of the replies in tokens
+BUDGET = 64  # tokens
+PASTED_LINES, PASTED = 11, 188  # of the pasted text: its lines, and the tokens of its prompt
+PASTE_STEPS = (1, 3, 4)  # steps, choices of the question
+WAITING_LINES, WAITING = 4, 80  # of the text of the last two requests: its lines, and the tokens of a prompt
+REASONS = (("budget", "rows"), ("rows", "budget"), ("rows",), ("budget",))  # choices of the question
 WRITERS = ("What is prefill?", "What is decode?", "What is a token budget?")
 
 
@@ -26,9 +31,8 @@ async def long_paste(stage: Stage) -> Seen:
     """Sends a long prompt while three requests decode."""
     await _writers(stage)
     await stage.step(4, seconds=0.2)
-    budget = stage.source.info["max_num_batched_tokens"]
     pasted = stage.chat("", "paste", max_tokens=5, whole=True)
-    request = await stage.ask(pasted, paste(12))
+    request = await stage.ask(pasted, paste(PASTED_LINES))
     chunks: list[tuple[int, int, int]] = []
     while True:
         await stage.step(1, seconds=1.0)
@@ -46,7 +50,7 @@ async def long_paste(stage: Stage) -> Seen:
         f"The step bar shows step {first} again: {decodes} + {tokens} tokens, the whole budget. The decoding requests "
         "got a token in each of these steps. But they waited longer for the token: a step with a chunk takes longer "
         "than a decode step.",
-        {budget: 0, budget - decodes: 1, 0: 3}.get(tokens, 2),
+        PASTE_STEPS.index(len(chunks)) if len(chunks) in PASTE_STEPS else None,
     )
 
 
@@ -81,26 +85,33 @@ async def join_and_leave(stage: Stage) -> Seen:
 
 
 async def fifth_waits(stage: Stage) -> Seen:
-    """Sends more requests than there are rows."""
+    """Sends more requests than there are rows, with prompts that are longer than the budget. The answer: the index of
+    the reasons in REASONS."""
     await _writers(stage, 12)
     more = [stage.chat("", max_tokens=12, whole=True) for _ in range(2)]
-    ids = [await stage.ask(session, "What is the KV cache?") for session in more]
-    await stage.step(1, seconds=1.0)
-    row, event = stage.last_row(), stage.events("wait")[-1]
+    ids = [await stage.ask(session, paste(WAITING_LINES)) for session in more]
+    lines, reasons = [], []
+    for _ in range(2):
+        await stage.step(1, seconds=1.0)
+        row, event = stage.last_row(), stage.events("wait")[-1]
+        reason = str(event.record[4])
+        reasons.append(reason.partition(":")[0])
+        lines += [
+            f"   step {row.step:<6}{row.decodes} decodes + {row.prefill_tokens} tokens of r{ids[0]}",
+            f"   {'':<11}r{event.request} waits for {reason}",
+        ]
     await stage.run_until("finish")
     ended = stage.events("finish")
     await stage.step(1)
     admitted = next(e for e in stage.view.events.since(0) if e.kind == "admit" and e.request == ids[1])
-    reason = str(event.record[4])
     return Seen(
-        f"   step {row.step:<6}r{ids[0]} gets the fourth row; the step computes {row.decodes} + {row.prefill_tokens} "
-        "tokens\n"
-        f"   {'':<11}r{event.request} waits for {reason}\n"
+        "\n".join(lines) + "\n"
         f"   step {ended[0].step:<6}{count(len(ended), 'running request')} finished\n"
         f"   step {admitted.step:<6}r{ids[1]} is admitted\n\n"
-        "The step had budget left. But all rows were used.",
-        next((i for i, start in enumerate(("budget", "rows", "blocks")) if reason.startswith(start)), None),
-    )  # fmt: skip
+        "In the first of these steps, budget and rows were used up: the log names the budget. In the next step, budget "
+        f"was left, but r{ids[0]} had the last row.",
+        REASONS.index(tuple(reasons)) if tuple(reasons) in REASONS else None,
+    )
 
 
 async def close(stage: Stage) -> None:
@@ -134,8 +145,9 @@ LESSON = Lesson(
         Page(
             "A budget of tokens",
             """
-            A step may compute only a limited number of tokens: its budget. All running requests wait for the end of the
-            step, and the budget limits this wait. This engine's scheduler spends the budget in this order:
+            A step may compute only a limited number of tokens: its budget. A request gets its next token when the step
+            ends, so the budget limits the time between two tokens. This engine's scheduler spends the budget in this
+            order:
 
               1 decoding requests   one token each, the oldest first
               2 started prompts     the next part (chunk) of each
@@ -194,31 +206,33 @@ LESSON = Lesson(
 
             Fewer steps take less time only if each step does not take longer. Two things make steps longer here. On a
             CPU, a step with four rows takes longer than a step with one row; on a GPU, hardly longer (L2 Model and
-            weights). And all rows wait while a step computes a prompt (“stalled”). Static batches compute several
-            prompts in one step, so they wait less often. The result says how long the steps took.
+            weights). And all rows wait while a step computes a prompt. A static batch computes its prompts together,
+            before its decodes. With continuous batching, prompts arrive between the decodes: this is its price. The
+            result says how long the steps took.
             """,
             panel="runs",
             run=side_by_side("batching", told=steps_and_time),
         ),
         Page(
             "A long prompt",
-            """
-            Three requests decode. Then a user pastes a long text. The budget of this engine is 64 tokens a step. The
-            part of the prompt that does not fit into a step waits for the next step.
+            f"""
+            Three requests decode. Then a user pastes a long text. Its prompt has {PASTED} tokens. The budget of this
+            engine is {BUDGET} tokens a step. The part of the prompt that does not fit into a step waits for the next
+            step.
             """,
             panel="step",
             code="engine.core.scheduler:Scheduler._chunk",
             run=long_paste,
             predict=Prediction(
-                "How many tokens of the pasted prompt does its first step compute?",
-                ("64", "61", "all of them", "none: it waits until the other requests have ended"),
+                "In how many steps is the pasted prompt computed?",
+                tuple(map(str, PASTE_STEPS)),
                 (
-                    "the decoding requests would get no token in this step, or their tokens would not count. But "
-                    "the scheduler plans decoding requests first, one token each.",
-                    "",
                     "the step would compute more tokens than its budget, and the decoding requests would wait for the "
                     "whole prompt.",
-                    "the prompt would wait as long as the others write, although the step has room for more tokens.",
+                    f"the prompt would have the whole budget: 3 × {BUDGET} = {3 * BUDGET} tokens. But each of the "
+                    f"three decoding requests takes one token of each step: 3 × {BUDGET - 3} = "
+                    f"{3 * (BUDGET - 3)} tokens.",
+                    "",
                 ),
             ),
         ),
@@ -238,28 +252,28 @@ LESSON = Lesson(
         ),
         Page(
             "Waiting, with a reason",
-            """
-            A new request waits until the scheduler admits the request to the batch. The log of this engine names the
-            first reason for waiting, in this order:
+            f"""
+            A new request waits until the scheduler admits the request to the batch. There are three reasons for
+            waiting: the budget of the step is used up, no row is free, or too few blocks are available. The log of this
+            engine names the first reason, in this order. If the reason changes, the log has another line.
 
-              budget   the budget of the step is used up
-              rows     no row is free
-              blocks   too few blocks are available
-
-            This engine has four rows and a budget of 64 tokens. Three requests decode, and two more arrive. Each of the
-            two has a prompt of 16 tokens.
+            This engine has four rows and a budget of {BUDGET} tokens. Three requests decode, and two more arrive. Each
+            of the two has a prompt of {WAITING} tokens.
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._obstacle",
             run=fifth_waits,
             predict=Prediction(
-                "Which reason does the record of the last request give?",
-                ("the budget is used up", "no row is free", "too few blocks are available"),
+                "Which reasons does the log name for the last request?",
+                ("first budget, then rows", "first rows, then budget", "only rows", "only budget"),
                 (
-                    "the step would compute more than 64 tokens. But three decodes and two prompts are "
-                    "3 + 16 + 16 = 35 tokens.",
                     "",
-                    f"the pool would be almost full. But five short requests need only a few of its {BLOCKS} blocks.",
+                    "the first step would have budget left, and the second would not. But the first step has the most "
+                    "to compute.",
+                    f"the first step would have budget left. But it computes 3 decodes and {BUDGET - 3} tokens of the "
+                    "fourth request.",
+                    "the next step would have no budget left, either. But it computes 3 decodes and only "
+                    f"{WAITING - BUDGET + 3} tokens of the fourth request.",
                 ),
             ),
         ),
@@ -270,9 +284,9 @@ LESSON = Lesson(
             second prompt is by far the longest. Then all three decode, and each takes another block for every 16
             tokens. Soon a request needs a block, and no block is free or cached.
 
-            So one of the three has to wait: it releases its row and its blocks. This is preemption. The other two
-            continue, and may overwrite the released blocks. When the preempted request continues, its lost keys and
-            values must be computed again.
+            So one of the three has to wait: it releases its row and its blocks. This is preemption. The other two may
+            overwrite the released blocks. Lost keys and values must be computed again later. The rule for the choice
+            must make sure that each request ends at some time, also if new requests keep arriving.
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._preempt",
@@ -282,8 +296,8 @@ LESSON = Lesson(
                 ("the oldest", "the one with the most blocks", "the youngest"),
                 (
                     "new requests could push out an old request again and again. Its reply might never end.",
-                    "the most blocks would become free. But the most tokens would be lost, and the same long request "
-                    "could be preempted again and again.",
+                    "each new, shorter request could push out the same long request, and it might never end. If the "
+                    "youngest waits, the oldest always continues, and each request is the oldest at some time.",
                     "",
                 ),
             ),
@@ -339,5 +353,5 @@ LESSON = Lesson(
             lambda stage: ", ".join(f"r{c[0]}" for c in stage.view.steps.chunks(stage.view.steps.last)),
         ),
     ),
-    {"kv_blocks": BLOCKS, "max_num_batched_tokens": 64, "max_num_seqs": 4},
+    {"kv_blocks": BLOCKS, "max_num_batched_tokens": BUDGET, "max_num_seqs": 4},
 )

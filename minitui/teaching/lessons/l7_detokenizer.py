@@ -34,7 +34,8 @@ async def byte_by_byte(stage: Stage) -> Seen:
         lines.append(f"   token {token:>5}   bytes {raw.hex(' '):<12} emitted “{text}”")
     lines.append(f"   at the end                       “{stream.flush()}”")
     lines.append(
-        f"\n{silent} of the {len(ids)} tokens emitted nothing: a character is emitted with the last of its bytes."
+        f"\n{silent} of the {len(ids)} tokens emitted nothing. The engine holds the bytes of a character back until "
+        "its last byte arrives. Then it emits the character. All emitted texts together are the decoded reply."
     )
     return Seen("\n".join(lines), SILENT.index(silent) if silent in SILENT else None)
 
@@ -103,18 +104,17 @@ LESSON = Lesson(
         Page(
             "Tokens are bytes",
             """
-            In many tokenizers (byte-level BPE), a token is a sequence of bytes. A token may end in the middle of a
-            character: 😀 has four bytes in UTF-8, and these bytes may belong to several tokens.
+            A computer stores a text as bytes, which are numbers from 0 to 255. UTF-8 is the usual rule for this: the
+            letter a has one byte, 😀 has four. In many tokenizers (byte-level BPE), a token is a sequence of bytes. A
+            token may end in the middle of a character: the four bytes of 😀 may belong to several tokens.
 
             When a reply streams, its tokens arrive one by one. If each token was decoded alone, half an emoji would
             become a replacement character (�). Decoding the whole reply again for each token would take longer and
-            longer.
+            longer. The next page shows what this engine does.
 
-            So this engine keeps the last bytes of a reply if they may be the beginning of a character. These bytes are
-            held back until the rest of the character arrives. All emitted texts together are the decoded reply.
-
-            In other tokenizers, the text of a token can depend on the token before. Then this engine decodes the last
-            tokens twice, with and without the new token. The difference is the new text.
+            In other tokenizers, the text of a token can depend on the token before. For each new token, this engine
+            then decodes the last few tokens two times: without the new token, and with the new token. The second text
+            is longer: what was added is the text of the new token.
             """,
             code="engine.text.tokenizer:Tokenizer.detokenizer",
         ),
@@ -123,6 +123,9 @@ LESSON = Lesson(
             f"""
             The tokenizer of the bundled model encodes the text {TEXT}. Its vocabulary is small: each token of this text
             is a single byte. In UTF-8, a and b have one byte each, é has two, 漢 has three and 😀 has four.
+
+            A client prints each text as soon as the text arrives, and cannot take the text back. The result writes a
+            byte with two signs, from 00 to ff (hexadecimal: after 9 come a to f).
             """,
             code="engine.text.detokenizer:_ByteDetokenizer",
             run=byte_by_byte,
@@ -132,7 +135,7 @@ LESSON = Lesson(
                     f"{SILENT[0]}: each token emits something",
                     f"{SILENT[1]}: only the first bytes of the emoji",
                     f"{SILENT[2]}: of each character, all bytes but the last",
-                    f"{SILENT[3]}: all bytes of the characters outside ASCII",
+                    f"{SILENT[3]}: all bytes of 😀, 漢 and é",
                 ),
                 (
                     "incomplete characters would be emitted as replacement characters. But emitted text cannot be "
@@ -175,9 +178,9 @@ LESSON = Lesson(
             letters must stay text. Otherwise a user could begin a message in the name of the system. In
             minitui's chats, only the template makes control tokens.
 
-            The same text can be cut into tokens in several ways, and a model may write other tokens than the tokenizer
-            would choose. The cache finds blocks by token ids, not by text. So a chat keeps the ids of its messages, and
-            the next prompt begins with these ids.
+            The same text can be cut into tokens in several ways: “cache” as one token, or as “ca” and “che”. The
+            tokenizer always chooses the same way; a reply of the model may have another. The cache finds blocks by
+            token ids, not by text. So a chat keeps the ids of its messages, and the next prompt begins with these ids.
 
             Text is encoded and decoded outside the step. On a GPU, the next step can run while the ids of the last step
             become text.

@@ -75,8 +75,8 @@ LESSON = Lesson(
         Page(
             "Client, server, engine",
             """
-            `minitui serve` offers this engine over HTTP. Server and engine are two processes. The server sends requests
-            to the engine over a socket, and the engine sends text and token ids back. In this lesson, only page 2
+            `minitui serve` offers this engine over HTTP. Server and engine are two processes on one machine. The server
+            sends requests to the engine, and the engine sends text and token ids back. In this lesson, only page 2
             starts a server. The server has these endpoints:
 
               /v1/chat/completions, /v1/responses     the APIs of OpenAI
@@ -128,12 +128,13 @@ LESSON = Lesson(
         Page(
             "A client disconnects",
             """
-            A client may close its connection in the middle of an answer. The server notices this, and the engine aborts
-            the request before its next step. A request can be aborted in the queue, in the middle of its prompt, and
-            while its reply is computed.
+            A client may close its connection in the middle of an answer. The engine then aborts the request before its
+            next step. For the blocks of the request, an abort is an end like any other (L3 Paged KV cache).
 
             Here two requests with the same system prompt write replies. Then the second client disconnects, and soon
-            sends the same prompt again. The first client's request still runs.
+            sends the same prompt again. The first client's request still runs. In the panel, “again” counts tokens that
+            were computed before: their blocks were evicted, their request was preempted, or the cache already had the
+            same block (duplicate).
             """,
             panel="occupancy",
             code="engine.core.engine:Engine.abort",
@@ -153,16 +154,17 @@ LESSON = Lesson(
         Page(
             "Limits and failures",
             """
-            If too many requests wait, this server answers 429 and says when to try again (Retry-After). While the model
-            loads, the server answers 503. For a slow client, the server keeps only a limited amount of output.
+            An HTTP response begins with a number, the status. If too many requests wait, this server answers with
+            status 429 (too many requests) and says when to try again (Retry-After). While the model loads, the server
+            answers with status 503 (not available). For a slow client, it keeps only a limited amount of output.
 
             If a step raises an exception, the requests of that step end with an error, and this engine continues. If
             the GPU itself fails, the engine's process must be replaced: /health reports the failure, and the server
-            starts a new process. Until the new process is ready, the server answers 503.
+            starts a new process. Until the new process is ready, the status is 503.
 
             Two figures describe a server's speed: the time to the first token (mainly queue and prefill), and the time
             per token (about the duration of a step). A larger batch shortens the queue, but makes each step longer.
-            `/metrics` has a histogram of each figure.
+            For each figure, `/metrics` counts the requests by their times (a histogram).
             """,
             code="minitui.server.errors",
         ),
@@ -172,7 +174,7 @@ LESSON = Lesson(
         Check(
             "How many requests run, and how many wait?",
             "lanes",
-            "the batch lanes: waiting requests are drawn as queued.",
+            "the batch lanes: a line such as “+ 2 waiting” counts requests that have no line.",
             lambda stage: (
                 f"{sum(r.state == 'running' for r in stage.state().requests.values())} run, "
                 f"{len(stage.state().queue)} wait"

@@ -77,16 +77,16 @@ LESSON = Lesson(
             """
             This engine keeps a tree of the prefixes in the pool. A node is a sequence of full blocks with their token
             ids. To look up a prompt, the engine walks down from the root. At each node, the ids of the next block
-            choose a child. If a prompt equals only the first blocks of a node, the node is split: these blocks become
-            the parent of the other blocks.
+            choose a child. A prompt may match only the first blocks of a node. Then the node is split in two: the
+            first blocks become the parent, the other blocks become its child.
 
             Only full blocks are shared, and a shared block is never written again. A block that is not full belongs to
-            one request. The last token of a prompt is never taken from the tree, because its logits are needed. So even
-            a prompt that is cached to its end computes at least one token.
+            one request. The last token of a prompt is never taken from the tree, because its logits are needed. So
+            each prompt computes at least one token.
 
             The tree is SGLang's idea (RadixAttention). By default, a block of SGLang has one token, so a match can end
-            at any token. vLLM has no tree. It finds a block by a hash of the block's tokens and of the hash of the
-            block before.
+            at any token. vLLM has no tree. It finds a block by a number (hash) that is computed from all tokens of the
+            prompt up to the end of the block: equal beginnings have equal numbers.
             """,
             code="engine.core.radix:RadixTree.match",
         ),
@@ -118,8 +118,8 @@ LESSON = Lesson(
             Six prompts arrive together, and the cache is empty. They have {PROMPTS} tokens in all, and the first
             {SYSTEM} tokens of each are the same. One step computes all six: the budget is {BUDGET:,} tokens.
 
-            In this step, every layer first stores the keys and values of all tokens, and then attention reads (L4 Paged
-            attention).
+            A step computes one layer after the other, each for all tokens of the step. In the panel, “users” is the
+            number of requests that hold a node, and “evict #” is the node's place in the order of eviction.
             """,
             panel="tree",
             code="engine.core.cache:KVCache.publish_planned",
@@ -128,8 +128,8 @@ LESSON = Lesson(
                 "How many tokens does this step compute?",
                 tuple(f"{PROMPTS - n * SYSTEM}" for n in (0, 1, 5, 6)),
                 (
-                    "a block could be shared only after its step. But attention reads when all keys of the step are "
-                    "stored. So a block can be shared in the same step that computes it.",
+                    "a block could be shared only after its step. But each layer first stores the keys and values of "
+                    "all tokens, and then attention reads. So the step that computes a block can share the block.",
                     "only one of the six would take the common beginning from another prompt. But five can take it.",
                     "",
                     "none of the six would compute the common beginning. But the cache was empty.",
@@ -152,7 +152,8 @@ LESSON = Lesson(
             never evicted.
 
             Chats A and B have different prompts. They are used in the order A, B, A: so A's second question is the last
-            use. Then chat C comes with a long text. C needs all free blocks, and more: as many as B has, and a few.
+            use. Then chat C comes with a long text. C needs more blocks than are free: a few more are missing than B
+            has. A lookup begins at the first token of a prompt, and ends at the first block that is missing.
             """,
             panel="blocks",
             code="engine.core.radix:RadixTree.evict",

@@ -26,7 +26,7 @@ async def small_model(stage: Stage) -> Seen:
         f"{_steps(model)}\n   launches of an eager step: {ms(launches)}; of a graph: {ms(launch_ms(graphs))}\n\n"
         f"The launches of the {kernels:.0f} kernels take nearly the whole eager step. Most of this time, the device "
         f"waits. A step with a graph takes even less than the {ms(busy)} ms of the eager kernels. There are two likely "
-        "reasons: the profiler made the eager kernels slower, and this engine's graphs have fewer, larger kernels.",
+        "reasons: the profiler can slow kernels, and this engine's graphs have fewer, larger kernels.",
         min(range(3), key=lambda i: abs(expected[i] - eager.step_ms)),
     )
 

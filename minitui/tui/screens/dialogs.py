@@ -41,14 +41,15 @@ class Overlay(ModalScreen[Result], BaseScreen[Result]):
 
 
 class TextDialog(Overlay[str | None]):
-    """Asks for a text. With `lines`, the text may have several lines. The result is the text, or None after Escape."""
+    """Asks for a text. With `lines`, the text may have several lines. With `selected`, typing replaces the text. The
+    result is the text, or None after Escape."""
 
     DEFAULT_CSS = "TextDialog {" + FRAME_CSS + "}"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "Cancel", id="dialog.cancel", show=False)]
 
-    def __init__(self, title: str, text: str, lines: bool = False) -> None:
+    def __init__(self, title: str, text: str, lines: bool = False, selected: bool = False) -> None:
         super().__init__()
-        self._title, self._text = title, text
+        self._title, self._text, self._selected = title, text, selected
         self._hint = f"enter accepts · {'ctrl+j breaks the line · ' if lines else ''}esc cancels"
 
     def compose(self) -> ComposeResult:
@@ -60,6 +61,8 @@ class TextDialog(Overlay[str | None]):
     def on_mount(self) -> None:
         prompt = self.query_one(Prompt)
         prompt.put(self._text)
+        if self._selected:
+            prompt.select_all()
         prompt.focus()
 
     def on_prompt_sent(self, message: Prompt.Sent) -> None:

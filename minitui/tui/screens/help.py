@@ -37,13 +37,16 @@ A lesson has pages of text beside a real engine. The figures of an experiment ar
   right, left    the next page, the previous page; also page down and page up, the keys of a presenter's remote.
                  On the last page, right opens the next lesson
   a b c d        predict the result, before the experiment has run
-  enter          run the experiment, or run it again; on the last page, answer the question
-  r              run the experiment without a prediction
+  enter          run the experiment, or run it again; while it runs, skip its pauses; on the last page, answer the
+                 question. Another page stops a running experiment
+  r              run the experiment without a prediction; an earlier prediction does not count
   i              type your own text for the experiment, on pages that offer this
   tab            on the last page: the next question, and the panel that shows its answer
   v              the installed code that this page explains
   L              all lessons
-  0 1 2          the lesson, the chats of its experiment, the inspector""",
+  n              one step of the engine, while an experiment has requests
+  0 1 2          the lesson, the chats of its experiment, the inspector. In the text box of a chat, press ctrl+g before
+                 a digit""",
     "compare": """\
 Two runs of the same work under two settings, on one clock: both begin at the left edge.
 

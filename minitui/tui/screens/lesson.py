@@ -62,7 +62,7 @@ class LessonScreen(BaseScreen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("right,pagedown", "turn(1)", "next page", show=False, id="lesson.next"),
         Binding("left,pageup", "turn(-1)", "previous page", show=False, id="lesson.previous"),
-        Binding("enter", "go", "run, run again, or answer", show=False, id="lesson.go"),
+        Binding("enter", "go", "run, run again, skip the pauses, or answer", show=False, id="lesson.go"),
         Binding("r", "run", "run without a prediction", show=False, id="lesson.run"),
         *(
             Binding(letter, f"predict({i})", f"predict {letter}", show=False, id=f"lesson.{letter}")
@@ -84,6 +84,7 @@ class LessonScreen(BaseScreen[None]):
         &.-wide #text.-alone { width: 1fr; }
         & #side { width: 1fr; height: auto; display: none; }
         &.-wide #side { height: 1fr; }
+        & ToastRack { margin-bottom: 1; }
     }
     """
     text = getters.query_one("#text", LessonText)
@@ -112,7 +113,7 @@ class LessonScreen(BaseScreen[None]):
     def _new_reading(self, lesson: Lesson) -> Reading:
         reading = Reading(lesson, cast(HasLesson, self.app).lesson_progress)
         if reading.at:
-            self.notify(f"you continue on page {reading.at + 1}; the left arrow key shows earlier pages", markup=False)
+            self.app.say(f"{lesson.name} continues on page {reading.at + 1}; the left arrow key shows earlier pages")
         return reading
 
     def on_mount(self) -> None:
@@ -123,19 +124,22 @@ class LessonScreen(BaseScreen[None]):
         reading, page = self.reading, self.reading.page
         hints = [("right", "next page")]
         if page is None:
-            hints = [("enter", "answer"), ("tab", "next question")]
+            hints = [("enter", "answer"), ("tab", "question")]
             if following(reading.lesson) is not None:
                 hints.append(("right", "next lesson"))
         else:
-            if reading.asks:
+            if reading.running:
+                hints.append(("enter", "skip pauses"))
+            elif reading.asks:
                 hints.append((" ".join(LETTERS[: len(page.predict.choices)]) if page.predict else "", "predict"))
             elif page.run is not None:
                 hints.append(("enter", "run again" if reading.at in reading.seen else "run"))
-            if page.type_in is not None:
-                hints.append(("i", "your text"))
             if page.code:
                 hints.append(("v", "code"))
-        return [*hints, ("L", "lessons"), ("n", "step"), ("2", "inspect"), ("?", "help"), ("q", "quit")]
+        hints += [("L", "lessons"), ("?", "help"), ("q", "quit"), ("2", "inspect")]
+        if page is not None and page.type_in is not None:
+            hints.append(("i", "your text"))
+        return hints if self.app.idle or reading.running else [*hints, ("n", "step")]
 
     # ---- painting
 
@@ -209,8 +213,11 @@ class LessonScreen(BaseScreen[None]):
     def action_turn(self, pages: int) -> None:
         """Turn `pages` pages: forward, or back if negative. The next lesson follows the last page."""
         reading = self.reading
+        stopped = reading.lesson.pages[reading.at].title if reading.running else ""
         if reading.turn(pages):
             self._open_page()
+            if stopped:
+                self.app.say(f"the experiment of “{stopped}” was stopped: it has no result")
         elif pages > 0 and reading.ready and (forward := following(reading.lesson)) is not None:
             cast(HasLesson, self.app).open_lesson(forward)
 
@@ -235,16 +242,25 @@ class LessonScreen(BaseScreen[None]):
             self.text.to_experiment()
 
     def action_go(self) -> None:
-        """Run the experiment, or run it again; on the last page, answer the question. Without a prediction, ask for
-        one first."""
-        if self.stage is not None and self.reading.asks and not self.reading.running:
-            self.reading.asked = True
+        """Run the experiment, or run it again; while it runs, skip its pauses; on the last page, answer the question.
+        Without a prediction, ask for one first."""
+        reading = self.reading
+        if self.stage is not None and reading.running:
+            reading.hurry(self.stage)
+        elif self.stage is not None and reading.asks:
+            reading.asked = True
             self.text.to_experiment()
         else:
-            self.action_run()
+            self._start()
 
     def action_run(self) -> None:
-        """Run the experiment, also without a prediction; on the last page, answer the question."""
+        """Run the experiment without a prediction; an earlier prediction does not count."""
+        if self.stage is not None and not self.reading.running:
+            self.reading.withdraw()
+        self._start()
+
+    def _start(self) -> None:
+        """Run the experiment; on the last page, answer the question."""
         reading, stage = self.reading, self.stage
         if stage is None or reading.running:
             return  # the page says that the engine is starting or an experiment is running
@@ -274,9 +290,9 @@ class LessonScreen(BaseScreen[None]):
                 self.app.say(f"the text has {len(text)} characters: type at most {type_in.longest}", error=True)
             elif self.reading is reading and reading.page is page:
                 reading.typed[reading.at] = text
-                self.action_run()
+                self._start()
 
-        self.app.ask_text(type_in.title, reading.typed.get(reading.at, type_in.default), then)
+        self.app.ask_text(type_in.title, reading.typed.get(reading.at, type_in.default), then, selected=True)
 
     async def _run(self, reading: Reading, stage: Stage, run: Callable[[Stage], Awaitable[Seen]]) -> None:
         await reading.keep_picture(stage)

@@ -62,20 +62,28 @@ class LessonText(ScrollPanel):
         self._height = height
         shown, below = self.window(rows, height)
         title = f"{reading.lesson.name} {glyphs().middot} {reading.at + 1} of {reading.pages}"
-        legend = [(f"down: {count(below, 'more line')}", "accent")] if below else [(_keys(reading), "dim")]
-        if self.top and not below:
-            above = f"up: {count(self.top, 'more line')}"
-            joined = f"{above} {glyphs().middot} {_keys(reading)}"
-            legend = [(joined if len(joined) <= width - LEGEND_ENDS else above, "dim")]
+        above = f"up: {count(self.top, 'more line')}" if self.top else ""
+        legend = [(_keys(reading, width - LEGEND_ENDS, above), "dim")]
+        if below:
+            legend = [(f"down: {count(below, 'more line')}", "accent")]
         return Picture(shown, title, legend=legend)
 
 
-def _keys(reading: Reading) -> str:
+def _keys(reading: Reading, width: int, above: str = "") -> str:
+    """Returns `above` and the page's keys in at most `width` cells; the last keys are left out first."""
+    parts = [above, *_page_keys(reading)] if above else _page_keys(reading)
+    separator = f" {glyphs().middot} "
+    while len(parts) > 1 and len(separator.join(parts)) > width:
+        parts.pop()
+    return separator.join(parts)
+
+
+def _page_keys(reading: Reading) -> list[str]:
+    """Returns the keys of the current page, each with its effect; the most important first."""
     page = reading.page
     if page is None:
-        forward = "next lesson" if following(reading.lesson) is not None else ""
-        parts = ["enter shows answer, tab next question", f"right {forward}" if forward else "L lessons", "left back"]
-        return f" {glyphs().middot} ".join(parts)
+        forward = following(reading.lesson) is not None
+        return ["enter shows answer", "tab next question", "right next lesson" if forward else "L lessons", "left back"]
     parts = []
     if page.run is not None:
         if reading.at in reading.seen:
@@ -88,7 +96,7 @@ def _keys(reading: Reading) -> str:
         parts.append("i your text")
     if page.code:
         parts.append("v code")
-    return f" {glyphs().middot} ".join([*parts, "left/right pages"])
+    return [*parts, "left/right pages"]
 
 
 def _letters(page: Page) -> str:
@@ -100,7 +108,9 @@ def _hint(reading: Reading, page: Page) -> tuple[str, str]:
     if not reading.ready:
         return "The engine is starting. Please wait.", "running"
     if not reading.asks:
-        return "Press enter to run the experiment.", "running"
+        chosen = reading.predicted.get(reading.at) if page.predict is not None else None
+        said = f"You chose {LETTERS[chosen]}. " if chosen is not None else ""
+        return f"{said}Press enter to run the experiment.", "running"
     letters = " or ".join(", ".join(_letters(page)).rsplit(", ", 1))
     if reading.asked:
         return f"First choose {letters}. Key r runs it without a choice.", "bold accent"
@@ -127,7 +137,8 @@ def page_lines(reading: Reading, width: int) -> list[tuple[str, str]]:
     if reading.at in reading.failed:
         lines += [("", "ink"), *((line, "bad") for line in paragraphs(reading.failed[reading.at], width))]
     elif reading.running and page.run is not None:
-        lines += [("", "ink"), ("The experiment runs: watch the panel.", "running")]
+        skip = "The pauses are skipped." if reading.hurried else "Enter skips the pauses."
+        lines += [("", "ink"), (f"The experiment runs: watch the panel. {skip}", "running")]
     elif seen is not None:
         lines.append(("", "ink"))
         if seen.answer is not None:
