@@ -306,6 +306,9 @@ def test_the_scheduler_lesson_compares_each_step_with_vllms(outcome: Callable[[i
     assert table.pop("")[-1] == "minitui" and len(table) == 5
     assert all(theirs == ours for theirs, ours in table.values()), text
     alike = re.search(r"In (\d+) steps both planned the same", text)
+    for size, panel in outcome(6).beside["The same requests on vLLM"].items():
+        rows = [row for row in panel.split("\n") if re.match(r"r\d", row)]
+        assert len(rows) == 6 and all("■" in row for row in rows), f"{size}: each request ends in the picture\n{panel}"
     assert table["preempted request"] == ["3", "3"] and alike is not None and alike[1] == table["steps"][0]
 
 

@@ -122,7 +122,8 @@ async def walk(stage: Stage) -> Seen:
         f"The engine's record of the hit: r{id} took {cached} of its {prompt} prompt tokens from the tree. Why not "
         f"more? The engine says: {match_reason(record[5], record[6])}. This token is in the middle of a block, and "
         "only full blocks are shared.\n\nThe lookup split the node: the common part became the parent, which both "
-        "requests hold. Below the parent, each prompt has a child of its own.",
+        "requests hold. Below the parent, each prompt has a child of its own. “+” marks new blocks: "
+        "a block of the second prompt, and a block that the first chat has just filled.",
         {0: 0, record[6]: 1, record[6] // size * size: 2, prompt - 1: 3}.get(cached),
     )
 

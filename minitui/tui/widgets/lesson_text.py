@@ -86,7 +86,9 @@ def _page_keys(reading: Reading) -> list[str]:
         return ["enter shows answer", "tab next question", "right next lesson" if forward else "L lessons", "left back"]
     parts = []
     if page.run is not None:
-        if reading.at in reading.seen:
+        if reading.running:
+            parts.append("enter skips pauses")
+        elif reading.at in reading.seen:
             parts.append("enter again")
         elif reading.asks:
             parts.append(f"{' '.join(_letters(page))} predict")

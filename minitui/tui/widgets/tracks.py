@@ -22,6 +22,7 @@ STYLES = {
     "drafts": "hit", "stall": "bad", UNKNOWN: "dim", STEP: "faint", KERNELS: "decode", PAUSES: "prefill",
 }  # fmt: skip
 PLAIN = ("dim", "faint")  # labels in these colours are drawn without a background
+ROUNDING = 1e-6  # cells
 TICK = 12  # cells: the least distance of two ticks of the scale
 APART = 8  # cells: the least mean distance of two step numbers
 
@@ -102,6 +103,8 @@ def _cells(spans: Sequence[Span], scale: Scale) -> list[tuple[int, int, int | No
     filled = [0.0] * scale.columns
     for at, span in enumerate(spans):
         begin, end = (span.begin - scale.left) / scale.ms, (span.end - scale.left) / scale.ms
+        if begin == end and abs(begin - scale.columns) < ROUNDING:  # a moment at the end of the scale, such as a finish
+            begin = end = scale.columns - 1
         if begin >= scale.columns or end < 0:
             continue
         for x in range(max(0, int(begin)), min(scale.columns - 1, int(end)) + 1):
