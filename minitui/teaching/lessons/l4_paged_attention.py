@@ -139,7 +139,7 @@ LESSON = Lesson(
             prompt, query i sees keys 0 to i. As a picture, this is a triangle (the mask).
 
             If the beginning is cached, its keys are in the pool, and the step computes only the tokens after it. The
-            panel shows a prompt without, then one with a cached beginning. Its last line is the scale.
+            panel shows a prompt without, then one with a cached beginning. The panel's last line is the scale.
             """,
             panel="attention",
             code="engine.attention.base:ForwardMeta",
