@@ -73,6 +73,12 @@ def tail(
     With --json, most lines describe a "request". A line has "stall_ms" instead if the engine has given no results for
     this time: "step" has not ended, and the requests in "waiting" wait for its tokens. The first of these lines comes
     after a second, and another each time that the stall has become twice as long.
+
+    In "causes_ms" of a "longest_gap", the values add up to the gap. The keys are: usual (the expected time without
+    prompts), prefill, queue and recompute (after a preemption), other_steps (steps without this request), plan, launch,
+    commit, emit (output and commands), device, exchange (between ranks), garbage_collection, other_program (on the
+    core), process_stopped, variation (as in other steps), unexplained (no cause was measured), not_ended, unknown.
+    "text" has the same in words.
     """
     if json and not requests:
         raise EngineError("--json needs --requests: without it, the lines are text")

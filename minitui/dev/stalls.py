@@ -36,7 +36,7 @@ from minitui import tutor
 from minitui.viewmodel.causes import explain
 from minitui.viewmodel.lane import Lane
 from minitui.viewmodel.model import View
-from minitui.viewmodel.stalls import Reason, Stalls
+from minitui.viewmodel.stalls import Reason, explain_gap
 from minitui.viewmodel.token_gaps import Gap
 
 ROWS = 4  # requests that decode
@@ -70,7 +70,7 @@ class Rig:
     """An engine, and the view that folds its records."""
 
     def __init__(self, engine: Engine, seed: int, on_gpu: bool) -> None:
-        self.engine, self.view, self.stalls = engine, View(), Stalls()
+        self.engine, self.view = engine, View()
         self.random = random.Random(seed)
         self.kinds = [kind for kind in NAMES if kind != "device" or on_gpu]
         vocab, most = min(1_000, engine.runner.vocab_size), engine.scheduler.config.max_num_batched_tokens
@@ -162,7 +162,7 @@ class Rig:
         return self.finding("pool", found[0][0].ms, *found[0])
 
     def finding(self, kind: str, stalled_ms: float, gap: Gap, lane: Lane) -> Finding:
-        reason = self.stalls.reason(self.view, lane, gap)
+        reason = explain_gap(self.view, lane, gap)
         return Finding(kind, gap.step, stalled_ms, gap.ms, str(reason), names(kind, reason))
 
     def gaps(self, first: int) -> list[tuple[Gap, Lane]]:
@@ -244,9 +244,9 @@ def measure(rig: Rig, stalls: int) -> tuple[list[Finding], list[str], int]:
         first = rig.view.live.state.step + 1
         for _ in range(rig.random.randint(20, 40)):
             rig.step()
-        model = rig.stalls.model(rig.view)
         for step in range(first, rig.view.horizon - 1):
             row = rig.view.steps.get(step)
+            model = rig.view.models.of(step)
             found = explain(row, model) if row is not None and model is not None else None
             controls += 1
             if found is not None and found.slow:

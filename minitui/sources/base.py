@@ -119,6 +119,11 @@ class Source(ABC):
     async def snapshot(self) -> dict[str, Any]:
         """Returns the current state, for engine.trace.state.State. Raises EngineError if this source has none."""
 
+    def recorded(self) -> tuple[dict[str, Any], Iterator[Record]] | None:
+        """Returns the beginning of the recording that is played: its first snapshot, and the records after it. None:
+        there is no recording, or the last snapshot is of a later part."""
+        return None
+
     @abstractmethod
     def drain_records(self) -> list[Record]:
         """Returns the records since the last call; cheap enough for every frame."""

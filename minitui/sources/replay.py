@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +25,7 @@ from minitui.trace.reader import TraceReader
 
 MIN_SPEED, MAX_SPEED = 1.0 / MAX_PACE, 1000.0
 AT_ONCE = 20_000  # the largest number of records in one drain
-STEPS_BEFORE = 200  # a seek begins this many steps earlier where possible, so that the panels have a history
+STEPS_BEFORE = 1_200  # a seek begins this many steps earlier, or more: causes need the costs of 1,000 steps before
 RECORDS_BEFORE = 50_000  # a seek begins this many records earlier, or more: the panels then have all that they had
 
 
@@ -98,6 +98,9 @@ class ReplaySource(Source):
         """Returns the state after the records handed out so far."""
         assert self._state is not None, "the replay has not been started"
         return self._state.snapshot()
+
+    def recorded(self) -> tuple[dict[str, Any], Iterator[Record]] | None:
+        return None if self._part else (self.trace.part(0).snapshot, self.trace.records())
 
     def drain_records(self) -> list[Record]:
         """Returns the records that are due by now."""

@@ -37,15 +37,15 @@ class Figures:
         steps = [row for row in rows if row is not None]
         times: dict[int, list[float]] = {}
         for row in steps:
-            if row.wall_ms is not None and not row.chunks:
-                times.setdefault(row.tokens, []).append(row.wall_ms)
+            if row.took_ms is not None and not row.chunks:
+                times.setdefault(row.tokens, []).append(row.took_ms)
         return cls(
             steps=len(steps),
             computed=sum(row.prefill_tokens for row in steps),
             cached=sum(event.record[4] for event in view.events.since(seq + 1) if event.kind == "hit"),
             drafted=sum(row.drafted for row in steps),
             accepted=sum(row.accepted for row in steps),
-            prefill_ms=sum(row.wall_ms or 0.0 for row in steps if row.chunks),
-            decode_ms=sum(row.wall_ms or 0.0 for row in steps if not row.chunks),
+            prefill_ms=sum(row.took_ms or 0.0 for row in steps if row.chunks),
+            decode_ms=sum(row.took_ms or 0.0 for row in steps if not row.chunks),
             decode_step_ms={tokens: median(some) for tokens, some in times.items()},
         )

@@ -305,7 +305,7 @@ class Stage:
         """Sets slow motion so that a typical recent step would take about `seconds`; full speed if `beat` is 0."""
         last = self.view.steps.last
         rows = [self.view.steps.get(step) for step in range(max(0, last - 8), last + 1)]
-        recent = [row.wall_ms for row in rows if row is not None and row.wall_ms]
+        recent = [row.took_ms for row in rows if row is not None and row.took_ms]
         typical = sorted(recent)[len(recent) // 2] / 1e3 if recent else 0.01
         wanted = seconds * self.beat / typical
         factor = max((pace for pace in PACES if pace <= wanted), default=1)

@@ -14,6 +14,7 @@ steps overlap, the plan and the launch of the next step. The names of causes say
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,10 +35,11 @@ EMIT = "output and commands"
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Something that cost `ms` of a step."""
+    """Something that cost `ms` of a step. `key`: its kind, the same in every step; for JSON."""
 
     name: str
     ms: float
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,42 +117,48 @@ def explain(row: StepRow, model: CostModel) -> Explanation | None:
         return replace(found, unexplained=excess)
     left, causes = excess, []
 
-    def blame(name: str, ms: float) -> None:
+    def blame(name: str, ms: float, key: str) -> None:
         nonlocal left
         ms = min(ms, left)
         if ms > WORTH * excess:
-            causes.append(Cause(name, ms))
+            causes.append(Cause(name, ms, key))
             left -= ms
 
     host = _host_parts(window, row, model)
     waited = parts.wait - max(0.0, expected - sum(part.usual for part in host))
-    computes = float((window.work @ model.device)[0]) if model.device is not None else None
+    computes, device = None, "device"
+    if model.device is not None:
+        times_of_device, without_prompts = model.device_time(window)
+        computes = float(times_of_device[0])
+        if without_prompts[0] and row.chunks:
+            device = f"device in the prefill of {prefilled(row)} ({count(row.prefill_tokens, 'token')})"
     if excess <= tolerance:
         if parts.gc + (parts.delayed or 0.0) < MOSTLY * excess:
             for part in sorted(host, key=lambda part: -part.beyond):
-                blame(part.name.partition(" (")[0], part.beyond)  # its prompts have a part of their own
+                blame(part.name.partition(" (")[0], part.beyond, part.key)  # its prompts have a part of their own
             if row.device_ms is not None and computes is not None:
-                blame("device", min(row.device_ms - computes, waited) if window.overlapped[0] else waited)
+                ms = min(row.device_ms - computes, waited) if window.overlapped[0] else waited
+                blame(device, ms, "device")
             return replace(found, varied=tuple(causes))
-        blame("garbage collection", parts.gc)
-        blame("another program on the core", parts.delayed or 0.0)
+        blame("garbage collection", parts.gc, "garbage_collection")
+        blame("another program on the core", parts.delayed or 0.0, "other_program")
         return replace(found, causes=tuple(causes))
     largest = max([part.beyond for part in host] + [waited])
     if parts.stops:
-        blame("process stopped", largest)
-    blame("garbage collection", parts.gc)
-    blame("another program on the core", parts.delayed or 0.0)
+        blame("process stopped", largest, "process_stopped")
+    blame("garbage collection", parts.gc, "garbage_collection")
+    blame("another program on the core", parts.delayed or 0.0, "other_program")
     accounted = excess - left
     if row.comm_ms is not None and computes is not None:
-        blame("exchange between ranks", row.comm_ms - computes)
+        blame("exchange between ranks", row.comm_ms - computes, "exchange")
     for part in host:
         # The pauses above may lie in any part: subtract their time from the part with the largest excess.
-        blame(part.name, part.beyond - (accounted if part.beyond == largest else 0.0))
+        blame(part.name, part.beyond - (accounted if part.beyond == largest else 0.0), part.key)
     if row.device_ms is not None and computes is not None:
         own = row.device_ms - computes - accounted
         if own > NOISE * model.device_spreads[bool(row.chunks)]:
             # If the next step was launched meanwhile, the device delayed only a host that waited for it.
-            blame("device", min(own, waited) if window.overlapped[0] else own)
+            blame(device, min(own, waited) if window.overlapped[0] else own, "device")
     return replace(found, causes=tuple(causes), unexplained=left)
 
 
@@ -161,6 +169,7 @@ class _Part:
     name: str
     took: float
     usual: float
+    key: str
 
     @property
     def beyond(self) -> float:
@@ -171,19 +180,19 @@ def _host_parts(window: Windows, row: StepRow, model: CostModel) -> list[_Part]:
     """Returns the host's parts in a window, each with the step that it belongs to."""
     steps, took = model.steps, {name: float(values[0]) for name, values in window.parts.items()}
     own = {name: float(window.own[name][0]) if window.here[0] else 0.0 for name in PLANNED}
-    usual = {i: {name: float((work @ model.host[name])[0]) for name in model.host}
+    usual = {i: {name: float(model.host[name].of(work)[0]) for name in model.host}
              for i, work in ((-1, window.before), (0, window.work), (1, window.ahead))}  # fmt: skip
     found = [
-        _Part(f"commit of {_named(steps, row.step - 1, row.step)}", took["commit"], usual[-1]["commit"]),
-        _Part(EMIT, took["emit"], model.emit),
+        _Part(f"commit of {_named(steps, row.step - 1, row.step)}", took["commit"], usual[-1]["commit"], "commit"),
+        _Part(EMIT, took["emit"], model.emit, "emit"),
     ]
     for name in PLANNED:
         if window.here[0]:
             rest = 0.0 if window.overlapped[0] else took[name] - own[name]  # nothing else was planned here
-            found.append(_Part(name, own[name] + rest, usual[0][name]))
+            found.append(_Part(name, own[name] + rest, usual[0][name], name))
         if window.overlapped[0]:
             ahead = f"{name} of {_named(steps, row.step + 1, row.step)}"
-            found.append(_Part(ahead, took[name] - own[name], usual[1][name]))
+            found.append(_Part(ahead, took[name] - own[name], usual[1][name], name))
     return found
 
 
@@ -199,7 +208,7 @@ def _prefill_parts(window: Windows, row: StepRow, i: int) -> tuple[Cause, ...]:
         found = {**own, "device": row.device_ms or 0.0}
     if row.parts is None:  # the longest may be missing
         return ()
-    return tuple(sorted((Cause(*part) for part in found.items()), key=lambda part: -part.ms))
+    return tuple(sorted((Cause(name, ms, name) for name, ms in found.items()), key=lambda part: -part.ms))
 
 
 def _named(steps: Steps, step: int, seen_from: int) -> str:
@@ -221,6 +230,11 @@ def prefilled(row: StepRow) -> str:
 def listed(requests: list[int]) -> str:
     """Returns the names of requests, or their number."""
     return count(len(requests), "request") if len(requests) > NAMED else " and ".join(f"r{id}" for id in requests)
+
+
+def largest_first(causes: Iterable[Cause]) -> list[Cause]:
+    """Returns the causes in the order in which every text has them."""
+    return sorted(causes, key=lambda cause: -cause.ms)
 
 
 def in_parts(prefill: Prefill) -> str:

@@ -1,34 +1,39 @@
 """A cost model of steps: what each step should take, fitted to the recent steps of the run.
 
-The model is linear and its coefficients are not negative: a constant, and a cost for each decoding row, draft token,
-step with prefill, prompt token, key that decodes read, and pair of query and key in prefill. It is fitted by least
-squares in which outliers count little (Huber 1964), so that stalls do not raise the expected time.
+The model is linear and its coefficients are not negative: a constant, and a cost for each step that decodes several
+rows (a CPU computes one row with other kernels), decoding row, draft token, step with prefill, prompt token, key that
+decodes read, and pair of query and key in prefill. It is fitted by least squares in which outliers count little
+(minitui/viewmodel/cost_fit.py), so that stalls do not raise the expected time. The cost of prompts is part of the
+expected time only if the fit determines this cost: its standard error must be small beside it.
 
 Where steps overlap, the time between the results of two steps is no cost of one step. From the results of step k-1 to
 the results of step k, the host commits step k-1, then plans and launches step k+1, while the device computes step k.
 The time is the longer of both. So the device's time and each part of the host's time are fitted by themselves, and
 `expected` puts these together. A prefill that is launched kernel by kernel costs its launch this way, in the time of
-the step before. An engine that measures neither (vLLM) still shows this cost: the prompts of the next step are then
-further features of a step's time.
+the step before. An engine that measures neither (vLLM) reports only when a step ended. If its steps overlap, nothing
+tells the time of a prompt from the launch of the next step: prompts then have no cost, and the excess is unexplained.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from minitui.viewmodel.cost_fit import Fit, robust
 from minitui.viewmodel.steps import Steps
 
-FEATURES = ("steps", "rows", "draft tokens", "prefill steps", "prefill tokens", "keys", "prefill pairs")
-Costs = tuple[float, ...]
+FEATURES = (
+    "steps", "steps with several rows", "rows", "draft tokens", "prefill steps", "prefill tokens", "keys",
+    "prefill pairs",
+)  # fmt: skip
 WITHOUT_PREFILL = np.array([not name.startswith("prefill") for name in FEATURES])
 FIT_STEPS = 1_000  # the model is fitted to this many recent steps
 LEAST_STEPS = 12  # with fewer steps there is no model
+LEAST_ROWS = 8  # with fewer steps of one row, or of several, both cost the same
 LEAST_PREFILLS = 5  # with fewer steps with prefill, the deviation of such steps is unknown
-ROUNDS = 6  # number of times that the errors are weighted again
 CONSIDERABLE = 0.1  # share of a time
-SINGULAR = 1e-12  # smaller singular values of the products of features, relative to the largest, are zero
+DETERMINED = 0.3  # a cost is known if its standard error is at most this share of the cost
 WAITED = 0.1  # ms: a host that waits longer than this was faster than the device
 PLANNED = ("plan", "launch")
 
@@ -67,7 +72,7 @@ class Windows:
 @dataclass(frozen=True, slots=True)
 class Expected:
     """Expected times of windows, in ms. `prefill`: what prompts cost: {-1: those of the step before, 0: of the step,
-    1: of the next step} -> the part of `total`."""
+    1: of the next step} -> the part of `total`; 0 if the fit does not determine this cost."""
 
     total: np.ndarray
     prefill: dict[int, np.ndarray]
@@ -80,48 +85,71 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Costs have one value for each of FEATURES, in ms."""
+    """Fits have one cost for each of FEATURES, in ms."""
 
-    steps: Steps = field(repr=False, compare=False)  # the history to which the model was fitted
-    whole: Costs | None  # the time of a step; None: steps overlap, and `device` and `host` give the time
-    meanwhile: Costs  # with `whole`: what the work of the next step costs if it is planned in the time of this step
-    device: Costs | None  # the device's time; None: not measured
-    host: dict[str, Costs]  # plan, launch and commit
+    steps: Steps = field(repr=False, compare=False)  # the history to which the model is applied
+    whole: Fit | None  # the time of a step; None: steps overlap, and `device` and `host` give the time
+    device: Fit | None  # the device's time; None: not measured
+    host: dict[str, Fit]  # plan, launch and commit
     emit: float  # the usual time between two steps
-    spreads: tuple[float, float]  # typical deviation (without prefill, with prefill)
-    device_spreads: tuple[float, float]
+    reports: bool  # the engine reports its launches or its device; False: only when a step ended
+    spreads: tuple[float, float] = (0.0, 0.0)  # typical deviation (without prefill, with prefill)
+    device_spreads: tuple[float, float] = (0.0, 0.0)
 
     def expected(self, windows: Windows) -> Expected:
         """Returns the expected times of these windows."""
+        prompts = ~WITHOUT_PREFILL
         if self.whole is not None:
-            whole, ahead = np.array(self.whole), windows.ahead @ np.array(self.meanwhile)
-            return Expected(windows.work @ whole + ahead, {0: windows.work @ (whole * ~WITHOUT_PREFILL), 1: ahead})
+            total, cost = self.whole.of(windows.work), self.whole.of(windows.work * prompts)
+            known = self.whole.error(windows.work * prompts) <= DETERMINED * cost
+            return Expected(total - cost * ~known, {0: cost * known})
         assert self.device is not None
-        costs = {name: np.array(cost) for name, cost in (*self.host.items(), ("device", self.device))}
+        fits = {**self.host, "device": self.device}
         before, own, ahead = (
-            {name: work @ (cost * ~WITHOUT_PREFILL) for name, cost in costs.items()}  # what the prompts cost
+            {name: fit.of(work * prompts) for name, fit in fits.items()}  # what the prompts cost
             for work in (windows.before, windows.work, windows.ahead)
         )
-        zero = np.zeros(len(windows.number))
-        commit = windows.before @ costs["commit"]
-        planned = _planned(costs)
-        host = commit + self.emit + (windows.work @ planned) * windows.here + windows.ahead @ planned
+        zero, here = np.zeros(len(windows.number)), windows.here
+        planned = {i: _planned(self.host, work) for i, work in ((0, windows.work), (1, windows.ahead))}
+        commit = self.host["commit"].of(windows.before)
+        host = commit + self.emit + planned[0] * here + planned[1]
         # The device begins with a step when its launch begins, but not before the step before has ended.
-        offset = np.where(windows.here, commit + self.emit + windows.work @ costs["plan"], -windows.head)
-        device = offset + windows.work @ costs["device"]
+        offset = np.where(here, commit + self.emit + self.host["plan"].of(windows.work), -windows.head)
+        device = offset + self.device.of(windows.work)
         total = np.maximum(host, device)
         # Without the prompts, the host and the device would need this much less.
-        host_less = {-1: before["commit"], 0: _planned(own) * windows.here, 1: _planned(ahead)}
+        host_less = {-1: before["commit"], 0: (own["plan"] + own["launch"]) * here, 1: ahead["plan"] + ahead["launch"]}
         all_less = sum(host_less.values(), zero)
         device_less = own["device"] - np.where(own["device"] > 0, windows.head, 0.0)
         cost = np.maximum(total - np.maximum(host - all_less, device - device_less), 0.0)
         # The prompts of the longer path caused the cost.
+        by_host = host >= device
+        errors = np.where(by_host, self._host_error(windows), self.device.error(windows.work * prompts))
+        known = errors <= DETERMINED * np.where(by_host, all_less, own["device"])
         of_host = {i: ms / np.maximum(all_less, 1e-9) for i, ms in host_less.items()}
-        return Expected(total, {i: cost * np.where(host >= device, share, i == 0) for i, share in of_host.items()})
+        prefill = {i: cost * known * np.where(by_host, share, i == 0) for i, share in of_host.items()}
+        return Expected(total - cost * ~known, prefill)
+
+    def device_time(self, windows: Windows) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the expected times of the device, and which of them lack the prompts, because the fit does not
+        determine what these cost. Call it only if the device's time is measured."""
+        assert self.device is not None
+        prompts = windows.work * ~WITHOUT_PREFILL
+        cost = self.device.of(prompts)
+        lacking = self.device.error(prompts) > DETERMINED * cost
+        return self.device.of(windows.work) - cost * lacking, lacking
+
+    def _host_error(self, windows: Windows) -> np.ndarray:
+        """Returns the standard error of what prompts cost the host."""
+        prompts, here = ~WITHOUT_PREFILL, windows.here[:, None]
+        squares = self.host["commit"].error(windows.before * prompts) ** 2
+        for name in PLANNED:
+            squares = squares + self.host[name].error((windows.work * here + windows.ahead) * prompts) ** 2
+        return np.sqrt(squares)
 
 
-def _planned(parts: dict[str, np.ndarray]) -> np.ndarray:
-    return parts["plan"] + parts["launch"]
+def _planned(host: dict[str, Fit], work: np.ndarray) -> np.ndarray:
+    return host["plan"].of(work) + host["launch"].of(work)
 
 
 def windows(steps: Steps, at: np.ndarray) -> Windows:
@@ -134,8 +162,7 @@ def windows(steps: Steps, at: np.ndarray) -> Windows:
     here = ~(before & (t[at] < column("ended")[previous]))
     parts = {name: column(f"part:{name}")[at].astype(np.float64) for name in ("commit", "emit", *PLANNED, "wait")}
     own = {name: np.nan_to_num(column(name)[at]) for name in (*PLANNED, "commit")}
-    took, device = np.sum(list(parts.values()), axis=0), column("device")[at]
-    took = np.where(np.isnan(took), column("wall")[at], took)
+    took, device = column("took")[at], column("device")[at]
     paused = np.nan_to_num(column("part:gc")[at].astype(np.float64)) + np.nan_to_num(column("part:delayed")[at])
     # If the host waited, it saw the step end on the device. Otherwise the step began at the earliest with its launch.
     waited = column("part:wait")[previous].astype(np.float64)
@@ -148,9 +175,10 @@ def windows(steps: Steps, at: np.ndarray) -> Windows:
 
 def _work(steps: Steps, at: np.ndarray) -> np.ndarray:
     column, tokens = steps.column, steps.prefilled(at)
+    rows = column("decodes")[at] + column("drafted")[at]
     columns = (
-        np.ones(len(at)), column("decodes")[at], column("drafted")[at], tokens > 0, tokens, column("keys")[at],
-        column("pairs")[at],
+        np.ones(len(at)), rows > 1, column("decodes")[at], column("drafted")[at], tokens > 0, tokens,
+        column("keys")[at], column("pairs")[at],
     )  # fmt: skip
     return np.column_stack(columns).astype(np.float64)
 
@@ -163,26 +191,27 @@ def fit(steps: Steps, horizon: int) -> CostModel | None:
         return None
     seen = windows(steps, at)
     prefilling = seen.work @ ~WITHOUT_PREFILL > 0
+    one, several = (np.sum((seen.work[:, 1] == many) & ~prefilling) for many in (0, 1))
+    if min(one, several) < LEAST_ROWS:  # nothing tells the cost of several rows from the constant
+        seen.work[:, 1] = seen.before[:, 1] = seen.ahead[:, 1] = 0
     measured = ~np.isnan(seen.parts["wait"])
-    device, device_spreads = None, (0.0, 0.0)
     known = ~np.isnan(seen.device)
     overlap = bool((seen.overlapped & measured & known).any())
     # With overlap, the host's pauses do not delay the device, and most end while the host would wait for the device.
     took = seen.took - (0.0 if overlap else seen.paused)
+    device, device_spreads = None, (0.0, 0.0)
     if known.sum() >= LEAST_STEPS:
         computed = (seen.device if overlap else np.minimum(seen.device, took))[known]
-        device = _robust(seen.work[known], computed)
-        device_spreads = _spreads(computed - seen.work[known] @ device, prefilling[known])
-    host = {name: _robust(seen.work, values) for name, values in seen.own.items()}
+        device = robust(seen.work[known], computed)
+        device_spreads = _spreads(computed - device.of(seen.work[known]), prefilling[known])
+    host = {name: robust(seen.work, values) for name, values in seen.own.items()}
     emit = float(np.median(seen.parts["emit"][measured])) if measured.any() else 0.0
-    whole, meanwhile = None, (0.0,) * len(FEATURES)
-    if device is None or not overlap:
-        both = _robust(np.hstack((seen.work, seen.ahead * ~WITHOUT_PREFILL)), took)
-        whole, meanwhile = both[: len(FEATURES)], both[len(FEATURES) :]
-    model = CostModel(steps, whole, meanwhile, device, host, emit, (0.0, 0.0), device_spreads)
+    reports = device is not None or not np.isnan(steps.column("launch")[at]).any()
+    told = WITHOUT_PREFILL | (reports or not seen.overlapped.any())
+    whole = robust(seen.work * told, took) if device is None or not overlap else None
+    model = CostModel(steps, whole, device, host, emit, reports, device_spreads=device_spreads)
     expected = model.expected(seen)
-    spreads = _spreads(took - expected.total, expected.with_prefill)
-    return CostModel(steps, whole, meanwhile, device, host, emit, spreads, device_spreads)
+    return replace(model, spreads=_spreads(took - expected.total, expected.with_prefill))
 
 
 def _spreads(errors: np.ndarray, prefills: np.ndarray) -> tuple[float, float]:
@@ -193,35 +222,3 @@ def _spreads(errors: np.ndarray, prefills: np.ndarray) -> tuple[float, float]:
         for of in (~prefills, prefills)
     ]
     return found[0], found[1]
-
-
-def _robust(work: np.ndarray, took: np.ndarray) -> Costs:
-    """Returns non-negative coefficients by iteratively reweighted least squares."""
-    scale = np.maximum(work.max(axis=0), 1.0)
-    scaled = work / scale
-    # Minimise relative errors: a prefill of 60 ms may deviate more than a decode step of 3 ms.
-    weights = base = 1.0 / np.maximum(took, max(float(np.median(took)), 1e-6))
-    cost = np.zeros(work.shape[1])
-    for _ in range(ROUNDS):
-        cost = _non_negative(scaled * weights[:, None], took * weights)
-        errors = np.abs(took - scaled @ cost)
-        limit = 1.5 * max(1.4826 * float(np.median(errors)), 1e-6)
-        weights = base * np.sqrt(np.minimum(1.0, limit / np.maximum(errors, 1e-12)))
-    return tuple((cost / scale).tolist())
-
-
-def _non_negative(work: np.ndarray, took: np.ndarray) -> np.ndarray:
-    """Returns least-squares coefficients, none negative: drops the lowest and solves again while any is negative.
-
-    Solves the normal equations: with a thousand steps and seven features, this takes a tenth of the time.
-    """
-    active = np.flatnonzero(work.any(axis=0))
-    products, sums = work.T @ work, work.T @ took
-    cost = np.zeros(work.shape[1])
-    while len(active):
-        solved = np.linalg.lstsq(products[np.ix_(active, active)], sums[active], rcond=SINGULAR)[0]
-        if (solved >= 0).all():
-            cost[active] = solved
-            break
-        active = np.delete(active, int(np.argmin(solved)))
-    return cost

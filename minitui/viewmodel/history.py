@@ -16,6 +16,7 @@ from typing import Any
 from engine.trace.records import Record
 from engine.trace.state import State
 from minitui.viewmodel.annotated_state import AnnotatedState, BlockEvent
+from minitui.viewmodel.cost_models import CostModels
 from minitui.viewmodel.events import Events
 from minitui.viewmodel.experts import ExpertLoads
 from minitui.viewmodel.first_tokens import FirstTokens
@@ -44,6 +45,7 @@ class History:
     def _begin(self, live: AnnotatedState) -> None:
         self.live = live
         self.steps = Steps()
+        self.models = CostModels(self.steps)
         self.rates = Rates()
         self.trends = Trends()
         self.lanes = Lanes()
@@ -120,9 +122,10 @@ class History:
         steps, rates = self.steps, self.rates
         rates.advance(record[1])
         _, _, _, step, plan_us, launch_us, commit_us, wall_ms, device_ms, _ = record
-        rates.add_durations(wall_ms, (plan_us + (launch_us or 0) + commit_us) / 1e3, device_ms)
+        took_ms = steps.fold_time(record)
+        rates.add_durations(took_ms, wall_ms, (plan_us + (launch_us or 0) + commit_us) / 1e3, device_ms)
         rates.mark(step)
-        steps.fold_time(record, rates.bucket)
+        steps.note_bucket(step, rates.bucket)
         self._result_at = rates.now
         self.trends.advance(rates.now)
         if (gap := steps.gap_ms(step)) is not None:

@@ -21,7 +21,6 @@ from engine.trace.records import Record
 from engine.trace.waste import WasteFigures, waste_of
 from minitui.viewmodel.annotated_state import AnnotatedState
 from minitui.viewmodel.board import Board
-from minitui.viewmodel.cost_model import FIT_STEPS
 from minitui.viewmodel.events import Event, describe
 from minitui.viewmodel.frame import Frame
 from minitui.viewmodel.lane import Lane
@@ -35,7 +34,6 @@ from minitui.viewmodel.tree import is_hidden, quoted, without_markup
 __all__ = ["AnnotatedState", "Event", "Frame", "Lane", "Links", "Playback", "Selection", "StepRow", "View"]
 
 TIMINGS_SECONDS = 0.5  # between two computations of the percentiles
-FIT_SECONDS = 2.0  # between two fits of the cost model, whose steps are those of several seconds
 WASTE_SECONDS = 0.5  # between two computations of the waste
 QUOTE_WIDTH = 28
 
@@ -63,7 +61,6 @@ class View(Moment):
         self.links = Links()
         self.timings = Timings()
         self._timings_at = (-1e9, -1)
-        self._fitted_at = -1e9
         self.waste = WasteFigures()
         self.recomputed = 0  # tokens computed again after preemptions, if the state does not count them
         self._waste_at = -1e9
@@ -130,11 +127,7 @@ class View(Moment):
         at, horizon = self._timings_at
         if is_new_still or (horizon != self.horizon and now - at >= late * TIMINGS_SECONDS):
             self._timings_at = (now, self.horizon)
-            many = self.steps.last - self.steps.first >= FIT_STEPS  # with fewer steps, each fit is better than the last
-            model = self.timings.model if many and not is_new_still and now - self._fitted_at < FIT_SECONDS else None
-            if model is None:
-                self._fitted_at = now
-            self.timings = summarise(self.steps, self.first_tokens, self.horizon, self.shown.state.seq, model=model)
+            self.timings = summarise(self.steps, self.first_tokens, self.horizon, self.shown.state.seq)
 
     def _still(self) -> tuple[int, Past | None] | None:
         """Returns what identifies a picture that is still; None for one that moves."""

@@ -189,7 +189,7 @@ class Moment(History):
             return self.rates.per_second(what, 1.0, self.bucket)
         last = self.horizon
         at = self.steps.indices(last - 511, last)
-        took = self.steps.took(at)
+        took = self.steps.column("took")[at]
         at, took = at[~np.isnan(took)], took[~np.isnan(took)]
         recent = np.cumsum(took[::-1])[::-1] <= 1000.0  # the steps of the last second
         at, seconds = at[recent], float(took[recent].sum()) / 1e3

@@ -85,11 +85,10 @@ class Rates:
             columns["prefill"][slot] += prefill
             columns["missed"][slot] += missed
 
-    def add_durations(self, wall_ms: float, host_ms: float, device_ms: float | None) -> None:
+    def add_durations(self, took_ms: float, wall_ms: float, host_ms: float, device_ms: float | None) -> None:
         """Count the durations of a finished step."""
         columns, slot = self._columns, self._slot
-        if wall_ms > columns["worst_ms"][slot]:
-            columns["worst_ms"][slot] = wall_ms
+        columns["worst_ms"][slot] = max(took_ms, columns["worst_ms"][slot])
         columns["host_ms"][slot] += host_ms
         if device_ms is not None:
             columns["device_ms"][slot] += device_ms

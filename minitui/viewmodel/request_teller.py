@@ -10,7 +10,7 @@ from minitui.viewmodel.lane import Lane
 from minitui.viewmodel.model import View
 from minitui.viewmodel.request_words import first_token_words, request_json, request_text, stall_json
 from minitui.viewmodel.requests import RequestFigures, Requests, by_longest_gap, longest_wait
-from minitui.viewmodel.stalls import in_words
+from minitui.viewmodel.stalls import explain_gap, in_words
 from minitui.viewmodel.teller import Line, Teller
 from minitui.visible import json_text
 
@@ -94,7 +94,7 @@ class RequestTeller(Teller):
         figures = self._requests.of(view, lane)
         self._waited = longest_wait([figures, *([self._waited] if self._waited is not None else [])])
         gap = figures.longest
-        reason = self._stalls.reason(view, lane, gap) if gap is not None else None
+        reason = explain_gap(view, lane, gap) if gap is not None else None
         why = in_words(gap, reason) if gap is not None and reason is not None else ""
         rank = by_longest_gap(figures)
         if gap is not None and (self._longest is None or rank > self._longest[0]):
@@ -102,7 +102,7 @@ class RequestTeller(Teller):
         if not self._json:
             text = request_text(figures, view.group_name(lane.group), why)
             return Line(view.live.state.t, view.live.state.step, "request", text)
-        causes = {part.name: round(part.ms, 3) for part in reason.named} if reason is not None else {}
+        causes = {key: round(ms, 3) for key, ms in reason.by_key.items()} if reason is not None else {}
         return JsonLine(0.0, 0, "request", json_text(request_json(figures, view.group_name(lane.group), causes, why)))
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minitui.text import count, duration, ms
-from minitui.viewmodel.causes import WORTH, Cause, Prefill, explain, in_parts, neighbour, prefilled
-from minitui.viewmodel.cost_model import CostModel, fit
+from minitui.viewmodel.causes import WORTH, Cause, Prefill, explain, in_parts, largest_first, neighbour, prefilled
+from minitui.viewmodel.cost_model import CostModel
 from minitui.viewmodel.lane import PREFILLING, Lane
 from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.token_gaps import Gap
@@ -23,7 +23,6 @@ from minitui.viewmodel.token_gaps import Gap
 if TYPE_CHECKING:
     from minitui.viewmodel.model import View
 
-REFIT = 128  # steps: after this many, a model is fitted again
 SHORTEST_PAUSE_MS = 1.0  # shorter pauses are not mentioned
 
 
@@ -39,13 +38,23 @@ class Reason:
 
     @property
     def named(self) -> list[Cause]:
-        """Every part of the gap that has a name, in the order in which the sentence has them."""
+        """Every part of the gap that has a name, the largest first."""
         found = [*self.causes, *(replace(part, name=f"{part.name} longer than usual") for part in self.varied)]
         if self.unexplained:
-            found.append(Cause("unexplained", self.unexplained))
+            found.append(Cause("unexplained", self.unexplained, "unexplained"))
         if found and self.variation > WORTH * sum(cause.ms for cause in self.causes):
-            found.append(Cause("usual variation", self.variation))
-        return found
+            found.append(Cause("usual variation", self.variation, "variation"))
+        return largest_first(found)
+
+    @property
+    def by_key(self) -> dict[str, float]:
+        """All of the gap by the kind of cause, the largest first: the values add up to the gap, in ms."""
+        found = dict.fromkeys((cause.key for cause in self.named), 0.0)
+        rest = {"usual": self.usual or 0.0, "unexplained": self.unexplained, "variation": self.variation}
+        for key, took in [(part.key, part.ms) for part in (*self.causes, *self.varied)] + list(rest.items()):
+            if took:
+                found[key] = found.get(key, 0.0) + took
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def __str__(self) -> str:
         if self.usual is None and not self.causes:
@@ -56,52 +65,28 @@ class Reason:
         return ", ".join(parts) + (f" ms; usually {ms(self.usual)} ms" if self.usual else " ms")
 
 
-class Stalls:
-    """Explains gaps. Keeps the last cost model that it fitted."""
+def gap_words(view: View, lane: Lane, gap: Gap) -> str:
+    """Returns the gap in words, with its reason."""
+    return in_words(gap, explain_gap(view, lane, gap))
 
-    def __init__(self) -> None:
-        self._fitted: tuple[object, int, CostModel | None] = (None, -1, None)
-        self._ahead: CostModel | None = None  # of steps that a recording has, but the view has not folded yet
 
-    def words(self, view: View, lane: Lane, gap: Gap) -> str:
-        """Returns the gap in words, with its reason."""
-        return in_words(gap, self.reason(view, lane, gap))
-
-    def reason(self, view: View, lane: Lane, gap: Gap) -> Reason:
-        """Returns what took the time of a gap."""
-        row = view.steps.get(gap.step)
-        if row is None or gap.since not in view.steps:
-            return Reason(None, (Cause("the steps are no longer kept, cause unknown", gap.ms),))
-        if gap.so_far:
-            return _so_far(view, lane, gap)
-        if lane.preempted_in(gap.since, gap.step):
-            return _after_preemption(view, lane, gap)
-        steps, times = view.tokens.clock(gap.since, gap.step)
-        before = 0.0
-        causes: tuple[Cause, ...] = ()
-        if len(steps) > 2:
-            before = float(times[-2] - times[0]) * 1e3
-            causes = (Cause(f"{count(len(steps) - 2, 'step')} without this request", before),)
-        reason = _of_step(view, row, self.model(view), gap.ms - before)
-        return replace(reason, causes=causes + reason.causes)
-
-    def look_ahead(self, view: View, ahead: View) -> None:
-        """Explain the next REFIT steps of `view` with a model of the steps of `ahead`, which has folded more of the
-        same recording: the first steps have no model of their own."""
-        model = fit(ahead.steps, ahead.horizon)
-        self._ahead = replace(model, steps=view.steps) if model is not None else None
-
-    def model(self, view: View) -> CostModel | None:
-        """Returns the model of the timings panel. Without a panel (`minitui tail`), one of recent steps."""
-        if view.timings.model is not None:
-            return view.timings.model
-        begun = max(view.steps.first, 0) + REFIT
-        if self._ahead is not None and self._ahead.steps is view.steps and view.horizon < begun:
-            return self._ahead
-        last = max(view.horizon // REFIT * REFIT, min(view.steps.last, begun))
-        if self._fitted[:2] != (view.steps, last):
-            self._fitted = (view.steps, last, fit(view.steps, last))
-        return self._fitted[2]
+def explain_gap(view: View, lane: Lane, gap: Gap) -> Reason:
+    """Returns what took the time of a gap."""
+    row = view.steps.get(gap.step)
+    if row is None or gap.since not in view.steps:
+        return Reason(None, (Cause("the steps are no longer kept, cause unknown", gap.ms, "unknown"),))
+    if gap.so_far:
+        return _so_far(view, lane, gap)
+    if lane.preempted_in(gap.since, gap.step):
+        return _after_preemption(view, lane, gap)
+    steps, times = view.tokens.clock(gap.since, gap.step)
+    before = 0.0
+    causes: tuple[Cause, ...] = ()
+    if len(steps) > 2:
+        before = float(times[-2] - times[0]) * 1e3
+        causes = (Cause(f"{count(len(steps) - 2, 'step')} without this request", before, "other_steps"),)
+    reason = _of_step(view, row, view.models.of(gap.step), gap.ms - before)
+    return replace(reason, causes=causes + reason.causes)
 
 
 def in_words(gap: Gap, reason: Reason) -> str:
@@ -121,11 +106,11 @@ def _of_step(view: View, row: StepRow, model: CostModel | None, took: float) -> 
         return Reason(None, (), took)
     usual = min(took, found.expected - found.prefill)
     left, causes = took - usual, []
-    prompts = [Cause(_prompts(view, prefill, row.step), prefill.ms) for prefill in found.prefills]
+    prompts = [Cause(_prompts(view, prefill, row.step), prefill.ms, "prefill") for prefill in found.prefills]
     for cause in (*prompts, *found.causes):
         cost = min(cause.ms, left)
         if cost > WORTH * (took - usual):
-            causes.append(Cause(cause.name, cost))
+            causes.append(replace(cause, ms=cost))
             left -= cost
     varied = []
     for part in found.varied:
@@ -159,12 +144,13 @@ def _so_far(view: View, lane: Lane, gap: Gap) -> Reason:
     if lane.preempted_in(gap.since, view.horizon + 1):
         causes += [cause for cause in _after_preemption(view, lane, gap).causes if cause.ms]
     elif gap.ms > rest:
-        causes.append(Cause(f"{count(gap.step - gap.since, 'step')} without this request", gap.ms - rest))
+        without = f"{count(gap.step - gap.since, 'step')} without this request"
+        causes.append(Cause(without, gap.ms - rest, "other_steps"))
     if rest:
         row = view.steps.get(view.steps.committed + 1)
         computes = f" (prefill of {prefilled(row)})" if row is not None and row.chunks else ""
         what = "no results of a step" if row is None else f"step {row.step:,}{computes} has not ended"
-        causes.append(Cause(f"{what} for", rest))
+        causes.append(Cause(f"{what} for", rest, "not_ended"))
     return Reason(None, tuple(causes))
 
 
@@ -176,6 +162,9 @@ def _after_preemption(view: View, lane: Lane, gap: Gap) -> Reason:
     for code, first, last in lane.spans:
         if code == PREFILLING:
             own |= (steps[1:] >= first) & (steps[1:] <= last)
-    tokens = lane.recomputed(gap.step) - lane.recomputed(gap.since)
-    waited = Cause("queue after a preemption", float(taken[~own].sum()))
-    return Reason(None, (waited, Cause(f"computing {count(tokens, 'token')} again", float(taken[own].sum()))))
+    again = lane.recomputed(gap.step) - lane.recomputed(gap.since)
+    every = int(view.steps.prefilled(steps[1:][own] % view.steps.capacity).sum())
+    of = f" of the {count(every, 'prefill token')} in its steps" if every > again else ""
+    waited = Cause("queue after a preemption", float(taken[~own].sum()), "queue")
+    computing = Cause(f"computing {count(again, 'token')} again{of}", float(taken[own].sum()), "recompute")
+    return Reason(None, (waited, computing))

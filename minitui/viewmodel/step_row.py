@@ -43,7 +43,8 @@ class StepRow:
     decodes: int
     chunks: list[Chunk]
     waiting: int
-    wall_ms: float | None
+    wall_ms: float | None  # from its `time` record: without the commit of the step before and the output
+    took_ms: float | None  # the step's duration: the time since the results of the step before, without pauses
     plan_ms: float | None
     launch_ms: float | None
     commit_ms: float | None
@@ -57,7 +58,6 @@ class StepRow:
     pairs: float = 0.0  # pairs of a query and a key in its prefill chunks
     cut_ms: float = 0.0  # time left out of the axis before this step (spans.py)
     held: bool = False  # planned while the engine was paused or slowed
-    plans_next: bool = False  # with overlap: `plan` and `launch` of its parts are those of the next step
 
     @property
     def drafted(self) -> int:
@@ -70,11 +70,6 @@ class StepRow:
         return sum(max(0, draft[2]) for draft in self.drafts)
 
     @property
-    def took_ms(self) -> float | None:
-        """The time since the results of the step before, without pauses and slow motion; None: not known yet."""
-        return self.wall_ms if self.wall_ms is None or self.parts is None else self.parts.took
-
-    @property
     def prefill_tokens(self) -> int:
         return self.tokens - self.decodes - self.drafted
 
@@ -83,7 +78,3 @@ class StepRow:
         if not self.chunks:
             return "decode"
         return "mixed" if self.decodes else "prefill"
-
-    def part_name(self, part: str) -> str:
-        """Returns the name of a part of its time: with overlap "launch of 57", because step 57 is the next step."""
-        return f"{part} of {self.step + 1:,}" if self.plans_next and part in ("plan", "launch") else part

@@ -24,6 +24,7 @@ class Steps:
     def __init__(self, capacity: int = STEPS_KEPT) -> None:
         self.capacity = capacity
         self.first = -1  # the oldest step kept; -1: none
+        self.begin = 0  # the first step that was folded
         self.last = -1
         self._step = array("q", [-1]) * capacity
         self._t = array("d", [0.0]) * capacity
@@ -33,6 +34,7 @@ class Steps:
         self._accepted = array("q", [0]) * capacity
         self._waiting = array("q", [0]) * capacity
         self._wall = array("d", [0.0]) * capacity  # ms; NaN: unknown
+        self._took = array("d", [0.0]) * capacity  # ms: StepRow.took_ms; NaN: unknown
         self._plan = array("d", [0.0]) * capacity
         self._launch = array("d", [0.0]) * capacity
         self._commit = array("d", [0.0]) * capacity
@@ -104,11 +106,11 @@ class Steps:
         self._drafted[i], self._accepted[i] = drafted, 0
         self._step[i], self._t[i], self._tokens[i], self._decodes[i] = step, t, tokens, decodes
         self._waiting[i], self._wall[i], self._device[i], self._end_seq[i] = waiting, self._nan, self._nan, 0
-        self._comm[i] = self._arrived[i] = self._nan
+        self._comm[i] = self._arrived[i] = self._took[i] = self._nan
         self._chunks[i], self._cut[i] = prefills or None, self.cut_ms
         self._held[i] = self._closed or self._pace > 1
         if self.first < 0:
-            self.first = step
+            self.first = self.begin = step
         self.last = step
         if step - self.first >= self.capacity:
             self.first = step - self.capacity + 1
@@ -116,19 +118,29 @@ class Steps:
                 self._drafts.pop(self.first - 1, None)
         return prefill_tokens
 
-    def fold_time(self, record: Record, bucket: int = 0) -> None:
-        """Fold a `time` record; `bucket` is the current bucket of Rates."""
+    def fold_time(self, record: Record) -> float:
+        """Fold a `time` record. Returns how long the step took, in ms."""
         seq, t, _kind, step, plan_us, launch_us, commit_us, wall_ms, device_ms, _ = record
         i = step % self.capacity
         if self._step[i] != step:
-            return
+            return wall_ms
         self._plan[i], self._commit[i] = plan_us / 1e3, commit_us / 1e3
         self._launch[i] = self._nan if launch_us is None else launch_us / 1e3
         self._wall[i] = wall_ms
         self._device[i] = self._nan if device_ms is None else device_ms
-        self._ended[i], self._end_seq[i], self._bucket[i] = t, seq, bucket
+        self._ended[i], self._end_seq[i] = t, seq
+        parts = self._parts_of(i)
+        took = self._took[i] = wall_ms if parts is None else parts.took
+        if parts is not None:  # a pause may also lie outside of the step's time
+            gc = self._parts["gc"][i] = min(parts.gc, took)
+            self._parts["delayed"][i] = self._nan if parts.delayed is None else min(parts.delayed, took - gc)
         self._cut_axis(step, i)
         self._paused[i], self._arrived[i] = self._paused_s, t - commit_us / 1e6 - self._paused_s
+        return self._took[i]
+
+    def note_bucket(self, step: int, bucket: int) -> None:
+        """Note the bucket of Rates in which a step ended."""
+        self._bucket[step % self.capacity] = bucket
 
     def _cut_axis(self, step: int, i: int) -> None:
         """Shorten the time without work before this step on the axis; count a pause or slow motion as paused.
@@ -212,6 +224,7 @@ class Steps:
             chunks=self._chunks[i] or [],
             waiting=self._waiting[i],
             wall_ms=self._wall[i] if timed else None,
+            took_ms=self._took[i] if timed else None,
             plan_ms=self._plan[i] if timed else None,
             launch_ms=None if not timed or launch != launch else launch,
             commit_ms=self._commit[i] if timed else None,
@@ -225,15 +238,14 @@ class Steps:
             pairs=self._pairs[i],
             cut_ms=self._cut[i],
             held=bool(self._held[i]),
-            plans_next=self._overlaps(step) and self._overlaps(step - 1),
         )
 
-    def _overlaps(self, step: int) -> bool:
-        """True if the step after `step` was planned before the results of `step` arrived."""
-        i, following = step % self.capacity, (step + 1) % self.capacity
-        if step not in self or self._step[following] != step + 1:
+    def planned_ahead(self, step: int) -> bool:
+        """True if the step was planned before the results of the step before it arrived."""
+        before = (step - 1) % self.capacity
+        if step not in self or step - 1 not in self:
             return False
-        return self._end_seq[i] > 0 and self._t[following] < self._ended[i]
+        return self._end_seq[before] > 0 and self._t[step % self.capacity] < self._ended[before]
 
     def _parts_of(self, i: int) -> StepParts | None:
         values = {name: column[i] for name, column in self._parts.items()}
@@ -276,12 +288,6 @@ class Steps:
             store = self._parts[name.partition(":")[2]] if name.startswith("part:") else getattr(self, f"_{name}")
             view = self._views[name] = np.frombuffer(store, store.typecode)
         return view
-
-    def took(self, at: np.ndarray) -> np.ndarray:
-        """Returns, for each step at these column indices, `StepRow.took_ms`; nan if it is unknown."""
-        parts = [self.column(f"part:{name}")[at] for name in ("commit", "emit", "plan", "launch", "wait")]
-        wall, total = self.column("wall")[at], np.sum(parts, axis=0)
-        return np.where(np.isnan(wall) | np.isnan(total), wall, total)
 
     def prefilled(self, at: np.ndarray) -> np.ndarray:
         """Returns, for each step at these column indices, the number of prompt tokens computed."""

@@ -10,7 +10,7 @@ from engine.trace.waste import copies_of
 from minitui.text import count, match_reason, ms, ranges
 from minitui.viewmodel.annotated_state import STATE_NAMES
 from minitui.viewmodel.requests import Requests
-from minitui.viewmodel.step_row import PARTS
+from minitui.viewmodel.step_parts import parts_of
 from minitui.viewmodel.timing import why_slow
 from minitui.viewmodel.tree import quoted, without_markup
 
@@ -211,14 +211,14 @@ def _step(view: View, step: int) -> Story:
         result = "" if accepted < 0 else f", {accepted} accepted"
         story.tell("drafts" if i == 0 else "", f"r{request}: {count(drafted, 'token')}{result}")
     if row.took_ms is not None:
-        why = why_slow(row, view.timings.model, always=True) or "expected time unknown: too few steps have a time"
+        why = why_slow(row, view.models.of(step), always=True) or "expected time unknown: too few steps have a time"
         story.tell("took", f"{row.took_ms:.2f} ms; {why}")
         launch = "–" if row.launch_ms is None else f"{row.launch_ms:.2f}"
         host = f"plan {row.plan_ms:.2f}, launch {launch}, commit {row.commit_ms:.2f} ms"
         story.tell("host", host + (f"; device {row.device_ms:.2f} ms" if row.device_ms is not None else ""))
     if row.parts is not None:
-        since = {row.part_name(name): getattr(row.parts, name) for name in PARTS}
-        story.tell("parts", ", ".join(f"{name} {ms(value)}" for name, value in since.items()) + " ms")
+        since = [f"{part.name(step)} {ms(part.ms)}" for part in parts_of(view.steps, row) if part.ms is not None]
+        story.tell("parts", ", ".join(since) + " ms" + f"; paused {ms(row.parts.gate)} ms" * (row.parts.gate > 0))
         delayed = "unknown" if row.parts.delayed is None else f"{ms(row.parts.delayed)} ms"
         story.tell("pauses", f"garbage collection {ms(row.parts.gc)} ms, another program on the core {delayed}"
                    + (", stopped" if row.parts.stops else ""))  # fmt: skip

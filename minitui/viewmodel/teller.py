@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.trace.records import Record
-from minitui.text import count, duration
+from minitui.text import count, duration, ms
 from minitui.viewmodel.causes import explain, listed
+from minitui.viewmodel.cost_models import first_steps
 from minitui.viewmodel.model import View
 from minitui.viewmodel.narrate import computed
-from minitui.viewmodel.stalls import Stalls
 from minitui.viewmodel.step_row import Chunk, StepRow
 from minitui.viewmodel.summary import summary
 from minitui.viewmodel.timing import why_slow
@@ -69,7 +69,6 @@ class Teller:
         self.view = view
         self._batch: list[Record] = []
         self._run: _Run | None = None
-        self._stalls = Stalls()
         self._summed_up: float | None = None  # engine time of the last summary, or of the first record
         self._stall_s = STALL_S  # the next line about a stall comes after this time without results
 
@@ -140,11 +139,9 @@ class Teller:
             if keyframe.seq != last:
                 yield from self.rest()
                 self.view.reset(part.snapshot)
-                ahead = View()
-                ahead.reset(part.snapshot)
-                ahead.fold(part.records)
-                self._stalls.look_ahead(self.view, ahead)
-                if index:
+                if not index:
+                    self.view.models.look_ahead(first_steps(part.snapshot, reader.records()))
+                else:
                     missing = f"({keyframe.seq - last:,} records are missing here)"
                     yield Line(part.state.t, keyframe.step, "gap", missing)
             yield from self.tell(part.records)
@@ -187,7 +184,7 @@ class Teller:
     def _why(self, row: StepRow | None) -> str:
         """Returns " · expected 6.9 ms, +83.9: garbage collection 80.1" for a slow step, or for one that prompts made
         long; else an empty string."""
-        model = self._stalls.model(self.view)
+        model = self.view.models.of(row.step) if row is not None else None
         found = explain(row, model) if row is not None and model is not None else None
         return f" · {why_slow(row, model)}" if row is not None and found is not None and found.long else ""
 
@@ -207,10 +204,10 @@ class Teller:
         run.tokens += row.decodes + row.accepted
         run.drafted += row.drafted
         run.accepted += row.accepted
-        wall = row.wall_ms or 0.0
-        run.total_ms += wall
-        if wall > run.worst_ms:
-            run.worst_ms, run.worst_step = wall, row.step
+        took = row.took_ms or 0.0
+        run.total_ms += took
+        if took > run.worst_ms:
+            run.worst_ms, run.worst_step = took, row.step
 
     def _flush(self) -> Iterator[Line]:
         run, self._run = self._run, None
@@ -227,10 +224,10 @@ class Teller:
         if run.drafted:
             text += f" · {run.accepted:,} of {run.drafted:,} drafts accepted"
         if run.total_ms:
-            text += f" · {run.total_ms / n:.1f} ms per step"
+            text += f" · {ms(run.total_ms / n)} ms per step"
             why = self._why(self.view.steps.get(run.worst_step)).removeprefix(" · ")
             if why or run.worst_ms > 2 * run.total_ms / n:
-                text += f", the slowest {run.worst_ms:.1f} ms (step {run.worst_step:,}{': ' if why else ''}{why})"
+                text += f", the slowest {ms(run.worst_ms)} ms (step {run.worst_step:,}{': ' if why else ''}{why})"
         yield Line(run.last.ended or run.t, run.first.step, "steps", text)
 
 
@@ -239,6 +236,6 @@ def step_text(row: StepRow, view: View) -> str:
     text = f"{' '.join(computed(view, row)).removesuffix('.')} · {row.tokens:,} of {view.live.state.budget:,} tokens"
     if row.waiting:
         text += f" · {row.waiting:,} waiting"
-    if row.wall_ms is not None:
-        text += f" · {row.wall_ms:.1f} ms"
+    if row.took_ms is not None:
+        text += f" · {ms(row.took_ms)} ms"
     return text.lstrip(" ·")

@@ -7,14 +7,25 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minitui.text import count, ms
-from minitui.viewmodel.causes import TOLERANCE, WORTH, Cause, Explanation, explain, in_parts, neighbour, prefilled
-from minitui.viewmodel.cost_model import CostModel, fit
+from minitui.viewmodel.causes import (
+    TOLERANCE,
+    WORTH,
+    Cause,
+    Explanation,
+    explain,
+    in_parts,
+    largest_first,
+    neighbour,
+    prefilled,
+)  # fmt: skip
+from minitui.viewmodel.cost_model import CostModel
 from minitui.viewmodel.first_tokens import FirstToken, FirstTokens
 from minitui.viewmodel.limits import Limit, limits
 from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.steps import Steps
 
 WINDOW_SECONDS = 10.0
+LEAST_REST = 0.01  # a smaller share of the excess is not called unexplained
 MAX_STEPS = 20_000  # the largest number of steps in the window
 RECENT_FIRST_TOKENS = 32
 
@@ -56,16 +67,12 @@ class Timings:
     accepted: int = 0  # draft tokens accepted
     per_row: float = 1.0  # tokens per row and decode step, accepted drafts included
     limits: tuple[Limit, ...] = ()  # whether the host or the device limits the speed
-    model: CostModel | None = None  # the expected time of steps; None: too few steps are timed
 
 
-def summarise(
-    steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent: int = 8, model: CostModel | None = None
-) -> Timings:
+def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent: int = 8) -> Timings:
     """Returns the timings of the last WINDOW_SECONDS of step time up to step `horizon`.
 
-    Only time inside steps counts: a long pause does not empty the window. `model`: a recent cost model of these steps;
-    None: it is fitted now, which takes most of the time of this function.
+    Only time inside steps counts: a long pause does not empty the window.
     """
     last = steps.get(horizon)
     while last is not None and last.wall_ms is None:  # the timing of this step has not arrived
@@ -77,11 +84,11 @@ def summarise(
     for most in (MAX_STEPS // 8, MAX_STEPS):  # the smaller number is almost always enough
         at = steps.indices(max(steps.first, last.step - most), last.step)
         at = at[~np.isnan(steps.column("wall")[at])]
-        spent = np.cumsum(steps.column("wall")[at][::-1])  # ms: the sums from the last step back to each step
+        spent = np.cumsum(steps.column("took")[at][::-1])  # ms: the sums from the last step back to each step
         if spent[-1] > WINDOW_SECONDS * 1e3:
             break
     at = at[-max(1, int(np.searchsorted(spent, WINDOW_SECONDS * 1e3, "right"))) :]
-    wall = steps.column("wall")[at]
+    wall = steps.column("took")[at]
     decodes = steps.column("decodes")[at]
     prefills = steps.prefilled(at)
     drafted, accepted = int(steps.column("drafted")[at].sum()), int(steps.column("accepted")[at].sum())
@@ -122,7 +129,6 @@ def summarise(
         accepted=accepted,
         per_row=1 + accepted / int(decodes.sum()) if decodes.any() else 1.0,
         limits=tuple(limits(steps, last.step)),
-        model=fit(steps, last.step) if model is None else model,
     )
 
 
@@ -133,7 +139,7 @@ def why_briefly(row: StepRow, model: CostModel | None) -> str:
     if model is None or explanation is None:
         return ""
     excess = _excess(explanation)
-    parts = [(part.ms, f"{part.name.partition(' of ')[0]} +{ms(part.ms)}") for part in excess]
+    parts = [(part.ms, f"{_brief(part)} +{ms(part.ms)}") for part in excess]
     for prefill in explanation.prefills:
         computed = model.steps.get(prefill.step)
         if computed is not None and prefill.ms > WORTH * explanation.expected:
@@ -142,13 +148,21 @@ def why_briefly(row: StepRow, model: CostModel | None) -> str:
     return ", ".join(told if excess else [*told, f"expected {ms(explanation.expected)} ms"])
 
 
+def _brief(part: Cause) -> str:
+    """Returns a cause without the step and the number of tokens: "launch", "prefill of r64"."""
+    if part.key == "device":
+        return part.name.removeprefix("device in the ").partition(" (")[0]
+    return part.name.partition(" of ")[0]
+
+
 def _excess(explanation: Explanation) -> list[Cause]:
     """Returns the named parts of an excess that is more than the usual variation, and the unexplained rest."""
     if not explanation.slow and not explanation.longer:
         return []
     parts, excess = list(explanation.causes or explanation.varied), explanation.took - explanation.expected
     unexplained = excess - sum(part.ms for part in parts)
-    return parts + [Cause("unexplained", unexplained)] * (unexplained > WORTH * excess)
+    parts += [Cause("unexplained", unexplained, "unexplained")] * (unexplained > max(LEAST_REST * excess, 0.005))
+    return largest_first(parts)
 
 
 def _stats(wall: np.ndarray, total: float) -> KindStats:
@@ -186,6 +200,7 @@ def why_slow(row: StepRow, model: CostModel | None, always: bool = False) -> str
     excess = explanation.took - explanation.expected
     if not (parts := _excess(explanation)):
         words = "faster than expected" if excess < -TOLERANCE * explanation.expected else "within the usual variation"
-        return f"{text}, {'-' if excess < 0 else '+'}{ms(abs(excess))}: {words}" if always else text
+        return f"{text}, {'-' if excess <= -0.005 else '+'}{ms(abs(excess))}: {words}" if always else text
     told = ", ".join(f"{part.name} {ms(part.ms)}" for part in parts)
-    return f"{text}, +{ms(excess)}: {told}"
+    ended_only = " (this engine reports only when a step ended)" * (not model.reports and explanation.unexplained > 0)
+    return f"{text}, +{ms(excess)}: {told}{ended_only}"

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from engine.errors import EngineError
 from engine.trace.records import Packet
 from minitui.sources.base import Source
+from minitui.viewmodel.cost_models import first_steps
 
 if TYPE_CHECKING:
     from minitui.viewmodel.model import View
@@ -157,6 +158,8 @@ class Updater:
         self._syncing, self._retry_at = True, math.inf
         try:
             self.view.reset(await self.source.snapshot())
+            if (recorded := self.source.recorded()) is not None:
+                self.view.models.look_ahead(first_steps(*recorded))
             self.view.caching = bool(self.source.info.get("prefix_caching", True))
             self.live = True
         except EngineError:

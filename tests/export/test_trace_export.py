@@ -274,7 +274,7 @@ def test_the_lines_say_why_a_step_was_slow_and_sum_up_at_the_end() -> None:
     told: list[str] = []
     tail_trace(GOLDEN, told.append)
     slow = next(line for line in told if " step 83 " in line and "decode" in line)
-    assert re.search(r" 24 of 24 tokens · 0\.5 ms · expected 0\.5\d ms, .*, \+0\.2\d: commit of previous step 82", slow)
+    assert re.search(r" of 24 tokens · 0\.7\d ms · expected 0\.5\d ms, .*, \+0\.2\d: commit of previous step 82", slow)
     last = " ".join(told[-4:])
     reader, view = TraceReader(GOLDEN), View()
     view.reset(reader.part(0).snapshot)
@@ -293,14 +293,14 @@ def test_the_lines_of_a_recording_name_the_causes_of_its_slow_steps_from_the_fir
     for name, lines in told.items():
         tail_trace(find_trace(name), lines.append)
     run = next(line for line in told["small-pool"] if "steps 1 to 80" in line)
-    assert re.search(r"the slowest 19\.5 ms \(step 64: expected 12\.\d ms, \+7\.\d+: device 7\.\d+\)$", run)
+    assert re.search(r"the slowest 19\.7 ms \(step 64: expected 11\.\d ms, \+8\.\d+: device 8\.\d+\)$", run)
     steps = {found[1]: line for line in told["h200-8b"] if (found := re.search(r" step (\d+)  .* ms(?: · |$)", line))}
     first = steps["4"]
     assert re.search(r"38\.1 ms · expected .* for 505 prefill tokens \(measured: launch 3\d\.\d, device", first)
-    assert re.search(r", \+14\.\d: launch 13\.\d$", first), "the excess of the first launch is no usual variation"
+    assert re.search(r", \+14\.\d: launch 13\.\d, unexplained 1\.\d+$", first), "no usual variation"
     assert re.search(r"35\.9 ms · .* launch of next step 346 \(497 prefill tokens\) \(measured: launch 3", steps["345"])
     assert re.search(r"36\.6 ms · .* launch of next step 363 \(474 prefill tokens\) \(measured: launch 3", steps["362"])
-    assert steps["58"].endswith(" 2.5 ms"), "a time alone is no reason"
+    assert steps["58"].endswith(" 2.48 ms"), "a time alone is no reason"
     # its texts are not recorded: what is evicted next has a number, and its blocks in the order of eviction
     reader, view = TraceReader(find_trace("h200-8b")), View()
     view.reset(reader.part(0).snapshot)

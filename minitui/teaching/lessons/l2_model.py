@@ -99,7 +99,7 @@ def _prefill(stage: Stage) -> float:
         (stage.view.steps.get(s) for s in range(stage.view.steps.last, -1, -1) if stage.view.steps.chunks(s)), None
     )
     assert row is not None
-    return row.wall_ms or 0.0
+    return row.took_ms or 0.0
 
 
 def _decodes(stage: Stage) -> str:

@@ -98,7 +98,7 @@ async def _run(stage: Stage, prompts: list[list[int]], tokens: int) -> list[Step
 
 
 def _median(steps: list[StepRow]) -> float:
-    return median(row.wall_ms or 0.0 for row in steps)
+    return median(row.took_ms or 0.0 for row in steps)
 
 
 def _recorded(kind: str) -> dict[str, dict[int, float]]:

@@ -143,11 +143,10 @@ label names that request.""")
         row = Row("duration" if self.label < 18 else "duration of step", "dim").to(self.label)
         if not len(at):
             return row.done(width)
-        wall = steps.column("wall")[at]
-        wall = np.where(np.isnan(wall), 0.0, wall)
+        took = np.nan_to_num(steps.column("took")[at])
         column = (steps.column("step")[at] - self.first_step) // self.k
         worst = np.zeros(self.columns)
-        np.maximum.at(worst, column, wall)
+        np.maximum.at(worst, column, took)
         return row.add(spark(worst), "step").done(width)
 
     def _row(self, view: View, slot: list[int], width: int, horizon: int, named: bool) -> Runs:
@@ -219,8 +218,8 @@ label names that request.""")
         if parts:
             row.add("+ " + ", ".join(parts), "dim")
         worst = view.timings.slowest
-        if worst is not None and worst.wall_ms is not None:
-            text = f"slowest step in {view.timings.seconds:.1f} s: {ms(worst.wall_ms)} ms"
+        if worst is not None and worst.took_ms is not None:
+            text = f"slowest step in {view.timings.seconds:.1f} s: {ms(worst.took_ms)} ms"
             if row.width + len(text) + 3 <= width:
                 row.right(text, width, "dim")
         return row.done(width)

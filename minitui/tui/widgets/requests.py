@@ -16,7 +16,7 @@ from minitui.tui.widgets.timeline import TimelineOpened
 from minitui.viewmodel.model import View
 from minitui.viewmodel.request_words import first_token_words
 from minitui.viewmodel.requests import RequestFigures, Requests, by_longest_gap, longest_wait
-from minitui.viewmodel.stalls import Stalls
+from minitui.viewmodel.stalls import explain_gap, gap_words
 
 Value = float | str | None
 STATES = {"decode": "decode", "prefill": "prefill", "waits": "waiting", "preempted": "bad", "error": "bad"}
@@ -111,7 +111,7 @@ selection, Enter opens the timeline of the request with the longest gap.""")
         self.descending = True
         self.top = 0
         self.rows: list[RequestFigures] = []  # in the order of the picture
-        self._requests, self._stalls = Requests(), Stalls()
+        self._requests = Requests()
         self._shown: list[RequestFigures] = []
         self._ends: list[tuple[int, int]] = []  # (index of a column in COLUMNS, where it ends)
 
@@ -214,7 +214,7 @@ selection, Enter opens the timeline of the request with the longest gap.""")
         if why:
             gap, lane = figures.longest, view.lanes.lanes.get(figures.id)
             so_far = "so far: " if gap is not None and gap.so_far else ""
-            text = so_far + str(self._stalls.reason(view, lane, gap)) if gap is not None and lane is not None else ""
+            text = so_far + str(explain_gap(view, lane, gap)) if gap is not None and lane is not None else ""
             row.add("  " + fit(text, why, glyphs().dots), "dim" + ground)
         row.to(width, " ", "ink" + ground)
         return row.done(width)
@@ -235,7 +235,7 @@ selection, Enter opens the timeline of the request with the longest gap.""")
         whose = "the longest gap of all"
         if worst is not row and worst is not None and worst.longest is not None:
             whose = f"its longest gap (of all: r{worst.id} with {ms(worst.longest.ms)} ms)"
-        lines = wrapped(f"r{row.id}, {whose}: {self._stalls.words(view, lane, gap)}", "ink", width)
+        lines = wrapped(f"r{row.id}, {whose}: {gap_words(view, lane, gap)}", "ink", width)
         lines = [*lines[: height - len(first)], *first]
         return lines + [Row().done(width)] * (height - len(lines))
 

@@ -95,7 +95,7 @@ class StepBar(LinePanel, can_focus=False):
 
 def _add_cause(line: Row, view: View, row: StepRow, width: int) -> None:
     """Add the expected time and the causes of a longer time, or a shorter text if the whole one does not fit."""
-    model = view.timings.model
+    model = view.models.of(row.step)
     for text in (why_slow(row, model), why_briefly(row, model)):
         if text and line.width + len(text) + 3 <= width:
             line.add(f" ({text})", "dim")

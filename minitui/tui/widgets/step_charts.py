@@ -8,9 +8,10 @@ from minitui.text import ms, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.chart import LABEL, bars, scale_of
 from minitui.tui.widgets.rows import Row, Run, Runs
+from minitui.viewmodel.cost_models import CostModels
 from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.step_times import StepTimes
-from minitui.viewmodel.timing import Timings, why_briefly, why_slow
+from minitui.viewmodel.timing import why_briefly, why_slow
 
 STYLES = ("decode", "prefill", "prefill-2")  # of step_times.KINDS
 HISTOGRAM = 30  # cells
@@ -63,7 +64,7 @@ def list_top(slowest: list[StepRow], chosen: int, rows: int) -> int:
     return max(0, min(chosen - rows + 2, len(slowest) - rows + 1))
 
 
-def slow_steps(slowest: list[StepRow], timings: Timings, chosen: int, width: int, rows: int) -> list[Runs]:
+def slow_steps(slowest: list[StepRow], models: CostModels, chosen: int, width: int, rows: int) -> list[Runs]:
     """Returns the list of the slowest steps. `chosen`: the index of the chosen one, which is always shown."""
     room, top = rows - 1, list_top(slowest, chosen, rows)
     head = Row(f"slowest {len(slowest)}", "dim").right("step", 20, "dim").right("ms", 29, "dim").to(31)
@@ -76,8 +77,9 @@ def slow_steps(slowest: list[StepRow], timings: Timings, chosen: int, width: int
             row.to(end - len(text), " ", "ink" + ground).add(text, "bold ink" + ground)
         style = STYLES[("decode", "mixed", "prefill").index(step.kind)]
         row.to(31, " ", "ink" + ground).add(step.kind.ljust(9), style + ground)
-        why = why_slow(step, timings.model) or "expected time unknown: too few steps"
+        model = models.of(step.step)
+        why = why_slow(step, model) or "expected time unknown: too few steps"
         if row.width + len(why) > width:
-            why = why_briefly(step, timings.model) or why
+            why = why_briefly(step, model) or why
         drawn.append(row.add(why, "ink" + ground).to(width, " ", "ink" + ground).done(width))
     return drawn

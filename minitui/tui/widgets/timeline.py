@@ -18,7 +18,7 @@ from minitui.viewmodel.lane import Lane
 from minitui.viewmodel.model import View
 from minitui.viewmodel.request_words import figures_in_words
 from minitui.viewmodel.requests import Requests
-from minitui.viewmodel.stalls import Stalls
+from minitui.viewmodel.stalls import gap_words
 from minitui.viewmodel.tokens import Arrivals
 
 LEAST = 4  # rows of the smallest chart
@@ -77,7 +77,7 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
         self.request: int | None = None  # the request of the picture
         self.token: int | None = None  # the chosen gap is the one before this token; None: the longest
         self.per_column = 1
-        self._requests, self._stalls = Requests(), Stalls()
+        self._requests = Requests()
         self._found: Arrivals | None = None
         self._gaps = np.empty(0)
 
@@ -94,7 +94,7 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
         self._gaps = np.diff(self._found.at) * 1e3 if self._found is not None else np.empty(0)
         words = [figures.state, *figures_in_words(figures)]
         running = figures.running
-        late = wrapped(self._stalls.words(view, lane, running), "bold bad", width) if running is not None else []
+        late = wrapped(gap_words(view, lane, running), "bold bad", width) if running is not None else []
         while len(rows := wrapped(" · ".join(words), "ink", width)) > 2 and len(words) > 2:
             del words[-2 if len(words) > 4 else -1]  # the gaps, at the end, are left out last
         chat = view.group_name(lane.group)
@@ -107,7 +107,7 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
         gap = self._found.gap(chosen + 1)
         longest = int(self._gaps.argmax())
         before = lane.earlier.stats.longest if lane.earlier is not None else None
-        foot = [*late, *wrapped(self._stalls.words(view, lane, gap), "bold ink", width)]
+        foot = [*late, *wrapped(gap_words(view, lane, gap), "bold ink", width)]
         if before is not None and before.ms > self._gaps[longest]:
             longer = f"an older gap was longer: {ms(before.ms)} ms before token {before.token:,}, not in the chart"
             foot += wrapped(longer, "dim", width)

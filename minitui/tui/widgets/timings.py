@@ -42,12 +42,18 @@ waits for the whole step: this is why long prompts are cut into chunks. One step
 Where steps overlap, the table has the device's times ("device ms"), because the time between two results includes the
 launch of the next step.
 
+A step's time begins with the results of the step before: it contains the commit of that step and, with overlap, the
+plan and the launch of the next step. Pauses and slow motion do not count. A prefill is launched kernel by kernel, so
+its launch can cost more time than the device.
+
 "Expected" is the time that a step should take. It is computed from rows, prompt tokens and the keys that attention
-reads, with costs that are fitted to the last 1,000 steps of this run. The number after "+" is the excess, followed by
-its measured causes, all in milliseconds. "Unexplained" is the part of the excess for which no cause was measured. An
-excess of up to 25 % of the expected time is the usual variation: it has no causes. A step's time begins with the
-results of the step before: it contains the commit of that step and, with overlap, the plan and the launch of the next
-step. A prefill is launched kernel by kernel, so its launch can cost more time than the device.
+reads, with costs that are fitted to up to 1,000 steps before; at the beginning of a recording, to its first 1,000
+steps. The explanation of a step stays the same. The number after "+" is the excess, followed by its measured causes,
+all in milliseconds. An excess of up to 25 % of the expected time is the usual variation: it has no causes.
+
+"Unexplained" is the part of the excess for which no cause was measured. A prompt has a cost only if the fit determines
+this cost: its standard error is at most 30 % of it. vLLM reports only when a step ended, not the launch or the device:
+there, no time can be put down to prompts.
 
 With several ranks (GPUs), each rank computes a part of every layer, and twice per layer the ranks add up their parts.
 During this exchange, no rank computes; the time of the exchange includes the wait for the slowest rank.
@@ -88,9 +94,9 @@ narrow, a time with a plus is an excess, as "launch +12.3", and one without is e
             more.append(self._exchange(t, width))
         rest = height - len(rows) - len(more) - len(t.limits)
         self.times = step_times(view.steps, view.horizon, SPANS[self.span]) if rest >= 2 + LEAST_LIST else None
-        if self.times is None or not len(self.times.wall):
+        if self.times is None or not len(self.times.took):
             self.times = None
-            rows.append(self._slowest(t, width))
+            rows.append(self._slowest(view, width))
         elif height >= LARGE_FROM:
             return self._large(self.times, view, [*rows, *more], width, height)
         rows += more
@@ -114,13 +120,13 @@ narrow, a time with a plus is an excess, as "launch +12.3", and one without is e
         """Returns the picture with the charts and the list of the slowest steps."""
         rows += self._limits(view.timings, width)
         rest = height - len(rows)
-        listed = min(SLOWEST + 1, len(times.wall) + 1, max(4, rest // 3))
+        listed = min(SLOWEST + 1, len(times.took) + 1, max(4, rest // 3))
         self._choose_slowest(times, view)
         rows += charts(times, width, rest - listed, self.slowest[self.chosen].step)
         self._list(times, view, rows, width, listed)
         g = glyphs()
         arrows = "← → steps · ↑ ↓ choose" if g.rule != "-" else "< > steps | ^ v choose"
-        note: list[Run] = [(f"last {len(times.wall):,} steps", "ink"), *self.own_key(f"{arrows} · enter jump")]
+        note: list[Run] = [(f"last {len(times.took):,} steps", "ink"), *self.own_key(f"{arrows} · enter jump")]
         key = legend((g.busy, "decode", "decode"), (g.busy, "prefill", "mixed"), (g.busy, "prefill-2", "prefill"))
         return Picture(rows[:height], title="Timings · ms", note=note, legend=[*key, ("  ░ up to the longest", "dim")])
 
@@ -132,7 +138,7 @@ narrow, a time with a plus is an excess, as "launch +12.3", and one without is e
         """Add the list of the slowest steps to the rows."""
         self._choose_slowest(times, view)
         self._list_row, self._listed = len(rows), height
-        rows += slow_steps(self.slowest, view.timings, self.chosen, width, height)
+        rows += slow_steps(self.slowest, view.models, self.chosen, width, height)
 
     def _head(self, width: int) -> Runs:
         row = Row("kind of step", "dim").to(LABEL)
@@ -159,17 +165,18 @@ narrow, a time with a plus is an excess, as "launch +12.3", and one without is e
             row.right(f"{100 * stats.share:.0f} %", width, "dim")
         return row.done(width)
 
-    def _slowest(self, t: Timings, width: int) -> Runs:
-        row = Row("slowest", "dim").to(LABEL)
+    def _slowest(self, view: View, width: int) -> Runs:
+        t, row = view.timings, Row("slowest", "dim").to(LABEL)
         if t.slowest is None or t.slowest.took_ms is None:
             return row.add("no step timed yet", "dim").done(width)
-        why, took, step = why_slow(t.slowest, t.model), f"{ms(t.slowest.took_ms)} ms", f" step {t.slowest.step:,}"
+        model = view.models.of(t.slowest.step)
+        why, took, step = why_slow(t.slowest, model), f"{ms(t.slowest.took_ms)} ms", f" step {t.slowest.step:,}"
         style = "prefill" if t.slowest.chunks else "ink"
         room = width - len(took) - len(step) - 1
         if row.width + len(why) > room:  # drop the padding first, then a part of `why`
             row = Row("slowest ", "dim")
             if row.width + len(why) > room:
-                why = why_briefly(t.slowest, t.model)
+                why = why_briefly(t.slowest, model)
         row.add(took, "bold ink").add(step)
         return row.add(" " + why, style).done(width)
 

@@ -42,7 +42,7 @@ def vitals(view: View, n: int) -> list[Vital]:
     when, known = view.last_minute, view.knows_the_last_minute
     since = (f"% of prompt tokens {when}", "% of prompt tokens" + ", 60 s" * known, f"% {when}", *["% in 60 s"] * known)
     held = 100 * (active + shared) / total
-    last = view.timings.recent[-1].wall_ms if view.timings.recent else None
+    last = view.timings.recent[-1].took_ms if view.timings.recent else None
     p50 = view.timings.decode.p50 or view.timings.mixed.p50 or view.timings.prefill.p50 or last
     waiting = len(shown.state.queue)
     running = sum(r.state == "running" for r in shown.state.requests.values())

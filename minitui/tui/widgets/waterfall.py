@@ -119,7 +119,7 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         if self.cursor is not None:
             rows.append(at_cursor(self.cursor, scale.left, self.host, device, width))
         if (row := view.steps.get(line.last if self.step is None else self.step)) is not None:
-            rows += figures(row, self.host, view.timings, width)
+            rows += figures(row, view.steps, view.models.of(row.step), width)
         for limit in view.timings.limits:
             rows.append(Row(limit.what, "bold ink").add(limit.why(width), "dim").done(width))
         if late := view.since_result_ms:
@@ -148,8 +148,8 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         self._steps = line.steps_between(self.scale.left, right, MOST_STEPS)
 
     def _automatic(self, view: View, line: Timeline, columns: int) -> float:
-        wall = view.steps.column("wall")[view.steps.indices(line.last - RECENT + 1, line.last)]
-        known = wall[~np.isnan(wall)]
+        took = view.steps.column("took")[view.steps.indices(line.last - RECENT + 1, line.last)]
+        known = took[~np.isnan(took)]
         wanted = STEPS_SHOWN * float(np.median(known)) / columns if len(known) else 1.0
         # A finer scale is chosen only if it is much finer, so that the scale does not change back and forth.
         if not wanted <= self._auto_ms < 5 * wanted:

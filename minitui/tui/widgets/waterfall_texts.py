@@ -9,9 +9,12 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.rows import Row, Run, Runs, legend, runs_width, wrapped
 from minitui.tui.widgets.step_bar import contents
 from minitui.tui.widgets.tracks import STYLES, UNKNOWN, mark
+from minitui.viewmodel.cost_model import CostModel
 from minitui.viewmodel.spans import HOST, REQUESTS, Span
+from minitui.viewmodel.step_parts import parts_of
 from minitui.viewmodel.step_row import PARTS, StepRow
-from minitui.viewmodel.timing import Timings, why_slow
+from minitui.viewmodel.steps import Steps
+from minitui.viewmodel.timing import why_slow
 
 
 def labels(span: Span) -> list[str]:
@@ -56,20 +59,20 @@ def at_cursor(place: float, left: float, host: Sequence[Span], device: Sequence[
     return row.done(width)
 
 
-def figures(row: StepRow, host: Sequence[Span], timings: Timings, width: int) -> list[Runs]:
+def figures(row: StepRow, steps: Steps, model: CostModel | None, width: int) -> list[Runs]:
     """Returns the rows with the times of a step's parts. They are also the legend of the tracks."""
     head = Row(f"step {row.step:,}", "bold ink").add("  " + contents(row))
     if row.took_ms is not None:
         head.add("  took ", "dim").add(_duration(row.took_ms), "bold ink")
-    why = why_slow(row, timings.model, always=True)
+    why = why_slow(row, model, always=True)
     if head.width + len(why) + 3 > width:
-        why = why_slow(row, timings.model)
+        why = why_slow(row, model)
     if why and head.width + len(why) + 3 <= width:
         head.add(f" ({why})", "dim")
         why = ""
     rows = [head.done(width), *(wrapped(why, "dim", width)[:2] if why else [])]
     flow = Row()
-    for glyph, style, name, value in _entries(row, host):
+    for glyph, style, name, value in _entries(row, steps):
         entry = [(glyph, style), (f" {name} ", "dim"), (value, "ink")]
         if flow.width and flow.width + 2 + runs_width(entry) > width:
             rows.append(flow.done(width))
@@ -78,14 +81,15 @@ def figures(row: StepRow, host: Sequence[Span], timings: Timings, width: int) ->
     return [*rows, flow.done(width)]
 
 
-def _entries(row: StepRow, host: Sequence[Span]) -> list[tuple[str, str, str, str]]:
-    """Returns (glyph, style, name, value in ms) of each part."""
+def _entries(row: StepRow, steps: Steps) -> list[tuple[str, str, str, str]]:
+    """Returns (glyph, style, name, value in ms) of each part, and of what is not a part of the step's duration."""
     parts = row.parts
-    known = {"commit": row.commit_ms, "plan": row.plan_ms, "launch": row.launch_ms}
-    values = {name: known.get(name) if parts is None else getattr(parts, name) for name in PARTS}
-    own = [span.ms for span in host if span.step == row.step and span.kind == "unaccounted"]
-    values["unaccounted"] = sum(own)
-    entries = [(mark(name), STYLES[name], row.part_name(name), _value(value)) for name, value in values.items()]
+    shown = {(part.kind, part.name(row.step)): part.ms for part in parts_of(steps, row)}
+    others = {"gate": None if parts is None else parts.gate, "unaccounted": 0.0}
+    for kind in (*PARTS, "unaccounted"):  # the legend has every glyph
+        if not any(known == kind for known, _ in shown):
+            shown[kind, kind] = others.get(kind)
+    entries = [(mark(kind), STYLES[kind], name, _value(value)) for (kind, name), value in shown.items()]
     device = "prefill" if row.chunks else "decode"
     entries.append((mark(device), STYLES[device], f"device ({row.kind})", _value(row.device_ms)))
     for name in ("gc", "delayed"):
