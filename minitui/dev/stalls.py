@@ -50,7 +50,8 @@ BALLAST = 1_000_000  # objects that a garbage collection visits
 NAMES = {  # kind of the stall -> how the cause begins
     "plan": "plan", "launch": "launch", "commit": "commit", "emit": "output and commands",
     "collection": "garbage collection", "stop": "process stopped", "program": "another program on the core",
-    "prompt": "prefill of r|device in the prefill of r", "pool": "queue after a preemption|computing ", "device": "device",
+    "prompt": "prefill of r|device in the prefill of r", "pool": "queue after a preemption|computing ",
+    "device": "device",
 }  # fmt: skip
 
 
