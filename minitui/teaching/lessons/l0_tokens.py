@@ -191,7 +191,7 @@ LESSON = Lesson(
             run=cut_up,
             type_in=TYPE,
             predict=Prediction(
-                "How are prefill (page 5 explains this word) and Anna cut?",
+                "How are prefill (page 7 explains this word) and Anna cut?",
                 ("each is one token", "prefill is one token, Anna has several", "each letter is a token"),
                 (
                     "Anna would have to be frequent in the texts of the rules. But these are about programs.",
@@ -208,8 +208,8 @@ LESSON = Lesson(
 
             A model consists of layers with many fixed numbers, the weights. Each token id selects a list of numbers.
             These lists go into the first layer. The result of a layer goes into the next layer. A forward pass computes
-            each layer once. Nothing in it is random: apart from rounding, the same prompt always gives the same result.
-            But the same question can get a different reply.
+            each layer once. A forward pass is never random: for the same prompt, it gives the same result (apart from
+            rounding). Yet the same question, asked twice, can get two different replies. Page 3 explains why.
             """,
             panel="pieces",
             code="engine.model.decoder:Decoder.forward",
@@ -240,7 +240,7 @@ LESSON = Lesson(
             the user allowed.
 
             The inference engine is the program that runs the model. The engine works in steps, with one forward pass in
-            each step. A step can compute tokens of several prompts and replies.
+            each step. If several users wait for replies, one step can compute tokens for all of them.
             """,
             code="engine.worker.sampler:Sampler.sample",
         ),
@@ -255,13 +255,12 @@ LESSON = Lesson(
               value   what this token hands over when it is found
 
             Usually, a token's query is compared with its own key and with the keys of all earlier tokens. The better a
-            key fits, the more of its value is added to a sum. This sum changes the token's numbers. From the changed
-            numbers, the next layer computes its own three lists. So a token's keys and values depend on this token and
-            on earlier tokens, but on no later token.
+            key fits, the more of its value is added to a sum. This sum changes the token's numbers, which go into the
+            next layer. So keys and values depend on their token and on earlier, not later tokens.
 
-            In fact, a layer computes several queries for each token, and a sum for each query. The bundled model has 6
-            queries (6 query heads). To save memory, it has only 2 keys and 2 values (2 KV heads): 3 query heads share
-            each KV head.
+            A layer does this several times side by side, in heads. Each query head has its own query and sum. To save
+            memory, query heads share keys and values: the bundled model has 6 query heads and 2 KV heads. The head
+            size, the length of each list, is 64.
             """,
             code="engine.attention.torch_backend:TorchAttention",
         ),
@@ -336,7 +335,7 @@ LESSON = Lesson(
         Check(
             "Which token is the input of the next step?",
             "pieces",
-            "the panel of tokens: the token that was sampled last.",
+            "the panel of tokens. Page 3 says what the model reads next.",
             _last,
         ),
         Check(

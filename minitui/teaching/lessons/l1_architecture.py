@@ -79,9 +79,9 @@ LESSON = Lesson(
               6 detokenize   engine/text/output.py      ids become text for the user
               7 emit         engine/core/engine.py      ids are appended, ended replies are found
 
-            Stage 1 runs once for each request. A step runs stages 2 to 7 for all of its requests together. There is one
-            exception: if a step computes only a part of a prompt, stages 5 to 7 leave out this request. A new request
-            can start in any step that has room.
+            Stage 1 runs once for each request. A step runs stages 2 to 5 and stage 7, for all of its requests together.
+            Stage 6 follows the step, after stage 7. If a step computes only a part of a prompt, it leaves
+            out stages 5 to 7 for this request. A new request can start in any step with room.
             """,
         ),
         Page(
@@ -89,14 +89,16 @@ LESSON = Lesson(
             """
             A step has three parts:
 
-              plan     on the host: the scheduler chooses requests, and the allocator chooses blocks
-              launch   on the device: forward pass and sampling
-              commit   on the host: ids are appended, and finished replies release their blocks
+              plan     stages 2 and 3, on the host: requests and blocks are chosen
+              launch   stages 4 and 5, on the device: forward pass and sampling
+              commit   stage 7, on the host: ids are added, ended replies release blocks
 
-            A plan needs the length of each reply, but not its tokens. Each decode adds one token. So the host knows the
-            lengths after step n before step n ends. With a GPU, the host plans step n+1 while step n runs. Two widely
-            used engines, vLLM and SGLang, do the same by default. If a reply ends with step n, step n+1 computes one
-            token too many, and the engine throws it away. On a CPU, the three parts run one after the other here.
+            Stage 6 follows the commit. On a GPU, the next step runs meanwhile.
+
+            A plan needs the length of each reply, but not its tokens. Each decode adds one token. So while step n runs,
+            the host already knows the new lengths. With a GPU, the host then plans step n+1 at once. Two widely used
+            engines, vLLM and SGLang, do the same by default. If a reply ends with step n, step n+1 computes one
+            token too many, which is thrown away. On a CPU, the three parts run one after the other here.
 
             Press v to read the code of a step.
             """,

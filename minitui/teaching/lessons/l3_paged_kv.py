@@ -52,10 +52,14 @@ def _pieces_and_blocks(comparison: Comparison) -> str:
     at_once = [most_running(run.view) for run in comparison.runs]
     figures = [run.figures for run in comparison.runs]
     longer = [one.time / one.steps for one in figures]
-    why = (
-        " The steps with blocks were fewer, but each had more rows and took longer: on a CPU, each row costs time."
-        if longer[0] < longer[1] and figures[0].steps > figures[1].steps else ""
-    )  # fmt: skip
+    why = ""
+    if figures[0].steps > figures[1].steps and longer[0] < longer[1]:
+        why = " The steps with blocks were fewer, but each had more rows and took longer: a row costs time on a CPU."
+    elif figures[0].steps == figures[1].steps:
+        why = (
+            " Both runs had the same number of steps. So the times differ because the steps were longer or shorter. "
+            "The experiment does not measure why."
+        )
     return (
         f"With one piece for each, at most {at_once[0]} requests ran at the same time, with blocks {at_once[1]}. The "
         f"slowest first token (p99) came after {first.quantity.text(first.first)} with pieces, after "
@@ -142,17 +146,17 @@ LESSON = Lesson(
             "Why a cache, why blocks",
             """
             To compute the next token, attention needs the keys and values of all earlier tokens. The engine keeps them
-            in the KV cache. Without the cache, each step would compute the whole text again.
+            in the KV cache. Without it, each step would compute the whole text again.
 
             The length of a reply is not known in advance. A request could get one piece of memory for the longest
             reply. But most of the piece would stay empty, and the gaps between pieces could be too small to use. So the
             memory is divided into blocks of equal size. A block has room for 16 tokens here, as is usual in vLLM. In
             SGLang, the default is one token. When a token no longer fits into the last block of its request, the
-            request takes any free block of the pool. Only the empty end of each request's last block is wasted: here at
-            most 15 tokens. The idea comes from the pages of operating systems. vLLM brought it to inference.
+            request takes any free block of the pool. Only the empty end of a last block is wasted: here at
+            most 15 tokens. The idea comes from operating systems; vLLM brought it to inference.
 
-            The text of a request has logical blocks 0, 1, 2 … The block table of the request lists the physical block,
-            a block of the pool, for each of them.
+            The text of a request has logical blocks 0, 1, 2 … A block of the pool is a physical block. The block
+            table of the request names the physical block of each logical block.
             """,
             code="engine.attention.kv_pool:KVPool",
         ),
@@ -213,12 +217,12 @@ LESSON = Lesson(
         Page(
             "Two chats, one pool",
             f"""
-            Two chats write at the same time. They have no system prompt: no text that an application puts before the
-            questions of each chat. Each prompt has {PROMPT} tokens. The first step of a chat computes its prompt. Each
-            later step computes one token: the token that the step before has sampled.
+            Two chats write at the same time. They have no system prompt. (A system prompt is a text that an application
+            puts at the beginning of each chat.) Each prompt has {PROMPT} tokens. The first step of a chat computes its
+            prompt. Each later step computes one token: the token that the step before has sampled.
 
-            The panel shows the block table of the first chat. Each column is a logical block, with the number of its
-            physical block. The last block is still being filled.
+            The panel shows the block table of the chat that began last. Each column is a logical block, with the number
+            of its physical block. The last block is still being filled.
             """,
             panel="table",
             run=two_tables,
@@ -237,8 +241,8 @@ LESSON = Lesson(
         Page(
             "Four states",
             """
-            Later prompts find full blocks through a tree (L9 Radix cache). The state of a block says how many requests
-            hold the block, and whether the block is in the tree.
+            Later prompts find full blocks by their tokens, in a tree (L9 Radix cache explains it). The state of a block
+            says how many requests hold the block, and whether the block is in the tree.
 
               free     no request, not in the tree
               active   one request, in the tree or not

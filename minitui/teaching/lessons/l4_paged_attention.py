@@ -56,9 +56,9 @@ async def after_a_hit(stage: Stage) -> Seen:
     assert (start, start + n) == (CACHED, PROMPT), f"{start} of {start + n} prompt tokens are cached"
     return Seen(
         f"r{request} had {start + n} prompt tokens. The step computed {n} of them; the keys of the other {start} were "
-        f"cached. The first query saw keys 0 to {start}, the last query keys 0 to {start + n - 1}. With Q queries and "
-        "K keys, old and new, query i sees keys 0 to K - Q + i. Here K - Q is "
-        f"{start}. In the panel, the triangle of the first prompt has become a rectangle with a slanted end.",
+        f"cached. So the first query of the step was query {start}, and it saw keys 0 to {start}. The last query, "
+        f"query {start + n - 1}, saw keys 0 to {start + n - 1}. In each step, query i sees keys 0 to i. In the panel, "
+        "the triangle of the first prompt has become a rectangle with a slanted end.",
         1,
     )
 
@@ -100,10 +100,10 @@ LESSON = Lesson(
             place in the block. Each layer first stores the keys and values of all tokens of the step in their slots.
             Then attention reads.
 
-            Attention finds the slots with the block table. The simplest code here copies the keys and values of each
-            request into one tensor (unless the slots are side by side), and PyTorch, a library for tensors, computes
-            the attention. A GPU kernel, a program on the GPU, reads block by block through the table, without a copy.
-            The same tests check the simple code and the kernel.
+            Attention finds the slots with the block table. The simplest code here first copies the keys and values of
+            each request into one tensor. (If the slots are side by side, no copy is needed.) Then PyTorch, a library
+            for tensors, computes the attention. A GPU kernel, a program on the GPU, reads block by block through the
+            table, without a copy. The same tests check the simple code and the kernel.
             """,
             code="engine.attention.torch_backend:TorchAttention",
         ),
@@ -114,8 +114,8 @@ LESSON = Lesson(
             Other chats have used and released blocks before, so the free blocks are no longer in order. The block table
             of this chat begins with the blocks {TABLE[0]} and {TABLE[1]}.
 
-            The panels show one query of the last step. The query reads one key after the other, each in its slot and
-            its block. (A kernel reads many keys at the same time.)
+            The panels show one query of the last step, with the number of its token. The query reads one key after the
+            other, each in its slot and its block. (A kernel reads many keys at the same time.)
             """,
             panel="slot",
             run=find_slots,
@@ -134,9 +134,9 @@ LESSON = Lesson(
         Page(
             "Causal attention after a cache hit",
             """
-            A token sees itself and earlier tokens, never later tokens: attention is causal. Key 0 belongs to the first
-            token of the prompt. Query 0 belongs to the first token that the step computes. If a step computes a whole
-            prompt, query i sees keys 0 to i. As a picture, this is a triangle (the mask).
+            A token sees itself and earlier tokens, never later tokens: attention is causal. A query and a key have the
+            number of their token: 0 is the first token of the prompt. If a step computes a whole prompt, the
+            picture of what each query sees is a triangle (the mask).
 
             If the beginning is cached, its keys are in the pool, and the step computes only the tokens after it. The
             panel shows a prompt without, then one with a cached beginning. The panel's last line is the scale.
@@ -145,15 +145,14 @@ LESSON = Lesson(
             code="engine.attention.base:ForwardMeta",
             run=after_a_hit,
             predict=Prediction(
-                f"A prompt has {PROMPT} tokens, and the first {CACHED} are cached. Which keys does query 0 of the step "
-                "see?",
+                f"A prompt has {PROMPT} tokens, and the first {CACHED} are cached. Which keys does the first query "
+                "of the step see?",
                 ("key 0", f"keys 0 to {CACHED}", f"keys 0 to {PROMPT - 1}"),
                 (
-                    f"query 0 would be token 0 of the prompt. But the first {CACHED} tokens are cached, so query 0 is "
-                    f"token {CACHED}.",
+                    f"the first query would be query 0. But the first {CACHED} tokens are cached, so the first query "
+                    f"of the step is query {CACHED}.",
                     "",
-                    "a token would see later tokens. But in a reply these do not exist yet, and the model was trained "
-                    "without them.",
+                    "a token would see later tokens. But when the model writes a reply, later tokens do not exist yet.",
                 ),
             ),
         ),
@@ -161,10 +160,10 @@ LESSON = Lesson(
             "Padding and the null block",
             """
             The block tables of a batch get the same width here. The unused entries are padding. They refer to block 0,
-            the null block, which no request holds. The numbers in the null block are always finite. So a kernel may
-            read them: the mask gives them the weight 0. (With NaN, "not a number", this would fail: 0 times NaN is
-            NaN.) Free blocks may contain anything. A test fills them with NaN and checks that no result changes. vLLM
-            has a null block, too, and SGLang a slot for padding.
+            the null block, which no request holds. A kernel may read the null block, because the mask multiplies its
+            numbers by 0. The numbers are always finite, so the result is 0. (With NaN, "not a number", this would fail:
+            0 times NaN is NaN.) Free blocks may contain anything. A test fills them with NaN and checks that no result
+            changes. vLLM has a null block, too, and SGLang a slot for padding.
 
             A decode step computes one token of a request, but attention reads all keys and values of the request. So
             attention mostly reads. In the prefill of a long prompt, attention reads a key once for many tokens. So
@@ -179,19 +178,19 @@ LESSON = Lesson(
         Check(
             "How many keys will the next query of this request read in a layer?",
             "table",
-            "the block table: the number of written tokens, plus one.",
+            "the block table: the number of written tokens. Page 3 says which keys a query sees.",
             _keys,
         ),
         Check(
             "In which slot will the key of this query be written?",
             "table",
-            "the block table: the physical number of the last block times 16, plus the number of tokens in that block.",
+            "the block table: the last block, and the number of its tokens. Page 1 has the formula.",
             lambda stage: f"slot {_next_slot(stage)}",
         ),
         Check(
             "How many queries did the last step have?",
             "step",
-            "the step bar: D×1 is one decoding request, with one query for each head.",
+            "the step bar: D×1 is one decoding request. Page 2 says how many queries a token has.",
             lambda stage: f"{stage.last_row().tokens} for each query head: the step computed one token",
         ),
     ),
