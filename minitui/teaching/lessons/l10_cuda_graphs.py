@@ -25,7 +25,7 @@ async def host_share(stage: Stage) -> Seen:
     device_note = (
         "This engine runs on a GPU: a decode step replays a graph." if gpu
         else "This engine runs on a CPU: the CPU is both the host and the device. So the tracks never overlap, and "
-        "there are no launches and no graphs."
+        "there are no graphs. No kernels are launched: “launch” is here the host's work around the forward pass."
     )  # fmt: skip
     return Seen(
         f"In this run a decode step took {ms(timings.decode.p50)} ms (median). Plan, launch and commit took "
@@ -100,7 +100,8 @@ LESSON = Lesson(
             """
             The timings panel has two tracks below its table: one for the host and one for the device. Time runs to the
             right. A filled cell means work. If both tracks are filled, the host works while the device computes: for
-            example, the host plans the next step.
+            example, the host plans the next step. In a narrow panel, each track is replaced by a number: the mean
+            time of a step.
             """,
             panel="timings",
             run=host_share,
@@ -158,8 +159,8 @@ LESSON = Lesson(
                     f"{ms(SMALL_LAUNCHES)} to {ms(LARGE_LAUNCHES)} ms ({LARGE_LAUNCHES / SMALL_LAUNCHES:.1f} times), "
                     f"and all kernels from {ms(SMALL_MODEL.kernels[1][1])} to {ms(LARGE_MODEL.kernels[1][1])} ms "
                     f"({LARGE_MODEL.kernels[1][1] / SMALL_MODEL.kernels[1][1]:.1f} times).",
-                    "the time for launches and the time of the kernels would grow alike. Compare: how many times as "
-                    "many bytes are there to read, and how many times as many kernels?",
+                    "the time for launches and the time of the kernels would grow alike. But the "
+                    "weights to read grew much more than the number of kernels: the text has these numbers.",
                     "",
                 ),
             ),
@@ -197,17 +198,17 @@ LESSON = Lesson(
             This engine has three kinds of graphs; speculation adds a fourth. A size is a number of requests or tokens:
 
               decode   of n requests: one token for each request
-              extend   of n tokens: chunks of a few prompts, also beside decodes
+              extend   of n tokens in all: parts of a few prompts, alone or with decodes
               sample   of n requests: greedy, or with noise (also after top-k or top-p)
 
-            Steps with many tokens have no graph: their kernels take longer than the launches. At the start, the engine
-            measures from which number on this should be so. Sampling has graphs of its own, because its settings
-            differ from step to step. Lengths and block numbers are data in the buffers. (By default, vLLM captures
-            steps with prompts in pieces, without attention.)
+            Steps with many tokens have no graph: their kernels take longer than the launches. At its start, the engine
+            measures both times, and computes the largest useful graph. Sampling has graphs of
+            its own, because its settings differ from step to step. Lengths and block numbers are data in the buffers.
+            By default,
+            vLLM's steps with prompts have graphs for all but attention.
 
-            With graphs, the speed of the memory limits large models and small batches: a decode step must read the
-            weights, and the keys and values of the batch, once. `minitui bench` prints how close this engine comes to
-            this limit.
+            With graphs, a decode step of a large model or a small batch takes mainly the time to read all weights, and
+            the keys and values of the batch, once. `minitui bench` prints how close this engine comes to this limit.
             """,
             code="engine.worker.cuda_graphs:DecodeGraphs.launch",
         ),
@@ -223,13 +224,13 @@ LESSON = Lesson(
         Check(
             "On a GPU, which steps of these three requests could use no decode graph?",
             "lanes",
-            "the batch lanes: columns with prefill.",
+            "the batch lanes: the last column. A decode graph has one token for each request.",
             lambda stage: f"the steps with prefill: {_prefills(stage)} of {stage.figures().steps}",
         ),
         Check(
             "How long do plan, launch and commit take on the host?",
             "timings",
-            "the timings: the host's track.",
+            "the timings: the line of the host.",
             _host,
         ),
     ),

@@ -242,7 +242,7 @@ LESSON = Lesson(
             The model gives a score for every token: the logits. The sampler makes one token of them. This engine's
             sampler has these stages:
 
-              1 allow and favour   forbids tokens; logit_bias adds a number to a score
+              1 forbid and favour  forbids tokens; logit_bias adds a number to a score
               2 min_tokens         forbids the end until the reply has this many tokens
               3 penalties          lower the scores of tokens that have occurred
               4 temperature        divides the scores: below 1, the best become likelier
@@ -262,8 +262,8 @@ LESSON = Lesson(
             f"""
             The bars show how likely each token is as the first token of a reply to “{UNKNOWN}”. The model has learned
             no answer to this prompt, so several first tokens are likely. Each picture is a request with other settings.
-            A token that was cut is crossed out. The engine lists only the likeliest tokens. “<” marks a token that is
-            less likely than the whole list.
+            A token that was cut is crossed out. The engine lists only the likeliest tokens: a token
+            with “<” is less likely than each token of the list.
 
             If the score of a token is one point larger than another score, the token is e = 2.7 times as likely; with
             two points, e × e times. Temperature {SHARP} doubles each difference. Key i lets you type your own settings.
@@ -292,8 +292,8 @@ LESSON = Lesson(
               presence_penalty    in the reply: is subtracted from the score once
               frequency_penalty   in the reply: is subtracted once for each occurrence
 
-            Four requests may use only three words; one has no penalty. All replies began alike: one word several times,
-            one word once, the third never.
+            Four replies have only three words; one has no penalty. So far, all are alike: one word came several times,
+            one word once, the third not yet.
             """,
             panel="candidates",
             code="engine.worker.sampler:Sampler._apply_penalties",
@@ -325,7 +325,7 @@ LESSON = Lesson(
             predict=Prediction(
                 "From which numbers can the engine compute the noise of a token?",
                 (
-                    "from the seed and the number of the step",
+                    "from the seed and the number of the engine's step",
                     "from the seed, the position and the id of the token",
                     "from the seed and the row of the request",
                 ),
@@ -341,8 +341,9 @@ LESSON = Lesson(
         Page(
             "What can still change a reply",
             """
-            In this engine, the noise of a token does not depend on the batch, on the cache or on interruptions. A
-            request without a seed gets a random seed. The seed is recorded, so every reply can be sampled again.
+            In this engine, the noise of a token does not depend on the batch, on the cache or on a preemption (L6
+            Scheduler). A request without a seed gets a random seed. The seed is recorded, so every reply can be sampled
+            again.
 
             One thing can still change a reply: rounding. Each sum of a forward pass is rounded, and the result depends
             on the order of its terms, most of all in half precision (16 bits). In most programs for GPUs, this order

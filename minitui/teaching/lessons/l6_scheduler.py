@@ -145,20 +145,20 @@ LESSON = Lesson(
         Page(
             "A budget of tokens",
             """
-            A step may compute only a limited number of tokens: its budget. A request gets its next token when the step
-            ends, so the budget limits the time between two tokens. This engine's scheduler spends the budget in this
-            order:
+            A step may compute only a limited number of tokens: its budget. With fewer tokens, a step is shorter, and
+            each request gets its next token sooner. This engine's scheduler spends the budget in this order:
 
               1 decoding requests   one token each, the oldest first
               2 started prompts     the next part (chunk) of each
-              3 the queue           first come, first served; interrupted requests first
+              3 the queue           preempted requests (page 7), then by arrival
 
             One forward pass computes all these tokens. A prompt that is longer than the rest of the budget is computed
             in chunks, in several steps. vLLM mixes prompts and decodes in a step, too. SGLang does this only with
             --enable-mixed-chunk.
 
-            For the replies, the scheduler needs the number of tokens, not the tokens. (A grammar and speculation need
-            the tokens.) So it can plan a step before the tokens of the previous step are known (L1 Architecture).
+            The scheduler needs only the number of tokens of a reply. So it can plan a step before
+            the tokens of the previous step are known (L1 Architecture). (Grammars and
+            speculation need the tokens.)
             """,
             code="engine.core.scheduler:Scheduler.plan",
         ),
@@ -204,11 +204,11 @@ LESSON = Lesson(
             In the static run, look for requests that wait although a row is empty. Compare the steps, the time of the
             run, and the times to the first token. (p99: 99 % of the times are not longer.)
 
-            Fewer steps take less time only if each step does not take longer. Two things make steps longer here. On a
-            CPU, a step with four rows takes longer than a step with one row; on a GPU, hardly longer (L2 Model and
-            weights). And all rows wait while a step computes a prompt. A static batch computes its prompts together,
-            before its decodes. With continuous batching, prompts arrive between the decodes: this is its price. The
-            result says how long the steps took.
+            Fewer steps save time if a step takes about as long as before. With continuous batching, a step has more
+            rows. On a CPU, a step with four rows takes longer than a step with one row; on a GPU, hardly longer (L2
+            Model and weights). A step that computes a prompt takes longer, too. A static batch computes its prompts
+            together, before its decodes; with continuous batching, some prompts come between the decodes. The result
+            has measured times: other programs on this machine can change them.
             """,
             panel="runs",
             run=side_by_side("batching", told=steps_and_time),

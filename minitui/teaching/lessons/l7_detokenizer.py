@@ -108,9 +108,10 @@ LESSON = Lesson(
             letter a has one byte, 😀 has four. In many tokenizers (byte-level BPE), a token is a sequence of bytes. A
             token may end in the middle of a character: the four bytes of 😀 may belong to several tokens.
 
-            When a reply streams, its tokens arrive one by one. If each token was decoded alone, half an emoji would
-            become a replacement character (�). Decoding the whole reply again for each token would take longer and
-            longer. The next page shows what this engine does.
+            In this lesson, to decode tokens means to turn them into text. When a reply streams, its tokens arrive one
+            by one. If each token was decoded alone, half an emoji would become a replacement character (�). Decoding
+            the whole reply again for each token would take longer and longer. The next page shows what this engine
+            does.
 
             In other tokenizers, the text of a token can depend on the token before. For each new token, this engine
             then decodes the last few tokens two times: without the new token, and with the new token. The second text
@@ -179,8 +180,9 @@ LESSON = Lesson(
             minitui's chats, only the template makes control tokens.
 
             The same text can be cut into tokens in several ways: “cache” as one token, or as “ca” and “che”. The
-            tokenizer always chooses the same way; a reply of the model may have another. The cache finds blocks by
-            token ids, not by text. So a chat keeps the ids of its messages, and the next prompt begins with these ids.
+            tokenizer always chooses the same way. The model may have written the same text with other tokens. The cache
+            finds blocks by token ids, not by text. So a chat keeps the ids of its messages, and the next prompt begins
+            with these ids.
 
             Text is encoded and decoded outside the step. On a GPU, the next step can run while the ids of the last step
             become text.
@@ -193,13 +195,13 @@ LESSON = Lesson(
         Check(
             f"The first {ARRIVED} tokens of {TEXT} have arrived. Which text has been emitted, and what is held back?",
             "pieces",
-            "the tokens: each is one byte. A character is emitted with the last of its bytes.",
+            "the tokens: each is one byte. The rule is on page 2.",
             _emitted,
         ),
         Check(
             f"The tokens of {TEXT} arrive one by one. With which token is {CHARACTER} emitted?",
             "pieces",
-            f"the tokens: {CHARACTER} has three bytes, and each token here is one byte.",
+            "the tokens: each is one byte, in the order of the text.",
             _completes,
         ),
         Check(

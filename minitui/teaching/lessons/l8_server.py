@@ -95,9 +95,9 @@ LESSON = Lesson(
             "A request with curl",
             f"""
             The experiment starts the HTTP server on the engine of this lesson. The server listens on a free port of
-            this machine and accepts one key. Then curl, a program for HTTP requests, asks “{QUESTION}” twice, each time
-            for up to {TOKENS} tokens: first for the whole reply, then with "stream": true. The panel shows the commands
-            and the server's answers, without some fields.
+            this machine and accepts one API key. Then curl, a program for HTTP requests, asks “{QUESTION}”
+            twice, each time for up to {TOKENS} tokens: first for the whole reply, then with "stream": true. The panel
+            shows the commands and the server's answers, without some fields.
 
             The response of a stream stays open, and the server writes an event when it has new text. An event is a line
             that begins with “data:”, and an empty line. The text comes from the detokenizer (L7 Detokenizer).
@@ -129,12 +129,12 @@ LESSON = Lesson(
             "A client disconnects",
             """
             A client may close its connection in the middle of an answer. The engine then aborts the request before its
-            next step. For the blocks of the request, an abort is an end like any other (L3 Paged KV cache).
+            next step.
 
             Here two requests with the same system prompt write replies. Then the second client disconnects, and soon
-            sends the same prompt again. The first client's request still runs. In the panel, “again” counts tokens that
-            were computed before: their blocks were evicted, their request was preempted, or the cache already had the
-            same block (duplicate).
+            sends the same prompt again. The first client's request still runs. In the panel, “again” counts tokens
+            that were computed twice since the engine started, also on earlier pages. Their blocks were evicted, or
+            their request was preempted, or another request had stored the same block first (duplicate).
             """,
             panel="occupancy",
             code="engine.core.engine:Engine.abort",

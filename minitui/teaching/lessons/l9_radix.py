@@ -76,9 +76,9 @@ LESSON = Lesson(
             "A tree of blocks",
             """
             This engine keeps a tree of the prefixes in the pool. A node is a sequence of full blocks with their token
-            ids. To look up a prompt, the engine walks down from the root. At each node, the ids of the next block
-            choose a child. A prompt may match only the first blocks of a node. Then the node is split in two: the
-            first blocks become the parent, the other blocks become its child.
+            ids. To look up a prompt, the engine walks down from the root. At each node, it looks for the child that
+            begins with the prompt's next block. If only the first blocks of a node equal the prompt's blocks, the node
+            is split in two: the equal blocks become the parent, the other blocks become its child.
 
             Only full blocks are shared, and a shared block is never written again. A block that is not full belongs to
             one request. The last token of a prompt is never taken from the tree, because its logits are needed. So
@@ -108,7 +108,8 @@ LESSON = Lesson(
                     "the second chat would use a part of a block. But the rest of this block has keys of the first "
                     "chat's tokens, and only full blocks are shared.",
                     "",
-                    "the two prompts would be equal, up to the last token.",
+                    "the two prompts would be equal, and a match could end at any token. But only full blocks are "
+                    f"shared: even of two equal prompts of {LONG} tokens, {LONG - (LONG - 1) // 16 * 16} are computed.",
                 ),
             ),
         ),
@@ -152,8 +153,8 @@ LESSON = Lesson(
             never evicted.
 
             Chats A and B have different prompts. They are used in the order A, B, A: so A's second question is the last
-            use. Then chat C comes with a long text. C needs more blocks than are free: a few more are missing than B
-            has. A lookup begins at the first token of a prompt, and ends at the first block that is missing.
+            use. Then chat C comes with a long text. Too few blocks are free for C. All blocks of B together would still
+            be too few. A lookup begins at the first token of a prompt, and ends at the first block that is missing.
             """,
             panel="blocks",
             code="engine.core.radix:RadixTree.evict",

@@ -91,4 +91,8 @@ def _steps(model: RecordedModel) -> str:
         f"   {count(rows, 'row'):<8}" + ", ".join(f"{mode} {ms(model.timeline(mode, rows).step_ms)}" for mode in MODES)
         for rows in ROWS
     ]
-    return "Milliseconds of a step (mean):\n\n" + "\n".join(lines)
+    return (
+        "Milliseconds of a step (mean):\n\n" + "\n".join(lines) + "\n\nThe speed of the host varied during the "
+        "recording. So a step of the picture can be longer than the mean, and an eager step with more rows can "
+        "be shorter."
+    )

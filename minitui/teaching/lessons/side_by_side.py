@@ -66,10 +66,19 @@ def steps_and_time(comparison: Comparison) -> str:
     faster, slower = now.time < (1 - CLEAR) * before.time, now.time > (1 + CLEAR) * before.time
     outcome = "less time" if faster else "more time" if slower else "about as much time"
     names = [run.name for run in comparison.runs]
+    if each[1] > (1 + CLEAR) * each[0]:
+        why = " More rows in a step, and prompts between the decodes, can make steps longer."
+    elif each[1] < (1 - CLEAR) * each[0]:
+        why = (
+            " More rows cannot make a step shorter. So the speed of this machine varied: for example, other programs "
+            "took time from the first run. A second run of this page may have other times, but the same steps."
+        )
+    else:
+        why = ""
     return (
         f"With {names[1]}, the run had {now.steps:,} steps; with {names[0]}, {before.steps:,} steps. This time, the "
         f"{now.steps:,} steps took {outcome}: {duration(now.time)} instead of {duration(before.time)}. One step took "
-        f"{duration(each[1])} on average, instead of {duration(each[0])}."
+        f"{duration(each[1])} on average, instead of {duration(each[0])}.{why}"
     )
 
 
