@@ -78,7 +78,8 @@ async def single(stage: Stage) -> Seen:
     return Seen(
         "\n".join(f"   {name:<24}{here:>9}{there:>18}" for name, here, there in rows_of_table)
         + f"\n\nReading alone takes {MODEL_READS / 1e9:.1f} GB / {GPU.read_bytes_per_s / 1e12:.1f} TB = {ms(reading)} "
-        f"ms. The step took {ms(one)} ms. So the {GPU.name} reads weights for most of the step. It computes meanwhile.",
+        f"ms. The step took {ms(one)} ms. So the {GPU.name} reads weights for most of the step. It computes meanwhile. "
+        "Compare times only within one table: here, the engine waits after each step; on the next page, it does not.",
         min(range(len(STEP_MS)), key=lambda i: abs(log(STEP_MS[i] / one))),
     )
 
@@ -117,9 +118,9 @@ LESSON = Lesson(
             """
             The model represents each token by a vector: a list of numbers. The token id selects the vector from the
             embedding table. Then the vector passes through the layers. Each layer has two parts: attention, and then a
-            small network, the MLP. Each part adds its output to the vector. In most models, each part first scales its
-            input to a common size; this is a norm (RMSNorm). After the last layer, a matrix computes the logits from
-            the vector.
+            small network, the MLP. Each part adds its output to the vector. In most models, each part begins with a
+            norm (RMSNorm): it gives all vectors about the same size. After the last layer, a matrix computes the logits
+            from the vector.
 
             Families of models, such as Llama 3, Mistral, Qwen2 and Qwen3, differ only in details: some add numbers
             (biases) after a matrix, some have norms for queries and keys, some use the embedding table as the last
@@ -173,13 +174,14 @@ LESSON = Lesson(
         Page(
             "The cost of reading weights",
             f"""
-            To compute a token, the device reads nearly all weights once from its memory. There are two exceptions. A
-            token needs only its own line of the embedding table (unless the table is also the last matrix). And in a
-            model with experts (parts of a layer), a token needs only a few experts.
+            To compute a token, the device reads nearly all weights once from its memory. There are two exceptions. From
+            the embedding table, a token needs only its own line. (If the table is also the last matrix, a token needs
+            all of it.) And in a model with experts (parts of a layer), a token needs only a few experts.
 
             The {GPU.name} is a GPU. In our measurement, the {GPU.name} read {GPU.read_bytes_per_s / 1e12:.1f} TB in a
-            second from its memory. {MODEL.name} has {LAYERS} layers. For one token, the model needs {MODEL_READS /
-            1e9:.1f} GB of weights. (In the panel, p50 is the median; of 100 steps, 99 are not longer than p99.)
+            second from its memory. {MODEL.name} (8B: about 8 billion weights) has {LAYERS} layers. For one token, the
+            model needs {MODEL_READS / 1e9:.1f} GB of weights. (In the panel, p50 is the median; of 100 steps, 99 are
+            not longer than p99.)
             """,
             panel="timings",
             run=single,
@@ -230,8 +232,8 @@ LESSON = Lesson(
             do. So on the {GPU.name}, {SIZES[-1]} prompt tokens cost little more than one. From some length on,
             arithmetic takes most of the time. Then twice the length takes about twice the time, or more.
 
-            A CPU can do fewer operations than a GPU while it reads a byte. So this length is shorter on a CPU. Compare
-            where the curves begin to rise.
+            While it reads a byte, a CPU can do fewer operations than a GPU. So on a CPU, arithmetic takes most of the
+            time even for a shorter prompt. Compare where the curves begin to rise.
             """,
             panel="costs",
             code="minitui.teaching.lessons.step_costs:prompt_tokens",
@@ -241,10 +243,10 @@ LESSON = Lesson(
             "Drafts, checked in one step",
             """
             With a large model on a GPU, a few more tokens in a step cost little. Speculation uses this for a single
-            reply. The engine guesses the next tokens: these are drafts. One step computes the drafts together with the
-            last token, and samples at each position. A draft is accepted if it equals the sampled token. So, apart from
-            rounding, the reply stays the same. vLLM and SGLang also check drafts in one step. Their check may change a
-            reply, but never the probability of a reply.
+            reply. The engine guesses the next tokens: these are drafts. One step computes the last token and the
+            drafts, and samples a token after each of them. A draft is accepted if it equals the token that is sampled
+            for its place. So, apart from rounding, the reply stays the same. vLLM and SGLang also check drafts in one
+            step. There, the reply can change, but each reply stays as likely as without drafts.
 
             Here, drafts are copied from the text (prompt lookup). The engine looks for the last three tokens earlier in
             the text. The tokens after that place are the drafts. The panel shows a run without drafts, and below it a
@@ -263,7 +265,7 @@ LESSON = Lesson(
             their tokens. Keys are stored after the rotation.
 
             Two prompts can share a cached block only if they are equal from their first token to the end of the block.
-            Positions are not the reason: a key could be rotated again. The reason is attention. From the second layer
+            Another position alone would be no problem: the engine could rotate the key again. But from the second layer
             on, the vector of a token contains what attention has collected from all tokens before. The key and the
             value are computed from this vector.
 

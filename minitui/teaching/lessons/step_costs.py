@@ -45,9 +45,10 @@ async def rows(stage: Stage) -> Seen:
     why = (
         "\n\n" + "\n".join(f"   {name:<36}{value:>14}" for name, value in sums)
         + f"\n\nA step reads each weight once for all rows. Even with {MANY} rows, the {device.name} finishes the "
-        "arithmetic for a weight before it has read the next weight. So more rows hardly make the step longer, until "
-        "there are about as many rows as operations for a byte. Each row also reads its own keys and values. So an "
-        f"engine computes many requests in one batch.{_uneven(here)}"
+        f"arithmetic for a weight before it has read the next weight. From about {device.operations_per_byte:.0f} rows "
+        "on, arithmetic takes longer than reading. Each row also reads its own keys and values. So on the "
+        f"{device.name}, {_times(recorded)} as long as one row, but computes {SIZES[-1]} tokens. "
+        f"So an engine computes many requests in one batch.{_uneven(here)}"
     )  # fmt: skip
     return Seen(_told(here, recorded, "a decode step", "row") + why, 2 if factor < 2 else 1 if factor < MANY / 2 else 0)
 
@@ -70,7 +71,11 @@ async def prompt_tokens(stage: Stage) -> Seen:
         "steps were launched kernel by kernel, and use other kernels. Its decode steps were launched as one piece, a "
         "CUDA graph. (The last lesson explains both.)"
     ) if all(points[1] > decode[name][1] for name, points in recorded.items()) else ""
-    return Seen(_told(here, recorded, "a prompt's step", "token") + graphs + _uneven(here))
+    apart = (
+        "\n\nHere, each prompt ran alone, after a wait. The decode steps of the page before ran without waits. So "
+        "compare times only within one table."
+    )
+    return Seen(_told(here, recorded, "a prompt's step", "token") + graphs + apart + _uneven(here))
 
 
 def _prompt(stage: Stage, tokens: int, seed: int) -> list[int]:
@@ -127,6 +132,12 @@ def _uneven(here: dict[int, float]) -> str:
 
 def _factor(points: dict[int, float], n: int) -> float:
     return points[n] / points[1]
+
+
+def _times(recorded: dict[str, dict[int, float]]) -> str:
+    most = SIZES[-1]
+    factors = [f"{_factor(points, most):.1f} times ({size})" for size, points in recorded.items()]
+    return f"a step with {most} rows takes {' or '.join(factors)}"
 
 
 def _told(here: dict[int, float], recorded: dict[str, dict[int, float]], step: str, noun: str) -> str:
