@@ -58,6 +58,9 @@ class StressProcess:
         self._connection.send("go")
         threading.Thread(target=self._read, name="stress", daemon=True).start()
 
+    def recorded(self) -> None:
+        """There is no recording."""
+
     def drain_records(self) -> list[Record]:
         """Returns the records that have arrived since the last call."""
         return [record for packet in self.drain_packets() for record in packet.records()]

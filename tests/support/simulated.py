@@ -52,3 +52,6 @@ class LiveStress:
 
     async def snapshot(self) -> dict[str, Any]:
         return self._state.snapshot()
+
+    def recorded(self) -> None:
+        """There is no recording."""
