@@ -23,7 +23,7 @@ LOOKED_UP = 151_936 * 4_096  # parameters of the model's embedding table: a toke
 MODEL_READS = MODEL.weights_gb * 1e9 - LOOKED_UP * BYTES["bfloat16"]  # bytes, for a single token
 LAYERS = 36  # of the model
 STEP_MS = (0.1, 4, 300)  # the choices of the prediction on a step with a single token
-HOST_GB = 50  # read in a second from the memory of a host
+HOST_GB = 50  # read in a second over a PCIe bus
 
 
 def tensors(directory: str | Path) -> dict[str, list[int]]:
@@ -124,7 +124,7 @@ LESSON = Lesson(
 
             Families of models, such as Llama 3, Mistral, Qwen2 and Qwen3, differ only in details: some add numbers
             (biases) after a matrix, some have norms for queries and keys, some use the embedding table as the last
-            matrix, too. So this engine has one file for all of them. vLLM and SGLang have one file for each family.
+            matrix, too. So this engine has one file for all of them. vLLM and SGLang mostly have a file for each family.
 
             In these models, a token uses numbers of other tokens only in attention. Everything else is computed for
             each token alone. So tokens of different requests can be computed in one forward pass.
@@ -192,7 +192,7 @@ LESSON = Lesson(
                     f"the token would need the weights of only one of the {LAYERS} layers. But a token passes through "
                     "all layers.",
                     "",
-                    f"the weights would be read at {HOST_GB} GB in a second, as from the memory of a host. But they "
+                    f"the weights would be read at {HOST_GB} GB in a second, as over a bus from the host. But they "
                     "are in the memory of the GPU.",
                 ),
             ),

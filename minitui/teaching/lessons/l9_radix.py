@@ -63,7 +63,7 @@ LESSON = Lesson(
             tokens. So two prompts with the same beginning have the same keys and values for this beginning, apart from
             rounding. Computing them once is enough.
 
-            Two prompts that begin differently cannot share a later passage, even if the passage is the same in both:
+            Two prompts that begin differently cannot share a later passage without an error, even if the passage is the same in both:
             its keys and values depend on the text before.
 
             Sharing saves prefill: the first token comes sooner, and the device has more time for other requests.
@@ -84,7 +84,7 @@ LESSON = Lesson(
             one request. The last token of a prompt is never taken from the tree, because its logits are needed. So
             each prompt computes at least one token.
 
-            The tree is SGLang's idea (RadixAttention). By default, a block of SGLang has one token, so a match can end
+            The tree is SGLang's idea (RadixAttention). Where a block of SGLang has one token, a match can end
             at any token. vLLM has no tree. It finds a block by a number (hash) that is computed from all tokens of the
             prompt up to the end of the block: equal beginnings have equal numbers.
             """,
