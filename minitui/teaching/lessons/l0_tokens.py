@@ -236,8 +236,8 @@ LESSON = Lesson(
 
             Then the model runs again, with this token as its new input. A reply of 100 tokens needs 100 forward passes,
             one after the other: each pass needs the token of the pass before. (L2 Model and weights shows an
-            exception.) A reply ends when the model samples an end token, at a stop string (L7 Detokenizer), or when the reply has the largest length that
-            the user allowed.
+            exception.) A reply ends when the model samples an end token, at a stop string (L7 Detokenizer), or when the
+            reply has the largest length that the user allowed.
 
             The inference engine is the program that runs the model. The engine works in steps, with one forward pass in
             each step. If several users wait for replies, one step can compute tokens for all of them.

@@ -124,7 +124,8 @@ LESSON = Lesson(
 
             Families of models, such as Llama 3, Mistral, Qwen2 and Qwen3, differ only in details: some add numbers
             (biases) after a matrix, some have norms for queries and keys, some use the embedding table as the last
-            matrix, too. So this engine has one file for all of them. vLLM and SGLang mostly have a file for each family.
+            matrix, too. So this engine has one file for all of them. vLLM and SGLang mostly have a file for each
+            family.
 
             In these models, a token uses numbers of other tokens only in attention. Everything else is computed for
             each token alone. So tokens of different requests can be computed in one forward pass.

@@ -163,7 +163,8 @@ def _ratio_lines(stage: Stage, one: int, other: int, two: tuple[float, float]) -
     return (
         f"How many times as likely is {names[0]} as {names[1]}?\n\n"
         f"   {'temperature 1':<{NAME_WIDTH}}{two[0]:>{COLUMN}.1f}\n   {_title(stage, PICTURES[0]):<{NAME_WIDTH}}"
-        f"{two[1]:>{COLUMN}.1f}\n\nApart from rounding, the second number is the first one, multiplied by itself. All settings:\n\n"
+        f"{two[1]:>{COLUMN}.1f}\n\nApart from rounding, the second number is the first one, multiplied by itself. All "
+        "settings:\n\n"
     )
 
 

@@ -99,8 +99,8 @@ LESSON = Lesson(
             twice, each time for up to {TOKENS} tokens: first for the whole reply, then with "stream": true. The panel
             shows the commands and the server's answers, without some fields.
 
-            The response of a stream stays open, and the server writes an event when it has new text. Here, an event is a
-            line that begins with “data:”, and an empty line. The text comes from the detokenizer (L7 Detokenizer).
+            The response of a stream stays open, and the server writes an event when it has new text. Here, an event is
+            a line that begins with “data:”, and an empty line. The text comes from the detokenizer (L7 Detokenizer).
             """,
             panel="wire",
             code="minitui.server.chat",
@@ -162,9 +162,9 @@ LESSON = Lesson(
             the GPU itself fails, the engine's process must be replaced: /health reports the failure, and the server
             starts a new process. Until the new process is ready, the status is 503.
 
-            Two figures describe the speed for one user: the time to the first token (mainly queue and prefill), and the time
-            per token (about the duration of a step). A larger batch shortens the queue, but makes each step longer.
-            For each figure, `/metrics` counts the requests by their times (a histogram).
+            Two figures describe the speed for one user: the time to the first token (mainly queue and prefill), and the
+            time per token (about the duration of a step). A larger batch shortens the queue, but makes each step
+            longer. For each figure, `/metrics` counts the requests by their times (a histogram).
             """,
             code="minitui.server.errors",
         ),

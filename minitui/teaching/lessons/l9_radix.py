@@ -63,8 +63,8 @@ LESSON = Lesson(
             tokens. So two prompts with the same beginning have the same keys and values for this beginning, apart from
             rounding. Computing them once is enough.
 
-            Two prompts that begin differently cannot share a later passage without an error, even if the passage is the same in both:
-            its keys and values depend on the text before.
+            Two prompts that begin differently cannot share a later passage without an error, even if the passage is the
+            same in both: its keys and values depend on the text before.
 
             Sharing saves prefill: the first token comes sooner, and the device has more time for other requests.
             Sharing saves memory: several requests can hold one copy of a common beginning. Sharing does not make the
