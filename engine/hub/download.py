@@ -26,7 +26,7 @@ from engine.progress import Progress
 # The files to download besides config.json and the weights.
 DESCRIPTION = {
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "chat_template.jinja", "chat_template.json", INDEX, "LICENSE", "LICENSE.txt", "LICENSE.md",
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", INDEX, "LICENSE", "LICENSE.txt", "LICENSE.md",
 }  # fmt: skip
 OTHER_WEIGHTS = (".gguf", ".safetensors", ".bin", ".pth", ".pt", ".onnx", ".h5", ".msgpack")
 POLL_SECONDS = 0.25

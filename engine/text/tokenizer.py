@@ -19,6 +19,7 @@ from engine.errors import CheckpointError, InvalidRequest, PromptTooLong
 from engine.fields import Fields, shown
 from engine.files import read_json_if_there, read_text
 from engine.params import SamplingParams
+from engine.text.added_tokens import SPECIAL_NAMES, add_tokens, text_of
 from engine.text.chat_template import LONGEST_SOURCE, ChatTemplate
 from engine.text.detokenizer import Decoding, Detokenizer
 from engine.text.markers import MarkedDetokenizer, Markers
@@ -26,7 +27,6 @@ from engine.text.tokenizer_file import LONG_TEXT, encode, load
 
 Message = dict[str, Any]
 
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 OF_TRANSFORMERS = (("tokenize", True), ("return_dict", False), ("return_tensors", None))  # its arguments and our values
 PRIVATE_USE = range(0xE000, 0xF900)  # characters without a standard meaning
@@ -51,10 +51,10 @@ class Tokenizer:
     def __init__(self, directory: str | Path) -> None:
         """Raises CheckpointError if tokenizer.json is missing or broken."""
         self.directory = directory = Path(directory)
-        self._tokenizer = load(directory / "tokenizer.json")
         self._config = self._fields("tokenizer_config.json").raw
         if "added_tokens_decoder" not in self._config:  # older versions name special tokens in another file
             self._config |= self._fields("special_tokens_map.json").raw
+        self._tokenizer = self._loaded()
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._control_ids = {token.content: token_id for token_id, token in added.items() if token.special}
@@ -167,11 +167,11 @@ class Tokenizer:
             self._template.stop()
 
     def to_json(self) -> str:
-        """Returns the text of tokenizer.json, for other libraries."""
-        return (self.directory / "tokenizer.json").read_text(encoding="utf-8")
+        """Returns the tokenizer in the format of tokenizer.json, for other libraries."""
+        return self._tokenizer.to_str()
 
     def json_with_another_token(self, text: str) -> tuple[str, int]:
-        """Returns the text of tokenizer.json with one more control token, and this token's id, the highest."""
+        """Like `to_json`, with one more control token. Also returns this token's id, the highest."""
         copy = tokenizers.Tokenizer.from_str(self.to_json())
         copy.add_special_tokens([text])
         token_id = copy.token_to_id(text)
@@ -181,7 +181,7 @@ class Tokenizer:
     @cached_property
     def _literal(self) -> tokenizers.Tokenizer:
         """A copy of the tokenizer that treats the names of control tokens as plain text."""
-        copy = load(self.directory / "tokenizer.json")
+        copy = self._loaded()
         copy.encode_special_tokens = True
         return copy
 
@@ -239,6 +239,11 @@ class Tokenizer:
             return ids[len(newline) :]
         return encode(self._literal, text, False)
 
+    def _loaded(self) -> tokenizers.Tokenizer:
+        tokenizer = load(self.directory / "tokenizer.json")
+        add_tokens(tokenizer, self.directory, self._config)
+        return tokenizer
+
     def _fields(self, name: str) -> Fields:
         path = self.directory / name
         return Fields(path, read_json_if_there(path))
@@ -246,8 +251,8 @@ class Tokenizer:
     def _special(self, name: str) -> str:
         """Returns the text of a special token, which tokenizer_config.json has as a string or as {"content": text}."""
         token = self._config[name]
-        content = token.get("content") if isinstance(token, dict) else token
-        if not isinstance(content, str):
+        content = text_of(token)
+        if content is None:
             raise CheckpointError(
                 f"the tokenizer of {self.directory} has {name} = {shown(token)}: it must be a string, or an object "
                 "with content"

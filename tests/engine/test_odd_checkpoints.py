@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -299,3 +300,58 @@ def test_a_chat_template_in_a_file_of_its_own_is_found(name: str, tmp_path: Path
     (tmp_path / name).write_text(source if name.endswith("jinja") else json.dumps({"chat_template": source}))
     tokenizer = Tokenizer(tmp_path)
     assert tokenizer.render_chat([{"role": "user", "content": "Hello"}]) == "<user>Hello"
+
+
+def with_tokens(directory: Path, name: str, contents: dict[str, Any]) -> Path:
+    """The bundled tokenizer, whose tokenizer.json has lost its control tokens, and a file that lists tokens."""
+    raw = json.loads((tutor.model_dir() / "tokenizer.json").read_text())
+    (directory / "tokenizer.json").write_text(json.dumps(raw | {"added_tokens": raw["added_tokens"][:1]}))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    for file, fields in ("tokenizer_config.json", config), (name, contents):
+        path = directory / file
+        path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | fields))
+    return directory
+
+
+NEW = 2560  # the first id after the bundled vocabulary
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_tokens_listed_beside_tokenizer_json_are_those_of_transformers(older: bool, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    listed: dict[str, Any] = {
+        str(NEW + 1): {"content": "<plain>", "normalized": True},
+        str(NEW): {"content": "<tool>", "special": True, "rstrip": True},
+        "1": {"content": "<|im_start|>", "special": True},
+    }
+    if older:
+        contents = {each["content"]: int(number) for number, each in listed.items()}
+        with_tokens(tmp_path, "added_tokens.json", contents)
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps({"extra_special_tokens": ["<tool>"]}))
+    else:
+        with_tokens(tmp_path, "tokenizer_config.json", {"added_tokens_decoder": listed})
+    ours, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    text = "a<|im_start|>user<tool>  b <plain> c<|im_end|>"
+    ids = ours.encode(text, allow_special=True)
+    assert ids == theirs.encode(text) and {1, 2, NEW, NEW + 1} <= set(ids)
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.vocab_size == NEW + 2 and ours.special_ids >= {2, NEW} and NEW + 1 not in ours.special_ids
+    assert tokenizers.Tokenizer.from_str(ours.to_json()).encode(text).ids == ids
+    assert NEW not in ours.encode(text), "the text of a user makes no control token"
+
+
+@pytest.mark.parametrize(("name", "contents", "sentence"), [
+    ("tokenizer_config.json", {"added_tokens_decoder": {"9999": {"content": "<x>"}}},
+     r"lists the token '<x>' with the id 9999, but after the tokens of tokenizer\.json it would have the id 2560"),
+    ("tokenizer_config.json", {"added_tokens_decoder": [1]}, r"has added_tokens_decoder = \[1\]: it must be an object"),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"2": {"content": ""}}}, "a token has a content, flags that"),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"2": {"content": "x", "special": 1}}}, "flags that are true"),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"9" * 5000: {"content": "x"}}}, "a whole number as its id"),
+    ("added_tokens.json", {"<x>": [2560]}, r"added_tokens\.json lists the token .* with the id \[2560\]"),
+])  # fmt: skip
+def test_damaged_lists_of_tokens_are_one_sentence(
+    name: str, contents: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=sentence):
+        Tokenizer(with_tokens(tmp_path, name, contents))
