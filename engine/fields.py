@@ -94,7 +94,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
 
 
-def listed(names: list[str]) -> str:
-    """Return names as text for an error message: the first LISTED_AT_MOST names, and the number of the others."""
-    more = len(names) - LISTED_AT_MOST
-    return ", ".join(names[:LISTED_AT_MOST]) + (f" and {more:,} more" if more > 0 else "")
+def listed(names: list[str], most: int = LISTED_AT_MOST) -> str:
+    """Return names as text for an error message: the first `most` names, and the number of the others."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more:,} more" if more > 0 else "")

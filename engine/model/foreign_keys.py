@@ -33,7 +33,7 @@ SWITCHES = """
     scale_embedding embedding_scale mup_enabled use_mup logits_mup_width_multiplier mlp_multipliers ssm_multipliers
     H_cycles L_cycles hc_mult hc_count altup_num_inputs laurel_rank
     n_group topk_group first_k_dense_replace moe_apply_router_weight_on_input moe_layers zero_expert_num
-    quantization compression_config
+    quantization
 """
 
 # Neutral: null or 1.

@@ -12,17 +12,18 @@ WHERE = " in its quantization_config"
 METHODS = {  # quant_method: what is supported
     "fp8": "8-bit floats, with one scale for each block or matrix",
     "compressed-tensors": "8-bit floats or integers, with one scale for each matrix, row or block; packed 4- or 8-bit "
-    "integers",
+    "integers, also with `actorder`",
     "awq": "4-bit integers, version `gemm`",
     "gptq": "4- or 8-bit integers, also with `desc_act`",
+    "modelopt": "`FP8`: 8-bit floats, with one scale for each matrix",
     "mxfp4": "the experts of gpt-oss",
 }
 NEAREST = {  # quant_method that is not supported -> the method of METHODS whose checkpoints are the most alike
     "bitsandbytes": "awq", "hqq": "awq", "aqlm": "gptq", "vptq": "gptq", "quip": "gptq", "spqr": "gptq", "eetq": "fp8",
     "exl2": "gptq", "exl3": "gptq", "auto-round": "gptq", "intel/auto-round": "gptq", "marlin": "gptq",
-    "bitnet": "compressed-tensors", "fbgemm_fp8": "compressed-tensors", "modelopt": "compressed-tensors",
-    "torchao": "compressed-tensors", "quanto": "compressed-tensors", "quark": "compressed-tensors",
-    "higgs": "compressed-tensors", "mlx": "awq", "fp_quant": "mxfp4", "nvfp4": "mxfp4",
+    "bitnet": "compressed-tensors", "fbgemm_fp8": "compressed-tensors", "torchao": "compressed-tensors",
+    "quanto": "compressed-tensors", "quark": "compressed-tensors", "higgs": "compressed-tensors", "mlx": "awq",
+    "fp_quant": "mxfp4", "nvfp4": "mxfp4",
 }  # fmt: skip
 
 OWN = {"bitsandbytes": {"load_in_4bit"}, "mlx": {"group_size", "bits"}}  # fields that these write without quant_method
@@ -30,7 +31,7 @@ OWN = {"bitsandbytes": {"load_in_4bit"}, "mlx": {"group_size", "bits"}}  # field
 
 def read_packing(fields: Fields) -> Packing | None:
     """Returns how the checkpoint's matrices are stored; None if they are plain. Raises CheckpointError."""
-    raw = fields.raw.get("quantization_config")
+    raw = fields.raw.get("quantization_config") or fields.raw.get("compression_config")  # of older compressed-tensors
     if not raw and isinstance(fields.raw.get("quantization"), dict):
         raw = fields.raw["quantization"]  # of MLX
     if not raw:
@@ -40,12 +41,15 @@ def read_packing(fields: Fields) -> Packing | None:
     inner, method = Fields(fields.path, raw, WHERE), raw.get("quant_method")
     if method == "mxfp4":
         return Packing("mxfp4")
-    if method == "fp8" and raw.get("weight_block_size") is None:
+    if (method == "fp8" and raw.get("weight_block_size") is None) or (
+        method == "modelopt" and raw.get("quant_algo") == "FP8"
+    ):
         return Packing("fp8", floats=True, strategy="tensor")
     if method == "fp8":
         return Packing("fp8", floats=True, strategy="block", block=_block(inner, raw.get("weight_block_size")))
     if method == "awq":
-        if inner.count("bits") != 4 or raw.get("version", "gemm") != "gemm" or not inner.flag("zero_point", True):
+        version = str(raw.get("version") or "gemm").lower()
+        if inner.count("bits") != 4 or version != "gemm" or not inner.flag("zero_point", True):
             what = f"version {shown(raw.get('version'))} of awq with {raw['bits']} bits"
             raise _error(fields, what, "version 'gemm' with 4 bits and zero points")
         return Packing("awq", 4, _group(inner, raw))
@@ -58,6 +62,8 @@ def read_packing(fields: Fields) -> Packing | None:
         return Packing("gptq", raw["bits"], _group(inner, raw), version_2=newer, in_order=not raw.get("desc_act"))
     if method == "compressed-tensors":
         return _compressed(fields, raw)
+    if method == "modelopt":
+        raise _error(fields, f"quant_algo {shown(raw.get('quant_algo'))} of modelopt", "'FP8'")
     what = f"quant_method {shown(method)}"
     if method is None and (guess := next((name for name, own in OWN.items() if own <= raw.keys()), None)):
         method, what = guess, f"the fields of {guess}"
@@ -72,15 +78,20 @@ def _compressed(fields: Fields, raw: dict[str, Any]) -> Packing:
     weights = [each.get("weights") for each in found if isinstance(each, dict)]
     if not weights or not isinstance(weights[0], dict) or any(each != weights[0] for each in weights):
         raise _error(fields, f"config_groups {shown(groups)}", "groups with the same weights")
+    for key in "sparsity_config", "transform_config":
+        other = raw.get(key)
+        if other and not (isinstance(other, dict) and other.get("format") == "dense"):
+            raise _error(fields, f"{key} {shown(other)}", "no sparse and no rotated matrices")
     how = weights[0]
     inner, strategy, kind = Fields(fields.path, how, WHERE), how.get("strategy"), how.get("type")
     bits = inner.count("num_bits")
     form = raw.get("format")
     if form == "pack-quantized" and kind == "int" and bits in (4, 8) and strategy in ("group", "channel"):
-        if how.get("actorder") not in (None, False, "weight", "static"):
-            raise _error(fields, f"actorder {shown(how['actorder'])}", "null, 'static' or 'weight'")
-        size = _group(inner, how) if strategy == "group" else 0
-        return Packing("compressed-tensors", bits, size, symmetric=inner.flag("symmetric", True))
+        order = how.get("actorder") or ""
+        if str(order).lower() not in ("", "weight", "static", "group", "dynamic"):
+            raise _error(fields, f"actorder {shown(order)}", "null, 'static', 'weight', 'group' and 'dynamic'")
+        size, in_order = _group(inner, how) if strategy == "group" else 0, order not in ("group", "dynamic")
+        return Packing("compressed-tensors", bits, size, symmetric=inner.flag("symmetric", True), in_order=in_order)
     whole = form in ("float-quantized", "int-quantized", "naive-quantized") and kind in ("float", "int")
     if whole and bits == 8 and inner.flag("symmetric", True) and strategy in ("tensor", "channel", "block"):
         block = _block(inner, how.get("block_structure")) if strategy == "block" else None
@@ -104,6 +115,6 @@ def _group(inner: Fields, raw: dict[str, Any]) -> int:
 
 def _error(fields: Fields, what: str, supported: str) -> CheckpointError:
     return CheckpointError(
-        f"{fields.path} has {what} in its quantization_config: supported are {supported}; use another quantisation, or "
-        "the original checkpoint"
+        f"{fields.path} has {what} in its quantization_config: supported are {supported}; use a checkpoint in one of "
+        "these, a GGUF file of the model, or its original checkpoint with --quantization int4 (CPU) or fp8 (GPU)"
     )

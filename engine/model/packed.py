@@ -52,11 +52,15 @@ class Groups:
     zeros: torch.Tensor  # whole numbers [rows, groups]
     size: int
 
-    def dense(self) -> torch.Tensor:
-        """Returns the matrix in float32."""
-        columns = self.numbers.shape[1]
-        scales, zeros = (each.repeat_interleave(self.size, 1)[:, :columns] for each in (self.scales, self.zeros))
-        return (self.numbers - zeros) * scales
+    def dense(self, group: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the matrix in float32. `group`: the group of each column, if they are not in order."""
+        group = torch.arange(self.numbers.shape[1]) // self.size if group is None else group.long()
+        return (self.numbers - self.zeros[:, group]) * self.scales[:, group]
+
+    def in_order(self, group: torch.Tensor | None) -> Groups | None:
+        """Returns itself; None if `group`, the group of each column, is not consecutive."""
+        consecutive = group is None or torch.equal(group.long(), torch.arange(self.numbers.shape[1]) // self.size)
+        return self if consecutive else None
 
     def by(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Groups:
         """Returns a part of the rows, or the rows in another order."""
@@ -93,8 +97,10 @@ def fault(tensors: Tensors) -> tuple[str, str] | None:
             wrong = suffix == "_scales" and bool((tensor > LARGEST_EXPONENT).any())
         if wrong:
             return suffix, f"numbers that are not finite or are above {LARGEST_NUMBER:g}"
-        if suffix == "g_idx" and not bool(((tensor >= 0) & (tensor < len(tensors["scales"]))).all()):
-            return suffix, f"groups other than 0 to {len(tensors['scales']) - 1}"
+        if suffix.endswith("g_idx"):
+            groups = len(tensors["scales"]) if suffix == "g_idx" else tensors["weight_scale"].shape[1]
+            if not bool(((tensor >= 0) & (tensor < groups)).all()):
+                return suffix, f"groups other than 0 to {groups - 1}"
     return None
 
 
@@ -114,7 +120,7 @@ def packed(packing: Packing, name: str, shape: list[int], held: set[str]) -> Pac
             return None
         return (_awq if packing.method == "awq" else _gptq)(packing, rows, columns, f"{stem}g_idx" in held)
     if f"{stem}weight_packed" in held:
-        return _int_packed(packing, rows, columns)
+        return _int_packed(packing, rows, columns, f"{stem}weight_g_idx" in held)
     scale = next((each for each in ("weight_scale_inv", "weight_scale") if stem + each in held), None)
     return None if scale is None else _scaled(packing, rows, columns, scale)
 
@@ -176,31 +182,20 @@ def _awq(packing: Packing, rows: int, columns: int, order: bool) -> Packed:
 def _gptq(packing: Packing, rows: int, columns: int, order: bool) -> Packed:
     (groups, size), per_word = _groups(packing, columns), 32 // packing.bits
 
-    in_order = torch.arange(columns) // size
-
     def stored(tensors: Tensors) -> Groups:
         numbers = _bits(tensors["qweight"].t(), packing.bits)  # [rows, columns]
         zeros = _bits(tensors["qzeros"], packing.bits)  # the first version of the format stores each zero minus 1
         zeros = (zeros + (not packing.version_2)) & ((1 << packing.bits) - 1)
         return Groups(numbers, tensors["scales"].float().t(), zeros.t(), size)
 
-    def expand(tensors: Tensors) -> torch.Tensor:
-        found, group = stored(tensors), tensors["g_idx"].long() if "g_idx" in tensors else in_order
-        return (found.numbers - found.zeros[:, group]) * found.scales[:, group]
-
-    def in_groups(tensors: Tensors) -> Groups | None:
-        if "g_idx" in tensors and not torch.equal(tensors["g_idx"].long(), in_order):
-            return None
-        return stored(tensors)
-
     sources = (
         Source("qweight", (columns // per_word, rows), INTS), Source("qzeros", (groups, rows // per_word), INTS),
         Source("scales", (groups, rows), FLOATS), *([Source("g_idx", (columns,), INTS)] if order else []),
     )  # fmt: skip
-    return Packed(sources, expand, in_groups if packing.bits == 4 else None)
+    return _grouped(sources, stored, "g_idx", packing)
 
 
-def _int_packed(packing: Packing, rows: int, columns: int) -> Packed:
+def _int_packed(packing: Packing, rows: int, columns: int, order: bool) -> Packed:
     (groups, size), per_word = _groups(packing, columns), 32 // packing.bits
     words, half = -(-columns // per_word), 1 << (packing.bits - 1)
 
@@ -214,10 +209,23 @@ def _int_packed(packing: Packing, rows: int, columns: int) -> Packed:
     sources = [
         Source("weight_packed", (rows, words), INTS), Source("weight_scale", (rows, groups), FLOATS),
         Source("weight_shape", (2,), ("I64", "I32"), required=False),
+        *([Source("weight_g_idx", (columns,), INTS)] if order else []),
     ]  # fmt: skip
     if not packing.symmetric:
         sources.append(Source("weight_zero_point", (-(-rows // per_word), groups), INTS))
-    return Packed(tuple(sources), lambda tensors: found(tensors).dense(), found if packing.bits == 4 else None)
+    return _grouped(tuple(sources), found, "weight_g_idx", packing)
+
+
+def _grouped(sources: tuple[Source, ...], found: Callable[[Tensors], Groups], order: str, packing: Packing) -> Packed:
+    """Returns how a matrix of groups is stored. The tensor `order`, if there is one, has the group of each column."""
+
+    def expand(tensors: Tensors) -> torch.Tensor:
+        return found(tensors).dense(tensors.get(order))
+
+    def in_order(tensors: Tensors) -> Groups | None:
+        return found(tensors).in_order(tensors.get(order))
+
+    return Packed(sources, expand, in_order if packing.bits == 4 else None)
 
 
 def _mxfp4(shape: list[int]) -> Packed:

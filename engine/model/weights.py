@@ -7,7 +7,7 @@ are mapped into memory and one matrix is held, so the host needs little memory b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,13 +22,14 @@ from engine.files import again, checkpoint_files
 from engine.model.config import Packing
 from engine.model.four_bits import Int4Weight
 from engine.model.linear import ByteWeight, Matrix
-from engine.model.packed import Packed, fault, packed
+from engine.model.packed import Packed, Source, fault, packed
 from engine.model.slots import Slot
+from engine.model.tensor_names import advice, is_unused, plain_name
 from engine.progress import Progress
 
 OPENED = 2  # files that stay open: opening one parses a header, which has 4 MB if a model has many experts
+NAMED = 3  # tensors that an error lists by name
 FLOAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-OF_QUANTISED = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight", "_blocks", ".SCB", ".absmax")
 PACKED_BYTES = FLOAT_BYTES | {"I32": 4, "I64": 8}
 
 
@@ -84,7 +85,7 @@ def expanded_tensors(slots: Iterable[Slot], directory: Path, packing: Packing) -
             for part in slot.packed.names(name):
                 where.pop(part, None)
     for name, (path, stored) in where.items():
-        if not _is_unused(name):
+        if not is_unused(name):
             with _opened(path) as file:
                 found[name] = file.get_tensor(stored)
     return found
@@ -133,14 +134,6 @@ def _wanted(slots: Iterable[Slot], held: set[str], packing: Packing | None) -> d
     return wanted
 
 
-def plain_name(name: str) -> str:
-    """Returns the name that a tensor has in a checkpoint without images: the text model is there the whole model."""
-    for prefix, plain in (("language_model.model.", "model."), ("model.language_model.", "model.")):
-        if name.startswith(prefix):
-            return plain + name.removeprefix(prefix)
-    return name.removeprefix("language_model.") if name.startswith("language_model.lm_head") else name
-
-
 def _check(
     wanted: dict[str, list[Slot]], files: list[Path], directory: Path, tied: bool, packing: Packing | None
 ) -> int:
@@ -162,7 +155,8 @@ def _check(
                 name = plain_name(stored)
                 source = sources.get(name)
                 if source is None and (name not in wanted or wanted[name][0].packed is not None):
-                    if not _is_unused(name) and not (tied and name == "lm_head.weight"):
+                    unused = is_unused(name) or (tied and name == "lm_head.weight")
+                    if not unused and not _is_no_bias(file, path, stored, sources):
                         unexpected.append(name)
                     continue
                 part = file.get_slice(stored)
@@ -180,27 +174,27 @@ def _check(
                     total += PACKED_BYTES.get(dtype, 1) * math.prod(shape)
     faults = []
     if missing:
-        faults.append(f"lacks {listed(list(missing))}")
+        faults.append(f"lacks {listed(list(missing), NAMED)}")
     if unexpected:
-        faults.append(f"has {listed(unexpected)}, unknown to this architecture")
+        faults.append(f"has {listed(unexpected, NAMED)}, unknown to this architecture")
     if misshapen:
-        faults.append(f"does not fit config.json ({listed(misshapen)})")
+        faults.append(f"does not fit config.json ({listed(misshapen, NAMED)})")
     if faults:
         where = files[0] if len(files) == 1 else directory
-        advice = _advice(list(missing), unexpected, packing)
-        raise CheckpointError(f"the checkpoint {where} {'; it '.join(faults)}: {advice}")
+        way_out = advice(list(missing), unexpected, packing)
+        raise CheckpointError(f"the checkpoint {where} {'; it '.join(faults)}: {way_out}")
     return total
 
 
-def _advice(missing: list[str], unexpected: list[str], packing: Packing | None) -> str:
-    if missing == ["lm_head.weight"] and not unexpected:
-        return "download it again, or set tie_word_embeddings to true in config.json if the embedding is this matrix"
-    if packing is None and any(name.endswith(OF_QUANTISED) for name in unexpected):
-        return (
-            "these are tensors of a quantised checkpoint, but config.json has no quantization_config: use the "
-            "config.json that belongs to them, or another quantisation"
-        )
-    return "use config.json and weights of the same model"
+def _is_no_bias(file: Any, path: Path, stored: str, sources: Mapping[str, Source]) -> bool:
+    """Returns True for a bias of zeros: older versions of AutoGPTQ write one for every quantised matrix."""
+    stem, _, leaf = stored.rpartition(".")
+    if leaf != "bias" or f"{plain_name(stem)}.qweight" not in sources:
+        return False
+    try:
+        return not bool(file.get_tensor(stored).any())
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path} cannot be read at {stored} ({error}): download it again") from error
 
 
 def _check_tied(embedding: Slot, files: list[Path]) -> None:
@@ -277,17 +271,3 @@ def _fill(slots: list[Slot], packed: Packed, tensors: dict[str, torch.Tensor]) -
         if not slot.fill_stored(tensors):
             whole = packed.expand(tensors) if whole is None else whole
             slot.fill(slot.take(whole))
-
-
-def _is_unused(name: str) -> bool:
-    """Returns True for tensors without an effect: rotary frequencies, and the parts of a model that read images.
-
-    Older Llama checkpoints have rotary frequencies, but the configuration determines them.
-    """
-    parts = ("vision_tower.", "multi_modal_projector.", "visual.")
-    # This engine computes the scales of activations, keys and values itself, if it rounds them at all.
-    unused = (
-        ".rotary_emb.inv_freq", ".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".q_scale",
-        ".prob_scale", "k_proj.output_scale", "v_proj.output_scale", "q_proj.output_scale",
-    )  # fmt: skip
-    return name.endswith(unused) or name.removeprefix("model.").startswith(parts)

@@ -32,7 +32,7 @@ def add_tokens(tokenizer: Tokenizer, directory: Path, config: dict[str, Any]) ->
     `config`: the contents of tokenizer_config.json. If tokenizer.json has a token under another id, that id is kept.
     """
     others = (config[name] for name in OTHER_SPECIAL if isinstance(config.get(name), list))
-    special = {text_of(token) for token in chain(map(config.get, SPECIAL_NAMES), *others)} - {None, ""}
+    special = {text for token in chain(map(config.get, SPECIAL_NAMES), *others) if (text := text_of(token))}
     held = {token.content: _flags(token) for token in tokenizer.get_added_tokens_decoder().values()}
     listed = sorted(_listed(directory, config, special), key=lambda pair: pair[0])
     new = [(number, token.content) for number, token in listed if tokenizer.token_to_id(token.content) is None]
@@ -54,7 +54,7 @@ def text_of(token: Any) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def _listed(directory: Path, config: dict[str, Any], special: set[str | None]) -> Iterator[tuple[int, AddedToken]]:
+def _listed(directory: Path, config: dict[str, Any], special: set[str]) -> Iterator[tuple[int, AddedToken]]:
     """Yields the listed tokens with their ids."""
     listed, path = config.get(LISTED), directory / CONFIG
     if not isinstance(listed, dict | None):
@@ -62,8 +62,8 @@ def _listed(directory: Path, config: dict[str, Any], special: set[str | None]) -
     pairs: list[tuple[Any, Any]] = list((listed or {}).items())
     if listed is None:
         path = directory / OLDER
-        for text, number in read_json_if_there(path).items():
-            pairs.append((number, {"content": text, "special": text in special, "normalized": text not in special}))
+        for word, number in read_json_if_there(path).items():
+            pairs.append((number, {"content": word, "special": word in special, "normalized": word not in special}))
     for number, token in pairs:
         text = text_of(token) if isinstance(token, dict) else None
         flags = {flag: token[flag] for flag in FLAGS if flag in token} if text else {}

@@ -86,11 +86,13 @@ def test_a_missing_shard_is_named(shards: Path) -> None:
 
 
 def test_tensors_without_an_effect_and_a_mixture_of_types_are_no_fault(one: Path, sources: dict[str, Path]) -> None:
-    """Scales of a KV cache, of activations and of projections' outputs; norms in float32 beside float16 matrices."""
+    """Scales of a KV cache, of activations and of projections' outputs; layers that predict several tokens at once;
+    norms in float64 beside float16 matrices."""
     scales = ("self_attn.k_scale", "self_attn.k_proj.output_scale", "mlp.up_proj.input_scale", "self_attn.prob_scale")
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors |= {f"model.layers.1.{name}": torch.ones(1) for name in scales}
+        tensors["mtp.layers.0.mlp.up_proj.weight"] = torch.ones(2)
         tensors["model.norm.weight"] = tensors["model.norm.weight"].double()
         tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].half()
 
@@ -103,6 +105,19 @@ def test_tensors_without_an_effect_and_a_mixture_of_types_are_no_fault(one: Path
 def test_an_absent_output_matrix_names_the_field_that_ties_it(one: Path) -> None:
     rewrite(one, lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.raises(CheckpointError, match=r"lacks lm_head\.weight: .* set tie_word_embeddings to true in config"):
+        load_decoder(one)
+
+
+def test_an_embedding_model_is_recognised(one: Path) -> None:
+    """Its tensors have the names of transformers' model without an output matrix, as in Qwen3-Embedding."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.pop("lm_head.weight")
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    rewrite(one, change)
+    with pytest.raises(CheckpointError, match=r"and \d+ more, unknown .*: names without .model\.. are those of an"):
         load_decoder(one)
 
 
@@ -198,11 +213,15 @@ def test_a_pointer_of_git_lfs_says_how_to_get_the_file(name: str, one: Path) -> 
 @pytest.mark.parametrize(("fields", "sentence"), [
     ({"quantization": BITS}, "the fields of mlx .*, and awq is the nearest"),
     ({"quantization": BITS, "quantization_config": BITS}, "the fields of mlx .*, and awq is the nearest"),
+    ({"quantization_config": {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R1": {}}},
+      "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}}, "has transform_config .* no rotated matrices"),
+    ({"compression_config": {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"},
+      "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}}, "has sparsity_config .* no sparse"),
     ({"quantization_config": {"load_in_4bit": True}}, "the fields of bitsandbytes .*, and awq is the nearest"),
-    ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "and compressed-tensors is the nea"),
+    ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "has quant_algo 'NVFP4' of "),
     ({"quantization_config": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {
         "group_0": {"weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}},
-    }}}, "has format 'nvfp4-pack-quantized' with 4 bits, .* use another quantisation, or the original checkpoint"),
+    }}}, "has format 'nvfp4-pack-quantized' with 4 bits, .* or its original checkpoint with --quantization int4"),
 ])  # fmt: skip
 def test_a_quantisation_that_is_not_supported_is_named(fields: dict[str, Any], sentence: str, one: Path) -> None:
     path = one / "config.json"
@@ -218,7 +237,7 @@ def test_the_nearest_method_of_quantisation_is_named(one: Path, method: str, nea
     path = one / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": method}}))
     like = f", and {nearest} is the nearest to it" if nearest else ""
-    with pytest.raises(CheckpointError, match=rf"quant_method '{method}' .*mxfp4{like}; use another quantisation"):
+    with pytest.raises(CheckpointError, match=rf"quant_method '{method}' .*mxfp4{like}; use a checkpoint in one of"):
         read_model_config(one)
 
 

@@ -337,6 +337,20 @@ def test_a_format_that_is_not_supported_is_named(change: Any, message: str, plai
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_biases_of_zeros_that_older_gptq_checkpoints_have_are_ignored(value: float, plain: Any, tmp_path: Path) -> None:
+    quantise(plain[0], plain[1], tmp_path / "m", "gptq in order")
+    before = load_decoder(tmp_path / "m")
+    name = "model.layers.1.mlp.up_proj.bias"
+    rewrite(tmp_path / "m", lambda tensors: tensors.update({name: torch.full((SIZES["intermediate_size"],), value)}))
+    if value:
+        with pytest.raises(CheckpointError, match=rf"has {re.escape(name)}, unknown to this architecture"):
+            load_decoder(tmp_path / "m")
+    else:
+        after = load_decoder(tmp_path / "m")
+        assert all(torch.equal(a.view, b.view) for a, b in zip(before.slots(), after.slots(), strict=True))
+
+
 def test_the_readme_lists_the_formats() -> None:
     text = (paths.ROOT / "README.md").read_text()
     table = text.partition("| `quant_method` | supported |\n|---|---|\n")[2].partition("\n\n")[0]
@@ -367,6 +381,7 @@ def test_a_missing_or_misshapen_part_of_a_matrix_is_named(plain: tuple[Any, Path
         ("awq", "scales", float("inf"), "not finite"),
         ("gptq", "g_idx", 6, "groups other than 0 to 5"),
         ("gptq", "g_idx", -1, "groups other than 0 to 5"),
+        ("int4 groups in another order", "weight_g_idx", 6, "groups other than 0 to 5"),
     ],
 )
 def test_hostile_scales_and_groups_are_named(

@@ -65,7 +65,16 @@ def _dense(numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, gro
     return (parts * scales[..., None]).flatten(1)
 
 
-def pack_quantized(matrix: torch.Tensor, symmetric: bool = True, bits: int = 4, group: int = 16) -> Stored:
+def pack_quantized(
+    matrix: torch.Tensor, symmetric: bool = True, bits: int = 4, group: int = 16, act_order: bool = False
+) -> Stored:
+    if act_order:  # groups are of inputs in this order
+        order = torch.randperm(matrix.shape[1])
+        tensors, dense = pack_quantized(matrix[:, order], symmetric, bits, group)
+        back = order.argsort()
+        unpacked = torch.stack([tensors["weight_packed"] >> shift & (1 << bits) - 1 for shift in range(0, 32, bits)], 2)
+        packed = {"weight_packed": words(unpacked.flatten(1)[:, back], bits), "weight_g_idx": (back // group).int()}
+        return tensors | packed, dense[:, back]
     numbers, scales, zeros = _grouped(matrix, group, bits)
     if symmetric:
         scales = matrix.unflatten(1, (-1, group)).abs().amax(-1) / ((1 << bits - 1) - 1)
@@ -112,6 +121,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Stored]]] = {
             *per_row(m, E4M3, True)
         ),
     ),
+    "fp8 of modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "FP8", "config_groups": {}},
+        lambda m: (lambda t, dense: (t | {"weight_scale": t["weight_scale"][0]}, dense))(*per_row(m, E4M3, True)),
+    ),
     "fp8 rows": (compressed("float-quantized", type="float", strategy="channel"), lambda m: per_row(m, E4M3)),
     "fp8 tensor": (compressed("float-quantized", type="float", strategy="tensor"), lambda m: per_row(m, E4M3, True)),
     "int8 rows": (compressed("int-quantized", type="int", strategy="channel"), lambda m: per_row(m, torch.int8)),
@@ -122,11 +135,15 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Stored]]] = {
         compressed("pack-quantized", type="int", num_bits=4, strategy="group", group_size=16, symmetric=False),
         lambda m: pack_quantized(m, False),
     ),
+    "int4 groups in another order": (
+        compressed("pack-quantized", type="int", num_bits=4, strategy="group", group_size=16, actorder="group"),
+        lambda m: pack_quantized(m, act_order=True),
+    ),
     "int8 groups": (
         compressed("pack-quantized", type="int", strategy="group", group_size=32),
         lambda m: pack_quantized(m, True, 8, 32),
     ),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}, awq),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "GEMM"}, awq),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True, "sym": False}, gptq),
     "gptq in order": (
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False},
