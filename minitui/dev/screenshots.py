@@ -218,7 +218,7 @@ async def replayed(app: MinituiApp) -> None:
     await app.replay.control("pause")
     step = next(step for step, text in app.replay.trace.bookmarks if "preemption" in text)
     await app.seek(step)
-    await until(lambda: app.replay.step >= step)  # with overlap, the next step is planned before `step` ends
+    await until(lambda: app.position >= step)
 
 
 async def at_its_fullest(app: MinituiApp) -> None:
@@ -228,7 +228,7 @@ async def at_its_fullest(app: MinituiApp) -> None:
     marks = app.replay.trace.bookmarks
     step = next((step for step, text in marks if "fullest" in text), marks[-1][0])
     await app.seek(step)
-    await until(lambda: app.replay.step >= step)  # with overlap, the next step is planned before `step` ends
+    await until(lambda: app.position >= step)
 
 
 async def requested(app: MinituiApp) -> None:

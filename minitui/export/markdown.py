@@ -43,9 +43,9 @@ def _head(reader: TraceReader) -> list[str]:
     info = reader.info
     where = f"{info.get('model', 'a model')} on {info.get('device', 'a device')}"
     pool = f"{info['num_blocks']:,} blocks of {info['block_size']} tokens"
-    begin, end = reader.part(0).snapshot["t"], reader.end_t
-    span = f"{begin:.2f} s to {end:.2f} s of the engine's clock"
-    if end - begin - reader.seconds > 0.05:
+    seconds = reader.end_t - reader.begin_t
+    span = f"{seconds:.2f} s of the engine's clock"
+    if seconds - reader.seconds > 0.05:
         span += f" ({reader.seconds:.1f} s without slow motion, pauses cut to {LONGEST_PAUSE:g} s)"
     head = [f"# {where}", "", f"Recorded {reader.header['recorded']}, {span}; {pool}."]
     if reader.header["random_text"]:

@@ -48,7 +48,7 @@ class _Converter:
 
     def _begin_section(self, part: Part, cut_ms: float = 0.0) -> None:
         self.state: State = part.state
-        self.steps = Steps(max(1, self.reader.last_step - self.state.step + 2))
+        self.steps = Steps(max(1, self.reader.last_planned - self.state.step + 2))
         self.steps.cut_ms = cut_ms
         self.steps.gate(self.state.gate == "closed")
         self.steps.pace(self.state.pace)

@@ -27,8 +27,9 @@ async def screen_svg(trace: str, step: int | None, size: tuple[int, int], theme:
         else:
             raise TraceError(f"{trace} could not be shown within {LOAD_TIMEOUT_S:.0f} s")
         await app.replay.control("pause")
-        await app.seek(app.replay.trace.last_step if step is None else step)
-        while app.replay.step < min(step or 0, app.replay.trace.last_step) or app.feed.backlog:
+        step = app.replay.trace.last_step if step is None else step
+        await app.seek(step)
+        while app.position < step or app.feed.backlog:
             await pilot.pause(0.02)
         await pilot.pause(0.3)
         return offline(app.export_screenshot(title="minitui"))

@@ -193,7 +193,7 @@ class ReplaySource(Source):
         target = trace.locate(step)
         self._until, self._allowed, self._finishing = None, 0, False
         at = trace.number(*target)
-        if 0 <= at - trace.number(self._part, self._at) <= RECORDS_BEFORE and step > self.step:
+        if 0 <= at - trace.number(self._part, self._at) <= RECORDS_BEFORE:
             self._seek_to = target
             return False
         begin = trace.part_of_step(max(trace.step_before, step - STEPS_BEFORE))

@@ -59,8 +59,8 @@ class TraceReader:
         self._scan()
         self.part(0)
         last = self.part(len(self.keyframes) - 1)
-        # The newest planned step: the steps in flight at the end of the recording are part of its last picture.
-        self.last_step = max((r[3] for r in last.records if r[2] == "step"), default=last.keyframe.step)
+        self.last_planned = max((r[3] for r in last.records if r[2] == "step"), default=last.keyframe.step)
+        self.last_step = self._last_ended()  # the later steps were in flight at the end of the recording
         self.seconds = last.due[-1] if last.due else last.keyframe.played
         pool = {"num_blocks": last.snapshot["num_blocks"] - 1, "block_size": last.snapshot["block_size"]}
         self.header["info"] = pool | self.header["info"]
@@ -100,37 +100,35 @@ class TraceReader:
         """Returns the index of the part in which this step was planned."""
         return max(0, bisect_left(self.keyframes, step, key=lambda keyframe: keyframe.step) - 1)
 
+    def _last_ended(self) -> int:
+        """Returns the last step that ended in the recording; the step before the recording if none did."""
+        for index in reversed(range(len(self.keyframes))):
+            ended = [record[3] for record in self.part(index).records if record[2] in STEP_ENDS]
+            if ended:
+                return max(*ended, self.step_before)
+        return self.step_before
+
     def locate(self, step: int) -> tuple[int, int]:
-        """Returns the point of the trace that shows `step`, as (index of a part, number of its records before it).
-        Several steps may end while `step` is the newest planned step; the point is the last of these ends. If no step
-        ends in that time, the point is the next end of a step. For the last step, the point is the end of the trace."""
-        found: tuple[int, int] | None = None
-        if step >= self.last_step:
-            return len(self.keyframes) - 1, len(self.part(len(self.keyframes) - 1).records)
-        for index in range(self.part_of_step(step), len(self.keyframes)):
-            part = self.part(index)
-            planned = part.keyframe.step
-            for count, record in enumerate(part.records, 1):
-                if record[2] == "step":
-                    planned = record[3]
-                if record[2] in STEP_ENDS and planned >= step:
-                    if planned > step and found is not None:
-                        return found
-                    found = (index, count)
-                    if planned > step:
-                        return found
+        """Returns the point of the trace at which `step` has ended, as (index of a part, number of its records before
+        the point). If the trace has no record of this end, it is the next end of a step. For the last step, the point
+        is the end of the trace."""
+        if step < self.last_step:
+            for index in range(self.part_of_step(step), len(self.keyframes)):
+                for count, record in enumerate(self.part(index).records, 1):
+                    if record[2] in STEP_ENDS and record[3] >= step:
+                        return index, count
         index = len(self.keyframes) - 1
-        return found or (index, len(self.part(index).records))
+        return index, len(self.part(index).records)
 
     def number(self, part: int, records: int) -> int:
         """Returns the number of the record before a point, which is given as by `locate`."""
         return self.keyframes[part].seq + records
 
-    def played_at(self, step: int) -> float:
-        """Returns the play time, in seconds, of the point of the trace that shows `step`."""
-        index, records = self.locate(step)
-        part = self.part(index)
-        return part.due[records - 1] if records else part.keyframe.played
+    @property
+    def begin_t(self) -> float:
+        """The engine's time at the beginning of the recording, in seconds."""
+        first = self.part(0)
+        return first.snapshot["t"] or (first.records[0][1] if first.records else 0.0)
 
     @property
     def end_t(self) -> float:

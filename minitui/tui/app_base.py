@@ -149,7 +149,7 @@ class AppBase(App[int]):
     def travel_to(self, step: int) -> bool:
         """Show the engine as it was after a step; for the last or a later step, show the present. Returns False if the
         step is no longer kept."""
-        return self.view.travel_to(step) or step >= self.view.steps.last
+        return self.view.travel_to(step) or step >= self.view.newest
 
     def to_now(self) -> None:
         """Return from the past to the present, where the effect of an action is visible."""

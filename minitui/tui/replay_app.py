@@ -65,8 +65,9 @@ This is a recording. These keys move its playhead.
   m              bookmark this step; the bookmark is saved in the file
   g              go to a step by its number; the replay is then paused
 
-The bar at the bottom is the only clock: it says whether the recording plays, and which moment of it all panels show. A
-pause or slow motion of the recorded engine is shown at the top, after the word "recorded".
+The bar at the bottom is the only clock: it says whether the recording plays, and which moment of it all panels show.
+Its seconds are those of the recorded engine since the beginning of the recording, and its step is the last one that has
+ended. A pause or slow motion of the recorded engine is shown at the top, after the word "recorded".
 """
 
 
@@ -108,7 +109,7 @@ class ReplayApp(MinituiApp):
     @property
     def position(self) -> int:
         """The step that the panels show."""
-        return self.view.horizon if self.view.travel_text else self.replay.step
+        return self.view.horizon if self.view.exact and self.view.horizon >= 0 else self.replay.step
 
     def _frame(self) -> None:
         self._note_playback()
@@ -166,7 +167,7 @@ class ReplayApp(MinituiApp):
 
     def _in_history(self, step: int) -> bool:
         row = self.view.steps.get(step)
-        return step == self.view.steps.last or (row is not None and row.end_seq > self.view.past.first_seq)
+        return step == self.view.newest or (row is not None and row.end_seq > self.view.past.first_seq)
 
     async def _move_playhead(self, step: int) -> None:
         new = await self.replay.control("seek", step=step)
@@ -204,6 +205,8 @@ class ReplayApp(MinituiApp):
 
     def _note_playback(self) -> None:
         self.view.playback = Playback(self.replay.speed, self.replay.stopped)  # at its end, the picture is exact, too
+        if self.replay.reader is not None:
+            self.view.origin = self.replay.trace.begin_t
 
 
 def replay_app(path: str, speed: float = 1.0) -> ReplayApp:

@@ -185,6 +185,8 @@ class History:
             steps.fold_release(record)
             computed, blocks = found
             lanes.release(record, computed, blocks, steps.committed)
+        elif kind == "fail":
+            steps.fold_fail(record)
         elif kind == "gate":
             rates.gate(record[3] == "closed")
             steps.gate(record[3] == "closed")

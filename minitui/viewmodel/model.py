@@ -154,7 +154,7 @@ class View(Moment):
 
     def travel_to(self, step: int) -> bool:
         past = super().travel_to(step)
-        if past or step >= self.steps.last:
+        if past or step >= self.newest:
             self.leave_step(self.horizon)
         return past
 

@@ -42,6 +42,7 @@ class Moment(History):
 
     def __init__(self) -> None:
         self.playback: Playback | None = None  # a recording is played: working time passes only with its records
+        self.origin = 0.0  # engine time in seconds at which a recording begins: displayed times count from it
         self.frozen = False  # the user froze the picture: no record is folded
         self._now = 0.0  # the time of the last frame
         super().__init__()
@@ -81,8 +82,13 @@ class Moment(History):
     @property
     def exact(self) -> bool:
         """True if the picture shows one exact step: engine or replay is paused, or the picture is of the past."""
+        return self._stopped or self._travelled is not None
+
+    @property
+    def _stopped(self) -> bool:
+        """True if the engine or the replay is paused."""
         paused = self.playback is not None and self.playback.paused
-        return paused or self.shown.state.gate == "closed" or self._travelled is not None
+        return paused or self.live.state.gate == "closed"
 
     @property
     def slowed(self) -> bool:
@@ -108,7 +114,12 @@ class Moment(History):
     @property
     def horizon(self) -> int:
         """The last step in the picture."""
-        return self.steps.last if self._travelled is None else self._travelled.step
+        return self.newest if self._travelled is None else self._travelled.step
+
+    @property
+    def newest(self) -> int:
+        """The last step of the present. Paused, this is a step that has ended: the steps in flight come after it."""
+        return self.steps.last_ended if self._stopped and self.steps.last_ended >= 0 else self.steps.last
 
     @property
     def bucket(self) -> int:
@@ -146,7 +157,7 @@ class Moment(History):
         """The text "PAST step 790, 22 back"; empty if the picture is live."""
         if self._travelled is None:
             return ""
-        return f"PAST step {self.horizon:,}, {self.steps.last - self.horizon:,} back"
+        return f"PAST step {self.horizon:,}, {self.newest - self.horizon:,} back"
 
     # ---- time travel
 
@@ -157,7 +168,7 @@ class Moment(History):
     def travel_to(self, step: int) -> bool:
         """Show the state after `step`; for the last or a later step, show the live picture. Failed steps are skipped.
         Returns True if a past step is shown; False for the live picture, or if the step is no longer kept."""
-        if step >= self.steps.last:
+        if step >= self.newest:
             self.present()
             return False
         direction = -1 if step < self.horizon else 1

@@ -26,6 +26,7 @@ class Steps:
         self.first = -1  # the oldest step kept; -1: none
         self.begin = 0  # the first step that was folded
         self.last = -1
+        self.last_ended = -1  # the last step that is committed or failed; -1: none
         self._step = array("q", [-1]) * capacity
         self._t = array("d", [0.0]) * capacity
         self._tokens = array("q", [0]) * capacity
@@ -124,6 +125,7 @@ class Steps:
         i = step % self.capacity
         if self._step[i] != step:
             return wall_ms
+        self.last_ended = step
         self._plan[i], self._commit[i] = plan_us / 1e3, commit_us / 1e3
         self._launch[i] = self._nan if launch_us is None else launch_us / 1e3
         self._wall[i] = wall_ms
@@ -137,6 +139,10 @@ class Steps:
         self._cut_axis(step, i)
         self._paused[i], self._arrived[i] = self._paused_s, t - commit_us / 1e6 - self._paused_s
         return self._took[i]
+
+    def fold_fail(self, record: Record) -> None:
+        """Fold a `fail` record: the step has ended, without times."""
+        self.last_ended = record[3]
 
     def note_bucket(self, step: int, bucket: int) -> None:
         """Note the bucket of Rates in which a step ended."""

@@ -8,7 +8,7 @@ step do not arrive, a line says so.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from engine.trace.records import Record
@@ -132,7 +132,12 @@ class Teller:
         yield from self._flush()
 
     def tell_all(self, reader: TraceReader) -> Iterator[Line]:
-        """Yields the lines of a whole recording, with one line for each gap in its records."""
+        """Yields the lines of a whole recording, with one line for each gap in its records. Their times begin with the
+        recording, as in the bar and the waterfall of a replay."""
+        for line in self._whole(reader):
+            yield replace(line, t=line.t - reader.begin_t)
+
+    def _whole(self, reader: TraceReader) -> Iterator[Line]:
         last = -1  # the number of the last record
         for index, keyframe in enumerate(reader.keyframes):
             part = reader.part(index)

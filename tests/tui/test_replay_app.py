@@ -25,7 +25,10 @@ from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceError
 from minitui.tui.demo import play_in_app
 from minitui.tui.replay_app import ReplayApp, replay_app, shortened
+from minitui.viewmodel.model import View
 from minitui.viewmodel.narrate import narrate
+from minitui.viewmodel.spans import Timeline
+from minitui.viewmodel.teller import Teller
 from tests.support.driving import press, until
 from tests.support.golden import GOLDEN, random_trace
 
@@ -52,7 +55,8 @@ async def test_a_recording_that_was_cut_off_says_so_at_its_end(tmp_path: Path) -
         app._frame()
         last = app.replay.trace.last_step
         assert not app.replay.trace.complete
-        assert f"REPLAY cut off here  {app.replay.played:.1f} of" in text_of(app)
+        seconds = app.replay.trace.end_t - app.replay.trace.begin_t
+        assert f"REPLAY cut off here  {seconds:.1f} of {seconds:.1f} s" in text_of(app)
         assert f"step {last} of {last} " in text_of(app)
         await press(pilot, "question_mark")
         lines = text_of(app).splitlines()
@@ -93,14 +97,16 @@ async def test_the_bar_is_the_only_clock_and_keys_go_to_the_begin_and_the_end(si
     async with app.run_test(size=size) as pilot:
         await until(pilot, lambda: app.feed.live and app.replay.step > 3)
         trace = app.replay.trace
-        last, seconds = trace.last_step, trace.seconds
+        last, seconds = trace.last_step, trace.end_t - trace.begin_t
         assert "REPLAY plays ×0.05" in bar(app)
         await press(pilot, "E")
         await until(pilot, lambda: app.view.horizon == last and not app.feed.backlog)
         assert re.search(rf"REPLAY end  {seconds:.1f} of {seconds:.1f} s  step {last} of {last} ", bar(app))
         await press(pilot, "comma", "comma")  # a step back also pauses
         assert app.replay.paused and app.view.horizon == app.position == last - 2
-        assert f"REPLAY paused  {trace.played_at(last - 2):.1f} of" in bar(app)
+        ended = app.view.steps.get(last - 2)
+        assert ended is not None and ended.ended is not None
+        assert f"REPLAY paused  {ended.ended - trace.begin_t:.1f} of" in bar(app)
         assert f"step {last - 2} of {last} " in bar(app)
         assert "PAST" not in text_of(app) and "end now" not in text_of(app)
         await press(pilot, "full_stop")
@@ -122,6 +128,29 @@ async def test_the_bar_is_the_only_clock_and_keys_go_to_the_begin_and_the_end(si
         assert "REPLAY plays" in bar(app)
 
 
+async def test_a_step_has_one_picture_whether_the_recording_plays_or_is_paused() -> None:
+    pictures = []
+    for paused in (False, True):
+        app = replay_app(str(find_trace("h200-8b")), speed=0.05)  # the next step is planned before a step ends
+        async with app.run_test(size=(120, 36)) as pilot:
+            await until(pilot, lambda app=app: app.feed.live and app.replay.step > 8)  # type: ignore[misc]
+            await press(pilot, *["p"] * paused, "w", "g", *"132", "enter")
+            await until(pilot, lambda app=app: app.position == 132 == app.view.horizon)  # type: ignore[misc]
+            text = bar(app) and text_of(app)
+            line = Timeline(app.view.steps, app.view.horizon)
+            assert app.view.exact and line.last == 132 and re.search(r"step 132 .* took \d", text)
+            ended = app.view.shown.state.t - app.replay.trace.begin_t
+            assert f"REPLAY paused  {ended:.1f} of 4.9 s  step 132 of 746 " in text
+            first = re.search(r"([\d.]+) s +│\+", text)  # the time at the left edge of the waterfall
+            assert first is not None and 0 < ended - float(first[1]) < 0.3
+            told = next(line for line in Teller(View()).tell_all(app.replay.trace) if line.step == 132)
+            assert told.kind == "step" and told.t == ended, "one origin"
+            pictures.append(text)
+            await press(pilot, "comma", "full_stop")
+            assert bar(app) and text_of(app) == text, "in the history, too"
+    assert pictures[0] == pictures[1]
+
+
 async def test_a_recording_has_one_end_with_the_steps_in_flight_however_it_is_reached() -> None:
     ends = []
     for paused in (False, True):
@@ -132,6 +161,7 @@ async def test_a_recording_has_one_end_with_the_steps_in_flight_however_it_is_re
             await until(pilot, lambda app=app: app.replay.ended and not app.feed.backlog)  # type: ignore[misc]
             last = bar(app)
             assert "REPLAY end" in last and f"step {app.view.horizon:,} of {app.view.horizon:,} " in last
+            assert app.view.steps.last == app.replay.trace.last_planned == 2845
             running = sum(request.state == "running" for request in app.view.shown.state.requests.values())
             ends.append((app.view.horizon, running, app.view.hit_rate, app.view.saved_in_the_last_minute, text_of(app)))
             await press(pilot, "comma", "E")  # from the past of the end
@@ -142,7 +172,7 @@ async def test_a_recording_has_one_end_with_the_steps_in_flight_however_it_is_re
             await press(pilot, "g", *"2564", "enter")  # at the end, which plays unless it is paused
             await until(pilot, lambda app=app: app.position == 2564 == app.view.horizon)  # type: ignore[misc]
             assert app.replay.paused and app.view.selection is None and "REPLAY paused" in bar(app)
-    assert ends[0] == ends[1] and ends[0][0] == 2845
+    assert ends[0] == ends[1] and ends[0][0] == 2843
 
 
 async def test_bookmarks_are_visited_and_kept(playing: tuple[ReplayApp, Pilot[Any]]) -> None:
@@ -161,6 +191,7 @@ async def test_bookmarks_are_visited_and_kept(playing: tuple[ReplayApp, Pilot[An
     await press(pilot, "g")
     await press(pilot, *"9999", "enter")
     assert app.position == 100, "there is no such step: it stays"
+    assert any("this recording has steps 0 to 139" in notice.message for notice in app._notifications)
     assert app.view.live.state.step == 100
     assert app.view.steps.get(60) is not None, "after a jump the panels have a history"
 

@@ -41,6 +41,12 @@ class PlayheadScreen(BaseScreen[None]):
     def _replay(self) -> HasReplay:
         return cast(HasReplay, self.app)
 
+    @property
+    def _range(self) -> tuple[int, int]:
+        """The first and the last step of the recording."""
+        trace = self._replay.replay.trace
+        return trace.step_before + 1, trace.last_step
+
     def action_speed(self, direction: int) -> None:
         """Set the next lower or higher speed of SPEEDS."""
         now = self._replay.replay.speed
@@ -83,15 +89,17 @@ class PlayheadScreen(BaseScreen[None]):
 
     def action_go(self) -> None:
         """Ask for the number of a step and go to that step."""
-        source = self._replay.replay
-        title = f"Go to step (0 to {source.trace.last_step:,}; now {max(0, self._replay.position):,})"
+        first, last = self._range
+        now = max(first, min(self._replay.position, last))
+        title = f"Go to step ({first:,} to {last:,}; now {now:,})"
         self.app.ask_text(title, "", self._go)
 
     def _go(self, text: str) -> None:
         number = text.strip().replace(",", "")
-        last = self._replay.replay.trace.last_step
-        if not number.isdigit() or int(number) > last:
-            self.app.say(f"there is no step {text.strip()!r}: this recording has steps 0 to {last:,}", error=True)
+        first, last = self._range
+        if not (number.isascii() and number.isdigit() and first <= int(number) <= last):
+            has = f"this recording has steps {first:,} to {last:,}"
+            self.app.say(f"there is no step {text.strip()!r}: {has}", error=True)
             return
         self._replay.replay.set_paused(True)  # a replay that plays would leave the step at once
         self.app.run_worker(self._replay.seek(int(number)), group="seek", exclusive=True)

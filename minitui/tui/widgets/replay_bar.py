@@ -35,8 +35,6 @@ class HasReplay(Protocol):
 class ReplayBar(Bar):
     """The moment that is shown, the speed of the replay, and the bookmarks."""
 
-    _found = (-1, 0.0)  # a past step, and its moment in seconds of play
-
     def picture(self, view: View, width: int, height: int) -> Picture:
         app = cast(HasReplay, self.app)
         source, step = app.replay, app.position
@@ -50,20 +48,14 @@ class ReplayBar(Bar):
         else:
             state = "paused" if source.paused else f"plays {glyphs().times}{source.speed:g}"
         row = Row(f" REPLAY {state} ", "bold on-fill on running").add(" ")
-        row.add(f"{self._played(view, source):,.1f}", "bold ink").add(f" of {trace.seconds:,.1f} s  step ", "dim")
+        seconds = trace.end_t - trace.begin_t
+        now = max(0.0, min(view.picture_now - trace.begin_t, seconds))
+        row.add(f"{now:,.1f}", "bold ink").add(f" of {seconds:,.1f} s  step ", "dim")
         row.add(f"{max(0, min(step, trace.last_step)):,}", "bold ink").add(f" of {trace.last_step:,} ", "dim")
         room = width - row.width - 16
         keys = next((keys for keys in KEYS if len(keys) <= room), "")
         row.extend(self._line(source, step, width - row.width - len(keys) - 1))
         return Picture([row.add(keys, "dim").done(width)])
-
-    def _played(self, view: View, source: ReplaySource) -> float:
-        """Returns the moment of the picture, in seconds of play."""
-        if not view.travel_text:
-            return source.played
-        if self._found[0] != view.horizon:
-            self._found = view.horizon, source.trace.played_at(view.horizon)
-        return self._found[1]
 
     def _line(self, source: ReplaySource, shown: int, room: int) -> list[tuple[str, str]]:
         """Returns the whole recording as a line of `room` cells, with the playhead and the bookmarks."""

@@ -42,11 +42,12 @@ class Waterfall(LinePanel):
 
     TITLE = "Waterfall"
     help_text = paragraphs("""\
-Time runs to the right; the scale is in milliseconds from the left edge. The row of steps shows when the results of
-each step arrived on the host. The next rows show what the host did for which step, when the device computed, and what
-delayed the host. With overlap, the host plans and launches the next step while the device computes: then the device
-has no gaps, and the host waits. If the host never waits and the device has gaps, the host limits the speed. A line
-says which one limits: the device if the host waits for at least half of the time. If the host limits steps that
+Time runs to the right; the scale is in milliseconds from the left edge. The time of the left edge is in seconds since
+the engine's start; in a recording, since its beginning, as in the bar at the bottom. The row of steps shows when the
+results of each step arrived on the host. The next rows show what the host did for which step, when the device computed,
+and what delayed the host. With overlap, the host plans and launches the next step while the device computes: then the
+device has no gaps, and the host waits. If the host never waits and the device has gaps, the host limits the speed. A
+line says which one limits: the device if the host waits for at least half of the time. If the host limits steps that
 launch prompts, and the device limits the others, there is a line for each.
 
 Parts of a step on the host: emit (output and commands between two steps), gate (a pause or slow motion), plan, launch,
@@ -111,7 +112,7 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         steps = line.arrivals(first, last)
         known = {span.step: span for span in line.device(first, last)}
         device = [known.get(step.step, step._replace(kind=UNKNOWN)) for step in steps]
-        rows = [self._track(f"{line.clock(scale.left):.3f} s", ruler(scale, cursor), width)]
+        rows = [self._track(f"{line.clock(scale.left) - view.origin:.3f} s", ruler(scale, cursor), width)]
         pauses = line.pauses(first, last)
         named_spans = (("steps", numbered(steps, scale)), ("host", self.host), ("device", device), ("pauses", pauses))
         for name, spans in named_spans:
