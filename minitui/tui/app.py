@@ -54,7 +54,9 @@ class MinituiApp(AppBase):
     ModalScreen { background: $ground 40%; }
     Toast { background: $empty-chip; width: 44; }
     ToastRack { align: right bottom; margin-bottom: 4; }  /* above the prompt */
-    InspectScreen ToastRack { dock: top; align: right top; margin: 3 0 0 0; }  /* over the step bar, not the events */
+    InspectScreen ToastRack { margin: 0; }  /* over the hints, not the panels */
+    ReplayScreen ToastRack { margin-bottom: 1; }  /* not over the bar of the recording */
+    InspectScreen Toast { width: auto; max-width: 100%; padding: 0 1; margin: 0; }
     .-ascii Prompt, .-ascii ModalScreen > Vertical { border: ascii $accent; }
     .-ascii Toast { border: none; }
     .-ascii Transcript:focus { border-left: ascii $accent; }

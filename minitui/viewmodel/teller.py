@@ -19,7 +19,7 @@ from minitui.viewmodel.model import View
 from minitui.viewmodel.narrate import computed
 from minitui.viewmodel.step_row import Chunk, StepRow
 from minitui.viewmodel.summary import summary
-from minitui.viewmodel.timing import why_slow
+from minitui.viewmodel.timing import took_words, why_slow
 from minitui.visible import visible_line
 
 if TYPE_CHECKING:
@@ -242,5 +242,5 @@ def step_text(row: StepRow, view: View) -> str:
     if row.waiting:
         text += f" · {row.waiting:,} waiting"
     if row.took_ms is not None:
-        text += f" · {ms(row.took_ms)} ms"
+        text += f" · {took_words(row)}"
     return text.lstrip(" ·")

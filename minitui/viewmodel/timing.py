@@ -26,6 +26,7 @@ from minitui.viewmodel.steps import Steps
 
 WINDOW_SECONDS = 10.0
 LEAST_REST = 0.01  # a smaller share of the excess is not called unexplained
+OVERLAPPED = 1.05  # a device time of more times the step's time began before the step's time
 MAX_STEPS = 20_000  # the largest number of steps in the window
 RECENT_FIRST_TOKENS = 32
 
@@ -98,7 +99,7 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
     known = ~np.isnan(device)
     # With overlap, the time between two results includes the launch of the next step: a slow launch would count for the
     # kind of another step. So the kinds are then compared by the device's time.
-    overlapped = bool((device[known] > 1.05 * wall[known] + 0.05).any())
+    overlapped = bool((device[known] > OVERLAPPED * wall[known] + 0.05).any())
     took = np.where(known, device, wall) if overlapped else wall
     total = float(took.sum()) or 1.0
     comm = steps.column("comm")[at]
@@ -130,6 +131,16 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
         per_row=1 + accepted / int(decodes.sum()) if decodes.any() else 1.0,
         limits=tuple(limits(steps, last.step)),
     )
+
+
+def took_words(row: StepRow) -> str:
+    """Returns how long a step took: "5.24 ms". A step that began on the device before the results of the step before it
+    arrived: "1.52 ms after step 362, device 20.4 ms"."""
+    if row.took_ms is None:
+        return ""
+    if row.device_ms is None or row.device_ms <= OVERLAPPED * row.took_ms + 0.05:
+        return f"{ms(row.took_ms)} ms"
+    return f"{ms(row.took_ms)} ms after step {row.step - 1:,}, device {ms(row.device_ms)} ms"
 
 
 def why_briefly(row: StepRow, model: CostModel | None) -> str:

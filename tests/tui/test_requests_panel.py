@@ -359,11 +359,18 @@ async def test_the_large_timings_show_the_slowest_steps_and_enter_goes_there(
         wall = app.view.steps.column("took")[app.view.steps.indices(0, app.view.steps.last)]
         slowest = [row.took_ms for row in panel.slowest]
         assert slowest == sorted(wall[~np.isnan(wall)].tolist(), reverse=True)[:10]
+        await pressed(app, pilot, "down")
+        assert panel.chosen == panel.slowest[0].step, "the first row"
         await pressed(app, pilot, "down", "down")
         third = panel.slowest[2]
         assert f"{third.step:,} " in panel.text and ms(slowest[2] or 0.0) in panel.text
-        await pressed(app, pilot, "enter")
+        assert "d details" in panel.text
+        await pressed(app, pilot, "d")
+        assert f"Step {third.step:,} · " in screen.query_one(Details).text
+        await pressed(app, pilot, "escape", "enter")
         assert app.view.horizon == third.step and app.view.travel_text
+        if size == (80, 24):
+            assert panel.chosen == third.step, "the row stays chosen, although the list is that of another moment"
 
 
 @pytest.mark.parametrize("size", [(80, 24), (240, 70)])

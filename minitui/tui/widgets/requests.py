@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from textual.binding import Binding
@@ -11,18 +11,26 @@ from textual.binding import Binding
 from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs, selected
-from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, wrapped
+from minitui.tui.widgets.rows import Row, Run, Runs, clean, first_rows, fit
 from minitui.tui.widgets.timeline import TimelineOpened
 from minitui.viewmodel.model import View
 from minitui.viewmodel.request_words import first_token_words
 from minitui.viewmodel.requests import RequestFigures, Requests, by_longest_gap, longest_wait
-from minitui.viewmodel.stalls import explain_gap, gap_words
+from minitui.viewmodel.stalls import Reason, explain_gap, gap_words
 
 Value = float | str | None
 STATES = {"decode": "decode", "prefill": "prefill", "waits": "waiting", "preempted": "bad", "error": "bad"}
 WHY_FROM = 24  # cells; a narrower column of causes is left out
 FOOT = 3  # rows for the longest gap and the longest wait for a first token in words; a narrow panel has one more
 NARROW = 160  # cells
+
+
+def _cause(reason: Reason, width: int) -> str:
+    """Returns the cause of a gap; without what is in parentheses if the whole text does not fit."""
+    whole = str(reason)
+    if len(whole) <= width or not reason.causes:
+        return whole
+    return str(replace(reason, causes=tuple(replace(c, name=c.name.partition(" (")[0]) for c in reason.causes)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +222,7 @@ selection, Enter opens the timeline of the request with the longest gap.""")
         if why:
             gap, lane = figures.longest, view.lanes.lanes.get(figures.id)
             so_far = "so far: " if gap is not None and gap.so_far else ""
-            text = so_far + str(explain_gap(view, lane, gap)) if gap is not None and lane is not None else ""
+            text = so_far + _cause(explain_gap(view, lane, gap), why - len(so_far)) if gap and lane else ""
             row.add("  " + fit(text, why, glyphs().dots), "dim" + ground)
         row.to(width, " ", "ink" + ground)
         return row.done(width)
@@ -235,8 +243,8 @@ selection, Enter opens the timeline of the request with the longest gap.""")
         whose = "the longest gap of all"
         if worst is not row and worst is not None and worst.longest is not None:
             whose = f"its longest gap (of all: r{worst.id} with {ms(worst.longest.ms)} ms)"
-        lines = wrapped(f"r{row.id}, {whose}: {gap_words(view, lane, gap)}", "ink", width)
-        lines = [*lines[: height - len(first)], *first]
+        text = f"r{row.id}, {whose}: {gap_words(view, lane, gap)}"
+        lines = [*first_rows(text, "ink", width, height - len(first), "enter: all"), *first]
         return lines + [Row().done(width)] * (height - len(lines))
 
     @staticmethod

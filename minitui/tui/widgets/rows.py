@@ -144,6 +144,20 @@ def wrapped(text: str, style: str, width: int) -> list[Runs]:
     return [Row(line, style).done(width) for line in textwrap.wrap(clean(text), width)]
 
 
+def first_rows(text: str, style: str, width: int, most: int, more: str) -> list[Runs]:
+    """Returns the first `most` rows of `wrapped`. If this is not all of the text, the last row ends with `more`, which
+    names the key that shows the rest."""
+    rows = wrapped(text, style, width)
+    if len(rows) <= most:
+        return rows
+    if most <= 0:
+        return []
+    last, end = plain(rows[most - 1]).rstrip(), f"{glyphs().dots} {more}"
+    while last and cells(last) + cells(end) > width:
+        last = last.rpartition(" ")[0]
+    return [*rows[: most - 1], Row(last + end, style).done(width)]
+
+
 def plain(row: Runs) -> str:
     """Returns the row's text."""
     return "".join(text for text, _ in row)

@@ -14,7 +14,7 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Runs, cells, legend
 from minitui.viewmodel.model import StepRow, View
-from minitui.viewmodel.timing import why_briefly, why_slow
+from minitui.viewmodel.timing import took_words, why_briefly, why_slow
 
 
 def contents(row: StepRow, most: int = 4) -> str:
@@ -74,8 +74,10 @@ class StepBar(LinePanel, can_focus=False):
             texts = [contents(row, most) for most in range(4, -1, -1)]
             text = next((text for text in texts if line.width + len(of) + len(text) <= width), texts[-1])
         line.add(of, "dim").add(text)
-        took = f"{ms(row.took_ms)} ms" if row.took_ms is not None else ""
-        if took and line.width + 2 + len(took) <= width:
+        took = took_words(row)
+        if line.width + 2 + len(took) > width:
+            took = f"{ms(row.took_ms or 0.0)} ms"
+        if row.took_ms is not None and line.width + 2 + len(took) <= width:
             line.add("  ").add(took, "bold ink")
             _add_cause(line, view, row, width)
         return line.done(width)

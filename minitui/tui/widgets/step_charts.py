@@ -8,7 +8,7 @@ from minitui.text import ms, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.chart import LABEL, bars, scale_of
 from minitui.tui.widgets.rows import Row, Run, Runs
-from minitui.viewmodel.cost_models import CostModels
+from minitui.viewmodel.model import View
 from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.step_times import StepTimes
 from minitui.viewmodel.timing import why_briefly, why_slow
@@ -17,6 +17,8 @@ STYLES = ("decode", "prefill", "prefill-2")  # of step_times.KINDS
 HISTOGRAM = 30  # cells
 BESIDE_FROM = 72  # cells: a narrower panel has no histogram
 LEAST = 4  # rows of the smallest chart
+KIND = 9  # cells
+DEVICE_FROM = 100  # cells: the list of a narrower panel has no device times
 
 
 def charts(times: StepTimes, width: int, rows: int, chosen: int | None) -> list[Runs]:
@@ -29,7 +31,8 @@ def charts(times: StepTimes, width: int, rows: int, chosen: int | None) -> list[
     cursor = int(at[0]) // k if len(at) else None
     styles = [STYLES[int(times.kind[i])] for i in slowest]
     head = Row("ms, log" if scale.low else "ms", "dim").to(LABEL)
-    head.add(f"time of a step: the median, up to the longest of {k}" if k > 1 else "time of each step", "dim")
+    what = f"took: the median, up to the longest of {k} steps" if k > 1 else "took"
+    head.add(what, "dim")
     drawn = [head.done(room), *bars(longest, styles, scale, rows - 2, room, ms, solid=median, cursor=cursor)]
     first, last = f"{int(times.step[0]):,}", f"{int(times.step[-1]):,}"
     axis = Row("step", "dim").to(LABEL).add(first, "dim")
@@ -64,20 +67,33 @@ def list_top(slowest: list[StepRow], chosen: int, rows: int) -> int:
     return max(0, min(chosen - rows + 2, len(slowest) - rows + 1))
 
 
-def slow_steps(slowest: list[StepRow], models: CostModels, chosen: int, width: int, rows: int) -> list[Runs]:
-    """Returns the list of the slowest steps. `chosen`: the index of the chosen one, which is always shown."""
-    room, top = rows - 1, list_top(slowest, chosen, rows)
-    head = Row(f"slowest {len(slowest)}", "dim").right("step", 20, "dim").right("ms", 29, "dim").to(31)
-    drawn = [head.add("kind     why", "dim").done(width)]
+def room_for_why(view: View, width: int) -> int:
+    """Returns the cells for the cause of a step in its row of the list."""
+    return width - _ends(view, width)[-1] - 2 - KIND
+
+
+def _ends(view: View, width: int) -> tuple[int, ...]:
+    """Returns where the columns of figures end: step, took and, in a wide panel, device."""
+    return (20, 29, 38) if view.timings.device_ms is not None and width >= DEVICE_FROM else (20, 29)
+
+
+def slow_steps(slowest: list[StepRow], view: View, at: int, chosen: bool, width: int, rows: int) -> list[Runs]:
+    """Returns the list of the slowest steps, with the step at index `at`. `chosen`: it is highlighted."""
+    room, top, ends = rows - 1, list_top(slowest, at, rows), _ends(view, width)
+    head = Row(f"slowest {len(slowest)}", "dim")
+    for name, end in zip(("step", "took ms", "device"), ends, strict=False):
+        head.right(name, end, "dim")
+    drawn = [head.to(ends[-1] + 2).add("kind".ljust(KIND) + "why", "dim").done(width)]
     for i in range(top, min(len(slowest), top + room)):
         step = slowest[i]
-        ground = " on select" if i == chosen else ""
+        ground = " on select" if chosen and i == at else ""
         row = Row(f"{i + 1:>9}", "dim" + ground)
-        for text, end in ((f"{step.step:,}", 20), (ms(step.took_ms or 0.0), 29)):
+        device = glyphs().dash if step.device_ms is None else ms(step.device_ms)
+        for text, end in zip((f"{step.step:,}", ms(step.took_ms or 0.0), device), ends, strict=False):
             row.to(end - len(text), " ", "ink" + ground).add(text, "bold ink" + ground)
         style = STYLES[("decode", "mixed", "prefill").index(step.kind)]
-        row.to(31, " ", "ink" + ground).add(step.kind.ljust(9), style + ground)
-        model = models.of(step.step)
+        row.to(ends[-1] + 2, " ", "ink" + ground).add(step.kind.ljust(KIND), style + ground)
+        model = view.models.of(step.step)
         why = why_slow(step, model) or "expected time unknown: too few steps"
         if row.width + len(why) > width:
             why = why_briefly(step, model) or why

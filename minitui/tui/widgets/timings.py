@@ -13,8 +13,9 @@ from textual.binding import Binding
 from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
-from minitui.tui.widgets.rows import Row, Run, Runs, legend
-from minitui.tui.widgets.step_charts import charts, list_top, slow_steps
+from minitui.tui.widgets.rows import Row, Run, Runs, first_rows, legend
+from minitui.tui.widgets.step_charts import LEAST as LEAST_CHART
+from minitui.tui.widgets.step_charts import charts, list_top, room_for_why, slow_steps
 from minitui.tui.widgets.timeline import JumpRequested
 from minitui.viewmodel.model import StepRow, View
 from minitui.viewmodel.step_times import StepTimes, rows_of, step_times
@@ -23,6 +24,8 @@ from minitui.viewmodel.timing import KindStats, Timings, why_briefly, why_slow
 KINDS = (("decode only", "decode", "decode"), ("mixed", "mixed", "prefill"), ("prefill only", "prefill", "prefill-2"))
 LABEL = 13  # cells
 LARGE_FROM = 15  # rows: a panel of this height shows the charts and the slowest steps
+WHOLE_LIST = 9  # rows: the tracks are left out of a panel with fewer for the list
+FOOT = 3  # rows for the whole cause of a step
 LEAST_LIST = 4  # rows: a smaller panel has the list without the charts if so many rows are free
 SLOWEST = 10
 SPANS = (200, 1_000, 5_000, 32_768)  # the numbers of steps that the large form can show
@@ -40,7 +43,8 @@ Decoding reads all weights to make one token for each request: it is memory-boun
 little. Prefill computes many tokens at once: it is compute-bound. A mixed step does both, and every request in it
 waits for the whole step: this is why long prompts are cut into chunks. One step in a hundred takes longer than p99.
 Where steps overlap, the table has the device's times ("device ms"), because the time between two results includes the
-launch of the next step.
+launch of the next step. The chart and the list of the slowest steps always have the time that a step took ("took"), and
+the list has the device's time beside it where there is room.
 
 A step's time begins with the results of the step before: it contains the commit of that step and, with overlap, the
 plan and the launch of the next step. Pauses and slow motion do not count. A prefill is launched kernel by kernel, so
@@ -65,10 +69,12 @@ launches in this time, so it is busy for the given share at most. The waterfall 
 all steps that are kept.
 
 Where there is room, a list has the slowest ten steps with their causes; a large panel (z) also shows the time of each
-step and a histogram. Up and down choose a step of the list, and Enter goes back in time to the step. Where the list is
-narrow, a time with a plus is an excess, as "launch +12.3", and one without is expected.""")
+step and a histogram. Up and down choose a step of the list; a cause that is too long for its row is below the list. d
+opens all details of the step, and Enter goes back in time to the step. Where the list is narrow, a time with a plus is
+an excess, as "launch +12.3", and one without is expected.""")
     BINDINGS: ClassVar = [
         Binding("enter", "open", "open the slowest step, or go to the chosen one", show=False, id="timings.open"),
+        Binding("d", "details", "all details of the chosen step", show=False, id="timings.details"),
         Binding("up", "choose(-1)", "slower step", show=False, id="timings.up"),
         Binding("down", "choose(1)", "faster step", show=False, id="timings.down"),
         Binding("left", "span(1)", "more steps", show=False, id="timings.left"),
@@ -79,13 +85,13 @@ narrow, a time with a plus is an excess, as "launch +12.3", and one without is e
         super().__init__(id=id, frame=frame)
         self.times: StepTimes | None = None  # the steps of the charts and of the list; None: only the slowest is shown
         self.slowest: list[StepRow] = []
-        self.chosen = 0  # index in `slowest`
+        self.chosen: int | None = None  # a step of `slowest`; None: no row is chosen
         self.span = 1  # index in SPANS
         self._list_row = self._listed = 0  # where the list begins, and its rows with the heading
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         t = view.timings
-        rows = [self._head(width)]
+        rows = [self._head(t, width)]
         rows += [self._kind(label, getattr(t, name), style, width) for label, name, style in KINDS]
         more = [self._first_token(t, width)]
         if t.drafted:
@@ -100,48 +106,72 @@ narrow, a time with a plus is an excess, as "launch +12.3", and one without is e
         elif height >= LARGE_FROM:
             return self._large(self.times, view, [*rows, *more], width, height)
         rows += more
-        tracks = height >= len(rows) + 2
+        tracks = height >= len(rows) + 2 + (WHOLE_LIST if self.times is not None else 0)
         if tracks:
             rows += self._tracks(t, width)
         if height >= len(rows) + len(t.limits):
             rows += self._limits(t, width)
         if self.times is not None:
             self._list(self.times, view, rows, width, height - len(rows))
-        unit = "device ms" if t.by_device else "ms"
-        title = f"Timings · {unit}, {t.steps:,} steps in {t.seconds:.1f} s" if t.steps else "Timings · ms"
+        title = f"Timings · {t.steps:,} steps in {t.seconds:.1f} s" if t.steps else "Timings"
         g = glyphs()
         key = legend(
             (g.commit, "hit", "plan, launch, commit"), (g.busy, "decode", "decode"),
             (g.prefill, "prefill", "with prefill"),
         )  # fmt: skip
-        return Picture(rows[:height], title=title, legend=key if tracks and t.device_ms is not None else [])
+        note = self.own_key("d details of the slowest") if t.slowest is not None else []
+        if self.times is not None:
+            keys = self.own_key(f"{_up_down()} choose · enter jump · d details")
+            note = [(f"slowest {len(self.slowest)}", "ink"), *keys]
+        return Picture(rows[:height], title=title, note=note, legend=key if tracks and t.device_ms is not None else [])
 
     def _large(self, times: StepTimes, view: View, rows: list[Runs], width: int, height: int) -> Picture:
         """Returns the picture with the charts and the list of the slowest steps."""
         rows += self._limits(view.timings, width)
         rest = height - len(rows)
-        listed = min(SLOWEST + 1, len(times.took) + 1, max(4, rest // 3))
         self._choose_slowest(times, view)
-        rows += charts(times, width, rest - listed, self.slowest[self.chosen].step)
+        foot = len(self._foot(view, width))
+        listed = min(len(self.slowest) + 1 + foot, max(4 + foot, rest // 3))
+        if rest - listed >= LEAST_CHART:
+            rows += charts(times, width, rest - listed, self.slowest[self._at].step)
+        else:
+            listed = rest
         self._list(times, view, rows, width, listed)
         g = glyphs()
-        arrows = "← → steps · ↑ ↓ choose" if g.rule != "-" else "< > steps | ^ v choose"
-        note: list[Run] = [(f"last {len(times.took):,} steps", "ink"), *self.own_key(f"{arrows} · enter jump")]
+        arrows = f"{'← →' if g.rule != '-' else '< >'} · {_up_down()} choose · enter jump · d details"
+        note: list[Run] = [(f"last {len(times.took):,} steps", "ink"), *self.own_key(arrows)]
         key = legend((g.busy, "decode", "decode"), (g.busy, "prefill", "mixed"), (g.busy, "prefill-2", "prefill"))
-        return Picture(rows[:height], title="Timings · ms", note=note, legend=[*key, ("  ░ up to the longest", "dim")])
+        return Picture(rows[:height], title="Timings", note=note, legend=[*key, ("  ░ up to the longest", "dim")])
 
     def _choose_slowest(self, times: StepTimes, view: View) -> None:
         self.slowest = rows_of(view.steps, times.slowest(SLOWEST))
-        self.chosen = min(self.chosen, len(self.slowest) - 1)
+        if all(row.step != self.chosen for row in self.slowest):
+            self.chosen = None
+
+    @property
+    def _at(self) -> int:
+        """The index of the chosen step in `slowest`; 0 without a choice."""
+        return next((i for i, row in enumerate(self.slowest) if row.step == self.chosen), 0)
 
     def _list(self, times: StepTimes, view: View, rows: list[Runs], width: int, height: int) -> None:
-        """Add the list of the slowest steps to the rows."""
+        """Add the list of the slowest steps to the rows, and below it the whole cause of the chosen step."""
         self._choose_slowest(times, view)
-        self._list_row, self._listed = len(rows), height
-        rows += slow_steps(self.slowest, view.models, self.chosen, width, height)
+        foot = self._foot(view, width, max(0, min(FOOT, height - 2)))
+        self._list_row, self._listed = len(rows), height - len(foot)
+        listed = slow_steps(self.slowest, view, self._at, self.chosen is not None, width, self._listed)
+        rows += [*listed, *[Row().done(width)] * (self._listed - len(listed)), *foot]
 
-    def _head(self, width: int) -> Runs:
-        row = Row("kind of step", "dim").to(LABEL)
+    def _foot(self, view: View, width: int, most: int = FOOT) -> list[Runs]:
+        """Returns at most `most` rows with the cause of the chosen step, or of the slowest one, if its row of the list
+        has not all of it."""
+        step = self.slowest[self._at]
+        why = why_slow(step, view.models.of(step.step))
+        if len(why) <= room_for_why(view, width):
+            return []
+        return first_rows(f"step {step.step:,}: {why}", "ink", width, most, "d: details")
+
+    def _head(self, t: Timings, width: int) -> Runs:
+        row = Row("device ms" if t.by_device else "kind, ms", "dim").to(LABEL)
         for i, name in enumerate(("steps", "p50", "p99", "max")):
             row.right(name, LABEL + FIGURE * (i + 1), "dim")
         row.to(LABEL + FIGURE * 4 + 3)
@@ -251,16 +281,17 @@ narrow, a time with a plus is an excess, as "launch +12.3", and one without is e
 
     def clicked(self, view: View, column: int, row: int) -> None:
         if self.times is not None:
-            index = row - self._list_row - 1 + list_top(self.slowest, self.chosen, self._listed)
-            if row > self._list_row and 0 <= index < len(self.slowest):
-                self.chosen = index
+            index = row - self._list_row - 1 + list_top(self.slowest, self._at, self._listed)
+            if self._list_row < row < self._list_row + self._listed and 0 <= index < len(self.slowest):
+                self.chosen = self.slowest[index].step
         elif row == 4 and view.timings.slowest is not None:
             view.select("step", view.timings.slowest.step)
 
     def action_choose(self, by: int) -> None:
         """Choose another one of the slowest steps."""
         if self.times is not None:
-            self.chosen = max(0, min(len(self.slowest) - 1, self.chosen + by))
+            at = 0 if self.chosen is None else max(0, min(len(self.slowest) - 1, self._at + by))
+            self.chosen = self.slowest[at].step
             self.repaint()
 
     def action_span(self, by: int) -> None:
@@ -271,14 +302,22 @@ narrow, a time with a plus is an excess, as "launch +12.3", and one without is e
     def action_open(self) -> None:
         """Open the details of the slowest step; in the large form, go back in time to the chosen step."""
         if self.times is not None:
-            step = self.slowest[self.chosen].step
-            self.view.select("step", step)
-            self.post_message(JumpRequested(step))
+            self.chosen = self.slowest[self._at].step
+            self.view.select("step", self.chosen)
+            self.post_message(JumpRequested(self.chosen))
             return
-        slowest = self.view.timings.slowest
+        self.action_details()
+
+    def action_details(self) -> None:
+        """Open the details of the chosen step, or of the slowest one."""
+        slowest = self.slowest[self._at] if self.times is not None else self.view.timings.slowest
         if slowest is not None:
             self.view.select("step", slowest.step)
             self.post_message(Opened("step", slowest.step))
+
+
+def _up_down() -> str:
+    return "↑ ↓" if glyphs().rule != "-" else "^ v"
 
 
 def _briefly(milliseconds: float) -> str:

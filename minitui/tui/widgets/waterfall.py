@@ -35,6 +35,7 @@ STEPS_SHOWN = 4  # at the automatic scale, about this many steps are in sight
 MOST_STEPS = 200  # the most steps in sight
 RECENT = 32  # steps that decide the automatic scale
 TRACKS = 5  # rows of scale, steps, host, device and pauses
+LOW = 16  # a panel with fewer rows leaves out what is empty
 
 
 class Waterfall(LinePanel):
@@ -61,6 +62,9 @@ its end. A dash means that the device does not report its time.
 
 ◂ at the left edge marks a step that began before the picture; ╱ (? in ASCII) marks unaccounted time.
 
+Where the panel has few rows, the row of pauses is left out if there are no pauses, and parts without time are left
+out. d opens all details of the step, Enter those of the selected request or step.
+
 The picture follows the newest step. It stops if you move it or the cursor; press "end" to follow again. The mouse
 wheel changes the scale, dragging moves the picture, and a click sets the cursor.""")
     BINDINGS: ClassVar = [
@@ -76,6 +80,7 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         Binding("up", "choose(-1)", "request above", show=False, id="waterfall.up"),
         Binding("down", "choose(1)", "request below", show=False, id="waterfall.down"),
         Binding("enter", "open", "details", show=False, id="waterfall.open"),
+        Binding("d", "details", "details of the step", show=False, id="waterfall.details"),
     ]
 
     def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
@@ -115,19 +120,19 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         rows = [self._track(f"{line.clock(scale.left) - view.origin:.3f} s", ruler(scale, cursor), width)]
         pauses = line.pauses(first, last)
         named_spans = (("steps", numbered(steps, scale)), ("host", self.host), ("device", device), ("pauses", pauses))
-        for name, spans in named_spans:
+        for name, spans in named_spans if pauses or height >= LOW else named_spans[:-1]:
             rows.append(self._track(name, track(spans, scale, cursor, labels), width))
         if self.cursor is not None:
             rows.append(at_cursor(self.cursor, scale.left, self.host, device, width))
         if (row := view.steps.get(line.last if self.step is None else self.step)) is not None:
-            rows += figures(row, view.steps, view.models.of(row.step), width)
+            rows += figures(row, view.steps, view.models.of(row.step), width, height < LOW)
         for limit in view.timings.limits:
             rows.append(Row(limit.what, "bold ink").add(limit.why(width), "dim").done(width))
         if late := view.since_result_ms:
             rows.append(Row(f"no results for {duration(late)} so far", "bold bad").done(width))
         self._lanes_row = len(rows)
         rows += self._requests(view, line, named, max(0, height - len(rows)), width)
-        note = [(f"1 column = {number(scale.ms)} ms", "ink"), *self.own_key("[ ]")]
+        note = [(f"1 column = {number(scale.ms)} ms", "ink"), *self.own_key("[ ] · d details")]
         if last - first + 1 >= MOST_STEPS:
             note.append((f" · the last {MOST_STEPS} steps", "dim"))
         note.append((" · follows" if self.right is None else " · end: follow", "dim"))
@@ -312,6 +317,13 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         elif self.lanes:
             self.view.select("request", self.lanes[-1 if by < 0 else 0].id)
         self.repaint()
+
+    def action_details(self) -> None:
+        """Open the details of the step at the cursor, or of the newest one."""
+        step = Timeline(self.view.steps, self.view.horizon).last if self.step is None else self.step
+        if step in self.view.steps:
+            self.view.select("step", step)
+            self.post_message(Opened("step", step))
 
     def action_open(self) -> None:
         if self.view.selection is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from minitui.text import duration, ms
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.rows import Row, Run, Runs, legend, runs_width, wrapped
+from minitui.tui.widgets.rows import Row, Run, Runs, first_rows, legend, runs_width
 from minitui.tui.widgets.step_bar import contents
 from minitui.tui.widgets.tracks import STYLES, UNKNOWN, mark
 from minitui.viewmodel.cost_model import CostModel
@@ -15,6 +15,8 @@ from minitui.viewmodel.step_parts import parts_of
 from minitui.viewmodel.step_row import PARTS, StepRow
 from minitui.viewmodel.steps import Steps
 from minitui.viewmodel.timing import why_slow
+
+WHY_ROWS = 4  # of the cause of a step
 
 
 def labels(span: Span) -> list[str]:
@@ -59,8 +61,9 @@ def at_cursor(place: float, left: float, host: Sequence[Span], device: Sequence[
     return row.done(width)
 
 
-def figures(row: StepRow, steps: Steps, model: CostModel | None, width: int) -> list[Runs]:
-    """Returns the rows with the times of a step's parts. They are also the legend of the tracks."""
+def figures(row: StepRow, steps: Steps, model: CostModel | None, width: int, low: bool) -> list[Runs]:
+    """Returns the rows with the times of a step's parts. They are also the legend of the tracks. `low`: the panel has
+    few rows, so parts without time are left out."""
     head = Row(f"step {row.step:,}", "bold ink").add("  " + contents(row))
     if row.took_ms is not None:
         head.add("  took ", "dim").add(_duration(row.took_ms), "bold ink")
@@ -70,9 +73,11 @@ def figures(row: StepRow, steps: Steps, model: CostModel | None, width: int) -> 
     if why and head.width + len(why) + 3 <= width:
         head.add(f" ({why})", "dim")
         why = ""
-    rows = [head.done(width), *(wrapped(why, "dim", width)[:2] if why else [])]
+    rows = [head.done(width), *first_rows(why, "dim", width, WHY_ROWS, "d: details")]
     flow = Row()
     for glyph, style, name, value in _entries(row, steps):
+        if low and value in ("0", glyphs().dash):
+            continue
         entry = [(glyph, style), (f" {name} ", "dim"), (value, "ink")]
         if flow.width and flow.width + 2 + runs_width(entry) > width:
             rows.append(flow.done(width))
