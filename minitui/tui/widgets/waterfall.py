@@ -35,7 +35,7 @@ STEPS_SHOWN = 4  # at the automatic scale, about this many steps are in sight
 MOST_STEPS = 200  # the most steps in sight
 RECENT = 32  # steps that decide the automatic scale
 TRACKS = 5  # rows of scale, steps, host, device and pauses
-LOW = 16  # a panel with fewer rows leaves out what is empty
+LOW = 16  # a panel with fewer rows leaves out empty tracks and parts without time
 
 
 class Waterfall(LinePanel):
@@ -125,7 +125,8 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         if self.cursor is not None:
             rows.append(at_cursor(self.cursor, scale.left, self.host, device, width))
         if (row := view.steps.get(line.last if self.step is None else self.step)) is not None:
-            rows += figures(row, view.steps, view.models.of(row.step), width, height < LOW)
+            seen = {span.kind for span in (*self.host, *device, *pauses)} if height < LOW else None
+            rows += figures(row, view.steps, view.models.of(row.step), width, seen)
         for limit in view.timings.limits:
             rows.append(Row(limit.what, "bold ink").add(limit.why(width), "dim").done(width))
         if late := view.since_result_ms:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from minitui.text import duration, ms
 from minitui.tui.glyphs import glyphs
@@ -61,9 +61,11 @@ def at_cursor(place: float, left: float, host: Sequence[Span], device: Sequence[
     return row.done(width)
 
 
-def figures(row: StepRow, steps: Steps, model: CostModel | None, width: int, low: bool) -> list[Runs]:
-    """Returns the rows with the times of a step's parts. They are also the legend of the tracks. `low`: the panel has
-    few rows, so parts without time are left out."""
+def figures(
+    row: StepRow, steps: Steps, model: CostModel | None, width: int, seen: Collection[str] | None
+) -> list[Runs]:
+    """Returns the rows with the times of a step's parts. They are also the legend of the tracks. `seen`: the kinds of
+    the spans in sight; parts of other kinds are left out if they took no time. None: no part is left out."""
     head = Row(f"step {row.step:,}", "bold ink").add("  " + contents(row))
     if row.took_ms is not None:
         head.add("  took ", "dim").add(_duration(row.took_ms), "bold ink")
@@ -75,8 +77,9 @@ def figures(row: StepRow, steps: Steps, model: CostModel | None, width: int, low
         why = ""
     rows = [head.done(width), *first_rows(why, "dim", width, WHY_ROWS, "d: details")]
     flow = Row()
+    marks = None if seen is None else {mark(kind) for kind in seen}
     for glyph, style, name, value in _entries(row, steps):
-        if low and value in ("0", glyphs().dash):
+        if marks is not None and glyph not in marks and value in ("0", glyphs().dash):
             continue
         entry = [(glyph, style), (f" {name} ", "dim"), (value, "ink")]
         if flow.width and flow.width + 2 + runs_width(entry) > width:
