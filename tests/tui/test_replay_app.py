@@ -145,7 +145,8 @@ async def test_a_step_has_one_picture_whether_the_recording_plays_or_is_paused()
             assert first is not None and 0 < ended - float(first[1]) < 0.3
             lines = Teller(View()).tell_all(app.replay.trace)
             assert [line.t for line in lines if (line.step, line.kind) == (362, "step")] == [ended], "one origin"
-            pictures.append(text)
+            # The history in the vitals consists of means over frames: it is not compared.
+            pictures.append([row for row in text.splitlines() if not set(row) <= set(" ▁▂▃▄▅▆▇█")])
             await press(pilot, "comma", "full_stop")
             assert bar(app) and text_of(app) == text, "in the history, too"
     assert pictures[0] == pictures[1]

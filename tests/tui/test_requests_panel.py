@@ -174,7 +174,7 @@ async def test_escape_goes_back_the_way_that_enter_went(tmp_path: Path, size: tu
         screen._show("timings")
         screen.maximised = True
         screen.lay_out()
-        await pressed(app, pilot, "down", "enter")
+        await pressed(app, pilot, "down", "down", "enter")
         assert app.view.horizon < now
         await pressed(app, pilot, "comma", "escape")
         assert app.view.horizon < now, "another step is shown: esc does not undo the jump"

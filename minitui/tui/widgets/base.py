@@ -109,9 +109,10 @@ class LinePanel(Widget, can_focus=True):
         """Returns the picture for a body of `width` × `height` cells, from the view and the panel's own settings."""
         raise NotImplementedError
 
-    def own_key(self, keys: str) -> list[Run]:
-        """Returns a note with the panel's own keys; empty without the focus: the keys then have no effect."""
-        return [(f" · {keys}", "dim")] if self.has_focus else []
+    def own_key(self, keys: str, first: bool = False) -> list[Run]:
+        """Returns a note with the panel's own keys; empty without the focus: the keys then have no effect. `first`: no
+        other note precedes."""
+        return [(keys if first else f" · {keys}", "dim")] if self.has_focus else []
 
     def clicked(self, view: View, column: int, row: int) -> None:
         """Handle a click on the cell (column, row) of the body."""

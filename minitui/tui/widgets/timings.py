@@ -119,10 +119,8 @@ an excess, as "launch +12.3", and one without is expected.""")
             (g.commit, "hit", "plan, launch, commit"), (g.busy, "decode", "decode"),
             (g.prefill, "prefill", "with prefill"),
         )  # fmt: skip
-        note = self.own_key("d details of the slowest") if t.slowest is not None else []
-        if self.times is not None:
-            keys = self.own_key(f"{_up_down()} choose · enter jump · d details")
-            note = [(f"slowest {len(self.slowest)}", "ink"), *keys]
+        keys = "d details of the slowest" if self.times is None else f"{_up_down()} choose · enter jump · d details"
+        note = self.own_key(keys, first=True) if t.slowest is not None else []
         return Picture(rows[:height], title=title, note=note, legend=key if tracks and t.device_ms is not None else [])
 
     def _large(self, times: StepTimes, view: View, rows: list[Runs], width: int, height: int) -> Picture:
