@@ -151,13 +151,16 @@ async def test_what_is_asked_of_the_engine_while_it_loads_is_done_when_it_is_the
         await until(pilot, lambda: not app.session.busy)
 
 
-async def test_a_notice_in_inspect_does_not_cover_the_events():
-    async with running(size=(140, 40)) as (app, pilot, _screen):
+@pytest.mark.parametrize("size", [(140, 40), (80, 24)])
+async def test_a_notice_in_inspect_covers_only_the_hints(size):
+    async with running(size=size) as (app, pilot, _screen):
         await press(pilot, "escape", "2")
-        app.say("the engine is paused")
+        app.say("step 1,204 is no longer kept: the picture cannot go back so far", error=True)
         await until(pilot, lambda: any(toast.region.area for toast in app.screen.query("Toast")))
-        events = app.screen.query_one("#events").region
-        assert events.area and not any(toast.region.overlaps(events) for toast in app.screen.query("Toast"))
+        notices = [toast.region for toast in app.screen.query("Toast")]
+        panels = [panel for panel in app.screen.query(LinePanel) if panel.region.area]
+        covered = [panel for panel in panels if any(notice.overlaps(panel.region) for notice in notices)]
+        assert len(panels) > 4 and covered == [app.screen.query_one(StatusBar)]
 
 
 async def test_a_dialog_stands_before_the_dimmed_picture_which_costs_little_meanwhile():
