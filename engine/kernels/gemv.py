@@ -48,6 +48,33 @@ def spread(scale, SIZE: tl.constexpr):
 
 
 @triton.jit
+def widen(numbers):
+    """Returns weights in float32.
+
+    An 8-bit whole number n becomes the last byte of the float 2^23 + 128 + n, from which 2^23 + 128 is subtracted: the
+    instruction that converts integers is so slow that it would be the bottleneck.
+    """
+    if numbers.dtype == tl.int8:
+        wide = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 t;
+                xor.b32 t, $4, 0x80808080;
+                prmt.b32 $0, t, 0x4B000000, 0x7540;
+                prmt.b32 $1, t, 0x4B000000, 0x7541;
+                prmt.b32 $2, t, 0x4B000000, 0x7542;
+                prmt.b32 $3, t, 0x4B000000, 0x7543;
+            }
+            """,
+            "=r,=r,=r,=r,r", [numbers], dtype=tl.float32, is_pure=True, pack=4,
+        )  # fmt: skip
+        wide -= 8388736.0
+    else:
+        wide = numbers.to(tl.float32)
+    return wide
+
+
+@triton.jit
 def _gemv_kernel(
     x,
     w,
@@ -115,15 +142,15 @@ def _gemv_kernel(
         v2 = v2[None, :]
         mask = row_mask if EVEN else row_mask & inside[None, :]
         if c < AHEAD:
-            acc += early[c].to(tl.float32) * v
+            acc += widen(early[c]) * v
         else:
-            acc += tl.load(at + c * BLOCK_K, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32) * v
+            acc += widen(tl.load(at + c * BLOCK_K, mask=mask, other=0.0, eviction_policy="evict_first")) * v
         if GATE_UP:
             if c < AHEAD:
-                acc2 += early2[c].to(tl.float32) * v2
+                acc2 += widen(early2[c]) * v2
             else:
                 up_tile = tl.load(at2 + c * BLOCK_K, mask=mask, other=0.0, eviction_policy="evict_first")
-                acc2 += up_tile.to(tl.float32) * v2
+                acc2 += widen(up_tile) * v2
     dtype = y.dtype.element_ty
     total = tl.sum(acc, 1)
     if SCALED:

@@ -98,8 +98,30 @@ class ByteWeight:
         self.copy_(torch.empty(self.shape, device=self.device).normal_(mean, std, generator=generator))
 
 
-class Int8Weight(ByteWeight):
-    """Integers from -127 to 127, for activations in float32."""
+class GpuWeight(ByteWeight):
+    """A matrix for bfloat16 activations on a GPU (engine/kernels/eight_bits.py)."""
+
+    __slots__ = ()
+
+    def wide(self, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the matrix [N, K] that the numbers stand for, in `dtype`."""
+        return self.values.to(dtype) * self.scale.to(dtype)[:, None]
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        values = self.values.view(torch.uint8)[ids].view(self.dtype)
+        return (values.float() * self.scale[ids, None]).bfloat16()
+
+    def product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """On a CPU, the product with the expanded matrix specifies the kernels."""
+        if x.device.type == "cpu":
+            return torch.mm(x, self.wide(x.dtype).t(), out=out)
+        from engine.kernels.eight_bits import byte_linear  # needs triton
+
+        return byte_linear(x, self, out)
+
+
+class Int8Rows(GpuWeight):
+    """Integers from -127 to 127."""
 
     __slots__ = ()
     dtype = torch.int8
@@ -107,6 +129,12 @@ class Int8Weight(ByteWeight):
     @staticmethod
     def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return quantise_rows(x)
+
+
+class Int8Weight(Int8Rows):
+    """The same numbers, for float32 activations on a CPU."""
+
+    __slots__ = ()
 
     def copy_(self, weight: torch.Tensor) -> None:
         """Round weight [N, K], of any floating type, some rows at a time: they stay in the processor's cache."""
@@ -154,8 +182,8 @@ class Bf16Weight(ByteWeight):
         return out
 
 
-class Fp8Weight(ByteWeight):
-    """e4m3 numbers (4 bits of exponent, 3 of mantissa), for bfloat16 activations on a GPU (engine/kernels/fp8.py)."""
+class Fp8Weight(GpuWeight):
+    """e4m3 numbers: 4 bits of exponent, 3 of mantissa."""
 
     __slots__ = ()
     dtype = torch.float8_e4m3fn
@@ -167,30 +195,15 @@ class Fp8Weight(ByteWeight):
         inverse = 1 / scale.clamp_min(torch.finfo(torch.float32).tiny)
         return (x * inverse[:, None]).to(torch.float8_e4m3fn), scale
 
-    def wide(self, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the matrix [N, K] that the numbers stand for, in `dtype`."""
-        return self.values.to(dtype) * self.scale.to(dtype)[:, None]
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        values = self.values.view(torch.uint8)[ids].view(self.dtype)
-        return (values.float() * self.scale[ids, None]).bfloat16()
-
-    def product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """See engine/kernels/fp8.py. On a CPU, the product with the expanded matrix specifies the kernels."""
-        if x.device.type == "cpu":
-            return torch.mm(x, self.wide(x.dtype).t(), out=out)
-        from engine.kernels.fp8 import fp8_linear  # needs triton
-
-        return fp8_linear(x, self, out)
-
-
-class Fp8Blocks(Fp8Weight):
+class Fp8Blocks(GpuWeight):
     """e4m3 numbers [N, K] with a float32 scale per 128 rows and 128 columns [N / 128, K / 128], as in DeepSeek-V3.
 
-    N and K are multiples of 128. The kernels are in engine/kernels/fp8.py and fp8_blocks.py.
+    N and K are multiples of 128.
     """
 
     __slots__ = ()
+    dtype = Fp8Weight.dtype
 
     @classmethod
     def empty(cls, rows: int, columns: int, device: torch.device) -> Self:

@@ -23,7 +23,7 @@ import torch
 
 from engine.fields import LARGEST_NUMBER
 from engine.model.config import Packing
-from engine.model.linear import BLOCK, ByteWeight, Fp8Blocks, Fp8Weight, Int8Weight
+from engine.model.linear import BLOCK, ByteWeight, Fp8Blocks, Fp8Weight, Int8Rows
 
 Tensors = Mapping[str, torch.Tensor]
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the positive numbers of e2m1
@@ -141,7 +141,7 @@ def _scaled(packing: Packing, rows: int, columns: int, scale: str) -> Packed:
 
     kind: type[ByteWeight] | None = None
     if packing.block is None:
-        kind = Fp8Weight if packing.floats else Int8Weight
+        kind = Fp8Weight if packing.floats else Int8Rows
     elif packing.floats and packing.block == (BLOCK, BLOCK):
         kind = Fp8Blocks
     stored = (1,) if packing.strategy == "tensor" else shape

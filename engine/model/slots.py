@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from engine.model.config import Packing
-from engine.model.linear import BLOCK, ByteWeight, Fp8Blocks, Fp8Weight, Matrix
+from engine.model.linear import BLOCK, ByteWeight, Fp8Blocks, Matrix
 from engine.model.packed import Packed, packed
 
 
@@ -79,7 +79,7 @@ class Slot:
     def fill_stored(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Copy the numbers of a quantised matrix to the view as they are stored; False if the view cannot hold them."""
         packed = self.packed
-        if packed is None or packed.scales is None or packed.kind is not type(self.view):
+        if packed is None or packed.scales is None or packed.kind is None or not isinstance(self.view, packed.kind):
             return False
         values = self.in_order(self.take(tensors["weight"].view(torch.uint8)))
         scale = self.take(packed.scales(tensors), packed.block)
@@ -94,7 +94,7 @@ class Slot:
 
 
 def kept(pairs: Iterable[tuple[Slot, Slot]], packing: Packing, held: set[str]) -> dict[str, type[ByteWeight] | None]:
-    """Returns, for each quantised matrix, the class that holds the stored 8-bit floats unchanged; None: it is expanded.
+    """Returns, for each quantised matrix, the class that holds its 8-bit numbers unchanged; None: it is expanded.
 
     `pairs`: each slot of the decoder, and the slot with the names of the checkpoint. `held`: the names of all tensors
     in the checkpoint. The result has the names in the decoder.
@@ -108,11 +108,11 @@ def kept(pairs: Iterable[tuple[Slot, Slot]], packing: Packing, held: set[str]) -
 
 
 def _fits(slot: Slot, kind: type[ByteWeight] | None) -> bool:
-    """Returns True if the GPU kernels support 8-bit floats of this class in the shape of the slot's part."""
-    if kind not in (Fp8Weight, Fp8Blocks) or len(slot.view.shape) != 2:
+    """Returns True if the GPU kernels support 8-bit numbers of this class in the shape of the slot's part."""
+    if kind is None or len(slot.view.shape) != 2:
         return False
     rows, columns = slot.view.shape
-    if kind is Fp8Weight:
+    if kind is not Fp8Blocks:
         return columns % BLOCK == 0 and rows % 16 == 0
     edges = rows, columns, *(slot.cut.starts if slot.cut is not None else ())
     return not any(edge % BLOCK for edge in edges) and (slot.order is None or BLOCK % len(slot.order) == 0)

@@ -23,14 +23,14 @@ import torch.nn.functional as F
 from engine.attention.base import ForwardMeta
 from engine.attention.kv_pool import KVPool
 from engine.attention.triton_backend import TritonAttention
-from engine.kernels import fp8, norms
+from engine.kernels import eight_bits, norms
 from engine.kernels.decode_attention import decode_attention
 from engine.kernels.gemv import gemv
 from engine.kernels.moe_one import MOST_EXPERTS, one_token
 from engine.kernels.split_linear import form_for, split_linear
 from engine.model.decoder import Decoder, DenseMLP, Layer
 from engine.model.group import Group
-from engine.model.linear import Fp8Weight, Matrix, linear
+from engine.model.linear import GpuWeight, Matrix, linear
 from engine.model.traits import lacking
 from engine.worker import fused_ops
 
@@ -84,7 +84,7 @@ class DecodeLayers:
 
     def _head(self, x: torch.Tensor, out: torch.Tensor) -> None:
         head = self._model.head
-        if isinstance(head, Fp8Weight):
+        if isinstance(head, GpuWeight):
             head.product(x, out)
         elif len(x) == 1:
             gemv(x, head, out=out)
@@ -167,7 +167,7 @@ class DecodeLayers:
 
 def _linear(x: torch.Tensor, w: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
     """x [T, K] -> [T, N]. Uses our kernels for one token, and for few tokens if K is small; otherwise cuBLAS."""
-    if isinstance(w, Fp8Weight):
+    if isinstance(w, GpuWeight):
         return linear(x, w, bias)
     if bias is None and len(x) == 1:
         return gemv(x, w)
@@ -184,9 +184,9 @@ def _inner(x: torch.Tensor, mlp: DenseMLP) -> torch.Tensor:
 
 def _mlp(x: torch.Tensor, mlp: DenseMLP, in_parts: bool) -> torch.Tensor:
     """x [T, H] -> the MLP's output, in one of the shapes that _back_to_hidden returns."""
-    if isinstance(mlp.down, Fp8Weight) and len(x) > 1 and mlp.down_bias is None and mlp.silu:
+    if isinstance(mlp.down, GpuWeight) and len(x) > 1 and mlp.down_bias is None and mlp.silu:
         inner = linear(x, mlp.gate_up, mlp.gate_up_bias)
-        return fp8.back_to_hidden(inner, mlp.down, silu=True, in_parts=in_parts)
+        return eight_bits.back_to_hidden(inner, mlp.down, silu=True, in_parts=in_parts)
     return _back_to_hidden(_inner(x, mlp), mlp.down, mlp.down_bias, in_parts)
 
 
@@ -194,8 +194,8 @@ def _back_to_hidden(x: torch.Tensor, w: Matrix, bias: torch.Tensor | None, in_pa
     """x [T, K] -> [T, H]. If `in_parts`, the result may be fp32 [parts, T, H]: the next norm sums the parts."""
     if bias is None and len(x) == 1:
         return gemv(x, w)
-    if isinstance(w, Fp8Weight):
-        return fp8.back_to_hidden(x, w, in_parts=in_parts) if bias is None else linear(x, w, bias)
+    if isinstance(w, GpuWeight):
+        return eight_bits.back_to_hidden(x, w, in_parts=in_parts) if bias is None else linear(x, w, bias)
     form = form_for(len(x), *w.shape) if bias is None and in_parts else None
     return F.linear(x, w, bias) if form is None or form.parts == 1 else split_linear(x, w, form)
 

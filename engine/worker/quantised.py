@@ -26,7 +26,7 @@ from engine.model.slots import kept
 from engine.model.weights import tensor_names
 from engine.worker.compiled_decoder import CompiledDecoder
 
-KEPT = "checkpoint"  # each matrix as the checkpoint has it: e4m3 numbers with its scales, or a tensor
+KEPT = "checkpoint"  # each matrix as the checkpoint has it: 8-bit numbers with their scales, or a tensor
 KINDS: dict[str, type[ByteWeight] | None] = {
     "none": None, "bf16": Bf16Weight, "int8": Int8Weight, "int4": Int4Weight, "fp8": Fp8Weight, KEPT: None,
 }  # fmt: skip
@@ -134,7 +134,7 @@ def _as_stored(model: ModelConfig, packing: Packing) -> str:
 
 
 def _choose_on_gpu(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str) -> tuple[str, str]:
-    """Like `choose`, for a quantised checkpoint: its own 8-bit floats; else the 16-bit type, or fp8 if that fits."""
+    """Like `choose`, for a quantised checkpoint: its own 8-bit numbers; else the 16-bit type, or fp8 if that fits."""
     assert model.packing is not None
     why = refusal(replace(config, quantization=KEPT), model, device, dtype)
     if not why:
@@ -254,13 +254,17 @@ def check_kept(model: ModelConfig, device: torch.device) -> None:
     packing = model.packing
     if packing is None:
         raise EngineError("the checkpoint is not quantised: leave --quantization at auto")
-    if not packing.floats:
-        raise EngineError("our kernels for 8 bits support floating-point numbers only")
+    if not packing.floats and packing.strategy not in ("tensor", "channel"):
+        raise EngineError(
+            "our kernels for integers support 8 bits with one scale for each matrix or row, not packed integers"
+        )
+    if not packing.floats and model.experts is not None:
+        raise EngineError("our kernels for experts support 8-bit floats, not 8-bit integers")
     if packing.block not in (None, (BLOCK, BLOCK)):
         rows, columns = packing.block or (0, 0)
         raise EngineError(f"our kernels support a scale per {BLOCK} x {BLOCK} block, not per {rows} x {columns}")
     if device.type == "cpu":
-        raise EngineError("products of 8-bit floats run on a GPU only")
+        raise EngineError("these products of 8-bit numbers run on a GPU only")
 
 
 def kept_matrices(shard: ModelConfig, model: ModelConfig, ops: Ops, group: Group, directory: Path | None) -> Kept:

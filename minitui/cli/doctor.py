@@ -132,7 +132,7 @@ def _quantised(found: dict[str, Any]) -> str:
         return f"{stored}others are expanded to float32, or rounded if that does not fit"
     if found["modules"]["triton"] is None or max(float(g["compute"]) for g in found["gpus"]) < 9:
         return "their weights are expanded to bfloat16: 8-bit products need compute capability 9.0 and triton"
-    return "8-bit floats are computed as stored; others are expanded to bfloat16, or to fp8 if that does not fit"
+    return "8-bit numbers are computed as stored; others are expanded to bfloat16, or to fp8 if that does not fit"
 
 
 def largest_memory() -> tuple[float, bool]:

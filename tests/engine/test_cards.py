@@ -14,7 +14,18 @@ import torch
 pytest.importorskip("triton")
 pytestmark = pytest.mark.timeout(900)
 
-from engine.kernels import batch_state, fp8, fp8_blocks, gemv, moe, moe_one, moe_tiles, norms, sample, split_linear  # noqa: E402  # noqa: E402
+from engine.kernels import (  # noqa: E402
+    batch_state,
+    eight_bits,
+    fp8_blocks,
+    gemv,
+    moe,
+    moe_one,
+    moe_tiles,
+    norms,
+    sample,
+    split_linear,
+)  # fmt: skip
 from engine.kernels.card import Card  # noqa: E402
 from engine.kernels.decode_attention import DecodeWorkspace, decode_attention  # noqa: E402
 from engine.kernels.prefill_attention import PrefillWorkspace, prefill_attention  # noqa: E402
@@ -93,10 +104,10 @@ def experts_in_eight_bits() -> None:
         moe_one.one_token(*one, gate_up, down, 8, True, load, ints(1))
 
 
-def scaled(n: int, k: int, block: int) -> Any:
-    """A matrix of 8-bit floats with a scale per block, or per row (0)."""
+def scaled(n: int, k: int, block: int, dtype: torch.dtype = torch.float8_e4m3fn) -> Any:
+    """A matrix of 8-bit numbers with a scale per block, or per row (0)."""
     scale = torch.empty(n // block, k // block) if block else torch.empty(n)
-    values = torch.empty(n, k, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    values = torch.empty(n, k, dtype=torch.uint8).view(dtype)
     return SimpleNamespace(values=values, scale=scale, shape=torch.Size((n, k)))
 
 
@@ -111,24 +122,25 @@ def sampling() -> None:
     batch_state.prepare(ints(4096), ints(256, 9), longs(256), longs(n), ints(n), ints(n), n, 256, 100)
 
 
-def eight_bits() -> None:
+def matrices_of_eight_bits() -> None:
     attention(torch.float8_e4m3fn)
     for n, k in ((12288, 4096), (4096, 12288)):
-        by_row, by_block = scaled(n, k, 0), scaled(n, k, 128)
-        for matrix in (by_row, by_block):
+        by_row, by_block, whole = scaled(n, k, 0), scaled(n, k, 128), scaled(n, k, 0, torch.int8)
+        for matrix in (by_row, by_block, whole):
             gemv.gemv(half(1, k), matrix)
             for tokens in (2, 64):
-                fp8.back_to_hidden(half(tokens, k), matrix)
+                eight_bits.back_to_hidden(half(tokens, k), matrix)
         gemv.gemv(half(1, k), by_block, norm=(half(k), 1e-6), gate_up=True)
         for tokens in (100, 3000):
             fp8_blocks.tiled(*fp8_blocks.round_groups(half(tokens, 2 * k), silu=True), by_block)
+            eight_bits.byte_linear(half(tokens, k), whole)
 
 
-@pytest.mark.parametrize("part", [attention, layers, mixture, sampling, eight_bits, experts_in_eight_bits])
+@pytest.mark.parametrize("part", [attention, layers, mixture, sampling, matrices_of_eight_bits, experts_in_eight_bits])
 @pytest.mark.parametrize("name", CARDS)
 def test_every_form_is_compiled_and_fits(name: str, part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = CARDS[name]
-    if part in (eight_bits, experts_in_eight_bits) and wanted.capability < (8, 9):
+    if part in (matrices_of_eight_bits, experts_in_eight_bits) and wanted.capability < (8, 9):
         pytest.skip("the engine refuses 8-bit floats on this card")
     with compiling_for(wanted, monkeypatch) as found:
         part()

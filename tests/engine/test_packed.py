@@ -162,7 +162,7 @@ def test_groups_in_any_order_are_expanded(
 KEPT_SIZES = {
     "hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 4, "vocab_size": 208,
 }  # fmt: skip
-KEPT = ("fp8 rows", "fp8 tensor", "fp8 whole", "fp8 blocks of 128")
+KEPT = ("fp8 rows", "fp8 tensor", "fp8 whole", "fp8 blocks of 128", "int8 rows", "int8 tensor")
 
 
 @pytest.fixture(scope="module")

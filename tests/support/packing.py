@@ -128,6 +128,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Stored]]] = {
     "fp8 rows": (compressed("float-quantized", type="float", strategy="channel"), lambda m: per_row(m, E4M3)),
     "fp8 tensor": (compressed("float-quantized", type="float", strategy="tensor"), lambda m: per_row(m, E4M3, True)),
     "int8 rows": (compressed("int-quantized", type="int", strategy="channel"), lambda m: per_row(m, torch.int8)),
+    "int8 tensor": (compressed("int-quantized", type="int", strategy="tensor"), lambda m: per_row(m, torch.int8, True)),
     "int4 groups": (
         compressed("pack-quantized", type="int", num_bits=4, strategy="group", group_size=16), pack_quantized,
     ),

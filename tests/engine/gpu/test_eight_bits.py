@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from engine.llm import LLM
 from engine.model import ops as reference_ops
-from engine.model.linear import Fp8Blocks, Fp8Weight, embed
+from engine.model.linear import Fp8Blocks, Fp8Weight, GpuWeight, Int8Rows, embed
 from engine.outputs import RequestOutput
 from engine.params import SamplingParams
 
@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
-from engine.kernels import fp8, fp8_blocks  # noqa: E402
+from engine.kernels import eight_bits, fp8_blocks  # noqa: E402
 from engine.kernels.gemv import gemv  # noqa: E402
 from tests.engine.gpu.test_engine import OPTIONS, SHAPE, ids_of  # noqa: E402
 from tests.engine.gpu.test_kernels import BOUND, DEVICE, error, normal  # noqa: E402
@@ -33,22 +33,23 @@ from tests.support.parity import our_logits  # noqa: E402
 SHAPE_8 = {**SHAPE, "vocab_size": 5008, "initializer_range": 0.02}
 
 
-def rounded(n: int, k: int, kind: type[Fp8Weight] = Fp8Weight) -> tuple[Fp8Weight, torch.Tensor]:
-    """A random matrix, and its values in float64. Every value of e4m3 occurs in it."""
+def rounded(n: int, k: int, kind: type[GpuWeight] = Fp8Weight) -> tuple[GpuWeight, torch.Tensor]:
+    """A random matrix, and its values in float64. Every number of its type occurs in it."""
     weight = kind.empty(n, k, DEVICE)
     across = torch.logspace(-1, 1, k, device=DEVICE) if kind is Fp8Blocks else 1
     weight.copy_(normal(n, k, std=0.02) * torch.logspace(-2, 2, n, device=DEVICE)[:, None] * across)
-    every = torch.arange(k, device=DEVICE).remainder(127).to(torch.uint8)  # 127 would be NaN
-    weight.values[0] = every.view(torch.float8_e4m3fn)
+    numbers = 256 if kind is Int8Rows else 127  # 127 would be the NaN of e4m3
+    weight.values[0] = torch.arange(k, device=DEVICE).remainder(numbers).to(torch.uint8).view(kind.dtype)
     return weight, weight.wide(torch.float64)
 
 
-ROWS = [(Fp8Weight, n, k) for n, k in ((4096, 1024), (1000, 2560), (1024, 3072), (4096, 12288), (70_000, 512))]
+SHAPES = ((4096, 1024), (1000, 2560), (1024, 3072), (4096, 12288), (70_000, 512))
+ROWS = [(kind, n, k) for kind in (Fp8Weight, Int8Rows) for n, k in SHAPES]
 BLOCKS = [(Fp8Blocks, n, k) for n, k in ((4096, 1024), (256, 2560), (6144, 4096), (24576, 4096), (4096, 12288))]
 
 
 @pytest.mark.parametrize("kind,n,k", ROWS + BLOCKS)
-def test_gemv_equals_the_product_of_the_rounded_matrix(kind: type[Fp8Weight], n: int, k: int) -> None:
+def test_gemv_equals_the_product_of_the_rounded_matrix(kind: type[GpuWeight], n: int, k: int) -> None:
     weight, wide = rounded(n, k, kind)
     x, norm, residual = normal(1, k), normal(k), normal(1, n)
     assert error(gemv(x, weight), x.double() @ wide.T) < BOUND
@@ -60,33 +61,49 @@ def test_gemv_equals_the_product_of_the_rounded_matrix(kind: type[Fp8Weight], n:
 
 @pytest.mark.parametrize("m", [2, 16, 33, 64])
 @pytest.mark.parametrize(
-    "kind,n,k", [*((Fp8Weight, n, k) for n, k in ((1024, 3072), (4096, 4096), (208, 256))), *BLOCKS]
+    "kind,n,k",
+    [*((kind, n, k) for kind in (Fp8Weight, Int8Rows) for n, k in ((1024, 3072), (4096, 4096), (208, 256))), *BLOCKS],
 )
-def test_few_tokens_are_multiplied_with_the_rounded_matrix(m: int, kind: type[Fp8Weight], n: int, k: int) -> None:
+def test_few_tokens_are_multiplied_with_the_rounded_matrix(m: int, kind: type[GpuWeight], n: int, k: int) -> None:
     weight, wide = rounded(n, k, kind)
     x = normal(m, k)
     exact = x.double() @ wide.T
-    parts = fp8.back_to_hidden(x, weight)
+    parts = eight_bits.back_to_hidden(x, weight)
     assert error(parts.sum(0) if parts.dim() == 3 else parts, exact) < (1e-3 if parts.dim() == 3 else BOUND)
     gate_up = normal(m, 2 * k)
     wanted = reference_ops.silu_mul(gate_up.clone()).double() @ wide.T
-    parts = fp8.back_to_hidden(gate_up, weight, silu=True)
+    parts = eight_bits.back_to_hidden(gate_up, weight, silu=True)
     assert error(parts.sum(0) if parts.dim() == 3 else parts, wanted) < BOUND
-    assert fp8.back_to_hidden(gate_up, weight, silu=True, in_parts=False).shape == (m, n)
+    assert eight_bits.back_to_hidden(gate_up, weight, silu=True, in_parts=False).shape == (m, n)
     out = torch.empty(m, n, dtype=x.dtype, device=DEVICE)
-    assert error(fp8.fp8_linear(x, weight, out), exact) < BOUND
+    assert error(eight_bits.byte_linear(x, weight, out), exact) < BOUND
     assert error(out, exact) < BOUND
 
 
-@pytest.mark.parametrize("m", [65, 300])
-def test_many_tokens_are_rounded_row_by_row(m: int) -> None:
-    weight, wide = rounded(512, 1024)
-    x = normal(m, 1024) * torch.logspace(-3, 3, m, device=DEVICE)[:, None].to(torch.bfloat16)
-    values, scale = fp8.round_rows(x)
+@pytest.mark.parametrize("kind,n,k", [(Fp8Weight, 512, 1024), (Int8Rows, 512, 1024), (Int8Rows, 1008, 12288)])
+@pytest.mark.parametrize("m", [65, 300, 2100])
+def test_many_tokens_are_rounded_row_by_row(kind: type[GpuWeight], n: int, k: int, m: int) -> None:
+    weight, wide = rounded(n, k, kind)
+    x = normal(m, k) * torch.logspace(-3, 3, m, device=DEVICE)[:, None].to(torch.bfloat16)
+    values, scale = eight_bits.round_rows(x, dtype=kind.dtype)
     assert error(values.float() * scale, x) < 0.04
-    assert torch.equal(values.float().abs().amax(1), torch.full((m,), 448.0, device=DEVICE))
+    most = eight_bits.RANGES[kind.dtype][0]
+    assert torch.equal(values.float().abs().amax(1), torch.full((m,), most, device=DEVICE))
     exact = (values.double() * scale.double()) @ wide.T
-    assert error(fp8.fp8_linear(x, weight), exact) < BOUND
+    assert error(eight_bits.byte_linear(x, weight), exact) < BOUND
+    out = torch.empty(m, n, dtype=x.dtype, device=DEVICE)
+    assert torch.equal(eight_bits.byte_linear(x, weight, out), out)
+    gate_up = normal(m, 2 * k)
+    inner = reference_ops.silu_mul(gate_up.clone())
+    assert error(eight_bits.back_to_hidden(gate_up, weight, silu=True), inner.double() @ wide.T) < 0.05
+
+
+def test_two_whole_numbers_are_an_activation_more_precisely_than_bfloat16() -> None:
+    x = normal(64, 4096)
+    values, scale = eight_bits.round_rows(x, both=True, dtype=torch.int8)
+    high, low = values.double().chunk(2)
+    assert ((high + low / 254) * scale - x.double()).abs().div(scale).max() < 1 / 500
+    assert low.abs().max() > 120
 
 
 @pytest.mark.parametrize("m", [65, 128, 300, 1502])
@@ -100,37 +117,37 @@ def test_many_tokens_are_rounded_in_groups_of_columns(m: int, n: int, k: int) ->
     assert scale.shape == (k // 128, len(values)) and len(values) == -(-m // 4) * 4
     again = values[:m].double() * scale[:, :m].t().double().repeat_interleave(128, 1)
     assert error(again[:, 128:], x[:, 128:]) < 0.04
-    assert error(fp8.fp8_linear(x, weight), again @ wide.T) < BOUND
+    assert error(eight_bits.byte_linear(x, weight), again @ wide.T) < BOUND
     assert error(fp8_blocks.tiled(values, scale, weight)[:m], again @ wide.T) < BOUND
     out = torch.empty(m, n, dtype=x.dtype, device=DEVICE)
-    assert torch.equal(fp8.fp8_linear(x, weight, out), fp8.fp8_linear(x, weight))
+    assert torch.equal(eight_bits.byte_linear(x, weight, out), eight_bits.byte_linear(x, weight))
     gate_up = normal(m, 2 * k)
     inner = reference_ops.silu_mul(gate_up.clone())
-    assert error(fp8.back_to_hidden(gate_up, weight, silu=True), inner.double() @ wide.T) < 0.05
+    assert error(eight_bits.back_to_hidden(gate_up, weight, silu=True), inner.double() @ wide.T) < 0.05
 
 
-@pytest.mark.parametrize("kind", [Fp8Weight, Fp8Blocks])
-def test_a_row_that_is_not_finite_shows_and_changes_no_other(kind: type[Fp8Weight]) -> None:
+@pytest.mark.parametrize("kind", [Fp8Weight, Fp8Blocks, Int8Rows])
+def test_a_row_that_is_not_finite_shows_and_changes_no_other(kind: type[GpuWeight]) -> None:
     weight, _ = rounded(128, 256, kind)
     for m in (1, 5, 70):
         x = normal(m, 256)
         x[0, 3] = torch.nan
-        product = fp8.fp8_linear(x, weight)
+        product = eight_bits.byte_linear(x, weight)
         assert not product[0].isfinite().any()
         assert product[1:].isfinite().all()
 
 
 def test_a_step_without_draws_multiplies_nothing(model: str) -> None:
     weight, _ = rounded(128, 256)
-    assert fp8.fp8_linear(normal(0, 256), weight).shape == (0, 128)
+    assert eight_bits.byte_linear(normal(0, 256), weight).shape == (0, 128)
     llm = LLM(model, **OPTIONS, quantization="fp8")
     text = np.random.default_rng(0).integers(0, 5000, 1300).tolist()  # three chunks, of which the last draws
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     assert len(ids_of(llm.generate([text], params, use_tqdm=False))[0]) == 4
 
 
-@pytest.mark.parametrize("kind,n,k", [(Fp8Weight, 100, 64), (Fp8Blocks, 256, 128)])
-def test_an_embedding_is_the_rounded_row(kind: type[Fp8Weight], n: int, k: int) -> None:
+@pytest.mark.parametrize("kind,n,k", [(Fp8Weight, 100, 64), (Fp8Blocks, 256, 128), (Int8Rows, 100, 64)])
+def test_an_embedding_is_the_rounded_row(kind: type[GpuWeight], n: int, k: int) -> None:
     weight, wide = rounded(n, k, kind)
     ids = torch.tensor([3, 99, 0], device=DEVICE)
     assert error(embed(ids, weight), wide[ids]) < BOUND
@@ -174,13 +191,13 @@ def test_every_path_draws_tokens_that_are_good_in_bfloat16(model: str, path: dic
     assert 0 < difference.mean() < 0.05
 
 
-# ---- checkpoints with 8-bit floats
+# ---- checkpoints with 8-bit numbers
 
 STORED = {
     "vocab_size": 5008, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 3,
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096,
 }  # fmt: skip
-KEPT = ("fp8 rows", "fp8 tensor", "fp8 blocks of 128")
+KEPT = ("fp8 rows", "fp8 tensor", "fp8 blocks of 128", "int8 rows", "int8 tensor")
 LENGTHS = (40, 300)  # tokens of a prompt: fewer than SKINNY, and more
 CASES: list[tuple[str, dict[str, Any], tuple[float, float]]] = [
     *((name, {}, (0.03, 0.2)) for name in KEPT),
@@ -200,12 +217,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 def test_a_quantised_checkpoint_is_near_its_expanded_matrices_in_float64(
     name: str, options: dict[str, Any], bounds: tuple[float, float], source: tuple[Any, Path], tmp_path: Path
 ) -> None:
-    """The error of log-probabilities as a share of their spread. Where 8-bit floats are kept, weights have no error."""
+    """The error of log-probabilities as a share of their spread. Weights that are kept have no error."""
     theirs, plain = source
     quantise(type(theirs)(theirs.config), plain, tmp_path / "m", name)
     exact = Driver(make_runner(tmp_path / "m", "float64", num_blocks=200, max_model_len=512))
     llm = LLM(str(tmp_path / "m"), **{**OPTIONS, "dummy_weights": False, **options})
-    kept = [isinstance(layer.qkv, Fp8Weight) for layer in llm.engine.runner.loaded.model.layers]  # type: ignore[attr-defined]
+    kept = [isinstance(layer.qkv, GpuWeight) for layer in llm.engine.runner.loaded.model.layers]  # type: ignore[attr-defined]
     assert kept == [options.get("quantization") != "none"] * 3
     for row, (length, bound) in enumerate(zip(LENGTHS, bounds, strict=True)):
         text = np.random.default_rng(row).integers(0, 5000, length).tolist()

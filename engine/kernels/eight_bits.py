@@ -1,15 +1,19 @@
-"""Linear layers whose weights are e4m3 with a scale per row or block (engine.model.linear: Fp8Weight, Fp8Blocks).
+"""Linear layers whose weights are 8-bit numbers (engine.model.linear: Fp8Weight, Fp8Blocks, Int8Rows).
 
-    1 token          gemv: weights are widened as they are read, activations are not rounded
-    2 to 64 tokens   this file's kernel, on the tensor cores: e4m3 times e4m3, each activation is the sum of two numbers
-    more tokens      torch._scaled_mm: e4m3 times e4m3, each activation is rounded to one number; fp8_blocks.py for
-                     weights with a scale per block
+    weights          scale per     1 token    2 to 64 tokens    more tokens
+    e4m3             row           gemv       skinny            torch._scaled_mm
+    e4m3             block         gemv       skinny            fp8_blocks.py
+    whole numbers    row           gemv       skinny            int8.py
+
+gemv widens the weights as it reads them and does not round activations. The other kernels multiply on the tensor cores,
+weights and activations in 8 bits.
 
 Up to 64 tokens, reading the weights is the bottleneck. If the kernel widened the weights in registers, arithmetic would
-be the bottleneck. Instead each activation is written as high + low / 16, both e4m3; low / 16 is the rounding error of
-high. This is as precise as bfloat16, and the tensor cores get the weights unchanged. Above 64 tokens, arithmetic is the
-bottleneck, and e4m3 is twice as fast as bfloat16; there activations lose as much precision as the weights. Activations
-have one scale per row, as in Micikevicius et al., FP8 formats for deep learning, 2022.
+be the bottleneck. Instead each activation is the sum of two 8-bit numbers, high and low: low is the rounding error of
+high, times 16 (e4m3) or 254 (whole numbers). This is at least as precise as bfloat16, and the tensor cores get the
+weights unchanged. Above 64 tokens, arithmetic is the bottleneck, and 8 bits are up to twice as fast as bfloat16; there
+activations are rounded to one number and lose as much precision as the weights. Activations have one scale per row, as
+in Micikevicius et al., FP8 formats for deep learning, 2022.
 
 The four matrix products of a layer of Qwen3-8B on an H200 take, in bfloat16 -> e4m3: 97 -> 58 us for 1 token,
 158 -> 120 us for 256 tokens, 3,960 -> 2,240 us for 8,192 tokens (MEASURED.md, with errors and smaller models).
@@ -23,13 +27,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels import fp8_blocks
+from engine.kernels import fp8_blocks, int8
 from engine.kernels.card import fitting, overlap
 from engine.kernels.fp8_blocks import E4M3_MAX, LOW, activations
 from engine.kernels.gemv import ScaledMatrix, gemv
 
 SKINNY = 64  # tokens
-BLOCK_K = 128  # the tensor cores sum this many products with fewer bits; the sums are then added in float32
+BLOCK_K = 128  # the tensor cores sum this many products of e4m3 with fewer bits; the sums are then added in float32
+RANGES = {torch.float8_e4m3fn: (E4M3_MAX, LOW), torch.int8: (127.0, 254.0)}  # the largest number, the factor of `low`
 
 
 @triton.jit
@@ -56,25 +61,30 @@ def _round_rows_kernel(
     largest = tl.max(tl.where(v != v, float("inf"), tl.abs(v)), 0)
     tl.store(scale + row, largest / MOST)
     v = v * (MOST / tl.maximum(largest, 1e-30))
-    high = v.to(values.dtype.element_ty)
+    WHOLE: tl.constexpr = values.dtype.element_ty == tl.int8
+    high = (tl.floor(v + 0.5) if WHOLE else v).to(values.dtype.element_ty)
     tl.store(values + row * K + k, high, mask=inside)
     if BOTH:
-        low = ((v - high.to(tl.float32)) * FACTOR).to(values.dtype.element_ty)
+        low = (v - high.to(tl.float32)) * FACTOR
+        low = (tl.floor(low + 0.5) if WHOLE else low).to(values.dtype.element_ty)
         tl.store(values + (tl.num_programs(0) + row) * K + k, low, mask=inside)
 
 
-def round_rows(x: torch.Tensor, *, silu: bool = False, both: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds x [T, K]; returns e4m3 values [T, K] and their scales fp32 [T, 1].
+def round_rows(
+    x: torch.Tensor, *, silu: bool = False, both: bool = False, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounds x [T, K]; returns values [T, K] of an 8-bit dtype and their scales fp32 [T, 1].
 
     With `silu`, x [T, 2 K] is gate and up, and silu(gate) * up is rounded. With `both`, the values are [2 T, K]: first
-    the high parts, then the low parts, which are multiplied by LOW.
+    the high parts, then the low parts, which are multiplied by a factor (RANGES).
     """
+    most, factor = RANGES[dtype]
     tokens, k = x.shape[0], x.shape[1] // (2 if silu else 1)
-    values = torch.empty(tokens * (2 if both else 1), k, dtype=torch.float8_e4m3fn, device=x.device)
+    values = torch.empty(tokens * (2 if both else 1), k, dtype=dtype, device=x.device)
     scale = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(k)
     _round_rows_kernel[(tokens,)](
-        x, values, scale, k, MOST=E4M3_MAX, FACTOR=LOW, SILU=silu, BOTH=both, BLOCK=block,
+        x, values, scale, k, MOST=most, FACTOR=factor, SILU=silu, BOTH=both, BLOCK=block,
         num_warps=max(1, min(16, block // 512)), **overlap(),
     )  # fmt: skip
     return values, scale
@@ -92,6 +102,7 @@ def _skinny_kernel(
     K: tl.constexpr,
     FACTOR: tl.constexpr,
     BLOCKS: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -111,8 +122,9 @@ def _skinny_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    high = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    low = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    SUM: tl.constexpr = tl.int32 if WHOLE else tl.float32
+    high = tl.zeros([BLOCK_N, BLOCK_M], SUM)
+    low = tl.zeros([BLOCK_N, BLOCK_M], SUM)
     for k0 in tl.range(0, SPAN, BLOCK_K, num_stages=STAGES):
         a = w.load([tile * BLOCK_N, part * SPAN + k0])
         b = x.load([0, part * SPAN + k0])  # rows past M are low parts or zeros; results of these rows are not stored
@@ -121,11 +133,14 @@ def _skinny_kernel(
             by_block = tl.load(at_scale + k0 // BLOCK_K)
             high += tl.dot(a, b.T) * by_block
             low += tl.dot(a, c.T) * by_block
+        elif WHOLE:
+            high = tl.dot(a, b.T, high, out_dtype=tl.int32)
+            low = tl.dot(a, c.T, low, out_dtype=tl.int32)
         else:
             high = tl.dot(a, b.T, high, max_num_imprecise_acc=BLOCK_K)
             low = tl.dot(a, c.T, low, max_num_imprecise_acc=BLOCK_K)
     by_token = tl.load(x_scale + m, mask=m < M, other=0.0)
-    product = (high + low * (1.0 / FACTOR)) * by_token[None, :]
+    product = (high.to(tl.float32) + low.to(tl.float32) * (1.0 / FACTOR)) * by_token[None, :]
     if not BLOCKS:
         product *= by_row[:, None]
     at = y + part.to(tl.int64) * M * N + m[None, :] * N + n[:, None]
@@ -138,7 +153,8 @@ def skinny(
 ) -> torch.Tensor:  # fmt: skip
     """Returns x W^T as [parts, M, N], which the caller sums. K is cut into `parts` parts.
 
-    values, scale: round_rows(x [M, K], both=True), M at most 64. K must be a multiple of 128 times `parts`.
+    values, scale: round_rows(x [M, K], both=True, dtype=that of W), M at most 64. K must be a multiple of 128 times
+    `parts`.
     """
     m, (n, k) = len(scale), w.shape
     block_m = max(16, triton.next_power_of_2(m))
@@ -147,9 +163,9 @@ def skinny(
     y = torch.empty(parts, m, n, dtype=dtype, device=values.device) if out is None else out
     _skinny_kernel[(triton.cdiv(n, block_n), parts)](
         TensorDescriptor.from_tensor(values, [block_m, BLOCK_K]), scale,
-        TensorDescriptor.from_tensor(w.values, [block_n, BLOCK_K]), w.scale, y, m, n, K=k, FACTOR=LOW,
-        BLOCKS=w.scale.dim() == 2, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K, SPLIT_K=parts, STAGES=stages,
-        num_warps=warps, **overlap(),
+        TensorDescriptor.from_tensor(w.values, [block_n, BLOCK_K]), w.scale, y, m, n, K=k,
+        FACTOR=RANGES[values.dtype][1], BLOCKS=w.scale.dim() == 2, WHOLE=values.dtype == torch.int8, BLOCK_M=block_m,
+        BLOCK_N=block_n, BLOCK_K=BLOCK_K, SPLIT_K=parts, STAGES=stages, num_warps=warps, **overlap(),
     )  # fmt: skip
     return y
 
@@ -167,14 +183,15 @@ def product(
     return out
 
 
-def fp8_linear(x: torch.Tensor, w: ScaledMatrix, out: torch.Tensor | None = None) -> torch.Tensor:
+def byte_linear(x: torch.Tensor, w: ScaledMatrix, out: torch.Tensor | None = None) -> torch.Tensor:
     """Returns x W^T [T, N] for x [T, K] bfloat16; writes it to `out` if given."""
     if not len(x):  # this step needs no logits, so x has no rows; a tensor descriptor needs at least one
         return x.new_empty(0, w.shape[0])
     if len(x) == 1:
         return gemv(x, w, out=out)
     if len(x) <= SKINNY:
-        return skinny(*round_rows(x.contiguous(), both=True), w, out=None if out is None else out[None])[0]
+        rounded = round_rows(x.contiguous(), both=True, dtype=w.values.dtype)
+        return skinny(*rounded, w, out=None if out is None else out[None])[0]
     return _many(x.contiguous(), w, out=out)
 
 
@@ -189,7 +206,8 @@ def back_to_hidden(x: torch.Tensor, w: ScaledMatrix, *, silu: bool = False, in_p
     tiles = triton.cdiv(n, 128 if n >= 4096 else 64)
     while in_parts and parts < 4 and parts * tiles < 128 and k % (2 * parts * BLOCK_K) == 0:
         parts *= 2
-    y = skinny(*round_rows(x, silu=silu, both=True), w, parts, torch.float32 if parts > 1 else torch.bfloat16)
+    rounded = round_rows(x, silu=silu, both=True, dtype=w.values.dtype)
+    y = skinny(*rounded, w, parts, torch.float32 if parts > 1 else torch.bfloat16)
     return y if parts > 1 else y[0]
 
 
@@ -197,4 +215,6 @@ def _many(x: torch.Tensor, w: ScaledMatrix, *, silu: bool = False, out: torch.Te
     if w.scale.dim() == 2:
         y = fp8_blocks.product(*fp8_blocks.round_groups(x, silu=silu), w)[: len(x)]
         return y if out is None else out.copy_(y)
+    if w.values.dtype == torch.int8:
+        return int8.product(*round_rows(x, silu=silu, dtype=torch.int8), w, out)
     return product(*round_rows(x, silu=silu), w, out)
