@@ -116,6 +116,11 @@ class Session:
         return bool(self.messages) and self.messages[-1].busy
 
     @property
+    def questions(self) -> list[Message]:
+        """The user's messages."""
+        return [message for message in self.messages if message.role == "user"]
+
+    @property
     def state(self) -> str:
         """The state of the last message, or "idle" for an empty chat."""
         return self.messages[-1].state if self.messages else "idle"

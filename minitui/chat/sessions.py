@@ -142,7 +142,7 @@ class Chats:
 
     def asked(self) -> list[str]:
         """Returns every question of the listed chats, oldest first."""
-        questions = [m for session in self.sessions for m in session.messages if m.role == "user"]
+        questions = [message for session in self.sessions for message in session.questions]
         return [m.text for m in sorted(questions, key=lambda m: m.created)]
 
     def send(self, session: Session, text: str) -> None:

@@ -191,8 +191,9 @@ async def speculation(stage: Stage) -> None:
     stage.say(
         "Prompt lookup searches the earlier text for the last three tokens. The tokens after the place found, at most "
         f"{EngineConfig.speculative_tokens}, are drafts: guesses of the next tokens. The next step computes the drafts "
-        "together with the last token, and samples at each position as usual. A draft is accepted only if it equals "
-        "the sampled token. So the answer stays the same; only the number of steps changes."
+        "together with the last token, and samples at each position as usual. The drafts before "
+        "the first difference from the sampled tokens are accepted. So the answer stays the same; only the number of "
+        "steps changes."
     )
     await stage.pause(4)
     await stage.predict(

@@ -12,6 +12,8 @@ from engine.errors import EngineError
 from engine.text.detokenizer import BYTE_OF
 from engine.text.tokenizer import Tokenizer
 
+NO_BREAK = "\xa0"  # a space at which no line ends
+
 
 @dataclass(frozen=True, slots=True)
 class Merge:
@@ -80,3 +82,8 @@ def shown_piece(raw: bytes) -> str:
         return raw.decode()
     except UnicodeDecodeError:
         return f"<{raw.hex(' ')}>"
+
+
+def quoted(piece: str) -> str:
+    """Returns the piece in quotation marks; no line ends at its spaces."""
+    return f"“{piece}”".replace(" ", NO_BREAK)

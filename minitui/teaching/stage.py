@@ -59,6 +59,7 @@ class Stage:
     hurried: bool = False  # True: pauses end at once, because the user has skipped them
     typed: str = ""  # the text that the reader typed for the experiment; empty: the experiment's own text
     home: dict[str, Any] = field(default_factory=dict)  # the options of a lesson's own engine; see `go_home`
+    _questions: dict[str, int] = field(default_factory=dict)  # id of each chat of `chat` -> its questions by `ask`
     _options: dict[str, Any] | None = None  # the options of the last `other_engine`
     _choices: Sequence[str] = ()  # choices of the open prediction
     _guessed: int | None = None
@@ -165,9 +166,20 @@ class Stage:
     ) -> Session:
         """Opens a new chat. `whole`: its answer has exactly `max_tokens` tokens; end tokens do not end the answer."""
         session = self.chats.new(self.system if system is None else system, title)
+        self._questions[session.id] = 0
         if max_tokens is not None:
             session.sampling = replace(session.sampling, max_tokens=max_tokens, ignore_eos=whole)
         return session
+
+    async def end_chats(self) -> None:
+        """Ends all answers. Removes the empty chats, and the chats in which only the stage has asked: the reader's
+        chats stay."""
+        for session in self.chats.sessions:
+            self.chats.cancel(session)
+        await self.until("the chats to end", lambda: not any(session.busy for session in self.chats.sessions))
+        await self.until("the engine to be empty", lambda: not self.state().requests)
+        asked = self._questions
+        self.chats.sessions[:] = [s for s in self.chats.sessions if len(s.questions) > asked.get(s.id, 0)]
 
     async def write(
         self, question: str, tokens: int, steps: int = 0, seconds: float = 0.0, system: str | None = None
@@ -215,6 +227,8 @@ class Stage:
         before = session.request
         await self.pause(0)
         self.chats.send(session, text)
+        if session.id in self._questions:
+            self._questions[session.id] += 1
         await self.until(f"chat {self.chats.number(session)} to be queued", lambda: self._queued(session, before))
         assert session.request is not None
         return session.request

@@ -54,7 +54,7 @@ LESSON_FILES = Path(page_module.__file__).parent
 RIGHT = {  # what each experiment must prove, by lesson and page title
     (0, "Text becomes tokens"): "prefill is one token, Anna has several",
     (0, "A forward pass"): "one number for each token of the vocabulary",
-    (0, "Again and again"): "each token of the prompt and of the reply, except the last, once",
+    (0, "Again and again"): "each token once, except the last token of the reply",
     (1, "Two questions, step by step"): "7",
     (2, "The cost of reading weights"): "about 4 ms",
     (2, "A decode step of many rows"): "less than twice as long",
@@ -73,7 +73,7 @@ RIGHT = {  # what each experiment must prove, by lesson and page title
     (6, "Waiting, with a reason"): "first budget, then rows",
     (7, "Byte by byte"): "6: of each character, all bytes but the last",
     (7, "Stop strings"): "with the next token",
-    (8, "A request with curl"): "at most 12",
+    (8, "A request with curl"): "fewer than 12, but several",
     (8, "A client disconnects"): "those after the last full block of the prompt",
     (9, "The same beginning, another question"): "24",
     (9, "All at the same time"): "192",
@@ -741,6 +741,28 @@ async def test_a_question_to_a_paused_engine_is_told_what_it_waits_for() -> None
         await room.press(*"/resume", "enter")
         await room.until(lambda: "The engine is paused: /resume lets it run." not in room.text())
         await room.until(lambda: room.app.session.messages[-1].state == "done")
+
+
+async def test_an_experiment_keeps_the_readers_chats_and_removes_its_own() -> None:
+    async with Classroom((80, 24)) as room:
+        chats = room.app.chats
+
+        async def run() -> list[str]:
+            await room.press("right", "r")
+            await room.until(lambda: 1 in room.reading.seen and not room.reading.running)
+            await room.press("left")
+            return [session.title for session in chats.sessions]
+
+        await room.press("1", *"why", "enter", "ctrl+g", "0")
+        await room.until(lambda: [session.title for session in chats.sessions] == ["why"])
+        for _ in range(2):
+            assert await run() == ["why", "lesson", "hello"], "mine, and those of the last run"
+        await room.press("1", *"/resume", "enter")
+        await room.until(lambda: not room.app.session.busy)
+        await room.press(*"how", "enter", "ctrl+g", "0")
+        await room.until(lambda: len(room.app.session.questions) == 2)
+        assert await run() == ["why", "hello", "lesson", "hello"], "I have asked in a chat of the run"
+        assert [message.text for message in chats.sessions[1].questions] == ["hello", "how"]
 
 
 async def test_the_question_stays_in_sight_beside_its_result_and_no_earlier_picture_is_shown() -> None:

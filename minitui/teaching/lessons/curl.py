@@ -15,12 +15,14 @@ from typing import Any
 from engine.errors import EngineError, not_installed
 from minitui.sources.local import LocalSource
 from minitui.teaching.lessons.page import Seen
+from minitui.teaching.merges import quoted
 from minitui.teaching.stage import Stage
 from minitui.viewmodel.board import Wire
 
 PATH = "/v1/chat/completions"
 QUESTION = "What is decode?"
 TOKENS = 12  # of each reply
+HELD, STOP = " the", " the zebra"  # a token of the reply, and a stop string that begins with this token
 PACE = 10  # of an engine without slow motion
 LIMIT_S = 30.0  # for the server's start, and for each request
 LONGEST_LINE = 1 << 16  # bytes
@@ -29,8 +31,8 @@ HIDDEN = ("id", "created", "system_fingerprint", "object", "model", "index", "lo
 
 
 async def request(stage: Stage) -> Seen:
-    """Asks once for the whole answer and once for a stream. The answer: 1 if the stream came in several events, but not
-    in more than there were tokens."""
+    """Asks once for the whole answer and once for a stream. The answer: whether one event of the stream had text (0),
+    one for each token (1), or several, but fewer than tokens (2)."""
     async with _server(stage) as (url, key):
         whole, _ = await _ask(stage, url, key, stream=False)
         answer = json.loads("\n".join(whole))
@@ -45,20 +47,20 @@ async def request(stage: Stage) -> Seen:
     chunks = [json.loads(event) for event in events if event != "[DONE]"]
     parts = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"]]
     texts = [part for part in parts if part]
-    own = "This time each token had an event of its own: the experiment slows the steps down. "
-    own = own if stage.beat and len(texts) == usage["completion_tokens"] else ""
+    held = any(part.startswith(HELD) and part != HELD for part in texts)
     same = "the same text" if "".join(parts) == reply["message"]["content"] else "another text"
     rows = (
         ("prompt tokens", usage["prompt_tokens"]), ("reply tokens", usage["completion_tokens"]),
-        ("steps of the stream", steps), ("lines with data:", len(events)), ("of these with text", len(texts)),
+        ("steps of the stream", steps), ("lines with data:", len(events)), ("  of these with text", len(texts)),
     )  # fmt: skip
     return Seen(
         "\n".join(f"   {name:<20}{n:>6}" for name, n in rows)
         + "\n\nThe first answer is one JSON object. Its usage has the two numbers of tokens, and its finish_reason is "
-        f"“{reply['finish_reason']}”. The second answer is a stream of events. Each event has the text that is new, "
-        f"and this may be the text of several tokens. All pieces together make {same}. The last event is {events[-1]}. "
-        f"{own}The server has stopped; `minitui serve` starts one.",
-        0 if len(texts) < 2 or events[-1] != "[DONE]" else 1 if len(texts) <= TOKENS else None,
+        f"“{reply['finish_reason']}”. The second answer is a stream of events. Each event has the text that is new. "
+        f"The text of {quoted(HELD)} came together with the text of the next token. (A fast engine can give the server "
+        f"several tokens at once; then their text has one event, too.) All pieces together make {same}. The last event "
+        f"is {events[-1]}. The server has stopped; `minitui serve` starts one.",
+        0 if len(texts) == 1 else 1 if len(texts) == TOKENS else 2 if held and events[-1] == "[DONE]" else None,
     )
 
 
@@ -96,6 +98,7 @@ async def _server(stage: Stage) -> AsyncIterator[tuple[str, str]]:
 async def _ask(stage: Stage, url: str, key: str, stream: bool) -> tuple[list[str], int]:
     """Sends the question; returns the lines of the answer, and the number of steps meanwhile."""
     body: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": TOKENS, "temperature": 0}
+    body["stop"] = [STOP]
     if stream:
         body["stream"] = True
     command = ["curl", *(["-N"] if stream else []), f"{url}{PATH}", "-H", f"Authorization: Bearer {key}"]

@@ -10,7 +10,7 @@ from engine.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from minitui.chat.conversation import Session
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, TypeIn
-from minitui.teaching.merges import merges, shown_piece
+from minitui.teaching.merges import merges, quoted, shown_piece
 from minitui.teaching.stage import Stage
 from minitui.text import count
 from minitui.viewmodel.board import Pieces
@@ -23,17 +23,12 @@ LISTED = 24  # merges in the text of the result
 REPLY = 8
 CANDIDATES = 4
 LEAST = 0.001  # a smaller probability is not shown exactly
-NO_BREAK = "\xa0"  # a space at which no line ends
 TYPE = TypeIn("Your text", TEXT, LONGEST)
 ASK = TypeIn("Your question", QUESTION, LONGEST)
 
 
 def _tokenizer(stage: Stage) -> Tokenizer:
     return Tokenizer(Path(stage.source.info["model_dir"]))
-
-
-def _quoted(piece: str) -> str:
-    return f"“{piece}”".replace(" ", NO_BREAK)
 
 
 def _pieces(tokenizer: Tokenizer, ids: list[int]) -> tuple[str, ...]:
@@ -67,10 +62,10 @@ async def cut_up(stage: Stage) -> Seen:
     pieces = _pieces(tokenizer, ids)
     made = f"{count(len(begin), 'byte')} became {count(len(ids), 'token')}, by {count(len(done), 'rule')}"
     stage.view.put(Pieces("Tokens", pieces, made, tuple(ids)))
-    pairs = [" + ".join(_quoted(shown_piece(half)) for half in merge.pair) for merge in done[:LISTED]]
+    pairs = [" + ".join(quoted(shown_piece(half)) for half in merge.pair) for merge in done[:LISTED]]
     listed = f" The rules, in order: {', '.join(pairs)}{' …' if len(done) > LISTED else ''}." if pairs else ""
     common, name = (_pieces(tokenizer, tokenizer.encode(word)) for word in WORDS)
-    words = [f"   {_quoted(word)}: " + " | ".join(_pieces(tokenizer, tokenizer.encode(word))) for word in WORDS]
+    words = [f"   {quoted(word)}: " + " | ".join(_pieces(tokenizer, tokenizer.encode(word))) for word in WORDS]
     return Seen(
         f"{made}.{listed} The tokens, and their ids:\n\n   "
         + " | ".join(pieces) + "\n   " + " ".join(map(str, ids))
@@ -179,12 +174,12 @@ LESSON = Lesson(
             "Text becomes tokens",
             """
             A model computes with numbers. So a text is cut into pieces, the tokens. Each has a number, the token id.
-            All tokens of a model are its vocabulary. (Later pages explain the top line.)
+            All tokens of a model are its vocabulary. (The top line is explained later.)
 
             This tokenizer first cuts a text into words and signs. A space belongs to the word after it. Each word is
-            then cut into bytes: a letter has one byte or more. Last, a list of merge rules joins neighbouring pieces.
-            The first rule that fits is applied, again and again, until no rule fits. The rules join pairs that are
-            frequent in texts about programs that run models.
+            then cut into bytes: a letter has one byte or more. Last, merge rules join neighbouring pieces: the first
+            rule that fits is applied, again and again, until no rule fits. The rules join pairs that are frequent in
+            texts about programs that run models.
             """,
             panel="pieces",
             code="minitui.teaching.merges:merges",
@@ -206,10 +201,11 @@ LESSON = Lesson(
             A prompt is a text that a model continues. The continuation is the reply. Tokens such as <|im_start|> mark
             who speaks in a chat.
 
-            A model consists of layers with many fixed numbers, the weights. Each token id selects a list of numbers.
-            These lists go into the first layer. The result of a layer goes into the next layer. A forward pass computes
-            each layer once. A forward pass is never random: for the same prompt, it gives the same result (apart from
-            rounding). Yet the same question, asked twice, can get two different replies. Page 3 explains why.
+            A model consists mainly of layers. A layer has many fixed numbers, the weights. Each token id selects a list
+            of numbers. These lists go into the first layer. The result of a layer goes into the next layer. A forward
+            pass computes each layer once. A forward pass is never random: for the same prompt, it gives the same result
+            (apart from rounding). Yet the same question, asked twice, can get two different replies. Page 3 explains
+            why.
             """,
             panel="pieces",
             code="engine.model.decoder:Decoder.forward",
@@ -236,8 +232,8 @@ LESSON = Lesson(
 
             Then the model runs again, with this token as its new input. A reply of 100 tokens needs 100 forward passes,
             one after the other: each pass needs the token of the pass before. (L2 Model and weights shows an
-            exception.) A reply ends when the model samples an end token, at a stop string (L7 Detokenizer), or when the
-            reply has the largest length that the user allowed.
+            exception.) A reply ends when an end token is sampled, at a stop string (L7 Detokenizer), or when the reply
+            has the largest length that the user allowed.
 
             The inference engine is the program that runs the model. The engine works in steps, with one forward pass in
             each step. If several users wait for replies, one step can compute tokens for all of them.
@@ -255,8 +251,8 @@ LESSON = Lesson(
               value   what this token hands over when it is found
 
             Usually, a token's query is compared with its own key and with the keys of all earlier tokens. The better a
-            key fits, the more of its value is added to a sum. This sum changes the token's numbers, which go into the
-            next layer. So keys and values depend on their token and on earlier, not later tokens.
+            key fits, the more of its value is added to a sum. The sum changes the token's numbers, which go into the
+            next layer. So keys and values depend only on their own token and on earlier tokens.
 
             A layer does this several times side by side, in heads. Each query head has its own query and sum. To save
             memory, query heads share keys and values: the bundled model has 6 query heads and 2 KV heads. The head
@@ -282,7 +278,7 @@ LESSON = Lesson(
                 (
                     "in each step, the whole text so far",
                     "each token of the prompt and of the reply, once",
-                    "each token of the prompt and of the reply, except the last, once",
+                    "each token once, except the last token of the reply",
                 ),
                 (
                     "keys and values would be computed again in each step. But a later token does not change them, so "

@@ -86,8 +86,8 @@ LESSON = Lesson(
             """
             If the device is a GPU, the host does not compute the forward pass. The host launches kernels: small
             programs, several for each layer, that run on the GPU. From Python and PyTorch, a launch takes the host 5 to
-            50 microseconds; this depends on the host. A kernel for a long prompt runs much longer than a launch takes.
-            A decode step of a few tokens has hundreds of launches, too, but each kernel has little work.
+            50 microseconds; this depends on the host. Most kernels for a long prompt run much longer than a launch
+            takes. A decode step of a few tokens has hundreds of launches, too, but each kernel has little work.
 
             A CUDA graph is a recording of such a sequence of launches, with all arguments. The engine records
             (captures) the graph once. Later, a single call replays the graph. A replay always reads and writes the same
@@ -100,8 +100,8 @@ LESSON = Lesson(
             """
             The timings panel has two tracks below its table: one for the host and one for the device. Time runs to the
             right. A filled cell means work. If both tracks are filled, the host works while the device computes: for
-            example, the host plans the next step. In a narrow panel, each track is replaced by a number: the mean
-            time of a step.
+            example, the host plans the next step. In a narrow panel, each track is replaced by a number: its mean time
+            in a step.
             """,
             panel="timings",
             run=host_share,
@@ -112,12 +112,12 @@ LESSON = Lesson(
             Recorded decode steps of {SMALL_MODEL.name} on an {GPU.name}, one row, in three ways:
 
               eager    the host launches {SMALL_MODEL.kernels[1][0]:.0f} kernels, one after the other
-              graphs   the host replays one graph
+              graphs   the host replays two graphs: of the model and of the sampler
               overlap  graphs; the host launches a step while the previous step runs
 
-            The host launches the next kernel at once: it waits for no kernel. The device runs one kernel after the
-            other. Here a launch took {LAUNCH_US:.0f} microseconds, and all kernels {ms(SMALL_MODEL.kernels[1][1])} ms
-            (measured by another program, a profiler).
+            The host waits for no kernel before the next launch. The device runs one kernel after the other. All kernels
+            took {ms(SMALL_MODEL.kernels[1][1])} ms (by a profiler). A launch took {LAUNCH_US:.0f} microseconds: the
+            launch part of a step, divided by its kernels.
             """,
             panel="gpu",
             code="engine.worker.cuda_graphs:DecodeGraphs.launch",
@@ -172,8 +172,8 @@ LESSON = Lesson(
             may have any number of requests. A graph for each number would need much time and memory. So this engine
             captures graphs for a ladder of sizes: 1, 2, 4, 8, 16, then in steps of 16 up to 128, then in steps of 32.
 
-            Remember the cost of a step with few requests: it is mainly the time to read all weights (L2 Model and
-            weights).
+            Remember the cost of a step with few requests: with a large model, it is mainly the time to read all weights
+            (L2 Model and weights).
             """,
             panel="step",
             code="engine.worker.cuda_graphs:ladder",
@@ -202,13 +202,13 @@ LESSON = Lesson(
               sample   of n requests: greedy, or with noise (also after top-k or top-p)
 
             Steps with many tokens have no graph: their kernels take longer than the launches. At its start, the engine
-            measures both times, and computes the largest useful graph. Sampling has graphs of
-            its own, because its settings differ from step to step. Lengths and block numbers are data in the buffers.
-            By default,
-            vLLM's steps with prompts have graphs for all but attention.
+            measures both, and computes the largest useful graph. Sampling has its own graphs: its settings differ from
+            step to step. Lengths and block numbers are data in the buffers. By default, vLLM's steps with prompts have
+            graphs for all but attention, up to a largest size.
 
-            With graphs, a decode step of a large model or a small batch takes mainly the time to read all weights, and
-            the keys and values of the batch, once. `minitui bench` prints how close this engine comes to this limit.
+            With graphs, a decode step of a large model with a small batch takes mainly the time to read all weights,
+            and the keys and values of the batch, once. `minitui bench` prints how close this engine comes to this
+            limit.
             """,
             code="engine.worker.cuda_graphs:DecodeGraphs.launch",
         ),

@@ -80,8 +80,8 @@ LESSON = Lesson(
               7 emit         engine/core/engine.py      ids are appended, ended replies are found
 
             Stage 1 runs once for each request. A step runs stages 2 to 5 and stage 7, for all of its requests together.
-            Stage 6 follows the step, after stage 7. If a step computes only a part of a prompt, it leaves
-            out stages 5 to 7 for this request. A new request can start in any step with room.
+            Stage 6 follows the step, after stage 7. If a step does not reach the end of a prompt, it leaves out stages
+            5 to 7 for this request. A new request can start in any step with room.
             """,
         ),
         Page(
@@ -90,17 +90,17 @@ LESSON = Lesson(
             A step has three parts:
 
               plan     stages 2 and 3, on the host: requests and blocks are chosen
-              launch   stages 4 and 5, on the device: forward pass and sampling
+              launch   stages 4 and 5: the host starts them, the device computes them
               commit   stage 7, on the host: ids are added, ended replies release blocks
 
             Stage 6 follows the commit. On a GPU, the next step runs meanwhile.
 
             A plan needs the length of each reply, but not its tokens. Each decode adds one token. So while step n runs,
             the host already knows the new lengths. With a GPU, the host then plans step n+1 at once. Two widely used
-            engines, vLLM and SGLang, do the same by default. If a reply ends with step n, step n+1 computes one
-            token too many, which is thrown away. On a CPU, the three parts run one after the other here.
-
-            Press v to read the code of a step.
+            engines, vLLM and SGLang, do the same by default. The host also knows when a reply reaches its largest
+            length. But an end token of step n is known only after step n+1 has begun: then step n+1 computes one token
+            too many, which is thrown away. On a CPU, the three parts run one after the other here. Press v to read the
+            code of a step.
             """,
             code="engine.core.engine:Engine.step",
         ),

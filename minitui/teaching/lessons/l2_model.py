@@ -119,10 +119,10 @@ LESSON = Lesson(
             The model represents each token by a vector: a list of numbers. The token id selects the vector from the
             embedding table. Then the vector passes through the layers. Each layer has two parts: attention, and then a
             small network, the MLP. Each part adds its output to the vector. In most models, each part begins with a
-            norm (RMSNorm): it gives all vectors about the same size. After the last layer, a matrix computes the logits
-            from the vector.
+            norm (RMSNorm): it gives all vectors about the same size. After the layers and a last norm, a matrix
+            computes the logits.
 
-            Families of models, such as Llama 3, Mistral, Qwen2 and Qwen3, differ only in details: some add numbers
+            Llama 3, Mistral, Qwen2, Qwen3 and other families of models differ only in details: some add numbers
             (biases) after a matrix, some have norms for queries and keys, some use the embedding table as the last
             matrix, too. So this engine has one file for all of them. vLLM and SGLang mostly have a file for each
             family.
@@ -141,8 +141,8 @@ LESSON = Lesson(
             skipped. Then each tensor is copied directly to its place.
 
             A layer computes queries, keys and values with three matrices. The engine joins them to one matrix, because
-            one multiplication is faster than three. It joins the first two matrices of the MLP, too. vLLM and SGLang do
-            the same.
+            one large multiplication is usually faster than three smaller ones. It joins the first two matrices of the
+            MLP, too. vLLM and SGLang do the same.
             """,
             code="engine.model.weights:load_weights",
         ),
@@ -233,8 +233,8 @@ LESSON = Lesson(
             do. So on the {GPU.name}, {SIZES[-1]} prompt tokens cost little more than one. From some length on,
             arithmetic takes most of the time. Then twice the length takes about twice the time, or more.
 
-            While it reads a byte, a CPU can do fewer operations than a GPU. So on a CPU, arithmetic takes most of the
-            time even for a shorter prompt. Compare where the curves begin to rise.
+            This length depends on the device. The fewer operations a device can do while it reads a byte, the shorter
+            is this length. The experiment measures this machine. Compare where the curves begin to rise.
             """,
             panel="costs",
             code="minitui.teaching.lessons.step_costs:prompt_tokens",
@@ -243,16 +243,17 @@ LESSON = Lesson(
         Page(
             "Drafts, checked in one step",
             """
-            With a large model on a GPU, a few more tokens in a step cost little. Speculation uses this for a single
-            reply. The engine guesses the next tokens: these are drafts. One step computes the last token and the
-            drafts, and samples a token after each of them. A draft is accepted if it equals the token that is sampled
-            for its place. So, apart from rounding, the reply stays the same. vLLM and SGLang also check drafts in one
-            step. There, the reply can change, but each reply stays as likely as without drafts.
+            With a large model on a GPU, a few more tokens in a step cost little. Speculation uses this: the engine
+            guesses the next tokens of a reply, the drafts. One step computes the last token and the drafts, and samples
+            a token after each of them. The drafts are accepted up to the first that differs from the token sampled for
+            its place. So, apart from rounding, the reply stays the same. vLLM and SGLang also check drafts in one step.
+            There, a reply with a temperature above 0 can change, but each reply stays as likely as without drafts (by
+            default).
 
             Here, drafts are copied from the text (prompt lookup). The engine looks for the last three tokens earlier in
             the text. The tokens after that place are the drafts. The panel shows a run without drafts, and below it a
-            run with drafts. A column is the same time in both. In each run, a chat asks the same question twice. On a
-            CPU, a draft costs more than on a GPU, so fewer steps may even take longer.
+            run with drafts. A column is the same time in both. In each run, a chat asks the same question twice. Fewer,
+            but longer steps may even take more time.
             """,
             panel="runs",
             code="engine.core.speculation:PromptLookup",
@@ -261,18 +262,18 @@ LESSON = Lesson(
         Page(
             "Positions and heads",
             """
-            Attention alone ignores the order of tokens. So most models rotate each query and each key by an angle that
-            grows with the position of the token (RoPE). How well a key fits a query then depends on the distance of
-            their tokens. Keys are stored after the rotation.
+            The vector from the embedding table does not contain the position of its token. So most models rotate each
+            query and each key by an angle that grows with the position (RoPE). How well a key fits a query then depends
+            on the distance of their tokens, too. Keys are stored after the rotation.
 
-            Two prompts can share a cached block only if they are equal from their first token to the end of the block.
-            Another position alone would be no problem: the engine could rotate the key again. But from the second layer
-            on, the vector of a token contains what attention has collected from all tokens before. The key and the
-            value are computed from this vector.
+            Two prompts can share a cached block without changing the result only if they are equal from their first
+            token to the end of the block. Another position alone would be no problem: the engine could rotate the key
+            again. But from the second layer on, the vector of a token contains what attention has collected from all
+            tokens before. The key and the value are computed from this vector.
 
             L0 Tokens explains query heads and KV heads. If several query heads share one KV head, this is grouped-query
-            attention. Only keys and values are kept. So fewer KV heads mean a smaller cache, and often room for more
-            requests.
+            attention. Only keys and values are kept. So with fewer KV heads, each token needs less memory, and the pool
+            has room for more tokens.
             """,
             code="engine.model.rope:rope_table",
         ),

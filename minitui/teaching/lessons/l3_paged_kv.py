@@ -151,12 +151,12 @@ LESSON = Lesson(
             The length of a reply is not known in advance. A request could get one piece of memory for the longest
             reply. But most of the piece would stay empty, and the gaps between pieces could be too small to use. So the
             memory is divided into blocks of equal size. A block has room for 16 tokens here, as is usual in vLLM. In
-            SGLang, the default is one token. When a token no longer fits into the last block of its request, the
-            request takes any free block of the pool. Only the empty end of a last block is wasted: here at
-            most 15 tokens. The idea comes from operating systems; vLLM brought it to inference.
+            SGLang, a block usually has one token. When a token no longer fits into the last block of its request, the
+            request takes any free block of the pool. Only the empty end of a last block is wasted: here at most 15
+            tokens. The idea comes from operating systems; vLLM brought it to inference.
 
-            The text of a request has logical blocks 0, 1, 2 … A block of the pool is a physical block. The block
-            table of the request names the physical block of each logical block.
+            The text of a request has logical blocks 0, 1, 2 … A block of the pool is a physical block. The block table
+            of the request names the physical block of each logical block.
             """,
             code="engine.attention.kv_pool:KVPool",
         ),
@@ -198,8 +198,8 @@ LESSON = Lesson(
               bytes per token = 2 x layers x KV heads x head size x bytes per number
 
             The 2 is for key and value; queries are not stored. For Qwen3-8B in 16 bits: 2 x 36 x 8 x 128 x 2 = 147,456
-            bytes. A chat of 8,192 tokens needs 1.2 GB. A GPU of 24 GB with 16 GB of weights has room for about six such
-            chats. So memory often limits the number of running requests.
+            bytes. A chat of 8,192 tokens needs 1.2 GB. A GPU of 24 GB with 16 GB of weights has room for at most six
+            such chats. So memory often limits the number of running requests.
             """,
             code="engine.model.config:ModelConfig.kv_bytes_per_token",
             run=cost,
@@ -241,8 +241,8 @@ LESSON = Lesson(
         Page(
             "Four states",
             """
-            Later prompts find full blocks by their tokens, in a tree (L9 Radix cache explains it). The state of a block
-            says how many requests hold the block, and whether the block is in the tree.
+            The engine keeps a list of full blocks, where later prompts find blocks by their tokens. The list is a tree
+            (L9 Radix cache). The state of a block says how many requests hold it, and whether it is in the tree.
 
               free     no request, not in the tree
               active   one request, in the tree or not
@@ -268,8 +268,8 @@ LESSON = Lesson(
             "No reservation",
             """
             A request may start if there are enough free or cached blocks for its prompt. This engine and vLLM reserve
-            no blocks for the reply. SGLang reserves an estimate. (In a large pool, 1 % of the blocks must stay free for
-            the requests that already run: the watermark. In this pool of 48 blocks, the watermark is 0.)
+            no blocks for the reply. SGLang reserves an estimate. (Here, 1 % of a large pool must stay free for the
+            requests that already run: the watermark. In this pool of 48 blocks, the watermark is 0.)
 
             Four requests that may each have 192 tokens, prompt and reply together, could fill this pool of 768 tokens.
             But if each request ends after 20 tokens, they use two blocks each: 8 blocks of 48, a sixth of the pool.

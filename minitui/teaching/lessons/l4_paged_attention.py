@@ -135,8 +135,8 @@ LESSON = Lesson(
             "Causal attention after a cache hit",
             """
             A token sees itself and earlier tokens, never later tokens: attention is causal. A query and a key have the
-            number of their token: 0 is the first token of the prompt. If a step computes a whole prompt, the
-            picture of what each query sees is a triangle (the mask).
+            number of their token: 0 is the first token of the prompt. If a step computes a whole prompt, the picture of
+            what each query sees is a triangle (the mask).
 
             If the beginning is cached, its keys are in the pool, and the step computes only the tokens after it. The
             panel shows a prompt without, then one with a cached beginning. The panel's last line is the scale.
@@ -160,15 +160,15 @@ LESSON = Lesson(
             "Padding and the null block",
             """
             The block tables of a batch get the same width here. The unused entries are padding. They refer to block 0,
-            the null block, which no request holds. A kernel may read the null block, because the mask multiplies its
-            numbers by 0. The numbers are always finite, so the result is 0. (With NaN, "not a number", this would fail:
-            0 times NaN is NaN.) Free blocks may contain anything. A test fills them with NaN and checks that no result
-            changes. vLLM has a null block, too, and SGLang a slot for padding.
+            the null block, which no request holds. A kernel may read the null block, because attention multiplies the
+            values of padding by 0. The numbers in the null block are always finite, so the result is 0. (With NaN, "not
+            a number", this would fail: 0 times NaN is NaN.) Free blocks may contain anything. A test fills them with
+            NaN and checks that no result changes. vLLM has a null block, too, and SGLang a slot for padding.
 
             A decode step computes one token of a request, but attention reads all keys and values of the request. So
             attention mostly reads. In the prefill of a long prompt, attention reads a key once for many tokens. So
-            attention mostly computes. This engine has one GPU kernel for decode and one for prefill. vLLM can use one
-            kernel for both: FlashAttention takes any number of queries for each request.
+            attention mostly computes. By default, this engine has one GPU kernel for decode and one for prefill. vLLM
+            can use one kernel for both: FlashAttention takes any number of queries for each request.
             """,
             code="engine.attention.torch_backend:TorchAttention._plan_decodes",
         ),

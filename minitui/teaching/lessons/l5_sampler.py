@@ -122,7 +122,7 @@ async def move_the_bars(stage: Stage) -> Seen:
     for again in (seed, seed, seed + 1, seed + 2, seed + 3):
         now, drawn = await likeliest(stage, ids, **last, seed=again)
         stage.view.put(candidates(stage, _title(stage, last), before, now, drawn, again))
-        draws.append(f"   seed {again}: “{_text(stage, drawn)}”")
+        draws.append(f"seed {again}: “{_text(stage, drawn)}”")
         tokens.append(drawn)
         await stage.pause(1.5)
     same = "the same token" if tokens[0] == tokens[1] else "two different tokens"
@@ -131,7 +131,8 @@ async def move_the_bars(stage: Stage) -> Seen:
         (_ratio_lines(stage, columns[0], columns[2], two) if two is not None else "")
         + "\n".join(lines)
         + (f"\n\n{UNLISTED}" if any(line.endswith("-") or " - " in line for line in lines) else "")
-        + f"\n\nDrawn with {_title(stage, last)}:\n\n" + "\n".join(draws) + f"\n\nThe same seed gave {same}.",
+        + f"\n\nDrawn with {_title(stage, last)}:\n\n   {', '.join(draws[:2])}\n   {', '.join(draws[2:])}"
+        + f"\n\nThe same seed gave {same}.",
         None if two is None else _growth(*two),
     )
 
@@ -263,8 +264,8 @@ LESSON = Lesson(
             f"""
             The bars show how likely each token is as the first token of a reply to “{UNKNOWN}”. The model has learned
             no answer to this prompt, so several first tokens are likely. Each picture is a request with other settings.
-            A token that was cut is crossed out. The engine lists only the likeliest tokens: a token
-            with “<” is less likely than each token of the list.
+            A token that was cut is crossed out. The engine lists only the likeliest tokens: a token with “<” is less
+            likely than each token of the list.
 
             If the score of a token is one point larger than another score, the token is e = 2.7 times as likely; with
             two points, e × e times. Temperature {SHARP} doubles each difference. Key i lets you type your own settings.
@@ -314,7 +315,7 @@ LESSON = Lesson(
             f"""
             To draw a token, the sampler adds a random number (noise) to each score. The token with the largest sum is
             the next token. The noise has the Gumbel distribution. For this distribution, mathematics proves: a token
-            with a probability of 30 % has the largest sum in 30 % of the draws.
+            with a probability of 30 % has the largest sum in 30 % of the draws, on average.
 
             A request may have a seed, so that its reply can be repeated. The experiment samples a reply with seed
             {SEED} at a high temperature: first alone, then with three others in the batch. Both replies should be the

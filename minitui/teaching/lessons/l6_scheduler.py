@@ -156,9 +156,8 @@ LESSON = Lesson(
             in chunks, in several steps. vLLM mixes prompts and decodes in a step, too. SGLang does this only with
             --enable-mixed-chunk.
 
-            The scheduler needs only the number of tokens of a reply. So it can plan a step before
-            the tokens of the previous step are known (L1 Architecture). (Grammars and
-            speculation need the tokens.)
+            The scheduler needs only the number of tokens of a reply. So it can plan a step before the tokens of the
+            previous step are known (L1 Architecture). (In this engine, grammars and speculation need the tokens.)
             """,
             code="engine.core.scheduler:Scheduler.plan",
         ),
@@ -197,18 +196,18 @@ LESSON = Lesson(
         Page(
             "Static and continuous",
             """
-            Eight replies of different lengths run in four rows: first in static batches, then with continuous
-            batching. Each run has an engine of its own. The panel shows both runs on one clock, the first above the
-            second. Each line is a request.
+            Eight replies of different lengths run in four rows: first in static batches, then with continuous batching.
+            Each run has an engine of its own. The panel shows both runs on one clock, the first above the second. Each
+            line is a request.
 
             In the static run, look for requests that wait although a row is empty. Compare the steps, the time of the
             run, and the times to the first token. (p99: 99 % of the times are not longer.)
 
             Fewer steps save time if a step takes about as long as before. With continuous batching, a step has more
-            rows. On a CPU, a step with four rows takes longer than a step with one row; on a GPU, hardly longer (L2
-            Model and weights). A step that computes a prompt takes longer, too. A static batch computes its prompts
-            together, before its decodes; with continuous batching, some prompts come between the decodes. The result
-            has measured times: other programs on this machine can change them.
+            rows. How much longer a step with four rows takes than a step with one row depends on the device (L2 Model
+            and weights). A step that computes a prompt takes longer, too. A static batch computes its prompts together,
+            before its decodes; with continuous batching, some prompts come between the decodes. The result has measured
+            times: other programs on this machine can change them.
             """,
             panel="runs",
             run=side_by_side("batching", told=steps_and_time),
@@ -239,8 +238,8 @@ LESSON = Lesson(
         Page(
             "In one step and in chunks",
             """
-            Three requests write, and a user pastes a long text. The first engine computes the whole prompt in one
-            step. The second engine computes at most 64 tokens in a step.
+            Three requests write, and a user pastes a long text. The first engine computes the whole prompt in one step.
+            The second engine computes at most 64 tokens in a step.
 
             Chunks have a price. Each chunk shares its step with the other requests, and reads the keys and values of
             the earlier chunks again. So the first token of the pasted prompt usually comes later, and the run may take
@@ -253,8 +252,8 @@ LESSON = Lesson(
         Page(
             "Waiting, with a reason",
             f"""
-            A new request waits until the scheduler admits the request to the batch. There are three reasons for
-            waiting: the budget of the step is used up, no row is free, or too few blocks are available. The log of this
+            A new request waits until the scheduler admits the request to the batch. In this lesson, there are three
+            reasons: the budget of the step is used up, no row is free, or too few blocks are available. The log of this
             engine names the first reason, in this order. If the reason changes, the log has another line.
 
             This engine has four rows and a budget of {BUDGET} tokens. Three requests decode, and two more arrive. Each
@@ -306,8 +305,8 @@ LESSON = Lesson(
             "When memory runs out",
             """
             A decode step may need a new block. If no block is free, this engine evicts cached blocks. If no cached
-            block is left, it preempts the youngest running request. vLLM does the same by default; SGLang
-            usually preempts the request with the shortest reply so far.
+            block is left, it preempts the youngest running request. vLLM does the same by default; SGLang usually
+            preempts the request with the shortest reply so far.
 
             A preempted request moves to the head of the queue. Its full blocks stay in the tree as cached blocks. The
             other requests continue to write, and evict these blocks one by one. When a request finishes, the preempted

@@ -176,8 +176,8 @@ LESSON = Lesson(
             """
             A prompt is encoded before it is computed. A model's chat template makes one text of all messages of a chat.
             Between the messages are control tokens, such as <|im_end|>. A user may type <|im_end|>, too. Then the typed
-            letters must stay text. Otherwise a user could begin a message in the name of the system. In
-            minitui's chats, only the template makes control tokens.
+            letters must stay text. Otherwise a user could begin a message in the name of the system. In minitui's
+            chats, only the template makes control tokens.
 
             The same text can be cut into tokens in several ways: “cache” as one token, or as “ca” and “che”. The
             tokenizer always chooses the same way. The model may have written the same text with other tokens. The cache

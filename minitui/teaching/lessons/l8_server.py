@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from engine.trace.views import CACHED
-from minitui.teaching.lessons.curl import QUESTION, TOKENS, request
+from minitui.teaching.lessons.curl import HELD, QUESTION, STOP, TOKENS, request
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
+from minitui.teaching.merges import quoted
 from minitui.teaching.scenarios import paste
 from minitui.teaching.stage import Stage
 
@@ -94,25 +95,25 @@ LESSON = Lesson(
         Page(
             "A request with curl",
             f"""
-            The experiment starts the HTTP server on the engine of this lesson. The server listens on a free port of
-            this machine and accepts one API key. Then curl, a program for HTTP requests, asks “{QUESTION}”
-            twice, each time for up to {TOKENS} tokens: first for the whole reply, then with "stream": true. The panel
-            shows the commands and the server's answers, without some fields.
+            The experiment starts the HTTP server on the engine of this lesson. Then curl, a program for HTTP requests,
+            asks “{QUESTION}” twice, each time for {TOKENS} tokens: first for the whole reply, then with "stream": true.
+            The panel shows the commands and the server's answers, without some fields.
 
-            The response of a stream stays open, and the server writes an event when it has new text. Here, an event is
-            a line that begins with “data:”, and an empty line. The text comes from the detokenizer (L7 Detokenizer).
+            The response of a stream stays open. The server writes an event, a line that begins with “data:”, when it
+            gets new text from the detokenizer. The stop string is {quoted(STOP)} (L7 Detokenizer). The reply contains
+            the token {quoted(HELD)}, but not the stop string.
             """,
             panel="wire",
             code="minitui.server.chat",
             run=request,
             predict=Prediction(
-                f"How many events of a streamed reply of {TOKENS} tokens have text?",
-                ("one", f"at most {TOKENS}", f"always {TOKENS}"),
+                f"How many events of the streamed reply of {TOKENS} tokens have text?",
+                ("one", f"{TOKENS}", f"fewer than {TOKENS}, but several"),
                 (
                     "the server would wait for the last token. That is an answer without a stream.",
+                    f"each token would have an event of its own. But {quoted(HELD)} can be the beginning of the stop "
+                    "string. So its text is held back until the next token, and both are sent together.",
                     "",
-                    "each token would have an event of its own. But the text of a token can be held back, and the "
-                    "server may send the text of several tokens together.",
                 ),
             ),
         ),
@@ -132,9 +133,9 @@ LESSON = Lesson(
             next step.
 
             Here two requests with the same system prompt write replies. Then the second client disconnects, and soon
-            sends the same prompt again. The first client's request still runs. In the panel, “again” counts tokens
-            that were computed twice since the engine started, also on earlier pages. Their blocks were evicted, or
-            their request was preempted, or another request had stored the same block first (duplicate).
+            sends the same prompt again. The first client's request still runs. In the panel, “again” counts tokens that
+            were computed twice since the engine started, also on earlier pages. Their blocks were evicted, or their
+            request was preempted, or another request had stored the same block first (duplicate).
             """,
             panel="occupancy",
             code="engine.core.engine:Engine.abort",

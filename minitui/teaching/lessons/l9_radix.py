@@ -63,13 +63,14 @@ LESSON = Lesson(
             tokens. So two prompts with the same beginning have the same keys and values for this beginning, apart from
             rounding. Computing them once is enough.
 
-            Two prompts that begin differently cannot share a later passage without an error, even if the passage is the
-            same in both: its keys and values depend on the text before.
+            Two prompts that begin differently cannot share a later passage without changing the result, even if the
+            passage is the same in both: its keys and values depend on the text before.
 
             Sharing saves prefill: the first token comes sooner, and the device has more time for other requests.
-            Sharing saves memory: several requests can hold one copy of a common beginning. Sharing does not make the
-            decode steps of a request faster. The reply is the same as without the cache, apart from rounding (L5
-            Sampler).
+            Sharing saves memory: several requests can hold one copy of a common beginning. Sharing alone does not make
+            decode steps faster: each request still reads all its keys and values. A special kernel can read a shared
+            beginning once for several requests (cascade attention, in vLLM). The reply is the same as without the
+            cache, apart from rounding (L5 Sampler).
             """,
         ),
         Page(
@@ -81,12 +82,12 @@ LESSON = Lesson(
             is split in two: the equal blocks become the parent, the other blocks become its child.
 
             Only full blocks are shared, and a shared block is never written again. A block that is not full belongs to
-            one request. The last token of a prompt is never taken from the tree, because its logits are needed. So
-            each prompt computes at least one token.
+            one request. The last token of a prompt is never taken from the tree, because its logits are needed. So each
+            prompt computes at least one token.
 
-            The tree is SGLang's idea (RadixAttention). Where a block of SGLang has one token, a match can end
-            at any token. vLLM has no tree. It finds a block by a number (hash) that is computed from all tokens of the
-            prompt up to the end of the block: equal beginnings have equal numbers.
+            The tree is SGLang's idea (RadixAttention). Where a block of SGLang has one token, a match can end at any
+            token. vLLM has no tree. It finds a block by a number (hash) that is computed from all tokens of the prompt
+            up to the end of the block: equal beginnings have equal numbers.
             """,
             code="engine.core.radix:RadixTree.match",
         ),
@@ -116,11 +117,12 @@ LESSON = Lesson(
         Page(
             "All at the same time",
             f"""
-            Six prompts arrive together, and the cache is empty. They have {PROMPTS} tokens in all, and the first
-            {SYSTEM} tokens of each are the same. One step computes all six: the budget is {BUDGET:,} tokens.
+            Six prompts arrive together, and the cache is empty. They have {PROMPTS} tokens in all. The first {SYSTEM}
+            tokens of each are the same. One step with a budget of {BUDGET:,} tokens computes all six.
 
-            A step computes one layer after the other, each for all tokens of the step. In the panel, “users” is the
-            number of requests that hold a node, and “evict #” is the node's place in the order of eviction.
+            The plan takes one prompt after the other. A step computes one layer after the other. In each layer, the
+            step first stores the keys and values of all its tokens. Then attention reads. In the panel, “users” counts
+            the requests that hold a node, and “evict #” is the order of eviction.
             """,
             panel="tree",
             code="engine.core.cache:KVCache.publish_planned",
@@ -166,8 +168,8 @@ LESSON = Lesson(
                     "none: C waits",
                 ),
                 (
-                    "the chat that came first would lose its blocks first. But A was used after B, so a next question "
-                    "in A is more likely.",
+                    "the chat that came first would lose its blocks first. But A was used after B, and the engine "
+                    "expects that what was used last is used next.",
                     "A's other blocks would be of no use: a lookup begins at the first token, and would find nothing.",
                     "",
                     "requests would hold all these blocks. But the replies of A and B have ended, so their blocks are "

@@ -179,17 +179,13 @@ def find_code(reference: str) -> Code:
 
 
 async def fresh(stage: Stage) -> None:
-    """Pauses the engine and resets it: no chats, an empty cache, no slow motion. The picture and the figures start
-    again, so the panels show no earlier request."""
+    """Pauses the engine and resets it: no requests, an empty cache, no slow motion. The picture and the figures start
+    again, so the panels show no earlier request. The chats in which the reader has asked a question stay."""
     stage.forget_runs()
     await stage.go_home()
     await stage.gate()
     await stage.source.control("pace", factor=1)
-    for session in list(stage.chats.sessions):
-        stage.chats.cancel(session)
-    await stage.until("the chats to end", lambda: not any(session.busy for session in stage.chats.sessions))
-    await stage.until("the engine to be empty", lambda: not stage.state().requests)
-    stage.chats.sessions.clear()
+    await stage.end_chats()
     stage.show(stage.chat(title="lesson"))
     await stage.source.control("clear_cache")
     await stage.until("an empty tree", lambda: len(stage.state().nodes) == 1)

@@ -44,8 +44,8 @@ async def rows(stage: Stage) -> Seen:
     )
     why = (
         "\n\n" + "\n".join(f"   {name:<36}{value:>14}" for name, value in sums)
-        + f"\n\nA step reads each weight once for all rows. Even with {MANY} rows, the {device.name} finishes the "
-        f"arithmetic for a weight before it has read the next weight. From about {device.operations_per_byte:.0f} rows "
+        + f"\n\nA step reads each weight once for all rows. Even with {MANY} rows, the {device.name} needs less time "
+        f"for the arithmetic than for reading the weights. From about {device.operations_per_byte:.0f} rows "
         "on, arithmetic takes longer than reading. Each row also reads its own keys and values. So on the "
         f"{device.name}, {_times(recorded)} as long as one row, but computes {SIZES[-1]} tokens. "
         f"So an engine computes many requests in one batch.{_uneven(here)}"

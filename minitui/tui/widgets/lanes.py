@@ -40,10 +40,10 @@ Continuous batching. Each line is a request, each column one or more steps. A re
 prefilled (many tokens per step), then it decodes one token in every step until it finishes. Requests join and leave
 between any two steps; no request waits for the slowest request of a batch. The first row is the time: -2 s is two
 seconds before the last step. The second row has a bar for the duration of each step; for a column of several steps,
-of the slowest. × means preempted: the pool was full and the
-request released its blocks. With more requests than lines, a line is reused when its request has finished: "r9 +2"
-means that r9 uses the line now, and that two finished requests used it before. If you select one of these two, the
-label names that request.""")
+of the slowest. A full bar is the longest duration in sight; the last row says how long it is. × means preempted: the
+pool was full and the request released its blocks. With more requests than lines, a line is reused when its request has
+finished: "r9 +2" means that r9 uses the line now, and that two finished requests used it before. If you select one of
+these two, the label names that request.""")
     BINDINGS: ClassVar = [
         Binding("up", "choose(-1)", "request above", show=False, id="lanes.up"),
         Binding("down", "choose(1)", "request below", show=False, id="lanes.down"),
@@ -217,9 +217,10 @@ label names that request.""")
         row = Row()
         if parts:
             row.add("+ " + ", ".join(parts), "dim")
-        worst = view.timings.slowest
-        if worst is not None and worst.took_ms is not None:
-            text = f"slowest step in {view.timings.seconds:.1f} s: {ms(worst.took_ms)} ms"
+        took = view.steps.column("took")[view.steps.indices(self.first_step, end)]
+        took = took[took > 0]
+        if len(took):
+            text = f"duration of these steps: {ms(took.min())} to {ms(took.max())} ms"
             if row.width + len(text) + 3 <= width:
                 row.right(text, width, "dim")
         return row.done(width)

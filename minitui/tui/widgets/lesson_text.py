@@ -132,6 +132,8 @@ def page_lines(reading: Reading, width: int) -> list[tuple[str, str]]:
         predicted = reading.predicted.get(reading.at)
         for i, choice in enumerate(page.predict.choices):
             right = seen is not None and seen.answer == i
+            if seen is not None and seen.answer is not None and not right and predicted != i:
+                continue  # the result needs the room
             mark = glyphs().right if right else glyphs().arrow if predicted == i else " "
             style = "bold good" if right else "bold accent" if predicted == i else "dim" if seen else "ink"
             for n, piece in enumerate(paragraphs(choice, width - 5)):

@@ -124,8 +124,8 @@ machine, times are not.""")
             if kind in self._kinds:
                 signs = [*legend((mark(kind, request=True), STYLES[kind], words)), ("  ", "dim"), *signs]
         if heads > 1:
-            with_steps = [*signs, ("  ", "dim"), *_step_legend()]
-            signs = with_steps if room > LEGEND_ROWS or runs_width(with_steps) <= width - 2 else signs
+            whole, short = ([*signs, ("  ", "dim"), *part] for part in (_step_legend(), _short_step_legend()))
+            signs = whole if room > LEGEND_ROWS or runs_width(whole) <= width - 2 else short
         return Picture(rows + feet, title=f"{self.TITLE} · {title}", note=note, legend=signs)
 
     def compared(self, view: View) -> Comparison:
@@ -303,6 +303,11 @@ def _place(place: float, unit: str) -> str:
     if unit == "steps":
         return f"+{int(place):,}"
     return f"{place:,.1f}" if place < 100 else f"{place:,.0f}" if place < 100_000 else f"{place / 1e3:,.0f} s"
+
+
+def _short_step_legend() -> list[Run]:
+    """Returns the meaning of the one glyph on the row of steps that the requests do not have."""
+    return legend((mark("decode"), STYLES["decode"], "decodes only"))
 
 
 def _step_legend() -> list[Run]:
