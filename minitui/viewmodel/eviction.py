@@ -76,7 +76,7 @@ def is_under_pressure(state: State) -> bool:
 def pressure_words(state: State, order: EvictionOrder, most: int) -> str:
     """Returns which blocks the next allocations take, at most `most`: "free 7 12, then 33 32 of #1, 15 of #2 …"."""
     if state.free is None and state.counts[FREE]:
-        return "unknown: the order of the free blocks is not recorded"
+        return "unknown: their order is not recorded"
     free, evicted = next_blocks(state, order, most)
     parts = [f"free {' '.join(map(str, free))}"] if free else []
     for rank, (_, of_node) in enumerate(groupby(evicted, key=lambda item: item[0].id), 1):

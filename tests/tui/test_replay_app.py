@@ -25,6 +25,7 @@ from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceError
 from minitui.tui.demo import play_in_app
 from minitui.tui.replay_app import ReplayApp, replay_app, shortened
+from minitui.tui.widgets.status_bar import StatusBar
 from minitui.viewmodel.model import View
 from minitui.viewmodel.narrate import narrate
 from minitui.viewmodel.spans import Timeline
@@ -190,6 +191,8 @@ async def test_bookmarks_are_visited_and_kept(playing: tuple[ReplayApp, Pilot[An
     await press(pilot, *"100", "enter")
     await until(pilot, lambda: app.position == 100 == app.view.horizon)
     await press(pilot, "g")
+    below = app.screen_stack[-2].query_one(StatusBar)
+    await until(pilot, lambda: " TYPING   enter accept  esc cancel  " in below.text)  # the keys of the dialog
     await press(pilot, *"9999", "enter")
     assert app.position == 100, "there is no such step: it stays"
     assert any("this recording has steps 0 to 139" in notice.message for notice in app._notifications)

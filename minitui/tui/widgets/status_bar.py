@@ -38,6 +38,8 @@ class StatusBar(Bar):
         return Picture([row.right(figures, width, "bad" if fresh else "dim").done(width)])
 
     def _typing_hints(self) -> list[Hint]:
+        if self.app.focused is not None and self.app.focused.screen is not self.screen:  # in a dialog
+            return [("enter", "accept"), ("esc", "cancel")]
         escape = [("esc", "keys")]
         if self.app.answer_waits:
             state = "engine paused" if self.app.gated else "answer waits"

@@ -69,16 +69,17 @@ class StepBar(LinePanel, can_focus=False):
         line.add(f"step {row.step:,}", "bold ink").add("  ")
         line.add(f"{row.tokens:,}", "bold ink")
         text, of = contents(row), f" of {budget:,} tokens  "
-        if line.width + len(of) + len(text) > width:  # leave words out, so that no figure is cut off
-            of = f" of {budget:,}  "
+        took = "" if row.took_ms is None else f"  {took_words(row)}"
+        if line.width + len(of) + len(text) + len(took) > width:  # leave words out, so that no figure is cut off
+            of, took = f" of {budget:,}  ", "" if row.took_ms is None else f"  {ms(row.took_ms)} ms"
             texts = [contents(row, most) for most in range(4, -1, -1)]
-            text = next((text for text in texts if line.width + len(of) + len(text) <= width), texts[-1])
+            room = width - line.width - len(of)
+            timed = texts[:-1] if len(row.chunks) == 1 else texts  # the tokens of a single chunk before the time
+            fitting = [text for text in timed if len(text) + len(took) <= room]
+            text = next(iter(fitting or [text for text in texts if len(text) <= room]), texts[-1])
         line.add(of, "dim").add(text)
-        took = took_words(row)
-        if line.width + 2 + len(took) > width:
-            took = f"{ms(row.took_ms or 0.0)} ms"
-        if row.took_ms is not None and line.width + 2 + len(took) <= width:
-            line.add("  ").add(took, "bold ink")
+        if took and line.width + len(took) <= width:
+            line.add(took, "bold ink")
             _add_cause(line, view, row, width)
         return line.done(width)
 
@@ -98,7 +99,9 @@ class StepBar(LinePanel, can_focus=False):
 def _add_cause(line: Row, view: View, row: StepRow, width: int) -> None:
     """Add the expected time and the causes of a longer time, or a shorter text if the whole one does not fit."""
     model = view.models.of(row.step)
-    for text in (why_slow(row, model), why_briefly(row, model)):
+    brief = why_briefly(row, model).split(", ")  # the largest part first
+    parts = [", ".join([*brief[:n], glyphs().dots]) for n in range(len(brief) - 1, 0, -1)]
+    for text in (why_slow(row, model), ", ".join(brief), *parts):
         if text and line.width + len(text) + 3 <= width:
             line.add(f" ({text})", "dim")
             break
