@@ -14,9 +14,16 @@ from engine.fields import listed, shown
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"  # of a LoRA adapter
-WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf")
+WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".onnx", ".h5", ".msgpack", ".xml")
+OF_TRANSFORMERS = ("pytorch_model", "tf_model", "flax_model")  # the beginnings of names of weights that it converts
+WEIGHTS_AT = ("*", "onnx/*", "original/*")
 ORIGINAL = "consolidated"  # the beginning of the name of weights in Mistral's or Meta's own format
 POINTER = b"version https://git-lfs"  # the beginning of a file that Git LFS has not replaced with its contents
+OTHER_KINDS = {  # a file beside which there is no config.json -> what the directory holds
+    "params.json": "a model in Mistral's or Meta's own format, not a Hugging Face checkpoint: download the repository "
+    "with config.json and model.safetensors (its name may end in -hf)",
+    "model_index.json": "a pipeline that makes images, not a language model: give the directory of a language model",
+}
 INSIDE = ("*", "snapshots/*")  # where a directory that was named by mistake may hold a checkpoint
 JSON_BYTES = 64 << 20  # the index of a model with 100,000 tensors takes 10 MB
 TOKENIZER_BYTES = 256 << 20  # the largest published tokenizer.json takes 34 MB
@@ -73,8 +80,13 @@ def read_json(path: Path) -> dict[str, Any]:
         if "\\ud" in text.lower():  # raise UnicodeEncodeError (a ValueError) now if the text has a lone surrogate
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except FileNotFoundError:
+        if path.is_symlink():
+            raise no_target(path) from None
         if path.name == CONFIG and (path.parent / ADAPTER).is_file():
             raise _is_adapter(path.parent) from None
+        for name, what in OTHER_KINDS.items():
+            if path.name == CONFIG and (path.parent / name).is_file():
+                raise CheckpointError(f"{path.parent} holds {what} ({name} is there, {CONFIG} is not)") from None
         inside = next((each for way in INSIDE for each in path.parent.glob(f"{way}/{path.name}")), None)
         example = "" if inside is None else f", as in {inside.parent}"
         raise CheckpointError(
@@ -88,6 +100,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds {type(value).__name__}, not a JSON object: download it again")
     return value
+
+
+def no_target(link: Path) -> CheckpointError:
+    """Return the error for a link whose target does not exist, as in a cache from which files were deleted."""
+    return CheckpointError(
+        f"{link} is a link to {shown(os.readlink(link))[1:-1]}, which does not exist: download the model again, or "
+        "connect the disk with this file"
+    )
 
 
 def _is_adapter(directory: Path) -> CheckpointError:
@@ -109,8 +129,12 @@ def checkpoint_files(directory: Path) -> list[Path]:
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
     index = directory / INDEX
+    if (directory / SINGLE).is_symlink():
+        raise no_target(directory / SINGLE)
     if index.is_file():
         names, absent = shard_names(index), missing_weights(directory)
+        if absent and (directory / absent[0]).is_symlink():
+            raise no_target(directory / absent[0])
         if absent:
             raise CheckpointError(
                 f"{index} names {len(names)} files, of which {listed(absent)} {'is' if len(absent) == 1 else 'are'} "
@@ -119,20 +143,30 @@ def checkpoint_files(directory: Path) -> list[Path]:
         return [directory / name for name in names]
     if (directory / ADAPTER).is_file():
         raise _is_adapter(directory)
-    held = sorted(path.name for path in directory.glob("*") if path.suffix in WEIGHTS)
+    raise _no_weights(directory)
+
+
+def _no_weights(directory: Path) -> CheckpointError:
+    """Return the error for a directory without weights in safetensors; it names those in other formats."""
+    found = (path for way in WEIGHTS_AT for path in directory.glob(way) if path.suffix in WEIGHTS)
+    held = sorted(path.relative_to(directory).as_posix() for path in found)
     shards = [name for name in held if name.endswith(".safetensors") and not name.startswith(ORIGINAL)]
+    if len(shards) == 1 and "-of-" not in shards[0]:
+        return CheckpointError(
+            f"{directory} has {shards[0]}, but neither {SINGLE} nor {INDEX}: if this file holds the whole model, "
+            f"rename it to {SINGLE}"
+        )
     if shards:
-        raise CheckpointError(
+        return CheckpointError(
             f"{directory} has {listed(shards)}, but neither {SINGLE} nor {INDEX}, which names the files that belong "
             f"together: download {INDEX} too"
         )
     hint = ": download the checkpoint again"
     if held:
-        hint = (
-            f", only {listed(held)}: download the weights that belong to config.json, or convert these with "
-            "from_pretrained(…) and save_pretrained(…) of transformers"
-        )
-    raise CheckpointError(f"{directory} holds neither {SINGLE} nor {INDEX}{hint}")
+        hint = f", only {listed(held)}: download the weights in safetensors that belong to config.json"
+    if any(name.startswith(OF_TRANSFORMERS) for name in held):
+        hint += ", or convert these with from_pretrained(…) and save_pretrained(…) of transformers"
+    return CheckpointError(f"{directory} holds neither {SINGLE} nor {INDEX}{hint}")
 
 
 def missing_weights(directory: Path) -> list[str]:

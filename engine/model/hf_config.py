@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from engine.model.foreign_keys import ACTIVATIONS, neutral_values
 from engine.model.hf_layers import LayerReader
 from engine.model.hf_packing import read_packing
 from engine.model.hf_rope import MOST_POSITIONS, RopeReader
+from engine.model.nearest import nearest
 
 TIED = "tie_word_embeddings"
 MOST_LAYERS = 10_000
@@ -136,7 +135,7 @@ class ConfigReader:
         if name is None:
             what = ", ".join(str(each) for each in named if each) or kind or "no architecture"
             titles = ", ".join(each.title for each in ARCHITECTURES.values())
-            raise self._error(f"names {shown(what)[1:-1]}{_nearest(what)}: supported are {titles}")
+            raise self._error(f"names {shown(what)[1:-1]}{nearest(what)}: supported are {titles}")
         if of_kind is not None and ARCHITECTURES[of_kind] != ARCHITECTURES[name]:
             raise self._error(
                 f"has the architecture {name} and the model_type {kind!r}, which belong to different "
@@ -225,20 +224,6 @@ class ConfigReader:
                 f"has {key} = {shown(value)}, which is not supported for {config.architecture} "
                 f"(allowed: {only}): use another model, or remove the field if the model was trained without it"
             )
-
-
-def _nearest(name: str) -> str:
-    """Returns a clause that names the supported family whose name is most like `name`; "" if none is."""
-
-    def stem(name: str) -> str:
-        return re.match("[a-z]*", name.lower().partition("for")[0]).group()  # type: ignore[union-attr]
-
-    def common(other: str) -> int:
-        pairs = zip(name.lower(), other.lower(), strict=False)
-        return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-
-    alike = [each for each in ARCHITECTURES if stem(name).startswith(stem(each))]
-    return f", and the nearest family is {ARCHITECTURES[max(alike, key=common)].title}" if alike else ""
 
 
 def read_model_config(directory: str | Path) -> ModelConfig:

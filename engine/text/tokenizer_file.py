@@ -13,7 +13,7 @@ import tokenizers
 
 from engine.errors import CheckpointError, InvalidRequest
 from engine.fields import listed
-from engine.files import TOKENIZER_BYTES, again, read_bytes
+from engine.files import TOKENIZER_BYTES, again, no_target, read_bytes
 
 OTHER_FORMATS = ("tokenizer.model", "tekken.json", "vocab.json", "merges.txt", "vocab.txt", "tiktoken.model")
 LONG_TEXT = 4096  # characters
@@ -27,6 +27,8 @@ def load(path: Path) -> tokenizers.Tokenizer:
     try:
         data = read_bytes(path, TOKENIZER_BYTES)
     except FileNotFoundError:
+        if path.is_symlink():
+            raise no_target(path) from None
         others = [name for name in OTHER_FORMATS if (path.parent / name).is_file()]
         instead = f", only {listed(others)}" if others else ""
         raise CheckpointError(

@@ -232,13 +232,30 @@ def test_every_trait_that_a_path_may_lack_is_named() -> None:
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [
-        ("Gemma3nForCausalLM", "Gemma 3 (text)"), ("Qwen2MoeForCausalLM", "Qwen2, Qwen2.5"),
-        ("PhiForCausalLM", "Phi-3"),
-        ("GraniteMoeHybridForCausalLM", "Granite 3"), ("OlmoForCausalLM", "OLMo 2"), ("Llama4ForCausalLM", "Llama"),
+        ("Gemma3nForCausalLM", "Gemma 3 (text)"), ("Gemma4ForConditionalGeneration", "Gemma 3 (text)"),
+        ("PhiForCausalLM", "Phi-3"), ("Qwen2MoeForCausalLM", "Qwen3-MoE"), ("Qwen3NextForCausalLM", "Qwen3"),
+        ("Qwen3VLMoeForConditionalGeneration", "Qwen3-MoE"), ("GraniteMoeHybridForCausalLM", "Granite 3"),
+        ("OlmoForCausalLM", "OLMo 3"), ("Llama4ForConditionalGeneration", "Llama 2, 3"), ("GlmForCausalLM", "GLM-4"),
+        ("DeepseekV3ForCausalLM", "Qwen3-MoE"), ("InternLM3ForCausalLM", "Llama"), ("Mistral4ForCausalLM", "Mistral"),
     ],
 )  # fmt: skip
 def test_the_nearest_family_of_an_unknown_one_is_named(name: str, nearest: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(f'{{"architectures": ["{name}"]}}')
-    match = rf"names {name}, and the nearest family is {re.escape(nearest)}.*: supported are"
+    match = rf"names {name}, and the nearest family is {re.escape(nearest)}.* \(for example \S+/\S+\): supported are"
     with pytest.raises(CheckpointError, match=match):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("Qwen3ForSequenceClassification", "not a model that generates text, and the nearest family is Qwen3 ("),
+        ("BertForMaskedLM", "which is not a model that generates text: supported are"),
+        ("MistralModel", "such as an embedding model, which generates no text, and the nearest family is Mistral ("),
+        ("SiglipModel", "such as an embedding model, which generates no text: supported are"),
+    ],
+)  # fmt: skip
+def test_a_model_that_generates_no_text_is_named(name: str, what: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(f'{{"architectures": ["{name}"]}}')
+    with pytest.raises(CheckpointError, match=f"names {name}, .*{re.escape(what)}"):
         read_model_config(tmp_path)

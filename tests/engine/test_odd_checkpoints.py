@@ -169,19 +169,51 @@ def test_fields_may_be_absent_null_or_of_another_version(edits: list[dict[str, A
 
 
 BITS = {"group_size": 64, "bits": 4}
-ELSEWHERE = r"holds neither model\.safetensors nor .*, only {}: download the weights that belong to config\.json, or"
+ELSEWHERE = (
+    r"holds neither model\.safetensors nor .*, only {}: download the weights in safetensors that belong to config"
+)
+CONVERT = ELSEWHERE + r"\.json, or convert these with from_pretrained"
 
 
 @pytest.mark.parametrize(("name", "sentence"), [
-    ("pytorch_model.bin", ELSEWHERE), ("consolidated.00.pth", ELSEWHERE), ("consolidated.safetensors", ELSEWHERE),
+    ("pytorch_model.bin", CONVERT), ("consolidated.00.pth", ELSEWHERE), ("consolidated.safetensors", ELSEWHERE),
+    ("onnx/model_q4.onnx", ELSEWHERE), ("tf_model.h5", CONVERT), ("openvino_model.xml", ELSEWHERE),
+    ("gptq_model-4bit-128g.safetensors", "has {}, but neither .*: if this file holds the whole model, rename it to"),
     ("adapter_model.safetensors", r"holds a LoRA adapter of Org/Base \(adapter_config\.json\), .*merge_and_unload"),
 ])  # fmt: skip
 def test_weights_in_another_format_are_named(name: str, sentence: str, one: Path) -> None:
+    (one / name).parent.mkdir(exist_ok=True)
     (one / "model.safetensors").rename(one / name)
     if name.startswith("adapter"):
         (one / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Org/Base"}))
     with pytest.raises(CheckpointError, match=sentence.format(re.escape(name))):
         load_decoder(one)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "model.safetensors", "model-00002-of-00003.safetensors"]
+)
+def test_a_link_to_a_file_that_is_gone_is_named(name: str, one: Path) -> None:
+    """As in a hub cache whose blobs were deleted."""
+    if "-of-" in name:
+        (one / "model.safetensors").unlink()
+        (one / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    (one / name).unlink(missing_ok=True)
+    (one / name).symlink_to("../../blobs/0123abc")
+    with pytest.raises(
+        CheckpointError, match=rf"{re.escape(name)} is a link to \.\./\.\./blobs/0123abc, which does not"
+    ):
+        Tokenizer(one) if name.startswith("tokenizer") else load_decoder(one)
+
+
+@pytest.mark.parametrize(("name", "sentence"), [
+    ("params.json", "holds a model in Mistral's or Meta's own format, not a Hugging Face checkpoint: download the repo"),
+    ("model_index.json", "holds a pipeline that makes images, not a language model"),
+])  # fmt: skip
+def test_a_directory_of_another_kind_of_model_is_named(name: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=rf"{sentence}.*{re.escape(name)} is there"):
+        read_model_config(tmp_path)
 
 
 def test_of_several_gguf_files_beside_a_config_one_must_be_named(one: Path) -> None:
