@@ -207,7 +207,7 @@ def test_a_link_to_a_file_that_is_gone_is_named(name: str, one: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "sentence"), [
-    ("params.json", "holds a model in Mistral's or Meta's own format, not a Hugging Face checkpoint: download the repo"),
+    ("params.json", "holds a model in Mistral's or Meta's own format, not a Hugging Face checkpoint: download the"),
     ("model_index.json", "holds a pipeline that makes images, not a language model"),
 ])  # fmt: skip
 def test_a_directory_of_another_kind_of_model_is_named(name: str, sentence: str, tmp_path: Path) -> None:
