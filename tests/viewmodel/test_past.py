@@ -10,7 +10,7 @@ from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
 from minitui.tui.widgets.occupancy import waste_words
 from minitui.viewmodel.cost_models import first_steps
-from minitui.viewmodel.model import View
+from minitui.viewmodel.model import Playback, View
 from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.spans import Timeline
 from minitui.viewmodel.stalls import gap_words
@@ -103,3 +103,17 @@ def test_a_gap_in_the_first_steps_is_explained_with_the_steps_that_are_known_now
     assert "cause unknown" not in then
     view.present()
     assert gap_words(view, lane, gap) == then
+
+
+def test_a_paused_picture_ends_with_a_step_that_has_ended_and_steps_in_flight_come_after_it() -> None:
+    reader, view = TraceReader(bundled()["h200-8b"]), View()
+    records = list(reader.records())
+    planned = next(i for i, record in enumerate(records) if record[2] == "step" and record[3] == 58)
+    view.reset(reader.part(0).snapshot)
+    view.fold(records[: planned + 1])
+    assert view.horizon == 58, "a picture that moves"
+    view.playback = Playback(paused=True)
+    assert view.horizon == 56 and view.travel_to(55) and view.travel_text == "PAST step 55, 1 back"
+    assert not view.travel_to(56) and not view.travel_text and view.horizon == 56
+    view.fold([(records[planned][0] + 1, records[planned][1], "fail", 57, "out of memory")])
+    assert view.horizon == 57, "a step that failed has ended, too"
