@@ -139,7 +139,7 @@ f shows one group of kinds. / searches: an event must contain every word. "r12" 
     def picture(self, view: View, width: int, height: int) -> Picture:
         name = FILTERS[self.filter][0]
         seq = view.shown.state.seq
-        digits = len(f"{max(1, view.horizon):,}") + 1
+        digits = len(f"{max(1, view.steps.last):,}") + 1  # also of a step in flight
         rows: list[Runs] = []
         shown, at = [], []
         for event in view.events.tail(height, seq, self._wanted(view), self.skip):
@@ -155,7 +155,7 @@ f shows one group of kinds. / searches: an event must contain every word. "r12" 
             if self._search is not None:
                 none = f"no event contains {self.search!r}" if self._search.finished else "searching"
             rows = [Row(none, "dim").done(width)]
-        note: list[Run] = [("show ", "dim"), (name, "ink"), *self.own_key("f · / search")]
+        note: list[Run] = [("show ", "dim"), (name, "ink"), *self.own_key("f · / search · enter details")]
         if self.typing or self.search:
             cursor = "▏" if self.typing else ""
             note = [("/" + self.search + cursor, "accent"), *([(f" in {name}", "dim")] if self.filter else [])]
