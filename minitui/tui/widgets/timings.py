@@ -13,6 +13,7 @@ from textual.binding import Binding
 from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
+from minitui.tui.widgets.host_device import LABEL, host_and_device
 from minitui.tui.widgets.rows import Row, Run, Runs, first_rows, legend
 from minitui.tui.widgets.step_charts import LEAST as LEAST_CHART
 from minitui.tui.widgets.step_charts import charts, list_top, room_for_why, slow_steps
@@ -22,7 +23,6 @@ from minitui.viewmodel.step_times import StepTimes, rows_of, step_times
 from minitui.viewmodel.timing import KindStats, Timings, why_briefly, why_slow
 
 KINDS = (("decode only", "decode", "decode"), ("mixed", "mixed", "prefill"), ("prefill only", "prefill", "prefill-2"))
-LABEL = 13  # cells
 LARGE_FROM = 15  # rows: a panel of this height shows the charts and the slowest steps
 WHOLE_LIST = 9  # rows: the tracks are left out of a panel with fewer for the list
 FOOT = 3  # rows for the whole cause of a step
@@ -30,7 +30,6 @@ LEAST_LIST = 4  # rows: a smaller panel has the list without the charts if so ma
 SLOWEST = 10
 SPANS = (200, 1_000, 5_000, 32_768)  # the numbers of steps that the large form can show
 FIGURE = 7  # cells
-LEAST_TRACK = 12  # cells
 SHARE = 5  # cells: "100 %", and its heading
 
 
@@ -108,7 +107,7 @@ an excess, as "launch +12.3", and one without is expected.""")
         rows += more
         tracks = height >= len(rows) + 2 + (WHOLE_LIST if self.times is not None else 0)
         if tracks:
-            rows += self._tracks(t, width)
+            rows += host_and_device(t, width)
         if height >= len(rows) + len(t.limits):
             rows += self._limits(t, width)
         if self.times is not None:
@@ -249,34 +248,6 @@ an excess, as "launch +12.3", and one without is expected.""")
     def _limits(t: Timings, width: int) -> list[Runs]:
         return [Row(limit.what, "bold ink").add(limit.why(width), "dim").done(width) for limit in t.limits]
 
-    def _tracks(self, t: Timings, width: int) -> list[Runs]:
-        """Returns the tracks of host and device over the last few steps, on one scale."""
-        host, device = Row("host", "dim").to(LABEL), Row("device", "dim").to(LABEL)
-        host_text = f" {ms(t.host_ms)} ms per step"
-        if not t.steps:
-            return [host.add(glyphs().dash, "dim").done(width), device.add(glyphs().dash, "dim").done(width)]
-        if t.device_ms is None:
-            parts = "plan, launch and commit" if t.launch_known else "plan and commit; the launch is unknown"
-            host.add(f"{ms(t.host_ms)} ms per step: {parts}", "ink")
-            device.add(
-                "not measured: this device computes during the launch" if t.launch_known
-                else f"{glyphs().dash} (this engine does not report its device)", "dim",
-            )  # fmt: skip
-            return [host.done(width), device.done(width)]
-        device_text = f" {ms(t.device_ms)} ms, busy at most {100 * t.device_busy:.0f} %"
-        room = width - LABEL - max(len(host_text), len(device_text)) - 1
-        steps = [row for row in t.recent if row.wall_ms is not None and row.ended is not None]
-        if room < LEAST_TRACK:  # the tracks need the place of the device's share
-            device_text = f" {ms(t.device_ms)} ms per step"
-            room = width - LABEL - max(len(host_text), len(device_text)) - 1
-        if room < LEAST_TRACK or not steps:
-            return [host.add(host_text.strip()).done(width), device.add(device_text.strip()).done(width)]
-        steps = steps[-max(2, room // 9) :]
-        above, below = _draw(steps, room)
-        host.extend(above).to(LABEL + room).add(host_text, "dim")
-        device.extend(below).to(LABEL + room).add(device_text, "dim")
-        return [host.done(width), device.done(width)]
-
     def clicked(self, view: View, column: int, row: int) -> None:
         if self.times is not None:
             index = row - self._list_row - 1 + list_top(self.slowest, self._at, self._listed)
@@ -320,47 +291,3 @@ def _up_down() -> str:
 
 def _briefly(milliseconds: float) -> str:
     return f"{milliseconds:.1f}" if milliseconds < 100 else f"{milliseconds:,.0f}"
-
-
-def _draw(steps: list[StepRow], room: int) -> tuple[list[Run], list[Run]]:
-    """Returns the tracks (of the host, of the device), `room` cells wide.
-
-    A step begins with its plan. Steps may overlap.
-    """
-    spans = []
-    for row in steps:
-        end = (row.ended or 0.0) * 1e3
-        begin = end - (row.wall_ms or 0.0)
-        spans.append((begin, end, row))
-    origin, finish = spans[0][0], spans[-1][1]
-    # A pause between steps (idle, slow motion) is drawn as at most a fifth of a mean step, to leave room for the steps.
-    usual = sum(end - begin for begin, end, _ in spans) / len(spans)
-    shift, before, placed = 0.0, None, []
-    for begin, end, row in spans:
-        if before is not None and begin - before > usual / 5:
-            shift += begin - before - usual / 5
-        before = end
-        placed.append((begin - shift - origin, end - shift - origin, row))
-    total = max(finish - shift - origin, 1e-9)
-    scale = room / total
-    g = glyphs()
-    host, device = [(g.rule, "faint")] * room, [(g.rule, "faint")] * room
-
-    def fill(track: list[Run], begin: float, end: float, cell: Run) -> None:
-        left = int(begin * scale)
-        right = max(left + 1, int(end * scale))
-        for x in range(max(0, left), min(room, right)):
-            track[x] = cell
-
-    for begin, end, row in placed:
-        planned = (row.plan_ms or 0.0) + (row.launch_ms or 0.0)
-        cell = (g.prefill, "prefill") if row.chunks else (g.busy, "decode")
-        if row.device_ms is not None:
-            started = max(begin + planned - (row.launch_ms or 0.0) / 2, end - (row.commit_ms or 0.0) - row.device_ms)
-            fill(device, started, min(end, started + row.device_ms), cell)
-            x = int(started * scale)
-            if 0 < x < room and device[x - 1] == cell:
-                device[x - 1] = (g.edge, cell[1])
-        fill(host, begin, begin + planned, (g.commit, "hit"))
-        fill(host, end - (row.commit_ms or 0.0), end, (g.commit, "hit"))
-    return host, device
