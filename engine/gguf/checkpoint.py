@@ -12,14 +12,19 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from engine.errors import CheckpointError
+from engine.fields import Fields
 from engine.files import CONFIG, SINGLE
 from engine.gguf.config import config
 from engine.gguf.families import family_of
+from engine.gguf.header import Header
 from engine.gguf.parts import model_name, parts_of, read_parts
-from engine.gguf.tensors import four_bits, outputs, write
+from engine.gguf.tensors import Output, four_bits, outputs, write
 from engine.gguf.tokenizer import end_tokens, tokenizer_files
+from engine.model.config import ModelConfig
+from engine.model.hf_config import ConfigReader
 from engine.progress import Progress
 
 REVISION = 3  # increases when the contents of the directories change
@@ -39,13 +44,8 @@ def as_checkpoint(path: Path, on_progress: Progress | None = None, weights: bool
     if directory.is_dir():
         return directory
     header = read_parts(parts)
-    family = family_of(header)
-    fields = config(header, family)
-    tensors = outputs(header, family, fields) if weights else []
-    if any(output.kind == "U8" for output in tensors):
-        fields["quantization_config"] = {"quant_method": "mxfp4"}
-    elif packing := four_bits(tensors):
-        fields["quantization_config"] = packing
+    fields, tensors = _contents(header)
+    tensors = tensors if weights else []
     files = {CONFIG: fields}
     files["tokenizer.json"], files["tokenizer_config.json"] = tokenizer_files(header)
     files["generation_config.json"] = {"eos_token_id": end_tokens(header)}
@@ -69,6 +69,23 @@ def as_checkpoint(path: Path, on_progress: Progress | None = None, weights: bool
         if place is not None:
             shutil.rmtree(place, ignore_errors=True)  # nothing is there if all went well
     return directory
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Returns the configuration of the checkpoint that `as_checkpoint` makes. Only headers are read."""
+    return ConfigReader(Fields(path, _contents(read_parts(parts_of(path)))[0])).model_config()
+
+
+def _contents(header: Header) -> tuple[dict[str, Any], list[Output]]:
+    """Returns the fields of config.json, and the tensors."""
+    family = family_of(header)
+    fields = config(header, family)
+    tensors = outputs(header, family, fields)
+    if any(output.kind == "U8" for output in tensors):
+        fields["quantization_config"] = {"quant_method": "mxfp4"}
+    elif packing := four_bits(tensors):
+        fields["quantization_config"] = packing
+    return fields, tensors
 
 
 def cache_directory() -> Path:

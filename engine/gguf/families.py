@@ -61,12 +61,19 @@ FAMILIES = {
     "starcoder2": Family("Starcoder2ForCausalLM"),
     "gpt-oss": Family("GptOssForCausalLM", names=SECOND_NORM, half_range=False),
 }
+OTHER_KINDS = {  # the values of general.type for files without a language model
+    "adapter": "a LoRA adapter without its model (llama-export-lora of llama.cpp merges both)",
+    "mmproj": "only the part of a model that reads images", "imatrix": "statistics for quantising a model",
+}  # fmt: skip
 MIXTRAL = Family("MixtralForCausalLM", pairs=True)  # "llama" with experts
 OLMO3 = Family("Olmo3ForCausalLM")  # "olmo2" with windows
 
 
 def family_of(header: Header) -> Family:
     """Returns the family of a file. Raises CheckpointError if it is not supported."""
+    other = header.metadata.get("general.type")
+    if isinstance(other, str) and other in OTHER_KINDS:
+        raise header.error(f"holds {OTHER_KINDS[other]}: give the GGUF file of the language model")
     kind = header.get("general.architecture", str)
     if kind not in FAMILIES:
         nearest = max(FAMILIES, key=lambda name: _common(name, kind))

@@ -19,19 +19,15 @@ SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT_4O = "|".join([*(f"{word}{CONTRACTIONS}?" for word in BY_CASE), r"\p{N}{1,3}", SIGNS])
 TEKKEN = "|".join([*BY_CASE, r"\p{N}", SIGNS])
 GPT_2, ONE_DIGIT = "GPT-2", "GPT-2, digits one by one"  # ways of GPT-2, which are built in
+LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0")  # as Llama 3 does
 PATTERNS = {  # tokenizer.ggml.pre -> the expression that splits a text into words
-    "llama-bpe": NUMBERS, "llama3": NUMBERS, "llama-v3": NUMBERS, "dbrx": NUMBERS, "smaug-bpe": NUMBERS,
+    **dict.fromkeys(LLAMA_3, NUMBERS), "dbrx": NUMBERS, "smaug-bpe": NUMBERS,
     "chatglm-bpe": NUMBERS, "glm4": NUMBERS, "qwen2": DIGITS, "deepseek-r1-qwen": DIGITS, "stablelm2": DIGITS,
     "gpt-4o": GPT_4O, "tekken": TEKKEN, "seed-coder": SEED, "gpt-2": GPT_2, "phi-2": GPT_2, "olmo": GPT_2,
     "mpt": GPT_2, "default": GPT_2, "starcoder": ONE_DIGIT, "refact": ONE_DIGIT, "smollm": ONE_DIGIT,
     "codeshell": ONE_DIGIT, "command-r": ONE_DIGIT,
 }  # fmt: skip
-WHOLE_WORDS = (
-    "llama-bpe",
-    "llama3",
-    "llama-v3",
-    "tekken",
-)  # words of the vocabulary are not merged; BOS is the default
+WHOLE_WORDS = (*LLAMA_3, "tekken")  # words of the vocabulary are not merged; BOS is the default
 NFC = ("qwen2", "deepseek-r1-qwen")
 LONGEST_PIECE = 1_024  # characters
 MOST_CHARACTERS = 16 << 20  # of all pieces; Gemma's have 2 million

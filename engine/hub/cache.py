@@ -59,7 +59,7 @@ def cached_snapshots(pattern: str = "models--*") -> list[Snapshot]:
             if config.is_file():
                 names = tuple(refs.get(config.parent.name, ()))
                 missing = tuple(missing_files(config.parent))
-                snapshot = Snapshot(_name_of(folder), config.parent, missing, names)
+                snapshot = Snapshot(repository_of(folder), config.parent, missing, names)
                 found.append((DEFAULT in names, config.stat().st_mtime, snapshot))
     return [snapshot for *_, snapshot in sorted(found, key=lambda found: found[:2], reverse=True)]
 
@@ -84,7 +84,8 @@ def _refs(folder: Path) -> dict[str, list[str]]:
     return found
 
 
-def _name_of(folder: Path) -> str:
+def repository_of(folder: Path) -> str:
+    """Return the name of the repository that has this folder in the cache."""
     return folder.name.removeprefix("models--").replace("--", "/", 1)
 
 

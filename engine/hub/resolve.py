@@ -10,22 +10,22 @@ from pathlib import Path
 
 from engine.errors import CheckpointError
 from engine.fields import shown
-from engine.files import CONFIG
 from engine.hub.cache import Snapshot, cache_directory, snapshots_of
+from engine.hub.gguf_files import file_in, in_cache, is_gguf
 from engine.progress import Progress
 
 # The beginning of a name without an organisation -> the organisation.
 ORGANISATIONS = {"qwen": "Qwen", "llama": "meta-llama", "meta-llama": "meta-llama", "mistral": "mistralai"}
 NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?")
 REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,99}")  # a branch, a tag or a commit
-IMAGES = "mmproj"  # the beginning of the name of a GGUF file that reads images for a model beside it
 LONGEST_NAME = 96  # characters; the limit of the hub
 
 
 def resolve_model(name: str, on_progress: Progress | None = None, weights: bool = True, tokenizer: bool = True) -> Path:
     """Return the directory of the checkpoint `name`: a path, or a name like "Qwen3-8B" or "Qwen/Qwen3-8B".
 
-    A path may also be a GGUF file, or a directory with one; it is unpacked to the cache (engine/gguf/checkpoint.py).
+    A path may also be a GGUF file, or a directory with one; it is unpacked to the cache (engine/gguf/checkpoint.py). So
+    is a GGUF file in the local Hugging Face cache, which `cached` of engine/hub/gguf_files.py names.
 
     A name may end in @ and a branch, a tag or a commit, as in "Qwen/Qwen3-8B@main".
 
@@ -36,13 +36,13 @@ def resolve_model(name: str, on_progress: Progress | None = None, weights: bool 
     `weights`: False if config.json and the tokenizer are enough. `tokenizer`: False if no tokenizer is needed.
     """
     directory = _as_directory(name)
-    if directory is not None:
-        file = _gguf_file(directory)
-        if file is None:
-            return directory
+    file = in_cache(name) if directory is None else file_in(directory)
+    if file is not None:
         from engine.gguf.checkpoint import as_checkpoint
 
         return as_checkpoint(file, on_progress, weights)
+    if directory is not None:
+        return directory
     name, revision = _parts(name)
     found = snapshots_of(name, revision)
     whole = next((snapshot for snapshot in found if snapshot.complete(weights)), None)
@@ -60,7 +60,7 @@ def _as_directory(name: str) -> Path | None:
         path = Path(name).expanduser()
         if name and path.is_dir():
             return path
-        if name and path.is_file() and path.suffix.lower() == ".gguf":
+        if name and path.is_file() and is_gguf(path):
             return path
         is_file = path.is_file()
     except (OSError, RuntimeError, ValueError) as error:  # too long, not permitted, or an unknown user's home
@@ -71,23 +71,6 @@ def _as_directory(name: str) -> Path | None:
     if is_file:
         raise CheckpointError(f"{path} is a file: give the directory that holds config.json and the weights")
     return None
-
-
-def _gguf_file(path: Path) -> Path | None:
-    """Return the GGUF file that the path means; None if it is a directory with a checkpoint, or without GGUF files.
-
-    Of a model that is split into several files, this is one of them. Files for images are not considered.
-    """
-    if path.is_file():
-        return path
-    found = sorted(each for each in path.glob("*.gguf") if not each.name.startswith(IMAGES))
-    if not found or ((path / CONFIG).exists() and any(path.glob("*.safetensors"))):
-        return None
-    from engine.gguf.parts import model_name
-
-    if len({model_name(each) for each in found}) > 1:
-        raise CheckpointError(f"{path} has {len(found)} GGUF files: name one of them, as in --model {found[0]}")
-    return found[0]
 
 
 def _parts(name: str) -> tuple[str, str]:

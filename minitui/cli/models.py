@@ -14,6 +14,7 @@ from engine.errors import EngineError
 from engine.fields import listed
 from engine.files import checkpoint_files
 from engine.hub.cache import Snapshot, cache_directory, cached_snapshots
+from engine.hub.gguf_files import cached
 from engine.worker.kept_files import directory, forget, kept_files
 from minitui.visible import json_text, visible_line
 
@@ -47,6 +48,7 @@ def models(
     \b
       minitui chat --model Qwen/Qwen3-0.6B
       minitui chat --model Qwen/Qwen3-0.6B@main     a branch, a tag or a commit follows the @
+      minitui chat --model Org/Name-GGUF/name-Q8_0.gguf     a GGUF file of this list
 
     Weights that were rounded for a CPU are kept, so that later starts are quicker: at most 20 GB, those used longest
     ago are removed first. MINITUI_KEPT_WEIGHTS_GB changes this limit; 0 keeps none.
@@ -55,9 +57,10 @@ def models(
         count = forget()
         print(f"removed {count} file{'' if count == 1 else 's'} from {directory()}")
         return
-    snapshots = cached_snapshots()
-    machine = Machine.here() if snapshots else Machine(0.0, 0.0)
-    found = sorted((examine(snapshot, machine) for snapshot in snapshots), key=lambda model: model.name.lower())
+    snapshots, files = cached_snapshots(), list(cached().items())
+    machine = Machine.here() if snapshots or files else Machine(0.0, 0.0)
+    found = [examine(snapshot, machine) for snapshot in snapshots] + [examine_gguf(*pair, machine) for pair in files]
+    found.sort(key=lambda model: model.name.lower())
     if json:
         print(json_text([asdict(model) for model in found], indent=2))
     elif not found:
@@ -110,6 +113,21 @@ def examine(snapshot: Snapshot, machine: Machine) -> Model:
     except EngineError as error:
         runs = f"no: {error}"
     return Model(snapshot.repository, revision, bytes_, family, runs)
+
+
+def examine_gguf(name: str, file: Path, machine: Machine) -> Model:
+    """Returns what is known of a GGUF file in the cache."""
+    from engine.gguf.checkpoint import read_config
+    from engine.gguf.parts import parts_of
+
+    bytes_, family = file.stat().st_size, "–"
+    try:
+        bytes_ = sum(part.stat().st_size for part in parts_of(file))
+        config = read_config(file)
+        family, runs = config.architecture.removesuffix("ForCausalLM"), fit(config, machine)
+    except EngineError as error:
+        runs = f"no: {error}"
+    return Model(name, "GGUF", bytes_, family, runs)
 
 
 def fit(config: ModelConfig, machine: Machine, checkpoint: Path | None = None) -> str:
@@ -171,11 +189,14 @@ def size(bytes_: int | None) -> str:
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Returns the names that a shell offers for --model: models in the cache, and directories that hold a model."""
-    cached = {snapshot.repository for snapshot in cached_snapshots() if not snapshot.missing}
-    folder = Path(incomplete).expanduser() if incomplete.endswith("/") else Path(incomplete).expanduser().parent
-    try:
-        local = {str(path.parent) for path in folder.glob("*/config.json")}
-    except OSError:
-        local = set()
-    return sorted(name for name in cached | local if name.startswith(incomplete))
+    """Returns the names that a shell offers for --model: models in the cache, GGUF files, directories with a model."""
+    names = {snapshot.repository for snapshot in cached_snapshots() if not snapshot.missing} | cached().keys()
+    expanded = Path(incomplete).expanduser()
+    folder = expanded if incomplete.endswith("/") else expanded.parent
+    with suppress(OSError):
+        names |= {str(path.parent) for path in folder.glob("*/config.json")}
+        names |= {str(path) for path in folder.glob("*.gguf")}
+    home = str(Path.home())
+    if incomplete.startswith("~/"):
+        names = {name.replace(home, "~", 1) if name.startswith(home) else name for name in names}
+    return sorted(name for name in names if name.startswith(incomplete))

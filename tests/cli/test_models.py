@@ -7,11 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.errors import CheckpointError
 from engine.hub.cache import cached_snapshots
+from engine.hub.gguf_files import in_cache
+from engine.hub.resolve import resolve_model
 from engine.model.four_bits import Int4Weight
 from engine.model.hf_config import read_model_config
 from engine.worker import quantised
@@ -151,6 +155,50 @@ def test_weights_are_counted_as_the_checkpoint_has_them(cache: Path) -> None:
     runs = examine(snapshots["Org/Plain"], newer).runs
     assert runs == examine(snapshots["Org/Whole"], older).runs
     assert "its weights take at least" in runs
+
+
+def gguf(path: Path, architecture: str = "qwen3") -> Path:
+    """The header of a GGUF file of a model with the bundled one's shape, without its tensors' data."""
+    writer = pytest.importorskip("gguf").GGUFWriter(str(path), architecture)
+    config = json.loads(CONFIG)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_tensor("token_embd.weight", np.zeros((config["vocab_size"], config["hidden_size"]), np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_gguf_files_of_the_cache_are_listed_by_the_names_that_start_them(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, files in {"One": ["a.gguf", "mmproj-a.gguf"], "Two": ["b-Q4_0.gguf", "Q8/b-00001-of-00002.gguf"]}.items():
+        for file in files:
+            path = tmp_path / f"models--Org--{name}-GGUF" / "snapshots" / ("a" * 40) / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            gguf(path, "qwen3" if "b-" not in file else "mamba")
+    models(json=True)
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out) if row["revision"] == "GGUF"}
+    split = "Org/Two-GGUF/Q8/b-00001-of-00002.gguf"
+    assert set(rows) == {"Org/One-GGUF", "Org/Two-GGUF/b-Q4_0.gguf", split}
+    assert rows["Org/One-GGUF"]["runs"].startswith("yes, in ") and rows["Org/One-GGUF"]["architecture"] == "Qwen3"
+    assert "has the architecture 'mamba'" in rows["Org/Two-GGUF/b-Q4_0.gguf"]["runs"]
+    assert "b-00002-of-00002.gguf is missing" in rows[split]["runs"]
+    assert set(complete_model("Org/")) >= set(rows)
+    assert in_cache("Org/One-GGUF") == tmp_path / "models--Org--One-GGUF" / "snapshots" / ("a" * 40) / "a.gguf"
+    with pytest.raises(CheckpointError, match=r"Org/Two-GGUF has 2 GGUF files in the cache: name one of them, Org/Two"):
+        resolve_model("Org/Two-GGUF")
+    gguf(tmp_path / "mine.gguf")
+    assert complete_model(f"{tmp_path}/mi") == [f"{tmp_path}/mine.gguf"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert complete_model("~/mi") == ["~/mine.gguf"]
 
 
 def test_a_shell_completes_models_of_the_cache_and_directories(

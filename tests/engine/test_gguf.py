@@ -124,7 +124,7 @@ def test_4_bits_are_computed_as_they_are(tmp_path: Path) -> None:
             assert torch.equal(ours.view.dense().float(), theirs.view), ours.name
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "IQ4_XS"])
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ1_M", "IQ2_XXS", "IQ3_S"])
 def test_blocks_of_256_numbers_are_expanded(kind: str, tmp_path: Path) -> None:
     """The package cannot write these types, so the blocks are random bytes."""
     rows, columns = 3, 512
@@ -270,6 +270,25 @@ def test_a_stretched_llama_gets_its_factor_back(tmp_path: Path) -> None:
 
 
 # ---- damaged and foreign files
+
+
+def test_a_file_without_the_ending_is_recognised_by_its_contents(tmp_path: Path, cache: Path) -> None:
+    """Ollama names files by their hashes."""
+    path = written(tmp_path / "tutor.gguf").rename(tmp_path / "sha256-0123abc")
+    assert (resolve_model(str(path), weights=False) / "config.json").is_file()
+    path.write_bytes(b"else")
+    with pytest.raises(CheckpointError, match="is a file: give the directory that holds config"):
+        resolve_model(str(path))
+
+
+@pytest.mark.parametrize(("kind", "what"), [
+    ("adapter", "holds a LoRA adapter without its model"), ("mmproj", "only the part of a model that reads images"),
+    ("imatrix", "statistics for quantising a model"),
+])  # fmt: skip
+def test_a_file_without_a_language_model_is_named(kind: str, what: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "x.gguf", change=lambda writer: writer.add_type(kind))
+    with pytest.raises(CheckpointError, match=rf"{what}.*: give the GGUF file of the language model"):
+        resolve_model(str(path))
 
 
 @pytest.mark.parametrize(

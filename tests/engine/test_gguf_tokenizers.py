@@ -39,6 +39,7 @@ def test_the_words_of_qwen_are_split_as_its_tokenizer_does(tmp_path: Path) -> No
     ("pre", "text", "words"),
     [
         ("llama-bpe", "I'LL pay 12345 €/m", ["I", "'LL", "Ġpay", "Ġ", "123", "45", "ĠâĤ¬/", "m"]),
+        ("pixtral", "a 1234", ["a", "Ġ", "123", "4"]),
         ("glm4", "a 1234", ["a", "Ġ", "123", "4"]),
         ("stablelm2", "a 12", ["a", "Ġ", "1", "2"]),
         ("refact", "it's 123", ["it", "'s", "Ġ", "1", "2", "3"]),
