@@ -93,6 +93,11 @@ class Reading:
         self.revealed[self.question] = answer
 
     @property
+    def all_revealed(self) -> bool:
+        """True if each closing question has been answered."""
+        return len(self.revealed) == len(self.lesson.checks)
+
+    @property
     def check(self) -> Check:
         return self.lesson.checks[self.question]
 

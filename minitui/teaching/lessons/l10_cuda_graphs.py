@@ -115,9 +115,9 @@ LESSON = Lesson(
               graphs   the host replays two graphs: of the model and of the sampler
               overlap  graphs; the host launches a step while the previous step runs
 
-            The host waits for no kernel before the next launch. The device runs one kernel after the other. All kernels
-            took {ms(SMALL_MODEL.kernels[1][1])} ms (by a profiler). A launch took {LAUNCH_US:.0f} microseconds: the
-            launch part of a step, divided by its kernels.
+            The host waits for no kernel. The device runs one kernel after the other. All kernels took
+            {ms(SMALL_MODEL.kernels[1][1])} ms (by a profiler). A launch took {LAUNCH_US:.0f} microseconds: the launch
+            part of a step, divided by the number of kernels.
             """,
             panel="gpu",
             code="engine.worker.cuda_graphs:DecodeGraphs.launch",

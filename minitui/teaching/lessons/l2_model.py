@@ -233,8 +233,8 @@ LESSON = Lesson(
             do. So on the {GPU.name}, {SIZES[-1]} prompt tokens cost little more than one. From some length on,
             arithmetic takes most of the time. Then twice the length takes about twice the time, or more.
 
-            This length depends on the device. The fewer operations a device can do while it reads a byte, the shorter
-            is this length. The experiment measures this machine. Compare where the curves begin to rise.
+            This length depends on the device. If a device computes fewer operations while it reads a byte, this length
+            is shorter. The experiment measures this machine. Compare where the curves begin to rise.
             """,
             panel="costs",
             code="minitui.teaching.lessons.step_costs:prompt_tokens",
@@ -244,16 +244,15 @@ LESSON = Lesson(
             "Drafts, checked in one step",
             """
             With a large model on a GPU, a few more tokens in a step cost little. Speculation uses this: the engine
-            guesses the next tokens of a reply, the drafts. One step computes the last token and the drafts, and samples
-            a token after each of them. The drafts are accepted up to the first that differs from the token sampled for
-            its place. So, apart from rounding, the reply stays the same. vLLM and SGLang also check drafts in one step.
-            There, a reply with a temperature above 0 can change, but each reply stays as likely as without drafts (by
-            default).
+            guesses the next tokens of a reply (drafts). One step computes the last token and the drafts, and samples a
+            token after each of them. Drafts are accepted until one differs from the token sampled for its place. So,
+            apart from rounding, the reply stays the same. vLLM and SGLang also check drafts in one step. There, a reply
+            with a temperature above 0 can change, but by default stays as likely as without drafts.
 
             Here, drafts are copied from the text (prompt lookup). The engine looks for the last three tokens earlier in
             the text. The tokens after that place are the drafts. The panel shows a run without drafts, and below it a
-            run with drafts. A column is the same time in both. In each run, a chat asks the same question twice. Fewer,
-            but longer steps may even take more time.
+            run with drafts, on one clock. In each run, a chat asks the same question twice. Fewer steps can still take
+            more time, because each step is longer.
             """,
             panel="runs",
             code="engine.core.speculation:PromptLookup",

@@ -193,7 +193,7 @@ LESSON = Lesson(
         Page(
             "What a token costs",
             """
-            Every layer stores one key and one value for each KV head (L0 Tokens):
+            In most models, each layer stores a key and a value for each KV head:
 
               bytes per token = 2 x layers x KV heads x head size x bytes per number
 
@@ -241,8 +241,8 @@ LESSON = Lesson(
         Page(
             "Four states",
             """
-            The engine keeps a list of full blocks, where later prompts find blocks by their tokens. The list is a tree
-            (L9 Radix cache). The state of a block says how many requests hold it, and whether it is in the tree.
+            The engine keeps an index of full blocks: later prompts find blocks there by their tokens. The index is a
+            tree (L9 Radix cache). The state of a block says how many requests hold it, and whether it is in the tree.
 
               free     no request, not in the tree
               active   one request, in the tree or not

@@ -313,7 +313,7 @@ LESSON = Lesson(
         Page(
             "Repeating a reply",
             f"""
-            To draw a token, the sampler adds a random number (noise) to each score. The token with the largest sum is
+            To draw a token, this sampler adds a random number (noise) to each score. The token with the largest sum is
             the next token. The noise has the Gumbel distribution. For this distribution, mathematics proves: a token
             with a probability of 30 % has the largest sum in 30 % of the draws, on average.
 

@@ -145,8 +145,9 @@ LESSON = Lesson(
         Page(
             "A budget of tokens",
             """
-            A step may compute only a limited number of tokens: its budget. With fewer tokens, a step is shorter, and
-            each request gets its next token sooner. This engine's scheduler spends the budget in this order:
+            A step may compute only a limited number of tokens: its budget. With fewer tokens, a step is usually
+            shorter, and each request gets its next token sooner. This engine's scheduler spends the budget in this
+            order:
 
               1 decoding requests   one token each, the oldest first
               2 started prompts     the next part (chunk) of each

@@ -164,8 +164,8 @@ LESSON = Lesson(
             starts a new process. Until the new process is ready, the status is 503.
 
             Two figures describe the speed for one user: the time to the first token (mainly queue and prefill), and the
-            time per token (about the duration of a step). A larger batch shortens the queue, but makes each step
-            longer. For each figure, `/metrics` counts the requests by their times (a histogram).
+            time per token (about the duration of a step). A larger batch shortens the queue, but usually makes each
+            step longer. For each figure, `/metrics` counts the requests by their times (a histogram).
             """,
             code="minitui.server.errors",
         ),

@@ -68,8 +68,8 @@ async def prompt_tokens(stage: Stage) -> Seen:
     decode = _recorded("decode")
     graphs = (
         f"\n\nOn the {recorded_device().name}, one token takes longer as a prompt than as a decode row. Its prompts' "
-        "steps use other kernels. (Here, all steps up to some hundred tokens were CUDA graphs. The last lesson "
-        "explains graphs.)"
+        "steps use other kernels. (In this recording, all steps up to some hundred tokens were CUDA graphs. The last "
+        "lesson explains graphs.)"
     ) if all(points[1] > decode[name][1] for name, points in recorded.items()) else ""
     apart = (
         "\n\nHere, each prompt ran alone, after a wait. The decode steps of the page before ran without waits. So "
@@ -127,7 +127,7 @@ def _uneven(here: dict[int, float]) -> str:
     """Returns a sentence if a larger step was measured shorter than a smaller one."""
     if all(here[few] <= here[many] for few, many in pairwise(SIZES)):
         return ""
-    return " Times vary: here, a larger step was once measured shorter than a smaller step."
+    return " Times vary: here, a larger step was measured shorter than a smaller step."
 
 
 def _factor(points: dict[int, float], n: int) -> float:

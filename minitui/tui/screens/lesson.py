@@ -124,7 +124,7 @@ class LessonScreen(BaseScreen[None]):
         reading, page = self.reading, self.reading.page
         hints = [("right", "next page")]
         if page is None:
-            hints = [("enter", "answer"), ("tab", "question")]
+            hints = [*([] if reading.all_revealed else [("enter", "answer")]), ("tab", "question")]
             if following(reading.lesson) is not None:
                 hints.append(("right", "next lesson"))
         else:

@@ -83,7 +83,8 @@ def _page_keys(reading: Reading) -> list[str]:
     page = reading.page
     if page is None:
         forward = following(reading.lesson) is not None
-        return ["enter shows answer", "tab next question", "right next lesson" if forward else "L lessons", "left back"]
+        answer = [] if reading.all_revealed else ["enter shows answer"]
+        return [*answer, "tab next question", "right next lesson" if forward else "L lessons", "left back"]
     parts = []
     if page.run is not None:
         if reading.running:
@@ -180,7 +181,7 @@ def _closing(reading: Reading, width: int) -> list[tuple[str, str]]:
         elif chosen:
             lines += [(f"     {piece}", "dim") for piece in paragraphs(f"See {check.where}", width - 5)]
         lines.append(("", "ink"))
-    if len(reading.revealed) == len(reading.lesson.checks):
+    if reading.all_revealed:
         lines += [(line, "bold accent") for line in paragraphs(_end(reading.lesson), width)]
     elif reading.failed.get(reading.at):
         lines += [(line, "bad") for line in paragraphs(reading.failed[reading.at], width)]

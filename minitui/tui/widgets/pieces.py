@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from minitui.text import count
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
 from minitui.tui.widgets.rows import Row, Runs, cells, clip, legend, wrapped
@@ -32,7 +33,7 @@ the token's id. A space at the beginning of a piece belongs to the piece.""")
         if hidden > 0:  # the end of the text is where it changes
             rows = rows[hidden:]
         key = legend(("  ", PLAIN[1], "prompt"), ("  ", REPLY[0], "reply"), ("  ", NEW, "new"))
-        note = [(f"{glyphs().dots}{hidden} lines above", "dim")] if hidden > 0 else []
+        note = [(f"{glyphs().dots}{count(hidden, 'line')} above", "dim")] if hidden > 0 else []
         return Picture([*rows, *below], board.title, note, key if board.prompt is not None else [])
 
 

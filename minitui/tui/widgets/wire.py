@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
+from minitui.text import count
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
 from minitui.tui.widgets.rows import Row, Runs, clip, wrapped
@@ -35,5 +36,5 @@ answer, such as its id, are left out.""")
                 sign = SIGNS[kind] if i == 0 else "  "
                 rows.append(Row(sign + clip(piece, width - 2), STYLES[kind]).done(width))
         hidden = max(0, len(rows) - height)
-        note = [(f"{glyphs().dots}{hidden} lines above", "dim")] if hidden else []
+        note = [(f"{glyphs().dots}{count(hidden, 'line')} above", "dim")] if hidden else []
         return Picture(rows[hidden:], board.title, note)
