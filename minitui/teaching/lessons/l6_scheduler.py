@@ -310,9 +310,9 @@ LESSON = Lesson(
             preempts the request with the shortest reply so far.
 
             A preempted request moves to the head of the queue. Its full blocks stay in the tree as cached blocks. The
-            other requests continue to write, and evict these blocks one by one. When a request finishes, the preempted
-            request can resume. It uses its blocks that are still cached. Its other tokens are computed again, those of
-            the prompt and those of the reply, like one prompt. Then the reply continues where it stopped.
+            other requests continue to write, and may evict these blocks. When enough blocks are available again, the
+            preempted request resumes. It uses its blocks that are still cached. Its other tokens are computed again,
+            those of the prompt and those of the reply, like one prompt. Then the reply continues where it stopped.
 
             A prompt that can never fit is refused when it arrives, so that it does not block the queue. The error names
             the prompt's length and the limit. If a reply needs more blocks than the pool has, the reply ends with the
