@@ -81,7 +81,7 @@ def _compressed(fields: Fields, raw: dict[str, Any]) -> Packing:
     for key in "sparsity_config", "transform_config":
         other = raw.get(key)
         if other and not (isinstance(other, dict) and other.get("format") == "dense"):
-            raise _error(fields, f"{key} {shown(other)}", "no sparse and no rotated matrices")
+            raise _error(fields, f"{key} {shown(other)}", "dense matrices without rotations")
     how = weights[0]
     inner, strategy, kind = Fields(fields.path, how, WHERE), how.get("strategy"), how.get("type")
     bits = inner.count("num_bits")

@@ -21,6 +21,7 @@ from minitui.visible import json_text, visible_line
 if TYPE_CHECKING:
     from engine.model.config import ModelConfig
 
+NO_TOKENIZER = "no: it has no tokenizer.json; save one there with save_pretrained(…) of transformers"
 MARGIN = 1.15  # memory that a model takes on a GPU, as a multiple of its weights
 
 
@@ -109,7 +110,7 @@ def examine(snapshot: Snapshot, machine: Machine) -> Model:
         why = f"no: {listed(list(snapshot.missing))} missing; the next start with it downloads the rest"
         return Model(snapshot.repository, revision, None, family, why)
     try:
-        runs = fit(config, machine, snapshot.path)
+        runs = fit(config, machine, snapshot.path) if (snapshot.path / "tokenizer.json").is_file() else NO_TOKENIZER
     except EngineError as error:
         runs = f"no: {error}"
     return Model(snapshot.repository, revision, bytes_, family, runs)

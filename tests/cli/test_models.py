@@ -45,7 +45,7 @@ def add(cache: Path, name: str, commit: str, files: dict[str, bytes], ref: str =
     folder = cache / f"models--{name.replace('/', '--')}"
     snapshot = folder / "snapshots" / commit
     snapshot.mkdir(parents=True)
-    for file, data in files.items():
+    for file, data in ({"tokenizer.json": b"{}"} | files).items():
         (snapshot / file).write_bytes(data)
     if ref:
         (folder / "refs").mkdir()
@@ -68,6 +68,13 @@ def test_each_model_is_listed_with_its_revision_size_and_whether_it_runs(
     assert [(row["name"], row["size"]) for row in json.loads(capsys.readouterr().out)] == [
         ("Org/Begun", None), ("Org/Other", 1), ("Org/Whole", 2_500_000), ("Org/Whole", 1_000_000),
     ]  # fmt: skip
+
+
+def test_a_model_without_a_tokenizer_does_not_run(cache: Path) -> None:
+    whole = next(each for each in cached_snapshots() if each.repository == "Org/Whole")
+    assert examine(whole, Machine(None, 10e9)).runs.startswith("yes")
+    (whole.path / "tokenizer.json").unlink()
+    assert examine(whole, Machine(None, 10e9)).runs.startswith("no: it has no tokenizer.json; save one there with")
 
 
 def test_an_empty_cache_says_how_to_get_a_model(

@@ -246,9 +246,9 @@ def test_a_pointer_of_git_lfs_says_how_to_get_the_file(name: str, one: Path) -> 
     ({"quantization": BITS}, "the fields of mlx .*, and awq is the nearest"),
     ({"quantization": BITS, "quantization_config": BITS}, "the fields of mlx .*, and awq is the nearest"),
     ({"quantization_config": {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R1": {}}},
-      "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}}, "has transform_config .* no rotated matrices"),
+      "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}}, "has transform_config .* without rotations"),
     ({"compression_config": {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"},
-      "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}}, "has sparsity_config .* no sparse"),
+      "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}}, "has sparsity_config .* dense matrices"),
     ({"quantization_config": {"load_in_4bit": True}}, "the fields of bitsandbytes .*, and awq is the nearest"),
     ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "has quant_algo 'NVFP4' of "),
     ({"quantization_config": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {
