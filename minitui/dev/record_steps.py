@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -158,12 +158,8 @@ class StepRecorder:
 def _steps(records: Iterable[Record]) -> Iterator[StepRow]:
     """Yields the steps of some records whose times are known."""
     steps = Steps(1024)
-    fold: dict[str, Callable[[Record], Any]] = {
-        "step": steps.fold_step, "parts": steps.fold_parts, "time": steps.fold_time,
-    }  # fmt: skip
     for record in records:
-        if record[2] in fold:
-            fold[record[2]](record)
+        steps.fold(record)
     for step in range(max(0, steps.first), steps.last + 1):
         row = steps.get(step)
         if row is not None and row.wall_ms is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import math
@@ -22,7 +23,7 @@ from textual.binding import Binding
 from minitui.chat.sessions import Chats
 from minitui.dev.pseudo_terminal import run_in_terminal
 from minitui.dev.simulator import LOADS
-from minitui.dev.simulator_process import StressProcess
+from minitui.dev.simulator_process import SimulatedSource, StressProcess
 from minitui.settings import Settings
 from minitui.tui.app_base import AppBase
 from minitui.tui.glyphs import ASCII, glyphs
@@ -38,7 +39,7 @@ SETTLE_S = 3.0  # seconds before the measurement
 class StressApp(AppBase):
     """An application with the Inspect and Lecture screens, which shows simulated records."""
 
-    source: StressProcess  # type: ignore[assignment]
+    source: SimulatedSource
     MODES: ClassVar[dict[str, Any]] = {"inspect": InspectScreen, "lecture": LectureScreen}
     DEFAULT_MODE = "inspect"
     CSS = "Screen { background: $ground; color: $ink; }"
@@ -55,17 +56,17 @@ class StressApp(AppBase):
     ]
 
     def __init__(
-        self, source: StressProcess, fps: float = 20.0, seconds: float = 0.0,
+        self, source: SimulatedSource, fps: float = 20.0, seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic, settle: float = SETTLE_S,
     ) -> None:  # fmt: skip
         """`fps` 0: frames are drawn only by calls of `tick`. Measures for `seconds`, after `settle` seconds."""
-        chats: Any = Chats(source)  # type: ignore[arg-type]
+        chats = Chats(source)
         settings = Settings(ascii=glyphs() is ASCII)  # the caller has chosen the glyphs
-        super().__init__(source, chats, settings, system="")  # type: ignore[arg-type]
+        super().__init__(source, chats, settings, system="")
         self.clock = clock
         self.view.ids_to_text = source.decode
         self.view.group_names = source.names
-        self.feed = Updater(source, self.view, clock)  # type: ignore[arg-type]
+        self.feed = Updater(source, self.view, clock)
         self.fps = fps
         self.seconds = seconds  # the application ends after a measurement of this length; 0: it does not end by itself
         self.settle = settle
@@ -283,7 +284,7 @@ def main(
         app = StressApp(source, fps, seconds if out else 0.0, settle=settle)
         app.run()
     finally:
-        source.close()
+        asyncio.run(source.close())
     if out:
         out.write_text(json.dumps(app.figures))
 

@@ -14,35 +14,74 @@ import subprocess
 import sys
 import threading
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
-from engine.process.heartbeat import Condition
+from engine.errors import InvalidRequest
+from engine.params import SamplingParams
+from engine.progress import Progress
 from engine.trace.records import Packet, Record, packets
 from engine.trace.state import State
 from minitui.dev.simulator import LOADS, Load, Stress, spell
+from minitui.sources.base import Source
 
 EVERY_S = 0.01  # seconds between two messages, as in the engine's process
 LONGEST_S = 0.1  # maximum simulated seconds in one message
 
 
-class StressProcess:
-    """A source for the Inspect screen: a load of LOADS, made by another process. `close` ends the process.
+class SimulatedSource(Source):
+    """Simulated records for the Inspect screen. Only the simulated chats make requests."""
+
+    def __init__(self, load: Load) -> None:
+        super().__init__()
+        self.info = describe(load)
+        self.made: deque[tuple[int, float]] = deque()  # (number of the last record of a message, when it was sent)
+
+    async def start(self, on_progress: Progress) -> None:
+        """Does nothing: the records are made from the beginning on."""
+        self._ready.set()
+
+    async def close(self) -> None:
+        await self._stop()
+
+    def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> NoReturn:
+        raise InvalidRequest("simulated records answer no requests; `minitui chat` starts an engine")
+
+    async def control(self, verb: str, **arguments: Any) -> NoReturn:
+        raise InvalidRequest(f"simulated records do not support {verb!r}", "action")
+
+    @property
+    @abstractmethod
+    def names(self) -> dict[str, str]:
+        """The titles of the chats."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of token ids."""
+
+    @abstractmethod
+    def gate(self) -> None:
+        """Closes or opens the gate."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Closes the gate if it is open, and runs one step."""
+
+
+class StressProcess(SimulatedSource):
+    """A load of LOADS, made by another process. `close` ends the process.
 
     The process makes the records of `ahead` simulated seconds before it sends the first one. These records then arrive
     exactly on time, and making them takes no CPU time from the application.
     """
 
     def __init__(self, load: str, warm_up: float = 8.0, ahead: float = 0.0) -> None:
-        self.info = describe(LOADS[load])
-        self.error: str | None = None
-        self.condition, self.connection = Condition(), ""
-        self.dropped = 0
-        self.names: dict[str, str] = {}
-        self.made: deque[tuple[int, float]] = deque()  # (number of the last record of a message, when it was sent)
+        super().__init__(LOADS[load])
+        self._names: dict[str, str] = {}
         self._words: list[str] = []
         self._packets: deque[Packet] = deque()
         ours, theirs = socket.socketpair()
@@ -58,15 +97,14 @@ class StressProcess:
         self._connection.send("go")
         threading.Thread(target=self._read, name="stress", daemon=True).start()
 
-    def recorded(self) -> None:
-        """There is no recording."""
+    @property
+    def names(self) -> dict[str, str]:
+        return self._names
 
     def drain_records(self) -> list[Record]:
-        """Returns the records that have arrived since the last call."""
         return [record for packet in self.drain_packets() for record in packet.records()]
 
     def drain_packets(self) -> list[Packet]:
-        """Returns the packets that have arrived since the last call."""
         return [self._packets.popleft() for _ in range(len(self._packets))]
 
     async def snapshot(self) -> dict[str, Any]:
@@ -74,19 +112,17 @@ class StressProcess:
         return self._snapshot
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of token ids."""
         return spell(self._words, ids)
 
     def gate(self) -> None:
-        """Closes or opens the gate."""
         self._connection.send("gate")
 
     def step(self) -> None:
-        """Closes the gate if it is open, and runs one step."""
         self._connection.send("step")
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Ends the process."""
+        await super().close()
         self._process.terminate()
         self._process.wait()
 
@@ -99,7 +135,7 @@ class StressProcess:
                 packed, words, names = pickle.loads(memoryview(message)[8:])
                 self._words += words
                 if names:
-                    self.names = {**self.names, **names}
+                    self._names = {**self._names, **names}
                 self._packets.extend(packed)
                 if packed:
                     self.made.append((self._packets[-1].last, sent))

@@ -33,7 +33,6 @@ NAMES = {
     "wait": "wait for the device", "gc": "garbage collection", "delayed": "another program on the core",
     "stop": "stopped by a signal", "queued": "waiting", "decode": "decoding",
 }  # fmt: skip
-FOLDED = {kind: f"fold_{kind}" for kind in ("step", "parts", "comm", "draft", "accept", "time")}  # methods of Steps
 Event = dict[str, Any]
 
 
@@ -50,8 +49,7 @@ class _Converter:
         self.state: State = part.state
         self.steps = Steps(max(1, self.reader.last_planned - self.state.step + 2))
         self.steps.cut_ms = cut_ms
-        self.steps.gate(self.state.gate == "closed")
-        self.steps.pace(self.state.pace)
+        self.steps.adopt(self.state)
         self.lanes = Lanes()
         self.lanes.step = self.state.step
         self.moments: list[tuple[float, Event]] = []  # marks and counters: engine time, event
@@ -87,12 +85,7 @@ class _Converter:
         mark = self._mark(kind, record[3:])
         if mark is not None:
             self.moments.append((record[1], {"ph": "i", "s": "t", **mark}))
-        if kind in FOLDED:
-            getattr(self.steps, FOLDED[kind])(record)
-        elif kind == "gate":
-            self.steps.gate(record[3] == "closed")
-        elif kind == "pace":
-            self.steps.pace(record[3])
+        self.steps.fold(record)
         self.lanes.fold(record, record[1])
         self.state.apply(record)
         if kind == "time":

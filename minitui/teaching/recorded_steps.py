@@ -4,7 +4,7 @@ with overlap. minitui/dev/record_steps.py makes the file."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -89,9 +89,6 @@ def _model(found: dict[str, Any]) -> RecordedModel:
 
 def _steps(records: Iterable[Record]) -> Steps:
     steps = Steps(64)
-    folds: dict[str, Callable[[Record], Any]] = {
-        "step": steps.fold_step, "parts": steps.fold_parts, "time": steps.fold_time,
-    }  # fmt: skip
     for record in records:
-        folds[record[2]](record)
+        steps.fold(record)
     return steps

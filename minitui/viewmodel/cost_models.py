@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.trace.records import Record
@@ -23,6 +23,14 @@ FIRST_FIT = 32  # steps: after this many, the first model is fitted
 MODELS_KEPT = 300
 
 
+@dataclass(frozen=True, slots=True)
+class FirstModel:
+    """A model of the first steps of a recording, which explains the steps up to `until`; None: too few steps."""
+
+    until: int
+    model: CostModel | None
+
+
 class CostModels:
     """The models of the steps of one history."""
 
@@ -31,10 +39,9 @@ class CostModels:
         self._fitted: OrderedDict[int, CostModel | None] = OrderedDict()
         self._ahead: tuple[int, CostModel | None] = (-1, None)  # explains the steps up to this one
 
-    def look_ahead(self, recorded: Steps) -> None:
-        """Explain the first steps by a model of `recorded`, the first steps of the recording that is played."""
-        model = fit(recorded, recorded.committed)
-        self._ahead = recorded.committed, replace(model, steps=self._steps) if model is not None else None
+    def look_ahead(self, first: FirstModel) -> None:
+        """Explain the first steps by the model of the first steps of the recording that is played."""
+        self._ahead = first.until, replace(first.model, steps=self._steps) if first.model is not None else None
 
     def of(self, step: int) -> CostModel | None:
         """Returns the model that explains a step; None: too few steps are known."""
@@ -61,24 +68,22 @@ class CostModels:
         return max(begin, step // REFIT * REFIT)
 
 
+def first_model(snapshot: dict[str, Any], records: Iterable[Record]) -> FirstModel:
+    """Returns the model of the first steps of a recording: of the steps after its first snapshot."""
+    steps = first_steps(snapshot, records)
+    return FirstModel(steps.committed, fit(steps, steps.committed))
+
+
 def first_steps(snapshot: dict[str, Any], records: Iterable[Record]) -> Steps:
     """Returns the first FIT_STEPS steps after a snapshot."""
-    state, steps = State.from_snapshot(snapshot), Steps()
-    for request in state.requests.values():
-        if request.joined_at >= 0:
-            steps.adopt(request.id, state.computed(request), state.step + 1)
-    folds = {
-        "step": steps.fold_step, "draft": steps.fold_draft, "accept": steps.fold_accept, "time": steps.fold_time,
-        "parts": steps.fold_parts, "comm": steps.fold_comm, "finish": steps.fold_release,
-        "preempt": steps.fold_release, "requeue": steps.fold_release,
-    }  # fmt: skip
+    steps = Steps(2 * FIT_STEPS)
+    steps.adopt(State.from_snapshot(snapshot))
     seq = snapshot["seq"]
     for record in records:
         if record[0] != seq + 1:
             break
         seq = record[0]
-        if (fold := folds.get(record[2])) is not None:
-            fold(record)
+        steps.fold(record)
         if record[2] == "time" and record[3] in steps and record[3] >= steps.begin + FIT_STEPS - 1:
             break
     return steps

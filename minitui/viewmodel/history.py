@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
 from operator import itemgetter
-from typing import Any
+from typing import Any, ClassVar
 
 from engine.trace.records import Record
 from engine.trace.state import State
@@ -30,6 +30,7 @@ from minitui.viewmodel.trends import Trends
 TIME = itemgetter(1)  # of a record
 EMPTY = State(num_blocks=2, block_size=16, budget=1, max_num_seqs=1)
 BLOCK_EVENTS_KEPT = 20_000
+OF_STEPS = ("parts", "comm", "draft")  # kinds of records that only Steps folds
 
 
 class History:
@@ -66,12 +67,9 @@ class History:
         self._begin(AnnotatedState(state))
         self.gap, self.loaded = False, True
         self.lanes.step = state.step
-        self.steps.gate(state.gate == "closed")
-        self.steps.pace(state.pace)
+        self.steps.adopt(state)
         for request in state.requests.values():
             self.lanes.adopt(request, state.computed(request))
-            if request.joined_at >= 0:
-                self.steps.adopt(request.id, state.computed(request), state.step + 1)
 
     def fold(self, records: list[Record], now: float = 0.0, packed: bytes | None = None) -> None:
         """Fold records; skip records that were folded before. If records are missing, nothing is folded and `gap` is
@@ -110,9 +108,13 @@ class History:
             kind = record[2]
             if kind == "evict":  # the most frequent kind; it belongs to no lane
                 events.fold_evict(record, lanes.step, found)
-            elif (fold := folds.get(kind)) is not None:
+                continue
+            if kind == "step":
+                self.tokens.before_step(record[3])
+            self.steps.fold(record)
+            if (fold := folds.get(kind)) is not None:
                 fold(self, record)
-            else:
+            elif kind not in OF_STEPS:
                 self._fold_decision(record, found)
         self.block_log.extend(self.live.block_events)
         self.live.block_events.clear()
@@ -122,8 +124,8 @@ class History:
         steps, rates = self.steps, self.rates
         rates.advance(record[1])
         _, _, _, step, plan_us, launch_us, commit_us, wall_ms, device_ms, _ = record
-        took_ms = steps.fold_time(record)
-        rates.add_durations(took_ms, wall_ms, (plan_us + (launch_us or 0) + commit_us) / 1e3, device_ms)
+        took_ms, host_ms = steps.took_ms(step), (plan_us + (launch_us or 0) + commit_us) / 1e3
+        rates.add_durations(wall_ms if took_ms is None else took_ms, wall_ms, host_ms, device_ms)
         rates.mark(step)
         steps.note_bucket(step, rates.bucket)
         self._result_at = rates.now
@@ -133,26 +135,16 @@ class History:
         for gap in self.tokens.after_preemptions(step):
             self.trends.add("token gaps", gap)
 
-    def _parts(self, record: Record) -> None:
-        self.steps.fold_parts(record)
-
-    def _comm(self, record: Record) -> None:
-        self.steps.fold_comm(record)
-
     def _step(self, record: Record) -> None:
         self.rates.advance(record[1])
-        self.tokens.before_step(record[3])
-        prefill = self.steps.fold_step(record)
         lanes = self.lanes.lanes
+        prefill = sum(n for _id, _start, n, _samples in record[4])
         resumed = sum(n for id, _start, n, _samples in record[4] if id in lanes and lanes[id].preemptions)
         self.rates.add_step(self.steps.decoded(record[3]), prefill, prefill - resumed)
         self.lanes.fold_step(record)
 
-    def _draft(self, record: Record) -> None:
-        self.steps.fold_draft(record)
-
     def _accept(self, record: Record) -> None:
-        drafted, accepted = self.steps.fold_accept(record)
+        drafted, accepted = sum(draft[1] for draft in record[4]), sum(draft[2] for draft in record[4])
         self.rates.add("drafted", drafted)
         self.rates.add("accepted", accepted)
         self.rates.add("decode", accepted)
@@ -161,14 +153,11 @@ class History:
     def _experts(self, record: Record) -> None:
         self.experts.fold(record)
 
-    _FOLDS = {  # noqa: RUF012  a table of methods, never changed
-        "time": _time, "parts": _parts, "comm": _comm, "step": _step, "draft": _draft, "accept": _accept,
-        "experts": _experts,
-    }  # fmt: skip
+    _FOLDS: ClassVar = {"time": _time, "step": _step, "accept": _accept, "experts": _experts}
 
     def _fold_decision(self, record: Record, found: Any) -> None:
         """Fold a record about a request, or of the gate or of slow motion."""
-        steps, rates, lanes, kind = self.steps, self.rates, self.lanes, record[2]
+        rates, lanes, kind = self.rates, self.lanes, record[2]
         self.events.fold(record, lanes.step, -1 if kind != "match" or found is None else found)
         rates.advance(record[1])
         lanes.fold(record, rates.now)
@@ -182,18 +171,13 @@ class History:
             self.trends.add("first token", record[4] + record[5])
             self.first_tokens.fold(record)
         elif kind in ("finish", "preempt", "requeue"):
-            steps.fold_release(record)
             computed, blocks = found
-            lanes.release(record, computed, blocks, steps.committed)
-        elif kind == "fail":
-            steps.fold_fail(record)
+            lanes.release(record, computed, blocks, self.steps.committed)
         elif kind == "gate":
             rates.gate(record[3] == "closed")
-            steps.gate(record[3] == "closed")
             self.gate_reason = record[4]
         elif kind == "pace":
             rates.pace(record[3])
-            steps.pace(record[3])
 
     def _note_levels(self) -> None:
         """Note how many requests run and wait, and how full the pool is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from minitui.viewmodel.cost_models import first_steps
+from minitui.viewmodel.cost_models import first_model
 from minitui.viewmodel.model import View
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def recorded_view(reader: TraceReader, name: str = "") -> View:
         if keyframe.seq != last:
             view.reset(part.snapshot)
             if not index:
-                view.models.look_ahead(first_steps(part.snapshot, reader.records()))
+                view.models.look_ahead(first_model(part.snapshot, reader.records()))
         view.fold(part.records)
         last = keyframe.seq + len(part.records)
     view.caching = bool(reader.info.get("prefix_caching", True))

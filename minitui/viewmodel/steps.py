@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections.abc import Callable
+from typing import ClassVar
 
 import numpy as np
 
 from engine.trace.records import Record
+from engine.trace.state import State
 from minitui.viewmodel.step_row import PARTS, Chunk, Draft, StepParts, StepRow
 
 STEPS_KEPT = 32_768
@@ -66,15 +69,25 @@ class Steps:
         self._nan = float("nan")
         self._views: dict[str, np.ndarray] = {}
 
-    def fold_draft(self, record: Record) -> None:
-        """Fold a `draft` record. It comes before the `step` record of the same step."""
+    def adopt(self, state: State) -> None:
+        """Begin with the state of a snapshot: its requests that decode, its gate and its slow motion."""
+        self._closed, self._pace = state.gate == "closed", state.pace
+        for request in state.requests.values():
+            if request.joined_at >= 0:
+                self._decoding[request.id] = state.computed(request) - (state.step + 1)
+
+    def fold(self, record: Record) -> None:
+        """Fold a record of any kind."""
+        if (fold := self._FOLDS.get(record[2])) is not None:
+            fold(self, record)
+
+    def _fold_draft(self, record: Record) -> None:
+        """The record comes before the `step` record of the same step."""
         _seq, _t, _kind, step, drafts = record
         self._drafts[step] = array("q", [field for request, tokens in drafts for field in (request, tokens, -1)])
 
-    def fold_accept(self, record: Record) -> tuple[int, int]:
-        """Fold an `accept` record. Returns (tokens drafted, tokens accepted)."""
+    def _fold_accept(self, record: Record) -> None:
         _seq, _t, _kind, step, drafts = record
-        drafted, accepted = sum(draft[1] for draft in drafts), sum(draft[2] for draft in drafts)
         for request, _, taken in drafts:
             if request in self._decoding:
                 self._decoding[request] += taken  # `taken` does not count the one token that every step adds
@@ -82,11 +95,9 @@ class Steps:
             results = {draft[0]: draft for draft in drafts}
             known = [results.get(draft[0], draft) for draft in self._drafts_of(step)]
             self._drafts[step] = array("q", [field for draft in known for field in draft])
-            self._accepted[step % self.capacity] = accepted
-        return drafted, accepted
+            self._accepted[step % self.capacity] = sum(draft[2] for draft in drafts)
 
-    def fold_step(self, record: Record) -> int:
-        """Fold a `step` record. Returns the number of prefill tokens."""
+    def _fold_step(self, record: Record) -> None:
         _seq, t, _kind, step, prefills, joined, left, tokens, waiting = record
         i = step % self.capacity
         for id in left:
@@ -117,14 +128,12 @@ class Steps:
             self.first = step - self.capacity + 1
             if self._drafts:
                 self._drafts.pop(self.first - 1, None)
-        return prefill_tokens
 
-    def fold_time(self, record: Record) -> float:
-        """Fold a `time` record. Returns how long the step took, in ms."""
+    def _fold_time(self, record: Record) -> None:
         seq, t, _kind, step, plan_us, launch_us, commit_us, wall_ms, device_ms, _ = record
         i = step % self.capacity
         if self._step[i] != step:
-            return wall_ms
+            return
         self.last_ended = step
         self._plan[i], self._commit[i] = plan_us / 1e3, commit_us / 1e3
         self._launch[i] = self._nan if launch_us is None else launch_us / 1e3
@@ -138,10 +147,9 @@ class Steps:
             self._parts["delayed"][i] = self._nan if parts.delayed is None else min(parts.delayed, took - gc)
         self._cut_axis(step, i)
         self._paused[i], self._arrived[i] = self._paused_s, t - commit_us / 1e6 - self._paused_s
-        return self._took[i]
 
-    def fold_fail(self, record: Record) -> None:
-        """Fold a `fail` record: the step has ended, without times."""
+    def _fold_fail(self, record: Record) -> None:
+        """The step has ended, without times."""
         self.last_ended = record[3]
 
     def note_bucket(self, step: int, bucket: int) -> None:
@@ -177,25 +185,18 @@ class Steps:
         for n in range(step, self.last + 1):  # the next step may be planned already
             self._cut[n % self.capacity] = self.cut_ms
 
-    def gate(self, closed: bool) -> None:
-        """Note that the engine is paused, or runs again."""
-        self._closed = closed
+    def _fold_gate(self, record: Record) -> None:
+        self._closed = record[3] == "closed"
 
-    def pace(self, factor: float) -> None:
-        """Note the factor of slow motion; 1: none."""
-        self._pace = factor
+    def _fold_pace(self, record: Record) -> None:
+        self._pace = record[3]
 
-    def adopt(self, request: int, tokens: int, step: int) -> None:
-        """Add a request that already decodes in the first snapshot. `tokens`: how many were computed before `step`."""
-        self._decoding[request] = tokens - step
-
-    def fold_release(self, record: Record) -> None:
-        """Fold a `finish`, `preempt` or `requeue` record: the request stops decoding, and no `step` says so."""
+    def _fold_release(self, record: Record) -> None:
+        """The request stops decoding, and no `step` record says so."""
         self._decoding.pop(record[3], None)
         self._prompts.pop(record[3], None)
 
-    def fold_parts(self, record: Record) -> None:
-        """Fold a `parts` record."""
+    def _fold_parts(self, record: Record) -> None:
         _seq, _t, _kind, step, *us, delayed, stops = record
         self._paused_s += us[2] / 1e6
         if step not in self:
@@ -206,11 +207,16 @@ class Steps:
         self._parts["delayed"][i] = self._nan if delayed is None else delayed / 1e3
         self._parts["stops"][i] = stops
 
-    def fold_comm(self, record: Record) -> None:
-        """Fold a `comm` record."""
+    def _fold_comm(self, record: Record) -> None:
         _seq, _t, _kind, step, self.ranks, ms = record
         if step in self:
             self._comm[step % self.capacity] = ms
+
+    _FOLDS: ClassVar[dict[str, Callable[[Steps, Record], None]]] = {
+        "step": _fold_step, "time": _fold_time, "parts": _fold_parts, "comm": _fold_comm, "draft": _fold_draft,
+        "accept": _fold_accept, "finish": _fold_release, "preempt": _fold_release, "requeue": _fold_release,
+        "fail": _fold_fail, "gate": _fold_gate, "pace": _fold_pace,
+    }  # fmt: skip
 
     def __contains__(self, step: int) -> bool:
         return step >= 0 and self._step[step % self.capacity] == step
@@ -298,6 +304,10 @@ class Steps:
     def prefilled(self, at: np.ndarray) -> np.ndarray:
         """Returns, for each step at these column indices, the number of prompt tokens computed."""
         return self.column("tokens")[at] - self.column("decodes")[at] - self.column("drafted")[at]
+
+    def took_ms(self, step: int) -> float | None:
+        """Returns how long a timed step took; None if the step is not kept."""
+        return self._took[step % self.capacity] if step in self else None
 
     def gap_ms(self, step: int) -> float | None:
         """Returns the time between the tokens of a step and of the step before it, without pauses; None if no request

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from engine.trace.records import Record
 from minitui.text import count, duration, ms
 from minitui.viewmodel.causes import explain, listed
-from minitui.viewmodel.cost_models import first_steps
+from minitui.viewmodel.cost_models import first_model
 from minitui.viewmodel.model import View
 from minitui.viewmodel.narrate import computed
 from minitui.viewmodel.step_row import Chunk, StepRow
@@ -145,7 +145,7 @@ class Teller:
                 yield from self.rest()
                 self.view.reset(part.snapshot)
                 if not index:
-                    self.view.models.look_ahead(first_steps(part.snapshot, reader.records()))
+                    self.view.models.look_ahead(first_model(part.snapshot, reader.records()))
                 else:
                     missing = f"({keyframe.seq - last:,} records are missing here)"
                     yield Line(part.state.t, keyframe.step, "gap", missing)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from engine.errors import EngineError
 from engine.trace.records import Packet
 from minitui.sources.base import Source
-from minitui.viewmodel.cost_models import first_steps
+from minitui.viewmodel.cost_models import FirstModel, first_model
 
 if TYPE_CHECKING:
     from minitui.viewmodel.model import View
@@ -56,6 +56,7 @@ class Updater:
         self._key_at, self._key_handled = -math.inf, False  # time of the last key press; the application has the key
         self._put_off: dict[str, float] = {}  # work that waits for a key -> when it was put off first
         self._slices = 0  # slices so far
+        self._first: FirstModel | None = None  # of the recording that is played; a jump does not fit the model again
 
     @property
     def frozen(self) -> bool:
@@ -159,7 +160,8 @@ class Updater:
         try:
             self.view.reset(await self.source.snapshot())
             if (recorded := self.source.recorded()) is not None:
-                self.view.models.look_ahead(first_steps(*recorded))
+                self._first = self._first or first_model(*recorded)
+                self.view.models.look_ahead(self._first)
             self.view.caching = bool(self.source.info.get("prefix_caching", True))
             self.live = True
         except EngineError:
@@ -171,7 +173,7 @@ class Updater:
     def restart(self) -> None:
         """Clear everything for a new engine."""
         self.forget()
-        self.live, self._retry_at = False, math.inf
+        self.live, self._retry_at, self._first = False, math.inf, None
 
     def forget(self) -> None:
         """Drop the backlog. Records still in the source are kept."""

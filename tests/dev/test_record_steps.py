@@ -43,7 +43,7 @@ def test_costs_and_timelines_of_a_small_model(tmp_path: Path, monkeypatch: pytes
 def folded(records: list[Record]) -> Steps:
     steps = Steps(64)
     for record in records:
-        {"step": steps.fold_step, "parts": steps.fold_parts, "time": steps.fold_time}[record[2]](record)
+        steps.fold(record)
     return steps
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.errors import InvalidRequest
@@ -18,6 +19,8 @@ from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
 from minitui.trace.recorder import Recorder
 from minitui.tui.widgets.vitals import vitals
+from minitui.viewmodel.cost_model import fit
+from minitui.viewmodel.cost_models import first_model, first_steps
 from minitui.viewmodel.model import Playback, View
 from minitui.viewmodel.request_words import figures_in_words, request_json
 from minitui.viewmodel.requests import Requests
@@ -289,6 +292,36 @@ async def test_a_replay_says_what_was_said_during_the_recording_also_about_pause
     await player.seek(30)
     await player.seek(reader.last_step)
     assert said(player.view) == said(recorded), "after jumps"
+
+
+def test_the_first_steps_of_a_recording_are_the_steps_of_its_history_also_with_pauses(tmp_path: Path) -> None:
+    reader, view = TraceReader(with_pauses(tmp_path / "paused.trace")), View()
+    view.reset(reader.part(0).snapshot)
+    view.fold(list(reader.records()))
+    first = first_steps(reader.part(0).snapshot, reader.records())
+    rows = [view.steps.get(step) for step in range(view.steps.first, view.horizon + 1)]
+    assert [first.get(row.step) for row in rows if row is not None] == rows and len(rows) > 100
+    assert sum(row.held for row in rows if row is not None) >= 20
+    for name in ("keys", "arrived", "paused", "cut"):
+        columns = [steps.column(name)[steps.indices(0, view.horizon)] for steps in (first, view.steps)]
+        assert np.array_equal(*columns, equal_nan=True), name
+    models = [fit(steps, view.horizon) for steps in (first, view.steps)]
+    assert [str(model) for model in models] == [str(models[0])] * 2 and models[0] is not None
+
+
+async def test_a_jump_does_not_fit_the_model_of_the_first_steps_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted = []
+    monkeypatch.setattr("minitui.viewmodel.updater.first_model", lambda *of: fitted.append(of) or first_model(*of))
+    player = await Player(find_trace("small-pool")).start()
+    await player.source.control("pause")
+    said = []
+    for step in (100, 20, 90, 20):
+        await player.seek(step)
+        said.append(str(player.view.models.of(20)))
+    assert len(fitted) == 1 and said == [said[0]] * 4
+    player.feed.replaced()
+    await player.feed.sync()
+    assert len(fitted) == 2, "another recording may be played"
 
 
 async def test_after_travelling_back_the_figures_are_those_of_a_jump_to_the_same_step() -> None:

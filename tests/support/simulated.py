@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
-from engine.process.heartbeat import Condition
-from engine.trace.records import Packet, Record, packets
+from engine.trace.records import Record
 from minitui.dev.simulator import Load, Stress
-from minitui.dev.simulator_process import describe, warmed
+from minitui.dev.simulator_process import SimulatedSource, warmed
 
 
-class LiveStress:
+class LiveStress(SimulatedSource):
     """Simulated records made in this process; time passes when records are drained."""
 
     def __init__(self, load: Load, warm_up: float = 8.0) -> None:
+        super().__init__(load)
         self.stress = Stress(load)
-        self.info = describe(load)
-        self.error: str | None = None
-        self.condition, self.connection = Condition(), ""
-        self.dropped = 0
-        self.decode = self.stress.words.decode
-        self.made: deque[tuple[int, float]] = deque()
         self._state = warmed(self.stress, warm_up)
         self._last = time.monotonic()
 
     @property
     def names(self) -> dict[str, str]:
         return dict(self.stress.group_names)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.stress.words.decode(ids)
 
     def gate(self) -> None:
         self.stress.gate(not self.stress.closed)
@@ -38,12 +35,6 @@ class LiveStress:
             self.stress.gate(True, "stepping")
         self.stress.run_steps(1)
 
-    def close(self) -> None:
-        """Does nothing: there is no process."""
-
-    def drain_packets(self) -> list[Packet]:
-        return packets(self.drain_records())
-
     def drain_records(self) -> list[Record]:
         now = time.monotonic()
         self.stress.run(min(0.2, now - self._last))
@@ -52,6 +43,3 @@ class LiveStress:
 
     async def snapshot(self) -> dict[str, Any]:
         return self._state.snapshot()
-
-    def recorded(self) -> None:
-        """There is no recording."""

@@ -361,5 +361,5 @@ async def test_records_come_from_another_process_without_a_gap_and_with_their_wo
             time.sleep(0.02)
         assert view.live.state.gate == "closed"
     finally:
-        source.close()
+        await source.close()
     assert source._process.returncode is not None

@@ -9,7 +9,7 @@ import pytest
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
 from minitui.tui.widgets.occupancy import waste_words
-from minitui.viewmodel.cost_models import first_steps
+from minitui.viewmodel.cost_models import first_model
 from minitui.viewmodel.model import Playback, View
 from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.spans import Timeline
@@ -28,7 +28,7 @@ def test_the_past_says_what_the_live_picture_said_at_that_step(name: str) -> Non
         view = View()
         view.ids_to_text = lambda ids: ""  # the tree keeps the texts that it has shown
         view.reset(begin)
-        view.models.look_ahead(first_steps(begin, reader.records()))
+        view.models.look_ahead(first_model(begin, reader.records()))
         view.fold(records)
         return view
 

@@ -42,9 +42,7 @@ class Truth:
         view, rng = View(), random.Random(seed)
         view.reset(self.snapshots[start])
         view.steps = Steps(capacity)
-        for request in view.live.state.requests.values():
-            if request.joined_at >= 0:
-                view.steps.adopt(request.id, view.live.state.computed(request), view.live.state.step + 1)
+        view.steps.adopt(view.live.state)
         view.tokens = TokenTimes(view.steps, view.lanes)
         records = [record for record in self.records if record[0] > view.live.state.seq]
         while records:

@@ -87,11 +87,7 @@ def played(
 def folded(records: list[Record]) -> tuple[Steps, Lanes]:
     steps, lanes = Steps(), Lanes()
     for record in records:
-        if record[2] == "pace":
-            steps.pace(record[3])
-        fold = {"step": steps.fold_step, "parts": steps.fold_parts, "time": steps.fold_time}.get(record[2])
-        if fold is not None:
-            fold(record)
+        steps.fold(record)
         lanes.fold(record, record[1])
     return steps, lanes
 

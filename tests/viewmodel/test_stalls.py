@@ -26,7 +26,7 @@ from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
 from minitui.viewmodel.causes import explain
 from minitui.viewmodel.cost_model import FEATURES
-from minitui.viewmodel.cost_models import first_steps
+from minitui.viewmodel.cost_models import first_model
 from minitui.viewmodel.lane import PREEMPTED, Lane
 from minitui.viewmodel.model import View
 from minitui.viewmodel.recorded import recorded_view
@@ -243,7 +243,7 @@ def test_every_longest_gap_of_a_gpu_s_recording_is_explained_by_a_prompt() -> No
     """An H200 with overlap: a decode step takes 5 ms, and a step with prefill costs 20 to 35 ms of its launch."""
     reader, view = TraceReader(find_trace("h200-8b")), View()
     view.reset(reader.part(0).snapshot)
-    view.models.look_ahead(first_steps(reader.part(0).snapshot, reader.records()))
+    view.models.look_ahead(first_model(reader.part(0).snapshot, reader.records()))
     view.fold(list(reader.records()))
     model = view.models.of(view.horizon)
     assert model is not None and model.device is not None and model.device.costs[FEATURES.index("prefill steps")] > 5

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tracemalloc
 from collections import deque
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -35,6 +34,7 @@ from minitui.viewmodel.story import tell
 from minitui.viewmodel.timing import summarise
 from minitui.viewmodel.updater import AFTER_KEY_S, RETRY_S, Updater
 from tests.support.lanes import codes
+from tests.support.simulated import LiveStress
 
 # A pool so tight that requests are preempted, and a budget so small that prompts are chunked.
 TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
@@ -256,24 +256,24 @@ def test_the_keys_of_a_step_are_the_tokens_of_the_requests_that_decode_in_it(loa
 
 def test_accepted_drafts_count_as_keys_of_the_next_step():
     steps = Steps()
-    steps.adopt(1, 10, 5)
-    steps.fold_step((1, 0.0, "step", 5, [], [], [], 1, 0))
-    steps.fold_draft((2, 0.0, "draft", 6, [(1, 3)]))
-    steps.fold_step((3, 0.0, "step", 6, [], [], [], 4, 0))
-    steps.fold_accept((4, 0.0, "accept", 6, [(1, 3, 2)]))
-    steps.fold_step((5, 0.0, "step", 7, [], [], [], 1, 0))
+    steps.fold((0, 0.0, "step", 4, [(1, 0, 10, True)], [], [], 10, 0))
+    steps.fold((1, 0.0, "step", 5, [], [1], [], 1, 0))
+    steps.fold((2, 0.0, "draft", 6, [(1, 3)]))
+    steps.fold((3, 0.0, "step", 6, [], [], [], 4, 0))
+    steps.fold((4, 0.0, "accept", 6, [(1, 3, 2)]))
+    steps.fold((5, 0.0, "step", 7, [], [], [], 1, 0))
     assert [steps.get(step).keys for step in (5, 6, 7)] == [10, 11, 14]
 
 
 @pytest.mark.parametrize("parts", [False, True])
 def test_a_replay_in_slow_motion_does_not_lengthen_the_gaps_between_tokens(parts: bool):
     steps = Steps()
-    steps.pace(10.0)
+    steps.fold((0, 0.0, "pace", 10.0))
     for n in range(5):  # each step takes 5 ms, and its records come every 50 ms
-        steps.fold_step((3 * n, n * 0.05, "step", n, [], [], [], 1, 0))
+        steps.fold((3 * n, n * 0.05, "step", n, [], [], [], 1, 0))
         if parts:
-            steps.fold_parts((3 * n + 1, n * 0.05, "parts", n, 0, 0, 0, 1_000, 1_000, 3_000, 0, None, 0))
-        steps.fold_time((3 * n + 2, n * 0.05 + 0.05, "time", n, 1_000, 1_000, 0, 5.0, 3.0, "decode"))
+            steps.fold((3 * n + 1, n * 0.05, "parts", n, 0, 0, 0, 1_000, 1_000, 3_000, 0, None, 0))
+        steps.fold((3 * n + 2, n * 0.05 + 0.05, "time", n, 1_000, 1_000, 0, 5.0, 3.0, "decode"))
     assert np.diff(steps.column("arrived")[:5]) == pytest.approx([0.005] * 4)
 
 
@@ -615,25 +615,22 @@ async def test_records_of_a_replaced_engine_do_not_count_as_dropped():
     stress = Stress(SMALL)
     stress.run(1.0)
 
-    class Source:
+    class Replaced(LiveStress):
         """A replaced engine: its last records have not arrived yet."""
-        info: ClassVar[dict] = {}
-        recorded = staticmethod(lambda: None)
 
-        late: ClassVar = stress.drain()
-
-        def drain_packets(self) -> list:
+        def drain_records(self) -> list:
             late, self.late = self.late, []
-            return packets(late)
+            return late
 
         async def snapshot(self) -> dict:
             return EMPTY.snapshot()
 
-    feed = Updater(Source(), View())
+    records = stress.drain()
+    feed = Updater(source := Replaced(SMALL, 0.0), View())
     feed.restart()
-    feed.source.late = list(Source.late)
+    source.late = list(records)
     feed.pump()  # some come while the other engine starts
-    feed.source.late = list(Source.late)  # and some are drained only when it is there
+    source.late = list(records)  # and some are drained only when it is there
     feed.replaced()
     await feed.sync()
     feed.pump()
@@ -641,14 +638,12 @@ async def test_records_of_a_replaced_engine_do_not_count_as_dropped():
 
 
 async def test_a_server_that_restarts_is_asked_for_a_snapshot_until_it_gives_one():
-    class Source:
+    class Busy(LiveStress):
         """A server that refuses the first two snapshots, because its engine is being restarted."""
-        info: ClassVar[dict] = {}
-        recorded = staticmethod(lambda: None)
-        error: str | None = None
+
         refusals = 2
 
-        def drain_packets(self) -> list:
+        def drain_records(self) -> list:
             return []
 
         async def snapshot(self) -> dict:
@@ -658,7 +653,7 @@ async def test_a_server_that_restarts_is_asked_for_a_snapshot_until_it_gives_one
             return EMPTY.snapshot()
 
     now = 0.0
-    feed = Updater(Source(), View(), clock=lambda: now)
+    feed = Updater(Busy(SMALL, 0.0), View(), clock=lambda: now)
     await feed.sync()
     assert not feed.live and not feed.pump(), "not at once: the server is busy"
     now += RETRY_S
@@ -679,20 +674,18 @@ async def test_the_backlog_is_bounded_and_dropped_records_are_counted(monkeypatc
     stress = Stress(SMALL)
     state = State(SMALL.blocks + 1, SMALL.block_size, SMALL.budget, SMALL.rows)
 
-    class Source:
+    class Fast(LiveStress):
         """It sends a hundred times more records than can be folded."""
-        info: ClassVar[dict] = {}
-        recorded = staticmethod(lambda: None)
 
-        def drain_packets(self) -> list:
+        def drain_records(self) -> list:
             records = stress.drain()
             state.apply_all(records)
-            return packets(records)
+            return records
 
         async def snapshot(self) -> dict:
             return state.snapshot()
 
-    feed = Updater(Source(), View())
+    feed = Updater(Fast(SMALL, 0.0), View())
     await feed.sync()
     feed.frozen = frozen
     stress.run(3.0)
@@ -746,18 +739,15 @@ async def test_a_backlog_is_folded_between_frames_and_keys_come_first(monkeypatc
     stress = Stress(SMALL)
     empty = State(SMALL.blocks + 1, SMALL.block_size, SMALL.budget, SMALL.rows).snapshot()
 
-    class Source:
-        info: ClassVar[dict] = {}
-        recorded = staticmethod(lambda: None)
-
-        def drain_packets(self) -> list:
-            return packets(stress.drain())
+    class Steady(LiveStress):
+        def drain_records(self) -> list:
+            return stress.drain()
 
         async def snapshot(self) -> dict:
             return empty
 
     now = 100.0
-    feed = Updater(Source(), View(), clock=lambda: now)
+    feed = Updater(Steady(SMALL, 0.0), View(), clock=lambda: now)
     await feed.sync()
     stress.run(4.0)
     feed.pump()
