@@ -15,6 +15,7 @@ import json as json_module
 import multiprocessing as mp
 import os
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -47,11 +48,11 @@ STALL_S = (0.04, 0.12)  # the range of a stall's duration
 MORE = 12  # requests that fill the pool
 OVERFILL = 1.3  # their tokens, as a multiple of the pool's
 BALLAST = 1_000_000  # objects that a garbage collection visits
-NAMES = {  # kind of the stall -> how the cause begins
+NAMES = {  # kind of the stall -> how the cause begins, as a regular expression
     "plan": "plan", "launch": "launch", "commit": "commit", "emit": "output and commands",
     "collection": "garbage collection", "stop": "process stopped", "program": "another program on the core",
-    "prompt": "prefill of r|device in the prefill of r", "pool": "queue after a preemption|computing ",
-    "device": "device",
+    "prompt": r"(device in the )?prefill of r|launch of next step [\d,]+ \(prefill of ",
+    "pool": "queue after a preemption|computing ", "device": "device",
 }  # fmt: skip
 
 
@@ -181,7 +182,7 @@ def names(kind: str, reason: Reason) -> bool:
     worst = max(reason.causes, key=lambda cause: cause.ms, default=None)
     if worst is None or worst.ms < reason.unexplained:
         return False
-    return any(worst.name.startswith(name) for name in NAMES[kind].split("|"))
+    return re.match(NAMES[kind], worst.name) is not None
 
 
 def disturb(pipe: Connection, engine: int, cores: list[int], on_gpu: bool) -> None:

@@ -128,7 +128,7 @@ def explain(row: StepRow, model: CostModel) -> Explanation | None:
     waited = parts.wait - max(0.0, expected - sum(part.usual for part in host))
     computes, device = None, "device"
     if model.device is not None:
-        times_of_device, without_prompts = model.device_time(window)
+        times_of_device, without_prompts = model.usual(model.device, window.work)
         computes = float(times_of_device[0])
         if without_prompts[0] and row.chunks:
             device = f"device in the prefill of {prefilled(row)} ({count(row.prefill_tokens, 'token')})"
@@ -180,7 +180,7 @@ def _host_parts(window: Windows, row: StepRow, model: CostModel) -> list[_Part]:
     """Returns the host's parts in a window, each with the step that it belongs to."""
     steps, took = model.steps, {name: float(values[0]) for name, values in window.parts.items()}
     own = {name: float(window.own[name][0]) if window.here[0] else 0.0 for name in PLANNED}
-    usual = {i: {name: float(model.host[name].of(work)[0]) for name in model.host}
+    usual = {i: {name: float(model.usual(part, work)[0][0]) for name, part in model.host.items()}
              for i, work in ((-1, window.before), (0, window.work), (1, window.ahead))}  # fmt: skip
     found = [
         _Part(f"commit of {_named(steps, row.step - 1, row.step)}", took["commit"], usual[-1]["commit"], "commit"),

@@ -7,15 +7,22 @@ from dataclasses import dataclass
 import numpy as np
 
 ROUNDS = 6  # number of times that the errors are weighted again
+ALIKE = 1e-9  # the same for features that grow together so closely that nothing tells one from the other
 SINGULAR = 1e-12  # smaller singular values of the products of features, relative to the largest, are zero
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Costs, and how certain these are. `costs`: [features], in ms; `covariance`: [features, features] of the costs."""
+    """Costs, and how certain these are.
+
+    costs        [features], in ms
+    covariance   [features, features] of the costs
+    own          [n] the share of each fitted time in the time that the fit gives for the same work (its leverage)
+    """
 
     costs: np.ndarray
     covariance: np.ndarray
+    own: np.ndarray
 
     def of(self, work: np.ndarray) -> np.ndarray:
         """Returns the time [n] that work [n, features] costs."""
@@ -43,8 +50,16 @@ def robust(work: np.ndarray, took: np.ndarray) -> Fit:
     free = int(work.any(axis=0).sum())
     variance = float(np.sum((errors * used) ** 2)) / max(1, len(took) - free)
     # All features count, also those that cost nothing: between features that grow together, the fit may have chosen.
-    covariance = variance * np.linalg.pinv(weighted.T @ weighted, rcond=SINGULAR, hermitian=True)
-    return Fit(cost / scale, covariance / np.outer(scale, scale))
+    inverse = np.linalg.pinv(weighted.T @ weighted, rcond=SINGULAR, hermitian=True)
+    own = ((weighted @ inverse) * weighted).sum(axis=1)
+    return Fit(cost / scale, variance * inverse / np.outer(scale, scale), own)
+
+
+def unseen(work: np.ndarray) -> np.ndarray:
+    """Returns the directions [features, k] in which no work [n, features] lies: its times tell no cost of these."""
+    scale = np.maximum(work.max(axis=0), 1.0)
+    values, vectors = np.linalg.eigh((work / scale).T @ (work / scale))
+    return vectors[:, values <= ALIKE * max(1.0, values[-1])] / scale[:, None]
 
 
 def _non_negative(work: np.ndarray, took: np.ndarray) -> np.ndarray:

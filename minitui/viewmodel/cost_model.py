@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from minitui.viewmodel.cost_fit import Fit, robust
+from minitui.viewmodel.cost_fit import Fit, robust, unseen
 from minitui.viewmodel.steps import Steps
 
 FEATURES = (
@@ -34,6 +34,8 @@ LEAST_ROWS = 8  # with fewer steps of one row, or of several, both cost the same
 LEAST_PREFILLS = 5  # with fewer steps with prefill, the deviation of such steps is unknown
 CONSIDERABLE = 0.1  # share of a time
 DETERMINED = 0.3  # a cost is known if its standard error is at most this share of the cost
+OWN = 0.25  # a step with a larger share in its own expected time does not explain itself
+UNSEEN = 1e-3  # prompts with a larger share of work that no fitted step had have no known cost
 WAITED = 0.1  # ms: a host that waits longer than this was faster than the device
 PLANNED = ("plan", "launch")
 
@@ -93,6 +95,8 @@ class CostModel:
     host: dict[str, Fit]  # plan, launch and commit
     emit: float  # the usual time between two steps
     reports: bool  # the engine reports its launches or its device; False: only when a step ended
+    unseen: np.ndarray  # directions [FEATURES, k] of prompts that no fitted step had
+    alone: frozenset[int]  # the fitted steps of which a share above OWN of the expected time is their own time
     spreads: tuple[float, float] = (0.0, 0.0)  # typical deviation (without prefill, with prefill)
     device_spreads: tuple[float, float] = (0.0, 0.0)
 
@@ -101,7 +105,7 @@ class CostModel:
         prompts = ~WITHOUT_PREFILL
         if self.whole is not None:
             total, cost = self.whole.of(windows.work), self.whole.of(windows.work * prompts)
-            known = self.whole.error(windows.work * prompts) <= DETERMINED * cost
+            known = (self.whole.error(windows.work * prompts) <= DETERMINED * cost) & self._seen(windows.work)
             return Expected(total - cost * ~known, {0: cost * known})
         assert self.device is not None
         fits = {**self.host, "device": self.device}
@@ -126,18 +130,23 @@ class CostModel:
         by_host = host >= device
         errors = np.where(by_host, self._host_error(windows), self.device.error(windows.work * prompts))
         known = errors <= DETERMINED * np.where(by_host, all_less, own["device"])
+        launched = windows.work * windows.here[:, None] + windows.ahead
+        known &= np.where(by_host, self._seen(windows.before) & self._seen(launched), self._seen(windows.work))
         of_host = {i: ms / np.maximum(all_less, 1e-9) for i, ms in host_less.items()}
         prefill = {i: cost * known * np.where(by_host, share, i == 0) for i, share in of_host.items()}
         return Expected(total - cost * ~known, prefill)
 
-    def device_time(self, windows: Windows) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the expected times of the device, and which of them lack the prompts, because the fit does not
-        determine what these cost. Call it only if the device's time is measured."""
-        assert self.device is not None
-        prompts = windows.work * ~WITHOUT_PREFILL
-        cost = self.device.of(prompts)
-        lacking = self.device.error(prompts) > DETERMINED * cost
-        return self.device.of(windows.work) - cost * lacking, lacking
+    def usual(self, part: Fit, work: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the times that a part should take for this work, and which of them lack the prompts, because the fit
+        does not determine what these cost."""
+        prompts = work * ~WITHOUT_PREFILL
+        cost = part.of(prompts)
+        lacking = (part.error(prompts) > DETERMINED * cost) | ~self._seen(work)
+        return part.of(work) - cost * lacking, lacking
+
+    def _seen(self, work: np.ndarray) -> np.ndarray:
+        """Returns for each row of work [n, FEATURES] whether fitted steps had such prompts; True without prompts."""
+        return (np.abs(work @ self.unseen) <= UNSEEN).all(axis=1)
 
     def _host_error(self, windows: Windows) -> np.ndarray:
         """Returns the standard error of what prompts cost the host."""
@@ -183,10 +192,10 @@ def _work(steps: Steps, at: np.ndarray) -> np.ndarray:
     return np.column_stack(columns).astype(np.float64)
 
 
-def fit(steps: Steps, horizon: int) -> CostModel | None:
-    """Returns the model of the steps up to `horizon`; None if too few of them have a time."""
+def fit(steps: Steps, horizon: int, without: tuple[int, ...] = ()) -> CostModel | None:
+    """Returns the model of the steps up to `horizon`, without some steps; None if too few of them have a time."""
     at = steps.indices(horizon - FIT_STEPS + 1, horizon)
-    at = at[~np.isnan(steps.column("wall")[at])]
+    at = at[~np.isnan(steps.column("wall")[at]) & ~np.isin(steps.column("step")[at], without)]
     if len(at) < LEAST_STEPS:
         return None
     seen = windows(steps, at)
@@ -209,7 +218,13 @@ def fit(steps: Steps, horizon: int) -> CostModel | None:
     reports = device is not None or not np.isnan(steps.column("launch")[at]).any()
     told = WITHOUT_PREFILL | (reports or not seen.overlapped.any())
     whole = robust(seen.work * told, took) if device is None or not overlap else None
-    model = CostModel(steps, whole, device, host, emit, reports, device_spreads=device_spreads)
+    shares = [(fitted.own, seen.number) for fitted in (whole, *host.values()) if fitted is not None]
+    shares += [(device.own, seen.number[known])] if device is not None else []
+    alone = frozenset(int(step) for own, number in shares for step in number[own > OWN])
+    prompts = unseen(seen.work[:, ~WITHOUT_PREFILL])
+    directions = np.zeros((len(FEATURES), prompts.shape[1]))
+    directions[~WITHOUT_PREFILL] = prompts
+    model = CostModel(steps, whole, device, host, emit, reports, directions, alone, device_spreads=device_spreads)
     expected = model.expected(seen)
     return replace(model, spreads=_spreads(took - expected.total, expected.with_prefill))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from engine.trace.records import Record
@@ -23,12 +23,30 @@ FIRST_FIT = 32  # steps: after this many, the first model is fitted
 MODELS_KEPT = 300
 
 
-@dataclass(frozen=True, slots=True)
-class FirstModel:
-    """A model of the first steps of a recording, which explains the steps up to `until`; None: too few steps."""
+class Fitted:
+    """The model of the steps up to `until`.
 
-    until: int
-    model: CostModel | None
+    A step that was fitted and has much weight in the model would explain itself: its expected time would be the time
+    that it took. So each such step has a model without this step. A model has at most 8 costs, so it has few of these.
+    """
+
+    def __init__(self, steps: Steps, until: int) -> None:
+        self.until = until
+        self._steps = steps
+        self._model = fit(steps, until)
+        self._without: dict[tuple[int, ...], CostModel | None] = {}
+
+    def of(self, step: int) -> CostModel | None:
+        """Returns the model that explains a step; None: too few steps have a time."""
+        if self._model is None:
+            return None
+        # The time of a step contains the commit of the step before, and may contain the launch of the next.
+        own = tuple(near for near in (step - 1, step, step + 1) if near in self._model.alone)
+        if not own:
+            return self._model
+        if own not in self._without:
+            self._without[own] = fit(self._steps, self.until, own)
+        return self._without[own]
 
 
 class CostModels:
@@ -36,26 +54,26 @@ class CostModels:
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
-        self._fitted: OrderedDict[int, CostModel | None] = OrderedDict()
-        self._ahead: tuple[int, CostModel | None] = (-1, None)  # explains the steps up to this one
+        self._fitted: OrderedDict[int, Fitted] = OrderedDict()
+        self._ahead: Fitted | None = None
 
-    def look_ahead(self, first: FirstModel) -> None:
+    def look_ahead(self, first: Fitted) -> None:
         """Explain the first steps by the model of the first steps of the recording that is played."""
-        self._ahead = first.until, replace(first.model, steps=self._steps) if first.model is not None else None
+        self._ahead = first
 
     def of(self, step: int) -> CostModel | None:
         """Returns the model that explains a step; None: too few steps are known."""
-        until, model = self._ahead
-        if step <= until:
-            return model
+        if self._ahead is not None and step <= self._ahead.until:
+            model = self._ahead.of(step)
+            return replace(model, steps=self._steps) if model is not None else None
         fitted = self._fitted_after(step)
         if fitted > self._steps.committed:
             return None
         if fitted not in self._fitted:
-            self._fitted[fitted] = fit(self._steps, fitted)
+            self._fitted[fitted] = Fitted(self._steps, fitted)
             if len(self._fitted) > MODELS_KEPT:
                 self._fitted.popitem(last=False)
-        return self._fitted[fitted]
+        return self._fitted[fitted].of(step)
 
     def _fitted_after(self, step: int) -> int:
         """Returns the step after which the model of `step` is fitted."""
@@ -68,10 +86,10 @@ class CostModels:
         return max(begin, step // REFIT * REFIT)
 
 
-def first_model(snapshot: dict[str, Any], records: Iterable[Record]) -> FirstModel:
+def first_model(snapshot: dict[str, Any], records: Iterable[Record]) -> Fitted:
     """Returns the model of the first steps of a recording: of the steps after its first snapshot."""
     steps = first_steps(snapshot, records)
-    return FirstModel(steps.committed, fit(steps, steps.committed))
+    return Fitted(steps, steps.committed)
 
 
 def first_steps(snapshot: dict[str, Any], records: Iterable[Record]) -> Steps:

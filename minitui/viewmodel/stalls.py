@@ -1,13 +1,14 @@
 """Explains the gap before a token from records: what the engine did between two tokens of one request.
 
-A gap covers whole steps. If the request was preempted in the gap, there are two causes: the steps in which it was in
-the queue, and the steps that computed its tokens again. Otherwise minitui/viewmodel/causes.py explains the last step of
-the gap: prompts, also those of a step that was launched meanwhile, and each measured cause get at most what they cost,
-and the rest is unexplained. The steps before the last one did not compute the request.
+A gap covers whole steps. minitui/viewmodel/causes.py explains the last step of the gap: prompts, also those of a step
+that was launched meanwhile, and each measured cause get at most what they cost, and the rest is unexplained. The steps
+before the last one did not compute the request. If the request was preempted in the gap, the steps in which it was in
+the queue are one cause, and each step that computed its tokens again is explained like a last step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,6 @@ import numpy as np
 
 from minitui.text import count, duration, ms
 from minitui.viewmodel.causes import WORTH, Cause, Prefill, explain, in_parts, largest_first, neighbour, prefilled
-from minitui.viewmodel.cost_model import CostModel
 from minitui.viewmodel.lane import PREFILLING, Lane
 from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.token_gaps import Gap
@@ -28,13 +28,14 @@ SHORTEST_PAUSE_MS = 1.0  # shorter pauses are not mentioned
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a gap was as long as it was, in ms. All but `named` add up to the gap."""
+    """Why a gap was as long as it was, in ms: `usual` and `named` add up to the gap."""
 
-    usual: float | None  # what the step should take without prompts; None: too few steps have a time
+    usual: float | None  # what its own steps should take without prompts; None: too few steps have a time
     causes: tuple[Cause, ...] = ()
     unexplained: float = 0.0
     variation: float = 0.0  # a rest that is too small to need an explanation
     varied: tuple[Cause, ...] = ()  # how much longer measured parts took than usual; no more than in other steps
+    note: str = ""  # work in the gap whose cost is not known
 
     @property
     def named(self) -> list[Cause]:
@@ -42,7 +43,8 @@ class Reason:
         found = [*self.causes, *(replace(part, name=f"{part.name} longer than usual") for part in self.varied)]
         if self.unexplained:
             found.append(Cause("unexplained", self.unexplained, "unexplained"))
-        if found and self.variation > WORTH * sum(cause.ms for cause in self.causes):
+        took = (self.usual or 0.0) + sum(cause.ms for cause in found) + self.variation
+        if found and ms(took) != ms(took - self.variation):  # without the variation, the words would not add up
             found.append(Cause("usual variation", self.variation, "variation"))
         return largest_first(found)
 
@@ -58,11 +60,15 @@ class Reason:
 
     def __str__(self) -> str:
         if self.usual is None and not self.causes:
-            return "cause unknown: the times of too few steps are known"
+            return "cause unknown: the times of too few steps are known" + self._note
         parts = [f"{part.name} {ms(part.ms)}" for part in self.named]
         if not parts:
-            return f"usual ({ms(self.usual or 0.0)} ms expected, up to 25 % more)"
-        return ", ".join(parts) + (f" ms; usually {ms(self.usual)} ms" if self.usual else " ms")
+            return f"usual ({ms(self.usual or 0.0)} ms expected, up to 25 % more)" + self._note
+        return ", ".join(parts) + (f" ms; usually {ms(self.usual)} ms" if self.usual else " ms") + self._note
+
+    @property
+    def _note(self) -> str:
+        return f"; {self.note}" if self.note else ""
 
 
 def gap_words(view: View, lane: Lane, gap: Gap) -> str:
@@ -85,7 +91,7 @@ def explain_gap(view: View, lane: Lane, gap: Gap) -> Reason:
     if len(steps) > 2:
         before = float(times[-2] - times[0]) * 1e3
         causes = (Cause(f"{count(len(steps) - 2, 'step')} without this request", before, "other_steps"),)
-    reason = _of_step(view, row, view.models.of(gap.step), gap.ms - before)
+    reason = _of_step(view, row, gap.ms - before)
     return replace(reason, causes=causes + reason.causes)
 
 
@@ -99,14 +105,16 @@ def in_words(gap: Gap, reason: Reason) -> str:
     return text
 
 
-def _of_step(view: View, row: StepRow, model: CostModel | None, took: float) -> Reason:
-    """Returns the causes of the time that one step took."""
+def _of_step(view: View, row: StepRow, took: float, again: Collection[int] = ()) -> Reason:
+    """Returns the causes of the time that one step took. `again`: steps whose prompts have the key "recompute"."""
+    model = view.models.of(row.step)
     found = explain(row, model) if model is not None else None
     if found is None:
         return Reason(None, (), took)
     usual = min(took, found.expected - found.prefill)
     left, causes = took - usual, []
-    prompts = [Cause(_prompts(view, prefill, row.step), prefill.ms, "prefill") for prefill in found.prefills]
+    keys = {prefill.step: "recompute" if prefill.step in again else "prefill" for prefill in found.prefills}
+    prompts = [Cause(_prompts(view, one, row.step), one.ms, keys[one.step]) for one in found.prefills]
     for cause in (*prompts, *found.causes):
         cost = min(cause.ms, left)
         if cost > WORTH * (took - usual):
@@ -114,8 +122,9 @@ def _of_step(view: View, row: StepRow, model: CostModel | None, took: float) -> 
             left -= cost
     varied = []
     for part in found.varied:
-        varied.append(replace(part, ms=min(part.ms, left)))
-        left -= varied[-1].ms
+        if left > 0:
+            varied.append(replace(part, ms=min(part.ms, left)))
+            left -= varied[-1].ms
     if left <= found.variation:
         return Reason(usual, tuple(causes), variation=left, varied=tuple(varied))
     return Reason(usual, tuple(causes), left, varied=tuple(varied))
@@ -141,8 +150,10 @@ def _so_far(view: View, lane: Lane, gap: Gap) -> Reason:
     """Returns what is known about a gap that has not ended."""
     causes = []
     rest = view.since_result_ms
+    found = Reason(None)
     if lane.preempted_in(gap.since, view.horizon + 1):
-        causes += [cause for cause in _after_preemption(view, lane, gap).causes if cause.ms]
+        found = _after_preemption(view, lane, gap)
+        causes += [cause for cause in found.causes if cause.ms]
     elif gap.ms > rest:
         without = f"{count(gap.step - gap.since, 'step')} without this request"
         causes.append(Cause(without, gap.ms - rest, "other_steps"))
@@ -151,20 +162,33 @@ def _so_far(view: View, lane: Lane, gap: Gap) -> Reason:
         computes = f" (prefill of {prefilled(row)})" if row is not None and row.chunks else ""
         what = "no results of a step" if row is None else f"step {row.step:,}{computes} has not ended"
         causes.append(Cause(f"{what} for", rest, "not_ended"))
-    return Reason(None, tuple(causes))
+    return replace(found, causes=tuple(causes))
 
 
 def _after_preemption(view: View, lane: Lane, gap: Gap) -> Reason:
-    """Returns the time in the queue, and the time of the steps that computed tokens again."""
+    """Returns the time in the queue, and the causes of the time of the steps that computed tokens again."""
     steps, times = view.tokens.clock(gap.since, gap.step)
     taken = np.diff(times) * 1e3
     own = np.zeros(len(taken), bool)
     for code, first, last in lane.spans:
         if code == PREFILLING:
             own |= (steps[1:] >= first) & (steps[1:] <= last)
+    rows = [view.steps.get(step) for step in steps[1:][own].tolist()]
+    timed = [(row, took) for row, took in zip(rows, taken[own].tolist(), strict=True) if row is not None]
+    found = [_of_step(view, row, took, [row.step for row, _ in timed]) for row, took in timed]
+    causes = [Cause("queue after a preemption", float(taken[~own].sum()), "queue")]
+    causes += [cause for reason in found for cause in reason.causes if cause.key != "recompute"]
     again = lane.recomputed(gap.step) - lane.recomputed(gap.since)
-    every = int(view.steps.prefilled(steps[1:][own] % view.steps.capacity).sum())
-    of = f" of the {count(every, 'prefill token')} in its steps" if every > again else ""
-    waited = Cause("queue after a preemption", float(taken[~own].sum()), "queue")
-    computing = Cause(f"computing {count(again, 'token')} again{of}", float(taken[own].sum()), "recompute")
-    return Reason(None, (waited, computing))
+    others = sum(row.prefill_tokens for row, _ in timed) - again
+    computing = sum(cause.ms for reason in found for cause in reason.causes if cause.key == "recompute")
+    if computing:  # the prompts of its steps share the cost by their tokens
+        share = computing / (again + others)
+        causes.append(Cause(f"computing {count(again, 'token')} again", share * again, "recompute"))
+        if others > 0:
+            causes.append(Cause(f"{count(others, 'other prefill token')} in its steps", share * others, "prefill"))
+    usual = [reason.usual for reason in found if reason.usual is not None]
+    return Reason(
+        sum(usual) if usual else None, tuple(causes), sum(reason.unexplained for reason in found),
+        sum(reason.variation for reason in found), tuple(part for reason in found for part in reason.varied),
+        "" if computing or not again else f"{count(again, 'token')} computed again",
+    )  # fmt: skip

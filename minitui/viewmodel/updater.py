@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from engine.errors import EngineError
 from engine.trace.records import Packet
 from minitui.sources.base import Source
-from minitui.viewmodel.cost_models import FirstModel, first_model
+from minitui.viewmodel.cost_models import Fitted, first_model
 
 if TYPE_CHECKING:
     from minitui.viewmodel.model import View
@@ -56,7 +56,7 @@ class Updater:
         self._key_at, self._key_handled = -math.inf, False  # time of the last key press; the application has the key
         self._put_off: dict[str, float] = {}  # work that waits for a key -> when it was put off first
         self._slices = 0  # slices so far
-        self._first: FirstModel | None = None  # of the recording that is played; a jump does not fit the model again
+        self._first: Fitted | None = None  # of the recording that is played; a jump does not fit the model again
 
     @property
     def frozen(self) -> bool:

@@ -76,12 +76,12 @@ def run(
             if kind in pauses:
                 pauses[kind] = 1 if kind == "stop" else ms
         us = [round(parts[name] * 1e3) for name in PARTS]
-        history.fold_step((step, t, "step", step, prefills, joined, left, rows + tokens, 0))
+        history.fold((step, t, "step", step, prefills, joined, left, rows + tokens, 0))
         record: Any = (step, t, "parts", step, *us, pauses["gc"] * 1e3, pauses["program"] * 1e3, pauses["stop"])
-        history.fold_parts(record)
+        history.fold(record)
         wall = sum(parts.values())
         t += wall / 1e3
-        history.fold_time((step, t, "time", step, us[3], us[4], us[0], wall, device, "decode"))
+        history.fold((step, t, "time", step, us[3], us[4], us[0], wall, device, "decode"))
     return history, stalls
 
 
@@ -126,7 +126,7 @@ class Gpu:
             launch = (rng.uniform(*self.eager) if tokens else self.graph * rng.uniform(0.9, 1.1)) + late["launch"]
             host += parts["commit"] + parts["emit"] + late["emit"] + plan
             parts["emit"] += late["emit"]
-            history.fold_step((step, host / 1e3, "step", step, prefills, joined, [], rows + tokens, 0))
+            history.fold((step, host / 1e3, "step", step, prefills, joined, [], rows + tokens, 0))
             joined, request = [], request + bool(tokens)
             starts = max(device_ends, host + (0.0 if tokens else launch))
             host += launch
@@ -142,10 +142,10 @@ class Gpu:
                 before = 0.03 * rng.uniform(0.9, 1.1)
                 us = [round(parts[name] * 1e3) for name in PARTS]
                 record: Any = (0, host / 1e3, "parts", number, *us, pauses["gc"] * 1e3, pauses["program"] * 1e3)
-                history.fold_parts((*record, pauses["stop"]))
+                history.fold((*record, pauses["stop"]))
                 t = (host + before) / 1e3
                 mine = [round(own[name] * 1e3) for name in ("plan", "launch")]
-                history.fold_time((1, t, "time", number, *mine, round(before * 1e3), wall, took, ""))
+                history.fold((1, t, "time", number, *mine, round(before * 1e3), wall, took, ""))
                 if long:
                     stalls[number] = "prompt", launch
             flight = step, tokens, computed | {"plan": plan, "launch": launch}, ends, device
@@ -257,8 +257,8 @@ def test_without_measured_parts_nothing_is_blamed() -> None:
     history = Steps()
     for step in range(60):
         wall = 90.0 if step == 50 else 5.0
-        history.fold_step((step, 0.1 * step, "step", step, [], [], [], 4, 0))
-        history.fold_time((step, 0.1 * step, "time", step, 100, 100, 100, wall, None, "decode"))
+        history.fold((step, 0.1 * step, "step", step, [], [], [], 4, 0))
+        history.fold((step, 0.1 * step, "time", step, 100, 100, 100, wall, None, "decode"))
     model = CostModels(history).of(50)
     row = history.get(50)
     assert row is not None and row.parts is None
@@ -277,8 +277,8 @@ def test_kinds_of_overlapping_steps_are_compared_by_the_device_s_time(overlap: b
         device = 25.0 if mixed else 5.0
         wall = (2.0 if mixed else 25.0 if step % 10 == 4 else 5.0) if overlap else device + 1.0
         prefills, joined = [(9, 0, 64, False)] if mixed else [], [] if step else [1]
-        history.fold_step((step, 0.1 * step, "step", step, prefills, joined, [], 1 + 64 * mixed, 0))
-        history.fold_time((step, 0.1 * step, "time", step, 100, 100, 100, wall, device, "mixed" if mixed else "decode"))
+        history.fold((step, 0.1 * step, "step", step, prefills, joined, [], 1 + 64 * mixed, 0))
+        history.fold((step, 0.1 * step, "time", step, 100, 100, 100, wall, device, "mixed" if mixed else "decode"))
     timings = summarise(history, FirstTokens(), history.last, 99)
     assert timings.by_device is overlap and timings.decode.p99 == pytest.approx(5.0 if overlap else 6.0)
     assert timings.mixed.p50 == pytest.approx(25.0 if overlap else 26.0) and timings.mixed.steps == 6
@@ -364,6 +364,26 @@ def test_a_cost_that_the_fit_does_not_determine_is_not_told() -> None:
     known = robust(work, took + 0.05 * work[:, FEATURES.index("prefill tokens")])
     assert known.error(prompt)[0] < 0.1 * known.of(prompt)[0]
     assert known.of(prompt)[0] == pytest.approx(15, rel=0.2)
+
+
+def test_a_step_does_not_explain_itself() -> None:
+    history = Steps()
+    for step in range(60):
+        prefills = [(9, 0, 64, False)] if step == 30 else []
+        wall = 25.0 if prefills else 5.0
+        history.fold((step, 0.1 * step, "step", step, prefills, [], [], 68 if prefills else 4, 0))
+        history.fold((step, 0.1 * step, "time", step, 100, 100, 100, wall, None, "mixed" if prefills else "decode"))
+    models = CostModels(history)
+    told = explained(history, 30, models.of(30))
+    assert (told.expected, told.unexplained, told.prefills) == (pytest.approx(5.0), pytest.approx(20.0), ())
+    assert [explained(history, step, models.of(step)).expected for step in (29, 31)] == [pytest.approx(5.0)] * 2
+    view = recordings()["small-pool"]  # two of its steps have prompts
+    prompts = [row for row in map(view.steps.get, range(view.steps.last + 1)) if row is not None and row.chunks]
+    for row in prompts:
+        told = explained(view.steps, row.step, view.models.of(row.step))
+        assert told.expected < 0.3 * told.took and not told.prefills
+        assert told.causes[0].name.startswith("device in the prefill of ") and told.unexplained < 1.0
+    assert len(prompts) == 2
 
 
 def test_where_one_row_and_several_cost_differently_both_are_expected() -> None:

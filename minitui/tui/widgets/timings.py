@@ -51,8 +51,9 @@ its launch can cost more time than the device.
 
 "Expected" is the time that a step should take. It is computed from rows, prompt tokens and the keys that attention
 reads, with costs that are fitted to up to 1,000 steps before; at the beginning of a recording, to its first 1,000
-steps. The explanation of a step stays the same. The number after "+" is the excess, followed by its measured causes,
-all in milliseconds. An excess of up to 25 % of the expected time is the usual variation: it has no causes.
+steps. A step that would determine its own expected time is left out. The explanation of a step stays the same. The
+number after "+" is the excess, followed by its measured causes, all in milliseconds. An excess of up to 25 % of the
+expected time is the usual variation: it has no causes.
 
 "Unexplained" is the part of the excess for which no cause was measured. A prompt has a cost only if the fit determines
 this cost: its standard error is at most 30 % of it. vLLM reports only when a step ended, not the launch or the device:
