@@ -181,11 +181,11 @@ def _after_preemption(view: View, lane: Lane, gap: Gap) -> Reason:
     again = lane.recomputed(gap.step) - lane.recomputed(gap.since)
     others = sum(row.prefill_tokens for row, _ in timed) - again
     computing = sum(cause.ms for reason in found for cause in reason.causes if cause.key == "recompute")
-    if computing:  # the prompts of its steps share the cost by their tokens
-        share = computing / (again + others)
+    share = computing / max(1, again + others)  # the prompts of its steps share the cost by their tokens
+    if computing and again:
         causes.append(Cause(f"computing {count(again, 'token')} again", share * again, "recompute"))
-        if others > 0:
-            causes.append(Cause(f"{count(others, 'other prefill token')} in its steps", share * others, "prefill"))
+    if computing and others:
+        causes.append(Cause(f"{count(others, 'other prefill token')} in its steps", share * others, "prefill"))
     usual = [reason.usual for reason in found if reason.usual is not None]
     return Reason(
         sum(usual) if usual else None, tuple(causes), sum(reason.unexplained for reason in found),
