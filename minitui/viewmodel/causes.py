@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from minitui.text import count, ms
-from minitui.viewmodel.cost_model import PLANNED, CostModel, Windows, windows
+from minitui.viewmodel.cost_model import PLANNED, WITHOUT_PREFILL, CostModel, Windows, windows
 from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.steps import Steps
 
@@ -124,11 +124,11 @@ def explain(row: StepRow, model: CostModel) -> Explanation | None:
             causes.append(Cause(name, ms, key))
             left -= ms
 
-    host = _host_parts(window, row, model)
+    host = _host_parts(window, row, model, bool(times.lacking[0]))
     waited = parts.wait - max(0.0, expected - sum(part.usual for part in host))
     computes, device = None, "device"
     if model.device is not None:
-        times_of_device, without_prompts = model.usual(model.device, window.work)
+        times_of_device, without_prompts = model.device_time(window)
         computes = float(times_of_device[0])
         if without_prompts[0] and row.chunks:
             device = f"device in the prefill of {prefilled(row)} ({count(row.prefill_tokens, 'token')})"
@@ -176,11 +176,13 @@ class _Part:
         return self.took - self.usual
 
 
-def _host_parts(window: Windows, row: StepRow, model: CostModel) -> list[_Part]:
-    """Returns the host's parts in a window, each with the step that it belongs to."""
+def _host_parts(window: Windows, row: StepRow, model: CostModel, lacking: bool) -> list[_Part]:
+    """Returns the host's parts in a window, each with the step that it belongs to. `lacking`: the usual times are those
+    without prompts, as the expected time is."""
     steps, took = model.steps, {name: float(values[0]) for name, values in window.parts.items()}
     own = {name: float(window.own[name][0]) if window.here[0] else 0.0 for name in PLANNED}
-    usual = {i: {name: float(model.usual(part, work)[0][0]) for name, part in model.host.items()}
+    told = WITHOUT_PREFILL | (not lacking)
+    usual = {i: {name: float(part.of(work * told)[0]) for name, part in model.host.items()}
              for i, work in ((-1, window.before), (0, window.work), (1, window.ahead))}  # fmt: skip
     found = [
         _Part(f"commit of {_named(steps, row.step - 1, row.step)}", took["commit"], usual[-1]["commit"], "commit"),

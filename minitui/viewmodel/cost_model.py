@@ -74,10 +74,12 @@ class Windows:
 @dataclass(frozen=True, slots=True)
 class Expected:
     """Expected times of windows, in ms. `prefill`: what prompts cost: {-1: those of the step before, 0: of the step,
-    1: of the next step} -> the part of `total`; 0 if the fit does not determine this cost."""
+    1: of the next step} -> the part of `total`; 0 if the fit does not determine this cost. `lacking`: bool, the host's
+    time for prompts is then not in `total`."""
 
     total: np.ndarray
     prefill: dict[int, np.ndarray]
+    lacking: np.ndarray
 
     @property
     def with_prefill(self) -> np.ndarray:
@@ -106,7 +108,7 @@ class CostModel:
         if self.whole is not None:
             total, cost = self.whole.of(windows.work), self.whole.of(windows.work * prompts)
             known = (self.whole.error(windows.work * prompts) <= DETERMINED * cost) & self._seen(windows.work)
-            return Expected(total - cost * ~known, {0: cost * known})
+            return Expected(total - cost * ~known, {0: cost * known}, ~known)
         assert self.device is not None
         fits = {**self.host, "device": self.device}
         before, own, ahead = (
@@ -134,15 +136,16 @@ class CostModel:
         known &= np.where(by_host, self._seen(windows.before) & self._seen(launched), self._seen(windows.work))
         of_host = {i: ms / np.maximum(all_less, 1e-9) for i, ms in host_less.items()}
         prefill = {i: cost * known * np.where(by_host, share, i == 0) for i, share in of_host.items()}
-        return Expected(total - cost * ~known, prefill)
+        return Expected(total - cost * ~known, prefill, by_host & ~known)
 
-    def usual(self, part: Fit, work: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the times that a part should take for this work, and which of them lack the prompts, because the fit
-        does not determine what these cost."""
-        prompts = work * ~WITHOUT_PREFILL
-        cost = part.of(prompts)
-        lacking = (part.error(prompts) > DETERMINED * cost) | ~self._seen(work)
-        return part.of(work) - cost * lacking, lacking
+    def device_time(self, windows: Windows) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the expected times of the device, and which of them lack the prompts, because the fit does not
+        determine what these cost. Call it only if the device's time is measured."""
+        assert self.device is not None
+        prompts = windows.work * ~WITHOUT_PREFILL
+        cost = self.device.of(prompts)
+        lacking = (self.device.error(prompts) > DETERMINED * cost) | ~self._seen(windows.work)
+        return self.device.of(windows.work) - cost * lacking, lacking
 
     def _seen(self, work: np.ndarray) -> np.ndarray:
         """Returns for each row of work [n, FEATURES] whether fitted steps had such prompts; True without prompts."""

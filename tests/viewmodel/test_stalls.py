@@ -256,8 +256,14 @@ def test_a_prompt_that_costs_its_launch_is_named_and_not_the_launch(monkeypatch:
     monkeypatch.setattr(HostPauses, "since_last", lambda self, delays=True: Pauses(0.0, 0.0, 0))  # of the real host
     config, log = SchedulerConfig(512, 16, max_model_len=4096), RecordLog(gpu.now)
     rig = live.Rig(simulated(Engine(gpu, config, overlap=True, log=log)), seed=1, on_gpu=False)
-    for _ in range(400):
+    for _ in range(100):
         rig.step()
+    early = rig.stall("prompt")  # the launch is measured, but no prompt of this length has been seen
+    assert early.named and re.match(r"launch of next step \d+ \(prefill of r\d+\) ", early.reason), early
+    for _ in range(20):
+        rig.ask(rig.random.randint(100, 500), 20)
+        for _ in range(16):
+            rig.step()
     for _ in range(4):
         found = rig.stall("prompt")
         assert found.named and found.gap_ms > 4, found
