@@ -21,7 +21,8 @@ from minitui.tui.replay_app import ReplayApp, replay_app
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.widgets.base import Opened
 from minitui.tui.widgets.details import Details, SelectedBlock
-from minitui.tui.widgets.events import Events, Search
+from minitui.tui.widgets.event_search import Search
+from minitui.tui.widgets.events import Events
 from minitui.tui.widgets.requests import COLUMNS, RequestTable
 from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.timeline import RequestTimeline

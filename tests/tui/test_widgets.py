@@ -14,6 +14,7 @@ from minitui.dev import panel
 from minitui.dev.panel import Alone, stress_view
 from minitui.dev.simulator import CLASSROOM, LARGE, SMALL, Load
 from minitui.text import ms
+from minitui.trace.reader import TraceReader
 from minitui.tui import theme
 from minitui.tui.glyphs import ASCII, UNICODE, glyphs, use_ascii
 from minitui.tui.theme import COLOURS, Palette, palette
@@ -45,6 +46,7 @@ from minitui.viewmodel.lane import DECODING, FINISHED, NOTHING, PREEMPTED, PREFI
 from minitui.viewmodel.model import View
 from minitui.viewmodel.story import tell
 from minitui.viewmodel.timing import why_briefly, why_slow
+from tests.support.golden import GOLDEN
 from tests.support.lanes import codes as lane_codes
 from tests.support.paths import SNAPSHOTS
 from tests.viewmodel.test_stalls import GC, PLAN
@@ -937,6 +939,39 @@ def test_an_event_is_told_to_its_last_word_also_where_the_panel_is_narrow():
     last = next(y for y, event in enumerate(widget._at) if event is widget.shown[-1])
     widget.clicked(view, 0, last)
     assert widget.chosen == widget.shown[-1].seq
+
+
+def test_a_chosen_event_keeps_its_row_when_newer_ones_arrive_and_the_list_ends_with_the_oldest():
+    reader, view, widget = TraceReader(GOLDEN), View(), Events()
+    view.reset(reader.part(0).snapshot)
+    records = list(reader.records())
+    view.fold(records[:200])
+    widget.view = view
+    few = len(body(widget, view, 200, 60)) and len(widget.shown)
+    assert 3 < few < 60
+    for _ in range(few + 5):
+        widget.action_move(1)
+    body(widget, view, 200, 60)
+    assert widget.skip == 0 and widget.chosen == widget.shown[-1].seq, "there is nothing below"
+    widget.action_latest()
+    for width, height in ((110, 20), (50, 9)):
+        widget.chosen = None
+        body(widget, view, width, height)
+        for _ in range(3):
+            widget.action_move(1)
+        chosen = widget.chosen
+        rows = body(widget, view, width, height)
+        at = [event.seq for event in widget._at].index(chosen)
+        view.fold(records[view.live.state.seq :][:200])
+        view.frame(1.0)
+        assert body(widget, view, width, height) == rows and widget.skip > 0
+        assert widget._at[at].seq == widget.chosen == chosen
+        for _ in range(40):  # it is in sight with all its lines, wherever it is
+            widget.action_move(1)
+            told = " ".join(" ".join(body(widget, view, width, height)).split())
+            event = next(event for event in widget.shown if event.seq == widget.chosen)
+            assert view.event_text(event, short=width < 50) in told
+        widget.action_latest()
 
 
 def test_vitals_show_the_rates_and_the_pool():

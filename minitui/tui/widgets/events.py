@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
-import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any, ClassVar
 
 from textual import events
@@ -14,8 +13,8 @@ from textual.binding import Binding
 from engine.trace.records import REMOVED
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, typed
+from minitui.tui.widgets.event_search import Search
 from minitui.tui.widgets.rows import Row, Run, Runs, cells, clean, fit
-from minitui.viewmodel.events import EVENTS_KEPT, KINDS
 from minitui.viewmodel.model import Event, View
 
 STYLES = {
@@ -43,67 +42,6 @@ def wrapped(words: str, width: int) -> list[str]:
     return lines
 
 
-REQUEST = re.compile(r"r(\d+)")
-SCANNED = 2_000  # events whose text is searched in one picture; the next pictures search the others
-
-
-class Search:
-    """The events that contain every word of a query: "r12" names a request, "evict" a kind, other words a text.
-
-    Reading all texts would take a second, so each call of `update` reads at most SCANNED of them.
-    """
-
-    def __init__(self, query: str, filter: Callable[[Event], bool]) -> None:
-        self._words = query.lower().split()
-        self._filter = filter
-        self._found: set[int] = set()  # seqs
-        self._newest = -1  # seqs of the newest and the oldest event that were read
-        self._oldest = sys.maxsize
-        self.finished = False
-
-    def update(self, view: View) -> None:
-        """Read the new events, and some of the old ones."""
-        read, newest = 0, self._newest
-        for event in view.events.newest_first():
-            if event.seq <= newest and (self.finished or event.seq >= self._oldest):
-                if self.finished:
-                    break
-                continue
-            if event.seq < self._oldest or newest < 0:
-                read += 1
-                if read > SCANNED:
-                    break
-                self._oldest = event.seq
-            self._newest = max(self._newest, event.seq)
-            if self._filter(event) and self._matches(view, event):
-                self._found.add(event.seq)
-        else:
-            self.finished = True
-        if len(self._found) > 2 * EVENTS_KEPT:
-            self._found = {event.seq for event in view.events.newest_first() if event.seq in self._found}
-
-    def _matches(self, view: View, event: Event) -> bool:
-        text = ""
-        for word in self._words:
-            request = REQUEST.fullmatch(word)
-            if request is not None:
-                if event.request != int(request[1]):
-                    return False
-            elif word in KINDS:
-                if event.kind != word:
-                    return False
-            else:
-                lane = view.lanes.lanes.get(event.request)
-                chat = view.group_name(lane.group) if lane is not None else ""
-                text = text or f"{event.kind} {view.event_text(event)} {chat}"
-                if word not in text.lower():
-                    return False
-        return True
-
-    def __call__(self, event: Event) -> bool:
-        return event.seq in self._found
-
-
 class Events(LinePanel):
     """Up and down choose an event and select its request or node, f and / filter, Enter opens the details."""
 
@@ -111,7 +49,8 @@ class Events(LinePanel):
     help_text = paragraphs("""\
 Every decision of the engine with its reason, the newest at the top: which request was admitted and how long it had
 waited; how many tokens a prompt took from the tree, and why not all of them; which blocks were evicted and for which
-request; which request was preempted; how each request finished. Choosing an event selects its request or node.
+request; which request was preempted; how each request finished. Choosing an event selects its request or node, and
+shows all of its text. The list then keeps its place while newer events arrive; Home shows the newest again.
 
 f shows one group of kinds. / searches: an event must contain every word. "r12" means request 12, the name of a kind
 ("evict", "hit", …) means this kind, any other word is searched in the text and in the name of the chat.""")
@@ -135,21 +74,18 @@ f shows one group of kinds. / searches: an event must contain every word. "r12" 
     skip = 0  # number of newer events above the first row
     shown: Sequence[Event] = ()  # the events with a row
     _at: Sequence[Event] = ()  # the event of each row
+    _whole = True  # False: the last event has more lines than there are rows
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         name = FILTERS[self.filter][0]
         seq = view.shown.state.seq
         digits = len(f"{max(1, view.steps.last):,}") + 1  # also of a step in flight
-        rows: list[Runs] = []
-        shown, at = [], []
-        for event in view.events.tail(height, seq, self._wanted(view), self.skip):
-            lines = self._lines(view, event, width, digits, height - len(rows))
-            if not lines:
-                break
-            rows += lines
-            shown.append(event)
-            at += [event] * len(lines)
-        self.shown, self._at = shown, at
+        self._stand(view)
+        rows = self._rows(view, width, height, digits)
+        near = view.events.tail(2 * height, seq, self._wanted(view), self.skip)
+        while len(self.shown) > 1 and any(event.seq == self.chosen for event in near) and not self._in_sight:
+            self.skip += 1
+            rows = self._rows(view, width, height, digits)
         if not rows:
             none = "no events yet" if name == "all" else f"no events of this kind: {name}"
             if self._search is not None:
@@ -163,6 +99,38 @@ f shows one group of kinds. / searches: an event must contain every word. "r12" 
         if self.skip:
             legend = [(f"{self.skip:,} newer above · Home", "accent")]
         return Picture(rows, note=note, legend=legend)
+
+    def _stand(self, view: View) -> None:
+        """Keep the first row while an event is chosen, although newer events arrive."""
+        if self.chosen is None or not self.shown:
+            return
+        top, seq, wanted = self.shown[0].seq, view.shown.state.seq, self._wanted(view)
+        newer = takewhile(lambda event: event.seq > top, view.events.newest_first())
+        self.skip = sum(event.seq <= seq and wanted(event) for event in newer)
+
+    @property
+    def _in_sight(self) -> bool:
+        """True unless the chosen event is below the last row, or has more lines than are left there."""
+        last, chosen = self.shown[-1].seq, self.chosen or 0
+        return last < chosen or (last == chosen and self._whole)
+
+    def _rows(self, view: View, width: int, height: int, digits: int) -> list[Runs]:
+        """Returns the rows of the events that fit, and notes which these are."""
+        rows: list[Runs] = []
+        shown, at = [], []
+        self._whole = True
+        for event in view.events.tail(height, view.shown.state.seq, self._wanted(view), self.skip):
+            lines = self._lines(view, event, width, digits, height)
+            room = height - len(rows)
+            if not room:
+                break
+            if len(lines) > room:
+                lines, self._whole = self._lines(view, event, width, digits, room), False
+            rows += lines
+            shown.append(event)
+            at += [event] * len(lines)
+        self.shown, self._at = shown, at
+        return rows
 
     def _wanted(self, view: View) -> Callable[[Event], bool]:
         """Returns the filter of the events that are shown."""
@@ -231,12 +199,14 @@ f shows one group of kinds. / searches: an event must contain every word. "r12" 
         seqs = [event.seq for event in self.shown]
         at = seqs.index(self.chosen) + by if self.chosen in seqs else 0
         if at >= len(seqs):
-            self.skip += at - len(seqs) + 1
+            at = len(view.events.tail(at + 1, view.shown.state.seq, self._wanted(view), self.skip)) - 1
+            self.skip += max(0, at - len(seqs) + 1)
         elif at < 0:
             self.skip = max(0, self.skip + at)
         shown = view.events.tail(len(seqs), view.shown.state.seq, self._wanted(view), self.skip)
         if shown:
             self._choose(view, shown[max(0, min(len(shown) - 1, at))])
+            self.shown = shown
         self.repaint()
 
     def action_latest(self) -> None:
@@ -245,18 +215,18 @@ f shows one group of kinds. / searches: an event must contain every word. "r12" 
 
     def action_filter(self) -> None:
         self.filter = (self.filter + 1) % len(FILTERS)
-        self.skip = 0
+        self.skip, self.shown = 0, ()
         self.repaint()
 
     def action_search(self) -> None:
-        self.typing, self.search, self.skip = True, "", 0
+        self.typing, self.search, self.skip, self.shown = True, "", 0, ()
         self.repaint()
 
     def on_key(self, event: events.Key) -> None:
         """While the user types a search, add the keys to the search."""
         if (changed := typed(event, self.typing, self.search)) is not None:
             self.typing, self.search = changed
-            self.skip = 0
+            self.skip, self.shown = 0, ()
             event.prevent_default().stop()
             self.repaint()
 
