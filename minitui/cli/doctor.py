@@ -109,7 +109,7 @@ def report(found: dict[str, Any]) -> list[str]:
     if (speed := found["read_gb_per_s"]) is not None:
         lines.append(f"  A token of one reply takes at least this time: memory is read at {speed:.0f} GB/s.")
     if found["models"]:
-        lines += ["", "Checkpoints in the local Hugging Face cache (see minitui models): " + ", ".join(found["models"])]
+        lines += ["", "Models in the local Hugging Face cache (see minitui models): " + ", ".join(found["models"])]
     if found["incomplete_models"]:
         lines += ["", "Incomplete checkpoints in this cache (--model NAME downloads the missing files):"]
         lines += [f"  {name}: missing {listed(missing)}" for name, missing in found["incomplete_models"].items()]
@@ -235,11 +235,12 @@ def _terminal() -> dict[str, Any]:
 def _cached_models() -> tuple[list[str], dict[str, list[str]]]:
     """Returns the complete models in the local cache, and the missing weight files of each incomplete model."""
     from engine.hub.cache import cached_snapshots
+    from engine.hub.gguf_files import cached
 
     snapshots = cached_snapshots()
     whole = {snapshot.repository for snapshot in snapshots if snapshot.complete()}
     partial = {snapshot.repository: list(snapshot.missing) for snapshot in reversed(snapshots)}
-    return sorted(whole), {name: partial[name] for name in sorted(partial.keys() - whole)}
+    return sorted(whole | cached().keys()), {name: partial[name] for name in sorted(partial.keys() - whole)}
 
 
 def _files() -> dict[str, str]:

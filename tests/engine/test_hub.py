@@ -292,15 +292,18 @@ def test_doctor_tells_incomplete_downloads_from_whole_ones(hub: FakeHub, cache: 
     interrupt(hub)
     make_cached(cache, "Org/Whole", {"model.safetensors": b""})
     make_cached(cache, "Org/Torch", {"pytorch_model.bin": b""})
+    file = cache / "models--Org--File-GGUF" / "snapshots" / ("0" * 40) / "file.gguf"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"GGUF")
     found = doctor.examine()
-    assert found["models"] == ["Org/Whole"]
+    assert found["models"] == ["Org/File-GGUF", "Org/Whole"]
     assert found["incomplete_models"].keys() == {NAME, "Org/Torch"}
     text = "\n".join(doctor.report(found))
-    assert "Checkpoints in the local Hugging Face cache (see minitui models): Org/Whole\n" in text
+    assert "Models in the local Hugging Face cache (see minitui models): Org/File-GGUF, Org/Whole\n" in text
     heading = "Incomplete checkpoints in this cache (--model NAME downloads the missing files):"
     assert f"{heading}\n  {NAME}: missing" in text
     resolve_model(NAME)
-    assert doctor.examine()["models"] == [NAME, "Org/Whole"]
+    assert doctor.examine()["models"] == ["Org/File-GGUF", NAME, "Org/Whole"]
 
 
 def test_a_download_reports_its_progress_and_counts_what_was_there(hub: FakeHub) -> None:
