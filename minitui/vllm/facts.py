@@ -16,9 +16,7 @@ from minitui.vllm.ports import ports_of
 
 TRIED = "0.25.1"
 OF_POOL = ("get_new_blocks", "cache_full_blocks", "evict_blocks")
-OF_CACHING = (  # of cache_full_blocks; the last one is not in vLLM 0.16
-    "request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size", "kv_cache_group_id", "block_mask",
-)  # fmt: skip
+OF_CACHING = ("request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size")  # of cache_full_blocks
 OF_SCHEDULER = ("_preempt_request", "_free_blocks", "get_request_counts")
 
 
@@ -37,7 +35,7 @@ def check_names(scheduler: Scheduler) -> None:
         for name in names:
             getattr(owner, name)
     parameters = tuple(inspect.signature(pool.cache_full_blocks).parameters)
-    if parameters not in (OF_CACHING, OF_CACHING[:-1]):
+    if parameters[: len(OF_CACHING)] != OF_CACHING:
         raise AttributeError(f"cache_full_blocks has the parameters {', '.join(parameters)}")
 
 

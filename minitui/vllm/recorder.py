@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from array import array
 from collections import deque
 from itertools import compress, islice
 from typing import TYPE_CHECKING, Any
@@ -39,11 +40,7 @@ class Recorder:
         self.step = -1
         self.checking = bool(os.environ.get("MINITUI_VLLM_CHECK"))
         self.seconds = 0.0  # spent here
-        self._events: list[tuple[Any, ...]] = []  # since the last message
-        self._cached: list[tuple[Any, ...]] = []  # after these events: (request, start, hashes, ids)
-        self._numbers: dict[str, int] = {}  # id -> the request's number in the messages
-        self._added = 0
-        self._freed: list[str] = []  # ids whose numbers are forgotten with the next message
+        self.events: list[tuple[Any, ...]] = []  # since the last message
         self._flush_at = 0.0
         self._in_flight: deque[tuple[SchedulerOutput, int]] = deque(maxlen=64)
         check_names(scheduler)
@@ -74,23 +71,12 @@ class Recorder:
 
     # ---- inside vLLM's calls: nothing is raised here; the next message raises the error
 
-    def observe(self, note: Any, about: Any) -> None:
-        """Call `note` with a request, or with the name of an event."""
+    def observe(self, note: Any, request: Request) -> None:
+        """Call `note` with a request."""
         try:
-            note(about)
+            note(request)
         except Exception as error:
             self._broken = error
-
-    def note(self, *event: Any) -> None:
-        """Append an event."""
-        self._gather()
-        self._events.append(event)
-
-    def _gather(self) -> None:
-        """Append the event of the blocks that were cached since the last event."""
-        if self._cached:
-            self._events.append(("c", self._cached[:]))
-            self._cached.clear()
 
     def _hook(self, name: str, note: Any) -> None:
         """Call `note` after each call of a method of the pool, with its result and its arguments."""
@@ -110,64 +96,57 @@ class Recorder:
 
     def _hook_caching(self) -> None:
         """Note full blocks that are cached now: the call of the pool that is by far the most frequent."""
-        original, cached, numbers = self._pool.cache_full_blocks, self._cached, self._numbers
+        original = self._pool.cache_full_blocks
 
         def cache_full_blocks(
             request: Request, blocks: Any, num_cached_blocks: int, num_full_blocks: int, block_size: int,
-            kv_cache_group_id: int, block_mask: Any = None,
+            *arguments: Any, **options: Any,
         ) -> Any:  # fmt: skip
-            if block_mask is None:  # there is no mask in vLLM 0.16
-                original(request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id)
-            else:
-                original(request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask)
+            result = original(
+                request, blocks, num_cached_blocks, num_full_blocks, block_size, *arguments, **options
+            )
             if num_cached_blocks >= num_full_blocks:
-                return
+                return result
             began = now()
             try:
-                cached.append((
-                    numbers[request.request_id], num_cached_blocks,
-                    request.block_hashes[num_cached_blocks:num_full_blocks],
-                    request._all_token_ids[num_cached_blocks * block_size : num_full_blocks * block_size],
-                ))  # fmt: skip
+                # Each token of a reply is an object somewhere in memory: it is read once here, and not again later.
+                ids = request._all_token_ids[num_cached_blocks * block_size : num_full_blocks * block_size]
+                hashes = request.block_hashes[num_cached_blocks:num_full_blocks]
+                self.events.append(("c", request.request_id, num_cached_blocks, hashes, array("i", ids)))
             except Exception as error:
                 self._broken = error
             self.seconds += now() - began
+            return result
 
         self._pool.cache_full_blocks = cache_full_blocks
 
     def taken(self, blocks: Any, *_: Any, **__: Any) -> None:
         """Note blocks that the pool gave away."""
-        self.note("g", [block.block_id for block in blocks])
+        self.events.append(("g", [block.block_id for block in blocks]))
 
     def evicted(self, _: Any, block_ids: set[int], *__: Any, **___: Any) -> None:
         """Note blocks whose content a connector evicted."""
-        self.note("e", sorted(block_ids))
+        self.events.append(("e", sorted(block_ids)))
 
     def preempted(self, request: Request) -> None:
         """Note a preemption, before vLLM takes the request's blocks away: it may have got some in this step."""
         id = request.request_id
-        self.note("p", self._numbers[id], [block.block_id for block in self._manager.req_to_blocks.get(id, ())])
+        self.events.append(("p", id, [block.block_id for block in self._manager.req_to_blocks.get(id, ())]))
 
     def freed(self, request: Request) -> None:
         """Note the end of a request."""
-        id = request.request_id
-        self.note("f", self._numbers[id], request.status.name, request.num_output_tokens)
-        self._freed.append(id)
+        self.events.append(("f", request.request_id, request.status.name, request.num_output_tokens))
 
     def left(self, request: Request) -> None:
         """Note that a request has ended, but a connector still reads its blocks: `freed` follows later."""
         if request.request_id in self.scheduler.requests:
-            self.note("l", self._numbers[request.request_id])
+            self.events.append(("l", request.request_id))
 
     def _take_events(self) -> list[tuple[Any, ...]]:
         """Returns the events since the last call. Raises the error of a hook, if one has failed."""
         if self._broken is not None:
             raise self._broken
-        self._gather()
-        events, self._events = self._events, []
-        for id in self._freed:
-            del self._numbers[id]
-        self._freed.clear()
+        events, self.events = self.events, []
         return events
 
     def _send(self, t: float, *message: Any) -> None:
@@ -181,47 +160,43 @@ class Recorder:
 
     def added(self, request: Request) -> None:
         began = now()
-        self._numbers[request.request_id] = self._added
-        self._added += 1
         self._send(began, "add", began, *self._facts(request))
         self.seconds += now() - began
 
     def _facts(self, request: Request) -> tuple[Any, ...]:
-        id, prompt = request.request_id, request.prompt_token_ids or [0] * request.num_prompt_tokens
+        ids = request.prompt_token_ids or [0] * request.num_prompt_tokens
         most = min(request.num_prompt_tokens + request.max_tokens, self.scheduler.max_model_len)
-        return self._numbers[id], id, prompt, most
+        return request.request_id, ids, most
 
     def scheduled(self, output: SchedulerOutput, began: float) -> None:
         """Send what `schedule` decided."""
         ended = now()
         events = self._take_events()
-        tokens, numbers = output.num_scheduled_tokens, self._numbers
+        tokens = output.num_scheduled_tokens
         if not tokens and not events:
             return
         scheduler, cached = self.scheduler, output.scheduled_cached_reqs
         resumed, ids, grows = cached.resumed_req_ids, cached.req_ids, cached.new_block_ids
-        # Of most rows, the new blocks are None: only calls in C look at all rows.
-        more = zip(compress(ids, grows), filter(None, grows), strict=True)
-        admitted = [(r.req_id, r.num_computed_tokens, r.block_ids[0]) for r in output.scheduled_new_reqs]
+        new = [self._admission(r.req_id, r.num_computed_tokens, r.block_ids[0]) for r in output.scheduled_new_reqs]
         if resumed:
-            more = ((id, blocks) for id, blocks in more if id not in resumed)  # type: ignore[assignment]
             rows = zip(ids, cached.num_computed_tokens, grows, strict=True)
-            admitted += [(id, n, blocks[0]) for id, n, blocks in rows if id in resumed]
-        if len(admitted) > 1:  # vLLM puts resumed requests behind new ones, but may have admitted them before
-            order = [*islice(reversed(tokens), len(admitted))][::-1]
-            if order != [row[0] for row in admitted]:
-                admitted.sort(key=lambda row: order.index(row[0]))
-        new = [self._admission(id, n, blocks, tokens[id]) for id, n, blocks in admitted]
-        grown = [(numbers[id], blocks[0]) for id, blocks in more if blocks]
-        drafts = {numbers[id]: len(ids) for id, ids in output.scheduled_spec_decode_tokens.items()}
-        several: list[tuple[int, int]] = []
+            new += [self._admission(id, n, blocks[0]) for id, n, blocks in rows if id in resumed]
+        if len(new) > 1:  # vLLM puts resumed requests behind new ones, but may have admitted them before
+            place = {id: i for i, id in enumerate(tokens)}
+            new.sort(key=lambda row: place[row[0]])
+        grown = [
+            (ids[i], grows[i][0]) for i in compress(range(len(grows)), grows)  # blocks are None in most rows
+            if ids[i] not in resumed
+        ]  # fmt: skip
+        drafts = {id: len(ids) for id, ids in output.scheduled_spec_decode_tokens.items()}
+        several = [(row[0], tokens[row[0]]) for row in new]
         rest = output.total_num_scheduled_tokens - len(tokens) - sum(drafts.values())
-        if rest != sum([row[-1] - 1 for row in new]) or (drafts and new):  # a prompt in several steps
-            several = [(numbers[id], n) for id, n in tokens.items() if n != 1]
+        if rest != sum(n for _, n in several) - len(several) or (drafts and new):  # a prompt in several steps
+            several = [item for item in tokens.items() if item[1] != 1]
         running, waiting = scheduler.get_request_counts()
-        left_out: list[int] = []
+        left_out: list[str] = []
         if tokens and len(tokens) != running:
-            missing = (numbers[r.request_id] for r in scheduler.running if r.request_id not in tokens)
+            missing = (r.request_id for r in scheduler.running if r.request_id not in tokens)
             left_out = list(islice(missing, running - len(tokens)))
         step = -1
         if tokens:
@@ -240,17 +215,15 @@ class Recorder:
             self.send_whole_state()
         self.seconds += now() - ended
 
-    def _admission(self, id: str, computed: int, blocks: list[int], tokens: int) -> tuple[Any, ...]:
+    def _admission(self, id: str, computed: int, blocks: list[int]) -> tuple[Any, ...]:
         request = self.scheduler.requests[id]
         hits = computed // self._manager.block_size
         replied = request._all_token_ids[request.num_prompt_tokens : computed] if request.num_preemptions else []
-        hashes = request.block_hashes[: hits + 1]
-        return self._numbers[id], computed, blocks, request.num_tokens, hashes, replied, tokens
+        return id, computed, blocks, request.num_tokens, request.block_hashes[: hits + 1], replied
 
     def updated(self, output: SchedulerOutput, result: ModelRunnerOutput, began: float) -> None:
         """Send what `update_from_output` did."""
         ended = now()
-        accepted = self._accepted(output, result) if output.scheduled_spec_decode_tokens else None
         events = self._take_events()
         # An output without tokens is not in the queue, and steps that were launched after it may be in flight.
         in_flight = self._in_flight
@@ -262,17 +235,17 @@ class Recorder:
                 pass
         if step < 0 and not events:
             return
+        accepted = None
+        if output.scheduled_spec_decode_tokens:
+            index, sampled = result.req_id_to_index, result.sampled_token_ids
+            accepted = [
+                (id, len(draft), max(0, len(sampled[index[id]]) - 1))
+                for id, draft in output.scheduled_spec_decode_tokens.items()
+                if id in index and sampled and sampled[index[id]]
+            ]
         check = self._check() if self.checking else None
         self._send(ended, "update", began, ended, step, events, accepted, check)
         self.seconds += now() - ended
-
-    def _accepted(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[tuple[int, int, int]]:
-        index, sampled, numbers = result.req_id_to_index, result.sampled_token_ids, self._numbers
-        return [
-            (numbers[id], len(draft), max(0, len(sampled[index[id]]) - 1))
-            for id, draft in output.scheduled_spec_decode_tokens.items()
-            if id in index and id in numbers and sampled and sampled[index[id]]
-        ]
 
     def send_events(self) -> None:
         """Send what was done outside of a step: requests that were cancelled."""
@@ -284,8 +257,7 @@ class Recorder:
         """Send the state of every request, after messages were lost or did not fit what came before."""
         scheduler, manager = self.scheduler, self._manager
         queues = (scheduler.waiting, getattr(scheduler, "skipped_waiting", ()))  # the second is not in vLLM 0.16
-        numbers = self._numbers
-        waiting = [numbers[request.request_id] for queue in queues for request in queue]
+        waiting = [request.request_id for queue in queues for request in queue]
         requests = []
         for id, request in scheduler.requests.items():
             blocks = [block.block_id for block in manager.req_to_blocks.get(id, ())]
@@ -297,13 +269,12 @@ class Recorder:
                 blocks, hits, hashes, request._all_token_ids[: len(hashes) * manager.block_size],
                 request.num_preemptions,
             ))  # fmt: skip
-        running = [numbers[request.request_id] for request in scheduler.running]
+        running = [request.request_id for request in scheduler.running]
         self.pipe.send(("whole", now(), self.step, requests, waiting, running))
 
     def _check(self) -> tuple[Any, ...]:
         """Returns vLLM's own numbers, which the watcher compares with its state: free blocks, and every block table."""
         tables = {
-            self._numbers.get(id, id): [block.block_id for block in blocks]
-            for id, blocks in self._manager.req_to_blocks.items() if blocks
-        }  # fmt: skip
+            id: [block.block_id for block in blocks] for id, blocks in self._manager.req_to_blocks.items() if blocks
+        }
         return self._pool.get_num_free_blocks(), tables

@@ -1,4 +1,4 @@
-"""Follows vLLM's requests: their numbers, rows and block tables, from the events in its messages (translate.py)."""
+"""Follows vLLM's requests: their ids, rows and block tables, from the events in its messages (translate.py)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ REASONS = {
 class Known:
     """A request that has not finished. `done`, `target`: tokens with KV, and tokens that its prefill computes."""
 
+    id: int
     prompt: list[int]
     submitted: float
     row: int = -1
@@ -38,41 +39,43 @@ class Requests:
         self.blocks = Blocks(info)
         self.totals: Counter[str] = Counter()  # to compare with vLLM's /metrics
         self._origin = t
+        self._next_id = 0
         self._forget()
 
     def _forget(self) -> None:
-        self._known: dict[int, Known] = {}  # all keys are the numbers of requests in the messages and records
+        self._known: dict[str, Known] = {}
         self._rows: list[int] = []
         self._most_rows = 0
-        self._prefilling: dict[int, Known] = {}
-        self._decoding: set[int] = set()
-        self._running: dict[int, None] = {}  # in vLLM's order
-        self._admissions: dict[int, tuple[Any, ...]] = {}
-        self._taking: dict[int, list[int]] = {}  # new blocks of requests, in the order in which vLLM took them
-        self._places: dict[int, int] = {}  # the order in which vLLM scheduled the requests of this step
+        self._prefilling: dict[str, Known] = {}
+        self._decoding: set[str] = set()
+        self._running: dict[str, None] = {}  # in vLLM's order
+        self._admissions: dict[str, tuple[Any, ...]] = {}
+        self._taking: dict[str, list[int]] = {}  # new blocks of requests, in the order in which vLLM took them
+        self._places: dict[str, int] = {}  # the order in which vLLM scheduled the requests of this step
         self._in_step = -1  # the step whose `schedule` message is being translated
 
     def _at(self, t: float) -> None:
         self.blocks.t = max(self.blocks.t, int((t - self._origin) * 1e6) / 1e6)
 
-    def _add(self, t: float, request: int, id: str, prompt: list[int], most: int) -> None:
+    def _add(self, t: float, id: str, prompt: list[int], most: int) -> None:
         self._at(t)
-        self._known[request] = Known(prompt, self.blocks.t)
-        self.blocks.write("submit", request, group_of(id), len(prompt), most)
+        number, self._next_id = self._next_id, self._next_id + 1
+        self._known[id] = Known(number, prompt, self.blocks.t)
+        self.blocks.write("submit", number, group_of(id), len(prompt), most)
 
-    def _admit(self, number: int) -> None:
-        _, computed, table, tokens, hashes, replied, _ = self._admissions.pop(number)
-        request = self._known[number]
+    def _admit(self, id: str) -> None:
+        _, computed, table, tokens, hashes, replied = self._admissions.pop(id)
+        request = self._known[id]
         if not self._rows:
             self._rows, self._most_rows = [self._most_rows], self._most_rows + 1
         request.row = heapq.heappop(self._rows)
-        resumed = self.blocks.state.requests[number].state == "preempted"
-        self.blocks.write("admit", number, request.row, "resumed" if resumed else "new")
+        resumed = self.blocks.state.requests[request.id].state == "preempted"
+        self.blocks.write("admit", request.id, request.row, "resumed" if resumed else "new")
         request.admitted = request.admitted or self.blocks.t
-        self.blocks.take_table(number, request.prompt, replied, computed, table, tokens, hashes)
+        self.blocks.take_table(request.id, request.prompt, replied, computed, table, tokens, hashes)
         request.done, request.target = computed, tokens
-        self._prefilling[number] = request
-        self._running[number] = None
+        self._prefilling[id] = request
+        self._running[id] = None
         if not resumed:
             self.totals["queries"] += tokens
             self.totals["hits"] += computed
@@ -80,35 +83,36 @@ class Requests:
     def _begin_taking(self, events: list[tuple[Any, ...]], admissions: list[Any], grown: list[Any]) -> None:
         """Collect the new blocks of a step. A request that the step preempts may have got some before."""
         self._admissions = {admission[0]: admission for admission in admissions}
-        self._places = {request: i for i, request in enumerate([*self._running, *self._admissions])}
+        self._places = {id: i for i, id in enumerate([*self._running, *self._admissions])}
         self._taking = dict(grown)
         requests = self.blocks.state.requests
-        for _, request, table in (event for event in events if event[0] == "p"):
-            if blocks := table[len(requests[request].table) :]:
-                self._taking[request] = blocks
-        order = sorted(self._taking, key=self._places.__getitem__)
-        self._taking = {request: self._taking[request] for request in order} | {id: [] for id in self._admissions}
+        for _, id, table in (event for event in events if event[0] == "p"):
+            if blocks := table[len(requests[self._known[id].id].table) :]:
+                self._taking[id] = blocks
+        places = sorted((self._places[id], id) for id in self._taking)
+        self._taking = {id: self._taking[id] for _, id in places} | {id: [] for id in self._admissions}
 
-    def _touch(self, request: int) -> None:
+    def _touch(self, id: str) -> None:
         """Apply the new blocks that vLLM took until a request had its turn, if they are not applied yet."""
         while self._taking:
             first = next(iter(self._taking))
-            if self._places[first] > self._places[request]:
+            if self._places[first] > self._places[id]:
                 return
             blocks = self._taking.pop(first)
             if first in self._admissions:
                 self._admit(first)
             else:
-                self.blocks.take_new(first, blocks)
+                self.blocks.take_new(self._known[first].id, blocks)
 
-    def _leave(self, number: int) -> None:
-        request = self._known[number]
+    def _leave(self, id: str) -> Known:
+        request = self._known[id]
         if request.row >= 0:
             heapq.heappush(self._rows, request.row)
             request.row = -1
-        self._running.pop(number, None)
-        self._prefilling.pop(number, None)
-        self._decoding.discard(number)
+        self._running.pop(id, None)
+        self._prefilling.pop(id, None)
+        self._decoding.discard(id)
+        return request
 
     # ---- events
 
@@ -117,22 +121,21 @@ class Requests:
             if kind == "g":
                 self.blocks.reuse(fields[0], "a request needs it")
             elif kind == "c":
-                for cached in fields[0]:
-                    self._cached(*cached)
+                self._cached(*fields)
             elif kind == "p":
-                request, table = fields
-                if request in self._taking:
-                    self._touch(request)
-                self._leave(request)
+                if fields[0] in self._taking:
+                    self._touch(fields[0])
+                request = self._leave(fields[0])
                 self.totals["preemptions"] += 1
-                self.blocks.write("preempt", request, "another request needs a block and all are held", len(table))
+                blocks = len(fields[1])
+                self.blocks.write("preempt", request.id, "another request needs a block and all are held", blocks)
             elif kind == "f":
-                request, status, tokens = fields
-                self._leave(request)
-                del self._known[request]
+                id, status, tokens = fields
+                request = self._leave(id)
+                del self._known[id]
                 self.totals[status] += 1
                 self.totals["tokens"] += tokens
-                self.blocks.write("finish", request, REASONS.get(status, status.lower()), tokens)
+                self.blocks.write("finish", request.id, REASONS.get(status, status.lower()), tokens)
             elif kind == "l":
                 self._running.pop(fields[0], None)
                 self._prefilling.pop(fields[0], None)
@@ -141,10 +144,12 @@ class Requests:
             elif kind == "r":
                 self.blocks.clear(CLEARED)
 
-    def _cached(self, request: int, start: int, hashes: list[bytes], ids: list[int]) -> None:
-        self._touch(request)
+    def _cached(self, id: str, start: int, hashes: list[bytes], ids: bytes) -> None:
+        self._touch(id)
+        request = self._known[id].id
         blocks = self.blocks.state.requests[request].table[start : start + len(hashes)]
-        self.blocks.publish(request, start, blocks, hashes, ids, self._in_step)
+        tokens = memoryview(ids).cast("i").tolist()
+        self.blocks.publish(request, start, blocks, hashes, tokens, self._in_step)
 
 
 def group_of(id: str) -> str:

@@ -95,7 +95,7 @@ class _Recording(Scheduler):
         try:
             done = super().reset_prefix_cache(*arguments, **options)
             if self._recorder is not None and done:
-                self._recorder.observe(self._recorder.note, "r")
+                self._recorder.events.append(("r",))
         finally:
             self._send_events()  # it may have preempted requests
         return done

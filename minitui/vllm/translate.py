@@ -3,7 +3,7 @@
 The messages, in order; times are seconds of one clock:
 
     init      t, facts about the engine
-    add       t, request, vLLM's id, prompt ids, largest number of tokens
+    add       t, id, prompt ids, largest number of tokens
     schedule  began, ended, step (-1: nothing to compute), events, admissions, grown, left out, several, drafts,
               total, running, waiting, check
     update    began, ended, step, events, accepted drafts, check
@@ -11,13 +11,12 @@ The messages, in order; times are seconds of one clock:
     cost      steps, seconds that they took in vLLM's process for this recording
     whole     t, step, every request, the queue, the running ones: instead of messages that were lost
 
-vLLM's ids are long strings: a request is its number everywhere else. Events: ("c", [(request, start, hashes, token
-ids)]) blocks are cached; ("p", request, block table) preempted; ("f", request, status, tokens) finished; ("r",) the
-prefix cache was cleared; with a KV connector: ("l", request) ended, but its blocks are kept; ("g", blocks) taken from
-the pool, ("e", blocks) evicted. An admission is (request, cached tokens, block table, tokens, hashes of the cached
-blocks and the next one, cached tokens of its reply, tokens that the step computes); grown is [(request, new blocks)].
-A step computes one token, and its drafts, for each running request. Exceptions: for those left out it computes
-nothing, and several is [(request, tokens)] of those for which it computes more.
+Events: ("c", id, start, hashes, array of ids) blocks are cached; ("p", id, block table) preempted; ("f", id, status,
+tokens) finished; ("r",) the prefix cache was cleared; with a KV connector: ("l", id) ended, but its blocks are kept;
+("g", blocks) taken from the pool, ("e", blocks) evicted. An admission is (id, cached tokens, block table, tokens,
+hashes of the cached blocks and the next one, cached tokens of its reply); grown is [(id, new blocks)]. A step computes
+one token, and its drafts, for each running request. Exceptions: for those left out it computes nothing, and several is
+[(id, tokens)] of those for which it computes more.
 
 Running requests take blocks first, in the order in which they were admitted, then those that the step admits. vLLM
 takes the blocks of a request before it reports them, so new blocks are applied when an event first names their request
@@ -44,7 +43,7 @@ class Planned:
     began: float
     ended: float
     work: str
-    firsts: list[int]
+    firsts: list[str]
 
 
 class Translator(Requests):
@@ -60,7 +59,7 @@ class Translator(Requests):
 
     def _forget(self) -> None:
         super()._forget()
-        self._tokens: dict[int, int] = {}  # the requests of the last step -> tokens
+        self._tokens: dict[str, int] = {}  # the requests of the last step -> tokens
         self._planned: dict[int, Planned] = {}
         self._wait: tuple[int, str] | None = None
 
@@ -89,7 +88,7 @@ class Translator(Requests):
 
     def _schedule(
         self, began: float, ended: float, step: int, events: list[Any], admissions: list[Any], grown: list[Any],
-        left_out: list[int], several: list[Any], drafts: dict[int, int], planned: int, running: int, waiting: int,
+        left_out: list[str], several: list[Any], drafts: dict[str, int], planned: int, running: int, waiting: int,
         check: Any,
     ) -> None:  # fmt: skip
         self._at(ended)
@@ -105,8 +104,7 @@ class Translator(Requests):
             self._tokens = dict.fromkeys(self._running, 1)
             for id in left_out:
                 del self._tokens[id]
-            self._tokens |= {id: n + 1 for id, n in drafts.items()} | {row[0]: row[-1] for row in admissions}
-            self._tokens |= dict(several)
+            self._tokens |= {id: n + 1 for id, n in drafts.items()} | dict(several)
             if (total := sum(self._tokens.values())) != planned:
                 raise Inconsistent(f"step {step} has {planned} tokens, and {total} follow from its messages")
             self._step(step, began, ended, drafts, waiting)
@@ -114,17 +112,17 @@ class Translator(Requests):
             self._tell_wait(planned, running, any(kind == "p" for kind, *_ in events))
         self._compare(check)
 
-    def _step(self, step: int, began: float, ended: float, drafts: dict[int, int], waiting: int) -> None:
-        tokens = self._tokens
+    def _step(self, step: int, began: float, ended: float, drafts: dict[str, int], waiting: int) -> None:
+        tokens, known = self._tokens, self._known
         prefills, firsts, done = [], [], []
-        drafted = [(id, n) for id, n in drafts.items() if n]
+        drafted = [(known[id].id, n) for id, n in drafts.items() if n]
         for id, request in self._prefilling.items():
             n = tokens.get(id)
             if n is None:
                 continue
             n = min(n, request.target - request.done)  # the rest are drafts
             samples = request.done + n >= request.target
-            prefills.append((id, request.done, n, samples))
+            prefills.append((request.id, request.done, n, samples))
             request.done += n
             done.append(id)
             if samples:
@@ -137,7 +135,8 @@ class Translator(Requests):
             del self._prefilling[id]
         if drafted:
             self.blocks.write("draft", step, drafted)
-        self.blocks.write("step", step, prefills, sorted(joined), sorted(left), sum(tokens.values()), waiting)
+        numbers = [sorted(known[id].id for id in ids) for ids in (joined, left)]
+        self.blocks.write("step", step, prefills, *numbers, sum(tokens.values()), waiting)
         work = "decode" if not prefills else "mixed" if decoding else "prefill"
         self._planned[step] = Planned(began, ended, work, firsts)
 
@@ -165,19 +164,21 @@ class Translator(Requests):
     ) -> None:
         self._at(began)
         planned = self._planned.pop(step, None)
-        answered = [id for id in planned.firsts if id in self._known] if planned is not None else []
+        answered = [self._known[id] for id in planned.firsts if id in self._known] if planned is not None else []
         if planned is not None:
             self.blocks.settle(step)
         if accepted:
-            running = [row for row in accepted if row[0] in self._known and self._known[row[0]].row >= 0]
+            running = [
+                (self._known[id].id, drafted, n) for id, drafted, n in accepted
+                if id in self._known and self._known[id].row >= 0
+            ]  # fmt: skip
             if running:
                 self.blocks.write("accept", step, running)
-        for id in answered:
-            request = self._known[id]
+        for request in answered:
             if not request.answered:
                 request.answered = True
                 queued, prefill = request.admitted - request.submitted, self.blocks.t - request.admitted
-                self.blocks.write("first", id, round(queued * 1e3, 3), round(prefill * 1e3, 3))
+                self.blocks.write("first", request.id, round(queued * 1e3, 3), round(prefill * 1e3, 3))
         self._apply(events)
         self._at(ended)
         if planned is not None:
@@ -190,10 +191,10 @@ class Translator(Requests):
     # ---- a new beginning
 
     def _whole(
-        self, t: float, step: int, requests: list[Any], waiting: list[int], running: list[int]
+        self, t: float, step: int, requests: list[Any], waiting: list[str], running: list[str]
     ) -> None:
         """Begin with a new state; the record numbers have a gap, so readers ask for a snapshot."""
-        known = self._known
+        numbers = {id: (known.id, known.submitted, known.admitted, known.answered) for id, known in self._known.items()}
         self._forget()
         self._at(t)
         self.blocks.begin_again(step)
@@ -202,22 +203,23 @@ class Translator(Requests):
         self._running = dict.fromkeys(running)
         for *_, hits, hashes, ids, _ in requests:  # the oldest of equal blocks first: vLLM hits these
             self.blocks.remember(hits, hashes, ids)
-        for id, name, prompt, most, computed, tokens, prefills, table, _, hashes, ids, preemptions in requests:
-            before = known.get(id) or Known(prompt, self.blocks.t)
-            request = self._known[id] = Known(
-                prompt, before.submitted, admitted=before.admitted, answered=before.answered
-            )
-            self.blocks.write("submit", id, group_of(name), len(prompt), most)
-            view = self.blocks.state.requests[id]
-            view.preemptions, view.submitted = preemptions, request.submitted
+        for id, prompt, most, computed, tokens, prefills, table, _, hashes, ids, preemptions in requests:
+            if id not in numbers:
+                numbers[id] = (self._next_id, self.blocks.t, 0.0, False)
+                self._next_id += 1
+            number, submitted, admitted, answered = numbers[id]
+            request = self._known[id] = Known(number, prompt, submitted, admitted=admitted, answered=answered)
+            self.blocks.write("submit", number, group_of(id), len(prompt), most)
+            view = self.blocks.state.requests[number]
+            view.preemptions, view.submitted = preemptions, submitted
             if id in order:
                 view.state = "preempted" if preemptions else "waiting"
                 continue
             request.row, self._most_rows = self._most_rows, self._most_rows + 1
-            request.admitted = request.admitted or self.blocks.t
-            self.blocks.write("admit", id, request.row, "new")
+            request.admitted = admitted or self.blocks.t
+            self.blocks.write("admit", number, request.row, "new")
             view.admitted = request.admitted
-            self.blocks.restore(id, table, hashes, ids)
+            self.blocks.restore(number, table, hashes, ids)
             view.base, request.done, request.target = computed, computed, tokens
             if prefills and id in self._running:
                 self._prefilling[id] = request
@@ -225,7 +227,7 @@ class Translator(Requests):
 
     # ---- the truth
 
-    def _compare(self, check: tuple[int, dict[int, list[int]]] | None) -> None:
+    def _compare(self, check: tuple[int, dict[str, list[int]]] | None) -> None:
         """Note where vLLM's own numbers differ from the state."""
         if check is None or len(self.faults) > MOST_FAULTS:
             return
@@ -233,12 +235,12 @@ class Translator(Requests):
         free, tables = check
         if free != self.blocks.available:
             self.faults.append(f"step {self.blocks.state.step}: {self.blocks.available} blocks free, vLLM has {free}")
-        for request in self._known:
-            table = self.blocks.state.requests[request].table
-            if table != tables.get(request, []):
+        for id, request in self._known.items():
+            table = self.blocks.state.requests[request.id].table
+            if table != tables.get(id, []):
                 self.faults.append(
-                    f"step {self.blocks.state.step}: r{request}'s table is {table}, vLLM's {tables.get(request)}"
+                    f"step {self.blocks.state.step}: r{request.id}'s table is {table}, vLLM's {tables.get(id)}"
                 )
         if extra := set(tables) - set(self._known):
-            self.faults.append(f"step {self.blocks.state.step}: vLLM holds blocks for {list(extra)[:3]}")
+            self.faults.append(f"step {self.blocks.state.step}: vLLM holds blocks for {sorted(extra)[:3]}")
         self.faults += self.blocks.take_faults()

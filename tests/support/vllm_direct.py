@@ -20,7 +20,7 @@ class Direct:
     def __init__(self, *_: Any) -> None:
         self.kinds: Counter[str] = Counter()
         self.broken: Exception | None = None
-        self.scheduled: dict[int, int] = {}  # vLLM's tokens of each request of the step
+        self.scheduled: dict[str, int] = {}  # vLLM's tokens of each request of the step
         self.wrong: list[int] = []  # steps of which the messages tell something else
         self.wholes = self.repairs = 0
         self.lost = self.reads = False
@@ -76,7 +76,7 @@ def watch_steps(scheduler: Any) -> Direct:
     pipe, scheduled = recorder.pipe, recorder.scheduled
 
     def watched(output: Any, began: float) -> None:
-        pipe.scheduled = {recorder._numbers[id]: n for id, n in output.num_scheduled_tokens.items()}
+        pipe.scheduled = dict(output.num_scheduled_tokens)
         scheduled(output, began)
 
     recorder.scheduled = watched

@@ -9,6 +9,7 @@ import json
 import lzma
 import os
 import tempfile
+from array import array
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 FILE = Path(__file__).resolve().parents[1] / "vllm" / "messages.json.xz"
 STEPS = 300
-DRAFTS = 9  # their place in a `schedule` message
+EVENTS = {"schedule": 4, "update": 4, "events": 2}  # their place in a message
 RUNS: dict[str, dict[str, Any]] = {
     "asynchronous": {"asynchronous": True, "blocks": 90, "rows": 12},
     "synchronous with drafts": {"drafts": 3},
@@ -29,16 +30,10 @@ def recorded() -> dict[str, list[list[Any]]]:
     """Returns the messages of each run."""
     runs = json.loads(lzma.decompress(FILE.read_bytes()))
     for message in chain.from_iterable(runs.values()):
-        if message[0] == "schedule":
-            message[DRAFTS] = _numbered(message[DRAFTS])
-        if message[0] in ("schedule", "update"):
-            message[-1][1] = _numbered(message[-1][1])
+        for event in message[EVENTS[message[0]]] if message[0] in EVENTS else ():
+            if event[0] == "c":
+                event[4] = array("i", event[4]).tobytes()  # as marshal reads it
     return runs
-
-
-def _numbered(values: dict[str, Any]) -> dict[int, Any]:
-    """Returns a dict whose keys are numbers, as marshal reads it."""
-    return {int(number): value for number, value in values.items()}
 
 
 class Kept:
@@ -64,8 +59,8 @@ class Kept:
         pass
 
 
-def _in_json(value: bytes) -> str:
-    return value[:6].hex()
+def _in_json(value: bytes | array[int]) -> Any:
+    return value[:6].hex() if isinstance(value, bytes) else value.tolist()
 
 
 def _run(options: dict[str, Any]) -> Iterator[Any]:

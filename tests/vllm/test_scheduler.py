@@ -145,16 +145,18 @@ def test_the_end_of_the_watcher_ends_the_recording_and_not_vllm(make, said, give
 
 
 @pytest.mark.parametrize(
-    "place", ["_gather", "note", "evicted", "preempted", "freed", "scheduled", "updated", "added", "send_events"]
+    "place", ["cached", "evicted", "preempted", "freed", "scheduled", "updated", "added", "send_events"]
 )
 def test_an_exception_anywhere_ends_the_recording_and_not_vllm(monkeypatch, tmp_path, said, place):
     def fail(*_, **__):
         raise AttributeError("it has another name")
 
-    monkeypatch.setattr(recording.Recorder, place, fail)
+    monkeypatch.setattr(recording.Recorder, place, fail, raising=place != "cached")
     monkeypatch.setattr(recording, "Pipe", Direct)
     monkeypatch.setattr(facts, "__version__", "0.99.0")
     scheduler = make_scheduler(tmp_path)
+    if place == "cached":
+        scheduler._recorder.events = SimpleNamespace(append=fail)
     load = Load(scheduler, 1)
     load.run(80)
     scheduler.kv_cache_manager.block_pool.evict_blocks(set())
