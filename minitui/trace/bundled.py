@@ -49,11 +49,12 @@ def describe(reader: TraceReader) -> str:
     info = reader.info
     kinds = Counter(record[2] for record in reader.records())
     asked = kinds["submit"] + len(reader.part(0).snapshot["requests"])
+    ended = sum(record[2] == "time" and record[3] > reader.step_before for record in reader.records())
     weights = ", random weights" if info.get("dummy_weights") else ""
     text = (
         f"{count(asked, 'request')} to {info['model']} ({info['dtype']}{weights}) on {info['device']}, "
-        f"{info['num_blocks']:,} blocks of {info['block_size']}: {count(kinds['step'], 'step')} in "
-        f"{reader.seconds:,.1f} s"
+        f"{info['num_blocks']:,} blocks of {info['block_size']}: {count(ended, 'step')}"
     )
     text += f", {count(kinds['preempt'], 'preemption')}" if kinds["preempt"] else ""
+    text += f"; lasts {reader.seconds:,.1f} s"
     return text + ("; the text is random and not shown" if reader.header["random_text"] else "")

@@ -8,11 +8,11 @@ from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from engine.trace.records import CLEARED, REMOVED, Record
-from minitui.text import count, match_reason
+from minitui.text import count, duration, match_reason
 from minitui.viewmodel.lane import Lane
 
 EVENTS_KEPT = 20_000
-SHORTEST_PAUSE_S = 0.05  # shorter pauses are not mentioned
+SHORTEST_PAUSE_MS = 1.0  # shorter pauses are not mentioned
 EVENTS_ALWAYS = 4_000  # this many of the newest events are kept even after their records are dropped
 KINDS = ("admit", "hit", "miss", "evict", "preempt", "finish", "wait", "refuse", "fail", "pace")
 
@@ -167,5 +167,9 @@ def _arrival(lane: Lane | None) -> str:
     text = f" · {count(lane.prompt_tokens, 'prompt token')}"
     if lane.waited_ms is None:
         return text
-    paused = f" and {lane.paused_s:,.1f} s while paused or slowed" if lane.paused_s >= SHORTEST_PAUSE_S else ""
-    return f"{text} · waited {lane.waited_ms:,.0f} ms{paused}"
+    return f"{text} · waited {lane.waited_ms:,.0f} ms{paused_words(lane.paused_s * 1e3)}"
+
+
+def paused_words(paused_ms: float) -> str:
+    """Returns " and 60.0 s while paused or slowed"; empty for a short time. `paused_ms`: of a wait for admission."""
+    return f" and {duration(paused_ms)} while paused or slowed" if paused_ms >= SHORTEST_PAUSE_MS else ""

@@ -58,6 +58,7 @@ class History:
         self.past = PastStates()
         self.past.begin(live)
         self.gate_reason = ""
+        self._dropped: dict[int, int] = {}  # step in flight -> rows whose token is dropped
         self._result_at = 0.0  # working time of the last `time` record
         self._folded_at: float | None = None  # the caller's clock at the last fold
 
@@ -130,8 +131,11 @@ class History:
         steps.note_bucket(step, rates.bucket)
         self._result_at = rates.now
         self.trends.advance(rates.now)
-        if (gap := steps.gap_ms(step)) is not None:
-            self.trends.add("token gaps", gap, steps.decoded(step))
+        rows = steps.decoded(step) - self._dropped.get(step, 0)
+        if rows > 0 and (gap := steps.gap_ms(step)) is not None:
+            self.trends.add("token gaps", gap, rows)
+        if self._dropped:
+            self._dropped = {later: rows for later, rows in self._dropped.items() if later > step}
         for gap in self.tokens.after_preemptions(step):
             self.trends.add("token gaps", gap)
 
@@ -162,17 +166,21 @@ class History:
         rates.advance(record[1])
         lanes.fold(record, rates.now)
         if kind == "match":
+            self.trends.advance(rates.now)
             lane = lanes.lanes.get(record[3])
             again = lane is not None and lane.preemptions > 0
             rates.add("resumed" if again else "cached", record[4])
             if lane is not None and lane.prompt_tokens > 0 and not again:
-                self.trends.add("hit rate", min(100.0, 100 * max(0, record[4]) / lane.prompt_tokens))
+                self.trends.add("hit of a prompt", min(100.0, 100 * max(0, record[4]) / lane.prompt_tokens))
         elif kind == "first":
+            self.trends.advance(rates.now)
             self.trends.add("first token", record[4] + record[5])
             self.first_tokens.fold(record)
         elif kind in ("finish", "preempt", "requeue"):
             computed, blocks = found
             lanes.release(record, computed, blocks, self.steps.committed)
+            for step in self.tokens.dropped(record[3]) if kind != "preempt" else ():
+                self._dropped[step] = self._dropped.get(step, 0) + 1
         elif kind == "gate":
             rates.gate(record[3] == "closed")
             self.gate_reason = record[4]
@@ -187,8 +195,8 @@ class History:
         rates.level("waiting", len(state.queue))
         rates.level("used", used)
         self.trends.advance(rates.now)
-        self.trends.add("pool", 100 * used)
-        self.trends.add("queue", len(state.queue))
+        self.trends.level("pool", 100 * used)
+        self.trends.level("queue", len(state.queue))
 
     # ---- reading
 

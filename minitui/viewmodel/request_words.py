@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from minitui.text import count, ms
-from minitui.viewmodel.events import SHORTEST_PAUSE_S
+from minitui.viewmodel.events import paused_words
 from minitui.viewmodel.requests import RequestFigures
 from minitui.viewmodel.token_gaps import Gap
 
@@ -25,9 +25,7 @@ def figures_in_words(row: RequestFigures) -> list[str]:
     gaps = row.gaps
     parts = [f"prompt {count(row.prompt_tokens, 'token')}, {row.cached_tokens:,} cached"]
     if row.first_so_far_ms is not None:
-        long = row.paused_ms >= 1e3 * SHORTEST_PAUSE_S
-        paused = f", and {row.paused_ms / 1e3:,.1f} s in the queue while the engine was paused" if long else ""
-        parts.append(f"first token: {first_token_words(row)}{paused}")
+        parts.append(f"first token: {first_token_words(row)}")
     elif row.queue_ms is not None:
         parts.append(f"queue {ms(row.queue_ms)} ms")
     if gaps is not None and gaps.tok_s:
@@ -45,13 +43,15 @@ def figures_in_words(row: RequestFigures) -> list[str]:
 
 
 def first_token_words(row: RequestFigures) -> str:
-    """Returns the wait for the first token: "21.1 ms = queue 1.18 + prefill 19.9", or "1,204 ms so far"."""
+    """Returns the wait for the first token: "21.1 ms = queue 1.18 + prefill 19.9", or "1,204 ms so far"; and, beside
+    it, the time in the queue while the engine was paused."""
+    paused = paused_words(row.paused_ms)
     if row.first_ms is None:
         so_far = f"{ms(row.first_so_far_ms or 0.0)} ms so far"
         if row.state == "waits":
-            return f"{so_far}, in the queue"
-        return so_far if row.queue_ms is None else f"{so_far}, queue {ms(row.queue_ms)} of it"
-    return f"{ms(row.first_ms)} ms = queue {ms(row.queue_ms or 0.0)} + prefill {ms(row.prefill_ms or 0.0)}"
+            return f"{so_far}, in the queue{paused}"
+        return (so_far if row.queue_ms is None else f"{so_far}, queue {ms(row.queue_ms)} of it") + paused
+    return f"{ms(row.first_ms)} ms = queue {ms(row.queue_ms or 0.0)} + prefill {ms(row.prefill_ms or 0.0)}{paused}"
 
 
 def request_json(row: RequestFigures, name: str, causes: dict[str, float], why: str) -> dict[str, Any]:

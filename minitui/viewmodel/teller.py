@@ -41,9 +41,11 @@ class Line:
     step: int
     kind: str
     text: str
+    place: str = "step"  # "before step" for what came before the first step; "after step" for what came after the last
 
     def __str__(self) -> str:
-        where = f"step {self.step:,}" if self.kind != "steps" else ""
+        where = f"{self.place} {self.step:,}" if self.step >= 0 else "before step 0"
+        where = "" if self.kind == "steps" else where
         return f"{self.t:9.2f} s  {where + '  ' if where else ''}{visible_line(self.text)}"
 
 
@@ -135,7 +137,12 @@ class Teller:
         """Yields the lines of a whole recording, with one line for each gap in its records. Their times begin with the
         recording, as in the bar and the waterfall of a replay."""
         for line in self._whole(reader):
-            yield replace(line, t=line.t - reader.begin_t)
+            line = replace(line, t=line.t - reader.begin_t)
+            if line.step > reader.last_step:  # the recording ended before this step began
+                line = replace(line, step=reader.last_step, place="after step")
+            elif line.step <= reader.step_before:
+                line = replace(line, step=reader.step_before + 1, place="before step")
+            yield line
 
     def _whole(self, reader: TraceReader) -> Iterator[Line]:
         last = -1  # the number of the last record

@@ -86,6 +86,20 @@ class TokenTimes:
                     found.append(arrivals.gap(len(arrivals) - 1).ms)
         return found
 
+    def dropped(self, request: int) -> list[int]:
+        """Returns the steps in flight whose token is dropped, because the request has just finished or queues again."""
+        lane, committed = self._lanes.lanes.get(request), self._steps.committed
+        if lane is None:
+            return []
+        flight = [step for step in range(committed + 1, self._lanes.step + 1) if lane.code_at(step, DECODING)]
+        if lane.finish_step == OPEN:
+            return [step for step in flight if step in lane.void]
+        if len(flight) < 1 + (lane.finish_reason in ("stop", "length")):  # then the first of these tokens is the last
+            return []
+        found = self.arrivals(lane, committed)
+        tokens = int(found.last[-1]) if len(found) else lane.earlier.stats.tokens if lane.earlier is not None else 0
+        return flight[max(0, lane.output_tokens - tokens) :]
+
     def running(self, lane: Lane, horizon: int, more_ms: float) -> Gap | None:
         """Returns the gap since the last token of a request that has not finished; None without a gap.
 

@@ -12,17 +12,39 @@ from minitui.viewmodel.model import View
 from minitui.viewmodel.trends import METRICS, SPANS, Trends, shortest_span
 
 
+@pytest.mark.parametrize(("samples", "exact"), [(4_096, 1e-9), (100, 0.035)])
 @pytest.mark.parametrize("span", SPANS)
-def test_percentiles_are_numpys_within_three_percent(span: int) -> None:
-    trends, rng = Trends(), np.random.default_rng(span)
-    values = rng.lognormal(3.0, 1.0, 4_000)
-    for i, value in enumerate(values):
-        trends.advance(span * i / len(values))
-        trends.add("token gaps", float(value))
-    _, (p50, p99, count) = trends.series("token gaps", span, 60, span * (1 - 1e-9), live=True)
-    assert count == len(values)
-    assert p50 == pytest.approx(np.percentile(values, 50), rel=0.035)
-    assert p99 == pytest.approx(np.percentile(values, 99), rel=0.035)
+def test_percentiles_are_numpys_exactly_or_within_three_percent(span: int, samples: int, exact: float) -> None:
+    trends, rng = Trends(samples=samples), np.random.default_rng(span)
+    values, weights = rng.lognormal(3.0, 1.0, 1_000), rng.integers(1, 5, 1_000)
+    times = np.linspace(0.0, span * (1 - 1e-9), len(values))
+    for now, value, weight in zip(times.tolist(), values.tolist(), weights.tolist(), strict=True):
+        trends.advance(now)
+        trends.add("token gaps", value, weight)
+    series, (p50, p99, count) = trends.series("token gaps", span, 5, times[-1], live=True)
+    assert count == weights.sum() == series.count.sum()
+    every = np.repeat(values, weights)
+    assert (p50, p99) == pytest.approx(np.percentile(every, (50, 99)), rel=exact)
+    of_column = np.minimum((times / span * 5 + 1e-9).astype(int), 4)
+    for column in range(5):
+        mine = np.repeat(values[of_column == column], weights[of_column == column])
+        assert series.at(column)[:2] == pytest.approx(np.percentile(mine, (50, 99)), rel=2 * exact)
+
+
+@pytest.mark.parametrize("samples", [4_096, 1])
+@pytest.mark.parametrize("values", [[3.52, 5.4, 5.56, 21.1], [699.0] * 3, [0.01, 0.02]])
+def test_percentiles_of_few_values_are_never_outside_of_these_values(values: list[float], samples: int) -> None:
+    trends = Trends(samples=samples)
+    for value in values:
+        trends.add("first token", value)
+    for found in (
+        trends.series("first token", 15, 60, 0.1, live=True),
+        trends.series("first token", 7200, 9, 0.1, True),
+    ):
+        p50, p99, n = found[1]
+        assert min(values) <= p50 <= p99 <= max(values) and n == len(values)
+        assert samples == 1 or (p50, p99) == pytest.approx(np.percentile(values, (50, 99)))
+        assert found[0].at(-1) == found[1]
 
 
 def test_a_column_has_the_values_of_its_time_and_a_level_lasts() -> None:
@@ -30,7 +52,7 @@ def test_a_column_has_the_values_of_its_time_and_a_level_lasts() -> None:
     for second, (pool, first) in enumerate([(10, 100.0), (20, None), (None, 300.0), (40, 400.0)]):
         trends.advance(second)
         if pool is not None:
-            trends.add("pool", pool)
+            trends.level("pool", pool)
         if first is not None:
             trends.add("first token", first)
     pool, _ = trends.series("pool", 60, 60, 3.5, live=True)
@@ -39,6 +61,19 @@ def test_a_column_has_the_values_of_its_time_and_a_level_lasts() -> None:
     assert first.count[-4:].tolist() == [1, 0, 1, 1] and np.isnan(first.p50[-3])
     past, (p50, _, _) = trends.series("pool", 60, 60, 2.5, live=False)
     assert past.p50[-2:].tolist() == [10, 20] and p50 == 10, "in the past, later values are not known"
+
+
+def test_a_level_counts_for_the_time_that_it_lasts() -> None:
+    """A peak of the queue has left the picture when the queue is empty again, also without further records."""
+    trends = Trends()
+    for now, waiting in ((0.0, 0), (2.0, 40), (2.1, 7), (3.0, 0)):
+        trends.advance(now)
+        trends.level("queue", waiting)
+    series, (p50, p99, _) = trends.series("queue", 15, 60, 12.0, live=True)
+    assert (p50, p99) == (0, 7), "40 requests waited for less than one hundredth of the time"
+    assert np.nanmax(series.tail) == pytest.approx(40, rel=0.03) and np.nanmax(series.tail[-36:]) == 0
+    minute, _ = trends.series("queue", 60, 60, 90.5, live=True)
+    assert set(minute.tail.tolist()) == {0.0}, "idle time counts, although there are no records"
 
 
 def test_levels_are_the_same_however_many_records_are_folded_at_once() -> None:
@@ -84,9 +119,11 @@ def test_two_hours_are_kept_and_older_values_are_forgotten() -> None:
     trends = Trends()
     for t in range(0, 3 * 3600, 10):
         trends.advance(t)
-        trends.add("queue", t // 3600)
-    series, (_, _, count) = trends.series("queue", 7200, 240, 3 * 3600 - 1.0, live=True)
-    assert count == 720 and set(series.p50.round().tolist()) == {1.0, 2.0}
+        trends.level("queue", t // 3600)
+        trends.add("token gaps", t // 3600)
+    for name, n in (("token gaps", 720), ("queue", (7200 - 1) * 1e6)):
+        series, (_, _, count) = trends.series(name, 7200, 240, 3 * 3600 - 1.0, live=True)
+        assert count == n and set(series.p50.round().tolist()) == {1.0, 2.0}
 
 
 def test_the_records_of_a_run_fill_every_trend() -> None:
@@ -101,4 +138,4 @@ def test_the_records_of_a_run_fill_every_trend() -> None:
     known = np.repeat([gap or 0.0 for gap in gaps], counts)
     assert found["token gaps"][2] == len(known)
     assert found["token gaps"][1] == pytest.approx(np.percentile(known, 99), rel=0.05)
-    assert 0 < found["hit rate"][0] <= 100 and 0 < found["pool"][0] <= 100
+    assert 0 < found["hit of a prompt"][0] <= 100 and 0 < found["pool"][0] <= 100

@@ -53,7 +53,9 @@ request; which request was preempted; how each request finished. Choosing an eve
 shows all of its text. The list then keeps its place while newer events arrive; Home shows the newest again.
 
 f shows one group of kinds. / searches: an event must contain every word. "r12" means request 12, the name of a kind
-("evict", "hit", …) means this kind, any other word is searched in the text and in the name of the chat.""")
+("evict", "hit", …) means this kind, any other word is searched in the text and in the name of the chat.
+
+A dash in place of the step: the event came before the first step that is known, or its step has not begun.""")
     BINDINGS: ClassVar = [
         Binding("up", "move(-1)", "later", show=False, id="events.up"),
         Binding("down", "move(1)", "earlier", show=False, id="events.down"),
@@ -159,7 +161,8 @@ f shows one group of kinds. / searches: an event must contain every word. "r12" 
         chosen = event.seq == self.chosen
         ground = " on select" if linked else ""
         fresh = view.glow_of(event.record[1]) == 2
-        step = glyphs().dash if event.record[-1] == REMOVED else f"{max(event.step, 0):,}"  # KV events name no step
+        unknown = event.record[-1] == REMOVED or not view.steps.begin <= event.step <= view.steps.last  # of a KV event
+        step = glyphs().dash if unknown else f"{event.step:,}"
         row = Row(step.rjust(digits), "dim" + ground)
         row.add("  ", "ink" + ground).add(event.kind.ljust(8), STYLES[event.kind] + ground)
         words = clean(view.event_text(event, short=width < NARROW))

@@ -20,7 +20,7 @@ from minitui.tui.widgets.step_charts import charts, list_top, room_for_why, slow
 from minitui.tui.widgets.timeline import JumpRequested
 from minitui.viewmodel.model import StepRow, View
 from minitui.viewmodel.step_times import StepTimes, rows_of, step_times
-from minitui.viewmodel.timing import KindStats, Timings, why_briefly, why_slow
+from minitui.viewmodel.timing import RECENT_FIRST_TOKENS, KindStats, Timings, why_briefly, why_slow
 
 KINDS = (("decode only", "decode", "decode"), ("mixed", "mixed", "prefill"), ("prefill only", "prefill", "prefill-2"))
 LARGE_FROM = 15  # rows: a panel of this height shows the charts and the slowest steps
@@ -227,7 +227,7 @@ an excess, as "launch +12.3", and one without is expected.""")
         row.add(" = ", "dim")
         for word in parts.split(" "):
             row.add(word + " ", "ink" if word[0].isdigit() else "dim")
-        tail = f" median of {t.first_tokens}: {ms(median)} ms"
+        tail = f" median of {'the last ' * (t.first_tokens >= RECENT_FIRST_TOKENS)}{t.first_tokens}: {ms(median)} ms"
         if row.width + len(tail) <= width:
             row.add(tail, "dim")
         return row.done(width)

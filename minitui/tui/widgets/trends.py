@@ -17,7 +17,13 @@ from minitui.viewmodel.model import View
 from minitui.viewmodel.rates import BUCKET
 from minitui.viewmodel.trends import METRICS, SPANS, Metric, Series, shortest_span
 
-STYLES = {"first token": "prefill", "token gaps": "decode", "hit rate": "hit", "pool": "pool", "queue": "waiting"}
+STYLES = {
+    "first token": "prefill",
+    "token gaps": "decode",
+    "hit of a prompt": "hit",
+    "pool": "pool",
+    "queue": "waiting",
+}
 NAMES = {15: "15 seconds", 60: "1 minute", 300: "5 minutes", 1800: "30 minutes", 7200: "2 hours"}
 
 
@@ -28,14 +34,16 @@ class TrendCharts(LinePanel):
     help_text = paragraphs("""\
 One chart for each figure, over 15 seconds, 1 minute, 5 minutes, 30 minutes or 2 hours: at first the shortest span that
 shows the whole run. In each column the solid part is p50, the
-median, and the shaded part ends at p99: one value in a hundred is higher. For the hit rate the bad values are the low
+median, and the shaded part ends at p99: one value in a hundred is higher. For cache hits the bad values are the low
 ones, so p1 is the solid part and p50 is the end of the shaded part.
 
 "First token" is the time from a question to the first token of its answer: queue + prefill. "Token gaps" are the times
-between two tokens of a request, also if it was preempted between them. "Hit rate" is the share of a prompt that came
-from the cache. "Pool" is the share of blocks that hold data, and "queue" the number of waiting requests; both are
-measured whenever records arrive. Percentiles are exact within 3 %. Pauses and slow motion do not count as time.
+between two tokens of a request, also if it was preempted between them. "Hit of a prompt" is the share of one prompt
+that came from the cache; the hit rate in the vitals is that of all prompt tokens together. "Pool" is the share of
+blocks that hold data, and "queue" the number of waiting requests: for half of the time, they were not above their p50,
+and "now" is the value at the moment of the picture. Pauses and slow motion do not count as time.
 
+Percentiles of up to 4,096 values are exact; of more values, they are exact within 3 %. "Of 64" is the number of values.
 The charts count all first tokens of their span; the median in Timings is that of the last 32 first tokens.
 
 The figures beside each name are of the whole span, or of the column under the cursor. If the largest value is much
@@ -75,21 +83,24 @@ larger than the usual one, the scale is logarithmic.""")
             if self.back is not None:
                 self.back = min(self.back, self._columns - 1)
                 cursor = self._columns - 1 - self.back
-            rows += self._chart(metric, series, whole, max(0, each + (i < more) - 1), width, cursor)
+            level = {"pool": 100 * view.shown.used, "queue": len(view.shown.state.queue)}.get(metric.name)
+            rows += self._chart(metric, series, whole, level, max(0, each + (i < more) - 1), width, cursor)
         rows.append(self._axis(now, width, cursor))
         g = glyphs()
         arrows = "← → cursor · ↑ ↓ span" if g.rule != "-" else "< > cursor | ^ v span"
         note: list[Run] = [(NAMES[self.span], "ink"), *self.own_key(f"{arrows} · enter jump")]
         key = legend((g.busy, "ink", "p50"), (g.cached, "ink", "up to p99"))
-        return Picture(rows[:height], note=note, legend=[*key, ("  hit rate: p1, up to p50", "dim")])
+        return Picture(rows[:height], note=note, legend=[*key, ("  hits: p1, up to p50", "dim")])
 
     def _chart(
-        self, metric: Metric, series: Series, whole: tuple[float, float, int], rows: int, width: int, cursor: int | None
-    ) -> list[Runs]:
+        self, metric: Metric, series: Series, whole: tuple[float, float, int], level: float | None, rows: int,
+        width: int, cursor: int | None,
+    ) -> list[Runs]:  # fmt: skip
+        """Returns the rows of a chart. `level`: the value of a level at the moment of the picture."""
         p50, tail, count = whole if cursor is None else series.at(cursor)
         row = Row(metric.name, "bold ink")
-        if metric.level and cursor is None and len(series.p50):
-            p50 = float(series.p50[-1]) if np.isnan(p50) else p50
+        if level is not None and cursor is None:
+            row.add("  now ", "dim").add(f"{_number(metric, level)} {metric.unit}".rstrip(), "ink")
         for name, value in (("p50", p50), (f"p{metric.tail}", tail)):
             text = glyphs().dash if np.isnan(value) else f"{_number(metric, value)} {metric.unit}".rstrip()
             row.add(f"  {name} ", "dim").add(text, "ink")

@@ -1,0 +1,149 @@
+"""A number that several panels, the texts and the JSON of a recording show is the same everywhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minitui.cli.tail import tail_trace
+from minitui.trace.bundled import bundled, describe
+from minitui.trace.reader import TraceReader
+from minitui.tui.widgets.base import Picture
+from minitui.tui.widgets.events import Events
+from minitui.tui.widgets.lanes import BatchLanes
+from minitui.tui.widgets.occupancy import waste_words
+from minitui.tui.widgets.requests import RequestTable
+from minitui.tui.widgets.rows import plain
+from minitui.tui.widgets.timings import StepTimings
+from minitui.tui.widgets.tree import RadixTree
+from minitui.tui.widgets.trends import TrendCharts
+from minitui.tui.widgets.vitals import Vitals
+from minitui.viewmodel.moment import Playback
+from minitui.viewmodel.recorded import recorded_view
+from minitui.viewmodel.runs import Run
+from minitui.viewmodel.step_times import step_times
+from minitui.viewmodel.summary import summary
+from tests.support.golden import GOLDEN
+
+RECORDINGS = {**bundled(), "golden": GOLDEN}
+PANELS = {
+    "events": Events, "lanes": BatchLanes, "requests": RequestTable, "timings": StepTimings, "trends": TrendCharts,
+    "tree": RadixTree, "vitals": Vitals,
+}  # fmt: skip
+HEIGHTS = {"timings": 12}  # a larger panel shows charts
+
+
+class Shown:
+    """What a recording shows at its end: the panels, and the output of `minitui tail`."""
+
+    def __init__(self, path: Path) -> None:
+        self.reader = TraceReader(path)
+        self.view = view = recorded_view(self.reader)
+        view.playback = Playback(1.0, paused=True)
+        view.frame(0.0)
+        self.panels = {
+            name: text_of(panel().picture(view, 200, HEIGHTS.get(name, 60))) for name, panel in PANELS.items()
+        }
+        self.panels["waste"] = waste_words(view.waste, 200, view.recomputed)
+        self.lines: list[str] = []
+        tail_trace(path, self.lines.append)
+        self.summary = "\n".join(summary(view))
+        told: list[str] = []
+        tail_trace(path, told.append, "json")
+        self.requests: list[dict[str, Any]] = [json.loads(line) for line in told]
+        self.run = Run(view).figures
+
+    def number(self, panel: str, pattern: str) -> float:
+        """Returns the number that a panel shows at the group of `pattern`."""
+        found = re.search(pattern, self.panels[panel])
+        assert found is not None, f"{panel} does not show {pattern}:\n{self.panels[panel]}"
+        return float(found.group(1).replace(",", ""))
+
+    def total(self, key: str) -> int:
+        """Returns the sum of a figure of all requests in the JSON."""
+        return sum(request[key] or 0 for request in self.requests)
+
+
+def text_of(picture: Picture) -> str:
+    rows = [picture.title or "", plain([*picture.note]), *map(plain, picture.rows), plain([*picture.legend])]
+    return "\n".join(rows)
+
+
+@cache
+def shown(name: str) -> Shown:
+    return Shown(RECORDINGS[name])
+
+
+@pytest.fixture(params=RECORDINGS)
+def at_end(request: pytest.FixtureRequest) -> Shown:
+    return shown(request.param)
+
+
+def test_requests_and_steps(at_end: Shown) -> None:
+    view, told = at_end.view, describe(at_end.reader)
+    requests, steps = len(at_end.requests), int(at_end.number("timings", r"([\d,]+) steps in"))
+    assert f"{requests:,} request" in told and f" {steps:,} steps" in told
+    charted = step_times(view.steps, view.horizon, view.steps.capacity)
+    assert at_end.run.requests == requests and at_end.run.steps == steps == len(charted.took)
+    kinds = [at_end.number("timings", rf"{kind} +([\d,]+) ") for kind in ("decode only", "mixed", "prefill only")]
+    assert sum(kinds) == steps
+    finished = sum(request["finished"] for request in at_end.requests)
+    assert at_end.number("requests", r"([\d,]+) live") == requests - finished
+    assert at_end.number("requests", r"([\d,]+) finished") == finished == at_end.run.finished
+
+
+def test_tokens_and_their_times(at_end: Shown) -> None:
+    run, requests = at_end.run, at_end.requests
+    firsts = [request["first_token_ms"] for request in requests if request["first_token_ms"] is not None]
+    shown_firsts = re.search(r"first token  p50 (\S+) ms  p99 (\S+) ms  of (\S+)", at_end.panels["trends"])
+    assert shown_firsts is not None and int(shown_firsts.group(3)) == len(firsts) == run.firsts
+    expected = np.percentile(firsts, (50, 99))
+    assert (run.first_p50, run.first_p99) == pytest.approx(expected, abs=0.001)
+    assert [float(shown_firsts.group(i)) for i in (1, 2)] == pytest.approx(expected, rel=0.005)
+    _, (p50, p99, gaps) = at_end.view.trends.series("token gaps", 7200, 100, at_end.view.rates.now, live=True)
+    assert gaps == run.gaps == at_end.total("gaps")
+    assert (p50, p99) == pytest.approx((run.gap_p50, run.gap_p99))
+    longest = max((request["longest_gap"]["ms"] for request in requests if request["longest_gap"]), default=0.0)
+    assert run.gap_longest == pytest.approx(longest, abs=0.001)
+
+
+def test_events_and_their_steps(at_end: Shown) -> None:
+    reader, run = at_end.reader, at_end.run
+    events = list(at_end.view.events.newest_first())
+    # A wait that began before the recording is known only when the first token arrives.
+    words = {at_end.view.event_text(event).partition(" · waited")[0] for event in events}
+    lines = [line for line in at_end.lines if any(text in line for text in words)]
+    assert len(lines) == len(events) == at_end.number("events", r"([\d,]+) so far")
+    steps = [
+        int(found.replace(",", "")) for line in at_end.lines for found in re.findall(r" s  .*?steps? ([\d,]+)", line)
+    ]
+    assert all(reader.step_before < step <= reader.last_step for step in steps)
+    rows = [row.split()[0] for row in at_end.panels["events"].splitlines()[2:-1] if row.split()]
+    numbers = [int(step.replace(",", "")) for step in rows if step[0].isdigit()]
+    assert all(reader.step_before < step <= reader.last_step for step in numbers)
+    count = {kind: sum(event.kind == kind for event in events) for kind in ("preempt", "finish", "evict")}
+    assert count["preempt"] == run.preemptions == at_end.total("preemptions")
+    assert count["finish"] == run.finished
+    assert sum(event.record[4] for event in events if event.kind == "evict") == run.evicted
+
+
+def test_what_the_cache_saved(at_end: Shown) -> None:
+    view, again = at_end.view, at_end.total("tokens_computed_twice")
+    assert at_end.run.twice == again and at_end.number("waste", r"([\d,]+) preempted") == again
+    saved = view.saved_in_the_last_minute
+    assert f"saved {saved:,} prompt token" in at_end.summary
+    assert at_end.number("tree", r"([\d,]+) (?:prompt tokens )?saved") == saved
+    if view.hit_rate is not None:
+        assert f"{100 * view.hit_rate:.1f} % of all" in at_end.summary
+        assert at_end.number("vitals", r"hit rate ([\d.]+)") == pytest.approx(100 * view.hit_rate, abs=0.05)
+    resumed = at_end.total("tokens_cached_after_preemption")
+    assert view.resumed_in_the_last_minute == resumed
+    if resumed:
+        assert f"took {resumed:,} tokens from the cache again" in at_end.summary
+        assert at_end.number("tree", r"([\d,]+) again after preemptions") == resumed
