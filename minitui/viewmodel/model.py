@@ -123,7 +123,8 @@ class View(Moment):
         if is_new_still or now - self._waste_at >= late * WASTE_SECONDS:
             self._waste_at, self.waste, late = now, waste_of(self.shown.state), 2
             if self.waste.again is None:
-                self.recomputed = sum(lane.recomputed(self.horizon) for lane in self.lanes.lanes.values())
+                ended = min(self.horizon, self.steps.committed)
+                self.recomputed = sum(lane.recomputed(ended) for lane in self.lanes.lanes.values())
         at, horizon = self._timings_at
         if is_new_still or (horizon != self.horizon and now - at >= late * TIMINGS_SECONDS):
             self._timings_at = (now, self.horizon)

@@ -124,6 +124,7 @@ class Requests:
         request = view.shown.state.requests.get(lane.id)
         _, gaps = self._gaps.get(lane.id, (-1, None))
         queue, prefill = _first_token(view, lane, request, gaps)
+        ended = min(view.horizon, view.steps.committed)  # tokens of a step that has not ended are not computed yet
         if request is None:
             doing, cached, blocks = lane.finish_reason.partition(":")[0], lane.cached_tokens, lane.blocks
         else:
@@ -133,8 +134,8 @@ class Requests:
         return RequestFigures(
             lane.id, lane.group, doing, request is not None, lane.prompt_tokens, cached, queue, prefill, gaps,
             self._running(view, lane, request, gaps), blocks,
-            lane.preemptions if request is None else request.preemptions, lane.recomputed(view.horizon),
-            lane.taken_again(view.horizon), lane.after_evictions(view.horizon), _paused(view, lane),
+            lane.preemptions if request is None else request.preemptions, lane.recomputed(ended),
+            lane.taken_again(view.horizon), lane.after_evictions(ended), _paused(view, lane),
             _waits(view, lane) if request is not None and prefill is None else None,
         )  # fmt: skip
 

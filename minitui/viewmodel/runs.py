@@ -272,7 +272,7 @@ class Run:
         return RunFigures(
             requests=len(lanes), finished=sum(lane.finish_step != OPEN for lane in lanes), steps=n, time=time,
             prompt_tokens=sum(lane.prompt_tokens for lane in lanes), computed=int(steps.prefilled(self._at).sum()),
-            cached=sum(lane.cached_tokens for lane in lanes), twice=sum(lane.recomputed(steps.last) for lane in lanes),
+            cached=sum(lane.cached_tokens for lane in lanes), twice=sum(lane.recomputed(self.last) for lane in lanes),
             replies=replies, drafted=sum(lane.drafted for lane in lanes),
             accepted=sum(lane.accepted for lane in lanes), delayed=self._delayed(),
             preemptions=sum(lane.preemptions for lane in lanes),

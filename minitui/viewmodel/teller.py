@@ -136,10 +136,12 @@ class Teller:
     def tell_all(self, reader: TraceReader) -> Iterator[Line]:
         """Yields the lines of a whole recording, with one line for each gap in its records. Their times begin with the
         recording, as in the bar and the waterfall of a replay."""
+        records = reader.part(len(reader.keyframes) - 1).records
+        planned = max((record[3] for record in records if record[2] == "step"), default=reader.last_step)
         for line in self._whole(reader):
             line = replace(line, t=line.t - reader.begin_t)
-            if line.step > reader.last_step:  # the recording ended before this step began
-                line = replace(line, step=reader.last_step, place="after step")
+            if line.step > planned:  # the recording ended before this step began
+                line = replace(line, step=planned, place="after step")
             elif line.step <= reader.step_before:
                 line = replace(line, step=reader.step_before + 1, place="before step")
             yield line

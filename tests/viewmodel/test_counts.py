@@ -123,10 +123,10 @@ def test_events_and_their_steps(at_end: Shown) -> None:
     steps = [
         int(found.replace(",", "")) for line in at_end.lines for found in re.findall(r" s  .*?steps? ([\d,]+)", line)
     ]
-    assert all(reader.step_before < step <= reader.last_step for step in steps)
+    assert all(reader.step_before < step <= at_end.view.steps.last for step in steps)
     rows = [row.split()[0] for row in at_end.panels["events"].splitlines()[2:-1] if row.split()]
     numbers = [int(step.replace(",", "")) for step in rows if step[0].isdigit()]
-    assert all(reader.step_before < step <= reader.last_step for step in numbers)
+    assert all(reader.step_before < step <= at_end.view.steps.last for step in numbers)
     count = {kind: sum(event.kind == kind for event in events) for kind in ("preempt", "finish", "evict")}
     assert count["preempt"] == run.preemptions == at_end.total("preemptions")
     assert count["finish"] == run.finished
