@@ -23,6 +23,7 @@ from minitui.viewmodel.token_gaps import Gap
 if TYPE_CHECKING:
     from minitui.viewmodel.model import View
 
+ROUNDED = 0.005  # a smaller share of a gap is lost where its parts are rounded
 SHORTEST_PAUSE_MS = 1.0  # shorter pauses are not mentioned
 
 
@@ -44,7 +45,7 @@ class Reason:
         if self.unexplained:
             found.append(Cause("unexplained", self.unexplained, "unexplained"))
         took = (self.usual or 0.0) + sum(cause.ms for cause in found) + self.variation
-        if found and ms(took) != ms(took - self.variation):  # without the variation, the words would not add up
+        if found and self.variation > ROUNDED * took:  # without the variation, the words would not add up
             found.append(Cause("usual variation", self.variation, "variation"))
         return largest_first(found)
 
