@@ -58,6 +58,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     #   `blocks` have the content of the tree's blocks on the path to `node`, and are cached as their copies (only vLLM)
     "uncopy": ("block",),  # a block is evicted that is a copy or has copies. If it is the tree's own block, its
     #   oldest copy takes its place
+    "swap": ("block",),  # a copy takes the place of the tree's own block, which becomes the oldest copy: it turned out
+    #   to be the block that a new request gets
     "evict": ("node", "blocks", "reason"),  # the last `blocks` blocks of a leaf are evicted; an empty leaf is removed
     "store": ("node", "parent", "ids", "blocks"),  # a server reports cached content, but not which request computed it
     #   (minitui/vllm/cached_tree.py): a new leaf, or the end of a leaf that exists

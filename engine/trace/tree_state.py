@@ -97,6 +97,14 @@ class TreeState:
             self.copies.pop(original, None)
         self._leave_tree([block])
 
+    def _swap(self, record: Record) -> None:
+        block = record[3]
+        original = self.original_of(block)
+        view, copies = self.nodes[self.node_of[block]], self.copies.pop(original)
+        view.blocks[view.blocks.index(original)] = block
+        copies.remove(block)
+        self.copies[block] = [original, *copies]
+
     def _leave_tree(self, blocks: Iterable[int]) -> None:
         node_of, holders, pending = self.node_of, self.holders, self.pending
         freed: list[int] = []
@@ -187,5 +195,6 @@ class TreeState:
         self._settle(record)
 
     CHANGES: ClassVar[dict[str, Callable[[Any, Record], Any]]] = {
-        "uncopy": _uncopy, "store": _store, "split": _split, "evict": _evict, "settle": _settle, "withdraw": _withdraw,
+        "uncopy": _uncopy, "swap": _swap, "store": _store, "split": _split, "evict": _evict, "settle": _settle,
+        "withdraw": _withdraw,
     }  # fmt: skip

@@ -114,6 +114,11 @@ class Follower:
         if state.holders[block]:
             yield f"block {block:,} is in use"
 
+    def _swap(self, block: int) -> Iterator[str]:
+        state = self.state
+        if block >= state.num_blocks or not state.node_of[block] or state.original_of(block) == block:
+            yield f"block {block:,} is no copy"
+
     def _grown(self, request: int, ids: list[int], blocks: list[int]) -> Iterator[str]:
         yield from self._running(request)
         holder = self.state.requests[request]
@@ -224,8 +229,9 @@ class Follower:
 
     _CHECKS: ClassVar[dict[str, Callable[..., Iterator[str]]]] = {
         "submit": _submit, "order": _order, "admit": _admit, "match": _match, "alloc": _alloc, "hold": _hold,
-        "copy": _copy, "uncopy": _uncopy, "insert": _insert, "extend": _extend, "store": _store, "split": _split,
-        "merge": _merge, "again": _running, "full": _full, "evict": _evict, "withdraw": _withdraw, "step": _step,
-        "draft": _drafted, "accept": _drafted, "time": _timed, "comm": _timed, "parts": _timed, "fail": _timed,
-        "experts": _timed, "preempt": _released, "requeue": _released, "finish": _finish, "wait": _one_request,
+        "copy": _copy, "uncopy": _uncopy, "swap": _swap, "insert": _insert, "extend": _extend, "store": _store,
+        "split": _split, "merge": _merge, "again": _running, "full": _full, "evict": _evict, "withdraw": _withdraw,
+        "step": _step, "draft": _drafted, "accept": _drafted, "time": _timed, "comm": _timed, "parts": _timed,
+        "fail": _timed, "experts": _timed, "preempt": _released, "requeue": _released, "finish": _finish,
+        "wait": _one_request,
     }  # fmt: skip

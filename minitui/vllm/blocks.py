@@ -108,8 +108,6 @@ class Blocks:
         ids = prompt + replied
         cached = min(whole, len(hashes), len(ids) // self.size)
         self.restore(request, table[:cached], hashes[:cached], ids)
-        if self.state.requests[request].table != table[:cached]:  # a copy older than the last `whole` message
-            raise Inconsistent(f"r{request} hits other copies of its blocks")
         self.take_new(request, table[cached:])
         if not self.caching:
             return
@@ -140,15 +138,21 @@ class Blocks:
             self.write("finish", NOBODY, "stop", 0)
 
     def _node_at(self, blocks: list[int]) -> int:
-        """Returns the node whose path has exactly these blocks; splits a node if necessary."""
+        """Returns the node whose path has exactly these blocks; splits a node if necessary.
+
+        vLLM takes the oldest of equal blocks. The tree may have a younger one: a `whole` message leaves out the cached
+        blocks that no request holds, so vLLM knows older ones. Then the older block takes the younger one's place.
+        """
         state = self.state
         node = state.node_of[blocks[-1]]
         path: list[int] = []
         for view in state.path(node):
             path[:0] = view.blocks
-        same = path[: len(blocks)] == blocks
-        if not same and path[: len(blocks)] != [self.state.original_of(block) for block in blocks]:
+        if path[: len(blocks)] != [state.original_of(block) for block in blocks]:
             raise Inconsistent(f"the cached blocks {blocks[-3:]} are not a path of the tree")
+        for own, block in zip(path, blocks, strict=False):
+            if own != block:
+                self.write("swap", block)
         last = state.nodes[node]
         rest = len(path) - len(blocks)
         return node if not rest else self._split(last, len(last.blocks) - rest)

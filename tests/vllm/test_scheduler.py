@@ -102,6 +102,26 @@ def test_a_whole_state_continues_after_lost_messages(make):
     assert pipe.translator.faults == []
 
 
+def test_a_block_that_was_cached_before_lost_messages_is_hit_again(make):
+    """A `whole` message leaves out cached blocks that no request holds. vLLM prefers them to the blocks after it."""
+    _, load, pipe = make()
+
+    def run(*prompts):
+        for prompt in prompts:
+            load.add(prompt, 2)
+        load.finish()
+
+    two = list(range(32))  # two blocks
+    run(two)
+    pipe.lose()
+    pipe.reads = True
+    run([40] * 20)
+    run(two)  # vLLM computes the last block of a prompt always: now there are two of it
+    run([*two, 1], [*two, 2])
+    assert (pipe.wholes, pipe.kinds["swap"], pipe.repairs) == (1, 1, 0)
+    assert pipe.translator.faults == []
+
+
 def test_several_kv_cache_groups_are_not_recorded_and_vllm_says_so(tmp_path, said):
     scheduler = make_scheduler(tmp_path, window=64)
     load = Load(scheduler, 1)
