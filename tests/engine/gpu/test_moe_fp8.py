@@ -12,7 +12,7 @@ from engine.llm import LLM
 from engine.model import ops as reference_ops
 from engine.model.config import ExpertsConfig
 from engine.model.experts import Experts
-from engine.model.linear import Fp8Blocks, Fp8Weight
+from engine.model.linear import Fp8Blocks, Fp8Weight, GpuWeight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 if not torch.cuda.is_available():
@@ -40,7 +40,7 @@ SIZES = {key: SHAPE[key] for key in ("hidden_size", "head_dim", "max_position_em
 SHAPES_8 = [(128, 8, 512, 128, True), (6, 3, 256, 384, False), (60, 4, 2048, 768, True)]
 
 
-def of_8_bits(kind: type[Fp8Weight], *shape: Any) -> tuple[Experts, Experts]:
+def of_8_bits(kind: type[GpuWeight], *shape: Any) -> tuple[Experts, Experts]:
     """A mixture with random e4m3 weights, and the same mixture with expanded weights in float64."""
     count, per_token, hidden, inner, normalised = shape
     config = ExpertsConfig(count, per_token, inner, normalised, (True,))
@@ -58,7 +58,7 @@ def of_8_bits(kind: type[Fp8Weight], *shape: Any) -> tuple[Experts, Experts]:
 @pytest.mark.parametrize("kind", [Fp8Weight, Fp8Blocks])
 @pytest.mark.parametrize("tokens", [2, 17, 64, 300, 2500])
 @pytest.mark.parametrize("shape", SHAPES_8)
-def test_weights_of_8_bits_are_multiplied_as_they_are(tokens: int, shape: Any, kind: type[Fp8Weight]) -> None:
+def test_weights_of_8_bits_are_multiplied_as_they_are(tokens: int, shape: Any, kind: type[GpuWeight]) -> None:
     """With few pairs in a tile as precisely as in bfloat16; with many, activations are rounded to 8 bits too."""
     experts, exact = of_8_bits(kind, *shape)
     _, per_token, hidden, *_ = shape
@@ -78,7 +78,7 @@ def test_weights_of_8_bits_are_multiplied_as_they_are(tokens: int, shape: Any, k
 
 @pytest.mark.parametrize("kind", [Fp8Weight, Fp8Blocks])
 @pytest.mark.parametrize("shape", SHAPES_8)
-def test_one_token_equals_norm_experts_and_residual_in_8_bits(shape: Any, kind: type[Fp8Weight]) -> None:
+def test_one_token_equals_norm_experts_and_residual_in_8_bits(shape: Any, kind: type[GpuWeight]) -> None:
     experts, exact = of_8_bits(kind, *shape)
     _, per_token, hidden, _, normalised = shape
     x, weight = normal(1, hidden), normal(hidden)
@@ -132,7 +132,7 @@ def test_the_experts_of_gpt_oss_are_near_their_weights_in_float64(path: dict[str
 
 def has_8_bits(llm: LLM) -> bool:
     experts = [layer.mlp for layer in llm.engine.runner.loaded.model.layers]  # type: ignore[attr-defined]
-    return all(isinstance(each, Experts) and isinstance(each.gate_up, Fp8Weight) for each in experts)
+    return all(isinstance(each, Experts) and isinstance(each.gate_up, GpuWeight) for each in experts)
 
 
 def assert_near(llm: LLM, directory: Path, bounds: tuple[float, ...]) -> None:
