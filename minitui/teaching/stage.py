@@ -172,12 +172,15 @@ class Stage:
         return session
 
     async def end_chats(self) -> None:
-        """Ends all answers. Removes the empty chats, and the chats in which only the stage has asked: the reader's
-        chats stay."""
+        """Ends all answers, and removes the chats as `remove_chats`."""
         for session in self.chats.sessions:
             self.chats.cancel(session)
         await self.until("the chats to end", lambda: not any(session.busy for session in self.chats.sessions))
         await self.until("the engine to be empty", lambda: not self.state().requests)
+        self.remove_chats()
+
+    def remove_chats(self) -> None:
+        """Removes the empty chats, and the chats in which only the stage has asked: the reader's chats stay."""
         asked = self._questions
         self.chats.sessions[:] = [s for s in self.chats.sessions if len(s.questions) > asked.get(s.id, 0)]
 

@@ -16,15 +16,18 @@ async def play_in_app(demo: Demo, app: MinituiApp, restart: Restart | None, beat
         app.story = text
 
     async def again() -> None:
-        """Play the demo again, with one empty chat and an engine with the original options."""
+        """Play the demo again, with an empty chat and an engine with the original options. The chats in which the user
+        has asked a question stay."""
         say("The demo starts again.")
-        app.chats.sessions.clear()
+        stage.remove_chats()
         app.select_session(app.chats.new(app.system))
         if restart is not None:
             app.feed.restart()
             await restart({})
             app.feed.replaced()
             await app.feed.sync()
+            for session in app.chats.sessions:
+                session.request = None  # of the earlier engine
         await play_in_app(demo, app, restart, beat)
 
     app.play_again = again

@@ -726,7 +726,7 @@ async def test_a_page_shows_its_own_run_also_after_another_page_has_run() -> Non
         assert first[0] not in room.text() and "of 256 tokens" in room.text()
         await room.press("left")
         assert first[0] in room.text() and "Since then the engine has run another page" in room.text()
-        await room.press("enter")
+        await room.press("r")
         await room.until(lambda: room.reading.views.keys() == {1} and 0 in room.reading.seen)
         assert first[0] not in room.text() and "Since then" not in room.text()
 
@@ -937,6 +937,23 @@ async def test_enter_skips_the_pauses_of_a_running_experiment() -> None:
         await room.press("enter")
         await room.until(lambda: 1 in room.reading.seen)
         assert not room.app.stage.hurried and ("n", "step") in room.screen.hints()
+        result = room.reading.seen[1]
+        await room.press("enter")  # meant for a pause: the experiment has ended meanwhile
+        assert room.reading.seen[1] is result and not room.reading.running and "r again" in room.text()
+
+
+async def test_page_down_shows_all_lines_of_a_page_before_the_next_page() -> None:
+    long = replace(SMALL.pages[0], text="\n\n".join(f"Line {n}." for n in range(20)))
+    async with Classroom((80, 24), lesson=replace(SMALL, pages=(long, *SMALL.pages[1:]))) as room:
+        seen = set()
+        while room.reading.at == 0:
+            seen |= set(re.findall(r"Line (\d+)\.", room.text()))
+            await room.press("pagedown")
+        assert seen == set(map(str, range(20)))
+        await room.press("pageup")
+        assert room.reading.at == 0 and "Line 0." in room.text()
+        await room.press("pagedown", "pageup")
+        assert room.reading.at == 0 and "Line 0." in room.text()
 
 
 async def test_a_lesson_is_told_as_lines() -> None:

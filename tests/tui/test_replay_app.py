@@ -303,3 +303,10 @@ async def test_a_demo_plays_in_the_application() -> None:
         await until(pilot, lambda: "q to quit" in app.story)
         assert "saved" in app.story and "q to quit" in text_of(app).replace("\n", " ")
         assert len(app.chats.sessions) == 4
+        own, *_ = app.chats.sessions
+        app.chats.send(own, "mine")
+        await until(pilot, lambda: not own.busy)
+        await press(pilot, "X")
+        await until(pilot, lambda: "q to quit" not in app.story)
+        await until(pilot, lambda: "q to quit" in app.story)
+        assert len(app.chats.sessions) == 5 and app.chats.sessions[0] is own, "a chat with a question of mine stays"

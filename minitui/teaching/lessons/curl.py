@@ -47,20 +47,21 @@ async def request(stage: Stage) -> Seen:
     chunks = [json.loads(event) for event in events if event != "[DONE]"]
     parts = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"]]
     texts = [part for part in parts if part]
-    held = any(part.startswith(HELD) and part != HELD for part in texts)
+    joined = sum(part.startswith(HELD) and part != HELD for part in texts)
     same = "the same text" if "".join(parts) == reply["message"]["content"] else "another text"
     rows = (
         ("prompt tokens", usage["prompt_tokens"]), ("reply tokens", usage["completion_tokens"]),
         ("steps of the stream", steps), ("lines with data:", len(events)), ("  of these with text", len(texts)),
+        ("    text of two tokens", joined),
     )  # fmt: skip
     return Seen(
-        "\n".join(f"   {name:<20}{n:>6}" for name, n in rows)
+        "\n".join(f"   {name:<22}{n:>6}" for name, n in rows)
         + "\n\nThe first answer is one JSON object. Its usage has the two numbers of tokens, and its finish_reason is "
         f"“{reply['finish_reason']}”. The second answer is a stream of events. Each event has the text that is new. "
         f"The text of {quoted(HELD)} came together with the text of the next token. (A fast engine can give the server "
         f"several tokens at once; then their text has one event, too.) All pieces together make {same}. The last event "
         f"is {events[-1]}. The server has stopped; `minitui serve` starts one.",
-        0 if len(texts) == 1 else 1 if len(texts) == TOKENS else 2 if held and events[-1] == "[DONE]" else None,
+        0 if len(texts) == 1 else 1 if len(texts) == TOKENS else 2 if joined and events[-1] == "[DONE]" else None,
     )
 
 

@@ -178,8 +178,8 @@ LESSON = Lesson(
 
             This tokenizer first cuts a text into words and signs. A space belongs to the word after it. Each word is
             then cut into bytes: a letter has one byte or more. Last, merge rules join neighbouring pieces: the first
-            rule that fits is applied, again and again, until no rule fits. The rules join pairs that are frequent in
-            texts about programs that run models.
+            rule of a list that fits is applied, again and again, until no rule fits. The rules join pairs that are
+            frequent in texts about programs that run models.
             """,
             panel="pieces",
             code="minitui.teaching.merges:merges",
@@ -255,8 +255,8 @@ LESSON = Lesson(
             next layer. So keys and values depend only on their own token and on earlier tokens.
 
             A layer does this several times side by side, in heads. Each query head has its own query and sum. To save
-            memory, query heads share keys and values: the bundled model has 6 query heads and 2 KV heads. The head
-            size, the length of each list, is 64.
+            memory, several query heads share the keys and values of one KV head: the bundled model has 6 query heads
+            and 2 KV heads. The head size, the length of each list, is 64.
             """,
             code="engine.attention.torch_backend:TorchAttention",
         ),
@@ -283,8 +283,8 @@ LESSON = Lesson(
                 (
                     "keys and values would be computed again in each step. But a later token does not change them, so "
                     "the engine keeps them.",
-                    "the last token of the reply would be the input of another step. But no token follows it, so "
-                    "there is no such step.",
+                    "the last token of the reply would be the input of another step. But the reply ends with this "
+                    "token, so there is no such step.",
                     "",
                 ),
             ),

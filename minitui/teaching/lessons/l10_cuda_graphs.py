@@ -115,9 +115,9 @@ LESSON = Lesson(
               graphs   the host replays two graphs: of the model and of the sampler
               overlap  graphs; the host launches a step while the previous step runs
 
-            The host waits for no kernel. The device runs one kernel after the other. All kernels took
-            {ms(SMALL_MODEL.kernels[1][1])} ms (by a profiler). A launch took {LAUNCH_US:.0f} microseconds: the launch
-            part of a step, divided by the number of kernels.
+            An eager launch does not wait for earlier kernels. The device runs one kernel after the other. All kernels
+            took {ms(SMALL_MODEL.kernels[1][1])} ms (by a profiler). A launch took {LAUNCH_US:.0f} microseconds (mean).
+            “wait” in the panel: for the end of the step.
             """,
             panel="gpu",
             code="engine.worker.cuda_graphs:DecodeGraphs.launch",
@@ -195,20 +195,19 @@ LESSON = Lesson(
         Page(
             "What is captured",
             """
-            This engine has three kinds of graphs; speculation adds a fourth. A size is a number of requests or tokens:
+            This engine has three kinds of graphs (speculation: four), of many sizes n:
 
               decode   of n requests: one token for each request
               extend   of n tokens in all: parts of a few prompts, alone or with decodes
               sample   of n requests: greedy, or with noise (also after top-k or top-p)
 
-            Steps with many tokens have no graph: their kernels take longer than the launches. At its start, the engine
-            measures both, and computes the largest useful graph. Sampling has its own graphs: its settings differ from
-            step to step. Lengths and block numbers are data in the buffers. By default, vLLM's steps with prompts have
-            graphs for all but attention, up to a largest size.
+            Steps with many tokens have no graph: their kernels take longer than the launches. When it starts, the
+            engine measures both to find the largest useful graph. Sampling has its own graphs: its settings differ from
+            step to step. Lengths and block tables change, so a graph reads them from its buffers. By default, vLLM has
+            graphs for steps with prompts, too: for all but attention, up to a largest size.
 
-            With graphs, a decode step of a large model with a small batch takes mainly the time to read all weights,
-            and the keys and values of the batch, once. `minitui bench` prints how close this engine comes to this
-            limit.
+            With graphs, a decode step of a large model with a small batch takes little longer than reading all weights,
+            and the keys and values of the batch. `minitui bench` prints how close this engine comes to this limit.
             """,
             code="engine.worker.cuda_graphs:DecodeGraphs.launch",
         ),

@@ -80,8 +80,8 @@ LESSON = Lesson(
               7 emit         engine/core/engine.py      ids are appended, ended replies are found
 
             Stage 1 runs once for each request. A step runs stages 2 to 5 and stage 7, for all of its requests together.
-            Stage 6 follows the step, after stage 7. If a step does not reach the end of a prompt, it leaves out stages
-            5 to 7 for this request. A new request can start in any step with room.
+            Stage 6 comes last, after the step. If a step computes only a part of a prompt, stages 5 to 7 are left out
+            for this request. A new request can start in any step with room.
             """,
         ),
         Page(
@@ -93,14 +93,14 @@ LESSON = Lesson(
               launch   stages 4 and 5: the host starts them, the device computes them
               commit   stage 7, on the host: ids are added, ended replies release blocks
 
-            Stage 6 follows the commit. On a GPU, the next step runs meanwhile.
+            Stage 6 follows the commit. On a GPU, the next step runs at the same time.
 
-            A plan needs the length of each reply, but not its tokens. Each decode adds one token. So while step n runs,
-            the host already knows the new lengths. With a GPU, the host then plans step n+1 at once. Two widely used
-            engines, vLLM and SGLang, do the same by default. The host also knows when a reply reaches its largest
-            length. But an end token of step n is known only after step n+1 has begun: then step n+1 computes one token
-            too many, which is thrown away. On a CPU, the three parts run one after the other here. Press v to read the
-            code of a step.
+            To plan a step, the host must know how many tokens each reply has, but not which tokens. Each decode adds
+            one token. So while step n runs, the host already knows the new lengths. With a GPU, the host then plans
+            step n+1 at once. Two widely used engines, vLLM and SGLang, do the same by default. The host also knows when
+            a reply reaches its largest length. But the host sees an end token of step n only after step n+1 has begun.
+            Then step n+1 computes one token too many for this request, and the engine throws the token away. On a CPU,
+            the three parts run one after the other here.
             """,
             code="engine.core.engine:Engine.step",
         ),

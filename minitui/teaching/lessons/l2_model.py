@@ -78,8 +78,9 @@ async def single(stage: Stage) -> Seen:
     return Seen(
         "\n".join(f"   {name:<24}{here:>9}{there:>18}" for name, here, there in rows_of_table)
         + f"\n\nReading alone takes {MODEL_READS / 1e9:.1f} GB / {GPU.read_bytes_per_s / 1e12:.1f} TB = {ms(reading)} "
-        f"ms. The step took {ms(one)} ms. So the {GPU.name} reads weights for most of the step. It computes meanwhile. "
-        "Compare times only within one table: here, the engine waits after each step; on the next page, it does not.",
+        f"ms. The step took {ms(one)} ms. So the {GPU.name} reads weights for most of the step. It computes at the "
+        "same time. Compare times only within one table: the engine waits after each step here, but not on the next "
+        "page.",
         min(range(len(STEP_MS)), key=lambda i: abs(log(STEP_MS[i] / one))),
     )
 
@@ -233,8 +234,8 @@ LESSON = Lesson(
             do. So on the {GPU.name}, {SIZES[-1]} prompt tokens cost little more than one. From some length on,
             arithmetic takes most of the time. Then twice the length takes about twice the time, or more.
 
-            This length depends on the device. If a device computes fewer operations while it reads a byte, this length
-            is shorter. The experiment measures this machine. Compare where the curves begin to rise.
+            This length depends on the device. A device that computes fewer operations while it reads a byte reaches
+            this length sooner. The experiment measures this machine. Compare where the curves begin to rise.
             """,
             panel="costs",
             code="minitui.teaching.lessons.step_costs:prompt_tokens",
@@ -245,9 +246,10 @@ LESSON = Lesson(
             """
             With a large model on a GPU, a few more tokens in a step cost little. Speculation uses this: the engine
             guesses the next tokens of a reply (drafts). One step computes the last token and the drafts, and samples a
-            token after each of them. Drafts are accepted until one differs from the token sampled for its place. So,
-            apart from rounding, the reply stays the same. vLLM and SGLang also check drafts in one step. There, a reply
-            with a temperature above 0 can change, but by default stays as likely as without drafts.
+            token after each of them. Each draft is compared with the token sampled for its place. The drafts before the
+            first difference are accepted. So, apart from rounding, the reply stays the same. vLLM and SGLang also check
+            drafts in one step. There, at a temperature above 0 (L5 Sampler), drafts can change a reply, but by default
+            it stays as likely as without drafts.
 
             Here, drafts are copied from the text (prompt lookup). The engine looks for the last three tokens earlier in
             the text. The tokens after that place are the drafts. The panel shows a run without drafts, and below it a
@@ -262,13 +264,13 @@ LESSON = Lesson(
             "Positions and heads",
             """
             The vector from the embedding table does not contain the position of its token. So most models rotate each
-            query and each key by an angle that grows with the position (RoPE). How well a key fits a query then depends
-            on the distance of their tokens, too. Keys are stored after the rotation.
+            query and each key by an angle that grows with the position (RoPE). So the distance between two tokens
+            changes how well the key of one fits the query of the other. Keys are stored after the rotation.
 
-            Two prompts can share a cached block without changing the result only if they are equal from their first
-            token to the end of the block. Another position alone would be no problem: the engine could rotate the key
-            again. But from the second layer on, the vector of a token contains what attention has collected from all
-            tokens before. The key and the value are computed from this vector.
+            Two prompts can share a cached block only if they are equal from their first token to the end of the block.
+            Otherwise the result would change. The reason is not the position: the engine could rotate the keys again.
+            The reason is attention: from the second layer on, keys and values are computed from vectors that contain
+            numbers of all tokens before.
 
             L0 Tokens explains query heads and KV heads. If several query heads share one KV head, this is grouped-query
             attention. Only keys and values are kept. So with fewer KV heads, each token needs less memory, and the pool

@@ -22,11 +22,11 @@ async def two_tables(stage: Stage) -> Seen:
     seen: list[tuple[int, int]] = []  # of the first chat after each step: (its tokens, its blocks)
     for question, steps in (("What is prefill?", 1), ("What is decode?", 36)):
         sessions.append(await stage.write(question, 60, 0, system=""))
+        stage.show(sessions[0])
         for _ in range(steps):
             await stage.step(1, seconds=0.2)
             first = stage.request(sessions[0])
             seen.append((stage.state().computed(first), len(first.table)))
-    stage.show(sessions[0])
     tables = [stage.request(session).table for session in sessions]
     size = stage.source.info["block_size"]
     computed = [stage.state().computed(stage.request(session)) for session in sessions]
@@ -39,7 +39,8 @@ async def two_tables(stage: Stage) -> Seen:
     waste = sum(len(table) * size - n for n, table in zip(computed, tables, strict=True))
     lines.append(f"      unused slots (places for tokens) in the two last blocks: {waste}")
     return Seen(
-        f"The first chat, step by step:\n\n{first_steps}\n\nBoth chats at the end:\n\n" + "\n".join(lines)
+        "The steps of the first chat, counted from 1:\n\n"
+        + f"{first_steps}\n\nBoth chats at the end:\n\n" + "\n".join(lines)
         + "\n\nEach chat took the next free block when it needed a block. So the blocks of a chat are not in order.",
         {2: 0, 3: 1, 4: 2}.get(next(step for step, (_, blocks) in enumerate(seen, 1) if blocks > 1)),
     )  # fmt: skip
@@ -57,8 +58,8 @@ def _pieces_and_blocks(comparison: Comparison) -> str:
         why = " The steps with blocks were fewer, but each had more rows and took longer: a row costs time on a CPU."
     elif figures[0].steps == figures[1].steps:
         why = (
-            " Both runs had the same number of steps. So the times differ because the steps were longer or shorter. "
-            "The experiment does not measure why."
+            f" Both runs had {figures[0].steps} steps, because the longest reply began at once in both. So blocks "
+            "saved no steps here: they let more requests begin at once."
         )
     return (
         f"With one piece for each, at most {at_once[0]} requests ran at the same time, with blocks {at_once[1]}. The "
@@ -90,7 +91,9 @@ async def cost(stage: Stage) -> Seen:
         (f"a chat of {prompt} tokens, {blocks} blocks", blocks * size * token),
     )  # fmt: skip
     return Seen(
-        "Bytes that are needed here:\n\n" + "\n".join(f"   {name:<36}{n:>12,}" for name, n in rows),
+        "Bytes that are needed here:\n\n" + "\n".join(f"   {name:<36}{n:>12,}" for name, n in rows)
+        + "\n\nThe chat of the last line has minitui's instructions for the model, and the question “What is the KV "
+        "cache?”.",
         {512: 0, 4096: 1}.get(token, 2),
     )
 
@@ -149,11 +152,11 @@ LESSON = Lesson(
             in the KV cache. Without it, each step would compute the whole text again.
 
             The length of a reply is not known in advance. A request could get one piece of memory for the longest
-            reply. But most of the piece would stay empty, and the gaps between pieces could be too small to use. So the
-            memory is divided into blocks of equal size. A block has room for 16 tokens here, as is usual in vLLM. In
-            SGLang, a block usually has one token. When a token no longer fits into the last block of its request, the
-            request takes any free block of the pool. Only the empty end of a last block is wasted: here at most 15
-            tokens. The idea comes from operating systems; vLLM brought it to inference.
+            reply. But most of the piece would stay empty, and gaps between pieces could be too small for a piece. So
+            the memory is divided into blocks of equal size. A block has room for 16 tokens here, as is usual in vLLM.
+            In SGLang, a block usually has one token. When a token no longer fits into the last block of its request,
+            the request takes any free block of the pool. Only the empty end of a last block is wasted: here at most 15
+            tokens. The idea is from operating systems; vLLM brought it to inference.
 
             The text of a request has logical blocks 0, 1, 2 … A block of the pool is a physical block. The block table
             of the request names the physical block of each logical block.
@@ -221,8 +224,9 @@ LESSON = Lesson(
             puts at the beginning of each chat.) Each prompt has {PROMPT} tokens. The first step of a chat computes its
             prompt. Each later step computes one token: the token that the step before has sampled.
 
-            The panel shows the block table of the chat that began last. Each column is a logical block, with the number
-            of its physical block. The last block is still being filled.
+            The panel shows the block table of the first chat: in its first line the request, and the number and the
+            title of the chat. Below, each column is a logical block, with the number of its physical block. The last
+            block is still being filled.
             """,
             panel="table",
             run=two_tables,
@@ -268,8 +272,8 @@ LESSON = Lesson(
             "No reservation",
             """
             A request may start if there are enough free or cached blocks for its prompt. This engine and vLLM reserve
-            no blocks for the reply. SGLang reserves an estimate. (Here, 1 % of a large pool must stay free for the
-            requests that already run: the watermark. In this pool of 48 blocks, the watermark is 0.)
+            no blocks for the reply. SGLang reserves an estimate. (In a large pool, this engine keeps 1 % of the blocks
+            free for the requests that already run: the watermark. In this pool of 48 blocks, the watermark is 0.)
 
             Four requests that may each have 192 tokens, prompt and reply together, could fill this pool of 768 tokens.
             But if each request ends after 20 tokens, they use two blocks each: 8 blocks of 48, a sixth of the pool.

@@ -8,7 +8,8 @@ from minitui.teaching.stage import Stage
 from minitui.viewmodel.board import KeyRead
 
 TABLE = (8, 5)  # first blocks in the question of page 2
-CACHED, PROMPT = 112, 126  # tokens in the question of page 3; `after_a_hit` compares them with the engine's
+FIRST = 125  # tokens of the first prompt of page 3; `after_a_hit` compares these numbers with the engine's
+CACHED, PROMPT = 112, 126  # tokens of the second: cached, and in all
 
 READING_SECONDS = 12.0  # for all keys that a query reads
 
@@ -48,7 +49,8 @@ async def find_slots(stage: Stage) -> Seen:
 
 async def after_a_hit(stage: Stage) -> Seen:
     """Computes a prompt in one piece, and then a prompt whose beginning is cached."""
-    await stage.write("What is paged attention?", 6, 1)
+    first = stage.request(await stage.write("What is paged attention?", 6, 1)).prompt_tokens
+    assert first == FIRST, f"the first prompt has {first} tokens"
     await stage.pause(4)
     await stage.step(5)
     await stage.write("What is a block table?", 6, 1, seconds=0.6)
@@ -101,7 +103,7 @@ LESSON = Lesson(
             Then attention reads.
 
             Attention finds the slots with the block table. The simplest code here first copies the keys and values of
-            each request into one tensor. (If the slots are side by side, no copy is needed.) Then PyTorch, a library
+            each request into one tensor. (No copy is needed if the slots follow one another.) Then PyTorch, a library
             for tensors, computes the attention. A GPU kernel, a program on the GPU, reads block by block through the
             table, without a copy. The same tests check the simple code and the kernel.
             """,
@@ -114,8 +116,9 @@ LESSON = Lesson(
             Other chats have used and released blocks before, so the free blocks are no longer in order. The block table
             of this chat begins with the blocks {TABLE[0]} and {TABLE[1]}.
 
-            The panels show one query of the last step, with the number of its token. The query reads one key after the
-            other, each in its slot and its block. (A kernel reads many keys at the same time.)
+            The panels show one query of the last step. The query has the number of its token. It reads one key after
+            the other, each in its slot and its block. (A kernel reads many keys at the same time. The pool begins with
+            block 1: page 4 explains block 0.)
             """,
             panel="slot",
             run=find_slots,
@@ -133,13 +136,14 @@ LESSON = Lesson(
         ),
         Page(
             "Causal attention after a cache hit",
-            """
+            f"""
             A token sees itself and earlier tokens, never later tokens: attention is causal. A query and a key have the
             number of their token: 0 is the first token of the prompt. If a step computes a whole prompt, the picture of
             what each query sees is a triangle (the mask).
 
             If the beginning is cached, its keys are in the pool, and the step computes only the tokens after it. The
-            panel shows a prompt without, then one with a cached beginning. The panel's last line is the scale.
+            panel shows a prompt of {FIRST} tokens without a cached beginning, then a longer prompt. Its last line
+            explains a cell.
             """,
             panel="attention",
             code="engine.attention.base:ForwardMeta",

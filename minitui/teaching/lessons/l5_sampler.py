@@ -24,6 +24,7 @@ COLUMN = 7
 BIAS = 2.0
 KEPT = 3
 SHARP = 0.5  # the temperature of the prediction: it doubles the difference of two scores
+HOT = 2.5  # the temperature of the replies with a seed
 TIMES = 3  # in the prediction, one token is so many times as likely as another
 CLOSING = {"top_k": KEPT}
 MIN_P = 0.1  # of a closing question
@@ -131,8 +132,8 @@ async def move_the_bars(stage: Stage) -> Seen:
         (_ratio_lines(stage, columns[0], columns[2], two) if two is not None else "")
         + "\n".join(lines)
         + (f"\n\n{UNLISTED}" if any(line.endswith("-") or " - " in line for line in lines) else "")
-        + f"\n\nDrawn with {_title(stage, last)}:\n\n   {', '.join(draws[:2])}\n   {', '.join(draws[2:])}"
-        + f"\n\nThe same seed gave {same}.",
+        + f"\n\nDrawn with {_title(stage, last)}:\n   {', '.join(draws[:2])}\n   {', '.join(draws[2:])}"
+        + f"\nThe same seed gave {same}.",
         None if two is None else _growth(*two),
     )
 
@@ -162,10 +163,9 @@ def _ratio_lines(stage: Stage, one: int, other: int, two: tuple[float, float]) -
     """Returns a table of the two numbers of `_ratios`, and a sentence about the pair."""
     names = [f"“{_text(stage, token)}”" for token in (one, other)]
     return (
-        f"How many times as likely is {names[0]} as {names[1]}?\n\n"
+        f"How many times as likely is {names[0]} as {names[1]}?\n"
         f"   {'temperature 1':<{NAME_WIDTH}}{two[0]:>{COLUMN}.1f}\n   {_title(stage, PICTURES[0]):<{NAME_WIDTH}}"
-        f"{two[1]:>{COLUMN}.1f}\n\nApart from rounding, the second number is the first one, multiplied by itself. All "
-        "settings:\n\n"
+        f"{two[1]:>{COLUMN}.1f}, about {two[0]:.1f} × {two[0]:.1f}\n\n"
     )
 
 
@@ -177,7 +177,7 @@ def _growth(before: float, sharp: float) -> int:
 
 async def same_seed(stage: Stage) -> Seen:
     """Samples a reply with one seed, alone and in a batch, and then with other seeds."""
-    hot: dict[str, Any] = {"temperature": 2.5, "max_tokens": 9, "ignore_eos": True}
+    hot: dict[str, Any] = {"temperature": HOT, "max_tokens": 9, "ignore_eos": True}
     alone = await draw(stage, **hot, seed=SEED)
     crowd = [stage.chat(max_tokens=30, whole=True) for _ in range(3)]
     for session in crowd:
@@ -241,16 +241,16 @@ LESSON = Lesson(
         Page(
             "The order of the stages",
             """
-            The model gives a score for every token: the logits. The sampler makes one token of them. This engine's
-            sampler has these stages:
+            The model gives a score for every token: the logits. The sampler chooses one token by the scores. This
+            engine's sampler has these stages:
 
               1 forbid and favour  forbids tokens; logit_bias adds a number to a score
               2 min_tokens         forbids the end until the reply has this many tokens
               3 penalties          lower the scores of tokens that have occurred
               4 temperature        divides the scores: below 1, the best become likelier
               5 top_k              keeps the k likeliest tokens and cuts the others
-              6 top_p              keeps the likeliest until their sum reaches p
-              7 min_p              0.1 cuts tokens below 0.1 × the largest probability
+              6 top_p              keeps the likeliest until they add up to p
+              7 min_p              cuts tokens below p × the largest probability
               8 draw               chooses one of the kept tokens by probability
 
             Stage 1 forbids words (bad_words), all tokens outside a list (allowed_token_ids), or tokens that break a
@@ -267,8 +267,8 @@ LESSON = Lesson(
             A token that was cut is crossed out. The engine lists only the likeliest tokens: a token with “<” is less
             likely than each token of the list.
 
-            If the score of a token is one point larger than another score, the token is e = 2.7 times as likely; with
-            two points, e × e times. Temperature {SHARP} doubles each difference. Key i lets you type your own settings.
+            If two scores differ by 1, the token with the larger score is e = 2.7 times as likely; if by 2, e × e times.
+            Temperature {SHARP} doubles each difference. Key i lets you type your own settings.
             """,
             panel="candidates",
             code="engine.worker.sampler:Sampler._truncate",
@@ -294,14 +294,14 @@ LESSON = Lesson(
               presence_penalty    in the reply: is subtracted from the score once
               frequency_penalty   in the reply: is subtracted once for each occurrence
 
-            Four replies have only three words; one has no penalty. So far, all are alike: one word came several times,
-            one word once, the third not yet.
+            Four requests, one without a penalty, may write only three words. So far, all have the first word several
+            times, the second once, the third not yet.
             """,
             panel="candidates",
             code="engine.worker.sampler:Sampler._apply_penalties",
             run=compare_penalties,
             predict=Prediction(
-                "No penalty changes the third word's score. And its probability?",
+                "The third word's score does not change. And its probability?",
                 ("it stays as it was", "it grows with each penalty", "it grows or falls: this depends on the penalty"),
                 (
                     "the three probabilities would add up to less than 1: a penalty makes the other words less likely.",
@@ -318,7 +318,7 @@ LESSON = Lesson(
             with a probability of 30 % has the largest sum in 30 % of the draws, on average.
 
             A request may have a seed, so that its reply can be repeated. The experiment samples a reply with seed
-            {SEED} at a high temperature: first alone, then with three others in the batch. Both replies should be the
+            {SEED} at temperature {HOT:g}: first alone, then with three others in the batch. Both replies should be the
             same.
             """,
             panel="step",

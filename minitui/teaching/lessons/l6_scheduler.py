@@ -205,10 +205,10 @@ LESSON = Lesson(
             run, and the times to the first token. (p99: 99 % of the times are not longer.)
 
             Fewer steps save time if a step takes about as long as before. With continuous batching, a step has more
-            rows. How much longer a step with four rows takes than a step with one row depends on the device (L2 Model
-            and weights). A step that computes a prompt takes longer, too. A static batch computes its prompts together,
-            before its decodes; with continuous batching, some prompts come between the decodes. The result has measured
-            times: other programs on this machine can change them.
+            rows. A step with four rows takes longer than a step with one row: how much longer depends on the device (L2
+            Model and weights). A step that computes a prompt takes longer, too. A static batch computes its prompts
+            together, before its decodes; with continuous batching, some prompts come between the decodes. The result
+            has measured times: other programs on this machine can change them.
             """,
             panel="runs",
             run=side_by_side("batching", told=steps_and_time),
@@ -255,7 +255,8 @@ LESSON = Lesson(
             f"""
             A new request waits until the scheduler admits the request to the batch. In this lesson, there are three
             reasons: the budget of the step is used up, no row is free, or too few blocks are available. The log of this
-            engine names the first reason, in this order. If the reason changes, the log has another line.
+            engine (L1 Architecture) names the first reason, in this order. If the reason changes, the log has another
+            line.
 
             This engine has four rows and a budget of {BUDGET} tokens. Three requests decode, and two more arrive. Each
             of the two has a prompt of {WAITING} tokens.
@@ -311,8 +312,8 @@ LESSON = Lesson(
 
             A preempted request moves to the head of the queue. Its full blocks stay in the tree as cached blocks. The
             other requests continue to write, and may evict these blocks. When enough blocks are available again, the
-            preempted request resumes. It uses its blocks that are still cached. Its other tokens are computed again,
-            those of the prompt and those of the reply, like one prompt. Then the reply continues where it stopped.
+            preempted request resumes. It uses its blocks that are still cached. Its other tokens, of the prompt and of
+            the reply, are computed again together, like one prompt. Then the reply continues where it stopped.
 
             A prompt that can never fit is refused when it arrives, so that it does not block the queue. The error names
             the prompt's length and the limit. If a reply needs more blocks than the pool has, the reply ends with the
@@ -328,9 +329,10 @@ LESSON = Lesson(
             Here both schedulers have the same budget, rows and pool. They get the same three requests at the same time;
             the prompts fill most of the pool.
 
-            vLLM's run is a recording of its real scheduler. It had no model: the tokens of the replies were those of
-            this engine. So vLLM's steps have no times, and the clock of the picture counts steps. The picture shows
-            vLLM's run above and this engine's run below. `minitui inspect --connect` shows a running vLLM.
+            vLLM's run is a recording of its real scheduler. The recording ran without a model: it took the tokens of
+            the replies from this engine. So vLLM's steps have no times, and the clock of the picture counts steps. The
+            picture shows vLLM's run above and this engine's run below. `minitui inspect --connect` shows a running
+            vLLM.
             """,
             panel="runs-steps",
             code="minitui.vllm.recorder:Recorder.scheduled",

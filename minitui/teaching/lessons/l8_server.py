@@ -36,7 +36,8 @@ async def disconnect(stage: Stage) -> Seen:
     return Seen(
         "\n".join(f"   {name:<36}{n:>4}" for name, n in rows) + "\n\nThe full blocks of the aborted request stayed in "
         "the cache. Only the block that it was filling became free. The other request also holds the shared blocks, "
-        "with the system prompt. It continued unchanged.",
+        f"with the system prompt. It continued unchanged. “Again” does not count the {prompt - cached} tokens computed "
+        "again: their block was not full, so the cache never had it.",
         {prompt: 0, prompt - shared * size: 1, prompt - prompt // size * size: 2}.get(prompt - cached),
     )
 
@@ -134,8 +135,8 @@ LESSON = Lesson(
 
             Here two requests with the same system prompt write replies. Then the second client disconnects, and soon
             sends the same prompt again. The first client's request still runs. In the panel, “again” counts tokens that
-            were computed twice since the engine started, also on earlier pages. Their blocks were evicted, or their
-            request was preempted, or another request had stored the same block first (duplicate).
+            were computed twice since the engine started, also on earlier pages, for three reasons: their block was
+            evicted, their request was preempted, or another request had stored the same block first (duplicate).
             """,
             panel="occupancy",
             code="engine.core.engine:Engine.abort",
@@ -165,7 +166,7 @@ LESSON = Lesson(
 
             Two figures describe the speed for one user: the time to the first token (mainly queue and prefill), and the
             time per token (about the duration of a step). A larger batch shortens the queue, but usually makes each
-            step longer. For each figure, `/metrics` counts the requests by their times (a histogram).
+            step longer. For each figure, `/metrics` has a histogram: the number of requests in each range of times.
             """,
             code="minitui.server.errors",
         ),

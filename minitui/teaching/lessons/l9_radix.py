@@ -155,8 +155,9 @@ LESSON = Lesson(
             never evicted.
 
             Chats A and B have different prompts. They are used in the order A, B, A: so A's second question is the last
-            use. Then chat C comes with a long text. Too few blocks are free for C. All blocks of B together would still
-            be too few. A lookup begins at the first token of a prompt, and ends at the first block that is missing.
+            use. Then chat C comes with a long text. C needs more blocks than are free. The free blocks and all blocks
+            of B together are still too few. A lookup begins at the first token of a prompt, and ends at the first block
+            that is missing.
             """,
             panel="blocks",
             code="engine.core.radix:RadixTree.evict",

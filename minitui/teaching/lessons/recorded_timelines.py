@@ -24,11 +24,10 @@ async def small_model(stage: Stage) -> Seen:
     expected = (launches, busy, launches + busy)
     return Seen(
         f"{_steps(model)}\n   launches of an eager step: {ms(launches)}; of a graph: {ms(launch_ms(graphs))}\n\n"
-        "The speed of the host varied during the recording. So a step of the picture can be longer than the mean, and "
-        "an eager step with more rows can be shorter.\n\n"
         f"The launches of the {kernels:.0f} kernels take nearly the whole eager step. Most of this time, the device "
-        f"waits. A step with a graph takes even less than the {ms(busy)} ms of the eager kernels. There are two likely "
-        "reasons: the profiler can slow kernels, and this engine's graphs have fewer, larger kernels.",
+        f"waits. A step with a graph takes even less than the {ms(busy)} ms of the eager kernels: probably because the "
+        "profiler slows kernels, and because graphs have fewer, larger kernels. (The host's speed varied: a step of "
+        "the picture can be longer than the mean, and an eager step with more rows can be shorter.)",
         min(range(3), key=lambda i: abs(expected[i] - eager.step_ms)),
     )
 
@@ -43,12 +42,11 @@ async def large_model(stage: Stage) -> Seen:
     launches = [launch_ms(one.timeline("eager", 1)) / one.kernels[1][0] * 1e3 for one in (small, model)]
     return Seen(
         f"{_steps(model)}\n   eager / graphs, 1 row: {ms(eager)} / {ms(graphs)} = {gain(model):.1f}\n"
-        f"   microseconds of a launch: {launches[1]:.0f}; with {small.name}: {launches[0]:.0f}\n\nThe graph "
-        "removes the pauses between kernels. Reading the weights takes as long as before. Without overlap, the device "
-        "still waits for the host after each step: for the commit, and for the plan of the next step. With overlap, "
-        "the host does this work while the device computes.\n\nThe host does the same work for each launch, whatever "
-        "the model. So a launch takes about as long with both models, but a kernel takes longer with the large one. "
-        "(The speed of the host varied in this recording, too.)",
+        f"   microseconds of a launch: {launches[1]:.0f}; with {small.name}: {launches[0]:.0f}\n\nA launch "
+        "takes about as long with both models, but a kernel takes longer with the large one. The graph removes the "
+        "pauses between kernels; reading the weights takes as long as before. Without overlap, the device waits for "
+        "the host after each step: for the commit, and for the next plan. With overlap, the host does this work while "
+        "the device computes. (The host's speed varied in this recording, too.)",
         0 if factors > 1.25 else 2 if factors < 0.8 else 1,
     )
 
@@ -94,4 +92,4 @@ def _steps(model: RecordedModel) -> str:
         f"   {count(rows, 'row'):<8}" + ", ".join(f"{mode} {ms(model.timeline(mode, rows).step_ms)}" for mode in MODES)
         for rows in ROWS
     ]
-    return "Milliseconds of a step (mean):\n\n" + "\n".join(lines)
+    return "Milliseconds of a step (mean):\n" + "\n".join(lines)

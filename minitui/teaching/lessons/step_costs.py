@@ -67,9 +67,9 @@ async def prompt_tokens(stage: Stage) -> Seen:
     _draw(stage, title, "tokens", here, recorded)
     decode = _recorded("decode")
     graphs = (
-        f"\n\nOn the {recorded_device().name}, one token takes longer as a prompt than as a decode row. Its prompts' "
-        "steps use other kernels. (In this recording, all steps up to some hundred tokens were CUDA graphs. The last "
-        "lesson explains graphs.)"
+        f"\n\nOn the {recorded_device().name}, one token takes longer as a prompt than as a decode row. A step "
+        "with a prompt runs other programs on the GPU (kernels, L4 Paged attention). In this recording, both kinds of "
+        "steps were CUDA graphs: the last lesson explains graphs."
     ) if all(points[1] > decode[name][1] for name, points in recorded.items()) else ""
     apart = (
         "\n\nHere, each prompt ran alone, after a wait. The decode steps of the page before ran without waits. So "

@@ -34,12 +34,12 @@ from these events and from the server's /metrics. What neither of them tells is 
     "lesson": """\
 A lesson has pages of text beside a real engine. The figures of an experiment are counted while it runs.
 
-  right, left    the next page, the previous page; also page down and page up, the keys of a presenter's remote.
-                 On the last page, right opens the next lesson
+  right, left    the next page, the previous page. On the last page, right opens the next lesson
+  page down, up  further down or up on this page, then the next or the previous page: the keys of a presenter's remote
   a b c d        predict the result, before the experiment has run
-  enter          run the experiment, or run it again; while it runs, skip its pauses; on the last page, answer the
-                 question. Another page stops a running experiment
-  r              run the experiment without a prediction; an earlier prediction does not count
+  enter          run the experiment; while it runs, skip its pauses; on the last page, answer the question. Another
+                 page stops a running experiment
+  r              run the experiment again, or without a prediction; an earlier prediction does not count then
   i              type your own text for the experiment, on pages that offer this
   tab            on the last page: the next question, and the panel that shows its answer
   v              the installed code that this page explains

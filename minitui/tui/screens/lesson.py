@@ -60,10 +60,12 @@ class LessonScreen(BaseScreen[None]):
 
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (WIDE, "-wide")]  # noqa: RUF012 (as in Textual)
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("right,pagedown", "turn(1)", "next page", show=False, id="lesson.next"),
-        Binding("left,pageup", "turn(-1)", "previous page", show=False, id="lesson.previous"),
-        Binding("enter", "go", "run, run again, skip the pauses, or answer", show=False, id="lesson.go"),
-        Binding("r", "run", "run without a prediction", show=False, id="lesson.run"),
+        Binding("right", "turn(1)", "next page", show=False, id="lesson.next"),
+        Binding("left", "turn(-1)", "previous page", show=False, id="lesson.previous"),
+        Binding("pagedown", "read_on(1)", "further down, or next page", show=False, id="lesson.down.page"),
+        Binding("pageup", "read_on(-1)", "further up, or previous page", show=False, id="lesson.up.page"),
+        Binding("enter", "go", "run, skip the pauses, or answer", show=False, id="lesson.go"),
+        Binding("r", "run", "run again, or without a prediction", show=False, id="lesson.run"),
         *(
             Binding(letter, f"predict({i})", f"predict {letter}", show=False, id=f"lesson.{letter}")
             for i, letter in enumerate(LETTERS)
@@ -133,7 +135,7 @@ class LessonScreen(BaseScreen[None]):
             elif reading.asks:
                 hints.append((" ".join(LETTERS[: len(page.predict.choices)]) if page.predict else "", "predict"))
             elif page.run is not None:
-                hints.append(("enter", "run again" if reading.at in reading.seen else "run"))
+                hints.append(("r", "run again") if reading.at in reading.seen else ("enter", "run"))
             if page.code:
                 hints.append(("v", "code"))
         hints += [("L", "lessons"), ("?", "help"), ("q", "quit"), ("2", "inspect")]
@@ -221,6 +223,11 @@ class LessonScreen(BaseScreen[None]):
         elif pages > 0 and reading.ready and (forward := following(reading.lesson)) is not None:
             cast(HasLesson, self.app).open_lesson(forward)
 
+    def action_read_on(self, pages: int) -> None:
+        """Show the lines below if `pages` is positive, or above; if there are none, turn the page."""
+        if not self.text.scroll_page(pages):
+            self.action_turn(pages)
+
     def action_question(self, step: int) -> None:
         """Go to another closing question, and show that question's panel."""
         if self.reading.page is None:
@@ -242,11 +249,14 @@ class LessonScreen(BaseScreen[None]):
             self.text.to_experiment()
 
     def action_go(self) -> None:
-        """Run the experiment, or run it again; while it runs, skip its pauses; on the last page, answer the question.
-        Without a prediction, ask for one first."""
+        """Run the experiment; while it runs, skip its pauses; on the last page, answer the question. Without a
+        prediction, ask for one first. A key that was meant to skip a pause must not run a finished experiment again:
+        beside a result, enter has no effect."""
         reading = self.reading
         if self.stage is not None and reading.running:
             reading.hurry(self.stage)
+        elif reading.page is not None and reading.at in reading.seen:
+            return
         elif self.stage is not None and reading.asks:
             reading.asked = True
             self.text.to_experiment()

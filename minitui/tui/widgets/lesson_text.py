@@ -19,7 +19,7 @@ from minitui.viewmodel.model import View
 MAX_TEXT_WIDTH = 100  # columns; longer lines are hard to read
 LEGEND_ENDS = 2  # cells of the text's width that its legend cannot have
 DISTURBED = "The panels have changed. Enter runs the end of the lesson again."
-EARLIER = "The panel shows this run. Since then the engine has run another page; enter runs this page again."
+EARLIER = "The panel shows this run. Since then the engine has run another page; key r runs this page again."
 
 
 class LessonText(ScrollPanel):
@@ -33,6 +33,7 @@ class LessonText(ScrollPanel):
     TITLE = "Text"
     _aim = ""  # what the next paint scrolls to: "end" or "experiment"
     _height = 0  # at the last paint
+    _below = 0  # lines that did not fit at the last paint
 
     def __init__(self, reading: Reading, *, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -46,6 +47,13 @@ class LessonText(ScrollPanel):
         """Scroll at the next paint until the prediction, or the result if there is none, is the first line shown. Lines
         above stay in sight if there is room."""
         self._aim = "experiment"
+
+    def scroll_page(self, pages: int) -> bool:
+        """Scroll down by the height of the panel, or up if `pages` is negative. Returns False if no line is there."""
+        if not (self._below if pages > 0 else self.top):
+            return False
+        self.action_scroll(pages * max(1, self._height - 1))
+        return True
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         reading = self.reading
@@ -61,6 +69,7 @@ class LessonText(ScrollPanel):
             self._aim = ""
         self._height = height
         shown, below = self.window(rows, height)
+        self._below = below
         title = f"{reading.lesson.name} {glyphs().middot} {reading.at + 1} of {reading.pages}"
         above = f"up: {count(self.top, 'more line')}" if self.top else ""
         legend = [(_keys(reading, width - LEGEND_ENDS, above), "dim")]
@@ -90,7 +99,7 @@ def _page_keys(reading: Reading) -> list[str]:
         if reading.running:
             parts.append("enter skips pauses")
         elif reading.at in reading.seen:
-            parts.append("enter again")
+            parts.append("r again")
         elif reading.asks:
             parts.append(f"{' '.join(_letters(page))} predict")
         else:
