@@ -73,7 +73,8 @@ the pool. Two chats with the same number share that memory.
 A chat is saved as soon as it has a question. F searches all saved chats; minitui chat --resume opens the last ones.
 A chat that is open in another minitui opens here as a copy, so neither overwrites the other.
 
-Try: ask a question, press esc, then r: the same question in a new chat uses the cached blocks.""",
+Try: ask a question, press esc, then r: the same question in a new chat uses the cached blocks.
+The lessons explain the words of this screen from the beginning: minitui lesson 0, in a terminal.""",
     "inspect": """\
 The engine records what it does, step by step. This screen is computed from those records.
 

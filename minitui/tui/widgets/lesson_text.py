@@ -74,7 +74,7 @@ class LessonText(ScrollPanel):
         above = f"up: {count(self.top, 'more line')}" if self.top else ""
         legend = [(_keys(reading, width - LEGEND_ENDS, above), "dim")]
         if below:
-            legend = [(f"down: {count(below, 'more line')}", "accent")]
+            legend = [(f"down, page down: {count(below, 'more line')}", "accent")]
         return Picture(shown, title, legend=legend)
 
 
@@ -165,7 +165,7 @@ def page_lines(reading: Reading, width: int) -> list[tuple[str, str]]:
             lines += [("", "ink"), *((line, "dim") for line in paragraphs(EARLIER, width))]
     elif page.run is not None:
         lines += [("", "ink"), _hint(reading, page)]
-    if page.code:
+    if page.code and seen is None:  # the result needs the room
         path, _, name = page.code.partition(":")
         lines += [("", "ink"), (f"v: {path.replace('.', '/')}.py  {name}".rstrip(), "dim")]
     return lines
