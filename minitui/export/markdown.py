@@ -8,9 +8,10 @@ from pathlib import Path
 from engine.trace.records import CLEARED
 from minitui.trace.play_clock import LONGEST_PAUSE
 from minitui.trace.reader import TraceReader
-from minitui.viewmodel.lane import Lane
+from minitui.viewmodel.lane import OPEN, Lane
 from minitui.viewmodel.model import View
 from minitui.viewmodel.narrate import narrate
+from minitui.viewmodel.runs import Run
 from minitui.viewmodel.teller import Line, Teller
 from minitui.visible import visible, visible_line
 
@@ -35,7 +36,7 @@ def write_markdown(reader: TraceReader, path: Path) -> None:
             lines.append(line)
         lanes.update(view.lanes.lanes)
     lanes.update(view.lanes.lanes)
-    text = [*_head(reader), *_figures(reader, lanes), *_requests(view, lanes), *_story(reader, lines)]
+    text = [*_head(reader), *_figures(reader, view, lanes), *_requests(view, lanes), *_story(reader, lines)]
     path.write_text(visible("\n".join(text)) + "\n", encoding="utf-8")
 
 
@@ -55,32 +56,39 @@ def _head(reader: TraceReader) -> list[str]:
     return head
 
 
-def _figures(reader: TraceReader, lanes: dict[int, Lane]) -> list[str]:
-    computed = cached = decoded = steps = evicted = cleared = preemptions = 0
+def _figures(reader: TraceReader, view: View, lanes: dict[int, Lane]) -> list[str]:
+    """Returns the totals. Of prompt tokens, those of new requests count, as in `minitui tail` and `compare`."""
+    computed = cached = resumed = steps = evicted = cleared = preemptions = 0
+    preempted = {id for id, request in reader.part(0).snapshot["requests"].items() if request["preemptions"]}
     for record in reader.records():
         kind = record[2]
-        if kind == "step":
-            prefill = sum(chunk[2] for chunk in record[4])
-            steps, computed, decoded = steps + 1, computed + prefill, decoded + record[7] - prefill
-        elif kind == "draft":
-            decoded -= sum(draft[1] for draft in record[4])
-        elif kind == "accept":
-            decoded += sum(draft[2] for draft in record[4])
+        if kind == "time":
+            steps += record[3] > reader.step_before
+        elif kind == "step":
+            computed += sum(n for id, _, n, _ in record[4] if id not in preempted)
+        elif kind == "match" and record[3] in preempted:
+            resumed += record[4]
         elif kind == "match":
             cached += record[4]
         elif kind == "evict" and record[5] == CLEARED:
             cleared += record[4]
         elif kind == "evict":
             evicted += record[4]
-        elif kind == "preempt":
-            preemptions += 1
+        elif kind in ("preempt", "requeue"):
+            preemptions += kind == "preempt"
+            preempted.add(record[3])
     asked = cached + computed
+    twice = sum(lane.recomputed(view.steps.committed) for lane in lanes.values())
+    run = Run(view)
+    whole = run.first <= reader.step_before + 1  # else the first tokens are no longer known
     rows = [
         ("steps", f"{steps:,}"),
         ("requests", f"{len(lanes):,}"),
         ("prompt tokens computed", f"{computed:,}"),
-        ("prompt tokens from the cache", f"{cached:,}" + (f" ({cached / asked:.0%})" if asked else "")),
-        ("tokens decoded", f"{decoded:,}"),
+        ("prompt tokens from the cache", f"{cached:,}" + (f" ({cached / asked:.1%})" if asked else "")),
+        *([("tokens computed twice, after a preemption", f"{twice:,}")] if twice else []),
+        *([("tokens from the cache again, after a preemption", f"{resumed:,}")] if resumed else []),
+        *([("reply tokens", f"{run.figures.replies:,}")] if whole else []),
         ("blocks evicted", f"{evicted:,}"),
         *([("blocks cleared", f"{cleared:,}")] if cleared else []),
         ("preemptions", f"{preemptions:,}"),
@@ -98,14 +106,16 @@ def _requests(view: View, lanes: dict[int, Lane]) -> list[str]:
     ]  # fmt: skip
     rows = []
     for lane in sorted(lanes.values(), key=lambda lane: lane.id):
-        first = f"{sum(lane.ttft):,.1f} ms" if lane.ttft else ""
+        first = f"{sum(lane.ttft):,.1f} ms" if lane.ttft else "–"
+        gaps = view.tokens.stats(lane, view.horizon) if lane.finish_step == OPEN else None
+        tokens = lane.output_tokens if gaps is None else gaps.tokens
         end = lane.finish_reason or "still running"
         if lane.preemptions:
             end += f", preempted {lane.preemptions}×"
         cells = (
             f"r{lane.id}", _cell(view.group_name(lane.group)), f"{lane.prompt_tokens:,}", f"{lane.cached_tokens:,}",
             first,
-            f"{lane.output_tokens:,}", _cell(end),
+            f"{tokens:,}", _cell(end),
         )  # fmt: skip
         rows.append(f"| {' | '.join(cells)} |")
     return head + rows
@@ -121,8 +131,8 @@ def _story(reader: TraceReader, lines: list[Line]) -> list[str]:
     for line in lines[:MOST_LINES]:
         while marks and marks[0][0] <= line.step:
             out.append(f"\n**{marks.pop(0)[1]}**\n")
-        where = "" if line.kind == "steps" else f"step {line.step:,}: "
-        out.append(f"- {line.t:.2f} s, {where}{_cell(line.text)}")
+        text = line.text.replace("  ", ": ", 1) if line.kind == "steps" else f"{line.where}: {line.text}"
+        out.append(f"- {line.t:.2f} s, {_cell(text)}")
     if len(lines) > MOST_LINES:
         out.append(f"\n… and {len(lines) - MOST_LINES:,} more lines: `minitui tail` prints all of them.")
     return out

@@ -18,7 +18,7 @@ from typing import Any
 
 from engine.trace.records import Record
 from engine.trace.state import State
-from minitui.text import match_reason
+from minitui.text import count, match_reason
 from minitui.trace.reader import Part, TraceReader
 from minitui.viewmodel.lane import OPEN, Lane
 from minitui.viewmodel.lanes import Lanes
@@ -94,7 +94,7 @@ class _Converter:
     def _mark(self, kind: str, fields: tuple[Any, ...]) -> Event | None:
         """Returns the mark of a decision; None for a record without a mark."""
         if kind == "evict":
-            name, args = f"evict {fields[1]} blocks", {"node": fields[0], "reason": fields[2]}
+            name, args = f"evict {count(fields[1], 'block')}", {"node": fields[0], "reason": fields[2]}
             return {"pid": HOST, "tid": STAGES, "name": name, "args": args}
         if kind == "fail":
             return {"pid": HOST, "tid": STAGES, "name": f"step {fields[0]} failed", "args": {"error": fields[1]}}
@@ -198,8 +198,8 @@ def _about(row: StepRow) -> dict[str, Any]:
         args |= {"draft tokens": row.drafted, "accepted": row.accepted}
     if row.comm_ms is not None:
         args["exchange between ranks, ms"] = row.comm_ms
-    if row.wall_ms is not None:
-        args["wall ms"] = row.wall_ms
+    if row.took_ms is not None:
+        args["step ms"] = round(row.took_ms, 3)
     if row.parts is not None and row.parts.stops:
         args["stops"] = row.parts.stops
     return args

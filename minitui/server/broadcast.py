@@ -94,15 +94,17 @@ class Broadcast:
         self._client: EngineClient | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def begin(self, client: EngineClient) -> None:
-        """Start to broadcast a running engine, and tell the watchers that the record numbers start at 0 again."""
+    async def begin(self, client: EngineClient, model: str = "") -> None:
+        """Start to broadcast a running engine, and tell the watchers that the record numbers start at 0 again. `model`:
+        its name in recordings; empty: the engine's name for the model."""
         await self.end()
         self._client = client
         self.metrics.engine_began(client.info)
         self.state = State.from_snapshot(await client.snapshot())
         self.engine_count += 1
         if self.recording is not None:
-            self.recording.begin(client.info, self._masked(self.state.snapshot()), texts=self.mask_id is None)
+            info = {**client.info, "model": model or client.info["model"]}
+            self.recording.begin(info, self._masked(self.state.snapshot()), texts=self.mask_id is None)
         self.send_all(self.greeting("began"))
         self._task = asyncio.create_task(self._run())
 

@@ -98,7 +98,7 @@ class Service:
         return self._tokenizer
 
     async def _become_ready(self) -> None:
-        await self.broadcast.begin(self.client)
+        await self.broadcast.begin(self.client, self.model)
         self.state, self._up_since = "ready", time.monotonic()
 
     def _tell_progress(self, progress: dict[str, Any]) -> None:

@@ -200,6 +200,8 @@ class Comparison:
         main = by_name.get(self.key)
         if main is None or not main.weight or (self.unlike and self.key not in EACH):
             main = max(told, key=lambda one: one.weight, default=None)
+        if all(one.first == one.second for one in self.differences):
+            return "No figure of the two runs differs."
         if main is None:
             return f"No figure of the two runs differs by more than {CLEAR:.0%}."
         first, second = (run.name for run in self.runs)

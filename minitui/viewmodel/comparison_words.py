@@ -8,8 +8,7 @@ from typing import Any
 
 from minitui.text import listed
 from minitui.viewmodel.comparison import Comparison
-from minitui.viewmodel.request_words import request_json
-from minitui.viewmodel.requests import Requests
+from minitui.viewmodel.request_words import request_data
 from minitui.viewmodel.runs import Run
 
 Info = Mapping[str, Any]
@@ -83,12 +82,9 @@ def as_data(comparison: Comparison, title: str, infos: Sequence[Info], notes: Se
 
 
 def _run(run: Run, info: Info) -> dict[str, Any]:
-    requests = Requests()
     return {
         "name": run.name,
         "settings": {name: info[name] for name in SETTINGS if name in info},
         "figures": asdict(run.figures),
-        "requests": [
-            request_json(requests.of(run.view, lane), run.view.group_name(lane.group), {}, "") for lane in run.lanes
-        ],
+        "requests": [request_data(run.view, lane) for lane in run.lanes],
     }

@@ -112,9 +112,11 @@ def looked_up(event: Event) -> int:
     return int(event.record[7].split(" of ")[1].split()[0].replace(",", ""))
 
 
-def describe(event: Event, lane: Lane | None, quote: str = "", short: bool = False) -> str:
+def describe(
+    event: Event, lane: Lane | None, quote: str = "", short: bool = False, tok_s: float | None = None
+) -> str:
     """Returns the event as a sentence, or in few words if `short`. `lane`: the lane of its request, if known. `quote`:
-    the evicted text; empty: not known."""
+    the evicted text; empty: not known. `tok_s`: of a finished request."""
     kind, fields = event.record[2], event.record[3:]
     name = f"r{event.request}"
     if kind == "admit":
@@ -145,7 +147,7 @@ def describe(event: Event, lane: Lane | None, quote: str = "", short: bool = Fal
     if kind == "finish":
         if short:
             return f"{name} {fields[1]}, {count(fields[2], 'token')}"
-        speed = f" · {lane.tok_s:,.0f} tok/s" if lane is not None and lane.tok_s else ""
+        speed = f" · {tok_s:,.0f} tok/s" if tok_s else ""
         return f"{name} finished ({fields[1]}) after {count(fields[2], 'token')}{speed}"
     if kind == "wait":
         return f"{name}: {fields[1]}" if short else f"{name} waits for {fields[1]}"

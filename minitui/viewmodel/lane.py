@@ -34,7 +34,9 @@ class Lane:
     admitted: float | None = None
     first_token: float | None = None
     cached_tokens: int = 0
+    cached_before: int = 0  # the part of `cached_tokens` from before the history began
     computed_tokens: int = 0  # prompt tokens prefilled
+    missed_tokens: int = 0  # the same, only before the first preemption
     preemptions: int = 0
     finished: float | None = None
     finished_t: float = 0.0  # engine time of the finish

@@ -40,7 +40,7 @@ class Lanes:
         begin = self.step + 1
         lane = Lane(
             request.id, request.group, request.prompt_tokens, None, begin, cached_tokens=request.cached_tokens,
-            preemptions=request.preemptions,
+            cached_before=request.cached_tokens, preemptions=request.preemptions,
         )  # fmt: skip
         lane.running = request.state == "running"
         self.lanes[lane.id] = self.active[lane.id] = lane
@@ -125,6 +125,7 @@ class Lanes:
             if lane is not None:
                 lane.mark(PREFILLING, step, step)
                 lane.computed_tokens += n
+                lane.missed_tokens += 0 if lane.preemptions else n
                 if lane.highest > start:
                     lane.again += ((step, min(n, lane.highest - start)),)
                 if samples and id in self._unnumbered:

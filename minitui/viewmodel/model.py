@@ -219,8 +219,9 @@ class View(Moment):
         """Returns the event as a sentence, or in few words for narrow panels if `short`."""
         if event.kind == "refuse" and event.record[3]:  # a refused request has no number: name its chat
             return f"chat {self.group_name(event.record[3])} · {event.record[4]}"
+        lane = self.lanes.lanes.get(event.request)
         if short:
-            return describe(event, self.lanes.lanes.get(event.request), short=True)
+            return describe(event, lane, short=True)
         words = self._words.get(event.seq)
         if words is None:
             if len(self._words) > 2000:
@@ -228,5 +229,16 @@ class View(Moment):
             quote = ""
             if event.evicted and not is_hidden(array("i", event.evicted), self.decode):
                 quote = quoted(without_markup(self.decode(array("i", event.evicted))), QUOTE_WIDTH)
-            words = self._words[event.seq] = describe(event, self.lanes.lanes.get(event.request), quote)
+            if event.kind == "finish" and lane is not None:
+                words = describe(event, lane, tok_s=self._speed(lane))
+                if lane.finish_step > self.steps.committed:  # its last token has no time yet
+                    return words
+            else:
+                words = describe(event, lane, quote)
+            self._words[event.seq] = words
         return words
+
+    def _speed(self, lane: Lane) -> float | None:
+        """Returns the tokens per second of a finished request."""
+        stats = self.tokens.stats(lane, lane.finish_step)
+        return lane.tok_s if stats is None or stats.tokens < lane.output_tokens else stats.tok_s

@@ -101,9 +101,12 @@ class RequestTeller(Teller):
             self._longest = (rank, f"the longest gap of all requests: r{lane.id}, {why}")
         if not self._json:
             text = request_text(figures, view.group_name(lane.group), why)
-            return Line(view.live.state.t, view.live.state.step, "request", text)
-        causes = {key: round(ms, 3) for key, ms in reason.by_key.items()} if reason is not None else {}
-        return JsonLine(0.0, 0, "request", json_text(request_json(figures, view.group_name(lane.group), causes, why)))
+            t, step = view.live.state.t, view.live.state.step
+            if not figures.live:
+                t, step = lane.finished_t, lane.finish_step
+            return Line(t, step, "request", text)
+        data = request_json(figures, view.group_name(lane.group), reason)
+        return JsonLine(0.0, 0, "request", json_text(data))
 
 
 class JsonLine(Line):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minitui.text import count, ms
 from minitui.viewmodel.events import paused_words
-from minitui.viewmodel.requests import RequestFigures
+from minitui.viewmodel.lane import Lane
+from minitui.viewmodel.requests import RequestFigures, Requests
+from minitui.viewmodel.stalls import Reason, explain_gap, in_words
 from minitui.viewmodel.token_gaps import Gap
+
+if TYPE_CHECKING:
+    from minitui.viewmodel.model import View
 
 
 def request_text(row: RequestFigures, name: str, why: str) -> str:
@@ -54,19 +59,27 @@ def first_token_words(row: RequestFigures) -> str:
     return f"{ms(row.first_ms)} ms = queue {ms(row.queue_ms or 0.0)} + prefill {ms(row.prefill_ms or 0.0)}{paused}"
 
 
-def request_json(row: RequestFigures, name: str, causes: dict[str, float], why: str) -> dict[str, Any]:
-    """Returns the figures as plain data; durations in milliseconds, null for what is unknown."""
+def request_data(view: View, lane: Lane) -> dict[str, Any]:
+    """Returns the figures of a request as plain data, with the causes of its longest gap."""
+    row = Requests().of(view, lane)
+    reason = explain_gap(view, lane, row.longest) if row.longest is not None else None
+    return request_json(row, view.group_name(lane.group), reason)
+
+
+def request_json(row: RequestFigures, name: str, reason: Reason | None) -> dict[str, Any]:
+    """Returns the figures as plain data; durations in milliseconds, null for what is unknown. `reason`: of the longest
+    gap, if there is one."""
     gaps = row.gaps
     return {
         "request": row.id, "chat": name, "state": row.state, "finished": not row.live,
         "prompt_tokens": row.prompt_tokens, "cached_tokens": row.cached_tokens,
         "output_tokens": gaps.tokens if gaps is not None else None, "queue_ms": _rounded(row.queue_ms),
-        "queue_paused_ms": round(row.paused_ms, 3),
+        "queue_paused_ms": None if row.queue_ms is None else round(row.paused_ms, 3),
         "prefill_ms": _rounded(row.prefill_ms), "first_token_ms": _rounded(row.first_ms),
         "gaps": gaps.count if gaps is not None else None,
         "gap_p50_ms": _rounded(gaps.p50) if gaps is not None else None,
         "gap_p99_ms": _rounded(gaps.p99) if gaps is not None else None,
-        "longest_gap": _gap(row.longest, causes, why) if row.longest is not None else None,
+        "longest_gap": _gap(row.longest, reason) if row.longest is not None and reason is not None else None,
         "tokens_per_second": _rounded(gaps.tok_s) if gaps is not None else None, "blocks": row.blocks,
         "preemptions": row.preemptions, "tokens_computed_twice": row.recomputed_tokens,
         "tokens_cached_after_preemption": row.reused_tokens,
@@ -81,11 +94,11 @@ def stall_json(ms: float, step: int | None, prefills: list[int], waiting: list[i
     }  # fmt: skip
 
 
-def _gap(gap: Gap, causes: dict[str, float], why: str) -> dict[str, Any]:
-    paused = round(gap.paused_ms, 3)
+def _gap(gap: Gap, reason: Reason) -> dict[str, Any]:
     return {
-        "ms": round(gap.ms, 3), "token": gap.token, "step": gap.step, "paused_ms": paused, "causes_ms": causes,
-        "so_far": gap.so_far, "text": why,
+        "ms": round(gap.ms, 3), "token": gap.token, "step": gap.step, "paused_ms": round(gap.paused_ms, 3),
+        "causes_ms": {key: round(took, 3) for key, took in reason.by_key.items()}, "so_far": gap.so_far,
+        "text": in_words(gap, reason),
     }  # fmt: skip
 
 

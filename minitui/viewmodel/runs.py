@@ -41,8 +41,8 @@ class RunFigures:
     steps: int
     time: float
     prompt_tokens: int
-    computed: int  # prompt tokens computed, with those computed twice
-    cached: int  # prompt tokens taken from the cache
+    computed: int  # prompt tokens of new requests that were computed
+    cached: int  # prompt tokens that new requests took from the cache
     twice: int  # tokens computed again after a preemption
     replies: int  # tokens of the replies
     drafted: int
@@ -263,7 +263,7 @@ class Run:
         return self._figures
 
     def _count(self) -> RunFigures:
-        steps, lanes, time = self.view.steps, self.lanes, self.clocks["ms"].end
+        lanes, time = self.lanes, self.clocks["ms"].end
         firsts = np.array([sum(lane.ttft) for lane in lanes if lane.ttft is not None])
         first_p50, first_p99 = percentiles(firsts) if len(firsts) else (None, None)
         gaps, longest = self._gaps()
@@ -271,8 +271,10 @@ class Run:
         replies, n = int(self._written[-1]), len(self._at)
         return RunFigures(
             requests=len(lanes), finished=sum(lane.finish_step != OPEN for lane in lanes), steps=n, time=time,
-            prompt_tokens=sum(lane.prompt_tokens for lane in lanes), computed=int(steps.prefilled(self._at).sum()),
-            cached=sum(lane.cached_tokens for lane in lanes), twice=sum(lane.recomputed(self.last) for lane in lanes),
+            prompt_tokens=sum(lane.prompt_tokens for lane in lanes),
+            computed=sum(lane.missed_tokens for lane in lanes),
+            cached=sum(lane.cached_tokens - lane.cached_before for lane in lanes),
+            twice=sum(lane.recomputed(self.last) for lane in lanes),
             replies=replies, drafted=sum(lane.drafted for lane in lanes),
             accepted=sum(lane.accepted for lane in lanes), delayed=self._delayed(),
             preemptions=sum(lane.preemptions for lane in lanes),

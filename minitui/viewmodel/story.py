@@ -61,7 +61,8 @@ def _request(view: View, id: int) -> Story:
         if request.state != "running" and id in state.queue:
             story.tell("queue", f"place {state.queue.index(id) + 1} of {len(state.queue)}")
     elif lane is not None:
-        speed = f", {lane.tok_s:,.0f} tok/s" if lane.tok_s else ""
+        gaps = Requests().of(view, lane).gaps
+        speed = f", {gaps.tok_s:,.0f} tok/s" if gaps is not None and gaps.tok_s else ""
         how = f"{lane.finish_reason} after {count(lane.output_tokens, 'token')}{speed}"
         story.tell("finished", f"{how}, at step {lane.finish_step:,}")
     if lane is not None:

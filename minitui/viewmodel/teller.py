@@ -43,10 +43,14 @@ class Line:
     text: str
     place: str = "step"  # "before step" for what came before the first step; "after step" for what came after the last
 
+    @property
+    def where(self) -> str:
+        """"step 12", or "before step 0". The text of a line of kind "steps" has it already."""
+        return f"{self.place} {self.step:,}" if self.step >= 0 else "before step 0"
+
     def __str__(self) -> str:
-        where = f"{self.place} {self.step:,}" if self.step >= 0 else "before step 0"
-        where = "" if self.kind == "steps" else where
-        return f"{self.t:9.2f} s  {where + '  ' if where else ''}{visible_line(self.text)}"
+        where = "" if self.kind == "steps" else self.where + "  "
+        return f"{self.t:9.2f} s  {where}{visible_line(self.text)}"
 
 
 @dataclass(slots=True)
@@ -70,6 +74,7 @@ class Teller:
     def __init__(self, view: View) -> None:
         self.view = view
         self._batch: list[Record] = []
+        self._last_planned = self._last_ended = -1  # the last step that was planned, and the last that ended
         self._run: _Run | None = None
         self._summed_up: float | None = None  # engine time of the last summary, or of the first record
         self._stall_s = STALL_S  # the next line about a stall comes after this time without results
@@ -78,7 +83,14 @@ class Teller:
         """Yields the lines for these records. A line that later records may change is held back."""
         for record in records:
             self._batch.append(record)
-            if record[2] in ("time", "fail", "refuse", "gate", "pace", "finish"):
+            kind = record[2]
+            if kind == "step":
+                self._last_planned = record[3]
+            elif kind in ("time", "fail"):
+                self._last_ended = record[3] if kind == "time" else self._last_planned
+            # The speed of a request that has finished is known with the time of its last step.
+            timed = self._last_ended >= self._last_planned
+            if kind in ("time", "fail", "refuse", "gate", "pace") or (kind == "finish" and timed):
                 yield from self._fold()
                 yield from self._each_minute(record[1])
 

@@ -165,10 +165,13 @@ def test_json_names_every_field_of_every_record(tmp_path: Path) -> None:
 def test_the_narration_tells_every_decision_and_counts_what_was_recorded(tmp_path: Path) -> None:
     text = export(GOLDEN, "md", tmp_path / "a.md").read_text()
     records = list(TraceReader(GOLDEN).records())
-    cached = sum(r[4] for r in records if r[2] == "match")
-    computed = sum(chunk[2] for r in records if r[2] == "step" for chunk in r[4])
-    assert f"| prompt tokens computed | {computed:,} |" in text
-    assert f"| prompt tokens from the cache | {cached:,} ({cached / (cached + computed):.0%}) |" in text
+    prompts = sum(r[5] for r in records if r[2] == "submit")
+    cached, resumed = 0, set()
+    for r in records:
+        resumed |= {r[3]} if r[2] in ("preempt", "requeue") else set()
+        cached += r[4] if r[2] == "match" and r[3] not in resumed else 0
+    assert f"| prompt tokens computed | {prompts - cached:,} |" in text
+    assert f"| prompt tokens from the cache | {cached:,} ({cached / prompts:.1%}) |" in text
     assert text.count("queues again") >= sum(1 for r in records if r[2] == "preempt")
     assert "**first preemption" in text
     parsed = MarkdownIt("commonmark").enable("table").parse(text)
@@ -346,6 +349,24 @@ def test_a_step_that_does_not_end_is_said_again_when_the_time_has_doubled() -> N
     assert row["text"] in found[1.1] and row["prefill_of"] == [chunk[0] for chunk in records[at][4]]
     list(teller.tell(records[at + 1 :]))
     assert not list(teller.stalled(9.0)), "the time has not doubled"
+
+
+def test_all_lines_of_a_server_are_there_when_its_last_request_has_ended_and_tell_one_speed() -> None:
+    reader = TraceReader(bundled()["small-pool"])
+    told = {}
+    for kind in (Teller, RequestTeller):
+        view = View()
+        view.reset(reader.part(0).snapshot)
+        teller = kind(view)
+        told[kind] = [str(line) for record in reader.records() for line in teller.tell([record])]
+        assert not list(teller.rest()) or kind is RequestTeller
+    assert re.search(r"step 158  r4 decodes one token", told[Teller][-1])
+    ends = [
+        [(line.split()[3], re.search(r"r\d+|$", line)[0], re.findall(r"[\d,]+ tok/s", line))  # type: ignore[index]
+         for line in lines if " finished (" in line]
+        for lines in told.values()
+    ]  # fmt: skip
+    assert len(ends[0]) == 4 and ends[0] == ends[1]
 
 
 @pytest.mark.parametrize(("kind", "said"), [(Teller, "the cache saved "), (RequestTeller, "the longest gap of all")])

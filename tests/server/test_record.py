@@ -30,7 +30,8 @@ PAGE = "https://class.example"
 def test_a_server_records_its_engine_without_hidden_texts(tmp_path: Path, hidden: bool) -> None:
     trace = tmp_path / "server.trace"
     with serving(
-        tmp_path, record=trace, hide_text=hidden, cors_origins=(PAGE,), keys={KEY: Role.CONTROL}
+        tmp_path, record=trace, served_names=("tutor",), hide_text=hidden, cors_origins=(PAGE,),
+        keys={KEY: Role.CONTROL},
     ) as server:  # fmt: skip
         key = {"Authorization": f"Bearer {KEY}"}
         body = {"messages": [{"role": "user", "content": "What is paging?"}], "max_tokens": 40, "temperature": 0}
@@ -52,6 +53,7 @@ def test_a_server_records_its_engine_without_hidden_texts(tmp_path: Path, hidden
         assert "access-control-allow-origin" not in other.headers
         snapshot = server.snapshot()
     reader = TraceReader(trace)
+    assert reader.info["model"] == "tutor", "the name of the model in requests, not of its directory"
     state = final_state(reader)
     assert state.step == snapshot["step"]
     assert {id: len(node["ids"]) for id, node in state.snapshot()["nodes"].items()} == {

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from minitui.cli.tail import tail_trace
+from minitui.export import export
 from minitui.trace.bundled import bundled, describe
 from minitui.trace.reader import TraceReader
 from minitui.tui.widgets.base import Picture
@@ -24,6 +25,8 @@ from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.tree import RadixTree
 from minitui.tui.widgets.trends import TrendCharts
 from minitui.tui.widgets.vitals import Vitals
+from minitui.viewmodel.comparison import Comparison
+from minitui.viewmodel.comparison_words import as_data
 from minitui.viewmodel.moment import Playback
 from minitui.viewmodel.recorded import recorded_view
 from minitui.viewmodel.runs import Run
@@ -45,6 +48,8 @@ class Shown:
     def __init__(self, path: Path) -> None:
         self.reader = TraceReader(path)
         self.view = view = recorded_view(self.reader)
+        compared = as_data(Comparison([Run(view), Run(view)]), "", [self.reader.info] * 2, [])
+        self.compared: list[dict[str, Any]] = compared["runs"][0]["requests"]
         view.playback = Playback(1.0, paused=True)
         view.frame(0.0)
         self.panels = {
@@ -111,6 +116,35 @@ def test_tokens_and_their_times(at_end: Shown) -> None:
     assert (p50, p99) == pytest.approx((run.gap_p50, run.gap_p99))
     longest = max((request["longest_gap"]["ms"] for request in requests if request["longest_gap"]), default=0.0)
     assert run.gap_longest == pytest.approx(longest, abs=0.001)
+
+
+def test_the_exports_count_the_same(at_end: Shown, tmp_path: Path) -> None:
+    text, run = export(at_end.reader.path, "md", tmp_path / "a.md").read_text(), at_end.run
+    totals = {name: int(n.replace(",", "")) for name, n in re.findall(r"^\| ([^|]+) \| ([\d,]+)", text, re.MULTILINE)}
+    assert totals["steps"] == run.steps and totals["requests"] == run.requests
+    assert totals["prompt tokens computed"] == run.computed and totals["prompt tokens from the cache"] == run.cached
+    assert totals.get("tokens computed twice, after a preemption", 0) == run.twice
+    again = totals.get("tokens from the cache again, after a preemption", 0)
+    assert again == at_end.total("tokens_cached_after_preemption")
+    assert totals["reply tokens"] == run.replies and totals["preemptions"] == run.preemptions
+    assert totals["blocks evicted"] == run.evicted
+    rows = re.findall(r"^\| r(\d+) \|.*\| ([^|]+) \| ([\d,]+) \| [^|]+ \|$", text, re.MULTILINE)
+    told = {request["request"]: request for request in at_end.requests}
+    assert len(rows) == len(told)
+    for id, first, tokens in rows:
+        assert int(tokens.replace(",", "")) == told[int(id)]["output_tokens"]
+        assert (first == "–") == (told[int(id)]["first_token_ms"] is None)
+    events = json.loads(export(at_end.reader.path, "perfetto", tmp_path / "a.json").read_text())["traceEvents"]
+    evicted = [int(found.group(1)) for event in events if (found := re.match(r"evict (\d+) block", event["name"]))]
+    assert sum(evicted) == run.evicted
+    assert sum(event["name"] == "preempted" for event in events) == run.preemptions
+
+
+def test_the_json_of_a_comparison_has_the_requests_of_tail(at_end: Shown) -> None:
+    told = {request["request"]: request for request in at_end.requests}
+    assert len(at_end.compared) == len(told)
+    for request in at_end.compared:
+        assert request == told[request["request"]]
 
 
 def test_events_and_their_steps(at_end: Shown) -> None:

@@ -76,6 +76,6 @@ def _figures(view: View) -> tuple[str, ...]:
         f"{figures.steps:,}",
         ", ".join(str(ids.index(event.request) + 1) for event in preempted) or "none",
         ", ".join(str(event.step - view.steps.first + 1) for event in preempted) or "-",
-        f"{figures.computed:,}",
+        f"{figures.computed + figures.twice:,}",
         f"{figures.evicted or 0:,}",
     )
