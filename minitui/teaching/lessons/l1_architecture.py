@@ -108,8 +108,9 @@ LESSON = Lesson(
             "Two questions, step by step",
             f"""
             Two chats ask a question. Each reply has {REPLY} tokens. The second question arrives after {HEAD_START}
-            steps of the first. The engine runs one step at a time. Watch the step bar: its width is the token budget,
-            the largest number of tokens that a step may compute.
+            steps of the first. The engine runs one step at a time, and waits between two steps: the top line says
+            PAUSED. The steps are numbered from 0. Watch the step bar: its width is the token budget, the largest number
+            of tokens that a step may compute.
             """,
             panel="step",
             code="engine.core.step:StepPlan",
@@ -133,7 +134,8 @@ LESSON = Lesson(
 
             Each change to a request, to a block or to the cache is written to one log. A record says what changed and
             why. A snapshot is the whole state at one moment. The panels begin with a snapshot and apply one record
-            after the other, so they know the state at each moment. You can stop the panels and move back in time.
+            after the other, so they know the state at each moment. You can stop the panels and move back in time: key 2
+            shows all panels, and there ? lists the keys.
 
             The panel shows the newest records first: the step, the event and its reason.
             """,

@@ -80,7 +80,7 @@ async def single(stage: Stage) -> Seen:
         + f"\n\nReading alone takes {MODEL_READS / 1e9:.1f} GB / {GPU.read_bytes_per_s / 1e12:.1f} TB = {ms(reading)} "
         f"ms. The step took {ms(one)} ms. So the {GPU.name} reads weights for most of the step. It computes at the "
         "same time. Compare times only within one table: the engine waits after each step here, but not on the next "
-        "page.",
+        "page. (The panel's time of the device is a mean. It includes the step of the prompt.)",
         min(range(len(STEP_MS)), key=lambda i: abs(log(STEP_MS[i] / one))),
     )
 

@@ -240,7 +240,8 @@ LESSON = Lesson(
             "In one step and in chunks",
             """
             Three requests write, and a user pastes a long text. The first engine computes the whole prompt in one step.
-            The second engine computes at most 64 tokens in a step.
+            The second engine computes at most 64 tokens in a step. (The line “prefill tokens” of the result counts the
+            tokens of all four prompts.)
 
             Chunks have a price. Each chunk shares its step with the other requests, and reads the keys and values of
             the earlier chunks again. So the first token of the pasted prompt usually comes later, and the run may take
