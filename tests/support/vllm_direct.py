@@ -1,4 +1,4 @@
-"""Stands for the pipe between vLLM's scheduler and the watcher, for tests."""
+"""Two stand-ins for the pipe between vLLM's scheduler and the watcher, for tests."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class Direct:
     def __init__(self, *_: Any) -> None:
         self.kinds: Counter[str] = Counter()
         self.broken: Exception | None = None
+        self.hits: list[tuple[int, int]] = []  # of each admission: its request, its cached tokens
+        self.ended: list[int] = []  # steps
         self.scheduled: dict[str, int] = {}  # vLLM's tokens of each request of the step
         self.wrong: list[int] = []  # steps of which the messages tell something else
         self.wholes = self.repairs = 0
@@ -49,6 +51,10 @@ class Direct:
             self.follower = Follower(State.from_snapshot(self.translator.blocks.state.snapshot()))
         for record in records:
             self.kinds[record[2]] += 1
+            if record[2] == "match":
+                self.hits.append(record[3:5])
+            elif record[2] == "time":
+                self.ended.append(record[3])
             self.follower.take(record)
 
     def lose(self) -> None:
@@ -68,6 +74,27 @@ class Direct:
 
     def close(self) -> None:
         pass
+
+
+class Kept:
+    """Stands for the pipe to the watcher, and keeps the messages."""
+
+    lost = reason_given = False
+
+    def __init__(self, *_: Any) -> None:
+        self.messages: list[tuple[Any, ...]] = []
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        self.messages.append(marshal.loads(marshal.dumps(message)))
+
+    def flush(self) -> None:
+        pass
+
+    def recover(self) -> bool:
+        return False
+
+    asked = recover
+    close = flush
 
 
 def watch_steps(scheduler: Any) -> Direct:

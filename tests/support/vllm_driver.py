@@ -160,8 +160,7 @@ class Load:
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
             self.steps += bool(output.total_num_scheduled_tokens)
-            chunks = {id for id in output.num_scheduled_tokens if self.scheduler.requests[id].is_prefill_chunk}
-            self._queue.append((output, chunks))
+            self._queue.append((output, self.chunks(output)))
         while len(self._queue) >= self.most_in_flight or (self._queue and self.random.random() < 0.1):
             self._end_step(*self._queue.popleft())
 
@@ -176,27 +175,37 @@ class Load:
         """Returns the next token of a request."""
         return self.random.randrange(self.vocabulary)
 
-    def _end_step(self, output: Any, chunks: set[str]) -> None:
-        """`chunks`: the requests of which this step does not complete the prefill."""
-        rnd, tokens = self.random, output.num_scheduled_tokens
-        ids = list(tokens)
+    def chunks(self, output: Any) -> set[str]:
+        """Returns the requests of which this step, the last one, does not complete the prefill."""
+        return {id for id in output.num_scheduled_tokens if self.scheduler.requests[id].is_prefill_chunk}
+
+    def result_of(self, output: Any, chunks: set[str]) -> ModelRunnerOutput:
+        """Returns the tokens that a step samples."""
+        ids = list(output.num_scheduled_tokens)
         sampled: list[list[int]] = []
         for id in ids:
             drafts = output.scheduled_spec_decode_tokens.get(id, ())
             if id in chunks:
                 sampled.append([])
             else:
-                accepted = rnd.randint(0, len(drafts))
+                accepted = self.random.randint(0, len(drafts))
                 sampled.append([self.sample(id) for _ in range(accepted + 1)])
-        result = ModelRunnerOutput(
+        return ModelRunnerOutput(
             req_ids=ids, req_id_to_index={id: i for i, id in enumerate(ids)}, sampled_token_ids=sampled,
         )  # fmt: skip
+
+    def draft(self, ids: list[str]) -> DraftTokenIds:
+        """Returns drafts for the next step of these requests."""
+        alive = [id for id in ids if id in self.scheduler.requests]
+        most = [self.random.randint(0, self.drafts) for _ in alive]
+        return DraftTokenIds(alive, [[self.random.randrange(self.vocabulary) for _ in range(n)] for n in most])
+
+    def _end_step(self, output: Any, chunks: set[str]) -> None:
+        result = self.result_of(output, chunks)
         self.scheduler.update_from_output(output, result)
         _reuse(output)
         if self.drafts:
-            alive = [id for id in ids if id in self.scheduler.requests]
-            drafts = [[rnd.randrange(self.vocabulary) for _ in range(rnd.randint(0, self.drafts))] for _ in alive]
-            self.scheduler.update_draft_token_ids(DraftTokenIds(alive, drafts))
+            self.scheduler.update_draft_token_ids(self.draft(result.req_ids))
 
     def cancel(self) -> None:
         """Cancel a random request, as when its client goes away."""

@@ -19,7 +19,7 @@ from minitui.teaching.lessons.beside_vllm import FILE, submit
 from minitui.teaching.stage import plain_stage
 from minitui.trace.recorder import Recorder
 from minitui.vllm.translate import Translator
-from tests.support.vllm_messages import Kept
+from tests.support.vllm_direct import Kept
 
 LESSON = 6
 

@@ -450,8 +450,8 @@ def test_the_events_of_vllms_own_classes_give_vllms_cache(tmp_path: Path, monkey
     from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 
     import minitui.vllm.recorder as recording
+    from tests.support.vllm_direct import Kept
     from tests.support.vllm_driver import Load, make_scheduler
-    from tests.support.vllm_messages import Kept
 
     monkeypatch.setattr(recording, "Pipe", Kept)
     scheduler = make_scheduler(tmp_path, blocks=90, rows=12, asynchronous=True)

@@ -22,37 +22,65 @@ import pytest
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.params import SamplingParams
 from engine.trace.state import State
-from minitui.trace.follow import Follower
 from minitui.trace.reader import TraceError, TraceReader
 from minitui.tutor import model_dir
 from minitui.vllm.ports import Ports, key_variables, ports_of
 from minitui.vllm.translate import Translator
 from tests.support.fake_openai import FakeServer
-from tests.support.vllm_messages import STEPS, recorded
+from tests.support.vllm_direct import Direct, watch_steps
+from tests.support.vllm_played import FACTS_EVERY, make_scheduler, messages_of, play, recorded
 
-RUNS = recorded()
 PROMPT = list(range(40, 100))
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_every_count_and_table_is_vllms(run: str) -> None:
-    (_, *init), *messages = RUNS[run]
-    translator = Translator(*init)
-    follower = Follower(State.from_snapshot(translator.blocks.state.snapshot()))
-    for message in messages:
-        translator.take(message)
-        for record in translator.drain():
-            follower.take(record)
-    assert translator.checked > STEPS and translator.faults == []
-    assert follower.state.snapshot() == translator.blocks.state.snapshot()
-    counts = translator.blocks.counts
-    assert counts["preempt"] > 5 and counts["finish"] > 50
-    cached = (counts["copy"], counts["uncopy"], counts["evict"], translator.totals["hits"])
-    assert all(cached) if run != "without prefix cache" else not any(cached)
+@pytest.mark.parametrize("lost", [False, True], ids=["all messages", "lost messages"])
+@pytest.mark.parametrize("name", recorded())
+def test_every_count_table_hit_and_step_is_vllms(name: str, lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's recorded calls, played into the recorder, give vLLM's numbers of that time after each call."""
+    monkeypatch.setenv("MINITUI_VLLM_CHECK", "1")
+    run = recorded()[name]
+    scheduler = make_scheduler(run["info"], Direct)
+    pipe, steps, hits, ended, step_of = watch_steps(scheduler), 0, [], [], {}
+    for call in play(scheduler, run["calls"]):
+        assert lost or pipe.ended == ended
+        if call[0] == "schedule":
+            _, new, old, tokens, _, facts, *_ = call
+            step_of[len(step_of)] = steps if tokens else -1
+            steps += bool(tokens)
+            computed = dict(new) | {n: cached for n, cached, _, resumed in old if resumed}
+            hits += [(n, computed[n]) for n, _ in tokens if n in computed]
+            if lost and steps % FACTS_EVERY == FACTS_EVERY - 7:
+                pipe.lose()
+            pipe.reads = pipe.reads or bool(facts)
+        elif call[0] == "update" and step_of[call[1]] >= 0:
+            ended.append(step_of[call[1]])
+    translator = pipe.translator
+    assert scheduler._recorder is not None and pipe.repairs == 0
+    assert translator.faults == [] and pipe.wrong == []
+    assert pipe.follower.state.snapshot() == translator.blocks.state.snapshot()
+    caching = run["info"]["prefix_caching"]
+    if lost:
+        assert pipe.wholes >= 4
+    else:
+        assert translator.checked >= 2 * len(ended) > 300
+        assert sorted(ended) == list(range(steps))
+        assert pipe.hits == (hits if caching else []) and bool(translator.totals["hits"]) == caching
+        assert pipe.kinds["preempt"] and pipe.kinds["finish"] > 50
+        assert bool(pipe.kinds["copy"] and pipe.kinds["evict"]) == caching
+
+
+def test_the_recorded_calls_have_what_vllms_second_model_runner_does() -> None:
+    """It names resumed requests after new ones, although it has admitted some before; stages have empty steps."""
+    for name, run in recorded().items():
+        steps = [call for call in run["calls"] if call[0] == "schedule"]
+        first = [[n for n, _ in call[3] if n in dict(call[1])] for call in steps]
+        others = sum([n for n, _ in call[1]] != order for call, order in zip(steps, first, strict=True))
+        assert bool(others) == ("second" in name), name
+        assert sum(not call[3] for call in steps) > (20 if "stages" in name else 0)
 
 
 def test_a_wrong_count_and_a_wrong_table_are_found() -> None:
-    (_, *init), *messages = RUNS["asynchronous"]
+    (_, *init), *messages = messages_of("asynchronous")
     translator = Translator(*init)
     at = next(i for i, message in enumerate(messages) if message[0] == "schedule" and len(message[-1][1]) > 3)
     free, tables = messages[at][-1]
@@ -400,14 +428,14 @@ import os
 import sys
 import time
 from minitui.vllm.pipe import Pipe
-from tests.support.vllm_messages import recorded
+from tests.support.vllm_played import messages_of
 from tests.vllm.test_recorded import INFO
 
 pipe = Pipe()
 if not os.fork():  # a process of vLLM that outlives its engine
     print(os.getpid(), flush=True)
     time.sleep(60)
-(_, began, facts), *messages = recorded()["priorities"]
+(_, began, facts), *messages = messages_of("second runner, priorities")
 pipe.send(("init", began, {**INFO, **facts, "telemetry_port": int(sys.argv[1])}))
 for message in messages[:2000]:
     pipe.send(tuple(message))
@@ -472,7 +500,7 @@ async def test_a_mistake_of_the_operator_is_one_line(
     monkeypatch.chdir(tmp_path)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    (_, began, facts), *messages = RUNS["priorities"]
+    (_, began, facts), *messages = messages_of("second runner, priorities")
     (reader, pipe), (asked, asks) = os.pipe(), os.pipe()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
