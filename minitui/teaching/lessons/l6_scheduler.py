@@ -171,6 +171,7 @@ LESSON = Lesson(
 
             This engine batches continuously, here with four rows. Four replies of {", ".join(map(str, LENGTHS[:4]))}
             tokens start together. Two more replies of {LENGTHS[4]} tokens each wait. A reply of n tokens takes n steps.
+            (Panel: request, chat number, chat title.)
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._admit",
