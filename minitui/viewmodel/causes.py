@@ -126,12 +126,13 @@ def explain(row: StepRow, model: CostModel) -> Explanation | None:
 
     host = _host_parts(window, row, model, bool(times.lacking[0]))
     waited = parts.wait - max(0.0, expected - sum(part.usual for part in host))
-    computes, device = None, "device"
+    computes, device, noise = None, "device", model.device_spreads[bool(row.chunks)]
     if model.device is not None:
         times_of_device, without_prompts = model.device_time(window)
         computes = float(times_of_device[0])
         if without_prompts[0] and row.chunks:
             device = f"device in the prefill of {prefilled(row)} ({count(row.prefill_tokens, 'token')})"
+            noise = model.device_spreads[False]  # that of prefills is how far these are above the time without prompts
     if excess <= tolerance:
         if parts.gc + (parts.delayed or 0.0) < MOSTLY * excess:
             for part in sorted(host, key=lambda part: -part.beyond):
@@ -156,7 +157,7 @@ def explain(row: StepRow, model: CostModel) -> Explanation | None:
         blame(part.name, part.beyond - (accounted if part.beyond == largest else 0.0), part.key)
     if row.device_ms is not None and computes is not None:
         own = row.device_ms - computes - accounted
-        if own > NOISE * model.device_spreads[bool(row.chunks)]:
+        if own > NOISE * noise:
             # If the next step was launched meanwhile, the device delayed only a host that waited for it.
             blame(device, min(own, waited) if window.overlapped[0] else own, "device")
     return replace(found, causes=tuple(causes), unexplained=left)

@@ -7,9 +7,8 @@ Steps, Rates, Trends, Lanes, TokenTimes, Events, FirstTokens    what happened, i
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any, ClassVar
 
@@ -21,7 +20,7 @@ from minitui.viewmodel.events import Events
 from minitui.viewmodel.experts import ExpertLoads
 from minitui.viewmodel.first_tokens import FirstTokens
 from minitui.viewmodel.lanes import Lanes
-from minitui.viewmodel.rates import BUCKET, Rates
+from minitui.viewmodel.rates import Rates
 from minitui.viewmodel.steps import Steps
 from minitui.viewmodel.time_travel import PastStates
 from minitui.viewmodel.tokens import TokenTimes
@@ -93,9 +92,22 @@ class History:
         if self._folded_at is None:  # rates start at the first record
             self.rates.reset(records[0][1], self.live.state.gate == "closed", self.live.state.pace)
         self._folded_at = now
-        for part in _by_time(records):
+        rest = records
+        while rest:
+            part, rest = self._to_end_of_bucket(rest)
             self._fold_history(self.live.fold(part))
+            self.rates.advance(part[-1][1])
+            self._note_levels()
         self.past.keep(records, self.live, packed)
+
+    def _to_end_of_bucket(self, records: list[Record]) -> tuple[list[Record], list[Record]]:
+        """Returns the records up to the end of a bucket of the rates, and the others. Levels are noted at the end of
+        each bucket, so they do not depend on the number of records that are folded at a time."""
+        end = records[0][1] + self.rates.rest_of_bucket(records[0][1])
+        if records[-1][1] < end:
+            return records, []
+        at = max(1, bisect_left(records, end, key=TIME))
+        return records[:at], records[at:]
 
     def _note_gap(self, records: int, now: float) -> None:
         if not self.gap:
@@ -119,14 +131,14 @@ class History:
                 self._fold_decision(record, found)
         self.block_log.extend(self.live.block_events)
         self.live.block_events.clear()
-        self._note_levels()
 
     def _time(self, record: Record) -> None:
         steps, rates = self.steps, self.rates
         rates.advance(record[1])
         _, _, _, step, plan_us, launch_us, commit_us, wall_ms, device_ms, _ = record
         took_ms, host_ms = steps.took_ms(step), (plan_us + (launch_us or 0) + commit_us) / 1e3
-        rates.add_durations(wall_ms if took_ms is None else took_ms, wall_ms, host_ms, device_ms)
+        delayed_ms = steps.gate_ms(step)
+        rates.add_durations(wall_ms if took_ms is None else took_ms, wall_ms, host_ms, device_ms, delayed_ms)
         rates.mark(step)
         steps.note_bucket(step, rates.bucket)
         self._result_at = rates.now
@@ -203,16 +215,3 @@ class History:
     def requests_of(self, group: str) -> list[int]:
         """Returns the known requests of a group, oldest first."""
         return [lane.id for lane in self.lanes.lanes.values() if lane.group == group]
-
-
-def _by_time(records: list[Record]) -> Iterator[list[Record]]:
-    """Yields the records in parts of at most a bucket of time: levels are noted once for each part. A live batch is
-    one part; a seek or a long backlog has many."""
-    if records[-1][1] - records[0][1] < BUCKET:
-        yield records
-        return
-    begin = 0
-    while begin < len(records):
-        end = bisect_right(records, records[begin][1] + BUCKET, begin + 1, key=TIME)
-        yield records[begin:end]
-        begin = end

@@ -109,6 +109,13 @@ class Lane:
         """Returns True if the request was preempted after step `since`, and at `step` at the latest."""
         return any(code == PREEMPTED and since < first <= step for code, first, _ in self.spans)
 
+    def prefill_of(self, step: int, end: int, samples: bool) -> int | None:
+        """Returns how many tokens the prefill has of which the chunk in `step` ends at token `end`: those of the
+        prompt and, after a preemption, of the reply so far. None: unknown. `samples`: the chunk is the last one."""
+        if samples:
+            return end
+        return None if self.preempted_in(-1, step) else self.prompt_tokens
+
     def pieces(self, first_step: int, k: int, n: int, until: int) -> Iterator[tuple[int, range]]:
         """Yields (code, columns) for its phases up to step `until`, in any order. A column is `k` steps; the first of
         the `n` columns begins at `first_step`. In a column with several codes, the highest has priority."""

@@ -134,8 +134,9 @@ def _chunks(view: View, row: StepRow, left_out: Collection[int]) -> list[str]:
     chunks = [chunk for chunk in row.chunks if chunk[0] not in left_out]
     for request, start, n, done in chunks[:NAMED]:
         lane = view.lanes.lanes.get(request)
-        total = f" of {lane.prompt_tokens:,}" if lane is not None and start + n <= lane.prompt_tokens else ""
-        token = "next" if lane is not None and lane.preemptions else "first"
+        whole = lane.prefill_of(row.step, start + n, done) if lane is not None else None
+        total = f" of {whole:,}" if whole is not None else ""
+        token = "next" if lane is not None and lane.preempted_in(-1, row.step) else "first"
         tokens = f"token {start:,}" if n == 1 else f"tokens {start:,} to {start + n - 1:,}"
         sentences.append(f"r{request} prefills {tokens}{total}{f' and samples its {token} token' if done else ''}.")
     more = len(chunks) - NAMED

@@ -33,6 +33,7 @@ class Rates:
         self.now = 0.0  # working time since the history began, in seconds
         self._t = 0.0  # engine time of the last record
         self._stretched = 0.0  # seconds of slow motion still to be excluded
+        self._planned = 0.0  # seconds by which slow motion delays the next step, if it delays it as planned
         self._closed = False  # the gate is closed: the engine is paused
         self._pace = 1.0
         self.bucket = 0  # the bucket being filled
@@ -55,6 +56,11 @@ class Rates:
             self._stretched -= excluded
             elapsed -= excluded
         self._add_working_time(elapsed)
+
+    def rest_of_bucket(self, t: float) -> float:
+        """Returns the seconds from engine time `t` to the end of its bucket, if there is no pause until then."""
+        elapsed = 0.0 if self._closed else max(0.0, t - self._t - self._stretched)
+        return BUCKET - (self.now + elapsed) % BUCKET
 
     def _add_working_time(self, seconds: float) -> None:
         self.now += seconds
@@ -85,17 +91,23 @@ class Rates:
             columns["prefill"][slot] += prefill
             columns["missed"][slot] += missed
 
-    def add_durations(self, took_ms: float, wall_ms: float, host_ms: float, device_ms: float | None) -> None:
-        """Count the durations of a finished step."""
+    def add_durations(
+        self, took_ms: float, wall_ms: float, host_ms: float, device_ms: float | None, delayed_ms: float | None = None
+    ) -> None:
+        """Count the durations of a finished step. `delayed_ms`: how long slow motion or a pause delayed the step."""
         columns, slot = self._columns, self._slot
         columns["worst_ms"][slot] = max(took_ms, columns["worst_ms"][slot])
         columns["host_ms"][slot] += host_ms
         if device_ms is not None:
             columns["device_ms"][slot] += device_ms
+        if self._planned and delayed_ms is not None:  # a sleep takes longer than planned
+            self._stretched += delayed_ms / 1e3 - self._planned
+        self._planned = 0.0
         if self._closed:
             self._add_working_time(wall_ms / 1e3)
         elif self._pace > 1:
-            self._stretched += wall_ms / 1e3 * (self._pace - 1)
+            self._planned = wall_ms / 1e3 * (self._pace - 1)
+            self._stretched += self._planned
 
     def mark(self, step: int) -> None:
         """Note that a step has ended now."""
@@ -110,7 +122,7 @@ class Rates:
         return {name: marks[step % STEPS_KEPT] for name, marks in self._marks.items()}
 
     def gate(self, closed: bool) -> None:
-        self._closed = closed
+        self._closed, self._planned = closed, 0.0
 
     def pace(self, factor: float) -> None:
         self._pace = factor

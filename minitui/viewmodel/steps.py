@@ -305,6 +305,12 @@ class Steps:
         """Returns, for each step at these column indices, the number of prompt tokens computed."""
         return self.column("tokens")[at] - self.column("decodes")[at] - self.column("drafted")[at]
 
+    def gate_ms(self, step: int) -> float | None:
+        """Returns how long a pause or slow motion delayed a step; None if this was not recorded."""
+        i = step % self.capacity
+        known = step in self and self._parts["wait"][i] == self._parts["wait"][i]  # not NaN
+        return self._parts["gate"][i] if known else None
+
     def took_ms(self, step: int) -> float | None:
         """Returns how long a timed step took; None if the step is not kept."""
         return self._took[step % self.capacity] if step in self else None

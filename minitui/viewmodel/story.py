@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 QUOTED = 600  # characters: longer texts are cut
 HISTORY = 6  # events of a block
+LISTED = 100  # chunks, drafts and events of a step
 
 
 @dataclass(slots=True)
@@ -203,23 +204,27 @@ def _step(view: View, step: int) -> Story:
     drafts = f"{count(row.drafted, 'draft')}, " if row.drafted else ""
     parts = f"{count(row.decodes, 'decode')}, {drafts}{row.prefill_tokens:,} prefill"
     story.tell("tokens", f"{row.tokens:,} of {view.shown.state.budget:,}: {parts}")
-    for i, (request, start, n, samples) in enumerate(row.chunks[:8]):
+    for i, (request, start, n, samples) in enumerate(row.chunks[:LISTED]):
         lane = view.lanes.lanes.get(request)
-        of = f" of {lane.prompt_tokens:,}" if lane is not None else ""
+        total = lane.prefill_of(step, start + n, samples) if lane is not None else None
+        of = f" of {total:,}" if total is not None else ""
         done = "; samples a token" if samples else ""
         story.tell("prefill" if i == 0 else "", f"r{request}: tokens {start:,} to {start + n - 1:,}{of}{done}")
-    for i, (request, drafted, accepted) in enumerate(row.drafts[:8]):
+    _tell_more(story, len(row.chunks))
+    for i, (request, drafted, accepted) in enumerate(row.drafts[:LISTED]):
         result = "" if accepted < 0 else f", {accepted} accepted"
         story.tell("drafts" if i == 0 else "", f"r{request}: {count(drafted, 'token')}{result}")
+    _tell_more(story, len(row.drafts))
     if row.took_ms is not None:
         why = why_slow(row, view.models.of(step), always=True) or "expected time unknown: too few steps have a time"
         story.tell("took", f"{row.took_ms:.2f} ms; {why}")
         launch = "–" if row.launch_ms is None else f"{row.launch_ms:.2f}"
         host = f"plan {row.plan_ms:.2f}, launch {launch}, commit {row.commit_ms:.2f} ms"
-        story.tell("host", host + (f"; device {row.device_ms:.2f} ms" if row.device_ms is not None else ""))
+        story.tell("this step", host + (f"; device {row.device_ms:.2f} ms" if row.device_ms is not None else ""))
     if row.parts is not None:
         since = [f"{part.name(step)} {ms(part.ms)}" for part in parts_of(view.steps, row) if part.ms is not None]
-        story.tell("parts", ", ".join(since) + " ms" + f"; paused {ms(row.parts.gate)} ms" * (row.parts.gate > 0))
+        paused = f"; paused {ms(row.parts.gate)} ms" * (row.parts.gate > 0)
+        story.tell("parts", f"since the results of step {step - 1:,}: {', '.join(since)} ms{paused}")
         delayed = "unknown" if row.parts.delayed is None else f"{ms(row.parts.delayed)} ms"
         story.tell("pauses", f"garbage collection {ms(row.parts.gc)} ms, another program on the core {delayed}"
                    + (", stopped" if row.parts.stops else ""))  # fmt: skip
@@ -227,8 +232,12 @@ def _step(view: View, step: int) -> Story:
         story.tell("exchange", f"{row.comm_ms:.2f} ms between {view.steps.ranks} ranks, waiting included")
     story.tell("waiting", f"{count(row.waiting, 'request')} in the queue" if row.waiting else "none")
     events = view.events.of_step(step)
-    for i, event in enumerate(events[:10]):
+    for i, event in enumerate(events[:LISTED]):
         story.tell("events" if i == 0 else "", f"{event.kind}: {view.event_text(event)}")
-    if len(events) > 10:
-        story.tell("", f"and {len(events) - 10} more")
+    _tell_more(story, len(events))
     return story
+
+
+def _tell_more(story: Story, number: int) -> None:
+    if number > LISTED:
+        story.tell("", f"and {number - LISTED:,} more")

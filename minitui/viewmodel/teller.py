@@ -138,7 +138,7 @@ class Teller:
         """Yields lines that sum up this moment."""
         state = self.view.live.state
         for text in summary(self.view):
-            yield Line(state.t, state.step, "summary", text)
+            yield Line(state.t, self.view.steps.committed, "summary", text)
 
     def rest(self) -> Iterator[Line]:
         """Yields the lines held back so far."""

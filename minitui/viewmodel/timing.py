@@ -197,6 +197,8 @@ def why_slow(row: StepRow, model: CostModel | None, always: bool = False) -> str
     if model is None or explanation is None:
         return ""
     text = f"expected {ms(explanation.expected)} ms"
+    if row.chunks and not model.reports and not explanation.prefills:
+        text += f" without its {count(row.prefill_tokens, 'prefill token')}"
     for prefill in explanation.prefills:
         computed = model.steps.get(prefill.step)
         if computed is None or (prefill.step != row.step and prefill.ms <= WORTH * explanation.expected):

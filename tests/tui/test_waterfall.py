@@ -121,6 +121,17 @@ def test_a_line_says_whether_the_host_or_the_device_limits(gpu: View) -> None:
     assert "unknown: the engine does not report its waits" in "\n".join(drawn(Waterfall(), vllm, 80))
 
 
+@pytest.mark.parametrize("name", ["small-pool", "vllm-8b", "h200-8b"])
+def test_a_small_panel_shows_what_limits_and_a_request(name: str) -> None:
+    view = folded_view(TraceReader(find_trace(name)))
+    panel = Waterfall()
+    for back in range(0, 160, 3):
+        panel.step = view.horizon - back
+        rows = drawn(panel, view, 76, 11)[:11]
+        assert all(any(row.startswith(limit.what) for row in rows) for limit in view.timings.limits), rows
+        assert panel.lanes and rows[panel._lanes_row].startswith(f"r{panel.lanes[0].id}"), rows
+
+
 def test_a_step_that_began_before_the_picture_is_marked_at_the_left_edge() -> None:
     step = Span("step", 36, 10.0, 32.8, 22.8)
     for left, begin in ((10.0, "│36 "), (25.3, "◂36 ")):

@@ -386,6 +386,22 @@ def test_a_step_does_not_explain_itself() -> None:
     assert len(prompts) == 2
 
 
+def test_the_device_is_blamed_for_prompts_of_unknown_cost_beside_decodes() -> None:
+    """The prompts are alike and take different times, except the last one: no fit determines its cost."""
+    history, t = Steps(), 0.0
+    for step in range(60):
+        prompt = (9, 400, 174, True) if step == 55 else (9, 0, 100, True)
+        prefills = [prompt] if step % 10 == 5 else []
+        device = (6.0, 28.0, 7.0, 30.0, 18.0, 30.0)[step // 10] if prefills else 4.8 + 0.1 * (step % 3)
+        history.fold((step, t, "step", step, prefills, [], [], 1 + sum(chunk[2] for chunk in prefills), 0))
+        history.fold((step, t, "parts", step, 50, 100, 0, 60, 100, round(device * 1e3), 0, 0, 0))
+        t += (device + 0.31) / 1e3
+        history.fold((step, t, "time", step, 60, 100, 50, device + 0.31, device, "mixed" if prefills else "decode"))
+    told = explained(history, 55, fit(history, 59, (55,)))
+    assert not told.prefills and [cause.name for cause in told.causes] == ["device in the prefill of r9 (174 tokens)"]
+    assert told.causes[0].ms == pytest.approx(25.0, abs=0.5) and told.unexplained < 0.5
+
+
 def test_where_one_row_and_several_cost_differently_both_are_expected() -> None:
     """In the recording of a CPU, a step of two rows takes 11 to 14 ms, and a step of one row 4 to 6."""
     view = recordings()["small-pool"]

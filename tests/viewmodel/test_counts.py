@@ -27,10 +27,12 @@ from minitui.tui.widgets.trends import TrendCharts
 from minitui.tui.widgets.vitals import Vitals
 from minitui.viewmodel.comparison import Comparison
 from minitui.viewmodel.comparison_words import as_data
+from minitui.viewmodel.model import View
 from minitui.viewmodel.moment import Playback
 from minitui.viewmodel.recorded import recorded_view
 from minitui.viewmodel.runs import Run
 from minitui.viewmodel.step_times import step_times
+from minitui.viewmodel.story import tell
 from minitui.viewmodel.summary import summary
 from tests.support.golden import GOLDEN
 
@@ -99,6 +101,11 @@ def test_requests_and_steps(at_end: Shown) -> None:
     kinds = [at_end.number("timings", rf"{kind} +([\d,]+) ") for kind in ("decode only", "mixed", "prefill only")]
     assert sum(kinds) == steps
     finished = sum(request["finished"] for request in at_end.requests)
+    lanes = BatchLanes()
+    (*_, rest) = map(plain, lanes.picture(view, 120, 20).rows)
+    hidden = re.findall(r"([\d,]+) (?:decoding|prefilling|waiting|done)", rest)
+    assert lanes.first_step <= view.steps.begin
+    assert sum(int(n.replace(",", "")) for n in hidden) + sum(map(len, lanes.rows.slots)) == requests
     assert at_end.number("requests", r"([\d,]+) live") == requests - finished
     assert at_end.number("requests", r"([\d,]+) finished") == finished == at_end.run.finished
 
@@ -165,6 +172,32 @@ def test_events_and_their_steps(at_end: Shown) -> None:
     assert count["preempt"] == run.preemptions == at_end.total("preemptions")
     assert count["finish"] == run.finished
     assert sum(event.record[4] for event in events if event.kind == "evict") == run.evicted
+
+
+def test_chunks_end_within_their_prompt_or_the_reply_so_far(at_end: Shown) -> None:
+    resumed = {event.request for event in at_end.view.events.newest_first() if event.kind == "preempt"}
+    chunks = [
+        found for step in range(at_end.view.steps.begin, at_end.view.horizon + 1)
+        for _, text in tell(at_end.view, "step", step).lines
+        for found in re.findall(r"^r(\d+): tokens ([\d,]+) to ([\d,]+)(?: of ([\d,]+))?(; samples)?", text)
+    ]  # fmt: skip
+    for request, _, last, total, samples in chunks:
+        assert total or int(request) in resumed
+        end, whole = (int(number.replace(",", "") or 0) for number in (last, total))
+        assert not total or (end + 1 == whole if samples else end + 1 < whole)
+    assert chunks
+
+
+def test_the_history_of_levels_does_not_depend_on_the_batches_of_records(at_end: Shown) -> None:
+    records, snapshot = list(at_end.reader.part(0).records), at_end.reader.part(0).snapshot
+    histories = []
+    for size in (len(records), 40, 7):
+        view = View()
+        view.reset(snapshot)
+        for begin in range(0, len(records), size):
+            view.fold(records[begin : begin + size])
+        histories.append([view.rates.series(name, 100).tolist() for name in view.rates.LEVELS])
+    assert histories[0] == histories[1] == histories[2]
 
 
 def test_what_the_cache_saved(at_end: Shown) -> None:

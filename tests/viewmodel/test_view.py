@@ -376,10 +376,10 @@ def test_once_its_rings_are_full_the_view_needs_no_more_memory(monkeypatch):
 
 
 def test_slow_motion_and_pauses_do_not_lower_the_rates():
-    def run(pace: float, closed: bool) -> Rates:
+    def run(pace: float, closed: bool, longer: float) -> Rates:
         rates = Rates()
         rates.reset(0.0, False, 1.0)
-        t = 0.0
+        t = delay = 0.0
         rates.pace(pace)
         rates.gate(closed)
         for _ in range(2000):
@@ -387,13 +387,14 @@ def test_slow_motion_and_pauses_do_not_lower_the_rates():
             rates.add_step(4, 0, 0)
             t += 0.005
             rates.advance(t)
-            rates.add_durations(5.0, 5.0, 0.2, 4.8)
-            t += 0.005 * (pace - 1) + (0.7 if closed else 0.0)  # the delay of slow motion, or a pause
+            rates.add_durations(5.0, 5.0, 0.2, 4.8, 1e3 * delay)
+            delay = longer * 0.005 * (pace - 1) + (0.7 if closed else 0.0)  # of slow motion, or a pause
+            t += delay
         rates.advance(t)
         return rates
 
-    for pace, closed in ((1.0, False), (50.0, False), (1.0, True)):
-        rates = run(pace, closed)
+    for pace, closed, longer in ((1.0, False, 1.0), (50.0, False, 1.0), (50.0, False, 1.1), (1.0, True, 1.0)):
+        rates = run(pace, closed, longer)
         assert rates.per_second("decode", 5.0) == pytest.approx(800, rel=0.02), (pace, closed)
         assert rates.bucket == pytest.approx(10.0 / BUCKET, abs=1)
 

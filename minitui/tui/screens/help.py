@@ -80,10 +80,10 @@ The engine records what it does, step by step. This screen is computed from thos
 
   vitals         the engine's health: tokens per second of answers and prompts over the last second of working time,
                  running and waiting requests, the share of new prompts' tokens that came from the cache in the last
-                 minute, the pool, the median time of decode steps. Working time passes only while the engine works:
-                 not while paused, without the delay of slow motion. (After such a delay the processor's caches are
-                 cold: a step of a small model on a CPU can take two or three times as long.) "Since step 2,509": no
-                 earlier records are known
+                 minute, the pool, the median time of decode steps. Working time passes also while no request runs, but
+                 not while the engine is paused, and without the delay of slow motion. (After such a delay the
+                 processor's caches are cold: a step of a small model on a CPU can take two or three times as long.)
+                 "Since step 2,509": no earlier records are known
   step           what one step computes: one token for each decoding request, and chunks of prompts
   KV blocks      the pool: free, cached (only in the tree), active (one request), shared (several requests); the waste
   block table    positions → blocks of the selected request; the last block is partly filled

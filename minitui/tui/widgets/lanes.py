@@ -211,6 +211,9 @@ these two, the label names that request.""")
         waiting = sum(r.state != "running" for r in hidden)
         ended = view.lanes.number_ended(self.first_step, end)
         ended -= sum(self.first_step <= view.lanes.lanes[id].finish_step <= end for id in shown)
+        if end == view.horizon:  # steps overlap: a request may have finished while the next steps were planned
+            later = [lane for lane in view.lanes.ended_since(end + 1) if lane.id not in shown]
+            ended += sum(lane.id not in requests and view.begun(lane) for lane in later)
         prefilling = len(hidden) - decoding - waiting
         counts = ((decoding, "decoding"), (prefilling, "prefilling"), (waiting, "waiting"), (ended, "done"))
         parts = [f"{n:,} {word}" for n, word in counts if n]

@@ -69,7 +69,9 @@ def lead(shown: AnnotatedState) -> Row:
 def waste_words(waste: WasteFigures, room: int, recomputed: int = 0) -> str:
     """Returns the figures in the longest wording that has at most `room` characters, else in the shortest. If tokens
     computed again are not recorded, only the tokens `recomputed` by the known preempted requests are known."""
-    again, copies = waste.again, "–" if waste.copies is None else f"{waste.copies:,}"
+    again, copied = waste.again, "–" if waste.copies is None else f"{waste.copies:,}"
+    copies = "copy" if waste.copies == 1 else "copies"
+    hold = "block holds" if waste.copies == 1 else "blocks hold"
     share = f" ({100 * waste.unused_slots / waste.slots:.0f} %)" if waste.slots else ""
     slots = count(waste.unused_slots, "slot")
     if again is None:
@@ -80,15 +82,15 @@ def waste_words(waste: WasteFigures, room: int, recomputed: int = 0) -> str:
         long = ", ".join(f"{tokens:,} {why}" for tokens, why in parts)
         brief = f"{again.evicted:,} evicted {again.preempted:,} preempted {again.duplicate:,} duplicate"
         total = short(again.evicted + again.preempted + again.duplicate)
-    whole = f"{slots} of the requests' blocks unused{share} · {copies} blocks hold a copy · tokens computed again"
+    whole = f"{slots} of the requests' blocks unused{share} · {copied} {hold} a copy · tokens computed again"
     wordings = (
         f"{whole} since the start: {long}",
         f"{whole}: {long}",
-        f"{slots} unused{share} · {copies} block copies · tokens again: {long}",
-        f"{slots} unused · {copies} copies · again: {brief}",
-        f"{slots} unused · {copies} block copies · {total} tokens computed again",
-        f"{slots} unused · {copies} copies · {total} tokens again",
-        f"{short(waste.unused_slots)} slots {copies} copies {total} again",
+        f"{slots} unused{share} · {copied} block {copies} · tokens again: {long}",
+        f"{slots} unused · {copied} {copies} · again: {brief}",
+        f"{slots} unused · {copied} block {copies} · {total} tokens computed again",
+        f"{slots} unused · {copied} {copies} · {total} tokens again",
+        f"{short(waste.unused_slots)} slots {copied} {copies} {total} again",
     )
     return next((words for words in wordings if len(words) <= room), wordings[-1])
 

@@ -137,7 +137,7 @@ an excess, as "launch +12.3", and one without is expected.""")
         self._list(times, view, rows, width, listed)
         g = glyphs()
         arrows = f"{'← →' if g.rule != '-' else '< >'} · {_up_down()} choose · enter jump · d details"
-        note: list[Run] = [(f"last {len(times.took):,} steps", "ink"), *self.own_key(arrows)]
+        note: list[Run] = [(f"charts: {len(times.took):,} steps", "ink"), *self.own_key(arrows)]
         key = legend((g.busy, "decode", "decode"), (g.busy, "prefill", "mixed"), (g.busy, "prefill-2", "prefill"))
         return Picture(rows[:height], title="Timings", note=note, legend=[*key, ("  ░ up to the longest", "dim")])
 

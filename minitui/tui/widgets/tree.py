@@ -104,6 +104,8 @@ computes blocks. A large panel (z) also has the whole text of the selected node.
         rows += [*below, self._foot(view, hidden, picture.evictable_tokens, width)]
         g = glyphs()
         key = legend((g.in_use, "running", "in use"), (g.evictable, "hit", "cached, evictable"))
+        if any(row.pending for row in visible):
+            key = [*key, ("  ", "dim"), *legend((g.pending, "prefill", "being computed"))]
         note: list[Run] = []
         if self.typing or self.search:
             note = [("/" + self.search + ("▏" if self.typing else ""), "accent")]

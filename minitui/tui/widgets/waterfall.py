@@ -126,7 +126,8 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
             rows.append(at_cursor(self.cursor, scale.left, self.host, device, width))
         if (row := view.steps.get(line.last if self.step is None else self.step)) is not None:
             seen = {span.kind for span in (*self.host, *device, *pauses)} if height < LOW else None
-            rows += figures(row, view.steps, view.models.of(row.step), width, seen)
+            room = height - len(rows) - len(view.timings.limits) - 1  # 1: of a request
+            rows += figures(row, view.steps, view.models.of(row.step), width, seen, room)
         for limit in view.timings.limits:
             rows.append(Row(limit.what, "bold ink").add(limit.why(width), "dim").done(width))
         if late := view.since_result_ms:
@@ -180,12 +181,13 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         ]  # fmt: skip
         alive.sort(key=lambda lane: lane.id)
         hidden = max(0, len(alive) - room)
-        top = hidden + 1 if hidden else 0  # the newest requests are shown; a line counts the others
+        counted = hidden > 0 and room > 1
+        top = hidden + counted  # the newest requests are shown; a line counts the others
         chosen = selected(view, "request")
         at = next((i for i, lane in enumerate(alive) if lane.id == chosen), None)
         top = top if at is None else min(top, at)
         self._alive = alive
-        self.lanes = alive[top : top + room - (1 if hidden else 0)]
+        self.lanes = alive[top : top + room - counted]
         rows = []
         for lane in self.lanes:
             lit = lane.id in view.links.requests
@@ -195,7 +197,7 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
             spans = line.request(lane, first, last)
             cells = track(spans, self.scale, self._cursor_column, request_labels, request=True)
             rows.append(self._track(name, cells, width, "bold accent" if lit else "ink"))
-        if hidden and room:
+        if counted:
             others = len(alive) - len(self.lanes)
             rows.append(Row(f"+ {others} more requests: up and down show them", "dim").done(width))
         return rows

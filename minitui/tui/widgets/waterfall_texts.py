@@ -62,10 +62,11 @@ def at_cursor(place: float, left: float, host: Sequence[Span], device: Sequence[
 
 
 def figures(
-    row: StepRow, steps: Steps, model: CostModel | None, width: int, seen: Collection[str] | None
+    row: StepRow, steps: Steps, model: CostModel | None, width: int, seen: Collection[str] | None, room: int
 ) -> list[Runs]:
     """Returns the rows with the times of a step's parts. They are also the legend of the tracks. `seen`: the kinds of
-    the spans in sight; parts of other kinds are left out if they took no time. None: no part is left out."""
+    the spans in sight; parts of other kinds are left out if they took no time. None: no part is left out. `room`: rows;
+    with too few, the end of the cause is left out."""
     head = Row(f"step {row.step:,}", "bold ink").add("  " + contents(row))
     if row.took_ms is not None:
         head.add("  took ", "dim").add(_duration(row.took_ms), "bold ink")
@@ -75,7 +76,7 @@ def figures(
     if why and head.width + len(why) + 3 <= width:
         head.add(f" ({why})", "dim")
         why = ""
-    rows = [head.done(width), *first_rows(why, "dim", width, WHY_ROWS, "d: details")]
+    rows: list[Runs] = []
     flow = Row()
     marks = None if seen is None else {mark(kind) for kind in seen}
     for glyph, style, name, value in _entries(row, steps):
@@ -86,7 +87,9 @@ def figures(
             rows.append(flow.done(width))
             flow = Row()
         flow.add("  " if flow.width else "").extend(entry)
-    return [*rows, flow.done(width)]
+    rows.append(flow.done(width))
+    most = max(1, min(WHY_ROWS, room - 1 - len(rows)))
+    return [head.done(width), *first_rows(why, "dim", width, most, "d: details"), *rows]
 
 
 def _entries(row: StepRow, steps: Steps) -> list[tuple[str, str, str, str]]:
