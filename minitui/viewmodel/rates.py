@@ -101,7 +101,7 @@ class Rates:
         if device_ms is not None:
             columns["device_ms"][slot] += device_ms
         if self._planned and delayed_ms is not None:  # a sleep takes longer than planned
-            self._stretched += delayed_ms / 1e3 - self._planned
+            self._stretched += max(0.0, delayed_ms / 1e3 - self._planned)
         self._planned = 0.0
         if self._closed:
             self._add_working_time(wall_ms / 1e3)

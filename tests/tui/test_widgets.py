@@ -960,11 +960,11 @@ def test_a_chosen_event_keeps_its_row_when_newer_ones_arrive_and_the_list_ends_w
         for _ in range(3):
             widget.action_move(1)
         chosen = widget.chosen
-        rows = body(widget, view, width, height)
+        rows = [row[5:] for row in body(widget, view, width, height)]  # without the step: it may begin meanwhile
         at = [event.seq for event in widget._at].index(chosen)
         view.fold(records[view.live.state.seq :][:200])
         view.frame(1.0)
-        assert body(widget, view, width, height) == rows and widget.skip > 0
+        assert [row[5:] for row in body(widget, view, width, height)] == rows and widget.skip > 0
         assert widget._at[at].seq == widget.chosen == chosen
         for _ in range(40):  # it is in sight with all its lines, wherever it is
             widget.action_move(1)
