@@ -15,6 +15,7 @@ Only Textual's driver and the status line (minitui/progress.py) write escape seq
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import re
@@ -29,6 +30,10 @@ _RARE = "\x80-\x9f\u2028-\u202e\u2066-\u206f\ud800-\udfff\ufffe\uffff"
 _IN_TEXT = re.compile(f"\r\n|[\\x00-\\x08\\x0b-\\x1f\\x7f{_RARE}]")
 _IN_LINE = re.compile(f"[\\x00-\\x1f\\x7f{_RARE}]")
 _IN_JSON = re.compile(f"[\\x7f{_RARE}]")
+# What stands for frequent characters on a stdout whose encoding lacks these.
+NEAREST = {
+    "…": "...", "·": "-", "–": "-", "×": "x", "“": '"', "”": '"', "‘": "'", "’": "'", "→": "->", "µ": "u",
+}  # fmt: skip
 _SYMBOLS = {chr(code): chr(0x2400 + code) for code in range(32)} | {
     "\r\n": "\n", "\x7f": "\u2421", "\x85": "\u2424", "\u2028": "\u2424", "\u2029": "\u2424",
 }  # fmt: skip
@@ -74,12 +79,21 @@ class PlainStream:
         return getattr(self.stream, name)
 
 
+def _nearest(error: UnicodeError) -> tuple[str, int]:
+    """Returns the nearest ASCII text for characters that an encoding lacks."""
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(NEAREST.get(char, "?") for char in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error("minitui", _nearest)
+
+
 @contextlib.contextmanager
 def plain_output() -> Iterator[None]:
     """Inside this context, stdout and stderr replace control characters, and stdout replaces what it cannot encode."""
     before = sys.stdout, sys.stderr
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")
+        sys.stdout.reconfigure(errors="minitui")
     sys.stdout, sys.stderr = (cast(TextIO, stream and PlainStream(stream)) for stream in before)
     try:
         yield

@@ -66,6 +66,10 @@ def compare(
       minitui compare cache --save demo   also write demo.cache-off.trace and demo.cache-on.trace
       minitui compare demo.cache-off.trace demo.cache-on.trace
       minitui compare cache --json | jq .sentence
+
+    With --json, "differences" has each figure of the text: "first" and "second" are its values, "share" is the change
+    as a share of the first. Times are in ms; null means not known. "runs" has each run: its "settings", all its
+    "figures", and its "requests", as in `minitui tail --requests --json`.
     """
     names = what or []
     text = plain or json or not has_terminal()

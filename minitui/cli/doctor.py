@@ -33,7 +33,11 @@ SIZES = {  # model -> its weights, and how many of them are in the embedding and
 
 
 def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """List what this machine can run, and which optional parts are installed."""
+    """List what this machine can run, and which optional parts are installed.
+
+    With --json, "fits" has the kinds of weights that fit into the memory, each with the least time of a token in ms;
+    "modules" has versions. null means not known, or not installed.
+    """
     found = examine()
     print(json_text(found, indent=2) if json else "\n".join(report(found)))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,7 +40,8 @@ def replay(
         str | None, typer.Option(help="Write a file of this format instead of playing: perfetto, json, md, svg or png.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The file to write. Default: a file beside the recording.")
+        Path | None,
+        typer.Option("--out", "-o", help="The file to write; - is stdout. Default: a file beside the recording."),
     ] = None,
     step: Annotated[int | None, typer.Option(help="The step that a picture shows. Default: the last step.")] = None,
     size: Annotated[str, typer.Option(help="Size of a picture: columns x rows.")] = "120x36",
@@ -50,6 +53,7 @@ def replay(
       minitui chat --record class.trace
       minitui replay class.trace                     keys: space pauses, , and . step, B begin, E end
       minitui replay class.trace --export perfetto   for ui.perfetto.dev
+      minitui replay class.trace --export md -o - | less
       minitui replay class.trace --export svg --step 40 --size 160x48
       minitui replay class.trace --export png --theme light    needs an installed Chromium
     """
@@ -57,6 +61,11 @@ def replay(
         run_list()
     elif export is None:
         raise typer.Exit(run_replay(trace, speed, looks))
+    elif out == Path("-"):
+        with tempfile.TemporaryDirectory() as folder:
+            path = run_export(trace, export, Path(folder, "export"), step, size, looks["theme"])
+            if sys.stdout is not None:
+                sys.stdout.buffer.write(path.read_bytes())
     else:
         print(run_export(trace, export, out, step, size, looks["theme"]))
 

@@ -13,7 +13,7 @@ whether the host or the device limits. While a step does not end, a line says so
 
 With `--requests`, there is one line for each request, when the request has finished: its time to first token, the gaps
 between its tokens, and the cause of the longest gap. While a step does not end, a line says so, also with `--json`: it
-has "stall_ms" in place of "request".
+has "stall_ms" in place of "request". The lines that sum up have "summary" with `--json`.
 """
 
 from __future__ import annotations
@@ -70,9 +70,17 @@ def tail(
       minitui tail http://localhost:8000
       echo "What is a KV cache?" | minitui tail
 
-    With --json, most lines describe a "request". A line has "stall_ms" instead if the engine has given no results for
-    this time: "step" has not ended, and the requests in "waiting" wait for its tokens. The first of these lines comes
-    after a second, and another each time that the stall has become twice as long.
+    With --json, most lines describe a "request", with the figures of the text. Times are in ms. null means not known,
+    or not yet: "first_token_ms" is null before the first token, and "queue_ms" then counts until now. Time in which
+    the engine was paused is only in "queue_paused_ms" and "paused_ms".
+
+    Each minute, and at the end, a line has "summary" instead: what the cache saved in this minute ("hit_rate" is a
+    share), the nodes that are evicted next, and whether the host or the device limits ("host_waits": the share of the
+    time in which the host waits).
+
+    A line has "stall_ms" instead if the engine has given no results for this time: "step" has not ended, and the
+    requests in "waiting" wait for its tokens. The first of these lines comes after a second, and another each time that
+    the stall has become twice as long.
 
     In "causes_ms" of a "longest_gap", the values add up to the gap. The keys are: usual (the expected time without
     prompts), prefill, queue and recompute (after a preemption), other_steps (steps without this request), plan, launch,
@@ -118,9 +126,14 @@ def tail_trace(path: str | Path, out: Callable[[str], None], kind: str = "steps"
     view.group_names = reader.names
     for line in teller_for(view, kind).tell_all(reader):
         out(str(line))
-    if not reader.complete and kind != "json":
-        out("(the recording is incomplete: it was cut off here)")
+    if not reader.complete:
+        (to_stderr if kind == "json" else out)("(the recording is incomplete: it was cut off here)")
     return 0
+
+
+def to_stderr(text: str) -> None:
+    """Print what is no JSON: stdout has only JSON then."""
+    print(text, file=sys.stderr)
 
 
 async def tail_live(
@@ -179,15 +192,15 @@ async def tail_server(
         view.ids_to_text = (await asyncio.to_thread(load, source.info)).decode
         view.reset(await source.snapshot())
         quiet, lost = Quiet(teller_for(view, kind)), False
+        note = to_stderr if kind == "json" else out
         while source.error is None:
             for line in quiet.tell(source.drain_records(), not source.connection):
                 out(str(line))
-            if source.connection and not lost and kind != "json":
-                out(f"({source.connection})")
+            if source.connection and not lost:
+                note(f"({source.connection})")
             lost = bool(source.connection)
             if view.gap:
-                if kind != "json":
-                    out(f"({count(view.dropped, 'record')} lost; the lines continue from here)")
+                note(f"({count(view.dropped, 'record')} lost; the lines continue from here)")
                 view.reset(await _snapshot(source))
                 quiet = Quiet(teller_for(view, kind))
             await asyncio.sleep(POLL_S)

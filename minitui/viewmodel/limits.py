@@ -23,11 +23,16 @@ class Limit:
     steps: int
 
     @property
+    def by(self) -> str:
+        """What limits, if `waits` is known: "device" or "host"."""
+        return "device" if (self.waits or 0.0) >= WAITS else "host"
+
+    @property
     def what(self) -> str:
         """Returns "the device limits", or "the host limits steps with prompts"."""
         if self.waits is None:
             return "host or device limits? unknown"
-        return f"the {'device' if self.waits >= WAITS else 'host'} limits{self.which}"
+        return f"the {self.by} limits{self.which}"
 
     def why(self, width: int = 1_000) -> str:
         """Returns ": the host waits 86 % of their time · last 743 steps"; without the number of steps if `width` is too

@@ -11,6 +11,7 @@ from minitui.viewmodel.model import View
 from minitui.viewmodel.request_words import first_token_words, request_json, request_text, stall_json
 from minitui.viewmodel.requests import RequestFigures, Requests, by_longest_gap, longest_wait
 from minitui.viewmodel.stalls import explain_gap, in_words
+from minitui.viewmodel.summary import summary_json
 from minitui.viewmodel.teller import Line, Teller
 from minitui.visible import json_text
 
@@ -51,13 +52,18 @@ class RequestTeller(Teller):
         yield from self._told()
 
     def summary(self) -> Iterator[Line]:
-        """Yields lines about the longest wait for a first token and the longest gap of all."""
+        """Yields lines about the longest wait for a first token and the longest gap of all; in JSON, what Teller sums
+        up."""
+        if self._json:
+            if self.view.steps.last >= 0:
+                yield JsonLine(0.0, 0, "summary", json_text({"summary": summary_json(self.view)}))
+            return
         texts = []
         if self._waited is not None:
             words = first_token_words(self._waited)
             texts.append(f"the longest wait for a first token of all requests: r{self._waited.id}, {words}")
         texts += [self._longest[1]] if self._longest is not None else []
-        for text in texts if not self._json else ():
+        for text in texts:
             yield Line(self.view.live.state.t, self.view.live.state.step, "longest", text)
 
     def _stall(self, seconds: float, step: int | None, prefills: list[int], waiting: list[int], text: str) -> Line:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from minitui.text import count
 from minitui.viewmodel.eviction import is_under_pressure, pressure_words
 from minitui.viewmodel.limits import limits
@@ -33,6 +35,30 @@ def summary(view: View) -> list[str]:
     return texts + [limit.what + limit.why() for limit in limits(view.steps, view.horizon)]
 
 
+def summary_json(view: View) -> dict[str, Any]:
+    """Returns the summary as plain data; null for what is unknown. "text" has its sentences."""
+    evicted = view.tree.evicted_next(view.live, view.decode)
+    return {
+        "saved_prompt_tokens": view.saved_in_the_last_minute,
+        "hit_rate": None if view.hit_rate is None else round(view.hit_rate, 4),
+        "tokens_cached_after_preemption": view.resumed_in_the_last_minute,
+        "evicted_next": [{"node": node.node, "tokens": node.tokens, "name": _name(node)} for node in evicted],
+        "limits": [
+            {
+                "steps": f"all{limit.which}".removeprefix("all steps "),
+                "by": None if limit.waits is None else limit.by,
+                "host_waits": None if limit.waits is None else round(limit.waits, 4),
+            }
+            for limit in limits(view.steps, view.horizon)
+        ],
+        "text": summary(view),
+    }
+
+
+def _name(node: TreeRow) -> str:
+    return node.name or f"“{quoted(node.text, MOST_TEXT)}”"
+
+
 def _node(node: TreeRow) -> str:
-    what = node.name or f"“{quoted(node.text, MOST_TEXT)}”"
+    what = _name(node)
     return f"{node.rank}. {what} ({count(node.tokens, 'token')})"

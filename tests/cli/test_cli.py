@@ -348,6 +348,16 @@ def test_closed_standard_streams_are_no_bug(command, code, tmp_path):
     assert "bug" not in done.stderr
 
 
+def test_an_export_goes_to_stdout_and_stdout_gets_the_nearest_characters_of_its_encoding(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["replay", "small-pool", "--export", "json", "-o", "-"])
+    assert len(json.loads(result.stdout)["records"]) > 100 and not list(tmp_path.iterdir())
+    env = {**os.environ, "MINITUI_DATA": str(tmp_path), "PYTHONIOENCODING": "ascii"}
+    line = [sys.executable, "-m", "minitui", "tail", "small-pool"]
+    said = subprocess.run(line, capture_output=True, timeout=60, env=env).stdout
+    assert b'evicted next: 1. "...paged attention? Paged..." (112 tokens)' in said and b" - last 159 " in said
+
+
 @needs_full
 def test_an_export_that_fails_leaves_no_half_file(here, tmp_path, monkeypatch):
     def half(reader, path):

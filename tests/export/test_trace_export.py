@@ -380,6 +380,19 @@ def test_a_server_s_lines_are_summed_up_every_minute(
     assert len(told) == 2 and 0.45 < told[1].t - told[0].t < 0.8, [str(line) for line in told]
 
 
+def test_a_recording_that_was_cut_off_is_said_beside_the_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cut.trace"
+    path.write_bytes(bundled()["small-pool"].read_bytes()[:6000])
+    assert tail_trace(path, print, "json") == 0
+    lines, notes = capsys.readouterr()
+    assert all(set(json.loads(line)) & {"request", "summary"} for line in lines.splitlines()) and lines
+    assert notes == "(the recording is incomplete: it was cut off here)\n"
+    assert tail_trace(path, print) == 0
+    assert capsys.readouterr().out.endswith(notes)
+
+
 def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="perfetto, json, md"):
         export(GOLDEN, "gif")

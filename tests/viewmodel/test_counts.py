@@ -63,7 +63,8 @@ class Shown:
         self.summary = "\n".join(summary(view))
         told: list[str] = []
         tail_trace(path, told.append, "json")
-        self.requests: list[dict[str, Any]] = [json.loads(line) for line in told]
+        *self.requests, last = [json.loads(line) for line in told]
+        self.summed_up: dict[str, Any] = last["summary"]
         self.run = Run(view).figures
 
     def number(self, panel: str, pattern: str) -> float:
@@ -203,8 +204,16 @@ def test_the_history_of_levels_does_not_depend_on_the_batches_of_records(at_end:
 def test_what_the_cache_saved(at_end: Shown) -> None:
     view, again = at_end.view, at_end.total("tokens_computed_twice")
     assert at_end.run.twice == again and at_end.number("waste", r"([\d,]+) preempted") == again
-    saved = view.saved_in_the_last_minute
-    assert f"saved {saved:,} prompt token" in at_end.summary
+    saved, data = view.saved_in_the_last_minute, at_end.summed_up
+    assert f"saved {saved:,} prompt token" in at_end.summary and saved == at_end.run.cached
+    assert data["saved_prompt_tokens"] == saved and "\n".join(data["text"]) == at_end.summary
+    assert data["tokens_cached_after_preemption"] == at_end.total("tokens_cached_after_preemption")
+    assert data["hit_rate"] == pytest.approx(view.hit_rate, abs=1e-4)
+    for node in data["evicted_next"]:
+        assert f"{node['name']} ({node['tokens']:,} token" in at_end.summary
+    for limit in data["limits"]:
+        known = f"the {limit['by']} limits" if limit["by"] else "limits? unknown"
+        assert known in at_end.summary and (limit["host_waits"] is None) == (limit["by"] is None)
     assert at_end.number("tree", r"([\d,]+) (?:prompt tokens )?saved") == saved
     if view.hit_rate is not None:
         assert f"{100 * view.hit_rate:.1f} % of all" in at_end.summary
