@@ -165,7 +165,8 @@ class TraceReader:
         """Read the header, the positions of keyframes, the words, names and bookmarks in one pass."""
         with LineFile(self.path) as file:
             if not file.is_gzip():
-                raise TraceError(f"{self.path} is not a minitui trace: it is not a gzip file")
+                why = "is not a gzip file" if self.path.stat().st_size else "has no bytes"
+                raise TraceError(f"{self.path} is not a minitui trace: it {why}")
             for member in file.members():
                 self._scan_member(file, member)
         if not self.header or not self.keyframes:

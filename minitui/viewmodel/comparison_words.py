@@ -23,6 +23,7 @@ KEYS = {  # a setting -> the quantity that it is meant to change (comparison.py)
     "prefix_caching": "computed", "chunked_prefill": "gap_longest", "scheduling_policy": "steps",
     "speculation": "steps", "num_blocks": "preemptions",
 }  # fmt: skip
+DIGITS = 4  # of numbers in JSON, after the point
 TITLE, VALUE, CHANGE = 24, 22, 9  # cells of a column
 
 
@@ -70,7 +71,9 @@ def told(comparison: Comparison, title: str, settings: str, notes: Sequence[str]
 def as_data(comparison: Comparison, title: str, infos: Sequence[Info], notes: Sequence[str]) -> dict[str, Any]:
     """Returns the comparison as data. Durations are in ms; null: not known."""
     changes = {
-        one.quantity.name: {"first": one.first, "second": one.second, "share": one.share, "better": one.better}
+        one.quantity.name: _rounded(
+            {"first": one.first, "second": one.second, "share": one.share, "better": one.better}
+        )
         for one in comparison.differences
     }
     return {
@@ -85,6 +88,19 @@ def _run(run: Run, info: Info) -> dict[str, Any]:
     return {
         "name": run.name,
         "settings": {name: info[name] for name in SETTINGS if name in info},
-        "figures": asdict(run.figures),
+        "figures": _rounded(asdict(run.figures)),
         "requests": [request_data(run.view, lane) for lane in run.lanes],
     }
+
+
+def _rounded(data: dict[str, Any]) -> dict[str, Any]:
+    """Returns the data with whole numbers as such, and with other numbers rounded."""
+    return {name: _number(value) for name, value in data.items()}
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, dict):
+        return _rounded(value)
+    if not isinstance(value, float):
+        return value
+    return int(value) if value.is_integer() else round(value, DIGITS)

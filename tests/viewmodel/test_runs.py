@@ -158,7 +158,8 @@ def test_the_longest_gap_of_a_request_is_marked_if_it_stands_out(monkeypatch: py
 def test_the_sentence_names_the_key_figure_the_time_and_what_got_worse(monkeypatch: pytest.MonkeyPatch) -> None:
     one = viewed(played(monkeypatch), "a")
     same = compared(one, viewed(played(monkeypatch), "b"))
-    assert same.sentence == "No figure of the two runs differs."
+    assert Comparison([Run(one), Run(one)]).sentence == "No figure of the two runs differs."
+    assert same.sentence.startswith("No figure of the two runs differs")
     changes = {one.quantity.name: one.change for one in same.differences}
     changes.pop("delayed", None)  # the host of this test may really have waited for a core
     assert {*changes.values()} == {"same"}
