@@ -155,10 +155,12 @@ class KvSource(OpenAISource):
                         if not self.joined:
                             break
                     self._cut = True
-                    while await socket.poll(0):  # messages that arrived before
-                        await asyncio.sleep(0.01)
                 finally:
                     receiving.cancel()
+                await asyncio.wait({receiving})
+                with contextlib.suppress(zmq.Again):  # messages that arrived before
+                    while True:
+                        await self._arrived(await socket.recv_multipart(zmq.NOBLOCK))
             await asyncio.sleep(AGAIN_S)
 
     async def _receive(self, socket: Any) -> None:
@@ -166,10 +168,12 @@ class KvSource(OpenAISource):
         if self.replay:
             await self._ask(self._last + 1)
         while True:
-            frames = await socket.recv_multipart()
-            if len(frames) == 3 and len(frames[1]) == 8:
-                await self._live(int.from_bytes(frames[1], "big"), frames[2])
+            await self._arrived(await socket.recv_multipart())
             await asyncio.sleep(0)  # a waiting message is received without a turn of the event loop
+
+    async def _arrived(self, frames: list[bytes]) -> None:
+        if len(frames) == 3 and len(frames[1]) == 8:
+            await self._live(int.from_bytes(frames[1], "big"), frames[2])
 
     async def _live(self, number: int, payload: bytes) -> None:
         if number <= self._last_live:
