@@ -167,12 +167,14 @@ def _brief(part: Cause) -> str:
 
 
 def _excess(explanation: Explanation) -> list[Cause]:
-    """Returns the named parts of an excess that is more than the usual variation, and the unexplained rest."""
+    """Returns the named parts of an excess that is more than the usual variation, and the rest. As in the texts of
+    gaps, a rest within the usual variation needs no explanation."""
     if not explanation.slow and not explanation.longer:
         return []
     parts, excess = list(explanation.causes or explanation.varied), explanation.took - explanation.expected
-    unexplained = excess - sum(part.ms for part in parts)
-    parts += [Cause("unexplained", unexplained, "unexplained")] * (unexplained > max(LEAST_REST * excess, 0.005))
+    rest = excess - sum(part.ms for part in parts)
+    name, key = ("usual variation", "variation") if rest <= explanation.variation else ("unexplained", "unexplained")
+    parts += [Cause(name, rest, key)] * (rest > max(LEAST_REST * excess, 0.005))
     return largest_first(parts)
 
 
