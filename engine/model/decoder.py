@@ -198,11 +198,11 @@ class Decoder:
         self.norm = norm_weight(config, config.hidden_size, dtype, device)
         self.head = self.embedding if config.tie_word_embeddings else outer.empty(*size)
         exact = torch.float64 if dtype == torch.float64 else torch.float32
-        with torch.device("meta" if device.type == "meta" else "cpu"):  # a decoder without memory has no tables either
-            tables = {
-                rope: rope_table(rope, config.head_dim, max_positions, config.max_position).to(device, exact)
-                for rope in config.layer_ropes or (config.rope,)
-            }
+        tables = {
+            rope: torch.empty(max_positions, config.head_dim, dtype=exact, device=device) if device.type == "meta"
+            else rope_table(rope, config.head_dim, max_positions, config.max_position).to(device, exact)
+            for rope in config.layer_ropes or (config.rope,)
+        }  # fmt: skip
         self.rope_tables = [tables[config.rope_of(i)] for i in range(config.num_layers)]  # of each layer
         scales = query_scales(config.rope, max_positions)
         self.query_scales = None if scales is None else scales.to(device, dtype)

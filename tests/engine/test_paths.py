@@ -224,7 +224,7 @@ ROWS, AWQ = Packing("compressed-tensors", floats=True, strategy="channel"), Pack
         (ROWS, {}, ADA, 80, "none", "expanded to bfloat16: .* capability 9.0 or more, but Some GPU has 8.9"),
         (replace(BLOCKS, block=(64, 64)), {}, HOPPER, 80, "none", "a scale per 128 x 128 block, not per 64 x 64"),
         (replace(ROWS, floats=False), {}, HOPPER, 80, "checkpoint", ""),
-        (Packing("gptq", 8, 128), {}, HOPPER, 80, "none", "to bfloat16: our kernels for integers .* not packed integers"),
+        (Packing("gptq", 8, 128), {}, HOPPER, 80, "none", "our kernels for integers .* not packed integers"),
         (AWQ, {}, HOPPER, 80, "none", "the checkpoint's awq weights are expanded to bfloat16: our kernels"),
         (AWQ, {}, HOPPER, 1, "fp8", "expanded, then rounded to e4m3 .* would take 0.0 GB, and 0.9 GB are free"),
         (AWQ, TWO, HOPPER, 1, "none", "expanded to bfloat16"),

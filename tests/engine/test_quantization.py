@@ -402,6 +402,13 @@ def test_models_that_cannot_have_8_bit_weights_are_refused(
         build_runner(read_model_config(checkpoint), EngineConfig(device="cpu", **options), checkpoint)
 
 
+def test_the_size_of_weights_is_known_without_computing_on_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arithmetic on torch's "meta" device imports torch's compiler, which would take a second at each start."""
+    monkeypatch.setattr("engine.model.decoder.rope_table", lambda *_: pytest.fail("a table without memory is computed"))
+    assert quantised.weight_bytes("none", read_model_config(tutor.model_dir()), torch.float32) > 0
+
+
+
 @pytest.mark.parametrize(
     ("options", "changes", "sentence"),
     [
