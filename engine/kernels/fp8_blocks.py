@@ -95,6 +95,20 @@ def round_groups(x: torch.Tensor, *, silu: bool = False, both: bool = False) -> 
     return values, scale
 
 
+@triton.jit
+def tile_of_program(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """Returns (row, column) of this program's tile, in tiles.
+
+    Programs that run at the same time take neighbouring tiles, so they share rows of x and w in the L2 cache: GROUP
+    rows of tiles, one column after the other.
+    """
+    down = tl.cdiv(M, BLOCK_M)
+    span = GROUP * tl.cdiv(N, BLOCK_N)
+    first = tl.program_id(0) // span * GROUP
+    height = tl.minimum(down - first, GROUP)
+    return first + tl.program_id(0) % span % height, tl.program_id(0) % span // height
+
+
 @triton.jit(do_not_specialize=["M"])  # one compiled program for any number of tokens
 def _product_kernel(
     x,
@@ -112,13 +126,7 @@ def _product_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Programs that run at the same time take neighbouring tiles, so they share rows of x and w in the L2 cache.
-    down = tl.cdiv(M, BLOCK_M)
-    span = GROUP * tl.cdiv(N, BLOCK_N)
-    first = tl.program_id(0) // span * GROUP
-    height = tl.minimum(down - first, GROUP)
-    tile_m = first + tl.program_id(0) % span % height
-    tile_n = tl.program_id(0) % span // height
+    tile_m, tile_n = tile_of_program(M, N, BLOCK_M, BLOCK_N, GROUP)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     at_scale = w_scale + tile_n * BLOCK_N // BLOCK_K * (K // BLOCK_K)

@@ -13,10 +13,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels.card import card, fitting, overlap
+from engine.kernels.fp8_blocks import GROUP_M, tile_of_program
 from engine.kernels.gemv import ScaledMatrix
 
 BLOCK_K = 128
-GROUP_M = 8  # tiles of tokens that share the weights in the L2 cache
 
 
 @triton.jit(do_not_specialize=["M"])  # one compiled program for any number of tokens
@@ -36,13 +36,7 @@ def _product_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Programs that run at the same time take neighbouring tiles, so they share rows of x and w in the L2 cache.
-    down = tl.cdiv(M, BLOCK_M)
-    span = GROUP * tl.cdiv(N, BLOCK_N)
-    first = tl.program_id(0) // span * GROUP
-    height = tl.minimum(down - first, GROUP)
-    tile_m = first + tl.program_id(0) % span % height
-    tile_n = tl.program_id(0) % span // height
+    tile_m, tile_n = tile_of_program(M, N, BLOCK_M, BLOCK_N, GROUP)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     by_row = tl.load(w_scale + n, mask=n < N, other=0.0)
