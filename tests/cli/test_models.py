@@ -23,6 +23,7 @@ from engine.worker.kept_files import directory
 from minitui import tutor
 from minitui.bench.shapes import write_config
 from minitui.cli.models import Machine, complete_model, examine, fit, models
+from tests.support.gguf_files import add_sizes
 
 GB = 10**9
 CONFIG = (tutor.model_dir() / "config.json").read_bytes()
@@ -168,12 +169,7 @@ def gguf(path: Path, architecture: str = "qwen3") -> Path:
     """The header of a GGUF file of a model with the bundled one's shape, without its tensors' data."""
     writer = pytest.importorskip("gguf").GGUFWriter(str(path), architecture)
     config = json.loads(CONFIG)
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    add_sizes(writer, config)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_tensor("token_embd.weight", np.zeros((config["vocab_size"], config["hidden_size"]), np.float16))
     writer.write_header_to_file()

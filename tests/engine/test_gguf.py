@@ -24,7 +24,7 @@ from engine.model.hf_config import read_model_config
 from engine.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from minitui import tutor
-from tests.support.gguf_files import add_tokenizer
+from tests.support.gguf_files import add_sizes, add_tokenizer
 from tests.support.models import load_decoder, make_runner
 
 gguf = pytest.importorskip("gguf")
@@ -49,12 +49,7 @@ def written(
     """The bundled model as a GGUF file, with matrices of this type; in parts of so many `tensors` (0: one file)."""
     config = json.loads((TUTOR / "config.json").read_text())
     writer = gguf.GGUFWriter(str(path), "qwen3", split_max_tensors=tensors)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    add_sizes(writer, config)
     writer.add_key_length(config["head_dim"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])

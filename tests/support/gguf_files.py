@@ -39,6 +39,16 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
+def add_sizes(writer: Any, fields: dict[str, Any]) -> None:
+    """Write the sizes of a model. `fields`: its config.json."""
+    writer.add_block_count(fields["num_hidden_layers"])
+    writer.add_context_length(fields["max_position_embeddings"])
+    writer.add_embedding_length(fields["hidden_size"])
+    writer.add_feed_forward_length(fields["intermediate_size"])
+    writer.add_head_count(fields["num_attention_heads"])
+    writer.add_head_count_kv(fields["num_key_value_heads"])
+
+
 class Converter:
     """Writes one file. `fields`: the config.json, completed by transformers."""
 
@@ -55,12 +65,7 @@ class Converter:
         writer, fields = self.writer, self.fields
         heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
         head_dim = fields.get("head_dim") or hidden // heads
-        writer.add_block_count(fields["num_hidden_layers"])
-        writer.add_context_length(fields["max_position_embeddings"])
-        writer.add_embedding_length(hidden)
-        writer.add_feed_forward_length(fields["intermediate_size"])
-        writer.add_head_count(heads)
-        writer.add_head_count_kv(fields["num_key_value_heads"])
+        add_sizes(writer, fields)
         if "rms_norm_eps" in fields:
             writer.add_layer_norm_rms_eps(fields["rms_norm_eps"])
         else:
