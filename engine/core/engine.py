@@ -31,7 +31,7 @@ from engine.core.masks import dead_end
 from engine.core.request import Grammar, Grammars, Request
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.step import Emitted, Scheduled, StepPlan, StepResult
-from engine.core.step_clock import LAUNCH, PLAN, WAIT, StepClock, StepTimes
+from engine.core.step_clock import LAUNCH, PLAN, StepClock, StepTimes
 from engine.core.token_rules import TokenRules
 from engine.errors import DeviceLost, InvalidRequest, loses_device
 from engine.params import SamplingParams
@@ -222,7 +222,7 @@ class Engine:
             result = launched.wait()
         except Exception as error:
             return self._failed(scheduled, error)
-        times.arrived = self.clock.lap(WAIT)
+        self.clock.arrive(times)
         emitted = self.scheduler.commit(scheduled, result)
         wall_s = self.clock.record(times, plan, result, emitted)
         if result.expert_load is not None:

@@ -12,9 +12,9 @@ into the parts of the host's work, whichever step the work was for; the parts ad
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from engine.core.host_pauses import HostPauses
+from engine.core.host_pauses import NO_PAUSES, HostPauses, Pauses
 from engine.core.step import Emitted, StepPlan, StepResult
 from engine.trace.records import RecordLog
 
@@ -23,17 +23,19 @@ COMMIT, EMIT, GATE, PLAN, LAUNCH, WAIT = range(6)  # the parts, in the order of 
 # A step is slow if it takes more than SLOW times the usual time plus SLOW_S seconds: then the host's delays are read.
 SLOW = 1.2
 SLOW_S = 1e-4  # shorter delays are not worth a reading
-READ_AGAIN_S = 0.02  # the delays are also read after this much work: a slow step must not get the delays of old steps
+READ_AGAIN_S = 1e-3  # the delays are also read after this much work: a slow step must not get the delays of old steps
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """The moments of one step, in seconds of `now()`."""
+    """The moments of one step, in seconds of `now()`, and what the host did until the ids arrived."""
 
     begun: float
     planned: float = 0.0
     launched: float = 0.0
     arrived: float = 0.0  # the ids are on the host
+    parts: list[float] = field(default_factory=list)  # seconds since the arrival before, by kind of work
+    pauses: Pauses = NO_PAUSES  # in the same time
 
 
 class StepClock:
@@ -80,6 +82,13 @@ class StepClock:
         self._lap_at = at
         return at
 
+    def arrive(self, times: StepTimes) -> None:
+        """Note that the ids of a step are on the host: this ends the parts of this time, and their pauses."""
+        times.arrived = self.lap(WAIT)
+        times.parts, self._parts = self._parts, [0.0] * 6
+        worked_s = sum(times.parts) - times.parts[GATE]
+        times.pauses = self._pauses.since_last(delays=self._reads_delays(worked_s))
+
     def idle(self) -> None:
         """Begin an idle period: the time until the next `begin` belongs to no step."""
         self._lap_at = 0.0
@@ -97,7 +106,7 @@ class StepClock:
         kind = "decode" if not prefills else "mixed" if plan.num_decoding else "prefill"
         if prefills:
             self._record_first_tokens(emitted)
-        (commit, emit, gate, plan_s, launch, wait), self._parts = self._parts, [0.0] * 6
+        commit, emit, gate, plan_s, launch, wait = times.parts
         commit_s = self.lap(COMMIT) - times.arrived
         launch_s = times.launched - times.planned
         if self._synchronous and result.device_ms is not None:
@@ -108,8 +117,7 @@ class StepClock:
         if result.comm is not None:
             ranks, comm_ms = result.comm
             self._log.append("comm", plan.step, ranks, round(comm_ms, 3))
-        worked_s = commit + emit + plan_s + launch + wait
-        gc_s, delayed_s, stops = self._pauses.since_last(delays=self._reads_delays(worked_s))
+        gc_s, delayed_s, stops = times.pauses
         self._log.append(
             "parts", plan.step, round(commit * 1e6), round(emit * 1e6), round(gate * 1e6), round(plan_s * 1e6),
             round(launch * 1e6), round(wait * 1e6), round(gc_s * 1e6),
@@ -124,7 +132,7 @@ class StepClock:
     def _reads_delays(self, took_s: float) -> bool:
         """Return whether to read the host's delays for a step that took this time.
 
-        They are not read for every step, because reading them costs more than the rest of the record.
+        They are not read for every short step, because reading them costs more than the rest of the record.
         """
         usual_s = self._usual_s
         slow = took_s > SLOW * usual_s + SLOW_S

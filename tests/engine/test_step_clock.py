@@ -12,7 +12,7 @@ import pytest
 
 from engine.core import host_pauses, step_clock
 from engine.core.engine import Engine
-from engine.core.scheduler import SchedulerConfig
+from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.step import StepPlan, StepResult
 from engine.params import SamplingParams
 
@@ -73,6 +73,31 @@ def test_the_parts_of_the_hosts_time_add_up_to_the_time_between_arrivals(
         assert wait == 0.0 and times[4][7] == 1e3 * (commit + emit + plan + launch)
     else:
         assert wait == DEVICE and times[4][7] == 1e3 * (plan + launch + wait)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_delay_counts_for_the_step_whose_parts_contain_it(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit is a part of the time of the next step: so is the time in which another program delayed the commit."""
+    runner, unread = Timed(monkeypatch), list[float]()
+
+    def delays(self: host_pauses.HostPauses) -> float:
+        found, unread[:] = sum(unread), []
+        return found
+
+    monkeypatch.setattr(host_pauses.HostPauses, "_read_delays", delays)
+    commit, late = Scheduler.commit, {4: 7.0, 5: 9.0}
+
+    def delayed(scheduler: Scheduler, scheduled: Any, result: Any) -> Any:
+        pause = late.get(scheduled.plan.step, 0.0)
+        runner.now += pause
+        unread.append(pause)
+        return commit(scheduler, scheduled, result)
+
+    monkeypatch.setattr(Scheduler, "commit", delayed)
+    parts, _ = recorded(runner, overlap, monkeypatch)
+    found = {part[3]: (part[4] / 1e6 - COMMIT, part[11] / 1e6) for part in parts[1:]}
+    assert found[5] == (7.0, 7.0) and found[6] == (9.0, 9.0)
+    assert all(delay == 0.0 for step, (_, delay) in found.items() if step not in (5, 6)), "each step was read"
 
 
 def test_time_without_work_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
