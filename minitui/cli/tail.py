@@ -75,8 +75,9 @@ def tail(
     the engine was paused is only in "queue_paused_ms" and "paused_ms".
 
     Each minute, and at the end, a line has "summary" instead: what the cache saved in this minute ("hit_rate" is a
-    share), the nodes that are evicted next, and whether the host or the device limits ("host_waits": the share of the
-    time in which the host waits).
+    share), the nodes that are evicted next, and whether the host or the device limits ("other_programs": the share of
+    the time in which another program had the core; "host_waits": in the rest of the time, the share in which the host
+    waits, or the least that it can be; then "host_waits_at_most" is larger).
 
     A line has "stall_ms" instead if the engine has given no results for this time: "step" has not ended, and the
     requests in "waiting" wait for its tokens. The first of these lines comes after a second, and another each time that

@@ -182,8 +182,9 @@ class Comparison:
     def disturbed(self) -> str:
         """A sentence if other programs delayed a run by a clear share of its time; else empty."""
         parts = [
-            f"{duration(run.figures.delayed)} of {run.name or 'this run'}" for run in self.runs
-            if run.figures.delayed is not None and run.figures.delayed > CLEAR * run.figures.time
+            f"{duration(figures.delayed)} ({figures.delayed / figures.time:.0%}) of {run.name or 'this run'}"
+            for run in self.runs
+            if (figures := run.figures).delayed is not None and figures.delayed > CLEAR * figures.time
         ]  # fmt: skip
         if not parts:
             return ""

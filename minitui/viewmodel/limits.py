@@ -1,4 +1,10 @@
-"""Says whether the host or the device limits the speed, from the share of time in which the host waits."""
+"""Says what limits the speed, from measured times: the host, the device, or other programs on the engine's cores.
+
+The host's waits are the device's time. Another program on the core delays the host's work and, if the device is a CPU,
+the device: both get the rest of the time only. A step's record has the length of the delays but not their place in the
+step, so the host's share of waits in the rest is known as a range. It is narrow unless other programs have most of the
+time.
+"""
 
 from __future__ import annotations
 
@@ -10,43 +16,86 @@ from minitui.viewmodel.cost_model import PLANNED, windows
 from minitui.viewmodel.steps import Steps
 
 LIMIT_STEPS = 1_000  # the last steps that decide
-WAITS = 0.5  # a host that waits for at least this share of the time is limited by the device
+HALF = 0.5  # the share of the time from which on the device, or other programs, limit
+LEAST_OTHERS = 0.005  # a smaller share of other programs is 0 % in words, and not told
+
+
+@dataclass(frozen=True, slots=True)
+class OtherPrograms:
+    """Other programs had a core of the engine for this `share` of the time, while the engine had work for it."""
+
+    share: float
+    steps: int
+
+    @property
+    def limit(self) -> bool:
+        """True if they limit the speed: they had the core for half of the time or more."""
+        return self.share >= HALF
+
+    @property
+    def what(self) -> str:
+        """Returns "other programs limit", or "another program had the core"."""
+        return "other programs limit" if self.limit else "another program had the core"
+
+    def why(self, width: int = 1_000) -> str:
+        """Returns " for 31 % of the time · last 743 steps"; without the number of steps if `width` is too small."""
+        begin = ": they had the core" if self.limit else ""
+        return _fitting(self.what, f"{begin} for {100 * self.share:.0f} % of the time", self.steps, width)
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
     """What limits some steps. `which`: empty for all, " steps with prompts" for those in whose time the host launched
-    prompts, " steps without prompts" for the others. `waits`: the host's share of waiting; None: not reported."""
+    prompts, " steps without prompts" for the others. `waits`: the least and the largest possible share of the host's
+    waits in the time that other programs left; None: not reported. `others`: see OtherPrograms; None: not measured."""
 
     which: str
-    waits: float | None
     steps: int
+    waits: tuple[float, float] | None = None
+    others: float | None = None
 
     @property
-    def by(self) -> str:
-        """What limits, if `waits` is known: "device" or "host"."""
-        return "device" if (self.waits or 0.0) >= WAITS else "host"
+    def by(self) -> str | None:
+        """What limits: "device" or "host"; None: unknown."""
+        if self.waits is None or self.waits[0] < HALF <= self.waits[1]:
+            return None
+        return "device" if self.waits[0] >= HALF else "host"
 
     @property
     def what(self) -> str:
-        """Returns "the device limits", or "the host limits steps with prompts"."""
-        if self.waits is None:
-            return "host or device limits? unknown"
-        return f"the {self.by} limits{self.which}"
+        """Returns "the device limits", or "the host limits steps with prompts". Beside other programs: "the device
+        limits the rest"."""
+        of = (" the rest" + " of" * bool(self.which)) * told(self.others) + self.which
+        return f"host or device limits{of}? unknown" if self.by is None else f"the {self.by} limits{of}"
 
     def why(self, width: int = 1_000) -> str:
         """Returns ": the host waits 86 % of their time · last 743 steps"; without the number of steps if `width` is too
         small for it."""
         if self.waits is None:
             return ": the engine does not report its waits"
-        text = f": the host waits {100 * self.waits:.0f} % of {'their' if self.which else 'the'} time"
-        last = f" · last {self.steps:,} steps"
-        return text + (last if len(self.what) + len(text) + len(last) <= width else "")
+        least, most = (f"{100 * share:.0f}" for share in self.waits)
+        time = "it" if told(self.others) else f"{'their' if self.which else 'the'} time"
+        text = f": the host waits {least if least == most else f'{least} to {most}'} % of {time}"
+        if self.others is None:
+            text = _fitting(self.what, text, " (other programs: unknown)", width)
+        return _fitting(self.what, text, self.steps, width)
 
 
-def limits(steps: Steps, horizon: int) -> list[Limit]:
-    """Returns what limits the steps up to `horizon`: one Limit, or two if the host limits the steps in whose time it
-    launches prompts and the device limits the others (or the reverse). Empty before the first timed step."""
+def told(share: float | None) -> bool:
+    """Returns True if other programs had a share of the time that is worth a line."""
+    return share is not None and share >= LEAST_OTHERS
+
+
+def _fitting(before: str, text: str, more: str | int, width: int) -> str:
+    """Returns `text` with `more`, the number of steps or words, if all fits into `width` after `before`."""
+    tail = f" · last {more:,} steps" if isinstance(more, int) else more
+    return text + tail * (len(before) + len(text) + len(tail) <= width)
+
+
+def limits(steps: Steps, horizon: int) -> list[OtherPrograms | Limit]:
+    """Returns what limits the steps up to `horizon`: OtherPrograms if these had a part of the time; then one Limit, or
+    two if the host limits the steps in whose time it launches prompts and the device limits the others (or the
+    reverse). Empty before the first timed step."""
     at = steps.indices(horizon - LIMIT_STEPS + 1, horizon)
     at = at[~np.isnan(steps.column("wall")[at])]
     if not len(at):
@@ -55,14 +104,22 @@ def limits(steps: Steps, horizon: int) -> list[Limit]:
     took = np.sum([seen.parts[name] for name in ("wait", "commit", "emit", *PLANNED)], axis=0)
     known = took > 0  # not NaN
     if not known.any():
-        return [Limit("", None, len(at))]
+        return [Limit("", len(at))]
+    delayed, wait, every = steps.column("part:delayed")[at].astype(np.float64), seen.parts["wait"], int(known.sum())
+    measured = not np.isnan(delayed[known]).all()
+    delayed = np.nan_to_num(delayed)
 
-    def waits(of: np.ndarray) -> float:
-        return float(seen.parts["wait"][of].sum() / took[of].sum())
+    def share(of: np.ndarray) -> float | None:
+        return float(delayed[of].sum() / took[of].sum()) if measured else None
 
-    prompts, every = seen.with_prompts, int(known.sum())
+    def limit(which: str, of: np.ndarray) -> Limit:
+        rest = max(float((took - delayed)[of].sum()), 1e-9)
+        # The delays of a step lie in its waits, as far as these are long enough, or in the host's work.
+        least, most = np.maximum(wait - delayed, 0.0), np.minimum(wait, took - delayed)
+        return Limit(which, every, (float(least[of].sum()) / rest, float(most[of].sum()) / rest), share(of))
+
+    prompts, others = seen.with_prompts, share(known)
+    first = [OtherPrograms(others, every)] if others is not None and told(others) else []
     kinds = {" steps without prompts": known & ~prompts, " steps with prompts": known & prompts}
-    found = [Limit(which, waits(of), every) for which, of in kinds.items() if of.any()]
-    if len({limit.waits is not None and limit.waits >= WAITS for limit in found}) > 1:
-        return found
-    return [Limit("", waits(known), every)]
+    found = [limit(which, of) for which, of in kinds.items() if of.any()]
+    return [*first, *(found if len({one.by for one in found}) > 1 else [limit("", known)])]

@@ -6,7 +6,7 @@ from typing import Any
 
 from minitui.text import count
 from minitui.viewmodel.eviction import is_under_pressure, pressure_words
-from minitui.viewmodel.limits import limits
+from minitui.viewmodel.limits import Limit, OtherPrograms, limits
 from minitui.viewmodel.model import View
 from minitui.viewmodel.tree import TreeRow, quoted
 
@@ -37,22 +37,26 @@ def summary(view: View) -> list[str]:
 
 def summary_json(view: View) -> dict[str, Any]:
     """Returns the summary as plain data; null for what is unknown. "text" has its sentences."""
-    evicted = view.tree.evicted_next(view.live, view.decode)
+    evicted, found = view.tree.evicted_next(view.live, view.decode), limits(view.steps, view.horizon)
     return {
         "saved_prompt_tokens": view.saved_in_the_last_minute,
         "hit_rate": None if view.hit_rate is None else round(view.hit_rate, 4),
         "tokens_cached_after_preemption": view.resumed_in_the_last_minute,
         "evicted_next": [{"node": node.node, "tokens": node.tokens, "name": _name(node)} for node in evicted],
-        "limits": [
-            {
-                "steps": f"all{limit.which}".removeprefix("all steps "),
-                "by": None if limit.waits is None else limit.by,
-                "host_waits": None if limit.waits is None else round(limit.waits, 4),
-            }
-            for limit in limits(view.steps, view.horizon)
-        ],
+        "limits": [_limit(one) for one in found if isinstance(one, Limit) or one.limit],
         "text": summary(view),
     }
+
+
+def _limit(limit: OtherPrograms | Limit) -> dict[str, Any]:
+    if isinstance(limit, OtherPrograms):
+        return {"steps": "all", "by": "other_programs", "other_programs": round(limit.share, 4)}
+    least, most = (None, None) if limit.waits is None else (round(share, 4) for share in limit.waits)
+    return {
+        "steps": f"all{limit.which}".removeprefix("all steps "), "by": limit.by,
+        "other_programs": None if limit.others is None else round(limit.others, 4),
+        "host_waits": least, "host_waits_at_most": most,
+    }  # fmt: skip
 
 
 def _name(node: TreeRow) -> str:

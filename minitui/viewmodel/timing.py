@@ -20,7 +20,7 @@ from minitui.viewmodel.causes import (
 )  # fmt: skip
 from minitui.viewmodel.cost_model import CostModel
 from minitui.viewmodel.first_tokens import FirstToken, FirstTokens
-from minitui.viewmodel.limits import Limit, limits
+from minitui.viewmodel.limits import Limit, OtherPrograms, limits
 from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.steps import Steps
 
@@ -67,7 +67,7 @@ class Timings:
     drafted: int = 0  # draft tokens verified
     accepted: int = 0  # draft tokens accepted
     per_row: float = 1.0  # tokens per row and decode step, accepted drafts included
-    limits: tuple[Limit, ...] = ()  # whether the host or the device limits the speed
+    limits: tuple[OtherPrograms | Limit, ...] = ()  # what limits the speed: host, device or other programs
 
 
 def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent: int = 8) -> Timings:

@@ -229,4 +229,4 @@ def test_times_of_a_run_that_other_programs_delayed_are_not_told(monkeypatch: py
     assert ". In return, the time to first token (p99) was " in both.sentence and "(3.0 times)." in both.sentence
     both.runs[0]._figures = replace(first, delayed=first.time / 4)
     assert "time of the run" not in both.sentence and "number of steps" in both.sentence
-    assert both.disturbed.startswith("Other programs used the core for ") and "of static:" in both.disturbed
+    assert both.disturbed.startswith("Other programs used the core for ") and "(25%) of static:" in both.disturbed
