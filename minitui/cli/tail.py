@@ -84,9 +84,11 @@ def tail(
     the stall has become twice as long.
 
     In "causes_ms" of a "longest_gap", the values add up to the gap. The keys are: usual (the expected time without
-    prompts), prefill, queue and recompute (after a preemption), other_steps (steps without this request), plan, launch,
-    commit, emit (output and commands), device, exchange (between ranks), garbage_collection, other_program (on the
-    core), process_stopped, variation (as in other steps), unexplained (no cause was measured), not_ended, unknown.
+    prompts), prefill, beside_prompts (steps with or before prompts usually take so much longer; in place of prefill if
+    the engine reports only when a step ended), queue and recompute (after a preemption), other_steps (steps without
+    this request), plan, launch, commit, emit (output and commands), device, exchange (between ranks),
+    garbage_collection, other_program (on the core), process_stopped, variation (as in other steps), unexplained (no
+    cause was measured), not_ended, unknown.
     "text" has the same in words.
     """
     if json and not requests:

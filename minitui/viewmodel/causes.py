@@ -20,9 +20,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from minitui.text import count, ms
-from minitui.viewmodel.cost_model import PLANNED, WITHOUT_PREFILL, CostModel, Windows, windows
+from minitui.viewmodel.cost_model import PLANNED, PREFILL_TOKENS, WITHOUT_PREFILL, CostModel, Windows, windows
 from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.steps import Steps
+from minitui.viewmodel.usual_times import Usual
 
 TOLERANCE = 0.25  # usual variation: an excess up to this share of the expected time needs no explanation
 NOISE = 4.0  # an excess up to this many typical deviations needs no explanation
@@ -53,6 +54,19 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True)
+class BesidePrompts:
+    """Prompts in a step or in the next one, of an engine that reports only when a step ended."""
+
+    usual: Usual  # the time of such steps: the expected time of this step
+    ms: float  # how much longer they take than steps without prompts; 0 if they do not
+    ahead: int  # prompt tokens of the next step
+
+    def next_step(self, step: int) -> str:
+        """Returns "next step 57 has 424 prefill tokens", seen from `step`; empty without these."""
+        return f"{neighbour(step + 1, step)} has {count(self.ahead, 'prefill token')}" if self.ahead else ""
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """A step's time compared with its expected time, in ms. `causes` and `unexplained` add up to the excess. If the
     excess is no more than `tolerance`, `unexplained` is 0, and `causes` are the measured pauses in it."""
@@ -64,6 +78,7 @@ class Explanation:
     causes: tuple[Cause, ...] = ()
     unexplained: float = 0.0
     varied: tuple[Cause, ...] = ()  # measured parts that took longer than expected, of an excess within `tolerance`
+    beside: BesidePrompts | None = None
 
     @property
     def slow(self) -> bool:
@@ -72,13 +87,14 @@ class Explanation:
 
     @property
     def longer(self) -> bool:
-        """True if the excess is more than the usual variation, a fixed share of the expected time."""
+        """True if the excess is more than the usual variation."""
         return self.took - self.expected > self.variation
 
     @property
     def variation(self) -> float:
-        """An excess up to this is the usual variation."""
-        return TOLERANCE * self.expected
+        """An excess up to this is the usual variation: most steps beside prompts, and 25 % of other steps."""
+        beside = self.beside.usual.high - self.expected if self.beside is not None else 0.0
+        return max(TOLERANCE * self.expected, beside)
 
     @property
     def long(self) -> bool:
@@ -87,8 +103,8 @@ class Explanation:
 
     @property
     def prefill(self) -> float:
-        """The part of `expected` that all prompt tokens take."""
-        return sum(prefill.ms for prefill in self.prefills)
+        """The part of `expected` that all prompt tokens take, or that steps beside prompts usually take longer."""
+        return sum(prefill.ms for prefill in self.prefills) + (self.beside.ms if self.beside is not None else 0.0)
 
 
 def explain(row: StepRow, model: CostModel) -> Explanation | None:
@@ -101,17 +117,19 @@ def explain(row: StepRow, model: CostModel) -> Explanation | None:
         return None
     window = windows(steps, np.array([row.step % steps.capacity]))
     times = model.expected(window)
-    took, expected = float(window.took[0]), float(times.total[0])
-    excess, prefilling = took - expected, bool(times.with_prefill[0])
-    tolerance = max(TOLERANCE * expected, NOISE * model.spreads[prefilling])
+    took, expected, prefilling = float(window.took[0]), float(times.total[0]), bool(times.with_prefill[0])
+    noise, beside = model.spreads[prefilling], _beside_prompts(window, row, model, expected)
+    if beside is not None:
+        expected, noise = beside.usual.ms, beside.usual.deviation
+    excess, tolerance = took - expected, max(TOLERANCE * expected, NOISE * noise)
     if window.head[0] and row.chunks:  # the rest of a prefill that began before varies as much as all of this prefill
         tolerance = max(tolerance, NOISE * model.device_spreads[True])
     prefills = [
         Prefill(row.step + i, float(cost[0]), _prefill_parts(window, row, i))
         for i, cost in times.prefill.items() if cost[0] > 0
     ]  # fmt: skip
-    found = Explanation(took, expected, tuple(prefills), tolerance)
-    if excess <= TOLERANCE * expected or (excess <= tolerance and parts is None):
+    found = Explanation(took, expected, tuple(prefills), tolerance, beside=beside)
+    if excess <= found.variation or (excess <= tolerance and parts is None):
         return found
     if parts is None:
         return replace(found, unexplained=excess)
@@ -161,6 +179,14 @@ def explain(row: StepRow, model: CostModel) -> Explanation | None:
             # If the next step was launched meanwhile, the device delayed only a host that waited for it.
             blame(device, min(own, waited) if window.overlapped[0] else own, "device")
     return replace(found, causes=tuple(causes), unexplained=left)
+
+
+def _beside_prompts(window: Windows, row: StepRow, model: CostModel, without: float) -> BesidePrompts | None:
+    """Returns how long steps with prompts in the same places take; None if unknown. `without`: the expected time of a
+    step without prompts."""
+    ahead = int(window.ahead[0, PREFILL_TOKENS])
+    usual = model.usual.of(row.step, row.prefill_tokens, ahead) if model.usual is not None else None
+    return BesidePrompts(usual, max(0.0, usual.ms - without), ahead) if usual is not None else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ the results of step k, the host commits step k-1, then plans and launches step k
 The time is the longer of both. So the device's time and each part of the host's time are fitted by themselves, and
 `expected` puts these together. A prefill that is launched kernel by kernel costs its launch this way, in the time of
 the step before. An engine that measures neither (vLLM) reports only when a step ended. If its steps overlap, nothing
-tells the time of a prompt from the launch of the next step: prompts then have no cost, and the excess is unexplained.
+tells the time of a prompt from the launch of the next step: prompts then have no cost. The time of a step with prompts,
+or before one, is compared with that of other such steps (minitui/viewmodel/usual_times.py).
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ import numpy as np
 
 from minitui.viewmodel.cost_fit import Fit, robust, unseen
 from minitui.viewmodel.steps import Steps
+from minitui.viewmodel.usual_times import UsualTimes
 
 FEATURES = (
     "steps", "steps with several rows", "rows", "draft tokens", "prefill steps", "prefill tokens", "keys",
     "prefill pairs",
 )  # fmt: skip
 WITHOUT_PREFILL = np.array([not name.startswith("prefill") for name in FEATURES])
+PREFILL_TOKENS = FEATURES.index("prefill tokens")
 FIT_STEPS = 1_000  # the model is fitted to this many recent steps
 LEAST_STEPS = 12  # with fewer steps there is no model
 LEAST_ROWS = 8  # with fewer steps of one row, or of several, both cost the same
@@ -101,6 +104,7 @@ class CostModel:
     alone: frozenset[int]  # the fitted steps of which a share above OWN of the expected time is their own time
     spreads: tuple[float, float] = (0.0, 0.0)  # typical deviation (without prefill, with prefill)
     device_spreads: tuple[float, float] = (0.0, 0.0)
+    usual: UsualTimes | None = None  # of steps beside prompts; only if steps overlap and the engine does not report
 
     def expected(self, windows: Windows) -> Expected:
         """Returns the expected times of these windows."""
@@ -219,17 +223,24 @@ def fit(steps: Steps, horizon: int, without: tuple[int, ...] = ()) -> CostModel 
     host = {name: robust(seen.work, values) for name, values in seen.own.items()}
     emit = float(np.median(seen.parts["emit"][measured])) if measured.any() else 0.0
     reports = device is not None or not np.isnan(steps.column("launch")[at]).any()
-    told = WITHOUT_PREFILL | (reports or not seen.overlapped.any())
-    whole = robust(seen.work * told, took) if device is None or not overlap else None
-    shares = [(fitted.own, seen.number) for fitted in (whole, *host.values()) if fitted is not None]
+    told, usual, alike = np.ones(len(FEATURES), bool), None, np.ones(len(at), bool)
+    if not reports and seen.overlapped.any():
+        own, ahead = seen.work[:, PREFILL_TOKENS], seen.ahead[:, PREFILL_TOKENS]
+        told, usual, quiet = WITHOUT_PREFILL, UsualTimes(seen.number, own, ahead, took), (own == 0) & (ahead == 0)
+        alike = quiet if quiet.sum() >= LEAST_STEPS else alike
+    whole = robust((seen.work * told)[alike], took[alike]) if device is None or not overlap else None
+    shares = [(fitted.own, seen.number) for fitted in host.values()]
+    shares += [(whole.own, seen.number[alike])] if whole is not None else []
     shares += [(device.own, seen.number[known])] if device is not None else []
     alone = frozenset(int(step) for own, number in shares for step in number[own > OWN])
     prompts = unseen(seen.work[:, ~WITHOUT_PREFILL])
     directions = np.zeros((len(FEATURES), prompts.shape[1]))
     directions[~WITHOUT_PREFILL] = prompts
-    model = CostModel(steps, whole, device, host, emit, reports, directions, alone, device_spreads=device_spreads)
+    model = CostModel(
+        steps, whole, device, host, emit, reports, directions, alone, device_spreads=device_spreads, usual=usual
+    )
     expected = model.expected(seen)
-    return replace(model, spreads=_spreads(took - expected.total, expected.with_prefill))
+    return replace(model, spreads=_spreads((took - expected.total)[alike], expected.with_prefill[alike]))
 
 
 def _spreads(errors: np.ndarray, prefills: np.ndarray) -> tuple[float, float]:

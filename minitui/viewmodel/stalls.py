@@ -116,6 +116,9 @@ def _of_step(view: View, row: StepRow, took: float, again: Collection[int] = ())
     left, causes = took - usual, []
     keys = {prefill.step: "recompute" if prefill.step in again else "prefill" for prefill in found.prefills}
     prompts = [Cause(_prompts(view, one, row.step), one.ms, keys[one.step]) for one in found.prefills]
+    if (beside := found.beside) is not None:
+        where = f"{beside.usual.where} ({beside.next_step(row.step)})" if beside.ahead else beside.usual.where
+        prompts.append(Cause(f"usual extra time {where}", beside.ms, "beside_prompts"))
     for cause in (*prompts, *found.causes):
         cost = min(cause.ms, left)
         if cost > WORTH * (took - usual):

@@ -205,9 +205,9 @@ class Teller:
         ]
         yield from sorted(lines, key=lambda line: line.t)
         for row in rows:
-            yield Line(row.ended or row.t, row.step, "step", step_text(row, view) + self._why(row))
+            yield Line(row.ended or row.t, row.step, "step", step_text(row, view) + self.why(row))
 
-    def _why(self, row: StepRow | None) -> str:
+    def why(self, row: StepRow | None) -> str:
         """Returns " · expected 6.9 ms, +83.9: garbage collection 80.1" for a slow step, or for one that prompts made
         long; else an empty string."""
         model = self.view.models.of(row.step) if row is not None else None
@@ -240,7 +240,7 @@ class Teller:
         if run is None:
             return
         if run.first.step == run.last.step:
-            yield Line(run.t, run.first.step, "step", step_text(run.first, self.view) + self._why(run.first))
+            yield Line(run.t, run.first.step, "step", step_text(run.first, self.view) + self.why(run.first))
             return
         n = run.last.step - run.first.step + 1
         requests = count(run.last.decodes, "request")
@@ -251,7 +251,7 @@ class Teller:
             text += f" · {run.accepted:,} of {run.drafted:,} drafts accepted"
         if run.total_ms:
             text += f" · {ms(run.total_ms / n)} ms per step"
-            why = self._why(self.view.steps.get(run.worst_step)).removeprefix(" · ")
+            why = self.why(self.view.steps.get(run.worst_step)).removeprefix(" · ")
             if why or run.worst_ms > 2 * run.total_ms / n:
                 text += f", the slowest {ms(run.worst_ms)} ms (step {run.worst_step:,}{': ' if why else ''}{why})"
         yield Line(run.last.ended or run.t, run.first.step, "steps", text)

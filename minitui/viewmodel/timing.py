@@ -155,6 +155,8 @@ def why_briefly(row: StepRow, model: CostModel | None) -> str:
         computed = model.steps.get(prefill.step)
         if computed is not None and prefill.ms > WORTH * explanation.expected:
             parts.append((prefill.ms, f"prefill of {prefilled(computed)} {ms(prefill.ms)}"))
+    if (beside := explanation.beside) is not None and beside.ms > WORTH * explanation.expected:
+        parts.append((beside.ms, f"{'before' if beside.ahead else 'with'} prompts {ms(beside.ms)}"))
     told = [text for _, text in sorted(parts, reverse=True)]
     return ", ".join(told if excess else [*told, f"expected {ms(explanation.expected)} ms"])
 
@@ -199,7 +201,10 @@ def why_slow(row: StepRow, model: CostModel | None, always: bool = False) -> str
     if model is None or explanation is None:
         return ""
     text = f"expected {ms(explanation.expected)} ms"
-    if row.chunks and not model.reports and not explanation.prefills:
+    if (beside := explanation.beside) is not None:
+        text += f", usual {beside.usual}"
+        text += f"; {beside.next_step(row.step)}" if beside.ahead else ""
+    elif row.chunks and not model.reports and not explanation.prefills:
         text += f" without its {count(row.prefill_tokens, 'prefill token')}"
     for prefill in explanation.prefills:
         computed = model.steps.get(prefill.step)
@@ -217,5 +222,6 @@ def why_slow(row: StepRow, model: CostModel | None, always: bool = False) -> str
         words = "faster than expected" if excess < -TOLERANCE * explanation.expected else "within the usual variation"
         return f"{text}, {'-' if excess <= -0.005 else '+'}{ms(abs(excess))}: {words}" if always else text
     told = ", ".join(f"{part.name} {ms(part.ms)}" for part in parts)
-    ended_only = " (this engine reports only when a step ended)" * (not model.reports and explanation.unexplained > 0)
+    unexplained = any(part.key == "unexplained" for part in parts)
+    ended_only = " (this engine reports only when a step ended)" * (not model.reports and unexplained)
     return f"{text}, +{ms(excess)}: {told}{ended_only}"

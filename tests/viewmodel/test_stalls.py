@@ -34,7 +34,6 @@ from minitui.viewmodel.recorded import recorded_view
 from minitui.viewmodel.request_teller import RequestTeller
 from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.stalls import Reason, explain_gap, gap_words
-from minitui.viewmodel.timing import why_slow
 from minitui.viewmodel.token_gaps import Gap
 from tests.engine.test_scheduler_simulation import make_engine
 from tests.engine.test_scheduler_simulation import run as drive
@@ -183,7 +182,7 @@ def test_a_preemption_is_the_cause_of_the_gap_around_it() -> None:
 
 def test_tokens_computed_again_cost_no_more_than_the_fit_determines() -> None:
     """Two steps of the small pool have prompts, and vLLM tells only when a step ended: no prompt has a known cost."""
-    for name, keys in (("small-pool", {"queue", "device"}), ("vllm-8b", {"queue"})):
+    for name, keys in (("small-pool", {"queue", "device"}), ("vllm-8b", {"queue", "beside_prompts"})):
         view, told = recorded_view(TraceReader(find_trace(name))), 0
         for lane in view.lanes.lanes.values():
             found = view.tokens.arrivals(lane, view.horizon)
@@ -303,22 +302,6 @@ def test_every_longest_gap_of_a_gpu_s_recording_is_explained_by_a_prompt() -> No
         row = view.steps.get(step)
         found = explain(row, model) if row is not None and row.parts is not None else None
         assert found is None or not found.slow
-
-
-def test_in_a_recording_of_vllm_a_prompt_has_no_cost() -> None:
-    """vLLM reports only when a step ended. A step takes 10 ms, and 25 to 60 ms if the next step has a prompt."""
-    view = recorded_view(TraceReader(find_trace("vllm-8b")))
-    rows = [row for row in map(view.steps.get, range(view.steps.first, view.steps.committed)) if row is not None]
-    model = view.models.of(view.steps.committed)
-    assert model is not None and model.device is None and not model.reports
-    for row in rows:
-        found = explain(row, model)
-        assert found is not None and not found.prefills and 8 < found.expected < 13
-        assert {cause.name.partition(" of ")[0] for cause in found.causes} <= {"commit", "plan"}
-        text = why_slow(row, model)
-        assert "of it for" not in text and ("reports only when" in text) == bool(found.unexplained)
-    prompts = [row for row in rows if row.took_ms and row.took_ms > 40]
-    assert len(prompts) > 20 and all("unexplained" in why_slow(row, model) for row in prompts)
 
 
 def told_in(reason: Reason) -> float:
