@@ -59,12 +59,12 @@ class Chats:
 
     def fork(self, session: Session) -> Session:
         """Returns a new chat with all messages of `session`, even an unfinished answer. Both chats share blocks."""
-        fork = self.new(session.system, f"fork of {self.number(session)}", session)
+        fork = self.new(session.system, f"fork of #{self.number(session)}", session)
         fork.named = False
         fork.messages = [replace(m, state="cancelled" if m.busy else m.state) for m in session.messages]
         fork.ids, fork.ids_model = list(session.ids), session.ids_model
         fork.parent = session.id
-        origin = f"{self.number(session)} {session.title}"
+        origin = f"#{self.number(session)} {session.title}"
         fork.note = f"forked from {origin}: the next question reuses the blocks of the messages above"
         self.saver.save(fork, everything=True)
         return fork
@@ -115,7 +115,7 @@ class Chats:
     @property
     def names(self) -> dict[str, str]:
         """The name of each chat, by the group of the chat's requests."""
-        return {session.id: f"{number} {session.title}" for number, session in enumerate(self.sessions, 1)}
+        return {session.id: f"#{number} {session.title}" for number, session in enumerate(self.sessions, 1)}
 
     def restore(self) -> int:
         """Reopens the chats of the minitui process that was used last; returns their number. Sets `left_out`."""

@@ -29,6 +29,7 @@ class Reading:
         self.ready = False  # the engine has started
         self.running = False  # an experiment runs
         self.hurried = False  # the reader skips the pauses of the running experiment
+        self.by_hand = False  # each pause of the running experiment waits for a key
         self.asked = False  # the reader wanted to run this page's experiment without a prediction
         self.prepared = False  # the engine is in the state that the closing questions ask about
         self.disturbed = False  # since then, another request has run, or a request of the lesson has ended
@@ -84,8 +85,13 @@ class Reading:
         if self.can_predict:
             self.predicted.pop(self.at, None)
 
+    def next_picture(self, stage: Stage) -> None:
+        """End the current pause of the running experiment. The later pauses wait for this, too."""
+        self.by_hand = True
+        stage.next_picture()
+
     def hurry(self, stage: Stage) -> None:
-        """Skip the pauses of the running experiment."""
+        """Run the experiment to its end, without pauses."""
         stage.hurried = self.hurried = True
 
     def reveal(self, answer: str) -> None:
@@ -128,7 +134,7 @@ class Reading:
         self.failed.pop(at, None)
         self.views.pop(at, None)
         self.running, self.prepared = True, False
-        stage.hurried = self.hurried = False
+        stage.hurried = self.hurried = stage.by_hand = self.by_hand = False
         stage.typed = self.typed.get(at, "")
         try:
             await fresh(stage)
@@ -138,7 +144,7 @@ class Reading:
             self.failed[at] = f"The experiment stopped: {error}"
             self.in_engine = at
         finally:
-            self.running = stage.hurried = self.hurried = False
+            self.running = stage.hurried = self.hurried = stage.by_hand = self.by_hand = False
 
     async def prepare(self, stage: Stage) -> None:
         """Bring the engine into the state that the closing questions ask about."""

@@ -57,12 +57,14 @@ class Stage:
     held: Callable[[], bool] = lambda: False  # True while the user freezes the view: pauses and waits do not end
     keys: bool = False  # True if the user can answer a prediction with a key, which calls `guess`
     hurried: bool = False  # True: pauses end at once, because the user has skipped them
+    by_hand: bool = False  # True: a pause does not end by itself, only by `next_picture`
     typed: str = ""  # the text that the reader typed for the experiment; empty: the experiment's own text
     home: dict[str, Any] = field(default_factory=dict)  # the options of a lesson's own engine; see `go_home`
     _questions: dict[str, int] = field(default_factory=dict)  # id of each chat of `chat` -> its questions by `ask`
     _options: dict[str, Any] | None = None  # the options of the last `other_engine`
     _choices: Sequence[str] = ()  # choices of the open prediction
     _guessed: int | None = None
+    _pictures: int = 0  # how often `next_picture` was called
     _began: tuple[int, int] = (-1, 0)  # numbers of the last step and the last record before `begin_count`
 
     # ---- reading
@@ -119,13 +121,18 @@ class Stage:
 
     async def pause(self, seconds: float, done: Callable[[], bool] = lambda: False) -> None:
         """Waits for the user to read, or until `done()`. The wait does not end while the view is frozen (space)."""
-        left = seconds * self.beat
+        left, seen = seconds * self.beat, self._pictures
         await asyncio.sleep(0)
-        while ((left > 0 and not self.hurried) or self.held()) and not done():
+        while ((left > 0 and not self.hurried and self._pictures == seen) or self.held()) and not done():
             began = time.monotonic()
             await asyncio.sleep(min(left, HELD_TICK) if left > 0 else HELD_TICK)
-            if not self.held():
+            if not self.held() and not self.by_hand:
                 left -= time.monotonic() - began
+
+    def next_picture(self) -> None:
+        """Ends the current pause. From now on, each pause lasts until the next call."""
+        self.by_hand = True
+        self._pictures += 1
 
     async def predict(self, question: str, choices: Sequence[str]) -> None:
         """Asks for a prediction; returns after a guess or THINK_SECONDS."""

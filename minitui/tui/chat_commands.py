@@ -60,7 +60,7 @@ class ChatCommands:
         if asked is None:  # nothing is cached yet: this chat computes the system prompt, and the new chat reuses it
             asked = FIRST_QUESTION
             self.app.chats.send(source, asked)
-        replay = self.app.chats.new(source.system, f"replay of {self.app.chats.number(source)}", source)
+        replay = self.app.chats.new(source.system, f"replay of #{self.app.chats.number(source)}", source)
         replay.named = False
         self.app.chats.send(replay, asked)
         replay.note = (

@@ -25,7 +25,8 @@ class LessonApp(MinituiApp):
     DEFAULT_MODE = "lesson"
     TABS = (("lesson", "0 Lesson"), *MinituiApp.TABS)
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("0", "switch_mode('lesson')", "Lesson", id="lesson", tooltip="Back to the lesson", show=False)
+        Binding("0", "switch_mode('lesson')", "Lesson", id="lesson", tooltip="Back to the lesson", show=False),
+        Binding("L", "choose_lesson", "Lessons", id="lesson.list", tooltip="All lessons", show=False),
     ]
 
     def __init__(
@@ -64,9 +65,9 @@ class LessonApp(MinituiApp):
         """Show a screen; in the chats, say how to return to the lesson: a digit could go into the text box."""
         super().open_mode(mode)
         if mode == "chat":
-            self.say("ctrl+g, then 0: back to the lesson")
+            self.say("ctrl+g, then 0: back to the lesson; L: all lessons")
 
-    def choose_lesson(self) -> None:
+    def action_choose_lesson(self) -> None:
         """Offer a list of the lessons. The engine restarts with the options of the chosen lesson."""
         by_name = {lesson.name: lesson for lesson in LESSONS}
         rows = [(lesson.name, self.lesson_progress.summary(lesson) or lesson.question) for lesson in LESSONS]

@@ -43,7 +43,7 @@ from minitui.tui.screens.lesson import LessonScreen
 from minitui.tui.widgets.lesson_panels import BOTH_ROWS, HEIGHTS, PANEL_ROWS, PANELS, PARTNERS, TALL
 from minitui.tui.widgets.lesson_text import page_lines
 from minitui.tui.widgets.rows import cells
-from minitui.viewmodel.board import Pieces
+from minitui.viewmodel.board import Pieces, Wire
 from minitui.viewmodel.model import View
 from minitui.viewmodel.updater import Updater
 from tests.support.driving import press, until
@@ -737,7 +737,7 @@ async def test_a_question_to_a_paused_engine_is_told_what_it_waits_for() -> None
         await room.until(lambda: 1 in room.reading.seen)
         await room.press("1", *"why", "enter")
         said = [notice.message for notice in room.app._notifications]
-        assert "ctrl+g, then 0: back to the lesson" in said and any("is paused: /resume" in text for text in said)
+        assert "ctrl+g, then 0: back to the lesson; L: all lessons" in said and any("is paused: /resume" in text for text in said)
         await room.press("ctrl+u", *"/new", "enter", *"why", "enter")
         await room.until(lambda: "The engine is paused: /resume lets it run." in room.text())
         await room.press(*"/resume", "enter")
@@ -918,7 +918,7 @@ async def test_leaving_a_page_stops_its_experiment_and_says_so() -> None:
         assert room.app.stage is not None
         room.app.stage.beat = 1000.0
         await room.press("right", "b", "enter")
-        await room.until(lambda: "The experiment runs: watch the panel. Enter skips" in room.text())
+        await room.until(lambda: "The experiment runs. Enter: the next" in room.text())
         await room.press("left")
         assert not room.reading.running and room.reading.at == 0
         [notice] = room.app._notifications
@@ -927,14 +927,75 @@ async def test_leaving_a_page_stops_its_experiment_and_says_so() -> None:
         assert 1 not in room.reading.seen and "You chose b. Press enter" in room.text()
 
 
-async def test_enter_skips_the_pauses_of_a_running_experiment() -> None:
+async def test_enter_shows_the_next_picture_of_an_experiment_and_then_waits_for_the_key() -> None:
+    pictures: list[int] = []
+
+    async def three(stage: Stage) -> Seen:
+        for n in range(3):
+            pictures.append(n)
+            await stage.pause(0.01)
+        return Seen("done", 1)
+
+    page = replace(SMALL.pages[1], run=three)
+    async with Classroom((80, 24), lesson=replace(SMALL, pages=(page,))) as room:
+        stage = room.app.stage
+        assert stage is not None
+        stage.beat = 1e6  # seconds: without the key, the test gives up
+        await room.press("r")
+        await room.until(lambda: "enter next picture  e end" in room.text())
+        assert "The experiment runs. Enter: the next picture. Key e: run to the end." in room.text() and pictures == [0]
+        await room.press("enter")
+        stage.beat = 0.01  # a pause would end at once, but the experiment now waits for the key
+        await room.until(lambda: pictures == [0, 1])
+        await room.until(lambda: "The experiment waits." in room.text())
+        await asyncio.sleep(0.1)
+        assert pictures == [0, 1] and room.reading.running
+        await room.press("enter")
+        await room.until(lambda: pictures == [0, 1, 2])
+        await room.press("enter")
+        await room.until(lambda: 0 in room.reading.seen)
+        assert not stage.by_hand and not room.reading.by_hand, "the next experiment goes on by itself"
+
+
+async def test_the_lessons_are_listed_from_the_chats_and_the_inspector_too() -> None:
+    async with Classroom((80, 24)) as room:
+        for keys in (["L"], ["1", "ctrl+g", "L"], ["2", "L"]):
+            await room.press(*keys)
+            await room.until(lambda: "L0 Tokens" in room.text())
+            await room.press("escape")
+            await room.until(lambda: "L0 Tokens" not in room.text())
+
+
+async def test_an_exchange_that_is_longer_than_its_panel_scrolls() -> None:
+    async def talk(stage: Stage) -> Seen:
+        stage.view.put(Wire("HTTP", tuple(("got", f"line {n}.") for n in range(30))))
+        return Seen("done", 1)
+
+    page = replace(SMALL.pages[1], run=talk, panel="wire")
+    async with Classroom((80, 24), lesson=replace(SMALL, pages=(page, SMALL.pages[0]))) as room:
+        await room.press("r")
+        await room.until(lambda: "tab: scroll" in room.text())
+        assert "line 29." in room.text() and "line 0." not in room.text() and "above, 0 below" in room.text()
+        await room.press("up")
+        assert "above, 0 below" in room.text(), "the text has the focus"
+        await room.press("tab", *["up"] * 40)
+        assert "line 0." in room.text() and "line 29." not in room.text()
+        await room.press("down")
+        assert "line 0." not in room.text() and "line 1." in room.text()
+        await room.press("pagedown", "tab", "down")
+        assert "line 6." in room.text() and "tab: scroll" in room.text()
+        await room.press("tab", "right", "left", "up")
+        assert "line 6." in room.text() and room.screen.text.has_focus, "another page has chosen its text"
+
+
+async def test_key_e_runs_an_experiment_to_its_end() -> None:
     async with Classroom((80, 24)) as room:
         assert room.app.stage is not None
         room.app.stage.beat = 1000.0  # seconds: without the key, the test gives up
         assert ("n", "step") not in room.screen.hints() and "? help  q quit" in room.text(), "no request runs"
         await room.press("right", "b", "enter")
-        await room.until(lambda: "enter skip pauses" in room.text())
-        await room.press("enter")
+        await room.until(lambda: "enter next picture" in room.text())
+        await room.press("e")
         await room.until(lambda: 1 in room.reading.seen)
         assert not room.app.stage.hurried and ("n", "step") in room.screen.hints()
         result = room.reading.seen[1]

@@ -360,8 +360,8 @@ async def test_a_fork_and_one_prompt_to_all_chats():
     async with running() as (app, pilot, screen):
         await ask(app, pilot, "What is a block table?")
         await press(pilot, "escape", "f")
-        assert "fork of 1" in app.session.title
-        assert "forked from 1" in screen.transcript.text or await _shown(pilot, screen, "forked from 1")
+        assert "fork of #1" in app.session.title
+        assert "forked from #1" in screen.transcript.text or await _shown(pilot, screen, "forked from #1")
         await type_text(pilot, "/all and again")
         await press(pilot, "enter")
         await until(pilot, lambda: not any(s.busy for s in app.chats.sessions))
@@ -742,11 +742,11 @@ async def test_titles_use_the_room_there_is_and_what_is_cut_has_dots():
                 app.select_session(everything[number - 1])
                 strip.paint(app.view)
                 line = strip.render_line(0).text.rstrip()
-                assert f" {number} {titles[number - 1][:9]}" in line and line.endswith("+ new")
+                assert f" #{number} {titles[number - 1][:9]}" in line and line.endswith("+ new")
                 hidden = sum(int(n) for n in re.findall(r"(\d+) more", line))
-                entries = [n for n in range(1, count + 1) if f" {n} " in line]
+                entries = [n for n in range(1, count + 1) if f" #{n} " in line]
                 assert len(entries) + hidden >= count and (columns < 120 or not hidden), line
-                for title in re.findall(r"\d+ (chat.*?) *(?=  | [^ \w]|$)", line):
+                for title in re.findall(r"#\d+ (chat.*?) *(?=  | [^ \w…]|$)", line):
                     assert title in titles or (title[-1] == "…" and len(title) > 6), f"{title!r} is cut without a sign"
                 assert line.count("…") == 0 or len(line) > columns - 24, "letters are left out while there is room"
 

@@ -37,16 +37,18 @@ A lesson has pages of text beside a real engine. The figures of an experiment ar
   right, left    the next page, the previous page. On the last page, right opens the next lesson
   page down, up  further down or up on this page, then the next or the previous page: the keys of a presenter's remote
   a b c d        predict the result, before the experiment has run
-  enter          run the experiment; while it runs, skip its pauses; on the last page, answer the question. Another
-                 page stops a running experiment
+  enter          run the experiment; while it runs, go from picture to picture; on the last page, answer the question.
+                 Another page stops a running experiment
+  e              run the experiment to its end, without pauses
   r              run the experiment again, or without a prediction; an earlier prediction does not count then
   i              type your own text for the experiment, on pages that offer this
-  tab            on the last page: the next question, and the panel that shows its answer
+  tab            on the last page: the next question, and the panel that shows its answer; on a page with HTTP: up and
+                 down then scroll the panel
   v              the installed code that this page explains
-  L              all lessons
+  L              all lessons, on each screen
   n              one step of the engine, while an experiment has requests
   0 1 2          the lesson, the chats of its experiment, the inspector. In the text box of a chat, press ctrl+g before
-                 a digit""",
+                 a digit or L""",
     "compare": """\
 Two runs of the same work under two settings, on one clock: both begin at the left edge.
 

@@ -36,6 +36,7 @@ from minitui.tui.widgets.lesson_panels import (
 from minitui.tui.widgets.lesson_text import LessonText, page_lines
 from minitui.tui.widgets.status_bar import StatusBar
 from minitui.tui.widgets.top_bar import TopBar
+from minitui.tui.widgets.wire import WireLines
 from minitui.viewmodel.model import View
 
 WIDE = 120  # columns; if the screen is at least this wide, panels are beside the text, otherwise below it
@@ -47,9 +48,6 @@ class HasLesson(Protocol):
     lesson: Lesson
     stage: Stage | None  # None until the engine has started
     lesson_progress: LessonProgress  # what the reader has read and predicted
-
-    def choose_lesson(self) -> None:
-        """Let the user choose a lesson."""
 
     def open_lesson(self, lesson: Lesson) -> None:
         """Restart the engine with this lesson's options, and show the lesson."""
@@ -64,7 +62,8 @@ class LessonScreen(BaseScreen[None]):
         Binding("left", "turn(-1)", "previous page", show=False, id="lesson.previous"),
         Binding("pagedown", "read_on(1)", "further down, or next page", show=False, id="lesson.down.page"),
         Binding("pageup", "read_on(-1)", "further up, or previous page", show=False, id="lesson.up.page"),
-        Binding("enter", "go", "run, skip the pauses, or answer", show=False, id="lesson.go"),
+        Binding("enter", "go", "run, next picture, or answer", show=False, id="lesson.go"),
+        Binding("e", "hurry", "run the experiment to its end", show=False, id="lesson.hurry"),
         Binding("r", "run", "run again, or without a prediction", show=False, id="lesson.run"),
         *(
             Binding(letter, f"predict({i})", f"predict {letter}", show=False, id=f"lesson.{letter}")
@@ -74,7 +73,6 @@ class LessonScreen(BaseScreen[None]):
         Binding("shift+tab", "question(-1)", "previous question", show=False, id="lesson.question.back"),
         Binding("i", "type", "type a text for the experiment", show=False, id="lesson.type"),
         Binding("v", "code", "the code", show=False, id="lesson.code"),
-        Binding("L", "lessons", "all lessons", show=False, id="lesson.list"),
     ]
     DEFAULT_CSS = """
     LessonScreen {
@@ -131,7 +129,7 @@ class LessonScreen(BaseScreen[None]):
                 hints.append(("right", "next lesson"))
         else:
             if reading.running:
-                hints.append(("enter", "skip pauses"))
+                hints += [] if reading.hurried else [("enter", "next picture"), ("e", "end")]
             elif reading.asks:
                 hints.append((" ".join(LETTERS[: len(page.predict.choices)]) if page.predict else "", "predict"))
             elif page.run is not None:
@@ -205,6 +203,7 @@ class LessonScreen(BaseScreen[None]):
         self.workers.cancel_group(self, "lesson")
         reading.running = False
         self.text.top = 0
+        self.text.focus()
         if reading.page is None and reading.ready and not reading.prepared and self.stage is not None:
             self._prepare(self.stage)
 
@@ -229,8 +228,13 @@ class LessonScreen(BaseScreen[None]):
             self.action_turn(pages)
 
     def action_question(self, step: int) -> None:
-        """Go to another closing question, and show that question's panel."""
-        if self.reading.page is None:
+        """Go to another closing question, and show that question's panel. On another page, choose the panel if it
+        scrolls, or the text again."""
+        if self.reading.page is not None:
+            panel = self.query_one(f"#panel-{self.reading.panel}", LinePanel) if self.reading.panel else self.text
+            scrolls = isinstance(panel, WireLines) and not panel.has_focus
+            (panel if scrolls else self.text).focus()
+        else:
             self.reading.question = (self.reading.question + step) % len(self.reading.lesson.checks)
             self._show_question()
 
@@ -249,12 +253,12 @@ class LessonScreen(BaseScreen[None]):
             self.text.to_experiment()
 
     def action_go(self) -> None:
-        """Run the experiment; while it runs, skip its pauses; on the last page, answer the question. Without a
-        prediction, ask for one first. A key that was meant to skip a pause must not run a finished experiment again:
+        """Run the experiment; while it runs, show its next picture; on the last page, answer the question. Without a
+        prediction, ask for one first. A key that was meant to end a pause must not run a finished experiment again:
         beside a result, enter has no effect."""
         reading = self.reading
         if self.stage is not None and reading.running:
-            reading.hurry(self.stage)
+            reading.next_picture(self.stage)
         elif reading.page is not None and reading.at in reading.seen:
             return
         elif self.stage is not None and reading.asks:
@@ -262,6 +266,11 @@ class LessonScreen(BaseScreen[None]):
             self.text.to_experiment()
         else:
             self._start()
+
+    def action_hurry(self) -> None:
+        """Run a running experiment to its end, without pauses."""
+        if self.stage is not None and self.reading.running:
+            self.reading.hurry(self.stage)
 
     def action_run(self) -> None:
         """Run the experiment without a prediction; an earlier prediction does not count."""
@@ -310,7 +319,7 @@ class LessonScreen(BaseScreen[None]):
         await reading.run(stage, run)
         self.text.to_experiment()
 
-    # ---- code, lessons
+    # ---- code
 
     def action_code(self) -> None:
         """Open the code of this page."""
@@ -321,7 +330,3 @@ class LessonScreen(BaseScreen[None]):
             self.app.push_screen(CodeScreen(find_code(page.code)))
         except EngineError as error:
             self.app.say(str(error), error=True)
-
-    def action_lessons(self) -> None:
-        """Choose another lesson."""
-        cast(HasLesson, self.app).choose_lesson()

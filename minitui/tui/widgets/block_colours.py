@@ -64,7 +64,8 @@ def by_owner(view: View) -> Layer:
     legend = [_entry(g.shared, "shared", "several"), _entry(g.cached, "cached", "cached"), _free()]
     for group, i in groups.items():
         name = view.group_name(group)
-        named = name.removeprefix(letters[i] + " ")[:16].rstrip()  # the letter already shows the number in the name
+        # The letter already shows the number in the name.
+        named = name.removeprefix("#").removeprefix(letters[i] + " ")[:16].rstrip()
         legend.append(_entry(letters[i], f"owner-{i % OWNER_COLOURS}", named or "no name"))
     return Layer(codes, looks, legend)
 
@@ -98,7 +99,7 @@ COLOURINGS = {"state": by_state, "owner": by_owner, "age": by_age, "refcount": b
 
 def _letter(name: str, index: int) -> str:
     """Returns one character for an owner: for the number at the start of its name, else for its index."""
-    lead = name.split(" ")[0]
+    lead = name.split(" ")[0].removeprefix("#")  # the names of older recordings have no sign
     number = int(lead) if lead.isdigit() else index + 10
     return "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"[number % 62]
 

@@ -97,7 +97,7 @@ def _page_keys(reading: Reading) -> list[str]:
     parts = []
     if page.run is not None:
         if reading.running:
-            parts.append("enter skips pauses")
+            parts += [] if reading.hurried else ["enter next picture", "e end"]
         elif reading.at in reading.seen:
             parts.append("r again")
         elif reading.asks:
@@ -113,6 +113,15 @@ def _page_keys(reading: Reading) -> list[str]:
 
 def _letters(page: Page) -> str:
     return LETTERS[: len(page.predict.choices)] if page.predict is not None else ""
+
+
+def _running(reading: Reading) -> str:
+    """Returns what a running experiment does at its pauses, and the keys for them."""
+    if reading.hurried:
+        return "The experiment runs without pauses."
+    if reading.by_hand:
+        return "The experiment waits. Enter: the next picture. Key e: run to the end."
+    return "The experiment runs. Enter: the next picture. Key e: run to the end."
 
 
 def _hint(reading: Reading, page: Page) -> tuple[str, str]:
@@ -151,8 +160,7 @@ def page_lines(reading: Reading, width: int) -> list[tuple[str, str]]:
     if reading.at in reading.failed:
         lines += [("", "ink"), *((line, "bad") for line in paragraphs(reading.failed[reading.at], width))]
     elif reading.running and page.run is not None:
-        skip = "The pauses are skipped." if reading.hurried else "Enter skips the pauses."
-        lines += [("", "ink"), (f"The experiment runs: watch the panel. {skip}", "running")]
+        lines += [("", "ink"), (_running(reading), "running")]
     elif seen is not None:
         lines.append(("", "ink"))
         if seen.answer is not None:

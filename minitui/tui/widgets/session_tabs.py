@@ -65,7 +65,7 @@ class SessionTabs(Bar):
         sign.
         """
         titles = [cells(session.title) for session in sessions]
-        numbers = sum(len(str(i + 1)) + 3 for i in range(len(sessions)))  # cells, with the spaces around the numbers
+        numbers = sum(len(str(i + 1)) + 4 for i in range(len(sessions)))  # cells, with sign and spaces
         current = self._current(sessions)
         signs = [state if i == current else (_sign(*state), state[1]) for i, state in enumerate(states)]
         for shown in (states, signs):
@@ -90,7 +90,7 @@ class SessionTabs(Bar):
         ground = " on empty-chip" if current else ""
         title = f"{clip(session.title, letters)} " if letters else ""
         number = self.app.chats.number(session)
-        runs: list[Run] = [(f" {number} {title}", ("bold ink" if current else "dim") + ground)]
+        runs: list[Run] = [(f" #{number} {title}", ("bold ink" if current else "dim") + ground)]
         state, tone = state_and_tone
         if state:
             runs.append((state + " ", tone + ground))

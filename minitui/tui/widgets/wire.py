@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import textwrap
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
 
 from minitui.text import count
 from minitui.tui.glyphs import glyphs
@@ -17,9 +20,16 @@ SIGNS = {"sent": "$ ", "got": "  "}
 
 
 class WireLines(LinePanel):
-    """Shows the end of the exchange: the lines that were sent and received last."""
+    """Shows the end of the exchange: the lines that were sent and received last. Scrolls to the lines before."""
 
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up", "scroll(1)", "a line up", show=False, id="wire.up"),
+        Binding("down", "scroll(-1)", "a line down", show=False, id="wire.down"),
+        Binding("pageup", "scroll(5)", "lines up", show=False, id="wire.up.page"),
+        Binding("pagedown", "scroll(-5)", "lines down", show=False, id="wire.down.page"),
+    ]
     TITLE = "HTTP"
+    back = 0  # lines below the picture
     help_text = paragraphs("""\
 A request to the server, as a command that you can type, and the lines of the answer. Lines that begin with “data:” are
 server-sent events: each is a piece of the answer, sent as soon as it is known. Fields that say nothing about the
@@ -35,6 +45,14 @@ answer, such as its id, are left out.""")
             for i, piece in enumerate(pieces):
                 sign = SIGNS[kind] if i == 0 else "  "
                 rows.append(Row(sign + clip(piece, width - 2), STYLES[kind]).done(width))
-        hidden = max(0, len(rows) - height)
-        note = [(f"{glyphs().dots}{count(hidden, 'line')} above", "dim")] if hidden else []
-        return Picture(rows[hidden:], board.title, note)
+        end = max(0, len(rows) - height)
+        self.back = max(0, min(self.back, end))
+        top = end - self.back
+        note = [(f"{glyphs().dots}{count(top, 'line')} above, {self.back} below", "dim")] if end else []
+        keys = self.own_key("up, down: scroll", first=True) or [("tab: scroll", "accent")] if end else []
+        return Picture(rows[top : top + height], board.title, note, keys)
+
+    def action_scroll(self, lines: int) -> None:
+        """Scroll by lines; up is positive."""
+        self.back += lines
+        self.repaint()
