@@ -1,15 +1,15 @@
 """The engine: each step is planned, launched and committed.
 
 A token passes seven stages. The second column says when: before the request's first step, during the plan, launch or
-commit of a step, or after the commit. So stage 7 begins before stage 6; clients get the text after stage 6.
+commit of a step, or after the commit.
 
     1 tokenize     before: the prompt becomes ids (engine/text/tokenizer.py)
     2 schedule     plan:   choose the requests of the step, and how many tokens of each (engine/core/scheduler.py)
     3 allocate     plan:   take the blocks for the KV of these tokens (engine/core/cache.py)
     4 forward      launch: the model computes these tokens (engine/worker/runner.py)
     5 sample       launch: a token is drawn from the logits (engine/worker/sampler.py)
-    6 detokenize   after:  ids become text (engine/text/output.py); with overlap, the next step runs meanwhile
-    7 emit         commit: append ids, detect ends, publish and free blocks, write records
+    6 commit       commit: append ids, detect ends, publish and free blocks, write records
+    7 detokenize   after:  ids become text (engine/text/output.py); with overlap, the next step runs meanwhile
 
 The host plans and commits, and the device computes. With `overlap`, the engine commits step n-1 and plans step n+1
 while step n runs. Overlap changes only the order of the calls. With speculation there is no overlap, because the

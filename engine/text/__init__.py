@@ -1,1 +1,1 @@
-"""Stages 1 and 6: text to token ids and back, chat templates, and grammars."""
+"""Stages 1 and 7: text to token ids and back, chat templates, and grammars."""

@@ -1,4 +1,4 @@
-"""Stage 6: turns token ids into text as the ids are drawn, for every decoder that a tokenizer.json can specify.
+"""Stage 7: turns token ids into text as the ids are drawn, for every decoder that a tokenizer.json can specify.
 
     byte-level BPE (GPT-2, Qwen, Llama 3)           the bytes of the tokens are joined and decoded as UTF-8
     all others (SentencePiece, Unigram, WordPiece)  the library decodes the last token without and with the new token;

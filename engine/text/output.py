@@ -1,6 +1,6 @@
-"""Stages 6 and 7, detokenize and emit: turn the tokens of a commit into text for the clients.
+"""Stage 7, detokenize: turns the tokens of a commit into text for the clients.
 
-Both stages run after the launch of the next step, so they do not delay that step. They also find stop strings: a
+This stage runs after the launch of the next step, so it does not delay that step. It also finds stop strings: a
 request whose text contains a stop string ends like an aborted request, and its later text is not shown. If the last
 characters of a text may be the beginning of a stop string, they are held back until more text arrives.
 """

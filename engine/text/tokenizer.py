@@ -1,4 +1,4 @@
-"""Stages 1 and 6: chat templates, text to ids, and ids to text.
+"""Stages 1 and 7: chat templates, text to ids, and ids to text.
 
 This module does not import torch, so the user interface can encode and decode in its own process.
 """

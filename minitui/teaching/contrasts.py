@@ -21,6 +21,7 @@ QUESTIONS = (
 )  # fmt: skip
 LENGTHS = (12, 110, 12, 12, 96, 12, 16, 20)  # tokens of the replies: in each four, one is long
 WRITERS = 3
+PASTED_LINES, PASTED = 40, 711  # of the long prompt: lines of its text, and tokens
 PIECE, PIECES = 192, 4  # one-piece allocation: tokens of a piece, and pieces in the memory
 
 
@@ -80,7 +81,7 @@ async def long_paste(stage: Stage) -> list[Session]:
     stage.look("inspect")
     await stage.step(5, seconds=0.25)
     pasted = stage.chat("", "the paste", max_tokens=4, whole=True)
-    request = await stage.ask(pasted, paste(40))
+    request = await stage.ask(pasted, paste(PASTED_LINES))
     await stage.watch_until(
         "the long prompt's first token", lambda: stage.view.lanes.lanes[request].first_token is not None, seconds=0.3
     )

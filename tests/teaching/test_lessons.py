@@ -25,11 +25,12 @@ from minitui.chat.sessions import Chats
 from minitui.cli.options import engine_config
 from minitui.settings import Settings
 from minitui.sources.local import LocalSource
+from minitui.teaching import contrasts
 from minitui.teaching.lesson_progress import LessonProgress
 from minitui.teaching.lessons import LESSONS, l3_paged_kv, l4_paged_attention, l6_scheduler, l9_radix, lesson, tree_walk
 from minitui.teaching.lessons import page as page_module
+from minitui.teaching.lessons.bars import parse_settings
 from minitui.teaching.lessons.l2_model import tensors
-from minitui.teaching.lessons.l5_sampler import parse_settings
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, TypeIn, find_code, fresh, paragraphs
 from minitui.teaching.lessons.plain import print_with_own_engine
 from minitui.teaching.lessons.side_by_side import side_by_side
@@ -64,7 +65,8 @@ RIGHT = {  # what each experiment must prove, by lesson and page title
     (3, "Four states"): "active",
     (4, "From position to slot"): "80",
     (4, "Causal attention after a cache hit"): "keys 0 to 112",
-    (5, "Settings move the bars"): "9 times",
+    (5, "Temperature"): "9 times",
+    (5, "Cuts"): "all three grow by the same factor",
     (5, "Three penalties"): "it grows with each penalty",
     (5, "Repeating a reply"): "from the seed, the position and the id of the token",
     (6, "Joining and leaving"): "50",
@@ -208,15 +210,16 @@ def test_it_runs_to_its_end_and_proves_what_it_teaches(number: int, outcome: Cal
 
 
 def test_the_bars_of_the_sampler_lesson_are_those_of_its_rules(outcome: Callable[[int], Taught]) -> None:
-    """The table has one line for each setting, with the probabilities that the engine's sampler has drawn from."""
-    text = outcome(5).seen["Settings move the bars"].text
+    """The tables have a line for each setting, with the probabilities that the engine's sampler has drawn from."""
+    seen = outcome(5).seen
+    text = seen["Temperature"].text + "\n" + seen["Cuts"].text
     table: dict[str, list[float | None]] = {}
     for line in text.split("\n"):
         if found := re.match(r"   (\S.*?)((?: +(?:[\d.]+%|cut|-)){5})$", line):
             words = found[2].split()  # "-": not among the most likely tokens that the engine lists
             table[found[1].strip()] = [None if w == "cut" else float(w.rstrip("-%") or 0) / 100 for w in words]
     before = table["temperature 1"]
-    assert all(share is not None for share in before) and len(table) == 7, text
+    assert all(share is not None for share in before) and before == table["no setting"] and len(table) == 8, text
     known = [share or 0.0 for share in before]
     for name, power in (("temperature 0.5", 2.0), ("temperature 2", 0.5)):
         ratios = [(share or 0.0) / base**power for share, base in zip(table[name][:3], known[:3], strict=True)]
@@ -227,14 +230,24 @@ def test_the_bars_of_the_sampler_lesson_are_those_of_its_rules(outcome: Callable
     assert [share is None for share in table["min_p 0.1"]] == [base < 0.1 * known[0] for base in known]
     (biased,) = (shares for name, shares in table.items() if name.startswith("logit_bias"))
     assert (biased[4] or 0.0) > 3 * known[4]
-    first, again = re.findall(r"seed 7: “(.*?)”", text)
-    assert first == again and "gave the same token" in text
+    one, sharp = (float(ratio) for ratio in re.findall(r"is ([\d.]+) times as likely", text)[:2])
+    assert sharp == pytest.approx(one * one, rel=0.03)
+
+
+def test_the_length_of_the_pasted_prompt_is_told() -> None:
+    text = contrasts.paste(contrasts.PASTED_LINES)
+    prompt = [{"role": "user", "content": text}]
+    ids = Tokenizer(Path(choose_model(None).name)).apply_chat_template(prompt, add_generation_prompt=True)
+    page = next(page for page in lesson(6).pages if page.title == "In one step and in chunks")
+    told = " ".join(page.text.split())
+    assert f"{len(text):,} characters, and as many bytes" in told and len(text) == len(text.encode())
+    assert f"Its prompt has {len(ids)} tokens" in told
 
 
 def test_each_penalty_changes_the_probabilities_by_its_own_rule(outcome: Callable[[int], Taught]) -> None:
     """The rules of the table, from the probabilities alone: a penalty of p divides the odds of a word by e to the p."""
     text = outcome(5).seen["Three penalties"].text
-    first = re.search(r"began with (.*?)\. Then", text)
+    first = re.search(r"began with (.*?)\. The prob", text)
     assert first is not None
     written = first[1].replace(" and ", ", ").split(", ")
     head, *rows = (line.split() for line in text.split("\n") if line.startswith("   "))
@@ -305,7 +318,7 @@ def test_the_scheduler_lesson_compares_each_step_with_vllms(outcome: Callable[[i
     table = {line[:28].strip(): line[28:].split() for line in text.split("\n") if line.startswith("   ")}
     assert table.pop("")[-1] == "minitui" and len(table) == 5
     assert all(theirs == ours for theirs, ours in table.values()), text
-    alike = re.search(r"In (\d+) steps both planned the same", text)
+    alike = re.search(r"In (\d+) steps both schedulers planned the same", text)
     for size, panel in outcome(6).beside["The same requests on vLLM"].items():
         rows = [row for row in panel.split("\n") if re.match(r"r\d", row)]
         assert len(rows) == 6 and all("■" in row for row in rows), f"{size}: each request ends in the picture\n{panel}"
@@ -737,7 +750,8 @@ async def test_a_question_to_a_paused_engine_is_told_what_it_waits_for() -> None
         await room.until(lambda: 1 in room.reading.seen)
         await room.press("1", *"why", "enter")
         said = [notice.message for notice in room.app._notifications]
-        assert "ctrl+g, then 0: back to the lesson; L: all lessons" in said and any("is paused: /resume" in text for text in said)
+        assert "ctrl+g, then 0: back to the lesson; L: all lessons" in said
+        assert any("is paused: /resume" in text for text in said)
         await room.press("ctrl+u", *"/new", "enter", *"why", "enter")
         await room.until(lambda: "The engine is paused: /resume lets it run." in room.text())
         await room.press(*"/resume", "enter")

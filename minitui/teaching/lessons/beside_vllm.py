@@ -49,13 +49,10 @@ async def same_load(stage: Stage) -> Seen:
         lines.append(f"   {title:<25}{theirs:>14}{ours:>10}")
     alike = sum(a == b for a, b in zip(_plans(vllm), _plans(stage.view), strict=False))
     return Seen(
-        "\n".join(lines) + "\n\nThe requests of a run are numbered from the top line of the picture to the bottom, and "
-        f"the steps from the start of the run.\n\nIn {count(alike, 'step')} both planned the same number of decodes "
-        "and the same prompt tokens. Both preempt the youngest request and release all its blocks. When the request "
-        "resumes, both find some of the blocks in the cache.\n\n"
-        "Two differences cannot be seen here. This engine chooses the blocks to evict by its tree of prefixes. "
-        "vLLM has no tree: it takes the block that became free first. And two requests may compute the same text at "
-        "the same time. This engine then keeps one copy of the blocks. vLLM keeps both until one is evicted."
+        "\n".join(lines) + "\n\nThe top request of each picture has number 1, and its first step, too. "
+        f"In {count(alike, 'step')} both schedulers planned the same number of decodes and the same prompt tokens. "
+        "Both preempted the youngest request and released all its blocks. When it resumed, both found some of its "
+        "blocks in the cache."
     )
 
 

@@ -19,7 +19,7 @@ TEXT = "What is prefill? My name is Anna."
 WORDS = (" prefill", " Anna")  # compared by the first prediction
 QUESTION = "What is prefill?"
 LONGEST = 120  # characters of a typed text
-LISTED = 24  # merges in the text of the result
+LISTED = 8  # merges in the text of the result
 REPLY = 8
 CANDIDATES = 4
 LEAST = 0.001  # a smaller probability is not shown exactly
@@ -90,8 +90,8 @@ async def score(stage: Stage) -> Seen:
     shares = [(repr(_pieces(tokenizer, [token])[0]), math.exp(value)) for token, value in best]
     rows = [(piece, share, _percent(share)) for piece, share in shares]
     return Seen(
-        f"One forward pass computed the {len(ids)} prompt tokens. After the last of them, each token of the vocabulary "
-        f"has a score, and so a probability. The most likely tokens:\n\n{stage.bars(rows)}",
+        f"One forward pass computed the {len(ids)} prompt tokens. It gave one number for each token of the vocabulary. "
+        f"The next page turns the numbers into probabilities. The most likely tokens:\n{stage.bars(rows)}",
         2 if sum(chunk[2] for chunk in stage.last_row().chunks) == len(ids) and len(rows) > 1 else 0,
     )
 
@@ -134,7 +134,7 @@ async def again(stage: Stage) -> Seen:
     return Seen(
         "\n".join(f"   {name:<22}{value}" for name, value in rows_of_table)
         + "\n\nThe first step computed the whole prompt. This is the prefill. Each later step computed one token: the "
-        "token that the step before had sampled. This is decode. The last sampled token was not computed.",
+        "token that the step before had sampled. This is decode. No step computed the last sampled token.",
         {prompt + reply: 1, prompt + reply - 1: 2}.get(together, 0),
     )
 
@@ -174,24 +174,24 @@ LESSON = Lesson(
             "Text becomes tokens",
             """
             A model computes with numbers. So a text is cut into pieces, the tokens. Each has a number, the token id.
-            All tokens of a model are its vocabulary. (The top line is explained later.)
+            All tokens of a model are its vocabulary. (Later lessons explain the top line.)
 
             This tokenizer first cuts a text into words and signs. A space belongs to the word after it. Each word is
             then cut into bytes: a letter has one byte or more. Last, merge rules join neighbouring pieces: the first
-            rule of a list that fits is applied, again and again, until no rule fits. The rules join pairs that are
-            frequent in texts about programs that run models.
+            rule of a list that fits, again and again, until no rule fits. The rules join pairs that were frequent in
+            some texts about programs for language models.
             """,
             panel="pieces",
             code="minitui.teaching.merges:merges",
             run=cut_up,
             type_in=TYPE,
             predict=Prediction(
-                "How are prefill (page 7 explains this word) and Anna cut?",
+                "How are “prefill” (page 7 explains this word) and “Anna” cut?",
                 ("each is one token", "prefill is one token, Anna has several", "each letter is a token"),
                 (
-                    "Anna would have to be frequent in the texts of the rules. But these are about programs.",
+                    "Anna would have to be frequent in the texts of the rules. But those texts are about programs.",
                     "",
-                    "no rule would fit. But there are rules for all letters that often stand together.",
+                    "no rule would fit. But there are rules for letters that are often side by side.",
                 ),
             ),
         ),
@@ -203,7 +203,7 @@ LESSON = Lesson(
 
             A model consists mainly of layers. A layer has many fixed numbers, the weights. Each token id selects a list
             of numbers. These lists go into the first layer. The result of a layer goes into the next layer. A forward
-            pass computes each layer once. A forward pass is never random: for the same prompt, it gives the same result
+            pass computes each layer once. A forward pass is never random: the same prompt always gives the same result
             (apart from rounding). Yet the same question, asked twice, can get two different replies. Page 3 explains
             why.
             """,
@@ -217,8 +217,8 @@ LESSON = Lesson(
                 (
                     "the same prompt would always give the same reply. But the same question can get a different "
                     "reply.",
-                    "the next token would always be the same, and so the reply. But the result only says how likely "
-                    "each token is; the next token is drawn afterwards.",
+                    "the next token would always be the same, and so would the reply. But a forward pass only says how "
+                    "likely each token is. The next token is drawn later.",
                     "",
                 ),
             ),
@@ -228,12 +228,13 @@ LESSON = Lesson(
             """
             The forward pass gives one number for each token of the vocabulary: its logit. A higher logit means a more
             likely token. A formula (softmax) turns the logits into probabilities: all are positive, and their sum is 1.
-            Sampling draws one token by these probabilities. The sampled token is the next token of the reply.
+            Sampling draws one token at random: a token with twice the probability is drawn twice as often. The sampled
+            token is the next token of the reply.
 
             Then the model runs again, with this token as its new input. A reply of 100 tokens needs 100 forward passes,
             one after the other: each pass needs the token of the pass before. (L2 Model and weights shows an
-            exception.) A reply ends when an end token is sampled, at a stop string (L7 Detokenizer), or when the reply
-            has the largest length that the user allowed.
+            exception.) A reply ends in one of three cases: the model's end token is sampled, a stop string occurs (L7
+            Detokenizer), or the reply has the largest length that the user allowed.
 
             The inference engine is the program that runs the model. The engine works in steps, with one forward pass in
             each step. If several users wait for replies, one step can compute tokens for all of them.
@@ -243,28 +244,28 @@ LESSON = Lesson(
         Page(
             "Query, key and value",
             """
-            Attention lets each token use numbers of the tokens before it. For each token, a layer computes three lists
-            of numbers:
+            With attention, a token uses numbers of earlier tokens. A layer computes:
 
-              query   what this token looks for in earlier tokens
-              key     what this token can be found by
-              value   what this token hands over when it is found
+              query   a list of numbers for each token: what it looks for
+              key     a list of numbers for each token: what it can be found by
+              value   a list of numbers for each token: what it gives when it is found
 
-            Usually, a token's query is compared with its own key and with the keys of all earlier tokens. The better a
-            key fits, the more of its value is added to a sum. The sum changes the token's numbers, which go into the
-            next layer. So keys and values depend only on their own token and on earlier tokens.
+            Usually, a token's query is compared with its own key and with the keys of all earlier tokens. The values
+            are added up: the better a key fits the query, the more its value counts. The sum changes the token's
+            numbers for the next layer. So the key and the value of a token depend only on this token and on earlier
+            tokens.
 
-            A layer does this several times side by side, in heads. Each query head has its own query and sum. To save
-            memory, several query heads share the keys and values of one KV head: the bundled model has 6 query heads
-            and 2 KV heads. The head size, the length of each list, is 64.
+            A layer does this several times side by side, in heads. Each query head has its own queries and sums. To
+            save memory, several query heads share the keys and values of one KV head. The model of the lessons has 6
+            query heads and 2 KV heads. The head size, the length of a list, is 64.
             """,
             code="engine.attention.torch_backend:TorchAttention",
         ),
         Page(
             "Again and again",
             f"""
-            The experiment asks the same question and runs {REPLY} steps, one at a time. Each step gives one token of
-            the reply. The panel shows the prompt, and each token of the reply when it is sampled.
+            The experiment asks “{QUESTION}” and runs {REPLY} steps, one at a time. Each step gives one token of the
+            reply. The panel shows the prompt, and each token of the reply when it is sampled.
 
             To compute a token means: its numbers pass through all layers. Its key and its value in each layer are then
             known. To compute a new token, a layer needs the keys and values of all tokens before it.
@@ -298,8 +299,8 @@ LESSON = Lesson(
 
             When a reply has ended, its keys and values can stay in the pool. They are useful again if a later prompt
             begins with the same tokens. Such a common beginning is a prefix. If the keys and values of a prefix are
-            still in the pool, the prefix is cached, and the engine does not compute it again. In a chat, this is usual:
-            each question is sent with all messages before it.
+            still in the pool, the prefix is cached, and the engine does not compute the prefix again. In a chat, this
+            is usual: a chat sends each question together with all earlier messages.
             """,
             code="engine.attention.kv_pool:KVPool",
         ),
@@ -308,13 +309,13 @@ LESSON = Lesson(
             """
             These words have these meanings in all lessons:
 
-              request    a prompt, with the largest length of its reply and the way to sample
-              step       one forward pass, with the planning before it and the sampling after it
-              prefill    a step computes tokens of a prompt, usually many
-              decode     a step computes one token of a reply: the newest token
+              request    a prompt, the largest length of its reply, and the settings of the sampling
+              step       planning, then one forward pass, then sampling
+              prefill    the work of computing the tokens of a prompt, usually many in a step
+              decode     the work of computing the newest token of a reply, one in a step
               batch      the requests that are computed together
               row        the place of one request in the batch
-              host       the CPU: it plans the steps
+              host       the CPU, which plans the steps
               device     the processor that runs the forward passes: a GPU, or the same CPU
             """,
             code="engine.core.request:Request",
@@ -323,7 +324,7 @@ LESSON = Lesson(
     close,
     (
         Check(
-            "How many tokens are computed or sampled so far, of the prompt and of the reply?",
+            "How many tokens does the text have so far? How many are of the prompt, and how many of the reply?",
             "pieces",
             "the panel of tokens: the line under the tokens.",
             _tokens,

@@ -26,12 +26,12 @@ async def two_questions(stage: Stage) -> Seen:
     lines = [f"   {'step':<18}" + "".join(f"{row.step:>5}" for row in rows)]
     lines += [f"   {'tokens computed':<18}" + "".join(f"{row.tokens:>5}" for row in rows)]
     return Seen(
-        "\n".join(lines) + "\n\nThe first step computed all prompt tokens of the first request and sampled the first "
-        "token of its reply. Each later step computed the token that the step before had sampled, and sampled the next "
-        "token. The last token of a reply is not computed here, because no token follows it.\n\n"
-        "A step can compute a prompt and decode in the same forward pass. The step bar shows step "
+        "\n".join(lines) + "\n\nThe first step computed the whole prompt of the first request, and sampled the first "
+        "token of its reply. Each later step computed this token, and sampled the next one. The last token of a reply "
+        "is not computed: no token follows.\n\n"
+        "One forward pass can do both, prefill and decode. The step bar shows step "
         f"{second.step} again: {count(second.decodes, 'token')} of the first request, and all "
-        f"{prompt} prompt tokens of r{other}.",
+        f"{prompt} prompt tokens of the second request, r{other}.",
         answers.get(seen.steps),
     )
 
@@ -76,12 +76,12 @@ LESSON = Lesson(
               3 allocate     engine/core/allocator.py   chooses the memory blocks for these tokens
               4 forward      engine/model/              the model computes these tokens
               5 sample       engine/worker/sampler.py   the next token of each request is chosen
-              6 detokenize   engine/text/output.py      ids become text for the user
-              7 emit         engine/core/engine.py      ids are appended, ended replies are found
+              6 commit       engine/core/engine.py      ids are appended, ended replies are found
+              7 detokenize   engine/text/output.py      ids become text for the user
 
-            Stage 1 runs once for each request. A step runs stages 2 to 5 and stage 7, for all of its requests together.
-            Stage 6 comes last, after the step. If a step computes only a part of a prompt, stages 5 to 7 are left out
-            for this request. A new request can start in any step with room.
+            Stage 1 runs once for each request. A step runs stages 2 to 6, for all of its requests together. Stage 7
+            comes after the step. If a step computes only a part of a prompt, stages 5 to 7 are left out for this
+            request. A new request can start in any step that has room.
             """,
         ),
         Page(
@@ -89,28 +89,28 @@ LESSON = Lesson(
             """
             A step has three parts:
 
-              plan     stages 2 and 3, on the host: requests and blocks are chosen
-              launch   stages 4 and 5: the host starts them, the device computes them
-              commit   stage 7, on the host: ids are added, ended replies release blocks
-
-            Stage 6 follows the commit. On a GPU, the next step runs at the same time.
+              plan     stages 2 and 3, on the host: chooses requests and blocks
+              launch   stages 4 and 5: the host starts them, the device computes
+              commit   stage 6, on the host: appends ids, frees blocks of ended replies
 
             To plan a step, the host must know how many tokens each reply has, but not which tokens. Each decode adds
-            one token. So while step n runs, the host already knows the new lengths. With a GPU, the host then plans
-            step n+1 at once. Two widely used engines, vLLM and SGLang, do the same by default. The host also knows when
-            a reply reaches its largest length. But the host sees an end token of step n only after step n+1 has begun.
-            Then step n+1 computes one token too many for this request, and the engine throws the token away. On a CPU,
-            the three parts run one after the other here.
+            one token. So the host knows the new lengths while step n still runs. With a GPU, the host plans step n+1 at
+            this time. Two widely used engines, vLLM and SGLang, do the same by default. The host also knows when a
+            reply reaches its largest length. An end token is different: step n samples it, but the host sees it only
+            after step n+1 has begun. So step n+1 computes one token too many for this request. The engine throws this
+            token away.
+
+            On a CPU, this engine runs the three parts one after the other.
             """,
             code="engine.core.engine:Engine.step",
         ),
         Page(
             "Two questions, step by step",
             f"""
-            Two chats ask a question. Each reply has {REPLY} tokens. The second question arrives after {HEAD_START}
-            steps of the first. The engine runs one step at a time, and waits between two steps: the top line says
-            PAUSED. The steps are numbered from 0. Watch the step bar: its width is the token budget, the largest number
-            of tokens that a step may compute.
+            Two chats ask a question. Each reply has {REPLY} tokens. The first chat has run {HEAD_START} steps when the
+            second question arrives. The engine runs one step at a time, and waits between two steps: the top line says
+            PAUSED. The steps are numbered from 0. The requests are numbered, too: r2 is request 2. Watch the step bar:
+            its width is the token budget, the largest number of tokens that a step may compute.
             """,
             panel="step",
             code="engine.core.step:StepPlan",
@@ -132,10 +132,10 @@ LESSON = Lesson(
             The engine runs in a process of its own, so it never waits for the screen. If the application ends, the
             engine ends, too.
 
-            Each change to a request, to a block or to the cache is written to one log. A record says what changed and
-            why. A snapshot is the whole state at one moment. The panels begin with a snapshot and apply one record
-            after the other, so they know the state at each moment. You can stop the panels and move back in time: key 2
-            shows all panels, and there ? lists the keys.
+            The engine writes each change of a request, of a block or of the cache to one log. A record of the log says
+            what changed and why. A snapshot is the whole state at one moment. The panels begin with a snapshot and
+            apply one record after the other, so they know the state at each moment. You can stop the panels and move
+            back in time: key 2 shows all panels, and there ? lists the keys.
 
             The panel shows the newest records first: the step, the event and its reason.
             """,

@@ -77,10 +77,10 @@ async def single(stage: Stage) -> Seen:
     )  # fmt: skip
     return Seen(
         "\n".join(f"   {name:<24}{here:>9}{there:>18}" for name, here, there in rows_of_table)
-        + f"\n\nReading alone takes {MODEL_READS / 1e9:.1f} GB / {GPU.read_bytes_per_s / 1e12:.1f} TB = {ms(reading)} "
-        f"ms. The step took {ms(one)} ms. So the {GPU.name} reads weights for most of the step. It computes at the "
-        "same time. Compare times only within one table: the engine waits after each step here, but not on the next "
-        "page. (The panel's time of the device is a mean. It includes the step of the prompt.)",
+        + f"\n\nThe {GPU.name} reads {MODEL_READS / 1e9:.1f} GB in {ms(reading)} ms. The whole step took {ms(one)} ms. "
+        f"So the {GPU.name} reads weights for most of the step, and computes at the same time.\n\nOn this page, the "
+        "engine waits after each step; on the next page, it does not. So do not compare these times with those of the "
+        "next page. (The panel's time of the device is a mean of all steps, also of the prompt's step.)",
         min(range(len(STEP_MS)), key=lambda i: abs(log(STEP_MS[i] / one))),
     )
 
@@ -118,10 +118,10 @@ LESSON = Lesson(
             "One decoder",
             """
             The model represents each token by a vector: a list of numbers. The token id selects the vector from the
-            embedding table. Then the vector passes through the layers. Each layer has two parts: attention, and then a
-            small network, the MLP. Each part adds its output to the vector. In most models, each part begins with a
-            norm (RMSNorm): it gives all vectors about the same size. After the layers and a last norm, a matrix
-            computes the logits.
+            embedding table. Then the vector passes through the layers. Each layer has two parts: first attention, then
+            a few large matrices, the MLP. Each part adds its output to the vector. In most models, each part begins
+            with a norm (RMSNorm), which gives all vectors about the same size. After the layers, another norm and a
+            matrix compute the logits.
 
             Llama 3, Mistral, Qwen2, Qwen3 and other families of models differ only in details: some add numbers
             (biases) after a matrix, some have norms for queries and keys, some use the embedding table as the last
@@ -138,8 +138,8 @@ LESSON = Lesson(
             """
             A model comes as a checkpoint: files with named tensors. A tensor is a list of numbers, a matrix, or a stack
             of matrices. This engine checks every name and shape before it copies the first number. A missing tensor, an
-            unknown tensor or a wrong shape is an error that names the tensor. Known tensors that change no result are
-            skipped. Then each tensor is copied directly to its place.
+            unknown tensor or a wrong shape is an error that names the tensor. The engine skips the tensors that are
+            known to change no result. It copies each other tensor directly to its place.
 
             A layer computes queries, keys and values with three matrices. The engine joins them to one matrix, because
             one large multiplication is usually faster than three smaller ones. It joins the first two matrices of the
@@ -150,9 +150,9 @@ LESSON = Lesson(
         Page(
             "Where the parameters are",
             """
-            The weights are also called parameters. The bundled model has 4 layers and these tensors:
+            The weights are also called parameters. The model of the lessons has 4 layers and these tensors:
 
-              embeddings  2560 x 384, once: the first matrix is also the last
+              embeddings  2560 x 384, once: this table is also the last matrix
               attention   each layer: 384 x 384 twice, 128 x 384 twice,
                           64 for the norm of queries, 64 for the norm of keys
               MLP         each layer: 1024 x 384 twice, 384 x 1024
@@ -164,8 +164,9 @@ LESSON = Lesson(
                 "Which part of this model has most of its parameters?",
                 ("embeddings", "attention", "MLP", "norms"),
                 (
-                    "the vocabulary would need more than 12,288 tokens: 12 MLP matrices of 1024 x 384 outweigh a "
-                    "table of 2560 x 384. In Gemma 3 270M, with a vocabulary of 262,144 tokens, this is so.",
+                    "the vocabulary would need more than 12,288 tokens: the 12 matrices of all MLPs have 12 x 1024 = "
+                    "12,288 lines of 384 numbers, and the table has 2,560. In Gemma 3 270M, with a vocabulary of "
+                    "262,144 tokens, the embeddings are the largest part.",
                     "the MLP would have to be narrower: here each of its three matrices has as many numbers as "
                     "the four matrices of attention together.",
                     "",
@@ -178,12 +179,13 @@ LESSON = Lesson(
             f"""
             To compute a token, the device reads nearly all weights once from its memory. There are two exceptions. From
             the embedding table, a token needs only its own line. (If the table is also the last matrix, a token needs
-            all of it.) And in a model with experts (parts of a layer), a token needs only a few experts.
+            the whole table.) And some models have experts, which are parts of a layer: a token needs only a few of
+            them.
 
             The {GPU.name} is a GPU. In our measurement, the {GPU.name} read {GPU.read_bytes_per_s / 1e12:.1f} TB in a
             second from its memory. {MODEL.name} (8B: about 8 billion weights) has {LAYERS} layers. For one token, the
-            model needs {MODEL_READS / 1e9:.1f} GB of weights. (In the panel, p50 is the median; of 100 steps, 99 are
-            not longer than p99.)
+            model needs {MODEL_READS / 1e9:.1f} GB of weights. (In the panel, p50 is the median. p99:
+            of 100 steps, 99 are not longer.)
             """,
             panel="timings",
             run=single,
@@ -203,20 +205,20 @@ LESSON = Lesson(
             "A decode step of many rows",
             f"""
             A decode step computes one token for each row. The experiment measures steps with {SIZES[0]} to {SIZES[-1]}
-            rows here. The panel shows the {GPU.name}, too. The scale of the time is logarithmic: equal distances are
-            equal factors.
+            rows here. The panel shows the {GPU.name}, too. Its scale of time is logarithmic: equal distances are equal
+            factors.
 
             In our measurement, the {GPU.name} computed {GPU.operations_per_s / 1e12:.0f} trillion bfloat16 operations
             in a second. So the {GPU.name} computes {GPU.operations_per_byte:.0f} operations while it reads one byte. In
-            bfloat16 (bf16), a weight has 2 bytes. For each row, a step needs 2 operations with each weight: it
-            multiplies and adds.
+            bfloat16 (bf16), a weight has 2 bytes. For each row, a step needs 2 operations with each weight: a
+            multiplication and an addition.
             """,
             panel="costs",
             code="minitui.teaching.lessons.step_costs:rows",
             run=rows,
             predict=Prediction(
-                f"How much longer does a step of Qwen3-8B on the {GPU.name} take with {MANY} rows than with one? "
-                "Each row has a text of 128 tokens.",
+                f"Qwen3-8B runs on the {GPU.name}; each row has a text of 128 tokens. Compared with one row, a step of "
+                f"{MANY} rows takes …",
                 (f"{MANY} times as long", f"about {MANY // 4} times as long", "less than twice as long"),
                 (
                     "the device would read all weights again for each row. But it computes the rows together, so it "
@@ -234,8 +236,8 @@ LESSON = Lesson(
             do. So on the {GPU.name}, {SIZES[-1]} prompt tokens cost little more than one. From some length on,
             arithmetic takes most of the time. Then twice the length takes about twice the time, or more.
 
-            This length depends on the device. A device that computes fewer operations while it reads a byte reaches
-            this length sooner. The experiment measures this machine. Compare where the curves begin to rise.
+            This length depends on the device: the fewer operations the device computes while it reads a byte, the
+            shorter is this length. The experiment measures this machine. Compare where the curves begin to rise.
             """,
             panel="costs",
             code="minitui.teaching.lessons.step_costs:prompt_tokens",
@@ -248,13 +250,13 @@ LESSON = Lesson(
             guesses the next tokens of a reply (drafts). One step computes the last token and the drafts, and samples a
             token after each of them. Each draft is compared with the token sampled for its place. The drafts before the
             first difference are accepted. So, apart from rounding, the reply stays the same. vLLM and SGLang also check
-            drafts in one step. There, at a temperature above 0 (L5 Sampler), drafts can change a reply, but by default
-            it stays as likely as without drafts.
+            drafts in one step. There, at a temperature above 0 (L5 Sampler), drafts can change a reply. But by default,
+            each reply is as likely as without drafts.
 
-            Here, drafts are copied from the text (prompt lookup). The engine looks for the last three tokens earlier in
-            the text. The tokens after that place are the drafts. The panel shows a run without drafts, and below it a
-            run with drafts, on one clock. In each run, a chat asks the same question twice. Fewer steps can still take
-            more time, because each step is longer.
+            Here, drafts are copied from the text (prompt lookup). The engine takes the last three tokens, and searches
+            the earlier text for the same three tokens. The tokens after them are the drafts. The panel shows a run
+            without drafts, and below it a run with drafts. In each run, a chat asks the same question twice. Fewer
+            steps can take more time, because a step with drafts is longer.
             """,
             panel="runs",
             code="engine.core.speculation:PromptLookup",
@@ -264,17 +266,17 @@ LESSON = Lesson(
             "Positions and heads",
             """
             The vector from the embedding table does not contain the position of its token. So most models rotate each
-            query and each key by an angle that grows with the position (RoPE). So the distance between two tokens
-            changes how well the key of one fits the query of the other. Keys are stored after the rotation.
+            query and each key by an angle that grows with the position (RoPE). So it depends on the distance between
+            two tokens, too, how well a key fits a query. Keys are stored after the rotation.
 
             Two prompts can share a cached block only if they are equal from their first token to the end of the block.
             Otherwise the result would change. The reason is not the position: the engine could rotate the keys again.
-            The reason is attention: from the second layer on, keys and values are computed from vectors that contain
-            numbers of all tokens before.
+            The reason is attention: from the second layer on, keys and values are computed from vectors that depend on
+            all earlier tokens.
 
             L0 Tokens explains query heads and KV heads. If several query heads share one KV head, this is grouped-query
-            attention. Only keys and values are kept. So with fewer KV heads, each token needs less memory, and the pool
-            has room for more tokens.
+            attention. The pool has only keys and values, no queries. So with fewer KV heads, a token needs less memory,
+            and the pool has room for more tokens.
             """,
             code="engine.model.rope:rope_table",
         ),

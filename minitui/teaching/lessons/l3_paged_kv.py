@@ -12,6 +12,7 @@ from minitui.viewmodel.comparison import Comparison
 
 PROMPT = 14  # tokens of both prompts of `two_tables`
 STATES = {FREE: "free", ACTIVE: "active", SHARED: "shared", CACHED: "cached"}
+SHOWN = ("steps", "time", "first_p99")  # of two runs
 LISTED = 5  # steps in the table of `two_tables`
 
 
@@ -39,9 +40,9 @@ async def two_tables(stage: Stage) -> Seen:
     waste = sum(len(table) * size - n for n, table in zip(computed, tables, strict=True))
     lines.append(f"      unused slots (places for tokens) in the two last blocks: {waste}")
     return Seen(
-        "The steps of the first chat, counted from 1:\n\n"
-        + f"{first_steps}\n\nBoth chats at the end:\n\n" + "\n".join(lines)
-        + "\n\nEach chat took the next free block when it needed a block. The blocks of a chat are not side by side.",
+        "The steps of the first chat, counted from 1:\n"
+        + f"{first_steps}\nBoth chats at the end:\n" + "\n".join(lines)
+        + "\nEach chat took the next free block when it needed a block. So the blocks of a chat are not side by side.",
         {2: 0, 3: 1, 4: 2}.get(next(step for step, (_, blocks) in enumerate(seen, 1) if blocks > 1)),
     )  # fmt: skip
 
@@ -49,23 +50,16 @@ async def two_tables(stage: Stage) -> Seen:
 def _pieces_and_blocks(comparison: Comparison) -> str:
     """Returns what both runs measured."""
     by_name = {one.quantity.name: one for one in comparison.differences}
-    time, first = by_name["time"], by_name["first_p99"]
+    first = by_name["first_p99"]
     at_once = [most_running(run.view) for run in comparison.runs]
     figures = [run.figures for run in comparison.runs]
-    longer = [one.time / one.steps for one in figures]
     why = ""
-    if figures[0].steps > figures[1].steps and longer[0] < longer[1]:
-        why = " The steps with blocks were fewer, but each had more rows and took longer: a row costs time on a CPU."
-    elif figures[0].steps == figures[1].steps:
-        why = (
-            f" Both runs had {figures[0].steps} steps, because the longest reply began at once in both. So blocks "
-            "saved no steps here: they let more requests begin at once."
-        )
+    if figures[0].steps == figures[1].steps:
+        why = " The number of steps did not change, because the longest reply began at once in both runs."
     return (
-        f"With one piece for each, at most {at_once[0]} requests ran at the same time, with blocks {at_once[1]}. The "
-        f"slowest first token (p99) came after {first.quantity.text(first.first)} with pieces, after "
-        f"{first.quantity.text(first.second)} with blocks. The whole run took {time.quantity.text(time.first)} with "
-        f"pieces, {time.quantity.text(time.second)} with blocks.{why}"
+        f"With pieces, at most {at_once[0]} requests ran at the same time; with blocks, {at_once[1]}. So with blocks, "
+        f"the slowest first token (p99) came after {first.quantity.text(first.second)}, not after "
+        f"{first.quantity.text(first.first)}.{why}"
     )
 
 
@@ -91,9 +85,9 @@ async def cost(stage: Stage) -> Seen:
         (f"a chat of {prompt} tokens, {blocks} blocks", blocks * size * token),
     )  # fmt: skip
     return Seen(
-        "Bytes that are needed here:\n\n" + "\n".join(f"   {name:<36}{n:>12,}" for name, n in rows)
-        + "\n\nThe chat of the last line has minitui's instructions for the model, and the question “What is the KV "
-        "cache?”.",
+        "Bytes that are needed here:\n" + "\n".join(f"   {name:<36}{n:>12,}" for name, n in rows)
+        + "\n\nThe prompt of this chat is a system prompt (the next page explains the word), and the question “What is "
+        "the KV cache?”.",
         {512: 0, 4096: 1}.get(token, 2),
     )
 
@@ -104,7 +98,7 @@ async def two_endings(stage: Stage) -> Seen:
     first = await stage.write("What is the KV cache?", 8, 3, seconds=0.3)
     await stage.write("What is a block table?", 14, 4, seconds=0.3)
     block = stage.request(first).table[0]
-    names = ("both chats write", "the first has ended", "both have ended")
+    names = ("both chats run", "the first has ended", "both have ended")
     rows, states = [], []
     for name in names:
         counts = stage.state().counts
@@ -116,9 +110,9 @@ async def two_endings(stage: Stage) -> Seen:
     head = f"   {'blocks':<22}" + "".join(f"{name:>8}" for name in STATES.values())
     was = ", then ".join(STATES[state] for state in states)
     return Seen(
-        "\n".join([head, *rows]) + f"\n\nThe blocks of the system prompt were {was}. The other full blocks of a chat "
-        "became cached when it ended, because a later prompt may begin with the same tokens. The last block of a chat "
-        "was not full, so it became free. (vLLM counts cached blocks as free, too.)",
+        "\n".join([head, *rows]) + f"\nThe blocks of the system prompt were {was}. When a chat ended, its other full "
+        "blocks became cached: a later prompt may begin with the same tokens. Its last block was not full, so this "
+        "block became free. (vLLM counts cached blocks as free, too.)",
         (CACHED, ACTIVE, SHARED).index(states[1]),
     )
 
@@ -148,18 +142,18 @@ LESSON = Lesson(
         Page(
             "Why a cache, why blocks",
             """
-            To compute the next token, attention needs the keys and values of all earlier tokens. The engine keeps them
-            in the KV cache. Without it, each step would compute the whole text again.
+            To compute the next token, attention needs the keys and values of all earlier tokens: the KV cache keeps
+            them. Without the cache, each step would compute the whole text again.
 
-            The length of a reply is not known in advance. A request could get one piece of memory for the longest
-            reply. But most of the piece would stay empty, and gaps between pieces could be too small for a piece. So
-            the memory is divided into blocks of equal size. A block has room for 16 tokens here, as is usual in vLLM.
-            In SGLang, a block usually has one token. When a token no longer fits into the last block of its request,
-            the request takes any free block of the pool. Only the empty end of a last block is wasted: here at most 15
-            tokens. The idea is from operating systems; vLLM brought it to inference.
+            The length of a reply is not known in advance. Each request could get one piece of memory, large enough for
+            the longest reply. But most of a piece would stay empty, and gaps between pieces could be too small for
+            others. So the memory is divided into blocks of equal size. A block has room for 16 tokens here, as
+            is usual in vLLM. In SGLang, a block usually has one token. When the last block of a request is
+            full, the next token needs another block: any free block of the pool. Only the empty end of a last block is
+            wasted: here at most 15 tokens. vLLM took this idea from operating systems.
 
-            The text of a request has logical blocks 0, 1, 2 … A block of the pool is a physical block. The block table
-            of the request names the physical block of each logical block.
+            The text of a request is divided into logical blocks: 0, 1, 2 … A block of the pool is a physical block. The
+            block table of the request names the physical block of each logical block.
             """,
             code="engine.attention.kv_pool:KVPool",
         ),
@@ -169,14 +163,15 @@ LESSON = Lesson(
             {len(LENGTHS)} requests want replies of {min(LENGTHS)} to {max(LENGTHS)} tokens. The memory has room for
             {PIECE * PIECES} tokens. In the first run, each request gets one piece for {PIECE} tokens, because its reply
             might be long. (This engine always has blocks. For the first run, a block is as large as a piece: {PIECE}
-            tokens.) In the second run, a request takes a block of 16 tokens when a token no longer fits into its last
-            block.
+            tokens.) In the second run, a request takes another block of 16 tokens when its last block is full and
+            another token comes.
 
-            The panel shows the first run above the second. A column is the same time in both. Each line is a request.
+            The panel shows the first run above the second. A column is the same time in both runs. Each line is a
+            request.
             """,
             panel="runs",
             code="engine.core.allocator:BlockAllocator",
-            run=side_by_side("allocation", with_pieces_and_blocks, told=_pieces_and_blocks),
+            run=side_by_side("allocation", with_pieces_and_blocks, told=_pieces_and_blocks, shown=SHOWN),
             predict=Prediction(
                 f"How many of the {len(LENGTHS)} requests run at the same time, at most?",
                 (
@@ -186,8 +181,8 @@ LESSON = Lesson(
                 ),
                 (
                     "",
-                    "two requests could use one piece. But the whole piece is reserved for one reply, also for a short "
-                    "one.",
+                    "two requests could use one piece. But a piece is reserved for one request, even if its reply is "
+                    "short.",
                     "each request would take the blocks for the longest reply at once. But it takes only the blocks "
                     "that its tokens need.",
                 ),
@@ -196,7 +191,7 @@ LESSON = Lesson(
         Page(
             "What a token costs",
             """
-            In most models, each layer stores a key and a value for each KV head:
+            For each token, most models store a key and a value in each KV head:
 
               bytes per token = 2 x layers x KV heads x head size x bytes per number
 
@@ -207,26 +202,27 @@ LESSON = Lesson(
             code="engine.model.config:ModelConfig.kv_bytes_per_token",
             run=cost,
             predict=Prediction(
-                "On a CPU, keys and values have 4 bytes per number (only weights are bf16 here). With 4 layers and 2 "
-                "KV heads of size 64, a token needs …",
+                "On a CPU, each number of a key or a value has 4 bytes here. The model has 4 layers and 2 KV heads of "
+                "size 64. A token needs …",
                 ("512 bytes", "4,096 bytes", "12,288 bytes"),
                 (
                     "only one KV head of one layer would store its key and value: 2 x 64 x 4 bytes.",
                     "",
-                    "each of the 6 query heads would have its own key and value. But 3 query heads share a KV head.",
+                    "each of the 6 query heads would have its own key and value. But each 3 query heads share a KV "
+                    "head.",
                 ),
             ),
         ),
         Page(
             "Two chats, one pool",
             f"""
-            Two chats write at the same time. They have no system prompt. (A system prompt is a text that an application
-            puts at the beginning of each chat.) Each prompt has {PROMPT} tokens. The first step of a chat computes its
-            prompt. Each later step computes one token: the token that the step before has sampled.
+            Two chats get replies at the same time. They have no system prompt. (A system prompt is a text that an
+            application puts at the beginning of each chat.) Each prompt has {PROMPT} tokens. The first step of a chat
+            computes its prompt. Each later step computes one token: the token that the step before has sampled.
 
-            The panel shows the block table of the first chat: in its first line the request, and the number and the
-            title of the chat. Below, each column is a logical block, with the number of its physical block. The last
-            block is still being filled.
+            The panel shows the block table of the first chat. The first line names the request and the chat. Below,
+            each column is a logical block: 0, 1, 2 … The number under it is the physical block. The last block is not
+            full yet.
             """,
             panel="table",
             run=two_tables,
@@ -251,18 +247,18 @@ LESSON = Lesson(
               free     no request, not in the tree
               active   one request, in the tree or not
               shared   several requests
-              cached   no request, in the tree: it may be evicted (used for others)
+              cached   no request, but in the tree: it may be evicted (used for others)
 
-            The four counts together are always the pool, here 48.
+            The four counts add up to the pool, here 48.
             """,
             panel="map",
             run=two_endings,
             predict=Prediction(
-                "Two chats with the same system prompt write. The first ends. The blocks of the system prompt are then "
-                "…",
+                "Two chats with the same system prompt get replies. The first reply ends. Now the blocks of the "
+                "system prompt are …",
                 ("cached", "active", "shared"),
                 (
-                    "no request would hold them. But the second chat still does, so they cannot be evicted.",
+                    "no request would hold them. But the second chat still holds them, so they cannot be evicted.",
                     "",
                     "the first chat would still hold them. But a request releases its blocks when it ends.",
                 ),
@@ -275,13 +271,14 @@ LESSON = Lesson(
             no blocks for the reply. SGLang reserves an estimate. (In a large pool, this engine keeps 1 % of the blocks
             free for the requests that already run: the watermark. In this pool of 48 blocks, the watermark is 0.)
 
-            Four requests that may each have 192 tokens, prompt and reply together, could fill this pool of 768 tokens.
-            But if each request ends after 20 tokens, they use two blocks each: 8 blocks of 48, a sixth of the pool.
+            Example: four requests may have 192 tokens each, prompt and reply together. With a reservation, they would
+            fill this pool of 768 tokens. But if each request ends after 20 tokens, they use two blocks each: 8 blocks
+            of 48, a sixth of the pool.
 
             The price: all running requests together may need more blocks than the pool has. Then cached blocks are
             evicted, the least recently used first. If no cached block is left, a running request has to release its
-            blocks and to wait (L6 Scheduler). Waste in the panel: unused slots, blocks with the same tokens as another
-            block (copies), and tokens that were computed again.
+            blocks and to wait (L6 Scheduler). In the panel, “waste” counts the empty places of last blocks (slots),
+            equal blocks (copies), and tokens that were computed again.
             """,
             panel="occupancy",
             code="engine.core.scheduler:Scheduler._obstacle",

@@ -41,8 +41,8 @@ async def find_slots(stage: Stage) -> Seen:
         lines.append(f"   token {position:>3}  table[{logical}] = {block:>2}  slot {block}*{size} + {offset} = {slot}")
     return Seen(
         "\n".join(lines)
-        + f"\n\nThe last step computed token {n - 1}. In every layer, each of its queries read the keys of "
-        f"tokens 0 to {n - 1} in its KV head, its own included. The block table gave their places.",
+        + f"\nThe last step computed token {n - 1}. In each layer, each query of this token read the keys of tokens 0 "
+        f"to {n - 1}. The block table gave the places of the keys.",
         {size: 0, request.table[1] * size: 1}.get(KeyRead(request.id, tuple(request.table), size, n - 1, size).slot, 2),
     )
 
@@ -58,9 +58,9 @@ async def after_a_hit(stage: Stage) -> Seen:
     assert (start, start + n) == (CACHED, PROMPT), f"{start} of {start + n} prompt tokens are cached"
     return Seen(
         f"r{request} had {start + n} prompt tokens. The step computed {n} of them; the keys of the other {start} were "
-        f"cached. So the first query of the step was query {start}, and it saw keys 0 to {start}. The last query, "
-        f"query {start + n - 1}, saw keys 0 to {start + n - 1}. In each step, query i sees keys 0 to i. In the panel, "
-        "the triangle of the first prompt has become a rectangle with a slanted end.",
+        f"cached. So the first query of the step was query {start}: it saw keys 0 to {start}. The last query was query "
+        f"{start + n - 1}: it saw keys 0 to {start + n - 1}. Query i sees keys 0 to i. In the panel, the triangle has "
+        "become a rectangle with a slanted end.",
         1,
     )
 
@@ -73,7 +73,7 @@ async def close(stage: Stage) -> None:
 
 def _keys(stage: Stage) -> str:
     n = stage.state().computed(stage.youngest())
-    return f"{n + 1}: {n} keys are already in the cache, and the step writes the query's own key before it reads"
+    return f"{n + 1}: {n} keys are already in the cache, and the step stores the query's own key before attention reads"
 
 
 def _next_slot(stage: Stage) -> str:
@@ -92,20 +92,20 @@ LESSON = Lesson(
         Page(
             "Slots",
             """
-            In each layer, the pool is two tensors: the keys and the values. Their shape here is [blocks, 16, KV heads,
-            head size]. A slot is the place of one token. Slots are numbered through all blocks. The slot of token p of
-            a request is
+            In each layer, the pool is two tensors: one for keys, one for values. Their shape here is [blocks, 16, KV
+            heads, head size]. A slot is the place of one token. Slots are numbered from the first block to the last.
+            The slot of token p of a request:
 
               slot  =  table[p // 16] * 16  +  p % 16
 
-            The division without its rest, p\xa0//\xa016, gives the logical block. The rest, p\xa0%\xa016, gives the
-            place in the block. Each layer first stores the keys and values of all tokens of the step in their slots.
+            The division without its rest, p\xa0//\xa016, is the logical block. The rest, p\xa0%\xa016, is the place
+            in the block. Each layer first stores the keys and values of all tokens of the step in their slots.
             Then attention reads.
 
             Attention finds the slots with the block table. The simplest code here first copies the keys and values of
-            each request into one tensor. (No copy is needed if the slots follow one another.) Then PyTorch, a library
-            for tensors, computes the attention. A GPU kernel, a program on the GPU, reads block by block through the
-            table, without a copy. The same tests check the simple code and the kernel.
+            each request into one tensor. (No copy is needed if the slots follow one another.) Then PyTorch computes the
+            attention. A GPU kernel, a program on the GPU, reads block by block through the
+            table, without a copy. The same tests check both.
             """,
             code="engine.attention.torch_backend:TorchAttention",
         ),
@@ -116,9 +116,9 @@ LESSON = Lesson(
             Other chats have used and released blocks before, so the free blocks are no longer in order. The block table
             of this chat begins with the blocks {TABLE[0]} and {TABLE[1]}.
 
-            The panels show one query of the last step. The query has the number of its token. It reads one key after
-            the other, each in its slot and its block. (A kernel reads many keys at the same time. The pool begins with
-            block 1: page 4 explains block 0.)
+            The panels show one query of the last step. The query has the number of its token. The query reads one key
+            after the other: the panels show the slot and the block of each key. (A kernel reads many keys at the same
+            time. The pool begins with block 1: page 4 explains block 0.)
             """,
             panel="slot",
             run=find_slots,
@@ -138,12 +138,11 @@ LESSON = Lesson(
             "Causal attention after a cache hit",
             f"""
             A token sees itself and earlier tokens, never later tokens: attention is causal. A query and a key have the
-            number of their token: 0 is the first token of the prompt. If a step computes a whole prompt, the picture of
-            what each query sees is a triangle (the mask).
+            number of their token, from 0. The panel has a line for each query, with a mark for each key that the query
+            sees. If a step computes a whole prompt, the marks are a triangle (the mask).
 
-            If the beginning is cached, its keys are in the pool, and the step computes only the tokens after it. The
-            panel shows a prompt of {FIRST} tokens without a cached beginning, then a longer prompt. Its last line
-            explains a cell.
+            If the beginning of a prompt is cached, the step computes only the other tokens. The panel first shows a
+            prompt of {FIRST} tokens, of which none is cached, and then a longer prompt.
             """,
             panel="attention",
             code="engine.attention.base:ForwardMeta",
@@ -163,16 +162,17 @@ LESSON = Lesson(
         Page(
             "Padding and the null block",
             """
-            The block tables of a batch get the same width here. The unused entries are padding. They refer to block 0,
-            the null block, which no request holds. A kernel may read the null block, because attention multiplies the
-            values of padding by 0. The numbers in the null block are always finite, so the result is 0. (With NaN, "not
-            a number", this would fail: 0 times NaN is NaN.) Free blocks may contain anything. A test fills them with
-            NaN and checks that no result changes. vLLM has a null block, too, and SGLang a slot for padding.
+            The block tables of all requests in a batch get the same width here. The unused entries are padding. They
+            refer to block 0, the null block, which no request holds. A kernel may read the null block, because
+            attention multiplies the values of padding by 0. The numbers in the null block are always finite, so the
+            product is 0. (With NaN, "not a number", this would fail: 0 times NaN is NaN.) Free blocks may contain any
+            numbers. A test fills free blocks with NaN and checks that no result changes. vLLM has a null block, too,
+            and SGLang a slot for padding.
 
-            A decode step computes one token of a request, but attention reads all keys and values of the request. So
-            attention mostly reads. In the prefill of a long prompt, attention reads a key once for many tokens. So
-            attention mostly computes. By default, this engine has one GPU kernel for decode and one for prefill. vLLM
-            can use one kernel for both: FlashAttention takes any number of queries for each request.
+            In a decode step, a request has one new token, but attention reads all keys and values of the request:
+            reading takes most of the time. In the prefill of a long prompt, many new tokens use each key that is read:
+            arithmetic takes most of the time. So this engine has two GPU kernels by default, one for decode and one for
+            prefill. vLLM can use one kernel for both: FlashAttention takes any number of queries for each request.
             """,
             code="engine.attention.torch_backend:TorchAttention._plan_decodes",
         ),
@@ -180,7 +180,7 @@ LESSON = Lesson(
     close,
     (
         Check(
-            "How many keys will the next query of this request read in a layer?",
+            "How many keys will the next query of this request read, in one head of one layer?",
             "table",
             "the block table: the number of written tokens. Page 3 says which keys a query sees.",
             _keys,

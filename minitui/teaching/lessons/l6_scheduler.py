@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from minitui.chat.conversation import Session
+from minitui.teaching import contrasts
 from minitui.teaching.lessons.beside_vllm import same_load
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.lessons.preemption import too_small
@@ -12,6 +13,7 @@ from minitui.teaching.stage import Stage
 from minitui.text import count
 
 BLOCKS = 48  # of the pool
+LONG_TEXT = contrasts.paste(contrasts.PASTED_LINES)  # of the page on chunks
 LENGTHS = (5, 20, 25, 40, 30, 30)  # lengths of the replies in tokens
 BUDGET = 64  # tokens
 PASTED_LINES, PASTED = 11, 188  # of the pasted text: its lines, and the tokens of its prompt
@@ -46,10 +48,10 @@ async def long_paste(stage: Stage) -> Seen:
     lines = [f"   {'step':<8}{'decoding requests':>18}{'prompt':>8}{'together':>10}"]
     lines += [f"   {step:<8}{n:>18}{chunk:>8}{n + chunk:>10}" for step, n, chunk in chunks]
     return Seen(
-        "Tokens computed in the steps of the pasted prompt:\n\n" + "\n".join(lines) + "\n\n"
-        f"The step bar shows step {first} again: {decodes} + {tokens} tokens, the whole budget. The decoding requests "
-        "got a token in each of these steps. But they waited longer for the token: a step with a chunk takes longer "
-        "than a decode step.",
+        "Tokens computed in the steps of the pasted prompt:\n" + "\n".join(lines) + "\n"
+        f"The step bar shows step {first} again: {decodes} + {tokens} tokens, the whole budget. Each decoding request "
+        "got a token in each of these steps. But it waited longer for the token: a step with a chunk takes longer than "
+        "a step with decodes only.",
         PASTE_STEPS.index(len(chunks)) if len(chunks) in PASTE_STEPS else None,
     )
 
@@ -71,15 +73,16 @@ async def join_and_leave(stage: Stage) -> Seen:
     first = min(began.values())
     rows, tokens = stage.source.info["max_num_seqs"], sum(LENGTHS)
     static = static_steps(rows)
-    lines = [f"   {'request':<10}{'tokens':>6}{'first step':>12}{'last step':>11}"]
+    lines = [f"   {'waited':<10}{'tokens':>6}{'first step':>12}{'last step':>11}"]
     for id, length in zip(ids, LENGTHS, strict=True):
-        lines.append(f"   {f'r{id}':<10}{length:>6}{began[id] - first + 1:>12}{ended[id] - first + 1:>11}")
-    lines += ["", f"   {'batching':<24}{'steps':>5}{'rows in use':>12}"]
+        if began[id] > first:
+            lines.append(f"   {f'r{id}':<10}{length:>6}{began[id] - first + 1:>12}{ended[id] - first + 1:>11}")
+    lines += [f"   {'batching':<24}{'steps':>5}{'rows in use':>12}"]
     for name, steps in (("continuous", figures.steps), ("static (calculated)", static)):
         lines.append(f"   {name:<24}{steps:>5}{f'{tokens / steps / rows:.0%}':>12}")
     return Seen(
-        "The steps, counted from 1:\n\n" + "\n".join(lines) + "\n\nEach waiting request took the next row "
-        "that became free. The next page runs static batches.",
+        "The steps, counted from 1:\n" + "\n".join(lines) + "\nEach waiting request took the next row that became "
+        "free. The next page runs static batches.",
         {max(LENGTHS): 0, static: 2, tokens: 3}.get(figures.steps, 1),
     )
 
@@ -107,9 +110,9 @@ async def fifth_waits(stage: Stage) -> Seen:
     return Seen(
         "\n".join(lines) + "\n"
         f"   step {ended[0].step:<6}{count(len(ended), 'running request')} finished\n"
-        f"   step {admitted.step:<6}r{ids[1]} is admitted\n\n"
-        "In the first of these steps, budget and rows were used up: the log names the budget. In the next step, budget "
-        f"was left, but r{ids[0]} had the last row.",
+        f"   step {admitted.step:<6}r{ids[1]} is admitted\n"
+        "In the first of these steps, both the budget and the rows were used up: the log named the budget. In the next "
+        f"step, budget was left, but r{ids[0]} had the last row.",
         REASONS.index(tuple(reasons)) if tuple(reasons) in REASONS else None,
     )
 
@@ -158,7 +161,7 @@ LESSON = Lesson(
             --enable-mixed-chunk.
 
             The scheduler needs only the number of tokens of a reply. So it can plan a step before the tokens of the
-            previous step are known (L1 Architecture). (In this engine, grammars and speculation need the tokens.)
+            step before are known (L1 Architecture). (With a grammar or with speculation, this engine needs the tokens.)
             """,
             code="engine.core.scheduler:Scheduler.plan",
         ),
@@ -171,7 +174,6 @@ LESSON = Lesson(
 
             This engine batches continuously, here with four rows. Four replies of {", ".join(map(str, LENGTHS[:4]))}
             tokens start together. Two more replies of {LENGTHS[4]} tokens each wait. A reply of n tokens takes n steps.
-            (Panel: request, chat number, chat title.)
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._admit",
@@ -199,17 +201,17 @@ LESSON = Lesson(
             "Static and continuous",
             """
             Eight replies of different lengths run in four rows: first in static batches, then with continuous batching.
-            Each run has an engine of its own. The panel shows both runs on one clock, the first above the second. Each
-            line is a request.
+            Each run has an engine of its own. The panel shows the first run above the second. A column is the same time
+            in both runs. Each line is a request.
 
             In the static run, look for requests that wait although a row is empty. Compare the steps, the time of the
-            run, and the times to the first token. (p99: 99 % of the times are not longer.)
+            run, and the times to the first token. (p99: 99 % of them are not longer.)
 
-            Fewer steps save time if a step takes about as long as before. With continuous batching, a step has more
-            rows. A step with four rows takes longer than a step with one row: how much longer depends on the device (L2
-            Model and weights). A step that computes a prompt takes longer, too. A static batch computes its prompts
-            together, before its decodes; with continuous batching, some prompts come between the decodes. The result
-            has measured times: other programs on this machine can change them.
+            Fewer steps save time only if the steps do not become much longer. With continuous batching, they become
+            longer for two reasons. More rows are full, and a step with more rows takes longer: how much longer depends
+            on the device (L2 Model and weights). And prompts come between the decodes: a static batch computes its
+            prompts together, before its decodes. The times are measured: other programs on this machine can change
+            them.
             """,
             panel="runs",
             run=side_by_side("batching", told=steps_and_time),
@@ -239,10 +241,11 @@ LESSON = Lesson(
         ),
         Page(
             "In one step and in chunks",
-            """
-            Three requests write, and a user pastes a long text. The first engine computes the whole prompt in one step.
-            The second engine computes at most 64 tokens in a step. (The line “prefill tokens” of the result counts the
-            tokens of all four prompts.)
+            f"""
+            Three requests decode, and a user pastes a long text. The text has {len(LONG_TEXT):,} characters, and as
+            many bytes. Its prompt has {contrasts.PASTED} tokens. The first engine computes the whole prompt in one
+            step. The second engine computes at most 64 tokens in a step. (The line “prefill tokens” of the result
+            counts the tokens of all four prompts.)
 
             Chunks have a price. Each chunk shares its step with the other requests, and reads the keys and values of
             the earlier chunks again. So the first token of the pasted prompt usually comes later, and the run may take
@@ -255,10 +258,10 @@ LESSON = Lesson(
         Page(
             "Waiting, with a reason",
             f"""
-            A new request waits until the scheduler admits the request to the batch. In this lesson, there are three
-            reasons: the budget of the step is used up, no row is free, or too few blocks are available. The log of this
-            engine (L1 Architecture) names the first reason, in this order. If the reason changes, the log has another
-            line.
+            A new request waits until the scheduler gives it a row (admits it). In this lesson, it can wait for three
+            reasons: first, the budget of the step is used up; second, no row is free; third, too few blocks are
+            available. If several reasons are true, the log of this engine (L1 Architecture) names only the first of
+            them. If the reason changes, the log gets another line.
 
             This engine has four rows and a budget of {BUDGET} tokens. Three requests decode, and two more arrive. Each
             of the two has a prompt of {WAITING} tokens.
@@ -267,12 +270,12 @@ LESSON = Lesson(
             code="engine.core.scheduler:Scheduler._obstacle",
             run=fifth_waits,
             predict=Prediction(
-                "Which reasons does the log name for the last request?",
+                "Which reasons does the log name for the last of these requests?",
                 ("first budget, then rows", "first rows, then budget", "only rows", "only budget"),
                 (
                     "",
-                    "the first step would have budget left, and the second would not. But the first step has the most "
-                    "to compute.",
+                    "the first step would have budget left, and the second would not. But the first step computes more "
+                    "prompt tokens.",
                     f"the first step would have budget left. But it computes 3 decodes and {BUDGET - 3} tokens of the "
                     "fourth request.",
                     "the next step would have no budget left, either. But it computes 3 decodes and only "
@@ -288,8 +291,8 @@ LESSON = Lesson(
             tokens. Soon a request needs a block, and no block is free or cached.
 
             So one of the three has to wait: it releases its row and its blocks. This is preemption. The other two may
-            overwrite the released blocks. Lost keys and values must be computed again later. The rule for the choice
-            must make sure that each request ends at some time, also if new requests keep arriving.
+            overwrite the released blocks. The lost keys and values must be computed again later. The rule for the
+            choice must make sure that each request ends at some time, even if new ones keep arriving.
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._preempt",
@@ -308,14 +311,14 @@ LESSON = Lesson(
         Page(
             "When memory runs out",
             """
-            A decode step may need a new block. If no block is free, this engine evicts cached blocks. If no cached
-            block is left, it preempts the youngest running request. vLLM does the same by default; SGLang usually
+            A decode step may need a new block. If no block is free, this engine evicts a cached block. If no block is
+            cached, this engine preempts the youngest running request. vLLM does the same by default; SGLang usually
             preempts the request with the shortest reply so far.
 
-            A preempted request moves to the head of the queue. Its full blocks stay in the tree as cached blocks. The
+            A preempted request moves to the front of the queue. Its full blocks stay in the tree as cached blocks. The
             other requests continue to write, and may evict these blocks. When enough blocks are available again, the
-            preempted request resumes. It uses its blocks that are still cached. Its other tokens, of the prompt and of
-            the reply, are computed again together, like one prompt. Then the reply continues where it stopped.
+            preempted request resumes. It takes those of its blocks that are still cached. All its other tokens, of the
+            prompt and of the reply, are computed again like one prompt. Then the reply continues where it stopped.
 
             A prompt that can never fit is refused when it arrives, so that it does not block the queue. The error names
             the prompt's length and the limit. If a reply needs more blocks than the pool has, the reply ends with the
@@ -327,14 +330,16 @@ LESSON = Lesson(
         Page(
             "The same requests on vLLM",
             """
-            vLLM's scheduler solves the same problem: it has a budget of tokens, a number of rows, and a pool of blocks.
-            Here both schedulers have the same budget, rows and pool. They get the same three requests at the same time;
-            the prompts fill most of the pool.
+            vLLM's scheduler also has a budget of tokens, a number of rows, and a pool of blocks. Here both schedulers
+            have the same budget, rows and pool. They get the same three requests at the same time.
 
             vLLM's run is a recording of its real scheduler. The recording ran without a model: it took the tokens of
-            the replies from this engine. So vLLM's steps have no times, and the clock of the picture counts steps. The
-            picture shows vLLM's run above and this engine's run below. `minitui inspect --connect` shows a running
-            vLLM.
+            the replies from this engine. So vLLM's steps have no times: in the picture, a column is one step or several
+            steps. vLLM's run is above. `minitui inspect --connect` shows a running vLLM.
+
+            Two differences cannot be seen here. This engine chooses the blocks to evict by its tree of prefixes. vLLM
+            has no tree: it takes the block that became free first. And two requests may compute the same text at the
+            same time. This engine then keeps one copy of the blocks, vLLM both.
             """,
             panel="runs-steps",
             code="minitui.vllm.recorder:Recorder.scheduled",

@@ -50,13 +50,13 @@ async def compare_penalties(stage: Stage) -> Seen:
         lines.append(f"   {name:<24}" + "".join(f"{now[token]:>9.1%}" for token in (often, once, never)))
     grown = [now[never] / before[never] for name, now in shares.items() if name != NONE]
     return Seen(
-        f"All four replies began with {listed([names[token] for token in written])}. Then the next word had these "
-        "probabilities:\n\n" + "\n".join(lines) + "\n\n"
-        f"The word “{names[never]}” is neither in the prompt nor in the reply. It got the probability that the other "
-        f"words lost.\n\npresence_penalty lowered “{names[often]}” and “{names[once]}” by the same factor: the number "
-        f"of occurrences does not count. frequency_penalty lowered “{names[often]}” by more, because this word "
-        f"occurred {_times(times[often])}. repetition_penalty does not count occurrences, either. Its effect depends "
-        f"on the score. Words of the prompt are lowered, too, here “{listed(in_prompt)}”.",
+        f"All four replies began with {listed([names[token] for token in written])}. The probabilities of the next "
+        "word:\n" + "\n".join(lines) + "\n"
+        f"“{names[never]}” is neither in the prompt nor in the replies: it got what the other words lost. "
+        "presence_penalty lowered the two other words by the same factor: it does not count occurrences. "
+        f"frequency_penalty lowered “{names[often]}” by more, because this word occurred {_times(times[often])}. "
+        "repetition_penalty does not count, either, but it also lowers words of the prompt: here "
+        f"“{listed(in_prompt)}”.",
         1 if min(grown) > 1.001 else 0 if max(grown) < 1.001 else 2,
     )
 

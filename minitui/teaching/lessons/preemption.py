@@ -42,8 +42,8 @@ async def too_small(stage: Stage) -> Seen:
         f"   {'then':<11}other requests take some of the cached blocks\n"
         f"   step {resumed:<6}r{victim} resumes: {kept} of its {written} computed tokens are still cached\n"
         f"   {'':<11}the other {lost} are computed again, in {count(steps, 'step')}\n"
-        f"   {'':<11}token {written + 1}: sampled before the preemption, but not computed\n\n"
-        "The engine kept the tokens of the reply: only keys and values were lost. So the reply continued with its next "
+        f"   {'':<11}token {written + 1}, sampled before, is computed for the first time\n"
+        "The engine kept the tokens of the reply. Only keys and values were lost. So the reply continued with its next "
         "token.",
         ids.index(victim) if victim == max(ids) or victim == min(ids) else 1,
     )

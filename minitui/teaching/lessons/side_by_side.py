@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from minitui.teaching.compare import run_contrast
@@ -20,12 +20,13 @@ SHOWN = ("steps", "time", "computed", "first_p99", "gap_longest", "accepted")
 
 
 def side_by_side(
-    name: str, answer: Answer | None = None, told: Callable[[Comparison], str] | None = None
+    name: str, answer: Answer | None = None, told: Callable[[Comparison], str] | None = None,
+    shown: Sequence[str] = SHOWN,
 ) -> Callable[[Stage], Awaitable[Seen]]:
     """Returns an experiment that runs a contrast.
 
     `answer` reads the right choice of the prediction from it. `told` returns what to say about it, in place of the
-    largest differences.
+    largest differences. `shown`: the names of the quantities in the table.
     """
 
     async def run(stage: Stage) -> Seen:
@@ -35,7 +36,7 @@ def side_by_side(
         sentence = told(comparison) if told is not None else comparison.sentence
         lines = [
             _line(one) for one in comparison.differences
-            if one.quantity.name in SHOWN or (told is None and one.quantity.words in sentence)
+            if one.quantity.name in shown or (told is None and one.quantity.words in sentence)
         ]  # fmt: skip
         first, second = (run.name for run in comparison.runs)
         head = f" {'':<22}{first:>16}{second:>20}"

@@ -43,12 +43,11 @@ async def rows(stage: Stage) -> Seen:
         ("operations while a weight is read", _while_read(device.operations_per_byte)),
     )
     why = (
-        "\n\n" + "\n".join(f"   {name:<36}{value:>14}" for name, value in sums)
-        + f"\n\nA step reads each weight once for all rows. Even with {MANY} rows, the {device.name} needs less time "
-        f"for the arithmetic than for reading the weights. From about {device.operations_per_byte:.0f} rows "
-        "on, arithmetic takes longer than reading. Each row also reads its own keys and values. So on the "
-        f"{device.name}, {_times(recorded)} as long as one row, but computes {SIZES[-1]} tokens. "
-        f"So an engine computes many requests in one batch.{_uneven(here)}"
+        "\n" + "\n".join(f"   {name:<36}{value:>14}" for name, value in sums)
+        + f"\n\nA step reads each weight once for all rows. With {MANY} rows, the {device.name}'s arithmetic takes "
+        f"less time than this reading; from about {device.operations_per_byte:.0f} rows on, it takes longer. Each row "
+        "also reads its own keys and values, so the time grows a little with each row. But many rows in one step cost "
+        f"much less than many steps: so an engine computes many requests in one batch.{_uneven(here)}"
     )  # fmt: skip
     return Seen(_told(here, recorded, "a decode step", "row") + why, 2 if factor < 2 else 1 if factor < MANY / 2 else 0)
 
@@ -67,13 +66,12 @@ async def prompt_tokens(stage: Stage) -> Seen:
     _draw(stage, title, "tokens", here, recorded)
     decode = _recorded("decode")
     graphs = (
-        f"\n\nOn the {recorded_device().name}, one token takes longer as a prompt than as a decode row. A step "
-        "with a prompt runs other programs on the GPU (kernels, L4 Paged attention). In this recording, both kinds of "
-        "steps were CUDA graphs: the last lesson explains graphs."
+        f"\n\nOn the {recorded_device().name}, a prompt of one token takes longer than a decode step of one row: steps "
+        "with prompts run other programs on the GPU (kernels, L4 Paged attention)."
     ) if all(points[1] > decode[name][1] for name, points in recorded.items()) else ""
     apart = (
-        "\n\nHere, each prompt ran alone, after a wait. The decode steps of the page before ran without waits. So "
-        "compare times only within one table."
+        "\n\nOn this page, the engine waited before each prompt. On the page before, it did not wait between the "
+        "decode steps. So do not compare the times of the two pages."
     )
     return Seen(_told(here, recorded, "a prompt's step", "token") + graphs + apart + _uneven(here))
 
@@ -132,12 +130,6 @@ def _uneven(here: dict[int, float]) -> str:
 
 def _factor(points: dict[int, float], n: int) -> float:
     return points[n] / points[1]
-
-
-def _times(recorded: dict[str, dict[int, float]]) -> str:
-    most = SIZES[-1]
-    factors = [f"{_factor(points, most):.1f} times ({size})" for size, points in recorded.items()]
-    return f"a step with {most} rows takes {' or '.join(factors)}"
 
 
 def _told(here: dict[int, float], recorded: dict[str, dict[int, float]], step: str, noun: str) -> str:
