@@ -122,6 +122,7 @@ class Rig:
         if kind == "pool":
             return self.full_pool()
         helped = self.helper if kind in HELPED else None
+        self.step()  # the start of the helper delays this step
         duration = self.random.uniform(*STALL_S)
         # With overlap, the ids of the step in flight are fetched after the next step is planned and launched.
         first, began = self.view.live.state.step + 1 - self.engine.delay, time.perf_counter()

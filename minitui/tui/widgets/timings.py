@@ -63,12 +63,12 @@ With several ranks (GPUs), each rank computes a part of every layer, and twice p
 During this exchange, no rank computes; the time of the exchange includes the wait for the slowest rank.
 
 A line says whether the host or the device limits the speed: the device, if the host waits for half of the time or more.
-If another program had the core of the engine, a line has its share of the time, and the host and the device share the
-rest. A record has the length of these delays, but not their place in the step, so the host's share of the rest can be a
-range. The tracks show the work of host and device in the last steps. While the device computes, the host can plan the
-next step. The device's time runs from a step's first kernel to its last. Without CUDA graphs the device also waits for
-launches in this time, so it is busy for the given share at most. The waterfall (w) shows the tracks with an axis, for
-all steps that are kept.
+If another program had the core of the engine (also the process that draws this screen), a line has its share of the
+time, and the host and the device share the rest. A record has the length of these delays, but not their place in the
+step, so the host's share of the rest can be a range. The tracks show the work of host and device in the last steps.
+While the device computes, the host can plan the next step. The device's time runs from a step's first kernel to its
+last. Without CUDA graphs the device also waits for launches in this time, so it is busy for the given share at most.
+The waterfall (w) shows the tracks with an axis, for all steps that are kept.
 
 Where there is room, a list has the slowest ten steps with their causes; a large panel (z) also shows the time of each
 step and a histogram. Up and down choose a step of the list; a cause that is too long for its row is below the list. d
