@@ -125,13 +125,14 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
             rows.append(self._track(name, track(spans, scale, cursor, labels), width))
         if self.cursor is not None:
             rows.append(at_cursor(self.cursor, scale.left, self.host, device, width))
+        late = view.since_result_ms
         if (row := view.steps.get(line.last if self.step is None else self.step)) is not None:
             seen = {span.kind for span in (*self.host, *device, *pauses)} if height < LOW else None
-            room = height - len(rows) - len(view.timings.limits) - 1  # 1: of a request
+            room = height - len(rows) - len(view.timings.limits) - bool(late) - 1  # 1: of a request
             rows += figures(row, view.steps, view.models.of(row.step), width, seen, room)
         for limit in view.timings.limits:
             rows.append(Row(limit.what, "bold ink").add(limit.why(width), "dim").done(width))
-        if late := view.since_result_ms:
+        if late:
             rows.append(Row(f"no results for {duration(late)} so far", "bold bad").done(width))
         self._lanes_row = len(rows)
         rows += self._requests(view, line, named, max(0, height - len(rows)), width)
