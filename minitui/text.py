@@ -24,16 +24,23 @@ def listed(parts: Sequence[str]) -> str:
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
 
 
-def duration(value: float) -> str:
-    """Returns milliseconds with their unit: "7.1 ms", "812 ms", "12.4 s"."""
-    return f"{value:,.1f} ms" if value < 10 else f"{value:,.0f} ms" if value < 10_000 else f"{value / 1e3:,.1f} s"
+def exact(value: float) -> float:
+    """Returns milliseconds to the microsecond, which is what the engine measures. JSON has durations like this, and
+    texts are made of them: so a sum of parts does not round differently in two places."""
+    return round(value, 3)
 
 
 def ms(value: float) -> str:
     """Returns milliseconds without a unit, with three significant digits: "7.13", "71.3", "713"."""
-    if value < 10:
+    value = exact(value)
+    if value < 9.995:
         return f"{value:.2f}"
-    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+    return f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
+
+
+def duration(value: float) -> str:
+    """Returns milliseconds with their unit: "7.13 ms", "71.3 ms", "812 ms", "12.4 s"."""
+    return f"{ms(value)} ms" if value < 9_999.5 else f"{value / 1e3:,.1f} s"
 
 
 def short(value: float) -> str:

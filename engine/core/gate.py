@@ -127,7 +127,7 @@ def fulfils(record: Record, event: str, slower_than_ms: float = 0.0) -> str:
     if event == "hit" and record[4] > 0:
         return f"r{record[3]} took {record[4]} tokens from the tree"
     if event == "slow" and record[7] > slower_than_ms:
-        return f"step {record[3]} took {record[7]:.1f} ms"
+        return f"step {record[3]} took more than {slower_than_ms:g} ms"
     if event == "admission":
         return f"r{record[3]} was admitted"
     if event == "eviction" and record[5] != CLEARED:

@@ -77,7 +77,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "pace": ("factor",),  # slow motion: every step takes this many times as long (1: off)
     # --- timings, not part of the state
     "time": ("step", "plan_us", "launch_us", "commit_us", "wall_ms", "device_ms", "work"),  # work: decode | prefill |
-    #   mixed; wall_ms: from plan to commit without the delay by slow motion; launch_us, device_ms: None if unknown
+    #   mixed; wall_ms: from the plan, or from the results of the previous step if these came later, to its own
+    #   results, without the delay by slow motion; launch_us, device_ms: None if unknown
     "parts": ("step", "commit_us", "emit_us", "gate_us", "plan_us", "launch_us", "wait_us", "gc_us", "delayed_us",
               "stops"),  # before the step's `time`. The first six add up to the host's time since the results of the
     #   previous step arrived, or since the idle engine got work. emit: output and commands between two steps; gate:

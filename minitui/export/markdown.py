@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.trace.records import CLEARED
+from minitui.text import duration
 from minitui.trace.play_clock import LONGEST_PAUSE
 from minitui.trace.reader import TraceReader
 from minitui.viewmodel.lane import OPEN, Lane
@@ -114,7 +115,7 @@ def _requests(view: View, lanes: dict[int, Lane]) -> list[str]:
     ]  # fmt: skip
     rows = []
     for lane in sorted(lanes.values(), key=lambda lane: lane.id):
-        first = f"{sum(lane.ttft):,.1f} ms" if lane.ttft else "–"
+        first = duration(sum(lane.ttft)) if lane.ttft else "–"
         gaps = view.tokens.stats(lane, view.horizon) if lane.finish_step == OPEN else None
         tokens = lane.output_tokens if gaps is None else gaps.tokens
         end = lane.finish_reason or "still running"

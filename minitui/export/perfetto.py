@@ -18,7 +18,7 @@ from typing import Any
 
 from engine.trace.records import Record
 from engine.trace.state import State
-from minitui.text import count, match_reason
+from minitui.text import count, exact, match_reason
 from minitui.trace.reader import Part, TraceReader
 from minitui.viewmodel.lane import OPEN, Lane
 from minitui.viewmodel.lanes import Lanes
@@ -147,7 +147,7 @@ class _Converter:
             yield from self._request(line, lane, following)
 
     def _args(self, span: Span) -> dict[str, Any]:
-        args: dict[str, Any] = {"step": span.step, "ms": round(span.ms, 3)}
+        args: dict[str, Any] = {"step": span.step, "ms": exact(span.ms)}
         row = self.steps.get(span.step)
         return args | _about(row) if row is not None else args
 
@@ -197,9 +197,9 @@ def _about(row: StepRow) -> dict[str, Any]:
     if row.drafts:
         args |= {"draft tokens": row.drafted, "accepted": row.accepted}
     if row.comm_ms is not None:
-        args["exchange between ranks, ms"] = row.comm_ms
+        args["exchange between ranks, ms"] = exact(row.comm_ms)
     if row.took_ms is not None:
-        args["step ms"] = round(row.took_ms, 3)
+        args["step ms"] = exact(row.took_ms)
     if row.parts is not None and row.parts.stops:
         args["stops"] = row.parts.stops
     return args

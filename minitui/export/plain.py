@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.trace.records import as_dict
+from minitui.text import exact
 from minitui.trace.reader import TraceReader
+from minitui.viewmodel.steps import Steps
 from minitui.visible import json_text
 
 
@@ -13,7 +15,11 @@ def write_json(reader: TraceReader, path: Path) -> None:
     """Write the trace to `path`:
 
     {"header", "complete", "bookmarks", "chats", "start": snapshot, "records": [{"seq", "t", "kind", ...}]}
+
+    A "time" record also has "took_ms": the step's duration in the panels. It includes the commit of the step before and
+    the output, which are not in "wall_ms".
     """
+    steps = Steps()
     head = {
         "header": reader.header,
         "complete": reader.complete,
@@ -26,5 +32,9 @@ def write_json(reader: TraceReader, path: Path) -> None:
         file.write(', "records": [')
         for i, record in enumerate(reader.records()):
             file.write(",\n" if i else "\n")
-            file.write(json_text(as_dict(record)))
+            fields = as_dict(record)
+            steps.fold(record)
+            if fields["kind"] == "time" and (took := steps.took_ms(fields["step"])) is not None:
+                fields["took_ms"] = exact(took)
+            file.write(json_text(fields))
         file.write("\n]}\n")

@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from minitui.teaching.contrasts import CONTRASTS, LENGTHS, WRITERS, Contrast, ask_again
 from minitui.teaching.figures import Figures
 from minitui.teaching.stage import Stage
-from minitui.text import duration
+from minitui.text import duration, ms
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
 from minitui.viewmodel.runs import Run
@@ -46,9 +46,9 @@ async def _step_times(times: dict[int, float], one: str, several: str) -> str:
     model, device, there = await asyncio.to_thread(_recorded_decode_ms, GPU_RECORDING)
     few, many = min(there), max(n for n in there if n <= most)
     return (
-        f"Here, a decode step with {least} {one if least == 1 else several} took {times[least]:.1f} ms, and one with "
-        f"{most} {several} took {times[most]:.1f} ms. In the recording of {model} on an {device}: {there[few]:.1f} ms "
-        f"with {few}, {there[many]:.1f} ms with {many}."
+        f"Here, a decode step with {least} {one if least == 1 else several} took {ms(times[least])} ms, and one with "
+        f"{most} {several} took {ms(times[most])} ms. In the recording of {model} on an {device}: {ms(there[few])} ms "
+        f"with {few}, {ms(there[many])} ms with {many}."
     )
 
 
@@ -87,8 +87,8 @@ async def cache_on_off(stage: Stage) -> None:
     stage.say(
         f"The prompts ({with_cache.prompt_tokens:,} tokens) and the answers were the same. "
         f"The cache saved {with_cache.share_cached:.0%} of the prefill.\n{stage.bars(rows)}\n"
-        f"The prompts took {without.prefill_ms:,.0f} ms without the cache and {with_cache.prefill_ms:,.0f} ms with it. "
-        "One step computed the first request's blocks. The other five requests shared them in that step."
+        f"The prompts took {duration(without.prefill_ms)} without the cache and {duration(with_cache.prefill_ms)} with "
+        "it. One step computed the first request's blocks. The other five requests shared them in that step."
     )
 
 
@@ -118,19 +118,19 @@ async def chunked_prefill(stage: Stage) -> None:
     at_once, tokens, _, whole = _pasted(stage)
     stage.say(
         f"All {tokens:,} tokens of the long prompt were computed in one step. The {WRITERS} writing chats waited for "
-        f"it: {at_once:,.0f} ms without a token. Now the same with chunks: no step may compute more than "
+        f"it: {duration(at_once)} without a token. Now the same with chunks: no step may compute more than "
         f"{stage.source.info['max_num_batched_tokens']} tokens."
     )
     await _second(stage, contrast)
     chunked, tokens, chunks, in_chunks = _pasted(stage)
     rows = [
-        ("at once", at_once, f"{at_once:,.0f} ms without a token"),
-        ("in chunks", chunked, f"{chunked:,.0f} ms at most, {chunks} chunks"),
+        ("at once", at_once, f"{duration(at_once)} without a token"),
+        ("in chunks", chunked, f"{duration(chunked)} at most, {chunks} chunks"),
     ]
     stage.say(
         f"The longest wait of a writing chat for its next token, while {tokens:,} prompt tokens were computed:\n"
         f"{stage.bars(rows)}\n"
-        f"The first token of the long prompt itself came after {in_chunks:,.0f} ms instead of {whole:,.0f} ms"
+        f"The first token of the long prompt itself came after {duration(in_chunks)} instead of {duration(whole)}"
         + (": its chunks share steps with decoding requests." if in_chunks > whole else ".")
     )
 
@@ -214,8 +214,8 @@ async def speculation(stage: Stage) -> None:
     drafting = stage.figures()
     stage.look("compare")
     rows = [
-        ("one by one", without.steps, f"{without.steps} steps, {without.decode_ms:,.0f} ms"),
-        ("with drafts", drafting.steps, f"{drafting.steps} steps, {drafting.decode_ms:,.0f} ms"),
+        ("one by one", without.steps, f"{without.steps} steps, {duration(without.decode_ms)}"),
+        ("with drafts", drafting.steps, f"{drafting.steps} steps, {duration(drafting.decode_ms)}"),
     ]
     times = await _step_times(without.decode_step_ms | drafting.decode_step_ms, "token", "tokens")
     right = 2 if drafting.steps < without.steps // 4 else 1 if drafting.steps < without.steps else 0

@@ -169,7 +169,7 @@ def _arrival(lane: Lane | None) -> str:
     text = f" · {count(lane.prompt_tokens, 'prompt token')}"
     if lane.waited_ms is None:
         return text
-    return f"{text} · waited {lane.waited_ms:,.0f} ms{paused_words(lane.paused_s * 1e3)}"
+    return f"{text} · waited {duration(lane.waited_ms)}{paused_words(lane.paused_s * 1e3)}"
 
 
 def paused_words(paused_ms: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from minitui.text import count, ms
+from minitui.text import count, exact, ms
 from minitui.viewmodel.events import paused_words
 from minitui.viewmodel.lane import Lane
 from minitui.viewmodel.requests import RequestFigures, Requests
@@ -73,14 +73,14 @@ def request_json(row: RequestFigures, name: str, reason: Reason | None) -> dict[
     return {
         "request": row.id, "chat": name, "state": row.state, "finished": not row.live,
         "prompt_tokens": row.prompt_tokens, "cached_tokens": row.cached_tokens,
-        "output_tokens": gaps.tokens if gaps is not None else None, "queue_ms": _rounded(row.queue_ms),
-        "queue_paused_ms": None if row.queue_ms is None else round(row.paused_ms, 3),
-        "prefill_ms": _rounded(row.prefill_ms), "first_token_ms": _rounded(row.first_ms),
+        "output_tokens": gaps.tokens if gaps is not None else None, "queue_ms": _exact(row.queue_ms),
+        "queue_paused_ms": None if row.queue_ms is None else exact(row.paused_ms),
+        "prefill_ms": _exact(row.prefill_ms), "first_token_ms": _exact(row.first_ms),
         "gaps": gaps.count if gaps is not None else None,
-        "gap_p50_ms": _rounded(gaps.p50) if gaps is not None else None,
-        "gap_p99_ms": _rounded(gaps.p99) if gaps is not None else None,
+        "gap_p50_ms": _exact(gaps.p50) if gaps is not None else None,
+        "gap_p99_ms": _exact(gaps.p99) if gaps is not None else None,
         "longest_gap": _gap(row.longest, reason) if row.longest is not None and reason is not None else None,
-        "tokens_per_second": _rounded(gaps.tok_s) if gaps is not None else None, "blocks": row.blocks,
+        "tokens_per_second": _exact(gaps.tok_s) if gaps is not None else None, "blocks": row.blocks,
         "preemptions": row.preemptions, "tokens_computed_twice": row.recomputed_tokens,
         "tokens_cached_after_preemption": row.reused_tokens,
         "tokens_computed_after_eviction": row.after_evictions,
@@ -90,17 +90,17 @@ def request_json(row: RequestFigures, name: str, reason: Reason | None) -> dict[
 def stall_json(ms: float, step: int | None, prefills: list[int], waiting: list[int], why: str) -> dict[str, Any]:
     """Returns a stall that has not ended as plain data. `prefills`: the requests whose prompts the step computes."""
     return {
-        "stall_ms": round(ms, 3), "so_far": True, "step": step, "prefill_of": prefills, "waiting": waiting, "text": why,
+        "stall_ms": exact(ms), "so_far": True, "step": step, "prefill_of": prefills, "waiting": waiting, "text": why,
     }  # fmt: skip
 
 
 def _gap(gap: Gap, reason: Reason) -> dict[str, Any]:
     return {
-        "ms": round(gap.ms, 3), "token": gap.token, "step": gap.step, "paused_ms": round(gap.paused_ms, 3),
-        "causes_ms": {key: round(took, 3) for key, took in reason.by_key.items()}, "so_far": gap.so_far,
+        "ms": exact(gap.ms), "token": gap.token, "step": gap.step, "paused_ms": exact(gap.paused_ms),
+        "causes_ms": {key: exact(took) for key, took in reason.by_key.items()}, "so_far": gap.so_far,
         "text": in_words(gap, reason),
     }  # fmt: skip
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 3)
+def _exact(value: float | None) -> float | None:
+    return None if value is None else exact(value)

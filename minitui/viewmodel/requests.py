@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from minitui.text import exact
 from minitui.viewmodel.lane import DECODING, Lane
 from minitui.viewmodel.lanes import Lanes
 from minitui.viewmodel.token_gaps import Gap, GapStats
@@ -64,13 +65,13 @@ def by_longest_gap(row: RequestFigures) -> tuple[float, int, int]:
     """Orders requests by their longest gaps. Of gaps that are equally long, to the microsecond, the earliest is the
     greatest, and of several in one step that of the oldest request."""
     gap = row.longest
-    return (0.0, 0, -row.id) if gap is None else (round(gap.ms, 3), -gap.step, -row.id)
+    return (0.0, 0, -row.id) if gap is None else (exact(gap.ms), -gap.step, -row.id)
 
 
 def longest_wait(rows: Iterable[RequestFigures]) -> RequestFigures | None:
     """Returns the request that waited longest for its first token; of several, the oldest. None: no time is known."""
     known = [row for row in rows if row.first_so_far_ms is not None]
-    return max(known, key=lambda row: (round(row.first_so_far_ms or 0.0, 3), -row.id), default=None)
+    return max(known, key=lambda row: (exact(row.first_so_far_ms or 0.0), -row.id), default=None)
 
 
 class Requests:

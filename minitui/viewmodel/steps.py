@@ -60,7 +60,7 @@ class Steps:
         # prefill chunks.
         self._keys = array("d", [0.0]) * capacity
         self._pairs = array("d", [0.0]) * capacity
-        self._parts = {name: array("f", [0.0]) * capacity for name in (*PARTS, "gc", "delayed", "stops")}
+        self._parts = {name: array("d", [0.0]) * capacity for name in (*PARTS, "gc", "delayed", "stops")}
         self._measured = [self._parts[name] for name in (*PARTS, "gc")]
         self._decoding: dict[int, int] = {}  # request -> n: before step s, n + s of its tokens have been computed
         self._prompts: dict[int, int] = {}  # request -> number of its tokens when its prefill ends
@@ -145,8 +145,20 @@ class Steps:
         if parts is not None:  # a pause may also lie outside of the step's time
             gc = self._parts["gc"][i] = min(parts.gc, took)
             self._parts["delayed"][i] = self._nan if parts.delayed is None else min(parts.delayed, took - gc)
+        before = self._timed
         self._cut_axis(step, i)
         self._paused[i], self._arrived[i] = self._paused_s, t - commit_us / 1e6 - self._paused_s
+        if before in self and self._adjoins(before, i):
+            # The time between two arrivals is then the step's duration, exactly; `t` is when the record was written.
+            self._arrived[i] = self._arrived[before % self.capacity] + took / 1e3
+
+    def _adjoins(self, before: int, i: int) -> bool:
+        """True if the duration of the step at index `i` begins with the results of the step `before`."""
+        commit, wait = self._parts["commit"][i], self._parts["wait"][i]
+        if wait == wait:  # the parts were recorded: they include the commit of the step before
+            return commit > 0
+        arrival = self._ended[before % self.capacity] * 1e3 - self._commit[before % self.capacity]
+        return self._t[i] * 1e3 - self._plan[i] <= arrival
 
     def _fold_fail(self, record: Record) -> None:
         """The step has ended, without times."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from engine.trace.waste import copies_of
 from minitui.text import count, match_reason, ms, ranges
 from minitui.viewmodel.annotated_state import STATE_NAMES
+from minitui.viewmodel.request_words import first_token_words
 from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.step_parts import parts_of
 from minitui.viewmodel.timing import why_slow
@@ -72,8 +73,7 @@ def _request(view: View, id: int) -> Story:
         stop, at, _ = (lane.stop, lane.stop_at, "") if request is None else request.match
         story.tell("prompt", from_tree + (f"; {match_reason(stop, at)}" if stop else ""))
         if figures.first_ms is not None:
-            parts = f"queue {figures.queue_ms:.1f} + prefill {figures.prefill_ms:.1f}"
-            story.tell("first token", f"{figures.first_ms:.1f} ms = {parts}")
+            story.tell("first token", first_token_words(figures))
         drafted, accepted = lane.drafted, lane.accepted
         if request is not None and view.travel_text:
             drafted, accepted = view.steps.drafts_of(id, lane.submitted_step, view.horizon)
@@ -217,10 +217,10 @@ def _step(view: View, step: int) -> Story:
     _tell_more(story, len(row.drafts))
     if row.took_ms is not None:
         why = why_slow(row, view.models.of(step), always=True) or "expected time unknown: too few steps have a time"
-        story.tell("took", f"{row.took_ms:.2f} ms; {why}")
-        launch = "–" if row.launch_ms is None else f"{row.launch_ms:.2f}"
-        host = f"plan {row.plan_ms:.2f}, launch {launch}, commit {row.commit_ms:.2f} ms"
-        story.tell("this step", host + (f"; device {row.device_ms:.2f} ms" if row.device_ms is not None else ""))
+        story.tell("took", f"{ms(row.took_ms)} ms; {why}")
+        work = {"plan": row.plan_ms, "launch": row.launch_ms, "commit": row.commit_ms}
+        host = ", ".join(f"{kind} {'–' if part is None else ms(part)}" for kind, part in work.items()) + " ms"
+        story.tell("this step", host + (f"; device {ms(row.device_ms)} ms" if row.device_ms is not None else ""))
     if row.parts is not None:
         since = [f"{part.name(step)} {ms(part.ms)}" for part in parts_of(view.steps, row) if part.ms is not None]
         paused = f"; paused {ms(row.parts.gate)} ms" * (row.parts.gate > 0)
@@ -229,7 +229,7 @@ def _step(view: View, step: int) -> Story:
         story.tell("pauses", f"garbage collection {ms(row.parts.gc)} ms, another program on the core {delayed}"
                    + (", stopped" if row.parts.stops else ""))  # fmt: skip
     if row.comm_ms is not None:
-        story.tell("exchange", f"{row.comm_ms:.2f} ms between {view.steps.ranks} ranks, waiting included")
+        story.tell("exchange", f"{ms(row.comm_ms)} ms between {view.steps.ranks} ranks, waiting included")
     story.tell("waiting", f"{count(row.waiting, 'request')} in the queue" if row.waiting else "none")
     events = view.events.of_step(step)
     for i, event in enumerate(events[:LISTED]):

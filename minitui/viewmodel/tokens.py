@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from minitui.text import exact
 from minitui.viewmodel.lane import DECODING, OPEN, PREFILLING, Lane
 from minitui.viewmodel.lanes import Lanes
 from minitui.viewmodel.steps import Steps
@@ -182,8 +183,8 @@ class TokenTimes:
         if not len(ms):
             return GapStats(tokens, begin, speed, before.count, before.p50, before.p99, before.longest)
         p50, p99 = percentiles(ms[-MEASURED:])
-        longest = found.gap(int(ms.argmax()) + 1)
-        if before.longest is not None and before.longest.ms >= longest.ms:
+        longest = found.gap(int(ms.round(3).argmax()) + 1)  # of several as long to the microsecond, the first
+        if before.longest is not None and exact(before.longest.ms) >= exact(longest.ms):
             longest = before.longest
         return GapStats(tokens, begin, speed, before.count + len(ms), p50, p99, longest)
 

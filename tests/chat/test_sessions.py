@@ -406,7 +406,7 @@ def test_a_cut_answer_names_the_limit_that_it_reached(full: bool, words: str) ->
 def test_the_line_under_an_answer_says_what_came_from_the_cache_and_why_no_more(match, words):
     metrics = {"ttft_ms": 84.2, "decode_tok_s": 41.3, "output_tokens": 96, "prompt_tokens": 640, "cached_tokens": 512}
     text = " · ".join(t for t, _ in describe_answer(Message("assistant", "x", metrics={**metrics, "match": match})))
-    assert "first token 84 ms · 41 tok/s · 96 tokens · 512 of 640 prompt tokens from cache" in text
+    assert "first token 84.2 ms · 41 tok/s · 96 tokens · 512 of 640 prompt tokens from cache" in text
     assert words in text
 
 

@@ -865,7 +865,7 @@ def test_where_it_is_narrow_the_parts_of_a_first_token_and_the_reason_of_a_slow_
     _, view = stress_view(CLASSROOM, 6.0, 60)
     t = view.timings
     assert t.first_token is not None
-    for queue, told in ((1.25, "queue 1.2 + "), (251.0, "queue 251 + "), (12_510.0, "queue 12,510 + ")):
+    for queue, told in ((1.25, "queue 1.25 + "), (251.0, "queue 251 + "), (12_510.0, "queue 12,510 + ")):
         first = replace(t.first_token, queue_ms=queue, prefill_ms=20.4)
         view.timings = replace(t, first_token=first)
         row = body(StepTimings(), view, 44, 8)[5]

@@ -13,6 +13,7 @@ import pytest
 
 from minitui.cli.tail import tail_trace
 from minitui.export import export
+from minitui.text import duration, exact, ms
 from minitui.trace.bundled import bundled, describe
 from minitui.trace.reader import TraceReader
 from minitui.tui.widgets.base import Picture
@@ -124,6 +125,42 @@ def test_tokens_and_their_times(at_end: Shown) -> None:
     assert (p50, p99) == pytest.approx((run.gap_p50, run.gap_p99))
     longest = max((request["longest_gap"]["ms"] for request in requests if request["longest_gap"]), default=0.0)
     assert run.gap_longest == pytest.approx(longest, abs=0.001)
+
+
+def test_a_duration_has_one_text(at_end: Shown, tmp_path: Path) -> None:
+    view, run = at_end.view, Run(at_end.view)
+    exported = json.loads(export(at_end.reader.path, "perfetto", tmp_path / "a.json").read_text())["traceEvents"]
+    found = [event["args"] for event in exported if "step ms" in event.get("args", {})]
+    took = {args["step"]: args["step ms"] for args in found}
+    told = {
+        int(step.replace(",", "")): text
+        for line in at_end.lines
+        for step, text in re.findall(r" s  step ([\d,]+)  .*? tokens(?: · [\d,]+ waiting)? · ([\d.,]+ m?s)", line)
+    }
+    assert len(told) > 5
+    for step in sorted(told)[:100]:
+        row = view.steps.get(step)
+        assert row is not None and row.took_ms is not None
+        assert told[step] == duration(row.took_ms) == duration(took.get(step, row.took_ms))
+        assert dict(tell(view, "step", step).lines)["took"].startswith(f"{told[step]};")
+    markdown = export(at_end.reader.path, "md", tmp_path / "a.md").read_text()
+    for row in at_end.requests:
+        lane = view.lanes.lanes[row["request"]]
+        if row["first_token_ms"] is not None:
+            first = duration(row["first_token_ms"])
+            assert re.search(rf"^\| r{lane.id} \|.*\| {re.escape(first)} \|", markdown, re.MULTILINE)
+            assert dict(tell(view, "request", lane.id).lines)["first token"].startswith(f"{first} = queue")
+        if row["longest_gap"]:
+            gap = row["longest_gap"]
+            assert gap["text"].startswith(f"{ms(gap['ms'])} ms ")
+            assert gap["ms"] == pytest.approx(sum(gap["causes_ms"].values()), abs=0.003 * len(gap["causes_ms"]))
+    for lane in run.lanes:  # the gap of a step is the time that it took
+        arrivals = view.tokens.arrivals(lane, view.horizon)
+        for i in range(1, min(len(arrivals), 50)):
+            between, ended = arrivals.gap(i), view.steps.get(int(arrivals.steps[i]))
+            assert ended is not None and ended.took_ms is not None
+            if between.since == between.step - 1:
+                assert exact(between.ms) == exact(ended.took_ms)
 
 
 def test_the_exports_count_the_same(at_end: Shown, tmp_path: Path) -> None:

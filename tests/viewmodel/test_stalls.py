@@ -120,7 +120,7 @@ def test_a_pause_is_not_part_of_a_gap_but_is_mentioned() -> None:
         before, gap = gap_at(usual, usual.lanes.lanes[lane.id]), gap_at(paused, lane)
         assert before is not None and gap is not None
         assert gap.ms == pytest.approx(before.ms) and gap.paused_ms == pytest.approx(STALL_MS)
-        assert "80 ms of pause or slow motion are not counted" in gap_words(paused, lane, gap)
+        assert "80.0 ms of pause or slow motion are not counted" in gap_words(paused, lane, gap)
         assert paused.tokens.stats(lane, paused.horizon).tok_s == pytest.approx(  # type: ignore[union-attr]
             usual.tokens.stats(lane, usual.horizon).tok_s  # type: ignore[union-attr]
         )

@@ -210,7 +210,7 @@ machine, times are not.""")
         found = None if step is None else run.view.steps.get(step)
         if found is not None:
             row.add(f"step {found.step:,} ").add(f"({count(found.tokens, 'token')}", "dim")
-            row.add(f", {duration(found.wall_ms)})" if found.wall_ms is not None else ")", "dim")
+            row.add(f", {duration(found.took_ms)})" if found.took_ms is not None else ")", "dim")
         else:
             row.add("has ended" if place >= run.clocks[self.unit].end else "no step")
         doing = run.doing(self.unit, place)

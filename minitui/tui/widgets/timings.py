@@ -217,9 +217,8 @@ an excess, as "launch +12.3", and one without is expected.""")
             return row.add("none yet", "dim").done(width)
         parts = f"queue {ms(first.queue_ms)} + prefill {ms(first.prefill_ms)}"
         took, request = f"{ms(first.total_ms)} ms", f" r{first.request}"
-        if row.width + len(took) + 3 + len(parts) > width:  # a narrow panel shows fewer digits
-            queue, prefill = _briefly(first.queue_ms), _briefly(first.prefill_ms)
-            parts, took = f"queue {queue} + prefill {prefill}", _briefly(first.total_ms)
+        if row.width + len(took) + 3 + len(parts) > width:
+            took = ms(first.total_ms)
             row = Row("first token ", "dim")
             if row.width + len(took) + 3 + len(parts) > width:
                 row = Row("first ", "dim")
@@ -290,7 +289,3 @@ an excess, as "launch +12.3", and one without is expected.""")
 
 def _up_down() -> str:
     return "↑ ↓" if glyphs().rule != "-" else "^ v"
-
-
-def _briefly(milliseconds: float) -> str:
-    return f"{milliseconds:.1f}" if milliseconds < 100 else f"{milliseconds:,.0f}"

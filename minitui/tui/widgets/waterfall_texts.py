@@ -23,9 +23,9 @@ def labels(span: Span) -> list[str]:
     """Returns the texts of a span, the longest first."""
     if span.kind == "step":
         number = f"{span.step:,}"
-        return [f"{number}  {_duration(span.ms)}", number] if span.ms else [number]
+        return [f"{number}  {duration(span.ms)}", number] if span.ms else [number]
     if span.kind in ("idle", "gate", "gc", "delayed"):
-        return [f"{span.kind} {_duration(span.ms)}", span.kind]
+        return [f"{span.kind} {duration(span.ms)}", span.kind]
     if span.kind == "unaccounted":
         return [span.kind, "?"]
     if span.kind in HOST or not span.tokens:
@@ -57,7 +57,7 @@ def at_cursor(place: float, left: float, host: Sequence[Span], device: Sequence[
         text = "no work" if span is None else "unknown" if span.kind == UNKNOWN else f"{span.kind} {span.step:,}, "
         row.add(f" · {name} ", "dim").add(text)
         if span is not None and span.kind != UNKNOWN:
-            row.add(_duration(span.ms), "bold ink")
+            row.add(duration(span.ms), "bold ink")
     return row.done(width)
 
 
@@ -69,7 +69,7 @@ def figures(
     with too few, the end of the cause is left out."""
     head = Row(f"step {row.step:,}", "bold ink").add("  " + contents(row))
     if row.took_ms is not None:
-        head.add("  took ", "dim").add(_duration(row.took_ms), "bold ink")
+        head.add("  took ", "dim").add(duration(row.took_ms), "bold ink")
     why = why_slow(row, model, always=True)
     if head.width + len(why) + 3 > width:
         why = why_slow(row, model)
@@ -111,7 +111,3 @@ def _entries(row: StepRow, steps: Steps) -> list[tuple[str, str, str, str]]:
 
 def _value(value: float | None) -> str:
     return glyphs().dash if value is None else "0" if value == 0 else ms(value)
-
-
-def _duration(value: float) -> str:
-    return duration(value) if value >= 10_000 else f"{ms(value)} ms"
