@@ -9,8 +9,8 @@ truth  Servers run a load that shares prefixes, cancels requests and does not fi
        process; the run ends when all together have compared so many steps). vLLM sends its own count of free blocks and
        its block tables with each step, and the watcher compares them. Writes DIR/truth-*.json, the traces, and each
        server's /metrics. `--ranks 2`: each server has two data parallel ranks, which need a GPU each.
-cost   A server without and one with the recorder, on one GPU, take turns: without, recorded, recorded with a reader.
-       The 8B shape at 64 rows, the 0.6B shape at 256. Writes DIR/cost.json.
+cost   One server whose recorder goes on and off every second (vllm_switched.py), first alone, then with a reader of its
+       telemetry. The 8B shape at 64 rows, the 0.6B shape at 256. Writes DIR/cost.json.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from minitui.dev.vllm_load import closed_loop, load, read_records
+from minitui.dev.vllm_load import load, read_records, steady
 from minitui.dev.vllm_servers import ROOT, Server, sizes, start, stop, wait_ready
 from minitui.sources.vllm import find_async
+
+PERIOD_S = 1.0  # of vllm_switched.py, which only vLLM's process can import
+WARM_S = 5.0
 
 # ---- truth
 
@@ -41,7 +44,7 @@ async def truth(out: Path, configs: Path, seconds: float, shapes: list[str], ste
     servers = []
     for i, shape in enumerate(shapes):
         options = sizes("8B", 64, 2048, 8192, 1200) if shape == "8B" else sizes("tiny", 24, 512, 4096, 300)
-        servers.append(Server(f"truth-{shape.lower()}-{i}", shape, 8000 + 10 * i, options, True, True, ranks))
+        servers.append(Server(f"truth-{shape.lower()}-{i}", shape, 8000 + 10 * i, options, True, ranks=ranks))
     clients: list[subprocess.Popen[bytes]] = []
     try:
         for server in servers:
@@ -120,56 +123,66 @@ def compare_metrics(totals: dict[str, int], page: str) -> list[str]:
 
 
 async def cost(out: Path, configs: Path, seconds: float, shapes: list[tuple[str, int, int]]) -> None:
-    """Measures pairs until the time is used; prints the throughput and what it loses."""
+    """Measures for so many seconds; prints the throughput, what recording takes of it, and the recorder's own time."""
     servers: list[Server] = []
     for i, (shape, rows, _) in enumerate(shapes):
         options = sizes(shape, rows, 8192, 4096, rows * 28)
-        servers += [
-            Server(f"{shape}-plain", shape, 8100 + 10 * i, options),
-            Server(f"{shape}-recorded", shape, 8200 + 10 * i, options, recorded=True),
-        ]
+        servers.append(Server(f"cost-{shape}", shape, 8100 + 10 * i, options, switched=True))
     results: dict[str, Any] = {}
     try:
         for server in servers:
             start(server, configs, out)
             time.sleep(4)  # their first allocations do not overlap
         wait_ready(servers, configs, out)
-        for i, (shape, rows, tokens) in enumerate(shapes):
-            plain, recorded = servers[2 * i], servers[2 * i + 1]
-            until = time.monotonic() + seconds / len(shapes)
-            for server in (plain, recorded):
-                await closed_loop(server, rows, 32, 0)
-            rates: dict[str, list[float]] = {"plain": [], "recorded": [], "watched": []}
-            took, turn = 0.0, 0
-            while turn < 2 or time.monotonic() + took < until:
-                began, turn = time.monotonic(), turn + 1
-                for kind in ("plain", "recorded", "watched") if turn % 2 else ("watched", "recorded", "plain"):
-                    reader = None
-                    if kind == "watched":
-                        command = [sys.executable, "-m", "minitui.dev.bench_vllm", "read", "--url", recorded.telemetry]
-                        reader = subprocess.Popen(command, cwd=ROOT)
-                        await asyncio.sleep(0.7)
-                    server = plain if kind == "plain" else recorded
-                    rates[kind].append(round(await closed_loop(server, rows, tokens, turn), 1))
-                    if reader is not None:
-                        reader.kill()
-                        reader.wait()
-                took = time.monotonic() - began
-            info = json.load(urllib.request.urlopen(f"{recorded.telemetry}/minitui/info"))
-            losses = {kind: _loss(rates["plain"], rates[kind]) for kind in ("recorded", "watched")}
-            summary = {"tokens_per_s": rates, "recording_us": info["recording_us"], **losses}
-            results[f"{shape} at {rows} rows"] = summary
+        for server, (shape, rows, tokens) in zip(servers, shapes, strict=True):
+            length = seconds / len(shapes)
+            load = asyncio.create_task(steady(server, rows, tokens, time.monotonic() + length))
+            await asyncio.sleep(WARM_S)
+            ends = [time.time()]
+            await asyncio.sleep((length - WARM_S) / 2)
+            ends.append(time.time())
+            reader = subprocess.Popen(
+                [sys.executable, "-m", "minitui.dev.bench_vllm", "read", "--url", server.telemetry], cwd=ROOT
+            )
+            ends.append(time.time() + 1.0)
+            await load
+            ends.append(time.time() - 1.0)
+            reader.kill()
+            reader.wait()
+            periods = read_periods(server.periods(out).read_text())
+            info = json.load(urllib.request.urlopen(f"{server.telemetry}/minitui/info"))
+            results[f"{shape} at {rows} rows"] = summary = {
+                "recording_us": info["recording_us"], "recorded": loss(periods, *ends[:2]),
+                "watched": loss(periods, *ends[2:]),
+            }  # fmt: skip
             print(shape, json.dumps(summary), flush=True)
             (out / "cost.json").write_text(json.dumps(results, indent=1))
     finally:
         stop(servers, out)
 
 
-def _loss(plain: list[float], other: list[float]) -> dict[str, float]:
-    """Returns the mean loss of throughput in percent, over the pairs, and its standard error."""
-    losses = [100 * (1 - b / a) for a, b in zip(plain, other, strict=True)]
+def read_periods(text: str) -> list[tuple[float, bool, float, float]]:
+    """Returns each period's end, whether the recorder was on, its tokens per second and its steps per second."""
+    rows = [line.split() for line in text.splitlines()]
+    return [(float(end), on == "1", int(n) / float(s), int(steps) / float(s)) for end, on, s, steps, n in rows]
+
+
+def loss(periods: list[tuple[float, bool, float, float]], begin: float, end: float) -> dict[str, float]:
+    """Returns what recording takes of the tokens per second between two times, in percent, and its standard error.
+
+    Two periods that follow one another are a pair: one is without and one with the recorder.
+    """
+    pairs = [
+        (b, a) if a[1] else (a, b) for a, b in zip(periods[::2], periods[1::2], strict=False)
+        if begin + PERIOD_S < a[0] and b[0] < end
+    ]  # fmt: skip
+    losses = [100 * (1 - on[2] / off[2]) for off, on in pairs]
     error = statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else 0.0
-    return {"loss_percent": round(statistics.mean(losses), 2), "standard_error": round(error, 2)}
+    return {
+        "tokens_per_s": round(statistics.mean(off[2] for off, _ in pairs)),
+        "step_ms": round(1e3 / statistics.mean(off[3] for off, _ in pairs), 3), "pairs": len(pairs),
+        "loss_percent": round(statistics.mean(losses), 2), "standard_error": round(error, 2),
+    }  # fmt: skip
 
 
 def main() -> None:

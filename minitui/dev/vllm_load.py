@@ -132,24 +132,23 @@ async def load(server: Server, seconds: float, seed: int) -> None:
             print(f"{server.url}: {streams.done} answers, {streams.cancelled} cancelled, {streams.refused} refused")
 
 
-async def closed_loop(server: Server, rows: int, tokens: int, seed: int) -> float:
-    """Returns the output tokens per second of `rows` requests that run at once and have random prompts."""
-    rnd = random.Random(seed)
+async def steady(server: Server, rows: int, tokens: int, until: float) -> None:
+    """Keeps `rows` requests with random prompts running. Their lengths vary, so that they do not end together."""
+    rnd = random.Random(1)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
 
-        async def one() -> None:
-            body = {
-                "model": f"Qwen3-{server.shape}", "prompt": [rnd.randrange(1000, 50_000) for _ in range(128)],
-                "max_tokens": tokens, "ignore_eos": True, "temperature": 0,
-            }  # fmt: skip
-            async with http.post(f"{server.url}/v1/completions", json=body) as response:
-                answer = await response.json()
-                if response.status != 200:
-                    raise SystemExit(f"{server.name} refuses a request: {str(answer)[:400]}")
+        async def work() -> None:
+            while time.monotonic() < until:
+                body = {
+                    "model": f"Qwen3-{server.shape}", "prompt": [rnd.randrange(1000, 50_000) for _ in range(128)],
+                    "max_tokens": rnd.randrange(tokens // 2, tokens * 3 // 2), "ignore_eos": True, "temperature": 0,
+                }  # fmt: skip
+                async with http.post(f"{server.url}/v1/completions", json=body) as response:
+                    answer = await response.json()
+                    if response.status != 200:
+                        raise SystemExit(f"{server.name} refuses a request: {str(answer)[:400]}")
 
-        began = time.perf_counter()
-        await asyncio.gather(*(one() for _ in range(rows)))
-        return rows * tokens / (time.perf_counter() - began)
+        await asyncio.gather(*(work() for _ in range(rows)))
 
 
 def read_records(url: str) -> None:

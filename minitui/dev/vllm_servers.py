@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from minitui.vllm.watcher import path_of
@@ -30,11 +30,10 @@ class Server:
     shape: str
     port: int
     options: list[str]
-    recorded: bool = False
-    check: bool = False
+    check: bool = False  # the watcher compares its state with vLLM's own numbers
+    switched: bool = False  # the recorder goes on and off
     ranks: int = 1  # data parallel
     process: subprocess.Popen[bytes] | None = None
-    rates: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -44,6 +43,9 @@ class Server:
     def telemetry(self) -> str:
         return f"http://127.0.0.1:{self.port + 1}"
 
+    def periods(self, out: Path) -> Path:
+        """Returns the file in which vllm_switched.py writes what it measured."""
+        return out / f"{self.name}.periods"
 
     def reports(self, out: Path) -> list[Path]:
         """Returns the files in which the watchers write what they compared."""
@@ -86,9 +88,11 @@ def start(server: Server, configs: Path, out: Path, fast: bool = True) -> None:
         **os.environ, "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }  # fmt: skip
-    if server.recorded:
-        command += ["--scheduler-cls", "minitui.vllm.RecordingScheduler"]
+    if server.check or server.switched:
+        kind = "dev.vllm_switched.SwitchedScheduler" if server.switched else "vllm.RecordingScheduler"
+        command += ["--scheduler-cls", f"minitui.{kind}"]
         environment["MINITUI_TELEMETRY_PORT"] = str(server.port + 1)
+        environment["MINITUI_SWITCHED"] = str(server.periods(out))
     if server.check:
         environment["MINITUI_VLLM_CHECK"] = str(out / f"{server.name}.json")
         if server.shape == "8B":
