@@ -122,6 +122,13 @@ class Moment(History):
         return self.steps.last_ended if self._stopped and self.steps.last_ended >= 0 else self.steps.last
 
     @property
+    def planned_ahead(self) -> int | None:
+        """The last planned step, if it is later than the step of an exact picture. Where steps overlap, the next step
+        is planned before a step ends: requests, queue and blocks are then those after this plan."""
+        planned = self.shown.state.step
+        return planned if self.exact and planned > self.horizon else None
+
+    @property
     def bucket(self) -> int:
         """The bucket of `rates` in which the picture's last step ended; the current bucket for a live picture."""
         return self.rates.bucket if self._travelled is None else self._travelled.bucket

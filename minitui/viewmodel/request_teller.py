@@ -64,7 +64,7 @@ class RequestTeller(Teller):
             texts.append(f"the longest wait for a first token of all requests: r{self._waited.id}, {words}")
         texts += [self._longest[1]] if self._longest is not None else []
         for text in texts:
-            yield Line(self.view.live.state.t, self.view.live.state.step, "longest", text)
+            yield Line(self.view.live.state.t, self.view.steps.committed, "longest", text)
 
     def _stall(self, seconds: float, step: int | None, prefills: list[int], waiting: list[int], text: str) -> Line:
         if not self._json:
@@ -107,7 +107,7 @@ class RequestTeller(Teller):
             self._longest = (rank, f"the longest gap of all requests: r{lane.id}, {why}")
         if not self._json:
             text = request_text(figures, view.group_name(lane.group), why)
-            t, step = view.live.state.t, view.live.state.step
+            t, step = view.live.state.t, view.steps.committed
             if not figures.live:
                 t, step = lane.finished_t, lane.finish_step
             return Line(t, step, "request", text)

@@ -12,6 +12,7 @@ from minitui.viewmodel.annotated_state import STATE_NAMES
 from minitui.viewmodel.request_words import first_token_words
 from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.step_parts import parts_of
+from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.timing import why_slow
 from minitui.viewmodel.tree import quoted, without_markup
 
@@ -230,12 +231,23 @@ def _step(view: View, step: int) -> Story:
                    + (", stopped" if row.parts.stops else ""))  # fmt: skip
     if row.comm_ms is not None:
         story.tell("exchange", f"{ms(row.comm_ms)} ms between {view.steps.ranks} ranks, waiting included")
-    story.tell("waiting", f"{count(row.waiting, 'request')} in the queue" if row.waiting else "none")
+    story.tell("waiting", _waiting(view, row))
     events = view.events.of_step(step)
     for i, event in enumerate(events[:LISTED]):
         story.tell("events" if i == 0 else "", f"{event.kind}: {view.event_text(event)}")
     _tell_more(story, len(events))
     return story
+
+
+def _waiting(view: View, row: StepRow) -> str:
+    """Returns the length of the queue when the step was planned and, if the panels show a later moment, then."""
+    text = f"{count(row.waiting, 'request')} in the queue" if row.waiting else "none"
+    ahead, state = view.planned_ahead, view.shown.state
+    if row.step != view.horizon or ahead is None:
+        return text
+    queue = len(state.queue)
+    now = f"{len(state.requests) - queue:,} running, {queue:,} waiting"
+    return f"{text} when this step was planned; in the panels, after the plan of step {ahead:,}: {now}"
 
 
 def _tell_more(story: Story, number: int) -> None:

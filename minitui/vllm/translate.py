@@ -107,9 +107,9 @@ class Translator(Requests):
             self._tokens |= {id: n + 1 for id, n in drafts.items()} | dict(several)
             if (total := sum(self._tokens.values())) != planned:
                 raise Inconsistent(f"step {step} has {planned} tokens, and {total} follow from its messages")
+            if waiting:
+                self._tell_wait(planned, running, any(kind == "p" for kind, *_ in events))
             self._step(step, began, ended, drafts, waiting)
-        if waiting and step >= 0:
-            self._tell_wait(planned, running, any(kind == "p" for kind, *_ in events))
         self._compare(check)
 
     def _step(self, step: int, began: float, ended: float, drafts: dict[str, int], waiting: int) -> None:
@@ -153,7 +153,7 @@ class Translator(Requests):
         elif running >= info["max_num_seqs"]:
             reason = f"rows: all {info['max_num_seqs']} are used"
         else:
-            reason = f"blocks: {self.blocks.available} available"
+            reason = f"blocks: {self.blocks.available} left after those of this step"
         wait = (queue[0], reason.split(":")[0])
         if wait != self._wait:
             self._wait = wait

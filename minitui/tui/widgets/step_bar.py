@@ -2,7 +2,8 @@
 
 While the engine runs, the bar shows the mean of the steps since the last frame, and a mark shows the largest number of
 tokens in one of these steps. The bar shows a single step if the engine is paused, if the panels show the past, if a
-step is selected, or if there was only one step since the last frame (slow motion).
+step is selected, or if there was only one step since the last frame (slow motion). Where steps overlap, the next step
+has been planned when a step ends: a note says that the other panels show the requests and blocks after this plan.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class StepBar(LinePanel, can_focus=False):
         if row.drafted if row is not None else view.last_frame.drafted:
             entries += [(full, "hit", "accepted"), (full, "waiting", "rejected drafts")]
         rows = [bar] if height == 1 else [text, bar]
-        return Picture(rows, title=title, legend=legend(*entries, gap=" "))
+        note = [(text, "dim") for text in _ahead(view, row)[:1]]
+        return Picture(rows, title=title, note=note, legend=legend(*entries, gap=" "))
 
     def _exact(self, view: View, row: StepRow, width: int, budget: int) -> Runs:
         line = Row()
@@ -81,6 +83,10 @@ class StepBar(LinePanel, can_focus=False):
         if took and line.width + len(took) <= width:
             line.add(took, "bold ink")
             _add_cause(line, view, row, width)
+        for text in _ahead(view, row) if self.frame == "none" else ():
+            if line.width + len(text) + 2 <= width:
+                line.to(width - len(text)).add(text, "dim")
+                break
         return line.done(width)
 
     def _mean(self, view: View, width: int) -> Runs:
@@ -94,6 +100,16 @@ class StepBar(LinePanel, can_focus=False):
                 line.add(f" in {ms(last.took_ms)} ms")
                 _add_cause(line, view, last, width)
         return line.done(width)
+
+
+def _ahead(view: View, row: StepRow | None) -> tuple[str, ...]:
+    """Returns that the other panels show a later plan than that of `row`, the longest text first; empty if not."""
+    ahead = view.planned_ahead
+    if ahead is None or row is None or row.step != view.horizon:
+        return ()
+    return tuple(f"{what} plan of {step}{ahead:,}" for what, step in (
+        ("requests and blocks: with the", "step "), ("panels: with the", "step "), ("panels:", ""),
+    ))  # fmt: skip
 
 
 def _add_cause(line: Row, view: View, row: StepRow, width: int) -> None:

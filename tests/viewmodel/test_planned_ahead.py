@@ -1,0 +1,89 @@
+"""Where steps overlap, the next step is planned before a step ends: each text says of which moment it speaks."""
+
+from __future__ import annotations
+
+import pytest
+
+from minitui.trace.bundled import bundled, find_trace
+from minitui.trace.reader import TraceReader
+from minitui.tui.widgets.rows import plain
+from minitui.tui.widgets.step_bar import StepBar
+from minitui.viewmodel.model import Playback, View
+from minitui.viewmodel.recorded import recorded_view
+from minitui.viewmodel.request_teller import RequestTeller
+from minitui.viewmodel.story import tell
+from minitui.vllm.translate import Translator
+from tests.support.vllm_played import messages_of, recorded
+
+
+@pytest.fixture(scope="module")
+def vllm() -> View:
+    return recorded_view(TraceReader(find_trace("vllm-8b")))
+
+
+def told(view: View, step: int) -> str:
+    """The line of a step's details about the queue."""
+    return dict(tell(view, "step", step).lines)["waiting"]
+
+
+def test_the_picture_of_a_step_says_which_plan_its_requests_and_blocks_include(vllm: View) -> None:
+    compared = 0
+    for step in range(2_520, 2_560):
+        assert vllm.travel_to(step) and vllm.planned_ahead == step + 1
+        row, state = vllm.steps.get(step), vllm.shown.state
+        assert row is not None
+        running = sum(request.state == "running" for request in state.requests.values())
+        now = f"in the panels, after the plan of step {step + 1:,}: {running} running, {len(state.queue)} waiting"
+        queue = f"{row.waiting} request{'s' * (row.waiting != 1)} in the queue" if row.waiting else "none"
+        assert told(vllm, step) == f"{queue} when this step was planned; {now}"
+        assert told(vllm, step - 1).endswith(("in the queue", "none"))  # the panels show another step
+        compared += len(state.queue) != row.waiting
+        bar = StepBar(frame="box").picture(vllm, 120, 2)
+        assert bar.note == [(f"requests and blocks: with the plan of step {step + 1:,}", "dim")]
+        line = plain(StepBar(frame="none").picture(vllm, 80, 2).rows[0])
+        assert line.endswith(f"panels: plan of {step + 1:,}") or len(line.rstrip()) > 80 - 24
+    assert compared > 5
+    vllm.present()
+
+
+def test_without_overlap_and_in_a_moving_picture_nothing_is_planned_ahead(vllm: View) -> None:
+    small = recorded_view(TraceReader(find_trace("small-pool")))
+    for view, step in ((small, 60), (small, small.steps.last), (vllm, vllm.steps.last)):
+        view.travel_to(step)
+        assert view.planned_ahead is None and not StepBar().picture(view, 120, 2).note
+    assert told(small, 60) == "none" or told(small, 60).endswith(" in the queue")
+
+
+def test_requests_that_have_not_finished_are_told_at_the_step_that_the_app_shows_at_the_end(vllm: View) -> None:
+    view = View()
+    lines = list(RequestTeller(view).tell_all(TraceReader(find_trace("vllm-8b"))))
+    last = [line for line in lines if "not finished" in line.text or line.kind == "longest"]
+    vllm.playback = Playback(paused=True)
+    assert vllm.horizon < vllm.live.state.step == vllm.planned_ahead
+    assert len(last) > 50 and {line.step for line in last} == {vllm.horizon}
+    vllm.playback = None
+
+
+@pytest.mark.parametrize("name", recorded())
+def test_vllm_s_reason_for_waiting_belongs_to_the_step_whose_plan_left_the_request_out(name: str) -> None:
+    (_, *init), *messages = messages_of(name)
+    translator, records = Translator(*init), []
+    for message in messages:
+        translator.take(message)
+        new = translator.drain()
+        left = next((record[4].split()[1] for record in new if record[2] == "wait" and "left" in record[4]), None)
+        assert left is None or int(left) == translator.blocks.available
+        records += new
+    waits = [i for i, record in enumerate(records) if record[2] == "wait"]
+    assert waits and all(records[i + 1][2] == "step" or records[i + 1][2] == "draft" for i in waits)
+
+
+def test_the_recordings_of_vllm_tell_the_wait_with_its_step() -> None:
+    view = recorded_view(TraceReader(bundled()["vllm-8b"]))
+    waits = [event for event in view.events.newest_first() if event.kind == "wait"]
+    assert len(waits) > 50
+    for event in waits:
+        row = view.steps.get(event.step)
+        assert row is not None and row.waiting > 0
+        if "tokens of this step are used" in event.record[4]:
+            assert row.tokens == view.live.state.budget
