@@ -477,7 +477,7 @@ async def test_servers_without_metrics_have_dashes_and_no_panels() -> None:
         assert all(server.visits["/v1/models"] == 1 for server in servers), "it was started twice"
         rows = shown()
         assert rows[0].count("–") == 6 and " 0%" not in rows[0], rows[0]
-        assert rows[1].split()[4:9] == ["up", "12", "2", "38%", "75%"] and "50 ms" in rows[1], rows[1]
+        assert rows[1].split()[4:9] == ["up", "12", "2", "38%", "75%"] and "50.0 ms" in rows[1], rows[1]
         app.action_do("inspect")
         await pilot.pause()
         assert app.current_mode == "chat"
