@@ -108,25 +108,25 @@ LESSON = Lesson(
             letter a has one byte, 😀 has four. In many tokenizers (byte-level BPE), a token is a sequence of bytes. A
             token may end in the middle of a character: the four bytes of 😀 may belong to several tokens.
 
-            In this lesson, to decode tokens means to turn them into text. When a reply streams, its tokens arrive one
-            by one. If each token was decoded alone, half an emoji would become a replacement character (�). Decoding
-            the whole reply again for each token would take longer and longer. The next page shows what this engine
-            does.
+            To detokenize means to turn tokens into text. When a reply streams, its tokens arrive one by one. If the
+            engine detokenized each token alone, half an emoji would become a replacement character (�). If it
+            detokenized the whole reply again for each token, this would take longer and longer. The next page shows
+            what it does.
 
             In other tokenizers, the text of a token can depend on the token before. For each new token, this engine
-            then decodes the last few tokens two times: without the new token, and with the new token. The second text
-            is longer: what was added is the text of the new token.
+            then detokenizes the last few tokens two times: without the new token, and with the new token. The second
+            text is longer. The part at its end is the text of the new token.
             """,
             code="engine.text.tokenizer:Tokenizer.detokenizer",
         ),
         Page(
             "Byte by byte",
             f"""
-            The tokenizer of the bundled model encodes the text {TEXT}. Its vocabulary is small: each token of this text
-            is a single byte. In UTF-8, a and b have one byte each, é has two, 漢 has three and 😀 has four.
+            The tokenizer of this model cuts the text {TEXT} into tokens. Its vocabulary is small: each token of this
+            text is a single byte. In UTF-8, a and b have one byte each, é has two, 漢 has three and 😀 has four.
 
-            A client prints each text as soon as the text arrives, and cannot take the text back. The result writes a
-            byte with two signs, from 00 to ff (hexadecimal: after 9 come a to f).
+            A client prints a text as soon as it arrives, and cannot take it back. To emit means to send to the client.
+            The result writes a byte with two signs, 00 to ff (hexadecimal: after 9 come a to f).
             """,
             code="engine.text.detokenizer:_ByteDetokenizer",
             run=byte_by_byte,

@@ -36,8 +36,8 @@ async def disconnect(stage: Stage) -> Seen:
     return Seen(
         "\n".join(f"   {name:<36}{n:>4}" for name, n in rows) + "\n\nThe full blocks of the aborted request stayed in "
         "the cache. Only the block that it was filling became free. The other request also holds the shared blocks, "
-        f"with the system prompt. It continued unchanged. “Again” does not count the {prompt - cached} tokens computed "
-        "again: their block was not full, so the cache never had it.",
+        f"with the system prompt, and went on. The {prompt - cached} computed tokens are the end of the prompt: "
+        "their block was not full, so it was never cached. “Again” counts only tokens that had been cached.",
         {prompt: 0, prompt - shared * size: 1, prompt - prompt // size * size: 2}.get(prompt - cached),
     )
 
@@ -158,7 +158,8 @@ LESSON = Lesson(
             """
             An HTTP response begins with a number, the status. If too many requests wait, this server answers with
             status 429 (too many requests) and says when to try again (Retry-After). While the model loads, the server
-            answers with status 503 (not available). For a slow client, it keeps only a limited amount of output.
+            answers with status 503 (not available). If a client
+            reads slowly, the server keeps only a limited amount of output for it.
 
             If a step raises an exception, the requests of that step end with an error, and this engine continues. If
             the GPU itself fails, the engine's process must be replaced: /health reports the failure, and the server

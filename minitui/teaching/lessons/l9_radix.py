@@ -82,8 +82,8 @@ LESSON = Lesson(
             is split in two: the equal blocks become the parent, the other blocks become its child.
 
             Only full blocks are shared, and a shared block is never written again. A block that is not full belongs to
-            one request. The last token of a prompt is never taken from the tree, because its logits are needed. So each
-            prompt computes at least one token.
+            one request. The last token of a prompt is always computed, also if its KV is in the tree: the first token
+            of the reply is drawn from its logits.
 
             The tree is SGLang's idea (RadixAttention). Where a block of SGLang has one token, a match can end at any
             token. vLLM has no tree. It finds a block by a number (hash) that is computed from all tokens of the prompt
@@ -143,7 +143,8 @@ LESSON = Lesson(
             "Without and with the cache",
             """
             The same six chats run in two engines: first without the prefix cache, then with the cache. The panel shows
-            both runs on one clock, the first above the second. Compare the length of the prefill at the beginning.
+            the first run above the second, as if both had begun at the same time. Compare the length of the prefill at
+            the beginning.
             """,
             panel="runs",
             run=side_by_side("cache"),
@@ -170,7 +171,7 @@ LESSON = Lesson(
                 ),
                 (
                     "the chat that came first would lose its blocks first. But A was used after B, and the engine "
-                    "expects that what was used last is used next.",
+                    "evicts first what has not been used for the longest time.",
                     "A's other blocks would be of no use: a lookup begins at the first token, and would find nothing.",
                     "",
                     "requests would hold all these blocks. But the replies of A and B have ended, so their blocks are "
