@@ -33,7 +33,6 @@ from minitui.dev.vllm_load import load, read_records, steady
 from minitui.dev.vllm_servers import ROOT, Server, sizes, start, stop, wait_ready
 from minitui.sources.vllm import find_async
 
-PERIOD_S = 1.0  # of vllm_switched.py, which only vLLM's process can import
 WARM_S = 5.0
 
 # ---- truth
@@ -136,7 +135,7 @@ async def cost(out: Path, configs: Path, seconds: float, shapes: list[tuple[str,
         wait_ready(servers, configs, out)
         for server, (shape, rows, tokens) in zip(servers, shapes, strict=True):
             length = seconds / len(shapes)
-            load = asyncio.create_task(steady(server, rows, tokens, time.monotonic() + length))
+            clients = asyncio.create_task(steady(server, rows, tokens, time.monotonic() + length))
             await asyncio.sleep(WARM_S)
             ends = [time.time()]
             await asyncio.sleep((length - WARM_S) / 2)
@@ -145,7 +144,7 @@ async def cost(out: Path, configs: Path, seconds: float, shapes: list[tuple[str,
                 [sys.executable, "-m", "minitui.dev.bench_vllm", "read", "--url", server.telemetry], cwd=ROOT
             )
             ends.append(time.time() + 1.0)
-            await load
+            await clients
             ends.append(time.time() - 1.0)
             reader.kill()
             reader.wait()
@@ -161,26 +160,29 @@ async def cost(out: Path, configs: Path, seconds: float, shapes: list[tuple[str,
         stop(servers, out)
 
 
-def read_periods(text: str) -> list[tuple[float, bool, float, float]]:
-    """Returns each period's end, whether the recorder was on, its tokens per second and its steps per second."""
+def read_periods(text: str) -> list[tuple[float, float, bool, float, float]]:
+    """Returns each period's begin and end, whether the recorder was on, its tokens and its steps per second."""
     rows = [line.split() for line in text.splitlines()]
-    return [(float(end), on == "1", int(n) / float(s), int(steps) / float(s)) for end, on, s, steps, n in rows]
+    return [
+        (float(end) - float(s), float(end), on == "1", int(n) / float(s), int(steps) / float(s))
+        for end, on, s, steps, n in rows
+    ]
 
 
-def loss(periods: list[tuple[float, bool, float, float]], begin: float, end: float) -> dict[str, float]:
+def loss(periods: list[tuple[float, float, bool, float, float]], begin: float, end: float) -> dict[str, float]:
     """Returns what recording takes of the tokens per second between two times, in percent, and its standard error.
 
     Two periods that follow one another are a pair: one is without and one with the recorder.
     """
     pairs = [
-        (b, a) if a[1] else (a, b) for a, b in zip(periods[::2], periods[1::2], strict=False)
-        if begin + PERIOD_S < a[0] and b[0] < end
+        (b, a) if a[2] else (a, b) for a, b in zip(periods[::2], periods[1::2], strict=False)
+        if begin < a[0] and b[1] < end
     ]  # fmt: skip
-    losses = [100 * (1 - on[2] / off[2]) for off, on in pairs]
+    losses = [100 * (1 - on[3] / off[3]) for off, on in pairs]
     error = statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else 0.0
     return {
-        "tokens_per_s": round(statistics.mean(off[2] for off, _ in pairs)),
-        "step_ms": round(1e3 / statistics.mean(off[3] for off, _ in pairs), 3), "pairs": len(pairs),
+        "tokens_per_s": round(statistics.mean(off[3] for off, _ in pairs)),
+        "step_ms": round(1e3 / statistics.mean(off[4] for off, _ in pairs), 3), "pairs": len(pairs),
         "loss_percent": round(statistics.mean(losses), 2), "standard_error": round(error, 2),
     }  # fmt: skip
 

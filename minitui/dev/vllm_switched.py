@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from minitui.vllm.facts import OF_POOL
 from minitui.vllm.recorder import now
 from minitui.vllm.scheduler import RecordingAsync
 
@@ -63,14 +62,12 @@ class SwitchedScheduler(RecordingAsync):
         if on == (self._recorder is not None):
             return
         if on:
-            recorder._hook_caching()
-            recorder._hook("evict_blocks", recorder.evicted)
+            recorder.attach()
             recorder.events.clear()
             recorder._in_flight.clear()
             recorder.send_whole_state()
             self._recorder = recorder
         else:
             recorder.pipe.flush()
-            for name in OF_POOL:
-                recorder._pool.__dict__.pop(name, None)
+            recorder.detach()
             self._recorder = None

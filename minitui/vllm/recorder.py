@@ -55,15 +55,23 @@ class Recorder:
             self.pipe.close()
             raise
         self._broken: Exception | None = None
+        self.attach()
+
+    def attach(self) -> None:
+        """Put the hooks into the pool."""
         self._hook_caching()
         self._hook("evict_blocks", self.evicted)
-        if scheduler.connector is not None:  # it takes blocks for requests that are not scheduled yet
+        if self.scheduler.connector is not None:  # it takes blocks for requests that are not scheduled yet
             self._hook("get_new_blocks", self.taken)
+
+    def detach(self) -> None:
+        """Remove the hooks from the pool."""
+        for name in OF_POOL:
+            self._pool.__dict__.pop(name, None)
 
     def stop(self) -> None:
         """Remove the hooks from the pool and end the watcher."""
-        for name in OF_POOL:
-            self._pool.__dict__.pop(name, None)
+        self.detach()
         try:
             self.pipe.flush()
         finally:
