@@ -62,10 +62,18 @@ def greedy(tokens: int, **options: Any) -> SamplingParams:
 
 
 async def test_an_answer_arrives_with_ids_text_and_metrics(server: Running, source: Any) -> None:
-    stream = source.submit(PROMPT, greedy(20), group="mine")
-    assert await stream.started() > 0
-    pieces = [delta async for delta in stream]
-    assert len(pieces) > 3 and stream.finish_reason == "length" and len(stream.ids) == 20
+    await source.control("pause")
+    try:
+        stream = source.submit(PROMPT, greedy(20), group="mine")
+        assert await stream.started() > 0
+        await source.control("step")
+        deltas = aiter(stream)
+        pieces = [await anext(deltas)]
+        assert len(pieces[0].ids) == 1  # it is here before the other tokens are computed
+    finally:
+        await source.control("resume")
+    pieces += [delta async for delta in deltas]
+    assert stream.finish_reason == "length" and len(stream.ids) == 20
     assert stream.text == "".join(piece.text for piece in pieces) == server.service.tokenizer.decode(stream.ids)
     assert stream.metrics["output_tokens"] == 20 and stream.metrics["ttft_ms"] > 0
 
