@@ -14,12 +14,13 @@ from minitui.viewmodel.lane import Lane
 EVENTS_KEPT = 20_000
 SHORTEST_PAUSE_MS = 1.0  # shorter pauses are not mentioned
 EVENTS_ALWAYS = 4_000  # this many of the newest events are kept even after their records are dropped
+MOST_AHEAD = 8  # steps: so many are planned before the results of a step, at most
 KINDS = ("admit", "hit", "miss", "evict", "preempt", "finish", "wait", "refuse", "fail", "pace")
 
 
 class Event(NamedTuple):
     """One recorded decision. `step`: for a decision of planning, the step being planned; for a failure, the failed
-    step; for any other event, such as a finish, the last planned step."""
+    step; for a finish, the step of the last token; for any other event, the last planned step."""
 
     seq: int
     step: int
@@ -48,7 +49,8 @@ class Events:
         self._items.append((record[0], step + 1, "evict", -1, record[3], record, ids, -1))
 
     def fold(self, record: Record, step: int, writer: int = -1) -> None:
-        """Add any other record if it is a decision. `step` is the last planned step."""
+        """Add any other record if it is a decision. `step` is the last planned step; for a finish, the step that
+        ends."""
         kind = record[2]
         decision = _RECORDS.get(kind)
         if decision is None:
@@ -85,7 +87,7 @@ class Events:
         for event in self.newest_first():
             if event.step == step:
                 found.append(event)
-            elif event.step < step - 1:
+            elif event.step < step - MOST_AHEAD:
                 break
         return found[::-1]
 

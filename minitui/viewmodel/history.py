@@ -136,6 +136,7 @@ class History:
         steps, rates = self.steps, self.rates
         rates.advance(record[1])
         _, _, _, step, plan_us, launch_us, commit_us, wall_ms, device_ms, _ = record
+        self.lanes.ended_step = step
         took_ms, host_ms = steps.took_ms(step), (plan_us + (launch_us or 0) + commit_us) / 1e3
         delayed_ms = steps.gate_ms(step)
         rates.add_durations(wall_ms if took_ms is None else took_ms, wall_ms, host_ms, device_ms, delayed_ms)
@@ -174,7 +175,8 @@ class History:
     def _fold_decision(self, record: Record, found: Any) -> None:
         """Fold a record about a request, or of the gate or of slow motion."""
         rates, lanes, kind = self.rates, self.lanes, record[2]
-        self.events.fold(record, lanes.step, -1 if kind != "match" or found is None else found)
+        step = lanes.ending if kind == "finish" else lanes.step
+        self.events.fold(record, step, -1 if kind != "match" or found is None else found)
         rates.advance(record[1])
         lanes.fold(record, rates.now)
         if kind == "match":
@@ -193,6 +195,8 @@ class History:
             lanes.release(record, computed, blocks, self.steps.committed)
             for step in self.tokens.dropped(record[3]) if kind != "preempt" else ():
                 self._dropped[step] = self._dropped.get(step, 0) + 1
+        elif kind == "fail":
+            lanes.ended_step = record[3] - 1  # its requests finish after this record
         elif kind == "gate":
             rates.gate(record[3] == "closed")
             self.gate_reason = record[4]

@@ -118,8 +118,9 @@ class Lane:
 
     def pieces(self, first_step: int, k: int, n: int, until: int) -> Iterator[tuple[int, range]]:
         """Yields (code, columns) for its phases up to step `until`, in any order. A column is `k` steps; the first of
-        the `n` columns begins at `first_step`. In a column with several codes, the highest has priority."""
-        end = min(until, first_step + k * n - 1)
+        the `n` columns begins at `first_step`. In a column with several codes, the highest has priority. The steps
+        after its finish, whose tokens are dropped, have no column."""
+        end = min(until, first_step + k * n - 1, self.finish_step)
         gains = takewhile(lambda gain: gain[1] >= first_step, reversed(self.gains))
         for code, first, last in chain(self.spans, ((GAINING, *gain) for gain in gains)):
             if last < first_step or first > end:

@@ -24,8 +24,14 @@ class Lanes:
         self.ended: deque[Lane] = deque()  # finished, in order of finish
         self.newest = -1  # the highest request id seen
         self.step = -1  # the last planned step
+        self.ended_step: int | None = None  # the last step with results; None: none since the history began
         self.now = 0.0  # working time at the record being folded
         self._unnumbered: set[int] = set()  # requests from the snapshot; their next token's number is not certain yet
+
+    @property
+    def ending(self) -> int:
+        """The step whose results finish requests now. Where steps overlap, later steps are planned already."""
+        return self.step if self.ended_step is None else min(self.ended_step + 1, self.step)
 
     def fold(self, record: Record, now: float) -> None:
         """Fold one record; `now` is its working time."""
@@ -164,10 +170,10 @@ class Lanes:
         lane = self.lanes.get(record[3])
         if lane is None:
             return
-        lane.close(self.step)
-        lane.mark(FINISHED, max(self.step, 0), max(self.step, 0))
+        lane.close(self.step)  # its row is in the steps that were planned, whose tokens are dropped
+        lane.mark(FINISHED, max(self.ending, 0), max(self.ending, 0))
         lane.finished, lane.finish_reason, lane.output_tokens = self.now, record[4], record[5]
-        lane.finish_step, lane.finished_t = self.step, record[1]
+        lane.finish_step, lane.finished_t = self.ending, record[1]
         self.ended.append(self.active.pop(lane.id))
 
     def _accept(self, record: Record) -> None:

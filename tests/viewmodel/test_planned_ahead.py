@@ -8,6 +8,7 @@ from minitui.trace.bundled import bundled, find_trace
 from minitui.trace.reader import TraceReader
 from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.step_bar import StepBar
+from minitui.viewmodel.lane import FINISHED
 from minitui.viewmodel.model import Playback, View
 from minitui.viewmodel.recorded import recorded_view
 from minitui.viewmodel.request_teller import RequestTeller
@@ -87,3 +88,36 @@ def test_the_recordings_of_vllm_tell_the_wait_with_its_step() -> None:
         assert row is not None and row.waiting > 0
         if "tokens of this step are used" in event.record[4]:
             assert row.tokens == view.live.state.budget
+
+
+@pytest.mark.parametrize("name", ["h200-8b", "vllm-8b", "small-pool"])
+def test_a_request_finishes_at_the_step_of_its_last_token(name: str) -> None:
+    view = recorded_view(TraceReader(find_trace(name)))
+    finishes = [event for event in view.events.newest_first() if event.kind == "finish"]
+    known = 0
+    for event in finishes:
+        lane = view.lanes.lanes[event.request]
+        assert lane.finish_step == event.step and event in view.events.of_step(event.step)
+        found = view.tokens.arrivals(lane, view.horizon)
+        if len(found) and int(found.last[-1]) == lane.output_tokens:
+            assert event.step == int(found.steps[-1])
+            known += 1
+        assert (FINISHED, range(1, 2)) in list(lane.pieces(event.step - 1, 1, 4, view.horizon))
+        assert all(columns.stop <= 2 for _, columns in lane.pieces(event.step - 1, 1, 4, view.horizon))
+        if view.travel_to(event.step):
+            assert lane.id not in view.shown.state.requests
+            assert f"at step {event.step:,}" in dict(tell(view, "request", lane.id).lines)["finished"]
+    assert known > 0.9 * len(finishes) > 3
+
+
+def test_a_request_of_a_failed_step_finishes_at_this_step() -> None:
+    reader, view = TraceReader(find_trace("h200-8b")), View()
+    records = list(reader.records())
+    at = next(i for i, record in enumerate(records) if record[2] == "step" and record[3] == 58)  # 57 is in flight
+    view.reset(reader.part(0).snapshot)
+    view.fold(records[: at + 1])
+    seq, t = records[at][:2]
+    request = next(iter(view.live.state.requests))
+    view.fold([(seq + 1, t, "fail", 57, "out of memory"), (seq + 2, t, "finish", request, "error: out of memory", 9)])
+    assert view.lanes.lanes[request].finish_step == 57
+    assert [event.kind for event in view.events.of_step(57)][-2:] == ["fail", "finish"]
