@@ -99,7 +99,7 @@ def test_a_request_finishes_at_the_step_of_its_last_token(name: str) -> None:
         lane = view.lanes.lanes[event.request]
         assert lane.finish_step == event.step and event in view.events.of_step(event.step)
         found = view.tokens.arrivals(lane, view.horizon)
-        if len(found) and int(found.last[-1]) == lane.output_tokens:
+        if len(found) and lane.finish_reason != "abort":  # an aborted request finishes while a step runs
             assert event.step == int(found.steps[-1])
             known += 1
         assert (FINISHED, range(1, 2)) in list(lane.pieces(event.step - 1, 1, 4, view.horizon))
@@ -107,7 +107,7 @@ def test_a_request_finishes_at_the_step_of_its_last_token(name: str) -> None:
         if view.travel_to(event.step):
             assert lane.id not in view.shown.state.requests
             assert f"at step {event.step:,}" in dict(tell(view, "request", lane.id).lines)["finished"]
-    assert known > 0.9 * len(finishes) > 3
+    assert known >= 0.8 * len(finishes) > 3
 
 
 def test_a_request_of_a_failed_step_finishes_at_this_step() -> None:
