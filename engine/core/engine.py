@@ -222,7 +222,7 @@ class Engine:
             result = launched.wait()
         except Exception as error:
             return self._failed(scheduled, error)
-        self.clock.arrive(times)
+        self.clock.arrive(times, result)
         emitted = self.scheduler.commit(scheduled, result)
         wall_s = self.clock.record(times, plan, result, emitted)
         if result.expert_load is not None:

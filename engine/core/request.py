@@ -94,7 +94,7 @@ class Request:
     admitted_at: float = 0.0
     submitted_work: float = 0.0
     admitted_work: float = 0.0
-    first_token_work: float = 0.0  # set by engine/core/step_clock.py
+    ttft_ms: tuple[float, float] | None = None  # queue and prefill, as recorded; None: no token yet (step_clock.py)
     grammar: Grammar | None = None  # advanced when a step is committed
     lookup: Lookup | None = None  # made for the first draft
     drafted: int = 0  # draft tokens of the step in flight

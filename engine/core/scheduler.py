@@ -336,7 +336,7 @@ class Scheduler:
             reason = masked = ""
             if i in checked:
                 *accepted, drawn = checked[i]
-                emitted += self._append_accepted(request, accepted, result.logprobs.get(i))
+                emitted += self._append_accepted(request, accepted, result, i)
                 end = len(request.ids)
                 if drawn < 0:
                     bad.add(i)
@@ -359,7 +359,7 @@ class Scheduler:
                 if i in bad and leaf is not None and not masked:
                     self.cache.forget(leaf)  # the KV of this leaf may contain NaN
             if token is not None or reason or extras:
-                item = Emitted(request, token, reason)
+                item = Emitted(request, token, reason, result.arrived_us)
                 if extras:
                     item.logprobs = result.logprobs[i][-1] if i in result.logprobs else None
                     item.prompt_logprobs = _new_prompt_logprobs(request, int(plan.starts[i]), result, i)
@@ -393,12 +393,16 @@ class Scheduler:
         return checked
 
     @staticmethod
-    def _append_accepted(request: Request, accepted: list[int], logprobs: list[TokenLogprobs] | None) -> list[Emitted]:
+    def _append_accepted(request: Request, accepted: list[int], result: StepResult, entry: int) -> list[Emitted]:
         """Append accepted drafts, whose KV is computed already; return one output for each."""
         request.ids += accepted
         if request.state is RequestState.RUNNING:
             request.planned += len(accepted)
-        return [Emitted(request, token, logprobs=logprobs[i] if logprobs else None) for i, token in enumerate(accepted)]
+        logprobs, at = result.logprobs.get(entry), result.arrived_us
+        return [
+            Emitted(request, token, arrived_us=at, logprobs=logprobs[i] if logprobs else None)
+            for i, token in enumerate(accepted)
+        ]
 
     def fail(self, scheduled: Scheduled, error: str) -> list[Emitted]:
         """End the requests of a failed step, withdraw its blocks, and requeue the requests that use these blocks."""

@@ -119,6 +119,7 @@ class StepResult:
     device_ms: float | None = None  # None if unknown
     # (ranks, ms in collectives). The time includes waits for other ranks, except in CUDA graphs. None: one rank.
     comm: tuple[int, float] | None = None
+    arrived_us: int = 0  # the engine's working time when the ids arrived on the host; set by engine/core/step_clock.py
 
 
 @dataclass(slots=True)
@@ -128,5 +129,6 @@ class Emitted:
     request: Request
     token_id: int | None  # None: no token was drawn
     finish_reason: str = ""  # empty: the request continues
+    arrived_us: int = 0  # `StepResult.arrived_us` of its step
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None

@@ -34,7 +34,8 @@ class StepTimes:
     planned: float = 0.0
     launched: float = 0.0
     arrived: float = 0.0  # the ids are on the host
-    parts: list[float] = field(default_factory=list)  # seconds since the arrival before, by kind of work
+    parts_us: list[int] = field(default_factory=list)  # microseconds since the arrival before, by kind of work
+    device_s: float = 0.0  # the part of the launch in which the device computed; 0 unless the runner is synchronous
     pauses: Pauses = NO_PAUSES  # in the same time
 
 
@@ -54,6 +55,7 @@ class StepClock:
         self._pauses = HostPauses(computes=synchronous)
         self._usual_s = 0.0  # the mean time of recent steps
         self._unread_s = 0.0  # the time of the steps since the last reading
+        self._worked_us = 0  # the sum of the recorded parts of all steps, without GATE
 
     def begin(self) -> StepTimes:
         """Begin a step. Of the time since the last lap, the gate's delay is added to GATE, the rest to EMIT.
@@ -82,12 +84,22 @@ class StepClock:
         self._lap_at = at
         return at
 
-    def arrive(self, times: StepTimes) -> None:
-        """Note that the ids of a step are on the host: this ends the parts of this time, and their pauses."""
+    def arrive(self, times: StepTimes, result: StepResult) -> None:
+        """Note that the ids of a step are on the host: this ends the parts of this time, and their pauses.
+
+        Sets `result.arrived_us` to the sum of all recorded parts, so speeds agree with the records to the microsecond.
+        """
         times.arrived = self.lap(WAIT)
-        times.parts, self._parts = self._parts, [0.0] * 6
-        worked_s = sum(times.parts) - times.parts[GATE]
-        times.pauses = self._pauses.since_last(delays=self._reads_delays(worked_s))
+        parts, self._parts = self._parts, [0.0] * 6
+        if self._synchronous and result.device_ms is not None:
+            times.device_s = min(result.device_ms / 1e3, times.launched - times.planned)
+            parts[LAUNCH] -= times.device_s  # keep the host's part only
+            parts[WAIT] += times.device_s
+        times.parts_us = [round(part * 1e6) for part in parts]
+        worked_us = sum(times.parts_us) - times.parts_us[GATE]
+        self._worked_us += worked_us
+        result.arrived_us = self._worked_us
+        times.pauses = self._pauses.since_last(delays=self._reads_delays(worked_us / 1e6))
 
     def idle(self) -> None:
         """Begin an idle period: the time until the next `begin` belongs to no step."""
@@ -106,21 +118,14 @@ class StepClock:
         kind = "decode" if not prefills else "mixed" if plan.num_decoding else "prefill"
         if prefills:
             self._record_first_tokens(emitted)
-        commit, emit, gate, plan_s, launch, wait = times.parts
         commit_s = self.lap(COMMIT) - times.arrived
-        launch_s = times.launched - times.planned
-        if self._synchronous and result.device_ms is not None:
-            device_s = min(result.device_ms / 1e3, launch_s)
-            launch_s -= device_s  # keep the host's part only
-            launch -= device_s
-            wait += device_s
+        launch_s = times.launched - times.planned - times.device_s
         if result.comm is not None:
             ranks, comm_ms = result.comm
             self._log.append("comm", plan.step, ranks, round(comm_ms, 3))
         gc_s, delayed_s, stops = times.pauses
         self._log.append(
-            "parts", plan.step, round(commit * 1e6), round(emit * 1e6), round(gate * 1e6), round(plan_s * 1e6),
-            round(launch * 1e6), round(wait * 1e6), round(gc_s * 1e6),
+            "parts", plan.step, *times.parts_us, round(gc_s * 1e6),
             None if delayed_s is None else round(delayed_s * 1e6), stops,
         )  # fmt: skip
         self._log.append(
@@ -148,8 +153,8 @@ class StepClock:
         """Record the parts of the time to first token, for each request that has just drawn its first token."""
         for item in emitted:
             request = item.request
-            if item.token_id is not None and not request.first_token_work:
-                request.first_token_work = worked = self._log.worked()
+            if item.token_id is not None and request.ttft_ms is None:
                 queue_ms = (request.admitted_work - request.submitted_work) * 1e3
-                prefill_ms = (worked - request.admitted_work) * 1e3
-                self._log.append("first", request.id, round(queue_ms, 3), round(prefill_ms, 3))
+                prefill_ms = (self._log.worked() - request.admitted_work) * 1e3
+                request.ttft_ms = round(queue_ms, 3), round(prefill_ms, 3)
+                self._log.append("first", request.id, *request.ttft_ms)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from engine.core.request import Request
 from engine.core.step import Emitted, TokenLogprobs
 from engine.trace.records import RecordLog
+from engine.trace.speed import decode_speed
 
 if TYPE_CHECKING:
     from engine.text.detokenizer import Detokenizer
@@ -54,6 +55,8 @@ class _Stream:
     held: str = ""  # decoded text, not shown yet, that may be the beginning of a stop string
     protected: int = 0  # characters at the start of `held` in which no stop string may end, because of min_tokens
     drawn: int = 0  # output tokens processed here; the request may already have more from the same step
+    first_us: int = 0  # `Emitted.arrived_us` of the first token
+    last_us: int = 0  # and of the last one
     stop_reason: str | int | None = None  # the stop string or the id of `stop_token_ids` that ended the reply
 
 
@@ -89,7 +92,9 @@ class OutputProcessor:
             if stream is None:
                 continue  # stopped or aborted while this token was in flight
             delta = Delta(item.request.id, "", [] if item.token_id is None else [item.token_id], item.finish_reason)
-            stream.drawn += len(delta.ids)
+            if item.token_id is not None:
+                stream.first_us, stream.last_us = stream.first_us or item.arrived_us, item.arrived_us
+                stream.drawn += 1
             if item.logprobs is not None:
                 delta.logprobs = [item.logprobs]
             if item.prompt_logprobs:
@@ -133,16 +138,17 @@ class OutputProcessor:
         """Returns the metrics of a reply. The times exclude pauses (a closed gate) and the delay of slow motion."""
         request, drawn, now = stream.request, stream.drawn, self._log.worked()
         submitted = request.submitted_work
-        first, admitted = request.first_token_work or now, request.admitted_work or now
+        admitted = request.admitted_work or now
+        queue_ms, prefill_ms = request.ttft_ms or ((admitted - submitted) * 1e3, (now - admitted) * 1e3)
         stop, at, detail = request.match
         return {
             "prompt_tokens": request.prompt_len,
             "output_tokens": drawn,
             "cached_tokens": request.cached_tokens,
-            "queue_ms": (admitted - submitted) * 1e3,
-            "prefill_ms": (first - admitted) * 1e3,
-            "ttft_ms": (first - submitted) * 1e3,
-            "decode_tok_s": (drawn - 1) / (now - first) if drawn > 1 and now > first else 0.0,
+            "queue_ms": queue_ms,
+            "prefill_ms": prefill_ms,
+            "ttft_ms": queue_ms + prefill_ms,
+            "decode_tok_s": decode_speed(drawn - 1, stream.last_us - stream.first_us) or 0.0,
             "match": {"stop": stop, "at": at, "detail": detail},
             "preemptions": request.preemptions,
             "drafted_tokens": request.drafted_tokens,

@@ -26,7 +26,7 @@ class Lane:
     id: int
     group: str
     prompt_tokens: int
-    submitted: float | None  # working time (see Rates), as in admitted, first_token and finished
+    submitted: float | None  # working time (see Rates), as in admitted and first_token
     submitted_step: int  # the first step that the request could have joined
     spans: list[list[int]] = field(default_factory=list)  # [code, first, last]
     submitted_t: float = 0.0  # engine time of the submission
@@ -38,7 +38,6 @@ class Lane:
     computed_tokens: int = 0  # prompt tokens prefilled
     missed_tokens: int = 0  # the same, only before the first preemption
     preemptions: int = 0
-    finished: float | None = None
     finished_t: float = 0.0  # engine time of the finish
     running: bool = False  # admitted and not preempted since
     finish_reason: str = ""
@@ -139,14 +138,6 @@ class Lane:
         """Returns how many of its prompt's tokens were computed because their blocks had been evicted, up to this
         step."""
         return _up_to(self.evicted, step)
-
-    @property
-    def tok_s(self) -> float:
-        """Tokens per second from the first token to the end of the reply; 0 while unknown."""
-        if self.finished is None or self.first_token is None or self.output_tokens < 2:
-            return 0.0
-        seconds = self.finished - self.first_token
-        return (self.output_tokens - 1) / seconds if seconds > 0 else 0.0
 
     @property
     def waited_ms(self) -> float | None:

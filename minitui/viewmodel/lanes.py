@@ -172,7 +172,7 @@ class Lanes:
             return
         lane.close(self.step)  # its row is in the steps that were planned, whose tokens are dropped
         lane.mark(FINISHED, max(self.ending, 0), max(self.ending, 0))
-        lane.finished, lane.finish_reason, lane.output_tokens = self.now, record[4], record[5]
+        lane.finish_reason, lane.output_tokens = record[4], record[5]
         lane.finish_step, lane.finished_t = self.ending, record[1]
         self.ended.append(self.active.pop(lane.id))
 

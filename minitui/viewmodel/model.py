@@ -230,15 +230,11 @@ class View(Moment):
             if event.evicted and not is_hidden(array("i", event.evicted), self.decode):
                 quote = quoted(without_markup(self.decode(array("i", event.evicted))), QUOTE_WIDTH)
             if event.kind == "finish" and lane is not None:
-                words = describe(event, lane, tok_s=self._speed(lane))
+                stats = self.tokens.stats(lane, lane.finish_step)
+                words = describe(event, lane, tok_s=None if stats is None else stats.tok_s)
                 if lane.finish_step > self.steps.committed:  # its last token has no time yet
                     return words
             else:
                 words = describe(event, lane, quote)
             self._words[event.seq] = words
         return words
-
-    def _speed(self, lane: Lane) -> float | None:
-        """Returns the tokens per second of a finished request."""
-        stats = self.tokens.stats(lane, lane.finish_step)
-        return lane.tok_s if stats is None or stats.tokens < lane.output_tokens else stats.tok_s

@@ -23,7 +23,7 @@ class GapStats:
 
     tokens: int = 0  # tokens of the reply that arrived
     begin: tuple[int, float] | None = None  # (number, time) of the first token whose arrival is known
-    tok_s: float | None = None  # tokens per second since `begin`
+    tok_s: float | None = None  # tokens per second since `begin` (engine/trace/speed.py)
     count: int = 0  # number of gaps
     p50: float | None = None
     p99: float | None = None

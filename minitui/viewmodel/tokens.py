@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.trace.speed import decode_speed
 from minitui.text import exact
 from minitui.viewmodel.lane import DECODING, OPEN, PREFILLING, Lane
 from minitui.viewmodel.lanes import Lanes
@@ -178,7 +179,7 @@ class TokenTimes:
             return before
         begin = before.begin or (int(found.last[0]), float(found.at[0]))
         tokens, seconds = int(found.last[-1]), float(found.at[-1]) - begin[1]
-        speed = (tokens - begin[0]) / seconds if seconds > 0 else None
+        speed = decode_speed(tokens - begin[0], seconds * 1e6)
         ms = np.diff(found.at) * 1e3
         if not len(ms):
             return GapStats(tokens, begin, speed, before.count, before.p50, before.p99, before.longest)

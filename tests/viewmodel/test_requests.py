@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.text.output import Delta, OutputProcessor
 from engine.trace.records import Record
 from engine.trace.state import State
 from minitui.viewmodel import tokens as tokens_module
@@ -33,6 +34,7 @@ class Truth:
     records: list[Record] = field(default_factory=list)
     emitted: dict[int, list[int]] = field(default_factory=dict)  # request -> the step of each of its tokens
     arrived: dict[int, float] = field(default_factory=dict)  # step -> when its tokens arrived, in seconds
+    metrics: dict[int, dict[str, Any]] = field(default_factory=dict)  # request -> what its client was told at the end
     load: Any = None
 
     def view(self, start: int = 0, capacity: int = 32_768, seed: int = 0) -> View:
@@ -81,14 +83,30 @@ def played(seed: int, kind: str) -> Truth:
         return record(times, plan, *results)
 
     engine.clock.record = clocked  # type: ignore[assignment]
-    step = engine.step
+    outputs = OutputProcessor(None, engine.log)
+    step, add, abort = engine.step, engine.add_request, engine.abort
+
+    def told(deltas: list[Delta]) -> None:
+        truth.metrics |= {delta.request_id: delta.metrics for delta in deltas if delta.metrics is not None}
 
     def stepped() -> Any:
         if engine.scheduler.running and len(truth.snapshots) < 4 and load.random.random() < 0.05:
             truth.snapshots.append(engine.snapshot())
-        return step()
+        emitted = step()
+        told(outputs.process(emitted)[0])
+        return emitted
 
-    engine.step = stepped  # type: ignore[method-assign]
+    def added(*args: Any, **settings: Any) -> Any:
+        request = add(*args, **settings)
+        outputs.open(request)
+        return request
+
+    def aborted(request: int) -> bool:
+        if (last := outputs.close(request, "abort")) is not None:
+            told([last])
+        return abort(request)
+
+    engine.step, engine.add_request, engine.abort = stepped, added, aborted  # type: ignore[method-assign]
     load.run(check_every=1_000)
     return truth
 
@@ -124,6 +142,25 @@ def test_tokens_and_gaps_are_those_that_the_engine_emitted(kind: str) -> None:
                 at = expected.index(stats.longest.step)
                 assert (stats.longest.token, stats.longest.since) == (at + 1, expected[at - 1])
     assert {"sync": "preempt", "overlap": "preempt", "failures": "requeue", "drafts": "accept"}[kind] in seen
+
+
+@pytest.mark.parametrize("kind", ["sync", "overlap", "failures", "drafts"])
+def test_the_client_is_told_the_same_speed_and_first_token_as_the_panels_show(kind: str) -> None:
+    compared = 0
+    for seed in SEEDS:
+        truth = played(seed, kind)
+        view = truth.view(seed=seed)
+        for request in truth.load.requests:
+            lane, told = view.lanes.lanes[request.id], truth.metrics[request.id]
+            row = Requests().of(view, lane)
+            assert row.gaps is not None and row.gaps.tokens == told["output_tokens"] == lane.output_tokens
+            assert (row.gaps.tok_s or 0.0) == told["decode_tok_s"], (seed, request.id)
+            if row.gaps.tokens:
+                assert (row.queue_ms, row.prefill_ms, row.first_ms) == tuple(
+                    told[key] for key in ("queue_ms", "prefill_ms", "ttft_ms")
+                )
+            compared += row.gaps.tok_s is not None
+    assert compared > 50
 
 
 @pytest.mark.parametrize("kind", ["overlap", "drafts"])
