@@ -67,8 +67,10 @@ def compare(
       minitui compare demo.cache-off.trace demo.cache-on.trace
       minitui compare cache --json | jq .sentence
 
-    With --json, "differences" has each figure of the text: "first" and "second" are its values, "share" is the change
-    as a share of the first. Times are in ms; null means not known. "runs" has each run: its "settings", all its
+    With --json, "differences" has each figure of the text: "first" and "second" are its values, and "change_share" is
+    the change as a share of the first. The name of a figure ends with its unit ("time_ms", "gap_p99_ms",
+    "reply_tokens_per_second"), or says what is counted ("steps", "prompt_tokens_cached"). "better" is true or false if
+    the second run is clearly better or worse. null means not known. "runs" has each run: its "settings", all its
     "figures", and its "requests", as in `minitui tail --requests --json`.
     """
     names = what or []

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from minitui.text import listed
+from minitui.text import exact, listed
 from minitui.viewmodel.comparison import Comparison
 from minitui.viewmodel.request_words import request_data
 from minitui.viewmodel.runs import Run
@@ -23,7 +23,15 @@ KEYS = {  # a setting -> the quantity that it is meant to change (comparison.py)
     "prefix_caching": "computed", "chunked_prefill": "gap_longest", "scheduling_policy": "steps",
     "speculation": "steps", "num_blocks": "preemptions",
 }  # fmt: skip
-DIGITS = 4  # of numbers in JSON, after the point
+JSON_KEYS = {  # a figure of a run (RunFigures) -> its key in JSON: what is counted, or the unit at the end
+    "requests": "requests", "finished": "finished_requests", "steps": "steps", "time": "time_ms",
+    "prompt_tokens": "prompt_tokens", "computed": "prompt_tokens_computed", "cached": "prompt_tokens_cached",
+    "twice": "tokens_computed_twice", "replies": "reply_tokens", "drafted": "draft_tokens",
+    "accepted": "draft_tokens_accepted", "delayed": "host_waited_for_core_ms", "preemptions": "preemptions",
+    "evicted": "blocks_evicted", "tok_s": "reply_tokens_per_second", "tokens_a_step": "reply_tokens_per_step",
+    "firsts": "first_tokens", "first_p50": "first_token_p50_ms", "first_p99": "first_token_p99_ms", "gaps": "gaps",
+    "gap_p50": "gap_p50_ms", "gap_p99": "gap_p99_ms", "gap_longest": "longest_gap_ms", "longest": "longest_gap",
+}  # fmt: skip
 TITLE, VALUE, CHANGE = 24, 22, 9  # cells of a column
 
 
@@ -69,13 +77,14 @@ def told(comparison: Comparison, title: str, settings: str, notes: Sequence[str]
 
 
 def as_data(comparison: Comparison, title: str, infos: Sequence[Info], notes: Sequence[str]) -> dict[str, Any]:
-    """Returns the comparison as data. Durations are in ms; null: not known."""
+    """Returns the comparison as data with the keys of JSON_KEYS; null: not known."""
     changes = {
-        one.quantity.name: _rounded(
-            {"first": one.first, "second": one.second, "share": one.share, "better": one.better}
-        )
+        JSON_KEYS[one.quantity.name]: {
+            "first": _number(one.first), "second": _number(one.second), "change_share": _number(one.share),
+            "better": one.better,
+        }
         for one in comparison.differences
-    }
+    }  # fmt: skip
     return {
         "title": title,
         "runs": [_run(run, info) for run, info in zip(comparison.runs, infos, strict=True)],
@@ -88,19 +97,15 @@ def _run(run: Run, info: Info) -> dict[str, Any]:
     return {
         "name": run.name,
         "settings": {name: info[name] for name in SETTINGS if name in info},
-        "figures": _rounded(asdict(run.figures)),
+        "figures": {JSON_KEYS[name]: _number(value) for name, value in asdict(run.figures).items()},
         "requests": [request_data(run.view, lane) for lane in run.lanes],
     }
 
 
-def _rounded(data: dict[str, Any]) -> dict[str, Any]:
-    """Returns the data with whole numbers as such, and with other numbers rounded."""
-    return {name: _number(value) for name, value in data.items()}
-
-
 def _number(value: Any) -> Any:
+    """Returns whole numbers as such, and other numbers rounded as durations are; also of a dictionary's values."""
     if isinstance(value, dict):
-        return _rounded(value)
+        return {name: _number(each) for name, each in value.items()}
     if not isinstance(value, float):
         return value
-    return int(value) if value.is_integer() else round(value, DIGITS)
+    return int(value) if value.is_integer() else exact(value)

@@ -136,11 +136,11 @@ class Run:
         steps = self.view.steps
         if not len(self._at):
             return Clock(self.first, np.empty(0), np.empty(0))
-        column = {name: steps.column(name)[self._at] for name in ("arrived", "wall", "commit")}
-        timed = ~np.isnan(column["arrived"])  # a failed step has no times
-        ends = np.maximum.accumulate(np.where(timed, column["arrived"] * 1e3, -np.inf))
-        begins = np.where(timed, ends + column["commit"] - column["wall"], ends)
-        begins[1:] = np.maximum(begins[1:], ends[:-1])  # steps overlap: a step counts from the end of the step before
+        arrived, took = (steps.column(name)[self._at] for name in ("arrived", "took"))
+        timed = ~np.isnan(arrived)  # a failed step has no times
+        ends = np.maximum.accumulate(np.where(timed, arrived * 1e3, -np.inf))
+        begins = np.where(timed, ends - took, ends)
+        begins[1:] = np.maximum(begins[1:], ends[:-1])  # a step counts from the results of the step before
         if not timed.any():
             return self._clock_steps()
         start = begins[np.argmax(timed)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,10 +15,10 @@ from engine.params import SamplingParams
 from engine.trace.records import Record, RecordLog
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
-from minitui.viewmodel.comparison import Comparison
-from minitui.viewmodel.comparison_words import key_of, settings_that_differ
+from minitui.viewmodel.comparison import QUANTITIES, Comparison
+from minitui.viewmodel.comparison_words import JSON_KEYS, key_of, settings_that_differ
 from minitui.viewmodel.model import View
-from minitui.viewmodel.runs import DRAFTS, STALL, Run
+from minitui.viewmodel.runs import DRAFTS, STALL, Run, RunFigures
 from tests.engine.test_step_clock import Timed
 from tests.support.golden import GOLDEN
 
@@ -123,6 +123,33 @@ def test_pauses_do_not_move_the_clock_and_idle_time_is_a_second(monkeypatch: pyt
     idle = Run(viewed(played(monkeypatch, idle_s=60.0))).clocks["ms"]
     n = len(plain.clocks["ms"].ends)
     assert idle.begins[n] - idle.ends[n - 1] == pytest.approx(1_000.0)
+
+
+@pytest.mark.parametrize("name", ["golden", "h200-8b", "small-pool", "vllm-8b"])
+def test_on_the_clock_each_step_takes_the_time_that_the_panels_show(name: str) -> None:
+    """Also where steps overlap. A step does not include its own commit: its results have arrived before."""
+    view, _ = recorded_view(GOLDEN if name == "golden" else bundled()[name])
+    run, steps = Run(view), view.steps
+    clock, followed = run.clocks["ms"], 0
+    assert clock.begins[0] == 0.0 and (clock.begins[1:] >= clock.ends[:-1]).all()
+    for step in range(run.first, run.last + 1):
+        row = steps.get(step)
+        assert row is not None and row.took_ms is not None
+        begin, end = clock.begin_of(step), clock.end_of(step)
+        assert end - begin == pytest.approx(row.took_ms, abs=0.002), step
+        followed += begin == clock.end_of(step - 1)
+    assert followed > 0 or name == "golden"
+
+
+def test_the_keys_of_the_json_say_the_unit_or_what_is_counted() -> None:
+    kinds = {field.name: field.type for field in fields(RunFigures)} | {"gap_longest": "float | None"}
+    assert sorted(JSON_KEYS) == sorted(kinds) and len(set(JSON_KEYS.values())) == len(kinds)
+    assert {quantity.name for quantity in QUANTITIES} <= set(JSON_KEYS)
+    for name, key in JSON_KEYS.items():
+        has_unit = key.endswith(("_ms", "_per_second", "_per_step"))
+        assert has_unit == kinds[name].startswith("float"), (name, key)
+    for quantity in QUANTITIES:
+        assert (quantity.unit == "ms") == JSON_KEYS[quantity.name].endswith("_ms")
 
 
 def test_static_and_continuous_batching_differ_in_steps_not_in_work(monkeypatch: pytest.MonkeyPatch) -> None:
