@@ -74,10 +74,11 @@ def tail(
     or not yet: "first_token_ms" is null before the first token, and "queue_ms" then counts until now. Time in which
     the engine was paused is only in "queue_paused_ms" and "paused_ms".
 
-    Each minute, and at the end, a line has "summary" instead: what the cache saved in this minute ("hit_rate" is a
-    share), the nodes that are evicted next, and whether the host or the device limits ("other_programs": the share of
-    the time in which another program had the core; "host_waits": in the rest of the time, the share in which the host
-    waits, or the least that it can be; then "host_waits_at_most" is larger).
+    Each minute, also while the engine is idle, and at the end, a line has "summary" instead: what the cache saved in
+    the "last_s" seconds of working time up to this moment, at most 60 ("after_step": the last step before it;
+    "hit_rate" is a share), the nodes that are evicted next, and whether the host or the device limits
+    ("other_programs": the share of the time in which another program had the core; "host_waits": in the rest of the
+    time, the share in which the host waits, or the least that it can be; then "host_waits_at_most" is larger).
 
     A line has "stall_ms" instead if the engine has given no results for this time: "step" has not ended, and the
     requests in "waiting" wait for its tokens. The first of these lines comes after a second, and another each time that
@@ -224,7 +225,9 @@ class Quiet:
         if records or not connected:
             self._since = time.monotonic()
         yield from self._teller.tell(records)
-        yield from self._teller.stalled(time.monotonic() - self._since)
+        seconds = time.monotonic() - self._since
+        yield from self._teller.stalled(seconds)
+        yield from self._teller.idle(seconds)
 
 
 async def _snapshot(source: Source) -> dict[str, Any]:

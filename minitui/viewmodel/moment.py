@@ -237,6 +237,11 @@ class Moment(History):
         return self.bucket * BUCKET >= 60 or self.steps.first <= 0
 
     @property
+    def last_minute_s(self) -> float:
+        """The seconds of working time of which the figures of the last minute are: at most 60."""
+        return min(60.0, self.working_now)
+
+    @property
     def last_minute(self) -> str:
         """Returns "in the last minute"; "since step 1,204" if no earlier records of this minute are known."""
         return "in the last minute" if self.knows_the_last_minute else f"since step {self.steps.first:,}"

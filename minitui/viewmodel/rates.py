@@ -31,7 +31,7 @@ class Rates:
         # What the bucket being filled had at the end of each step: other steps end later in the same bucket.
         self._marks = {name: array("d", [0.0]) * STEPS_KEPT for name in (*self.MARKED, "now")}
         self.now = 0.0  # working time since the history began, in seconds
-        self._t = 0.0  # engine time of the last record
+        self.t = 0.0  # the engine time up to which working time is counted
         self._stretched = 0.0  # seconds of slow motion still to be excluded
         self._planned = 0.0  # seconds by which slow motion delays the next step, if it delays it as planned
         self._closed = False  # the gate is closed: the engine is paused
@@ -41,14 +41,14 @@ class Rates:
 
     def reset(self, t: float, closed: bool, pace: float) -> None:
         """Set the engine time, gate and pace from which the rates start."""
-        self._t, self._closed, self._pace = t, closed, pace
+        self.t, self._closed, self._pace = t, closed, pace
 
     def advance(self, t: float) -> None:
         """Advance working time to engine time `t`."""
-        elapsed = t - self._t
+        elapsed = t - self.t
         if elapsed <= 0:
             return
-        self._t = t
+        self.t = t
         if self._closed:
             return
         if self._stretched:
@@ -59,7 +59,7 @@ class Rates:
 
     def rest_of_bucket(self, t: float) -> float:
         """Returns the seconds from engine time `t` to the end of its bucket, if there is no pause until then."""
-        elapsed = 0.0 if self._closed else max(0.0, t - self._t - self._stretched)
+        elapsed = 0.0 if self._closed else max(0.0, t - self.t - self._stretched)
         return BUCKET - (self.now + elapsed) % BUCKET
 
     def _add_working_time(self, seconds: float) -> None:

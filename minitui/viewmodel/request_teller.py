@@ -36,6 +36,7 @@ class RequestTeller(Teller):
         new = False
         for record in records:
             new = True
+            yield from self._while_idle(record[1])
             self._batch.append(record)
             if record[2] == "time":
                 yield from self._fold()
@@ -64,7 +65,7 @@ class RequestTeller(Teller):
             texts.append(f"the longest wait for a first token of all requests: r{self._waited.id}, {words}")
         texts += [self._longest[1]] if self._longest is not None else []
         for text in texts:
-            yield Line(self.view.live.state.t, self.view.steps.committed, "longest", text)
+            yield Line(self.view.rates.t, self.view.steps.committed, "longest", text)
 
     def _stall(self, seconds: float, step: int | None, prefills: list[int], waiting: list[int], text: str) -> Line:
         if not self._json:

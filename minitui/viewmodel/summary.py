@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from minitui.text import count
+from minitui.text import count, exact
 from minitui.viewmodel.eviction import is_under_pressure, pressure_words
 from minitui.viewmodel.limits import Limit, OtherPrograms, limits
 from minitui.viewmodel.model import View
@@ -39,6 +39,7 @@ def summary_json(view: View) -> dict[str, Any]:
     """Returns the summary as plain data; null for what is unknown. "text" has its sentences."""
     evicted, found = view.tree.evicted_next(view.live, view.decode), limits(view.steps, view.horizon)
     return {
+        "after_step": view.steps.committed, "last_s": exact(view.last_minute_s),
         "saved_prompt_tokens": view.saved_in_the_last_minute,
         "hit_rate": None if view.hit_rate is None else round(view.hit_rate, 4),
         "tokens_cached_after_preemption": view.resumed_in_the_last_minute,

@@ -77,11 +77,13 @@ class Teller:
         self._last_planned = self._last_ended = -1  # the last step that was planned, and the last that ended
         self._run: _Run | None = None
         self._summed_up: float | None = None  # engine time of the last summary, or of the first record
+        self._news = False  # records were folded since the last summary
         self._stall_s = STALL_S  # the next line about a stall comes after this time without results
 
     def tell(self, records: Iterable[Record]) -> Iterator[Line]:
         """Yields the lines for these records. A line that later records may change is held back."""
         for record in records:
+            yield from self._while_idle(record[1])
             self._batch.append(record)
             kind = record[2]
             if kind == "step":
@@ -127,18 +129,34 @@ class Teller:
         return Line(state.t + seconds, state.step, "stall", text)
 
     def _each_minute(self, t: float) -> Iterator[Line]:
-        """Yields a summary if the last one is old. `t`: the engine time of a record."""
+        """Yields a summary if the last one is old. `t`: the engine time of the record that was folded last."""
+        self._news = True
         if self._summed_up is None:
             self._summed_up = t
         elif t - self._summed_up >= SUMMARY_S:
-            self._summed_up = t
+            self._summed_up, self._news = t, False
+            yield from self.summary()
+
+    def idle(self, seconds: float) -> Iterator[Line]:
+        """Yields a summary if a minute has passed and no record has arrived for `seconds`."""
+        yield from self._while_idle(self.view.live.state.t + seconds)
+
+    def _while_idle(self, t: float) -> Iterator[Line]:
+        """Yields a summary if a minute ended while the engine was idle, before engine time `t`. The working time
+        advances to this moment, as in the panels. Minutes without records have no summary."""
+        view, since = self.view, self._summed_up
+        if since is None or t - since < SUMMARY_S or self._batch or not view.idle or view.live.state.gate == "closed":
+            return
+        self._summed_up = t - (t - since) % SUMMARY_S
+        if self._news:
+            self._news = False
+            view.rates.advance(since + SUMMARY_S)
             yield from self.summary()
 
     def summary(self) -> Iterator[Line]:
         """Yields lines that sum up this moment."""
-        state = self.view.live.state
         for text in summary(self.view):
-            yield Line(state.t, self.view.steps.committed, "summary", text)
+            yield Line(self.view.rates.t, self.view.steps.committed, "summary", text)
 
     def rest(self) -> Iterator[Line]:
         """Yields the lines held back so far."""

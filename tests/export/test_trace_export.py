@@ -441,3 +441,39 @@ def test_the_commands_are_there(tmp_path: Path) -> None:
     assert exported.output.strip() == str(out) and json.loads(out.read_text())["traceEvents"]
     for wrong in (["lesson", "12"], ["replay", str(tmp_path / "none")], ["demo", "nothing"]):
         assert isinstance(run(app, wrong).exception, EngineError), wrong
+
+
+@pytest.mark.parametrize("kind", [Teller, RequestTeller])
+def test_a_minute_ends_while_the_engine_is_idle_as_in_the_panels(
+    kind: type[Teller], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An hour passes after the last request, and then another one is refused."""
+    monkeypatch.setattr("minitui.viewmodel.teller.SUMMARY_S", 62.0)  # then the last minute has lost two seconds
+    reader = TraceReader(bundled()["h200-8b"])
+    records = list(reader.records())
+    seq, t, hour = records[-1][0], records[-1][1], 3600.0
+    later = [(seq + 1, t + hour, "refuse", "", "too long"), (seq + 2, t + hour + 1.0, "refuse", "", "too long")]
+
+    def at_the_end() -> View:
+        view = View()
+        view.reset(reader.part(0).snapshot)
+        return view
+
+    panels = at_the_end()
+    panels.fold(records, now=0.0)
+    whole = panels.saved_in_the_last_minute
+    begin = next(record[1] for record in records if record[2] == "time")
+    panels.frame(begin + 62.0 - t)
+    assert 0 < panels.saved_in_the_last_minute < whole
+    watched, read = at_the_end(), at_the_end()
+    live, file = kind(watched), kind(read)
+    list(live.tell(records))
+    assert list(live.idle(1.0)) == []
+    told = list(live.idle(61.9))
+    assert watched.saved_in_the_last_minute == panels.saved_in_the_last_minute
+    lines = [line for line in file.tell([*records, *later]) if line.t > t]
+    assert [str(line) for line in lines if line.t < t + hour] == [str(line) for line in told] and told
+    if kind is Teller:
+        saved = f"the cache saved {panels.saved_in_the_last_minute:,} prompt tokens in the last minute"
+        assert told[0].text.startswith(saved) and told[0].t == pytest.approx(begin + 62.0)
+    assert list(live.idle(200.0)) == [], "nothing happened since"
