@@ -43,6 +43,7 @@ class Glyphs:
     middot: str = _glyph("·", "|")
     busy: str = _glyph("█", "#")
     edge: str = _glyph("▌", "|")  # between two consecutive steps
+    perhaps: str = _glyph("░", ":")  # the device may have computed the step here
     kernels: str = _glyph("▀", "k")  # of a device, beside a host's `plan` and `launch`
     pauses: str = _glyph("▘", "-")  # kernels with pauses between them
     # The waterfall's parts of a step. The letters of the ASCII set are the first letters of the parts.

@@ -5,25 +5,21 @@ The waterfall (tui/widgets/waterfall.py) and the export for Perfetto (export/per
     host      emit, gate, plan, launch, wait and commit of the steps. With overlap, the host plans and launches step
               n+1 before step n arrives. Recordings of older versions have no "parts" records: what the host did between
               two steps is then "unaccounted"
-    device    a step ends when its results arrive on the host. A device that does not report its time has no spans
+    device    when it computed which step, see device_spans.py. A device that does not report its time has no spans
     pauses    garbage collection, delays by other programs, and stops by a signal. The records give their lengths but
               not their places, so the pauses of a step end where the step ends
     requests  queued, prefill (a span for each chunk), decode, preempted and finished
-
-The axis is the engine's time, except that long delays by pauses and slow motion, and long times without work, are
-shortened (GATE_SHOWN, IDLE_SHOWN in steps.py). `Span.ms` is the time that the engine measured.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
 
+from minitui.viewmodel.axis import Axis, Span, arrival, ended
+from minitui.viewmodel.device_spans import device_spans
 from minitui.viewmodel.lane import DECODING, FINISHED, OPEN, PREEMPTED, PREFILLING, QUEUED, Lane
 from minitui.viewmodel.step_row import StepRow
-from minitui.viewmodel.steps import GATE_SHOWN, Steps
+from minitui.viewmodel.steps import GATE_SHOWN
 
 HOST = ("commit", "emit", "gate", "plan", "launch", "wait", "unaccounted", "idle")
 PAUSES = ("gc", "delayed", "stop")
@@ -31,123 +27,19 @@ REQUESTS = {QUEUED: "queued", PREFILLING: "prefill", DECODING: "decode", PREEMPT
 NOISE = 0.1  # ms: the time between two records may differ by this much from the sum of the measured parts
 
 
-class Span(NamedTuple):
-    """Something that lasted from `begin` to `end`, in ms on the axis; "stop", "preempted" and "finished" are moments.
-
-    `kind`: one of HOST, PAUSES or REQUESTS; for the device "decode", "mixed" or "prefill"; "step" for a whole step.
-    """
-
-    kind: str
-    step: int  # the step that the work is for
-    begin: float
-    end: float
-    ms: float  # the measured time; the span is shorter if the axis is shortened or a neighbour covers a part
-    tokens: int = 0  # prompt tokens of a chunk
-
-
-class Timeline:
+class Timeline(Axis):
     """The spans of a history of steps, up to step `horizon`. Each method computes only the spans that it returns."""
-
-    def __init__(self, steps: Steps, horizon: int) -> None:
-        self.steps = steps
-        self._known: dict[int, StepRow | None] = {}
-        self.first = max(steps.first, 0)
-        last = self._timed_before(horizon + 1)
-        self.last = -1 if last is None else last.step  # the last step whose times are known; -1: none
-
-    def row(self, step: int) -> StepRow | None:
-        """Returns a step; None if it is not kept."""
-        if step not in self._known:
-            self._known[step] = self.steps.get(step)
-        return self._known[step]
-
-    # ---- the axis
-
-    @property
-    def end(self) -> float:
-        """The end of the last step; 0 without steps."""
-        row = self.row(self.last)
-        return 0.0 if row is None else _ended(row)
-
-    @property
-    def begin(self) -> float:
-        """The begin of the first step that is kept; 0 without steps."""
-        row = self.row(self.first)
-        return 0.0 if row is None else self.planned(self.first) - (row.plan_ms or 0.0)
-
-    def at(self, t: float) -> float:
-        """Returns the place of an engine time, in seconds, on the axis."""
-        return self._place(t, self.steps.since(t, self.steps.last)) if self.steps.last >= 0 else t * 1e3
-
-    def clock(self, place: float) -> float:
-        """Returns the engine time, in seconds, of a place on the axis: with the time that the axis leaves out."""
-        kept = range(self.first, self.last + 1)
-        row = self.row(max(self.first, self.first + bisect_right(kept, place, key=self.planned) - 1))
-        return (place + (0.0 if row is None else row.cut_ms)) / 1e3
-
-    def planned(self, step: int) -> float:
-        """Returns the moment at which a kept step was planned. Before the first step: its moment; later: the end."""
-        step = max(step, self.first)
-        row = self.row(step)
-        return self.end if row is None else self._place(row.t, step)
-
-    def _place(self, t: float, step: int) -> float:
-        """Returns the place of an engine time; `step`: the first step that was planned at `t` or later."""
-        before, row = self._timed_before(step), self.row(step)
-        while before is not None and t < (before.ended or 0.0):  # planned while earlier steps ran
-            before, row = self._timed_before(before.step), before
-        while row is not None and row.ended is None and row.step < self.last:  # a failed step has no times
-            row = self.row(row.step + 1)
-        place = t * 1e3
-        if row is None or row.ended is None or before is None:
-            known = row or before
-            return place - (0.0 if known is None else known.cut_ms)
-        if row.t < (before.ended or 0.0):  # between the ends of both steps, the axis has one slope
-            share = (t - (before.ended or 0.0)) / max(row.ended - (before.ended or 0.0), 1e-9)
-            return _ended(before) + share * (_ended(row) - _ended(before))
-        # In a shortened time, the axis stands still until the step begins.
-        return max(place - row.cut_ms, min(place - before.cut_ms, _arrival(row) - (row.wall_ms or 0.0)))
-
-    def arrived(self, step: int) -> float:
-        """Returns the moment at which a step's results arrived; of an unknown step, as `planned`."""
-        row = self.row(step)
-        return self.planned(step) if row is None or row.ended is None else _arrival(row)
-
-    def steps_between(self, begin: float, end: float, most: int) -> tuple[int, int]:
-        """Returns the first and the last step with spans between two places; only the last `most` of these steps."""
-        kept = range(self.first, self.last + 1)
-        last = min(self.last, self.first + bisect_right(kept, end, key=self.planned) + 1)
-        first = self.first + bisect_right(kept, begin, key=self.planned) - 2
-        return max(first, self.first, last - most + 1), last
-
-    def _timed_before(self, step: int) -> StepRow | None:
-        """Returns the last step before `step` whose times are known. A failed step has no times."""
-        row = self.row(step - 1)
-        while row is not None and row.ended is None:
-            row = self.row(row.step - 1)
-        return row
-
-    def _rows(self, first: int, last: int) -> Iterator[tuple[StepRow | None, StepRow]]:
-        """Yields (the timed step before, the step) for the timed steps from `first` to `last`."""
-        before = self._timed_before(first)
-        for step in range(first, min(last, self.last) + 1):
-            row = self.row(step)
-            if row is not None and row.ended is not None:
-                yield before, row
-                before = row
-
-    # ---- host and device
 
     def arrivals(self, first: int, last: int) -> list[Span]:
         """Returns the time of each step: from the arrival of the step before, or from its begin after idle time."""
         spans = []
-        for before, row in self._rows(first, last):
-            end, took = _arrival(row), row.wall_ms or 0.0
+        for before, row in self.rows(first, last):
+            end, took = arrival(row), row.wall_ms or 0.0
             begin = end - took
             if row.parts is not None:
                 took = row.parts.took
                 begin = end - took - min(row.parts.gate, GATE_SHOWN)
-            spans.append(Span("step", row.step, begin if before is None else max(begin, _arrival(before)), end, took))
+            spans.append(Span("step", row.step, begin if before is None else max(begin, arrival(before)), end, took))
         return spans
 
     def host(self, first: int, last: int) -> list[Span]:
@@ -157,12 +49,12 @@ class Timeline:
         """
         spans: list[Span] = []
         until = float("-inf")
-        for before, row in self._rows(first, last):
+        for before, row in self.rows(first, last):
             following = self.row(row.step + 1)
             overlapped = following is not None and row.ended is not None and following.t < row.ended
             ahead = following if overlapped else None
             work = self._derived(before, row, ahead) if row.parts is None else self._measured(before, row, ahead)
-            work.append(Span("commit", row.step, _arrival(row), _ended(row), row.commit_ms or 0.0))
+            work.append(Span("commit", row.step, arrival(row), ended(row), row.commit_ms or 0.0))
             for span in work:
                 if span.begin < until:
                     span = span._replace(begin=until)
@@ -182,18 +74,18 @@ class Timeline:
         planned_here = before is None or row.t >= (before.ended or 0.0)  # not while the step before ran
         n = row.step if planned_here else row.step + 1
         work = [("gate", row.step, parts.gate), ("plan", n, parts.plan), ("launch", n, parts.launch)]
-        begin = _arrival(row) - (parts.took - parts.commit + gate)
+        begin = arrival(row) - (parts.took - parts.commit + gate)
         emits = parts.emit
         if planned_here and ahead is not None:  # the first of a run of overlapping steps: two steps were planned
             plan, launch = min(row.plan_ms or 0.0, parts.plan), min(row.launch_ms or 0.0, parts.launch)
-            emits = min(max(0.0, _arrival(row) - (row.wall_ms or 0.0) - gate - begin), parts.emit)
+            emits = min(max(0.0, arrival(row) - (row.wall_ms or 0.0) - gate - begin), parts.emit)
             work = [
                 ("gate", row.step, parts.gate), ("plan", n, plan), ("launch", n, launch),
                 ("emit", n, parts.emit - emits), ("plan", n + 1, parts.plan - plan),
                 ("launch", n + 1, parts.launch - launch),
             ]  # fmt: skip
         spans = []
-        if before is not None and (gap := begin - _ended(before)) > NOISE:
+        if before is not None and (gap := begin - ended(before)) > NOISE:
             left_out = row.cut_ms - before.cut_ms - (parts.gate - gate)
             kind = "gate" if row.held else "unaccounted" if parts.commit else "idle"
             spans.append(Span(kind, row.step, begin - gap, begin, gap + left_out))
@@ -209,44 +101,37 @@ class Timeline:
         After a launch, the host waits. What it does between two steps is not known.
         """
         spans: list[Span] = []
-        at, left_out = (None, 0.0) if before is None else (_ended(before), row.cut_ms - before.cut_ms)
+        at, left_out = (None, 0.0) if before is None else (ended(before), row.cut_ms - before.cut_ms)
         planned_here = before is None or row.t >= (before.ended or 0.0)
         for step in ((row,) if planned_here else ()) + ((ahead,) if ahead is not None else ()):
             if step.plan_ms is None or step.step > self.last:  # its times have not arrived
-                at = _arrival(row) if at is None else at
-                return [*spans, Span("unaccounted", row.step, at, _arrival(row), _arrival(row) - at)]
-            begin = _arrival(row) - (row.wall_ms or 0.0) if step is row else self.planned(step.step) - step.plan_ms
+                at = arrival(row) if at is None else at
+                return [*spans, Span("unaccounted", row.step, at, arrival(row), arrival(row) - at)]
+            begin = arrival(row) - (row.wall_ms or 0.0) if step is row else self.planned(step.step) - step.plan_ms
             if at is not None:
                 kind = "gate" if row.held and step is row else "unaccounted"
                 spans.append(Span(kind, step.step, at, begin, begin - at + left_out))
             planned, left_out = begin + step.plan_ms, 0.0
             spans.append(Span("plan", step.step, begin, planned, step.plan_ms))
-            at = min(planned + (step.launch_ms or 0.0), _arrival(row))
+            at = min(planned + (step.launch_ms or 0.0), arrival(row))
             if step.launch_ms is not None:
                 spans.append(Span("launch", step.step, planned, at, step.launch_ms))
-        at = _arrival(row) if at is None else at
+        at = arrival(row) if at is None else at
         rest = "wait" if spans and row.launch_ms is not None else "unaccounted"
-        return [*spans, Span(rest, row.step, at, _arrival(row), _arrival(row) - at)]
+        return [*spans, Span(rest, row.step, at, arrival(row), arrival(row) - at)]
 
     def device(self, first: int, last: int) -> list[Span]:
-        """Returns the steps on the device; a step begins at the earliest when the step before has arrived."""
-        spans = []
-        for before, row in self._rows(first, last):
-            if row.device_ms:
-                end = _arrival(row)
-                begin = end - row.device_ms if before is None else max(end - row.device_ms, _arrival(before))
-                if begin < end:
-                    spans.append(Span(row.kind, row.step, begin, end, row.device_ms))
-        return spans
+        """Returns the steps on the device, see device_spans.py. No two spans overlap."""
+        return device_spans(self, first, last)
 
     def pauses(self, first: int, last: int) -> list[Span]:
         """Returns the pauses of the host, with their ends at the arrival of their step."""
         spans: list[Span] = []
         until = float("-inf")
-        for _, row in self._rows(first, last):
+        for _, row in self.rows(first, last):
             if row.parts is None:
                 continue
-            end = _arrival(row)
+            end = arrival(row)
             begin = end - row.parts.gc - (row.parts.delayed or 0.0)
             for kind, ms in (("delayed", row.parts.delayed or 0.0), ("gc", row.parts.gc)):
                 if ms and begin + ms > until:
@@ -276,16 +161,16 @@ class Timeline:
         if lane.submitted is not None and lane.submitted_step >= self.first:
             joined = next(first for code, first, _ in phases if code != QUEUED)
             add("queued", lane.submitted_step, self.at(lane.submitted_t), self.planned(joined))
-        for (code, begun, ended), (_, following, _) in pairwise(phases):
-            if ended < first or begun > last + 1:
+        for (code, begun, last_step), (_, following, _) in pairwise(phases):
+            if last_step < first or begun > last + 1:
                 continue
             if code == PREFILLING:
-                for step in range(max(begun, first), min(ended, last + 1) + 1):
+                for step in range(max(begun, first), min(last_step, last + 1) + 1):
                     tokens = next((n for id, _, n, _ in self.steps.chunks(step) if id == lane.id), 0)
                     end = self.arrived(step) if step <= self.last else now  # else: in flight
                     add("prefill", step, self.planned(step), end, tokens)
             elif code == DECODING:
-                add("decode", begun, self.planned(begun), self.arrived(ended) if ended < self.last else now)
+                add("decode", begun, self.planned(begun), self.arrived(last_step) if last_step < self.last else now)
             elif code == QUEUED:
                 add("queued", begun, self.planned(begun), self.planned(following))
             else:
@@ -293,11 +178,3 @@ class Timeline:
                 if place <= now:
                     spans.append(Span(REQUESTS[code], begun, place, place, 0.0))
         return spans
-
-
-def _ended(row: StepRow) -> float:
-    return (row.ended or 0.0) * 1e3 - row.cut_ms
-
-
-def _arrival(row: StepRow) -> float:
-    return _ended(row) - (row.commit_ms or 0.0)

@@ -31,12 +31,12 @@ class Timed:
     def launch(self, plan: StepPlan, grammars: Any) -> Any:
         self.now += LAUNCH
         self._free_at = done = max(self.now, self._free_at) + DEVICE
-        runner = self
+        runner, device_ms = self, DEVICE * 1e3
 
         class Launched:
             def wait(self) -> StepResult:
                 runner.now = max(runner.now, done)
-                return StepResult([7] * len(plan.rows), device_ms=DEVICE * 1e3)
+                return StepResult([7] * len(plan.rows), device_ms=device_ms)
 
         return Launched()
 

@@ -14,9 +14,10 @@ from minitui.dev.simulator import CLASSROOM, SMALL
 from minitui.trace.bundled import bundled, find_trace
 from minitui.trace.reader import TraceReader
 from minitui.tui.glyphs import use_ascii
+from minitui.tui.widgets.axis_panel import MOST_STEPS
 from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.tracks import SCALES, Scale, mark, track
-from minitui.tui.widgets.waterfall import MOST_STEPS, Waterfall
+from minitui.tui.widgets.waterfall import Waterfall
 from minitui.viewmodel.limits import limits
 from minitui.viewmodel.model import View
 from minitui.viewmodel.spans import Span, Timeline
@@ -260,10 +261,10 @@ async def test_keys_zoom_around_the_cursor_and_move_the_picture() -> None:
 
 async def test_the_mouse_sets_the_cursor_drags_and_zooms() -> None:
     async with opened() as (app, pilot, panel):
-        x = panel._label + 42
+        x = panel.label + 42
         await pilot.click(panel, offset=(x, 3))
-        assert panel.scale.column(panel.cursor) == x - 2 - panel._label
-        place = panel.scale.left + (x - 2 - panel._label + 0.5) * panel.scale.ms
+        assert panel.scale.column(panel.cursor) == x - 2 - panel.label
+        place = panel.scale.left + (x - 2 - panel.label + 0.5) * panel.scale.ms
         assert panel.cursor == pytest.approx(place)
         request = panel.lanes[1].id
         await pilot.click(panel, offset=(4, 1 + panel._lanes_row + 1))
@@ -275,11 +276,11 @@ async def test_the_mouse_sets_the_cursor_drags_and_zooms() -> None:
         assert panel.scale.left == pytest.approx(left - 10 * ms) and panel.cursor == cursor
         await pilot.hover(panel, offset=(60, 3))
         assert panel.scale.left == pytest.approx(left - 10 * ms), "the button is up"
-        under = panel.scale.left + (70 - 2 - panel._label + 0.5) * ms
+        under = panel.scale.left + (70 - 2 - panel.label + 0.5) * ms
         scroll: Any = dict.fromkeys(("delta_x", "delta_y", "button"), 0) | {"x": 70, "y": 3}
         scroll |= dict.fromkeys(("shift", "meta", "ctrl"), False)
         panel.on_mouse_scroll_up(events.MouseScrollUp(panel, **scroll))
-        assert panel.scale.ms < ms and panel.scale.column(under) == 70 - 2 - panel._label
+        assert panel.scale.ms < ms and panel.scale.column(under) == 70 - 2 - panel.label
         before = panel.scale
         panel.on_mouse_scroll_down(events.MouseScrollDown(panel, **{**scroll, "shift": True}))
         assert panel.scale.ms == before.ms and panel.scale.left > before.left

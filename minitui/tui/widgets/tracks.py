@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.rows import Row, Run
-from minitui.viewmodel.spans import Span
+from minitui.viewmodel.axis import Span
+from minitui.viewmodel.device_spans import PERHAPS
 
 UNKNOWN = "unknown"  # a device that does not report its time
 STEP = "step"  # the time between two arrivals
@@ -19,7 +20,8 @@ STYLES = {
     "commit": "hit", "emit": "pool", "gate": "waiting", "plan": "running", "launch": "owner-6", "wait": "dim",
     "unaccounted": "dim", "idle": "dim", "gc": "bad", "delayed": "bad", "stop": "bad", "decode": "decode",
     "mixed": "prefill", "prefill": "prefill", "queued": "dim", "preempted": "bad", "finished": "good",
-    "drafts": "hit", "stall": "bad", UNKNOWN: "dim", STEP: "faint", KERNELS: "decode", PAUSES: "prefill",
+    "drafts": "hit", "stall": "bad", UNKNOWN: "dim", PERHAPS: "dim", STEP: "faint", KERNELS: "decode",
+    PAUSES: "prefill",
 }  # fmt: skip
 PLAIN = ("dim", "faint")  # labels in these colours are drawn without a background
 ROUNDING = 1e-6  # cells
@@ -66,7 +68,7 @@ def mark(kind: str, request: bool = False) -> str:
         "commit": g.commit, "emit": g.emit, "gate": g.gate, "plan": g.plan, "launch": g.launch, "wait": g.wait,
         "unaccounted": g.unaccounted, "idle": " ", "gc": g.gc, "delayed": g.delayed, "stop": g.stop,
         "decode": g.busy, "mixed": g.prefill, "prefill": g.prefill, UNKNOWN: g.dash, STEP: " ",
-        KERNELS: g.kernels, PAUSES: g.pauses,
+        PERHAPS: g.perhaps, KERNELS: g.kernels, PAUSES: g.pauses,
     }[kind]  # fmt: skip
 
 

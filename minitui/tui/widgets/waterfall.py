@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
-from textual import events
 from textual.binding import Binding
 
 from minitui.text import duration
-from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
+from minitui.tui.widgets.axis_panel import MOST_STEPS, AxisPanel
+from minitui.tui.widgets.base import Opened, Picture, paragraphs, selected
 from minitui.tui.widgets.rows import Row, Run, Runs, fit
 from minitui.tui.widgets.tracks import SCALES, UNKNOWN, Scale, number, numbered, ruler, track
 from minitui.tui.widgets.waterfall_texts import (
@@ -24,6 +24,7 @@ from minitui.tui.widgets.waterfall_texts import (
     request_labels,
     request_legend,
 )
+from minitui.viewmodel.device_spans import PERHAPS
 from minitui.viewmodel.lane import Lane
 from minitui.viewmodel.model import View
 from minitui.viewmodel.spans import Span, Timeline
@@ -32,13 +33,12 @@ LABEL = 11  # cells
 NAME = 11  # cells for the name of a chat
 NAMED = 110  # from this width on, the tracks of requests have names
 STEPS_SHOWN = 4  # at the automatic scale, about this many steps are in sight
-MOST_STEPS = 200  # the most steps in sight
 RECENT = 32  # steps that decide the automatic scale
 TRACKS = 5  # rows of scale, steps, host, device and pauses
 LOW = 16  # a panel with fewer rows leaves out empty tracks and parts without time
 
 
-class Waterfall(LinePanel):
+class Waterfall(AxisPanel):
     """Left and right move the cursor, [ and ] change the scale, page up and page down move the picture."""
 
     TITLE = "Waterfall"
@@ -59,7 +59,12 @@ motion are drawn as at most 2 ms, and time without work as at most 1 second; the
 
 The row of pauses shows garbage collection (gc), time in which another program used the core (delayed), and signals
 that stopped the process (stop). Their lengths are measured, their places inside the step are not: they are drawn at
-its end. A dash means that the device does not report its time.
+its end.
+
+A step's time on the device is measured, its begin is not. The device begins a step when the host launches it and the
+step before has ended, and its results arrive after its end; if the host waited for them, at its end. Mostly this
+determines the place. Where it does not, ░ (: in ASCII) marks the time before and after the part that is certain, and
+"began within" is the length of the uncertain time. A dash means that the device does not report its time.
 
 ◂ at the left edge marks a step that began before the picture; ╱ (? in ASCII) marks unaccounted time.
 
@@ -86,22 +91,14 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
 
     def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
         super().__init__(id=id, frame=frame)
-        self.right: float | None = None  # the right edge on the axis; None: follows the newest step
-        self.cursor: float | None = None  # a place on the axis
-        self.chosen_ms: float | None = None  # the scale chosen by the user, in ms per column
-        self.scale = Scale(0.0, 1.0, 1)
         self.host: list[Span] = []  # the spans in sight
         self.lanes: list[Lane] = []  # the requests on the screen
         self._alive: list[Lane] = []  # all requests of the steps in sight
         self._auto_ms = 0.0
-        self._label = LABEL
         self._lanes_row = TRACKS
-        self._steps = (0, -1)  # the first and last step in sight
         self.step: int | None = None  # the step at the cursor
         self._chosen: int | None = None  # the selected step at the last paint
         self._horizon = -1
-        self._drag: tuple[int, float] | None = None  # where the mouse button was pressed, and the right edge then
-        self._dragged = False
 
     # ---- the picture
 
@@ -110,14 +107,15 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         if line.last < 0:
             return Picture([Row("no step is timed yet", "dim").done(width)])
         named = NAME if width >= NAMED else 0
-        self._label = min(LABEL + named, width // 3)
-        self._look(view, line, max(1, width - self._label))
-        first, last = self._steps
-        scale, cursor = self.scale, self._cursor_column
+        self.label = min(LABEL + named, width // 3)
+        self._look(view, line, max(1, width - self.label))
+        first, last = self.steps_in_sight
+        scale, cursor = self.scale, self.cursor_column
         self.host = line.host(first, last)
         steps = line.arrivals(first, last)
-        known = {span.step: span for span in line.device(first, last)}
-        device = [known.get(step.step, step._replace(kind=UNKNOWN)) for step in steps]
+        device = line.device(first, last)
+        known = {span.step for span in device}
+        device += [step._replace(kind=UNKNOWN) for step in steps if step.step not in known]
         rows = [self._track(f"{line.clock(scale.left) - view.origin:.3f} s", ruler(scale, cursor), width)]
         pauses = line.pauses(first, last)
         named_spans = (("steps", numbered(steps, scale)), ("host", self.host), ("device", device), ("pauses", pauses))
@@ -129,7 +127,8 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         if (row := view.steps.get(line.last if self.step is None else self.step)) is not None:
             seen = {span.kind for span in (*self.host, *device, *pauses)} if height < LOW else None
             room = height - len(rows) - len(view.timings.limits) - bool(late) - 1  # 1: of a request
-            rows += figures(row, view.steps, view.models.of(row.step), width, seen, room)
+            within = next((span for span in device if span.step == row.step and span.kind == PERHAPS), None)
+            rows += figures(row, view.steps, view.models.of(row.step), width, seen, room, within)
         for limit in view.timings.limits:
             rows.append(Row(limit.what, "bold ink").add(limit.why(width), "dim").done(width))
         if late:
@@ -155,7 +154,7 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         self._chosen = chosen
         right = line.end if self.right is None else self.right
         self.scale = Scale(right - columns * scale_ms, scale_ms, columns)
-        self._steps = line.steps_between(self.scale.left, right, MOST_STEPS)
+        self.steps_in_sight = line.steps_between(self.scale.left, right, MOST_STEPS)
 
     def _automatic(self, view: View, line: Timeline, columns: int) -> float:
         took = view.steps.column("took")[view.steps.indices(line.last - RECENT + 1, line.last)]
@@ -166,17 +165,13 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
             self._auto_ms = next((scale for scale in SCALES if scale >= wanted), SCALES[-1])
         return self._auto_ms
 
-    @property
-    def _cursor_column(self) -> int | None:
-        return None if self.cursor is None else self.scale.column(self.cursor)
-
     def _track(self, name: str, cells: list[Run], width: int, style: str = "dim") -> Runs:
-        return Row(fit(name, self._label), style).extend(cells).done(width)
+        return Row(fit(name, self.label), style).extend(cells).done(width)
 
     # ---- requests
 
     def _requests(self, view: View, line: Timeline, named: int, room: int, width: int) -> list[Runs]:
-        first, last = self._steps
+        first, last = self.steps_in_sight
         alive = [
             lane for lane in (*view.lanes.ended_since(first), *view.lanes.active.values())
             if lane.submitted_step <= last + 1 and view.begun(lane)
@@ -195,9 +190,9 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
             lit = lane.id in view.links.requests
             name = f"r{lane.id}"
             if named:
-                name = fit(name, self._label - named) + fit(view.group_name(lane.group), named - 1)
+                name = fit(name, self.label - named) + fit(view.group_name(lane.group), named - 1)
             spans = line.request(lane, first, last)
-            cells = track(spans, self.scale, self._cursor_column, request_labels, request=True)
+            cells = track(spans, self.scale, self.cursor_column, request_labels, request=True)
             rows.append(self._track(name, cells, width, "bold accent" if lit else "ink"))
         if counted:
             others = len(alive) - len(self.lanes)
@@ -207,59 +202,12 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
     # ---- keys and mouse
 
     def clicked(self, view: View, column: int, row: int) -> None:
-        if self._dragged:
-            self._dragged = False
+        if self.ends_drag():
             return
-        if column >= self._label:
-            self._set_cursor(self.scale.left + (column - self._label + 0.5) * self.scale.ms)
+        if column >= self.label:
+            self._set_cursor(self.scale.left + (column - self.label + 0.5) * self.scale.ms)
         if 0 <= (index := row - self._lanes_row) < len(self.lanes):
             view.select("request", self.lanes[index].id)
-
-    def on_mouse_down(self, event: events.MouseDown) -> None:
-        if self.painted:
-            self._drag, self._dragged = (event.x, self.scale.right), False
-            self.capture_mouse()
-
-    def on_mouse_move(self, event: events.MouseMove) -> None:
-        if self._drag is not None and event.x != self._drag[0]:
-            self._dragged = True
-            self._move_to(self._drag[1] - (event.x - self._drag[0]) * self.scale.ms)
-
-    def on_mouse_up(self, event: events.MouseUp) -> None:
-        self._drag = None
-        self.release_mouse()
-
-    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        self._wheel(event, -1)
-
-    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        self._wheel(event, 1)
-
-    def _wheel(self, event: events.MouseEvent, by: int) -> None:
-        event.stop()
-        if not self.painted:
-            return
-        if event.shift:
-            self._move_to(self.scale.right + by * self.scale.columns * self.scale.ms / 8)
-        else:
-            self._zoom(by, self.scale.left + (event.x - 2 - self._label + 0.5) * self.scale.ms)
-
-    def _move_to(self, right: float) -> None:
-        """Show the time before `right`; stop following the newest step."""
-        line = Timeline(self.view.steps, self.view.horizon)
-        half = self.scale.columns * self.scale.ms / 2
-        self.right = max(line.begin + half, min(right, line.end + half))
-        self.repaint()
-
-    def _zoom(self, by: int, around: float | None) -> None:
-        """Change the scale; the place `around` keeps its column. None: the right edge stays."""
-        at = min(range(len(SCALES)), key=lambda i: abs(SCALES[i] - self.scale.ms))
-        if by > 0 and self._steps[1] - self._steps[0] + 1 >= MOST_STEPS:
-            return
-        self.chosen_ms = SCALES[max(0, min(len(SCALES) - 1, at + by))]
-        if around is not None and self.right is not None:
-            self.right = around + (self.scale.right - around) * self.chosen_ms / self.scale.ms
-        self.repaint()
 
     def _set_cursor(self, place: float, step: int | None = None) -> None:
         """Move the cursor and select the step of the host's work there."""
@@ -297,13 +245,6 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         if row is not None and row.step <= line.last:
             self._set_cursor(line.arrived(row.step), row.step)
         self.repaint()
-
-    def action_pan(self, by: int) -> None:
-        self._move_to(self.scale.right + by * self.scale.columns * self.scale.ms / 2)
-
-    def action_zoom(self, by: int) -> None:
-        visible = self.cursor is not None and self.scale.left <= self.cursor < self.scale.right
-        self._zoom(by, self.cursor if visible else None)
 
     def action_latest(self) -> None:
         """Follow the newest step at the automatic scale; in the past, also return to now."""

@@ -10,6 +10,7 @@ from minitui.tui.widgets.rows import Row, Run, Runs, first_rows, legend, runs_wi
 from minitui.tui.widgets.step_bar import contents
 from minitui.tui.widgets.tracks import STYLES, UNKNOWN, mark
 from minitui.viewmodel.cost_model import CostModel
+from minitui.viewmodel.device_spans import PERHAPS
 from minitui.viewmodel.spans import HOST, REQUESTS, Span
 from minitui.viewmodel.step_parts import parts_of
 from minitui.viewmodel.step_row import PARTS, StepRow
@@ -62,11 +63,13 @@ def at_cursor(place: float, left: float, host: Sequence[Span], device: Sequence[
 
 
 def figures(
-    row: StepRow, steps: Steps, model: CostModel | None, width: int, seen: Collection[str] | None, room: int
-) -> list[Runs]:
+    row: StepRow, steps: Steps, model: CostModel | None, width: int, seen: Collection[str] | None, room: int,
+    within: Span | None,
+) -> list[Runs]:  # fmt: skip
     """Returns the rows with the times of a step's parts. They are also the legend of the tracks. `seen`: the kinds of
     the spans in sight; parts of other kinds are left out if they took no time. None: no part is left out. `room`: rows;
-    with too few, the end of the cause is left out."""
+    with too few, the end of the cause is left out. `within`: the device began the step at a moment of this span; None:
+    its begin is known, or unknown."""
     head = Row(f"step {row.step:,}", "bold ink").add("  " + contents(row))
     if row.took_ms is not None:
         head.add("  took ", "dim").add(duration(row.took_ms), "bold ink")
@@ -79,7 +82,7 @@ def figures(
     rows: list[Runs] = []
     flow = Row()
     marks = None if seen is None else {mark(kind) for kind in seen}
-    for glyph, style, name, value in _entries(row, steps):
+    for glyph, style, name, value in _entries(row, steps, within):
         if marks is not None and glyph not in marks and value in ("0", glyphs().dash):
             continue
         entry = [(glyph, style), (f" {name} ", "dim"), (value, "ink")]
@@ -92,7 +95,7 @@ def figures(
     return [head.done(width), *first_rows(why, "dim", width, most, "d: details"), *rows]
 
 
-def _entries(row: StepRow, steps: Steps) -> list[tuple[str, str, str, str]]:
+def _entries(row: StepRow, steps: Steps, within: Span | None) -> list[tuple[str, str, str, str]]:
     """Returns (glyph, style, name, value in ms) of each part, and of what is not a part of the step's duration."""
     parts = row.parts
     shown = {(part.kind, part.name(row.step)): part.ms for part in parts_of(steps, row)}
@@ -103,6 +106,8 @@ def _entries(row: StepRow, steps: Steps) -> list[tuple[str, str, str, str]]:
     entries = [(mark(kind), STYLES[kind], name, _value(value)) for (kind, name), value in shown.items()]
     device = "prefill" if row.chunks else "decode"
     entries.append((mark(device), STYLES[device], f"device ({row.kind})", _value(row.device_ms)))
+    if within is not None:
+        entries.append((mark(PERHAPS), STYLES[PERHAPS], "began within", ms(within.end - within.begin)))
     for name in ("gc", "delayed"):
         entries.append((mark(name), STYLES[name], name, _value(None if parts is None else getattr(parts, name))))
     stops = glyphs().dash if parts is None else f"{parts.stops}"
