@@ -127,6 +127,9 @@ _TABLE = {
             help="Show host, device and requests on an axis of time (inspect). Again: all panels."),
         Action("lecture", "Lecture", key="3", slash="lecture",
             help="Show one sentence for each step: what the step did, and why."),
+        Action("goto", "Go to…", key="g", slash="goto", takes="[name]", footer="go to",
+            help="Go to a step by its number (400), a request (r12, or the name of a chat), a block (b17) or a node of "
+                 "the tree (n5). In the inspector, esc goes back."),
         Action("theme", "Theme", key="T", slash="theme", takes="[name]",
             help="Change the theme: dark, light or projector."),
         Action("help", "Help", key="question_mark", slash="help", footer="help",

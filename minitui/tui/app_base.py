@@ -13,6 +13,7 @@ from textual import events
 from textual.app import App
 from textual.driver import Driver
 from textual.filter import LineFilter
+from textual.notifications import SeverityLevel
 
 from engine.errors import EngineError
 from engine.process.heartbeat import Condition
@@ -151,6 +152,11 @@ class AppBase(App[int]):
         step is no longer kept."""
         return self.view.travel_to(step) or step >= self.view.newest
 
+    @property
+    def steps_kept(self) -> tuple[int, int]:
+        """The first and the last step that `travel_to` can show; (0, -1) if there is none."""
+        return (self.view.oldest, self.view.newest) if self.view.newest >= 0 else (0, -1)
+
     def to_now(self) -> None:
         """Return from the past to the present, where the effect of an action is visible."""
         if self.view.travel_text:
@@ -244,6 +250,16 @@ class AppBase(App[int]):
             text = text[:MAX_NOTICE] + "…"  # an error may quote a long text that was pasted in place of a name
         seconds = max(8.0 if error else 2.0, len(text) / 25)  # enough time to read the text
         self.notify(text, severity="error" if error else "information", timeout=seconds, markup=False)
+
+    def notify(
+        self, message: str, *, title: str = "", severity: SeverityLevel = "information", timeout: float | None = None,
+        markup: bool = False,
+    ) -> None:  # fmt: skip
+        """Show a notice, always without markup. It replaces one with the same text: a key pressed again does not stack
+        notices."""
+        for notice in [notice for notice in self._notifications if notice.message == message]:
+            self._unnotify(notice, refresh=False)
+        super().notify(message, title=title, severity=severity, timeout=timeout, markup=False)
 
     def copy_to_clipboard(self, text: str) -> None:
         """Copy visible characters only: in a shell, an escape sequence could end the paste and run a command."""

@@ -11,6 +11,7 @@ from minitui.tui.actions import BY_ID, BY_SLASH, key_label
 from minitui.tui.chat_commands import ChatCommands, whole_number
 from minitui.tui.screens.bindings import CURSOR_KEYS, bindings_here
 from minitui.tui.screens.inspect import InspectScreen
+from minitui.viewmodel.places import find
 
 PACES = (1, 2, 5, 10, 20, 50, 100, 200)
 UNTIL = {
@@ -179,6 +180,26 @@ class Commands(ChatCommands):
         self.app.run_worker(guarded(), group="control")
 
     # --- the application
+
+    def do_goto(self, text: str) -> None:
+        """Show what the text names. Chats and other screens that show no single step give way to the inspector."""
+        view, steps = self.app.view, self.app.steps_kept
+        if not text:
+            first, last = steps
+            known = f" ({first:,} to {last:,})" if last >= first else ""
+            self.app.ask_text(f"Go to step 400{known}, r12, block 17, node 5, chat", "", partial(self.run, "goto"))
+            return
+        place = find(view, text, steps)
+        if self.app.current_mode == "lecture" and place.kind != "request":
+            if place.kind == "step":
+                self.app.travel_to(place.id)
+            else:
+                view.select(place.kind, place.id)
+            return
+        if self.app.current_mode != "inspect":
+            self.app.open_mode("inspect")
+        if isinstance(screen := self.app.screen, InspectScreen):
+            screen.go_to(place.kind, place.id)
 
     def do_inspect(self, _: str) -> None:
         if self.app.current_mode != "inspect":

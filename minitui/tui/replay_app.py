@@ -63,7 +63,6 @@ This is a recording. These keys move its playhead.
   < >            slower, faster: from 1/200 to 100 times the engine's speed
   { }            the previous or next bookmark; the first hit, eviction, preemption and failure have bookmarks
   m              bookmark this step; the bookmark is saved in the file
-  g              go to a step by its number; the replay is then paused
 
 The bar at the bottom is the only clock: it says whether the recording plays, and which moment of it all panels show.
 Its seconds are those of the recorded engine since the beginning of the recording, and its step is the last one that has
@@ -186,6 +185,13 @@ class ReplayApp(MinituiApp):
         elif self.replay.trace.step_before < step <= self.replay.trace.last_step:
             self.run_worker(self.seek(step), group="seek", exclusive=True)
         return True
+
+    @property
+    def steps_kept(self) -> tuple[int, int]:
+        """All steps of the recording."""
+        if self.replay.reader is None:
+            return 0, -1
+        return self.replay.trace.step_before + 1, self.replay.trace.last_step
 
     def to_now(self) -> None:
         """Go to the end of the recording."""

@@ -122,6 +122,14 @@ class Moment(History):
         return self.steps.last_ended if self._stopped and self.steps.last_ended >= 0 else self.steps.last
 
     @property
+    def oldest(self) -> int:
+        """The oldest step to which the picture can go back; the newest step if there is no other."""
+        at = self.steps.indices(self.steps.first, self.newest)
+        ends = self.steps.column("end_seq")[at]
+        kept = at[(ends > 0) & (ends >= self.past.first_seq)]
+        return int(self.steps.column("step")[kept[0]]) if len(kept) else self.newest
+
+    @property
     def planned_ahead(self) -> int | None:
         """The last planned step, if it is later than the step of an exact picture. Where steps overlap, the next step
         is planned before a step ends: requests, queue and blocks are then those after this plan."""

@@ -16,6 +16,7 @@ import pytest
 from textual import events
 from textual.pilot import Pilot
 from textual.widgets import OptionList
+from textual.widgets._toast import Toast
 
 from engine.errors import EngineError
 from engine.process.heartbeat import Condition
@@ -337,9 +338,11 @@ async def test_with_no_request_there_is_nothing_to_step():
     source = FakeSource()
     async with running(source) as (app, pilot, _screen):
         await until(pilot, lambda: app.progress is None)
-        await press(pilot, "escape", "n", "N")
-        await until(pilot, lambda: len(app._notifications) == 2)
-        assert [n.message for n in app._notifications] == ["nothing to step: no request is running"] * 2
+        await press(pilot, "escape", "n", "N", "n")
+        await until(pilot, lambda: app.screen.query(Toast))
+        assert [toast._notification.message for toast in app.screen.query(Toast)] == [
+            "nothing to step: no request is running"
+        ], "the same notice again takes the place of the first"
         assert "step" not in [verb for verb, _ in source.calls]
 
 

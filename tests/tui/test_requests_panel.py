@@ -120,7 +120,7 @@ async def test_enter_opens_the_longest_gap_of_all_which_is_always_named(tmp_path
         named = re.match(r"r(\d+), the longest gap of all: ([0-9.,]+) ms ", foot())
         assert named is not None and table.rows[0].id != int(named[1])
         footer = picture(app).splitlines()[-2]
-        assert "esc back" in footer and "w waterfall" in footer and "n step" in footer
+        assert "esc back" in footer and "w waterfall" in footer and "g go to" in footer
         await pressed(app, pilot, "down")
         assert f"r{table.rows[0].id}, its longest gap (of all: r{named[1]} with {named[2]} ms): " in foot()
         await pressed(app, pilot, "l")

@@ -114,9 +114,9 @@ class ChatScreen(BaseScreen[None]):
         return complete_question(text, self.app.known_questions)
 
     def hints(self) -> list[Hint]:
-        """Returns the hints of BaseScreen, with inspect and help near the start: few hints fit on a small terminal."""
+        """Returns the hints of BaseScreen, the most useful first: few hints fit on a small terminal."""
         hints = super().hints()
-        first = [*hints[:4], *(hint for hint in hints if hint[1] in ("inspect", "help"))]
+        first = [*hints[:4], *(hint for hint in hints if hint[1] in ("inspect", "help", "go to"))]
         return [*first, *(hint for hint in hints if hint not in first)]
 
     # ---- painting

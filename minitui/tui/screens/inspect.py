@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
 
 from minitui.tui.screens.base import BaseScreen, Hint
+from minitui.tui.screens.jumps import Jumps, Place
 from minitui.tui.screens.panel_painter import PanelPainter
 from minitui.tui.widgets.bar import Bar
 from minitui.tui.widgets.base import Column, Columns, LinePanel, Opened, selected
@@ -34,21 +35,6 @@ WIDE, TALL = 100, 32  # a smaller terminal shows one panel at a time
 TIMINGS_HEIGHT = 10
 REQUESTS = ("requests", "timeline")
 BOTH = 44  # a terminal with fewer rows shows either the requests or the timeline of one
-
-
-class Place(NamedTuple):
-    """The current panel, and whether it is maximised."""
-
-    panel: str
-    maximised: bool
-
-
-class Jump(NamedTuple):
-    """A jump in time, and where the screen was before. `before`: the step that was shown; None: the present."""
-
-    step: int
-    place: Place
-    before: int | None
 
 
 class InspectScreen(BaseScreen[None]):
@@ -84,7 +70,7 @@ class InspectScreen(BaseScreen[None]):
         self.maximised = False
         self._before_alone = Place("map", False)  # before a panel of ALONE was shown
         self._before_timeline = Place("requests", True)
-        self._jump: Jump | None = None  # the last jump in time that a panel asked for
+        self._jumps = Jumps(self.app)
         self._about = False  # the selected block is described below the map
         self._above = 1  # rows of the top bar, which is higher when it shows the story of a demo
 
@@ -122,15 +108,15 @@ class InspectScreen(BaseScreen[None]):
     def hints(self) -> list[Hint]:
         """Returns the keys of this screen, then the actions on the engine."""
         hints = super().hints()
-        first = [("tab", "panel"), *(h for h in hints if h[1] in ("pause", "step", "help"))]
+        first = [("tab", "panel"), *(hint for hint in hints if hint[1] == "help")]
+        panels = [("esc", "back")] if self.current in self.ALONE or self._jumps.shown else []
+        panels += [(self.app.key_of("requests"), "requests")] if self.current not in REQUESTS else []
+        panels += [hint for hint in hints if hint[1] == "go to"]
+        panels += [(self.app.key_of("waterfall"), "waterfall")] if self.current != "waterfall" else []
+        panels += [hint for hint in hints if hint[1] in ("pause", "step")]
         other_screen = ("1", "chat") if self.app.has_chats else ("3", "lecture")
         left_out = ("write", "chats", "inspect", "fork", "new")
-        rest = (hint for hint in hints if hint not in first and hint[1] not in left_out)
-        requests = (self.app.key_of("requests"), "requests")
-        waterfall = (self.app.key_of("waterfall"), "waterfall")
-        panels = [("esc", "back")] if self.current in self.ALONE or self._jump_shown else []
-        panels += [requests] if self.current not in REQUESTS else []
-        panels += [waterfall] if self.current != "waterfall" else []
+        rest = (hint for hint in hints if hint not in [*first, *panels] and hint[1] not in left_out)
         return [*first, *panels, other_screen, ("z", "maximise"), *rest]
 
     # ---- arrangement
@@ -259,12 +245,16 @@ class InspectScreen(BaseScreen[None]):
 
     def _show_alone(self, name: str) -> None:
         if self.current not in self.ALONE:
-            self._before_alone = Place(self.current, self.maximised)
+            self._before_alone = self._place
         self._go_to(Place(name, True))
 
     def on_timeline_opened(self, message: TimelineOpened) -> None:
+        self._open_timeline()
+
+    def _open_timeline(self) -> None:
         """Show the timeline of the selected request. Escape goes back to the panel before."""
-        self._before_timeline = Place(self.current, self.maximised)
+        if self.current != "timeline":
+            self._before_timeline = self._place
         self._show_alone("timeline")
 
     def on_timeline_closed(self, message: TimelineClosed) -> None:
@@ -273,34 +263,33 @@ class InspectScreen(BaseScreen[None]):
 
     def on_jump_requested(self, message: JumpRequested) -> None:
         """Show the engine as it was after a step. Escape goes back to the panel and the moment before."""
-        view = self.app.view
-        stays = view.travel_text or view.playback is not None
-        if view.horizon != message.step or self._jump is None:
-            place = Place(self.current, self.maximised)
-            self._jump = Jump(message.step, place, view.horizon if stays else None)
-        if not self.app.travel_to(message.step):
-            self._jump = None
-            self.app.say(f"step {message.step:,} is no longer kept: the picture cannot go back so far", error=True)
-        elif not self.small:
+        if self._jumps.go(message.step, self._place) and not self.small:
             self._go_to(Place("events", False))
 
+    def go_to(self, kind: str, id: Any) -> None:
+        """Show a step, request, block or node that the user has named. A step is shown by the panels that are shown,
+        and Escape goes back; for the others, their own panel is shown."""
+        self._close_details()
+        if kind == "step":
+            self._jumps.go(id, self._place)
+            return
+        self.app.view.select(kind, id)
+        if kind == "request":
+            self._open_timeline()
+        else:
+            maximised = self.maximised and self.current not in self.ALONE
+            self._go_to(Place("map" if kind == "block" else "tree", maximised))
+
     @property
-    def _jump_shown(self) -> bool:
-        """True if the picture still shows the step of the last jump."""
-        return self._jump is not None and self._jump.step == self.app.view.horizon
+    def _place(self) -> Place:
+        return Place(self.current, self.maximised)
 
     def _undo_jump(self) -> bool:
         """Go back to the panel and the moment before the last jump. Returns False if that step is no longer shown."""
-        jump, shown = self._jump, self._jump_shown
-        self._jump = None
-        if jump is None or not shown:
-            return False
-        if jump.before is None:
-            self.app.to_now()
-        else:
-            self.app.travel_to(jump.before)
-        self._go_to(jump.place)
-        return True
+        place = self._jumps.undo()
+        if place is not None:
+            self._go_to(place)
+        return place is not None
 
     def action_maximise(self) -> None:
         """Show the current panel alone, or all panels again."""

@@ -85,7 +85,7 @@ class LectureScreen(BaseScreen[None]):
         """Returns hints for the keys of this screen, then for actions on the engine."""
         hints = super().hints()
         first = [("n", "next step"), (",", "back"), ("d", "predict"), ("p", "pause"), ("X", "start over")]
-        first += [h for h in hints if h[1] == "help"]
+        first += [h for h in hints if h[1] in ("help", "go to")]
         return first + [h for h in hints if h[1] in ("until", "slow motion", "replay", "commands")]
 
     def on_resize(self, event: events.Resize) -> None:

@@ -34,18 +34,11 @@ class PlayheadScreen(BaseScreen[None]):
         Binding("B,home", "begin", "begin of the recording", show=False, id="replay.begin"),
         Binding("E", "end", "end of the recording", show=False, id="replay.end"),
         Binding("m", "bookmark", "bookmark this step", show=False, id="replay.bookmark"),
-        Binding("g", "go", "go to a step", show=False, id="replay.go"),
     ]
 
     @property
     def _replay(self) -> HasReplay:
         return cast(HasReplay, self.app)
-
-    @property
-    def _range(self) -> tuple[int, int]:
-        """The first and the last step of the recording."""
-        trace = self._replay.replay.trace
-        return trace.step_before + 1, trace.last_step
 
     def action_speed(self, direction: int) -> None:
         """Set the next lower or higher speed of SPEEDS."""
@@ -86,23 +79,6 @@ class PlayheadScreen(BaseScreen[None]):
             self._replay.replay.bookmark(self._replay.position, text.strip() or "bookmark")
         except EngineError as error:
             self.app.say(str(error), error=True)
-
-    def action_go(self) -> None:
-        """Ask for the number of a step and go to that step."""
-        first, last = self._range
-        now = max(first, min(self._replay.position, last))
-        title = f"Go to step ({first:,} to {last:,}; now {now:,})"
-        self.app.ask_text(title, "", self._go)
-
-    def _go(self, text: str) -> None:
-        number = text.strip().replace(",", "")
-        first, last = self._range
-        if not (number.isascii() and number.isdigit() and first <= int(number) <= last):
-            has = f"this recording has steps {first:,} to {last:,}"
-            self.app.say(f"there is no step {text.strip()!r}: {has}", error=True)
-            return
-        self._replay.replay.set_paused(True)  # a replay that plays would leave the step at once
-        self.app.run_worker(self._replay.seek(int(number)), group="seek", exclusive=True)
 
 
 class ReplayScreen(InspectScreen, PlayheadScreen):

@@ -12,7 +12,8 @@ from minitui.tui.widgets.rows import Row
 from minitui.viewmodel.model import View
 
 KEYS = (  # the keys of the bar, for wide and for narrow terminals
-    " , . step  B E begin, end  < > speed  ( ) jump  { } marks  m mark  g go ", " , . step  B E begin, end  < > speed ",
+    " , . step  B E begin, end  < > speed  ( ) jump  { } marks  m mark ",
+    " , . step  B E begin, end  < > speed ",
     " B begin  E end ",
 )
 
