@@ -88,6 +88,7 @@ def _figures(reader: TraceReader, view: View, lanes: dict[int, Lane]) -> list[st
             preempted.add(record[3])
     asked = cached + computed
     twice = sum(lane.recomputed(view.steps.committed) for lane in lanes.values())
+    least = "at least " * any(lane.preempted_before for lane in lanes.values())
     run = Run(view)
     whole = run.first <= reader.step_before + 1  # else the first tokens are no longer known
     rows = [
@@ -95,7 +96,7 @@ def _figures(reader: TraceReader, view: View, lanes: dict[int, Lane]) -> list[st
         ("requests", f"{len(lanes):,}"),
         ("prompt tokens computed", f"{computed:,}"),
         ("prompt tokens from the cache", f"{cached:,}" + (f" ({cached / asked:.1%})" if asked else "")),
-        *([("tokens computed twice, after a preemption", f"{twice:,}")] if twice else []),
+        *([("tokens computed twice, after a preemption", f"{least}{twice:,}")] if twice or least else []),
         *([("tokens from the cache again, after a preemption", f"{resumed:,}")] if resumed else []),
         *([("reply tokens", f"{run.figures.replies:,}")] if whole else []),
         ("blocks evicted", f"{evicted:,}"),

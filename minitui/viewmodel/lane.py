@@ -38,6 +38,8 @@ class Lane:
     computed_tokens: int = 0  # prompt tokens prefilled
     missed_tokens: int = 0  # the same, only before the first preemption
     preemptions: int = 0
+    preempted_before: bool = False  # before the history began: how many tokens it computed again is unknown
+    admitted_before: bool = False  # before the history began
     finished_t: float = 0.0  # engine time of the finish
     running: bool = False  # admitted and not preempted since
     finish_reason: str = ""

@@ -47,6 +47,8 @@ class Lanes:
         lane = Lane(
             request.id, request.group, request.prompt_tokens, None, begin, cached_tokens=request.cached_tokens,
             cached_before=request.cached_tokens, preemptions=request.preemptions,
+            preempted_before=request.preemptions > 0,
+            admitted_before=request.state == "running" or request.preemptions > 0,
         )  # fmt: skip
         lane.running = request.state == "running"
         self.lanes[lane.id] = self.active[lane.id] = lane

@@ -38,13 +38,19 @@ def figures_in_words(row: RequestFigures) -> list[str]:
     if row.blocks is not None:
         parts.append(count(row.blocks, "block"))
     if row.preemptions:
-        again = f"{count(row.recomputed_tokens, 'token')} computed twice, {row.reused_tokens:,} from the cache again"
-        parts.append(f"preempted {count(row.preemptions, 'time')}, {again}")
+        parts.append(f"preempted {count(row.preemptions, 'time')}, {_again(row)}")
     if row.after_evictions:
         parts.append(f"{count(row.after_evictions, 'prompt token')} computed again: evicted from the cache")
     if gaps is not None and gaps.p50 is not None and gaps.p99 is not None:
         parts.append(f"{count(gaps.count, 'gap')}: p50 {ms(gaps.p50)}, p99 {ms(gaps.p99)} ms")
     return parts
+
+
+def _again(row: RequestFigures) -> str:
+    """Returns how many tokens a preempted request computed twice and took from the cache again."""
+    if row.recomputed_tokens is None or row.reused_tokens is None:
+        return "first before these records: tokens computed twice unknown"
+    return f"{count(row.recomputed_tokens, 'token')} computed twice, {row.reused_tokens:,} from the cache again"
 
 
 def first_token_words(row: RequestFigures) -> str:

@@ -36,9 +36,9 @@ class RequestFigures:
     running: Gap | None  # the gap since the last token of a live request
     blocks: int | None  # of a finished request: when it finished
     preemptions: int
-    recomputed_tokens: int  # tokens whose KV was computed again after a preemption
-    reused_tokens: int  # tokens that came from the cache after a preemption
-    after_evictions: int  # prompt tokens that were computed because their cached blocks had been evicted
+    recomputed_tokens: int | None  # tokens whose KV was computed again after a preemption
+    reused_tokens: int | None  # tokens that came from the cache after a preemption
+    after_evictions: int | None  # prompt tokens that were computed because their cached blocks had been evicted
     paused_ms: float = 0.0  # time in the queue while the engine was paused or slowed; not part of `queue_ms`
     waits_ms: float | None = None  # how long a live request has waited for its first token so far
 
@@ -122,7 +122,8 @@ class Requests:
         return (lane for lane in ended if lane.id not in shown.requests)
 
     def _figures(self, view: View, lane: Lane) -> RequestFigures:
-        request = view.shown.state.requests.get(lane.id)
+        shown = view.shown.state
+        request = shown.requests.get(lane.id)
         _, gaps = self._gaps.get(lane.id, (-1, None))
         queue, prefill = _first_token(view, lane, request, gaps)
         ended = min(view.horizon, view.steps.committed)  # tokens of a step that has not ended are not computed yet
@@ -135,8 +136,10 @@ class Requests:
         return RequestFigures(
             lane.id, lane.group, doing, request is not None, lane.prompt_tokens, cached, queue, prefill, gaps,
             self._running(view, lane, request, gaps), blocks,
-            lane.preemptions if request is None else request.preemptions, lane.recomputed(ended),
-            lane.taken_again(view.horizon), lane.after_evictions(ended), _paused(view, lane),
+            lane.preemptions if request is None else request.preemptions,
+            None if lane.preempted_before else lane.recomputed(ended),
+            None if lane.preempted_before else lane.taken_again(view.horizon),
+            None if lane.admitted_before or shown.waste is None else lane.after_evictions(ended), _paused(view, lane),
             _waits(view, lane) if request is not None and prefill is None else None,
         )  # fmt: skip
 

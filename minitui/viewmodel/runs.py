@@ -43,7 +43,7 @@ class RunFigures:
     prompt_tokens: int
     computed: int  # prompt tokens of new requests that were computed
     cached: int  # prompt tokens that new requests took from the cache
-    twice: int  # tokens computed again after a preemption
+    twice: int | None  # tokens computed again after a preemption
     replies: int  # tokens of the replies
     drafted: int
     accepted: int
@@ -274,7 +274,8 @@ class Run:
             prompt_tokens=sum(lane.prompt_tokens for lane in lanes),
             computed=sum(lane.missed_tokens for lane in lanes),
             cached=sum(lane.cached_tokens - lane.cached_before for lane in lanes),
-            twice=sum(lane.recomputed(self.last) for lane in lanes),
+            twice=None if any(lane.preempted_before for lane in lanes)
+            else sum(lane.recomputed(self.last) for lane in lanes),
             replies=replies, drafted=sum(lane.drafted for lane in lanes),
             accepted=sum(lane.accepted for lane in lanes), delayed=self._delayed(),
             preemptions=sum(lane.preemptions for lane in lanes),

@@ -81,8 +81,10 @@ def _request(view: View, id: int) -> Story:
         if drafted:
             story.tell("drafts", f"{accepted:,} of {drafted:,} accepted: each accepted draft saves one step")
         if figures.preemptions:
-            reused = count(figures.reused_tokens, "token")
-            story.tell("preempted", f"{count(figures.preemptions, 'time')}; then {reused} came from the tree again")
+            reused = "first before these records: tokens from the tree again unknown"
+            if figures.reused_tokens is not None:
+                reused = f"then {count(figures.reused_tokens, 'token')} came from the tree again"
+            story.tell("preempted", f"{count(figures.preemptions, 'time')}; {reused}")
     if request is not None and request.table:
         shared = [block for block in request.table if state.holders[block] > 1]
         story.tell("blocks", f"{count(len(request.table), 'block')} of {size} tokens, {len(shared)} shared")
