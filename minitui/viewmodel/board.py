@@ -69,6 +69,7 @@ class RecordedRun:
     steps: Steps
     line: str
     pauses: bool = False  # between the kernels of a step, the device has pauses
+    first: int = 0  # the picture begins with the end of this step, or of the first one that is kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,14 +35,15 @@ from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen,
 from minitui.teaching.lessons.plain import print_with_own_engine
 from minitui.teaching.lessons.side_by_side import side_by_side
 from minitui.teaching.merges import merges, shown_piece
+from minitui.teaching.prediction import LETTERS
 from minitui.teaching.reading import Reading
 from minitui.teaching.stage import Restart, Stage
 from minitui.tui.glyphs import glyphs
 from minitui.tui.lesson_app import LessonApp
 from minitui.tui.screens.code import CodePanel, CodeScreen, wrap_code
 from minitui.tui.screens.lesson import LessonScreen
-from minitui.tui.widgets.lesson_panels import BOTH_ROWS, HEIGHTS, PANEL_ROWS, PANELS, PARTNERS, TALL
-from minitui.tui.widgets.lesson_text import page_lines
+from minitui.tui.widgets.lesson_panels import BOTH_ROWS, HEIGHTS, PANEL_ROWS, PANELS, PARTNERS, RESULT_ROWS, TALL
+from minitui.tui.widgets.lesson_text import LessonText, page_lines
 from minitui.tui.widgets.rows import cells
 from minitui.viewmodel.board import Pieces, Wire
 from minitui.viewmodel.model import View
@@ -80,8 +81,9 @@ RIGHT = {  # what each experiment must prove, by lesson and page title
     (9, "The same beginning, another question"): "24",
     (9, "All at the same time"): "192",
     (9, "What is evicted, and when"): "B's, then the last of A's",
-    (10, "Eager, graphs, overlap"): "9.5 ms",
+    (10, "Eager and graphs"): "9.5 ms",
     (10, "A larger model"): "by a smaller one",
+    (10, "Overlap"): "0.8 ms",
     (10, "A ladder of sizes"): "the graph for 8 requests",
 }
 
@@ -503,6 +505,34 @@ def test_every_page_fits_a_screen_of_80_by_24_before_it_is_run(one: Lesson) -> N
         reading.question = question
         room = 20 - HEIGHTS.get(check.panel, PANEL_ROWS)
         assert len(page_lines(reading, 76)) - 1 <= room, f"{one.name}: the questions beside {check.panel}"
+
+
+def lines_below(one: Lesson, at: int, seen: Seen, choice: int | None) -> int:
+    """How many lines of a result are out of sight when it appears on a screen of 80 by 24: its hint says so."""
+    page, reading = one.pages[at], Reading(one)
+    reading.at, reading.seen = at, {at: seen}
+    reading.predicted = {} if choice is None else {at: choice}
+    sizes = HEIGHTS | BOTH_ROWS | RESULT_ROWS
+    text = LessonText(reading)
+    text.to_experiment()
+    picture = text.picture(View(), 76, 20 - (sizes.get(page.panel, PANEL_ROWS) if page.panel else 0))
+    found = re.search(r"down, page down: (\d+) more lines?", "".join(text for text, *_ in picture.legend))
+    shown = "\n".join("".join(text for text, _ in row) for row in picture.rows)
+    assert seen.answer is None or f"{glyphs().right} {LETTERS[seen.answer]})" in shown, "the right choice is in sight"
+    return int(found[1]) if found is not None else 0
+
+
+@pytest.mark.parametrize("number", [one.number for one in LESSONS])
+def test_a_result_has_at_most_three_lines_out_of_sight_whatever_was_predicted(
+    number: int, outcome: Callable[[int], Taught]
+) -> None:
+    one, hidden = lesson(number), []
+    for at, page in enumerate(one.pages):
+        if (seen := outcome(number).seen.get(page.title)) is not None:
+            for choice in [None, *range(len(page.predict.choices) if page.predict is not None else 0)]:
+                if (below := lines_below(one, at, seen, choice)) > 3:
+                    hidden.append(f"page {at + 1}, choice {choice}: {below} lines\n{seen.text}")
+    assert not hidden, "\n".join(hidden)
 
 
 @pytest.mark.parametrize("one", LESSONS, ids=lambda one: one.name)

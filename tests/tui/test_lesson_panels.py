@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import cast
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -12,8 +16,18 @@ from engine.errors import EngineError
 from minitui.dev.panel import stress_view
 from minitui.dev.simulator import Load
 from minitui.teaching.lessons.curl import _curl, _httpx
-from minitui.teaching.lessons.recorded_timelines import MODES, launch_ms
+from minitui.teaching.lessons.page import Seen
+from minitui.teaching.lessons.recorded_timelines import (
+    EAGER,
+    GRAPHS,
+    OVERLAP,
+    eager_and_graphs,
+    larger_model,
+    launch_ms,
+    overlap,
+)
 from minitui.teaching.recorded_steps import recorded_device
+from minitui.teaching.stage import Stage
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.curves import CostCurves
 from minitui.tui.widgets.lesson_panels import NumberedBlocks
@@ -25,6 +39,7 @@ from minitui.viewmodel.board import Curve, Curves, RecordedRun, RecordedRuns, Tr
 from minitui.viewmodel.model import View
 
 SIZES = (1, 2, 4, 8)
+MODES = (EAGER, GRAPHS, OVERLAP)
 
 
 def drawn(panel: LinePanel, view: View, width: int, height: int) -> list[str]:
@@ -71,6 +86,21 @@ def test_the_recording_has_both_models_and_what_its_steps_show() -> None:
         assert eager.step_ms > graphs.step_ms > overlap.step_ms
         assert overlap.step_ms == pytest.approx(model.decode[1], rel=0.05), "timelines and costs agree"
         assert 0.9 < launch_ms(eager) / eager.step_ms < 1 and len(graphs.steps_kept) == 20
+
+
+@pytest.mark.parametrize("play", [eager_and_graphs, larger_model, overlap])
+async def test_a_lesson_draws_typical_steps_of_its_recording(play: Callable[[Stage], Awaitable[Seen]]) -> None:
+    view = View()
+    await play(cast(Stage, SimpleNamespace(view=view, pause=AsyncMock())))
+    assert isinstance(view.board, RecordedRuns)
+    for _, span, runs in view.board.groups:
+        for run in runs:
+            mean = float(run.line.split()[0])
+            rows = [row for n in range(run.first, run.steps.last + 1) if (row := run.steps.get(n)) is not None]
+            ends = [row.ended * 1e3 for row in rows if row.ended is not None]
+            shown = [end - ends[0] for end in ends if end - ends[0] <= span]
+            assert ends[-1] - ends[0] >= span * 0.999, "the steps fill the picture"
+            assert shown[-1] / (len(shown) - 1) == pytest.approx(mean, rel=0.08), run.name
 
 
 @pytest.mark.parametrize("height", [10, 30])

@@ -36,7 +36,7 @@ async def request(stage: Stage) -> Seen:
     async with _server(stage) as (url, key):
         whole, _ = await _ask(stage, url, key, stream=False)
         answer = json.loads("\n".join(whole))
-        reply, usage = answer["choices"][0], answer["usage"]
+        reply = answer["choices"][0]
         await stage.pause(4)
         await stage.slow(0.25)
         if not stage.beat:  # the steps of a small model are faster than the server's events: all text could be in one
@@ -50,17 +50,15 @@ async def request(stage: Stage) -> Seen:
     joined = sum(part.startswith(HELD) and part != HELD for part in texts)
     same = "the same text" if "".join(parts) == reply["message"]["content"] else "another text"
     rows = (
-        ("prompt tokens", usage["prompt_tokens"]), ("reply tokens", usage["completion_tokens"]),
         ("steps of the stream", steps), ("lines with data:", len(events)), ("  of these with text", len(texts)),
         ("    text of two tokens", joined),
     )  # fmt: skip
     return Seen(
         "\n".join(f"   {name:<22}{n:>6}" for name, n in rows)
-        + "\n\nThe first answer is one JSON object. Its usage has the two numbers of tokens, and its finish_reason is "
-        f"“{reply['finish_reason']}”. The second answer is a stream of events. Each event has the text that is new. "
-        f"The text of {quoted(HELD)} came together with the text of the next token. (A fast engine can give the server "
-        f"several tokens at once; then their text has one event, too.) All pieces together make {same}. The last event "
-        f"is {events[-1]}. The server has stopped; `minitui serve` starts one.",
+        + "\n\nThe first answer is one JSON object. The second answer is a stream of events. Each event has the text "
+        f"that is new. The text of {quoted(HELD)} came together with the text of the next token. (With a fast engine, "
+        f"one event can have the text of several tokens.) All pieces together make {same}. The last event is "
+        f"{events[-1]}.",
         0 if len(texts) == 1 else 1 if len(texts) == TOKENS else 2 if joined and events[-1] == "[DONE]" else None,
     )
 

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
-from minitui.teaching.lessons.recorded_timelines import LARGE, SMALL, gain, large_model, launch_ms, small_model
+from minitui.teaching.lessons.recorded_timelines import (
+    EAGER,
+    LARGE,
+    MANY,
+    SMALL,
+    eager_and_graphs,
+    gain,
+    larger_model,
+    launch_ms,
+    overlap,
+    overlap_choices,
+)  # fmt: skip
 from minitui.teaching.recorded_steps import recorded_device
 from minitui.teaching.stage import Stage
 from minitui.text import count, ms
@@ -12,9 +23,9 @@ LARGEST_BATCH = 5  # requests
 SIZES = (1, 2, 4, 8)  # the smallest graphs
 GPU = recorded_device()
 SMALL_MODEL, LARGE_MODEL = GPU.models[SMALL], GPU.models[LARGE]
-SMALL_LAUNCHES = launch_ms(SMALL_MODEL.timeline("eager", 1))  # of a step
-LARGE_LAUNCHES = launch_ms(LARGE_MODEL.timeline("eager", 1))
+SMALL_LAUNCHES = launch_ms(SMALL_MODEL.timeline(EAGER, 1))  # of a step
 LAUNCH_US = SMALL_LAUNCHES / SMALL_MODEL.kernels[1][0] * 1e3  # of one kernel
+OVERLAP_MS = overlap_choices(SMALL_MODEL)
 
 
 async def host_share(stage: Stage) -> Seen:
@@ -107,21 +118,21 @@ LESSON = Lesson(
             run=host_share,
         ),
         Page(
-            "Eager, graphs, overlap",
+            "Eager and graphs",
             f"""
-            Recorded decode steps of {SMALL_MODEL.name} on an {GPU.name}, one row, in three ways:
+            Decode steps of {SMALL_MODEL.name} with one row, recorded on a GPU ({GPU.name}):
 
               eager    the host launches {SMALL_MODEL.kernels[1][0]:.0f} kernels, one after the other
               graphs   the host replays two graphs: of the model and of the sampler
-              overlap  graphs; the host launches a step while the previous step runs
 
-            An eager launch does not wait for earlier kernels. The device runs one kernel after the other. All kernels
-            took {ms(SMALL_MODEL.kernels[1][1])} ms (by a profiler). A launch took {LAUNCH_US:.0f} microseconds (mean).
-            “wait” in the panel: for the end of the step.
+            The host does not wait for the end of a kernel before the next launch. The device runs one kernel after the
+            other. A profiler measured that all kernels of an eager step together ran for
+            {ms(SMALL_MODEL.kernels[1][1])} ms. An eager launch took {LAUNCH_US:.0f} microseconds (mean).
+
+            In the picture, “wait” means: the host waits for the end of the step.
             """,
             panel="gpu",
-            code="engine.worker.cuda_graphs:DecodeGraphs.launch",
-            run=small_model,
+            run=eager_and_graphs,
             predict=Prediction(
                 "About how long does an eager step of this model take?",
                 (
@@ -131,37 +142,66 @@ LESSON = Lesson(
                 ),
                 (
                     "",
-                    "the launches would take no time. But the host launches the kernels one after the other: multiply "
-                    "the number of kernels by the time of a launch.",
-                    "the host would wait for each kernel before the next launch. But the host launches the next kernel "
-                    "while the device runs this kernel, so the two times overlap.",
+                    f"the launches would take no time. But {SMALL_MODEL.kernels[1][0]:.0f} launches take "
+                    f"{SMALL_MODEL.kernels[1][0]:.0f} × {LAUNCH_US:.0f} microseconds.",
+                    "the host would wait for each kernel before the next launch. But it launches the next kernel while "
+                    "this one runs.",
                 ),
             ),
         ),
         Page(
             "A larger model",
             f"""
-            The same steps with a larger model. {LARGE_MODEL.name} has {LARGE_MODEL.weights_gb:.0f} GB of weights,
-            {SMALL_MODEL.name} has {SMALL_MODEL.weights_gb:.1f} GB. A step reads nearly all weights of its model. An
-            eager step of {LARGE_MODEL.name} has {LARGE_MODEL.kernels[1][0]:.0f} kernels, an eager step of
-            {SMALL_MODEL.name} has {SMALL_MODEL.kernels[1][0]:.0f}. The graph made a step of {SMALL_MODEL.name}
-            {gain(SMALL_MODEL):.0f} times as fast.
+            A decode step reads nearly all weights of its model. {SMALL_MODEL.name} has {SMALL_MODEL.weights_gb:.1f} GB
+            of weights. {LARGE_MODEL.name} has {LARGE_MODEL.weights_gb:.0f} GB. An eager step of {SMALL_MODEL.name} has
+            {SMALL_MODEL.kernels[1][0]:.0f} kernels. An eager step of {LARGE_MODEL.name} has
+            {LARGE_MODEL.kernels[1][0]:.0f}. With both models, an eager launch takes about
+            {LAUNCH_US:.0f} microseconds.
 
-            If the panel is high enough, it has the steps with 64 rows below the steps with one row.
+            With graphs, a step of {SMALL_MODEL.name} was {gain(SMALL_MODEL):.1f} times as fast. The picture shows the
+            same steps of {LARGE_MODEL.name}. If the panel is high enough, it shows {SMALL_MODEL.name} below, on another
+            scale.
             """,
             panel="gpu",
-            run=large_model,
+            run=larger_model,
             predict=Prediction(
-                f"A graph makes a step of {LARGE_MODEL.name} faster, too. By which factor?",
+                f"With graphs, a step of {LARGE_MODEL.name} is faster, too. By which factor?",
                 ("by a larger one", "by about the same one", "by a smaller one"),
                 (
-                    "the launches would have to grow more than the kernels. But all launches of a step grew from "
-                    f"{ms(SMALL_LAUNCHES)} to {ms(LARGE_LAUNCHES)} ms ({LARGE_LAUNCHES / SMALL_LAUNCHES:.1f} times), "
-                    f"and all kernels from {ms(SMALL_MODEL.kernels[1][1])} to {ms(LARGE_MODEL.kernels[1][1])} ms "
-                    f"({LARGE_MODEL.kernels[1][1] / SMALL_MODEL.kernels[1][1]:.1f} times).",
-                    "the time for launches and the time of the kernels would grow alike. But the "
-                    "weights to read grew much more than the number of kernels: the text has these numbers.",
+                    "the launches would have to grow more than the kernels. But there are only "
+                    f"{LARGE_MODEL.kernels[1][0] / SMALL_MODEL.kernels[1][0]:.1f} times as many launches, and "
+                    f"{LARGE_MODEL.weights_gb / SMALL_MODEL.weights_gb:.0f} times as many bytes to read.",
+                    "launches and kernels would take longer by the same factor. But there are only "
+                    f"{LARGE_MODEL.kernels[1][0] / SMALL_MODEL.kernels[1][0]:.1f} times as many launches, and "
+                    f"{LARGE_MODEL.weights_gb / SMALL_MODEL.weights_gb:.0f} times as many bytes to read.",
                     "",
+                ),
+            ),
+        ),
+        Page(
+            "Overlap",
+            f"""
+            Without overlap, the device has no work while the host commits a step, plans the next step and launches it.
+            With overlap, the host plans and launches the next step while the device computes this one. For this, the
+            host needs only the number of the new tokens, not their ids (L1 Architecture). The next step reads the ids
+            from the memory of the device.
+
+            The recording has steps of {SMALL_MODEL.name} with graphs and one row. (On a large screen, the picture has
+            steps with {MANY} rows, too.) Without overlap, a step took {ms(OVERLAP_MS[2])} ms. From its first kernel to
+            its last, the device needed {ms(OVERLAP_MS[1])} ms.
+            """,
+            panel="gpu",
+            code="engine.core.engine:Engine.step",
+            run=overlap,
+            predict=Prediction(
+                "About how long does a step take with overlap?",
+                tuple(f"{_tenths(choice)} ms" for choice in OVERLAP_MS),
+                (
+                    "the device would compute two steps at the same time. But a step needs the tokens of the step "
+                    "before.",
+                    "",
+                    "the host would need the new tokens before it can launch the next step. But it needs only their "
+                    "number.",
                 ),
             ),
         ),

@@ -78,9 +78,9 @@ async def single(stage: Stage) -> Seen:
     return Seen(
         "\n".join(f"   {name:<24}{here:>9}{there:>18}" for name, here, there in rows_of_table)
         + f"\n\nThe {GPU.name} reads {MODEL_READS / 1e9:.1f} GB in {ms(reading)} ms. The whole step took {ms(one)} ms. "
-        f"So the {GPU.name} reads weights for most of the step, and computes at the same time.\n\nOn this page, the "
-        "engine waits after each step; on the next page, it does not. So do not compare these times with those of the "
-        "next page. (The panel's time of the device is a mean of all steps, also of the prompt's step.)",
+        f"So the {GPU.name} reads weights for most of the step, and computes at the same time. (The panel's "
+        "time of the device is a mean of all steps, also of the prompt's step. Do not compare these times with the "
+        "next page: here, the engine waits after each step.)",
         min(range(len(STEP_MS)), key=lambda i: abs(log(STEP_MS[i] / one))),
     )
 
@@ -193,11 +193,10 @@ LESSON = Lesson(
                 f"Compute how long a step with a single token of {MODEL.name} takes on the {GPU.name}.",
                 tuple(f"about {choice} ms" for choice in STEP_MS),
                 (
-                    f"the token would need the weights of only one of the {LAYERS} layers. But a token passes through "
-                    "all layers.",
+                    f"the token would need only one of the {LAYERS} layers. But it passes through all layers.",
                     "",
-                    f"the weights would be read at {HOST_GB} GB in a second, as over a bus from the host. But they "
-                    "are in the memory of the GPU.",
+                    f"the weights would come over a bus from the host, {HOST_GB} GB in a second. But they are in the "
+                    "memory of the GPU.",
                 ),
             ),
         ),
@@ -221,10 +220,9 @@ LESSON = Lesson(
                 f"{MANY} rows takes …",
                 (f"{MANY} times as long", f"about {MANY // 4} times as long", "less than twice as long"),
                 (
-                    "the device would read all weights again for each row. But it computes the rows together, so it "
-                    "reads each weight once for all rows.",
-                    f"arithmetic would take most of the time. But while the device reads a weight of 2 bytes, it can "
-                    f"compute 2 x {GPU.operations_per_byte:.0f} operations. {MANY} rows need only 2 x {MANY}.",
+                    "the device would read all weights again for each row. But it reads them once for all rows.",
+                    f"arithmetic would take most of the time. But {MANY} rows need only 2 x {MANY} operations for a "
+                    f"weight, not 2 x {GPU.operations_per_byte:.0f}.",
                     "",
                 ),
             ),

@@ -12,7 +12,7 @@ from minitui.viewmodel.comparison import Comparison
 
 PROMPT = 14  # tokens of both prompts of `two_tables`
 STATES = {FREE: "free", ACTIVE: "active", SHARED: "shared", CACHED: "cached"}
-SHOWN = ("steps", "time", "first_p99")  # of two runs
+SHOWN = ("steps", "first_p99")  # of two runs
 LISTED = 5  # steps in the table of `two_tables`
 
 
@@ -49,17 +49,15 @@ async def two_tables(stage: Stage) -> Seen:
 
 def _pieces_and_blocks(comparison: Comparison) -> str:
     """Returns what both runs measured."""
-    by_name = {one.quantity.name: one for one in comparison.differences}
-    first = by_name["first_p99"]
     at_once = [most_running(run.view) for run in comparison.runs]
     figures = [run.figures for run in comparison.runs]
     why = ""
     if figures[0].steps == figures[1].steps:
-        why = " The number of steps did not change, because the longest reply began at once in both runs."
+        why = " The number of steps is the same: the longest reply began at once in both runs."
+    first, second = (run.figures.first_p99 or 0.0 for run in comparison.runs)
+    sooner = "So the slowest first token (p99) came sooner." if second < first else ""
     return (
-        f"With pieces, at most {at_once[0]} requests ran at the same time; with blocks, {at_once[1]}. So with blocks, "
-        f"the slowest first token (p99) came after {first.quantity.text(first.second)}, not after "
-        f"{first.quantity.text(first.first)}.{why}"
+        f"With pieces, at most {at_once[0]} requests ran at the same time; with blocks, {at_once[1]}. {sooner}{why}"
     )
 
 
@@ -181,10 +179,8 @@ LESSON = Lesson(
                 ),
                 (
                     "",
-                    "two requests could use one piece. But a piece is reserved for one request, even if its reply is "
-                    "short.",
-                    "each request would take the blocks for the longest reply at once. But it takes only the blocks "
-                    "that its tokens need.",
+                    "two requests could use one piece. But a piece is reserved for one request.",
+                    "each request would take all its blocks at once. But it takes a block only when a token needs it.",
                 ),
             ),
         ),
@@ -232,8 +228,8 @@ LESSON = Lesson(
                 (
                     "the block with the prompt would be full. But a block has room for 16 tokens, not for "
                     f"{PROMPT}.",
-                    "a block would be taken as soon as the last one is full. But the reply may end there, so the "
-                    "engine takes a block only for a token that has no place.",
+                    "a full block would be enough to take the next one. But the engine waits for a token that has no "
+                    "place.",
                     "",
                 ),
             ),

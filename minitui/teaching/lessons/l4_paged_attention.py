@@ -126,8 +126,7 @@ LESSON = Lesson(
                 "In which slot is the key of token 16?",
                 ("16", f"{TABLE[1] * 16}", f"{TABLE[0] * 16 + 16}"),
                 (
-                    "every request would have slots of its own. But all requests share the pool, so slots are numbered "
-                    "through all of its blocks.",
+                    "each request would have slots of its own. But the slots are numbered through the whole pool.",
                     "",
                     f"block {TABLE[0] + 1} would have to follow block {TABLE[0]} in the table. But the second block of "
                     f"the table is block {TABLE[1]}.",

@@ -126,8 +126,8 @@ LESSON = Lesson(
                 (f"still {TIMES} times", f"{2 * TIMES} times", f"{TIMES * TIMES} times"),
                 (
                     "the temperature would change no probability. But it doubles the difference of the two logits.",
-                    "twice the difference would give twice the ratio. But a difference multiplies the ratio: the same "
-                    f"difference a second time multiplies by {TIMES} a second time.",
+                    "twice the difference would double the ratio. But the same difference again multiplies the ratio "
+                    f"by {TIMES} again.",
                     "",
                 ),
             ),
@@ -151,8 +151,7 @@ LESSON = Lesson(
                 (
                     "the probabilities would add up to less than 1. But one of the kept tokens is always drawn.",
                     "",
-                    "the largest would get all probability of the tokens that were cut. But a cut does not change the "
-                    "ratio of two kept tokens.",
+                    "the largest would get all that was cut. But a cut does not change the ratio of two kept tokens.",
                 ),
             ),
         ),
@@ -168,14 +167,14 @@ LESSON = Lesson(
             Four requests, one without a penalty, may use only three words in their replies. All four replies begin
             alike: the first word several times, the second word once, the third word not yet.
             """,
-            panel="candidates",
+            panel="words",
             code="engine.worker.sampler:Sampler._apply_penalties",
             run=compare_penalties,
             predict=Prediction(
                 "The logit of the third word does not change. And its probability?",
                 ("it stays as it was", "it grows with each penalty", "it grows or falls: this depends on the penalty"),
                 (
-                    "the three probabilities would add up to less than 1: a penalty makes the other words less likely.",
+                    "the sum would be less than 1: a penalty makes the other words less likely.",
                     "",
                     "a penalty would have to raise the logit of a word. But here each penalty lowers logits.",
                 ),

@@ -82,7 +82,7 @@ async def join_and_leave(stage: Stage) -> Seen:
         lines.append(f"   {name:<24}{steps:>5}{f'{tokens / steps / rows:.0%}':>12}")
     return Seen(
         "The steps, counted from 1:\n" + "\n".join(lines) + "\nEach waiting request took the next row that became "
-        "free. The next page runs static batches.",
+        "free.",
         {max(LENGTHS): 0, static: 2, tokens: 3}.get(figures.steps, 1),
     )
 
@@ -111,8 +111,8 @@ async def fifth_waits(stage: Stage) -> Seen:
         "\n".join(lines) + "\n"
         f"   step {ended[0].step:<6}{count(len(ended), 'running request')} finished\n"
         f"   step {admitted.step:<6}r{ids[1]} is admitted\n"
-        "In the first of these steps, both the budget and the rows were used up: the log named the budget. In the next "
-        f"step, budget was left, but r{ids[0]} had the last row.",
+        "In the first step, budget and rows were used up: the log named the budget. Then budget was left, but "
+        f"r{ids[0]} had the last row.",
         REASONS.index(tuple(reasons)) if tuple(reasons) in REASONS else None,
     )
 
@@ -187,13 +187,12 @@ LESSON = Lesson(
                     f"{sum(LENGTHS)}",
                 ),
                 (
-                    f"all six replies would have a row from the start. But the sixth reply gets the second row that "
-                    f"becomes free, after {LENGTHS[1]} steps. It takes {LENGTHS[5]} more steps.",
+                    f"all six replies would start at once. But the sixth gets its row after {LENGTHS[1]} steps, and "
+                    f"takes {LENGTHS[5]} more.",
                     "",
-                    f"the two waiting replies would start when the reply of {max(LENGTHS)} tokens has ended: "
-                    f"{max(LENGTHS)} + {LENGTHS[4]} steps. This is static batching.",
-                    "a step would compute one request only. But this engine has four rows, and a step computes "
-                    "one token for each row.",
+                    f"the last two replies would start after the longest: {max(LENGTHS)} + {LENGTHS[4]} steps. This is "
+                    "static batching.",
+                    "a step would compute one request only. But it computes a token for each of four rows.",
                 ),
             ),
         ),
@@ -274,12 +273,10 @@ LESSON = Lesson(
                 ("first budget, then rows", "first rows, then budget", "only rows", "only budget"),
                 (
                     "",
-                    "the first step would have budget left, and the second would not. But the first step computes more "
+                    "only the second step would use up its budget. But the first computes more prompt tokens.",
+                    f"the first step would have budget left. But it computes 3 decodes and {BUDGET - 3} prompt tokens.",
+                    f"the second step would use up its budget. But it computes 3 decodes and {WAITING - BUDGET + 3} "
                     "prompt tokens.",
-                    f"the first step would have budget left. But it computes 3 decodes and {BUDGET - 3} tokens of the "
-                    "fourth request.",
-                    "the next step would have no budget left, either. But it computes 3 decodes and only "
-                    f"{WAITING - BUDGET + 3} tokens of the fourth request.",
                 ),
             ),
         ),
@@ -301,9 +298,9 @@ LESSON = Lesson(
                 "Which request does this engine preempt?",
                 ("the oldest", "the one with the most blocks", "the youngest"),
                 (
-                    "new requests could push out an old request again and again. Its reply might never end.",
-                    "each new, shorter request could push out the same long request, and it might never end. If the "
-                    "youngest waits, the oldest always continues, and each request is the oldest at some time.",
+                    "new requests could push out an old request again and again, and it might never end.",
+                    "short requests could push out a long one again and again. If the youngest waits, the oldest "
+                    "always continues.",
                     "",
                 ),
             ),

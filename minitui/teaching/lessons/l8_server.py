@@ -112,8 +112,8 @@ LESSON = Lesson(
                 ("one", f"{TOKENS}", f"fewer than {TOKENS}, but several"),
                 (
                     "the server would wait for the last token. That is an answer without a stream.",
-                    f"each token would have an event of its own. But {quoted(HELD)} can be the beginning of the stop "
-                    "string. So its text is held back until the next token, and both are sent together.",
+                    f"each token would have an event. But {quoted(HELD)} may begin the stop string, so its text is "
+                    "sent with the next token.",
                     "",
                 ),
             ),

@@ -54,9 +54,8 @@ async def compare_penalties(stage: Stage) -> Seen:
         "word:\n" + "\n".join(lines) + "\n"
         f"“{names[never]}” is neither in the prompt nor in the replies: it got what the other words lost. "
         "presence_penalty lowered the two other words by the same factor: it does not count occurrences. "
-        f"frequency_penalty lowered “{names[often]}” by more, because this word occurred {_times(times[often])}. "
-        "repetition_penalty does not count, either, but it also lowers words of the prompt: here "
-        f"“{listed(in_prompt)}”.",
+        f"frequency_penalty lowered “{names[often]}” more: this word occurred {_times(times[often])}. "
+        f"repetition_penalty does not count, but it also lowers words of the prompt, here “{listed(in_prompt)}”.",
         1 if min(grown) > 1.001 else 0 if max(grown) < 1.001 else 2,
     )
 

@@ -2,94 +2,145 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from statistics import mean
+
 from minitui.teaching.lessons.page import Seen
 from minitui.teaching.recorded_steps import RecordedModel, RecordedTimeline, recorded_device
 from minitui.teaching.stage import Stage
 from minitui.text import count, ms
 from minitui.viewmodel.board import RecordedRun, RecordedRuns
 
-MODES = ("eager", "graphs", "overlap")
-ROWS = (1, 64)
-SHOWN = 2.2  # eager steps in the picture
+EAGER, GRAPHS, OVERLAP = "eager", "graphs", "overlap"
+MANY = 64  # rows of the second group of the picture of overlap
+EAGER_SHOWN, GRAPHS_SHOWN = 2.2, 4.2  # steps of a picture's first mode
 FRAMES = 24  # in which the picture grows
 SMALL, LARGE = "0.6B", "8B"
+NAME = 22  # cells of the first column of a table
+
+Group = tuple[str, float, tuple[RecordedRun, ...]]  # see RecordedRuns
 
 
-async def small_model(stage: Stage) -> Seen:
-    """Draws the steps of the small model. The answer: how long the eager step takes, 0 as its launches, 1 as its
-    kernels, 2 as both together."""
-    model = await _play(stage, SMALL)
-    eager, graphs, (kernels, busy) = model.timeline("eager", 1), model.timeline("graphs", 1), model.kernels[1]
+async def eager_and_graphs(stage: Stage) -> Seen:
+    """Draws steps of the small model. The answer: how long the eager step takes, 0 as its launches, 1 as its kernels, 2
+    as both together."""
+    model = recorded_device().models[SMALL]
+    await _play(stage, model.name, [_group(model, 1, (EAGER, GRAPHS), EAGER_SHOWN)])
+    eager, graphs, (kernels, busy) = model.timeline(EAGER, 1), model.timeline(GRAPHS, 1), model.kernels[1]
     launches = launch_ms(eager)
     expected = (launches, busy, launches + busy)
     return Seen(
-        f"{_steps(model)}\n   launches of an eager step: {ms(launches)}; of a graph: {ms(launch_ms(graphs))}\n\n"
-        f"The launches of the {kernels:.0f} kernels take nearly the whole eager step. Most of this time, the device "
-        f"waits. A step with a graph takes even less than the {ms(busy)} ms of the eager kernels: probably because the "
-        "profiler slows kernels, and because graphs have fewer, larger kernels. (The host's speed varied: a step of "
-        "the picture can be longer than the mean, and an eager step with more rows can be shorter.)",
+        _table(
+            (EAGER, GRAPHS),
+            ("a step", [eager.step_ms, graphs.step_ms]), ("launches of a step", [launches, launch_ms(graphs)]),
+        )
+        + f"\n\nThe picture shows: the launches of the {kernels:.0f} kernels take nearly the whole eager step, and the "
+        "device has pauses between the kernels. With graphs, the host mostly waits for the device. A step with graphs "
+        f"takes even less than the {ms(busy)} ms of the eager kernels. Two reasons are probable: the profiler slowed "
+        "the kernels, and graphs have fewer, larger kernels.",
         min(range(3), key=lambda i: abs(expected[i] - eager.step_ms)),
-    )
+    )  # fmt: skip
 
 
-async def large_model(stage: Stage) -> Seen:
-    """Draws the steps of the large model. The answer: is the gain of a graph larger (0) than that of the small model,
-    about the same (1), or smaller (2)?"""
-    model = await _play(stage, LARGE)
-    eager, graphs = (model.timeline(mode, 1).step_ms for mode in MODES[:2])
-    small = recorded_device().models[SMALL]
-    factors = gain(model) / gain(small)
-    launches = [launch_ms(one.timeline("eager", 1)) / one.kernels[1][0] * 1e3 for one in (small, model)]
+async def larger_model(stage: Stage) -> Seen:
+    """Draws steps of the large model, then of the small one. The answer: is the gain of a graph larger (0) than that of
+    the small model, about the same (1), or smaller (2)?"""
+    models = [recorded_device().models[size] for size in (LARGE, SMALL)]
+    groups = [_group(model, 1, (EAGER, GRAPHS), EAGER_SHOWN, model.name) for model in models]
+    await _play(stage, "1 row", groups)
+    rows = []
+    for model in models:
+        eager, graphs = (model.timeline(mode, 1).step_ms for mode in (EAGER, GRAPHS))
+        rows.append(f"   {model.name:<12}{ms(eager):>7}{ms(graphs):>8}{gain(model):>16.1f}")
+    factors = gain(models[0]) / gain(models[1])
     return Seen(
-        f"{_steps(model)}\n   eager / graphs, 1 row: {ms(eager)} / {ms(graphs)} = {gain(model):.1f}\n"
-        f"   microseconds of a launch: {launches[1]:.0f}; with {small.name}: {launches[0]:.0f}\n\nA launch "
-        "takes about as long with both models, but a kernel takes longer with the large one. The graph removes the "
-        "pauses between kernels; reading the weights takes as long as before. Without overlap, the device waits for "
-        "the host after each step: for the commit, and for the next plan. With overlap, the host does this work while "
-        "the device computes. (The host's speed varied in this recording, too.)",
+        f"   {'ms of a step':<12}{EAGER:>7}{GRAPHS:>8}{'eager / graphs':>16}\n" + "\n".join(rows)
+        + "\n\nThe picture shows: with graphs, the kernels of the large model fill nearly the whole step. A graph "
+        "removes the pauses between kernels, but the kernels take as long as before: they must read the weights. "
+        "With the large model, the kernels have a larger share of the eager step, so a graph saves a smaller share.",
         0 if factors > 1.25 else 2 if factors < 0.8 else 1,
-    )
+    )  # fmt: skip
+
+
+async def overlap(stage: Stage) -> Seen:
+    """Draws steps with graphs, without and with overlap. The answer: which of `overlap_choices` is nearest."""
+    small, large = (recorded_device().models[size] for size in (SMALL, LARGE))
+    modes = (GRAPHS, OVERLAP)
+    await _play(stage, small.name, [_group(small, rows, modes, GRAPHS_SHOWN) for rows in (1, MANY)])
+    one = [small.timeline(mode, 1) for mode in modes]
+    choices = overlap_choices(small)
+    return Seen(
+        _table(
+            modes,
+            (f"{small.name}, {count(1, 'row')}", [line.step_ms for line in one]),
+            ("  its device works", [device_ms(line) for line in one]),
+            (f"{small.name}, {count(MANY, 'row')}", [small.timeline(mode, MANY).step_ms for mode in modes]),
+            (f"{large.name}, {count(1, 'row')}", [large.timeline(mode, 1).step_ms for mode in modes]),
+        )
+        + "\n\nThe picture shows: without overlap, the device waits for the host after each step. With overlap, the "
+        "next step is launched before the device needs it. So a step takes only as long as the device works. (Without "
+        "overlap, the device probably waits between the two graphs of a step, too.)",
+        min(range(len(choices)), key=lambda i: abs(choices[i] - one[1].step_ms)),
+    )  # fmt: skip
+
+
+def overlap_choices(model: RecordedModel) -> tuple[float, float, float]:
+    """Returns times, in ms, that a step with overlap could take: half a step with graphs, the device's part of it, and
+    all of it."""
+    graphs = model.timeline(GRAPHS, 1)
+    return graphs.step_ms / 2, device_ms(graphs), graphs.step_ms
 
 
 def gain(model: RecordedModel) -> float:
     """Returns how many times as long an eager step takes as one with graphs."""
-    return model.timeline("eager", 1).step_ms / model.timeline("graphs", 1).step_ms
+    return model.timeline(EAGER, 1).step_ms / model.timeline(GRAPHS, 1).step_ms
 
 
 def launch_ms(timeline: RecordedTimeline) -> float:
     """Returns the mean time of the launches of a step, of the same steps as `step_ms`: the first only begins."""
     rows = [timeline.steps.get(step) for step in timeline.steps_kept[1:]]
-    known = [row.launch_ms for row in rows if row is not None and row.launch_ms is not None]
-    return sum(known) / len(known)
+    return mean(row.launch_ms for row in rows if row is not None and row.launch_ms is not None)
 
 
-async def _play(stage: Stage, size: str) -> RecordedModel:
-    """Lets the picture grow from left to right; returns the model."""
-    device = recorded_device()
-    model = device.models[size]
-    groups = tuple((count(rows, "row"), *_group(model, rows)) for rows in ROWS)
+def device_ms(timeline: RecordedTimeline) -> float:
+    """Returns the mean time from the first to the last kernel of a step, of the same steps as `step_ms`."""
+    rows = [timeline.steps.get(step) for step in timeline.steps_kept[1:]]
+    return mean(row.device_ms for row in rows if row is not None and row.device_ms is not None)
+
+
+async def _play(stage: Stage, title: str, groups: Sequence[Group]) -> None:
+    """Lets the picture grow from left to right."""
     for frame in range(1, FRAMES + 1):
-        stage.view.put(RecordedRuns(f"{model.name} on an {device.name}", groups, frame / FRAMES))
+        stage.view.put(RecordedRuns(f"{title} on an {recorded_device().name}", tuple(groups), frame / FRAMES))
         await stage.pause(0.15)
-    return model
 
 
-def _group(model: RecordedModel, rows: int) -> tuple[float, tuple[RecordedRun, ...]]:
-    timelines = [model.timeline(mode, rows) for mode in MODES]
-    span = min(SHOWN * timelines[0].step_ms, *(one.step_ms * (len(one.steps_kept) - 1) for one in timelines))
+def _group(model: RecordedModel, rows: int, modes: Sequence[str], steps: float, name: str = "") -> Group:
+    """Returns the tracks of some modes; there is room for `steps` steps of the first. `name`: default: the rows."""
+    timelines = [model.timeline(mode, rows) for mode in modes]
+    span = min(steps * timelines[0].step_ms, *(one.step_ms * (len(one.steps_kept) - 1) for one in timelines))
     runs = []
     for timeline in timelines:
-        line = f"{ms(timeline.step_ms)} ms a step"  # as wide as the narrowest panel
-        if timeline.mode == "eager":
-            line += f", kernels {ms(model.kernels[rows][1])} by profiler"
-        runs.append(RecordedRun(timeline.mode, timeline.steps, line, timeline.mode == "eager"))
-    return span, tuple(runs)
+        eager = timeline.mode == EAGER
+        device = f"kernels {ms(model.kernels[rows][1])} by profiler" if eager else f"device {ms(device_ms(timeline))}"
+        line = f"{ms(timeline.step_ms)} ms a step, {device}"  # as wide as the narrowest panel
+        runs.append(RecordedRun(timeline.mode, timeline.steps, line, eager, _typical(timeline, span)))
+    return name or count(rows, "row"), span, tuple(runs)
 
 
-def _steps(model: RecordedModel) -> str:
-    """Returns a line for each number of rows: the mean time of a step in each mode."""
-    lines = [
-        f"   {count(rows, 'row'):<8}" + ", ".join(f"{mode} {ms(model.timeline(mode, rows).step_ms)}" for mode in MODES)
-        for rows in ROWS
-    ]
-    return "Milliseconds of a step (mean):\n" + "\n".join(lines)
+def _typical(timeline: RecordedTimeline, span: float) -> int:
+    """Returns the step whose end begins a picture of `span` ms with the most typical steps: the host's speed varies."""
+    ends = {step: row.ended * 1e3 for step in timeline.steps_kept if (row := timeline.steps.get(step)) and row.ended}
+    distance: dict[int, float] = {}
+    for step, begin in ends.items():
+        last = next((one for one in ends if ends[one] >= begin + span), None)
+        if last is not None:
+            distance[step] = abs((ends[last] - begin) / (last - step) - timeline.step_ms)
+    return min(distance, key=distance.__getitem__, default=timeline.steps.first)
+
+
+def _table(modes: Sequence[str], *rows: tuple[str, Sequence[float]]) -> str:
+    """Returns a line for each row: its name, and a mean time for each mode."""
+    lines = [f"   {'ms (mean)':<{NAME}}" + "".join(f"{mode:>9}" for mode in modes)]
+    lines += [f"   {name:<{NAME}}" + "".join(f"{ms(value):>9}" for value in values) for name, values in rows]
+    return "\n".join(lines)

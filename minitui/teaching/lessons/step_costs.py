@@ -38,17 +38,11 @@ async def rows(stage: Stage) -> Seen:
     _draw(stage, title, "rows", here, recorded)
     factor = _factor(recorded["8B"], MANY)
     device = recorded_device()
-    sums = (
-        (f"operations for a weight, {MANY} rows", f"2 x {MANY} = {2 * MANY}"),
-        ("operations while a weight is read", _while_read(device.operations_per_byte)),
-    )
     why = (
-        "\n" + "\n".join(f"   {name:<36}{value:>14}" for name, value in sums)
-        + f"\n\nA step reads each weight once for all rows. With {MANY} rows, the {device.name}'s arithmetic takes "
-        f"less time than this reading; from about {device.operations_per_byte:.0f} rows on, it takes longer. Each row "
-        "also reads its own keys and values, so the time grows a little with each row. But many rows in one step cost "
-        f"much less than many steps: so an engine computes many requests in one batch.{_uneven(here)}"
-    )  # fmt: skip
+        f"\n\nEach weight is read once for all rows. With {MANY} rows, the {device.name}'s arithmetic takes less time "
+        f"than this; from about {device.operations_per_byte:.0f} rows on, it takes longer. So one step with many rows "
+        f"takes much less time than many steps.{_uneven(here)}"
+    )
     return Seen(_told(here, recorded, "a decode step", "row") + why, 2 if factor < 2 else 1 if factor < MANY / 2 else 0)
 
 
@@ -70,8 +64,7 @@ async def prompt_tokens(stage: Stage) -> Seen:
         "with prompts run other programs on the GPU (kernels, L4 Paged attention)."
     ) if all(points[1] > decode[name][1] for name, points in recorded.items()) else ""
     apart = (
-        "\n\nOn this page, the engine waited before each prompt. On the page before, it did not wait between the "
-        "decode steps. So do not compare the times of the two pages."
+        "\n\nDo not compare these times with the page before: here, the engine waited before each prompt."
     )
     return Seen(_told(here, recorded, "a prompt's step", "token") + graphs + apart + _uneven(here))
 
@@ -116,16 +109,11 @@ def _draw(stage: Stage, title: str, unit: str, here: dict[int, float], recorded:
     stage.view.put(Curves(title, unit, SIZES, tuple(curves)))
 
 
-def _while_read(operations_per_byte: float) -> str:
-    each = round(operations_per_byte)
-    return f"2 x {each} = {2 * each}"
-
-
 def _uneven(here: dict[int, float]) -> str:
     """Returns a sentence if a larger step was measured shorter than a smaller one."""
     if all(here[few] <= here[many] for few, many in pairwise(SIZES)):
         return ""
-    return " Times vary: here, a larger step was measured shorter than a smaller step."
+    return " (Times vary: a larger step was measured shorter than a smaller one.)"
 
 
 def _factor(points: dict[int, float], n: int) -> float:

@@ -57,13 +57,13 @@ PANELS: dict[str, type[LinePanel]] = {
     "lanes": BatchLanes, "tree": RadixTree,
     "timings": StepTimings, "events": Events, "occupancy": Occupancy, "pieces": TextPieces, "runs": Runs,
     "runs-steps": RunsInSteps,
-    "candidates": CandidateBars, "costs": CostCurves, "gpu": HostAndDevice,
+    "candidates": CandidateBars, "words": CandidateBars, "costs": CostCurves, "gpu": HostAndDevice,
     "blocks": NodeBlocks, "wire": WireLines,
 }  # fmt: skip
 # Rows of these panels; on a narrow screen, all other panels have PANEL_ROWS. The timings need 10 for their tracks.
 HEIGHTS = {
-    "step": 4, "occupancy": 2, "timings": 10, "candidates": 11, "attention": 12, "slot": 6, "costs": 12,
-    "gpu": 12, "runs": 13, "runs-steps": 13, "blocks": 10,
+    "step": 4, "occupancy": 2, "timings": 10, "candidates": 11, "words": 6, "attention": 12, "slot": 6, "costs": 11,
+    "gpu": 9, "runs": 13, "runs-steps": 13, "blocks": 10,
 }  # fmt: skip
 TALL = (  # on a wide screen, these panels have its height
     "attention", "blocks", "costs", "gpu", "runs", "runs-steps",

@@ -7,7 +7,7 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 
 from minitui.teaching.lessons import following
-from minitui.teaching.lessons.page import Lesson, Page, paragraphs
+from minitui.teaching.lessons.page import Lesson, Page, Prediction, Seen, paragraphs
 from minitui.teaching.prediction import LETTERS, verdict
 from minitui.teaching.reading import Reading
 from minitui.text import count
@@ -17,6 +17,7 @@ from minitui.tui.widgets.rows import Row
 from minitui.viewmodel.model import View
 
 MAX_TEXT_WIDTH = 100  # columns; longer lines are hard to read
+PREDICT = "Predict: "
 LEGEND_ENDS = 2  # cells of the text's width that its legend cannot have
 DISTURBED = "The panels have changed. Enter runs the end of the lesson again."
 EARLIER = "The panel shows this run. Since then the engine has run another page; key r runs this page again."
@@ -45,7 +46,7 @@ class LessonText(ScrollPanel):
 
     def to_experiment(self) -> None:
         """Scroll at the next paint until the prediction, or the result if there is none, is the first line shown. Lines
-        above stay in sight if there is room."""
+        above stay in sight if there is room. A result that needs more room takes the lines of the question, too."""
         self._aim = "experiment"
 
     def scroll_page(self, pages: int) -> bool:
@@ -65,7 +66,8 @@ class LessonText(ScrollPanel):
         if self._aim:
             self.top = len(rows)
             if self._aim == "experiment" and reading.page is not None:
-                self.top = len(_text_lines(reading.page, columns)) + 1
+                first = len(_text_lines(reading.page, columns)) + 1
+                self.top = min(first + _question_lines(reading, columns), max(first, len(rows) - height))
             self._aim = ""
         self._height = height
         shown, below = self.window(rows, height)
@@ -74,7 +76,8 @@ class LessonText(ScrollPanel):
         above = f"up: {count(self.top, 'more line')}" if self.top else ""
         legend = [(_keys(reading, width - LEGEND_ENDS, above), "dim")]
         if below:
-            legend = [(f"down, page down: {count(below, 'more line')}", "accent")]
+            above = f"up: {count(self.top, 'line')}; " if self.top else ""
+            legend = [(above, "dim"), (f"down, page down: {count(below, 'more line')}", "accent")]
         return Picture(shown, title, legend=legend)
 
 
@@ -147,28 +150,14 @@ def page_lines(reading: Reading, width: int) -> list[tuple[str, str]]:
     seen = reading.seen.get(reading.at)
     if page.predict is not None:
         lines.append(("", "ink"))
-        lines += [(line, "bold ink") for line in paragraphs("Predict: " + page.predict.question, width)]
-        predicted = reading.predicted.get(reading.at)
-        for i, choice in enumerate(page.predict.choices):
-            right = seen is not None and seen.answer == i
-            if seen is not None and seen.answer is not None and not right and predicted != i:
-                continue  # the result needs the room
-            mark = glyphs().right if right else glyphs().arrow if predicted == i else " "
-            style = "bold good" if right else "bold accent" if predicted == i else "dim" if seen else "ink"
-            for n, piece in enumerate(paragraphs(choice, width - 5)):
-                lines.append((f"{mark} {LETTERS[i]}) {piece}" if n == 0 else f"     {piece}", style))
+        lines += [(line, "bold ink") for line in paragraphs(f"{PREDICT}{page.predict.question}", width)]
+        lines += _choices(reading, page.predict, width)
     if reading.at in reading.failed:
         lines += [("", "ink"), *((line, "bad") for line in paragraphs(reading.failed[reading.at], width))]
     elif reading.running and page.run is not None:
         lines += [("", "ink"), (_running(reading), "running")]
     elif seen is not None:
-        lines.append(("", "ink"))
-        if seen.answer is not None:
-            predicted = reading.predicted.get(reading.at)
-            lines.append((verdict(predicted, seen.answer), "bold good"))
-            if page.predict is not None and predicted is not None and (why := page.predict.explain(predicted)):
-                lines += [(line, "ink") for line in paragraphs(why, width)]
-        lines += [(line, "hit") for line in paragraphs(seen.text, width)]
+        lines += _result(reading, page, seen, width)
         if reading.at in reading.views:
             lines += [("", "ink"), *((line, "dim") for line in paragraphs(EARLIER, width))]
     elif page.run is not None:
@@ -176,6 +165,46 @@ def page_lines(reading: Reading, width: int) -> list[tuple[str, str]]:
     if page.code and seen is None:  # the result needs the room
         path, _, name = page.code.partition(":")
         lines += [("", "ink"), (f"v: {path.replace('.', '/')}.py  {name}".rstrip(), "dim")]
+    return lines
+
+
+def _question_lines(reading: Reading, width: int) -> int:
+    """Returns the number of lines of the page's question that a long result may push out of sight."""
+    predict = reading.page.predict if reading.page is not None else None
+    if predict is None or reading.at not in reading.seen:
+        return 0
+    return len(paragraphs(f"{PREDICT}{predict.question}", width))
+
+
+def _choices(reading: Reading, predict: Prediction, width: int) -> list[tuple[str, str]]:
+    """Returns the choices of a prediction; beside a result only the chosen one and then the right one."""
+    seen, predicted = reading.seen.get(reading.at), reading.predicted.get(reading.at)
+    right = seen.answer if seen is not None else None
+    shown = list(range(len(predict.choices)))
+    if right is not None:  # the result needs the room
+        shown = [right] if predicted in (None, right) else [predicted, right]
+    lines = []
+    for i in shown:
+        mark = glyphs().right if i == right else glyphs().arrow if predicted == i else " "
+        style = "bold good" if i == right else "bold accent" if predicted == i else "dim" if seen else "ink"
+        for n, piece in enumerate(paragraphs(predict.choices[i], width - 5)):
+            lines.append((f"{mark} {LETTERS[i]}) {piece}" if n == 0 else f"     {piece}", style))
+    return lines
+
+
+def _result(reading: Reading, page: Page, seen: Seen, width: int) -> list[tuple[str, str]]:
+    """Returns the sentence about the prediction, and the result. No empty line is beside a line of a table: a small
+    screen has few lines."""
+    lines = [] if page.predict is not None and seen.answer is not None else [("", "ink")]
+    if seen.answer is not None:
+        predicted = reading.predicted.get(reading.at)
+        said = verdict(predicted, seen.answer)
+        why = page.predict.explain(predicted) if page.predict is not None and predicted is not None else ""
+        lines += [(line, "ink" if why else "bold good") for line in paragraphs(f"{said} {why}".strip(), width)]
+    text = ["", *paragraphs(seen.text, width), ""]
+    for before, line, after in zip(text, text[1:], text[2:], strict=False):
+        if line or not (before.startswith(" ") or after.startswith(" ")):
+            lines.append((line, "hit"))
     return lines
 
 

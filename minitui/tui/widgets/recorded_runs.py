@@ -49,7 +49,7 @@ def _group(name: str, span: float, runs: tuple[RecordedRun, ...], until: float, 
     rows = [Row(fit(name, LABEL), "bold ink").extend(ruler(Scale(0.0, span / columns, columns), None)).done(width)]
     for run in runs:
         line = Timeline(run.steps, run.steps.last)
-        begin = line.arrived(line.first)  # the end of the first step: from here on, all is known
+        begin = line.arrived(max(line.first, run.first))  # the end of a step: from here on, all is known
         scale = Scale(begin, span / columns, columns)
         shown = begin + span * until
         host, device = (_clipped(spans, begin, shown) for spans in (
