@@ -79,14 +79,13 @@ def _fold(slot: Slot, config: ModelConfig, dtype: torch.dtype, owner: str) -> Fo
 
 def _transposed(slot: Slot, leaf: str) -> Slot:
     """Returns the slot for gpt-oss's experts: [E, in, out], where gates and ups alternate in gate_up_proj."""
-    interleaved, matrix, cut = leaf.startswith("gate_up"), slot.view.dim() == 3, slot.cut
-    if cut is not None and cut.dim > 0:
-        starts = (2 * cut.starts[0],) if interleaved else cut.starts  # a rank's gates and ups are together
-        cut = Cut(3 - cut.dim if matrix else cut.dim, starts, cut.whole)
+    cut, fold = slot.cut, None
+    if leaf.startswith("gate_up"):
+        if cut is not None and cut.dim > 0:
+            cut = replace(cut, starts=(2 * cut.starts[0],))  # a rank's gates and ups are together
 
-    def fold(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.transpose(1, 2) if matrix else tensor
-        return torch.cat((tensor[:, 0::2], tensor[:, 1::2]), 1) if interleaved else tensor
+        def fold(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.cat((tensor[:, 0::2], tensor[:, 1::2]), 1)
 
-    shape = slot.view.shape
-    return replace(slot, fold=fold, parts=(), cut=cut, stored=(shape[0], shape[2], shape[1]) if matrix else None)
+    slot = replace(slot, fold=fold, parts=(), cut=cut)
+    return slot.transpose() if slot.view.dim() == 3 else slot

@@ -219,5 +219,5 @@ MODEL_TYPES = {
 WITH_IMAGES = {
     "Gemma3ForConditionalGeneration": "gemma3_text", "Mistral3ForConditionalGeneration": "mistral",
     "Qwen2VLForConditionalGeneration": "qwen2", "Qwen2_5_VLForConditionalGeneration": "qwen2",
-    "Qwen3VLForConditionalGeneration": "qwen3",
+    "Qwen3VLForConditionalGeneration": "qwen3", "Qwen3VLMoeForConditionalGeneration": "qwen3_moe",
 }  # fmt: skip

@@ -247,6 +247,8 @@ def _text_part(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
     if name.startswith("Qwen"):
         ropes = {key: _of_text(text[key]) for key in ("rope_scaling", "rope_parameters") if key in text}
         text = {**text, **ropes, "model_type": kind}
+    if kind == "qwen3_moe":  # the weights of a token's experts always sum to 1, and the outer field decides
+        text = {**text, "norm_topk_prob": True, TIED: raw.get(TIED, False)}
     tied = [part[TIED] for part in (raw, text) if part.get(TIED) is not None]  # older files have the field inside
     text = {**text, TIED: next(filter(None, tied), False)} if tied else text
     outer = {key: raw[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in raw}

@@ -90,8 +90,8 @@ class ByteWeight:
 
     def keep(self, values: torch.Tensor, scale: torch.Tensor) -> None:
         """Copy numbers (as bytes, uint8) and scales of a checkpoint."""
-        self.values.view(torch.uint8).copy_(values)
-        self.scale.copy_(scale.view(self.scale.shape))
+        self.values.view(torch.uint8).copy_(values.flatten(0, -2))
+        self.scale.copy_(scale.reshape(self.scale.shape))
 
     def normal_(self, mean: float, std: float, generator: torch.Generator | None = None) -> None:
         """Fill with the normal numbers that a float32 tensor would get, rounded."""

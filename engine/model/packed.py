@@ -16,7 +16,7 @@ numbers that a class of engine/model/linear.py can hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -74,10 +74,10 @@ class Packed:
     sources: tuple[Source, ...]
     expand: Callable[[Tensors], torch.Tensor]
     groups: Callable[[Tensors], Groups | None] | None = None  # of 4-bit numbers; returns None if they are not in order
-    # Of 8-bit numbers that need no expansion: the class for them, the rows and columns with a common scale, and a
-    # function that returns their scales [rows / block[0], columns / block[1]].
+    # Of 8-bit numbers that need no expansion: the class for them, how many of them in each dimension have a common
+    # scale, and a function that returns their scales, such as [rows / block[0], columns / block[1]].
     kind: type[ByteWeight] | None = None
-    block: tuple[int, int] = (1, 1)
+    block: tuple[int, ...] = (1, 1)
     scales: Callable[[Tensors], torch.Tensor] | None = None
 
     def names(self, name: str) -> dict[str, Source]:
@@ -104,7 +104,7 @@ def fault(tensors: Tensors) -> tuple[str, str] | None:
     return None
 
 
-def packed(packing: Packing, name: str, shape: list[int], held: set[str]) -> Packed | None:
+def packed(packing: Packing, name: str, shape: list[int], held: Container[str]) -> Packed | None:
     """Returns how the matrix `name` of this shape is stored; None if the checkpoint has it as a plain tensor.
 
     `held`: the names of all tensors in the checkpoint.
@@ -112,6 +112,8 @@ def packed(packing: Packing, name: str, shape: list[int], held: set[str]) -> Pac
     stem = name.removesuffix("weight")
     if packing.method == "mxfp4":
         return _mxfp4(shape) if f"{name}_blocks" in held else None
+    if f"{name}_scale_inv" in held and len(shape) == 3:
+        return _fp8_experts(packing, shape)
     if not name.endswith(".weight") or len(shape) != 2:
         return None
     rows, columns = shape
@@ -133,8 +135,7 @@ def _scaled(packing: Packing, rows: int, columns: int, scale: str) -> Packed:
     shape = (-(-rows // down), -(-columns // across))
 
     def expand(tensors: Tensors) -> torch.Tensor:
-        scales = tensors[scale].float().view(shape).repeat_interleave(down, 0)[:rows]
-        return tensors["weight"].float() * scales.repeat_interleave(across, 1)[:, :columns]
+        return _scale_blocks(tensors["weight"], tensors[scale].view(shape), (down, across))
 
     def scales(tensors: Tensors) -> torch.Tensor:
         return tensors[scale].float().view(shape).expand(rows if kind is not Fp8Blocks else shape[0], -1)
@@ -148,6 +149,29 @@ def _scaled(packing: Packing, rows: int, columns: int, scale: str) -> Packed:
     types = ("F8_E4M3",) if packing.floats else ("I8",)
     sources = Source("weight", (rows, columns), types), Source(scale, stored, FLOATS)
     return Packed(sources, expand, kind=kind, block=packing.block or (1, columns), scales=scales)
+
+
+def _scale_blocks(numbers: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Returns the float32 matrix [rows, columns] of numbers that have one scale for each block."""
+    rows, columns = numbers.shape
+    wide = scales.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return numbers.float() * wide
+
+
+def _fp8_experts(packing: Packing, shape: list[int]) -> Packed:
+    """The 8-bit floats of a layer's experts as one tensor, in either layout; the scales have the same layout."""
+    block = packing.block or (shape[1], shape[2])
+    scales = (shape[0], -(-shape[1] // block[0]), -(-shape[2] // block[1]))
+
+    def expand(tensors: Tensors) -> torch.Tensor:
+        found = torch.empty(shape)
+        for out, numbers, each in zip(found, tensors[""], tensors["_scale_inv"], strict=True):
+            out.copy_(_scale_blocks(numbers, each, block))
+        return found
+
+    sources = Source("", tuple(shape), ("F8_E4M3",)), Source("_scale_inv", scales, FLOATS)
+    kind = Fp8Blocks if block == (BLOCK, BLOCK) else None
+    return Packed(sources, expand, kind=kind, block=(1, *block), scales=lambda tensors: tensors["_scale_inv"].float())
 
 
 def _bits(words: torch.Tensor, bits: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ import torch
 from engine.model.config import Packing
 from engine.model.linear import BLOCK, ByteWeight, Fp8Blocks, Matrix
 from engine.model.packed import Packed, packed
+
+Shapes = Mapping[str, list[int]]  # of all tensors in a checkpoint, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class Slot:
     order: torch.Tensor | None = None
     fold: Callable[[torch.Tensor], torch.Tensor] | None = None
     stored: tuple[int, ...] | None = None
+    transposed: bool = False  # the part is [E, in, out], and the view holds [E, out, in]
     packed: Packed | None = None  # the tensors in which a quantised matrix is stored
 
     @property
@@ -49,24 +52,31 @@ class Slot:
             shape[self.cut.dim] = self.cut.whole
         return shape
 
-    def take(self, tensor: Any, block: tuple[int, int] = (1, 1)) -> torch.Tensor:
+    def take(self, tensor: Any, block: tuple[int, ...] = ()) -> torch.Tensor:
         """Returns the part of the tensor that fills the view. From a safetensors slice, only this part is read.
 
-        `block`: the rows and columns of the matrix for which the tensor has one number.
+        `block`: in each dimension, how many numbers of the matrix have one number in the tensor; (): each has its own.
         """
         if self.cut is None:
             return tensor[:]
         dim = self.cut.dim
         extent = (self.stored or self.view.shape)[dim] // len(self.cut.starts)
-        unit = block[dim] if dim < len(block) else 1  # the tensors of experts have three dimensions
+        unit = block[dim] if block else 1
         if unit == self.cut.whole:
             return tensor[:]
         spans = [slice(start // unit, (start + extent) // unit) for start in self.cut.starts]
         pieces = [tensor[(slice(None),) * dim + (span,)] for span in spans]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
+    def transpose(self) -> Slot:
+        """Returns the slot of experts [E, out, in] for a checkpoint that stores them as [E, in, out]."""
+        experts, rows, columns = self.stored or self.view.shape
+        cut = None if self.cut is None else replace(self.cut, dim=3 - self.cut.dim)
+        return replace(self, cut=cut, stored=(experts, columns, rows), transposed=True)
+
     def in_order(self, part: torch.Tensor) -> torch.Tensor:
-        """Returns the part with the rows of each head in the slot's order."""
+        """Returns the part with its dimensions, and the rows of each head, in the view's order."""
+        part = part.transpose(1, 2) if self.transposed else part
         if self.order is None:
             return part
         return part.unflatten(0, (-1, len(self.order)))[:, self.order].flatten(0, 1)
@@ -81,7 +91,7 @@ class Slot:
         packed = self.packed
         if packed is None or packed.scales is None or packed.kind is None or not isinstance(self.view, packed.kind):
             return False
-        values = self.in_order(self.take(tensors["weight"].view(torch.uint8)))
+        values = self.in_order(self.take(tensors[packed.sources[0].suffix].view(torch.uint8)))
         scale = self.take(packed.scales(tensors), packed.block)
         scale = self.in_order(scale) if packed.block[0] == 1 else scale  # the rows of a head are in one block
         self.view.keep(values, scale if self.fold is None else self.fold(scale))
@@ -93,17 +103,32 @@ class Slot:
         return (self.view.shape[1:] if self.repeated else self.view.shape).numel()
 
 
-def kept(pairs: Iterable[tuple[Slot, Slot]], packing: Packing, held: set[str]) -> dict[str, type[ByteWeight] | None]:
+def in_checkpoint(slot: Slot, shapes: Shapes) -> tuple[Slot, ...]:
+    """Returns the slots of the tensors that the checkpoint has for `slot`: itself, transposed, or its parts.
+
+    Experts that are one tensor are published as [E, in, out] (Qwen3-VL-MoE); transformers 5 writes [E, out, in].
+    """
+    if not slot.parts:
+        return (slot,)
+    if slot.name not in shapes:
+        return slot.parts
+    other = slot.transpose()
+    return (other if shapes[slot.name] == other.shape != slot.shape else slot,)
+
+
+def kept(pairs: Iterable[tuple[Slot, Slot]], packing: Packing, shapes: Shapes) -> dict[str, type[ByteWeight] | None]:
     """Returns, for each quantised matrix, the class that holds its 8-bit numbers unchanged; None: it is expanded.
 
-    `pairs`: each slot of the decoder, and the slot with the names of the checkpoint. `held`: the names of all tensors
-    in the checkpoint. The result has the names in the decoder.
+    `pairs`: each slot of the decoder, and the slot with the names of the checkpoint. `shapes`: of all tensors in the
+    checkpoint. The result has the names in the decoder; experts that are one tensor have the names of the parts.
     """
     found: dict[str, type[ByteWeight] | None] = {}
     for ours, slot in pairs:
-        for own, each in zip(ours.parts, slot.parts, strict=True) if slot.parts else ((ours, slot),):
-            if (stored := packed(packing, each.name, each.shape, held)) is not None:
-                found[own.name] = stored.kind if _fits(each, stored.kind) else None
+        tensors = {each.name: each for each in in_checkpoint(slot, shapes)}
+        for own, part in zip(ours.parts, slot.parts, strict=True) if slot.parts else ((ours, slot),):
+            each = tensors.get(slot.name) or tensors[part.name]
+            if (stored := packed(packing, each.name, each.shape, shapes)) is not None:
+                found[own.name] = stored.kind if _fits(part, stored.kind) else None
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.model.config import Packing
 
-OF_QUANTISED = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight", "_blocks", ".SCB", ".absmax")
+OF_QUANTISED = ("weight_scale", "_scale_inv", "weight_packed", "qweight", "_blocks", ".SCB", ".absmax")
 FIRST = "embed_tokens.weight"
 
 

@@ -23,7 +23,7 @@ from engine.model.config import Packing
 from engine.model.four_bits import Int4Weight
 from engine.model.linear import ByteWeight, Matrix
 from engine.model.packed import Packed, Source, fault, packed
-from engine.model.slots import Slot
+from engine.model.slots import Shapes, Slot, in_checkpoint
 from engine.model.tensor_names import advice, is_unused, plain_name
 from engine.progress import Progress
 
@@ -43,8 +43,8 @@ def load_weights(
     `packing`: how a quantised checkpoint stores its matrices.
     """
     files = checkpoint_files(directory)
-    where = _where(files)
-    wanted = _wanted(slots, set(where), packing)
+    where, shapes = _where(files)
+    wanted = _wanted(slots, shapes, packing)
     total = _check(wanted, files, directory, tied, packing)
     done = 0
 
@@ -76,10 +76,10 @@ def load_weights(
 
 def expanded_tensors(slots: Iterable[Slot], directory: Path, packing: Packing) -> dict[str, torch.Tensor]:
     """Returns the tensors of a quantised checkpoint by their names, with the matrices expanded, for comparisons."""
-    where = _where(checkpoint_files(directory))
+    where, shapes = _where(checkpoint_files(directory))
     found: dict[str, torch.Tensor] = {}
     opened = lru_cache(maxsize=OPENED)(_opened)
-    for name, (slot, *_) in _wanted(slots, set(where), packing).items():
+    for name, (slot, *_) in _wanted(slots, shapes, packing).items():
         if slot.packed is not None:
             found[name] = slot.packed.expand(_read_packed(slot, where, opened))
             for part in slot.packed.names(name):
@@ -110,26 +110,29 @@ def dummy_weights(slots: Iterable[Slot], seed: int) -> None:
             slot.view.copy_(slot.take(whole.normal_(0, 0.02, generator=generator)))
 
 
-def tensor_names(directory: Path) -> set[str]:
-    """Returns the names of all tensors of a checkpoint."""
-    return set(_where(checkpoint_files(directory)))
+def tensor_shapes(directory: Path) -> dict[str, list[int]]:
+    """Returns the shapes of all tensors of a checkpoint, by their names."""
+    return _where(checkpoint_files(directory))[1]
 
 
-def _where(files: list[Path]) -> dict[str, tuple[Path, str]]:
-    """Returns the file of each tensor, and its name there."""
+def _where(files: list[Path]) -> tuple[dict[str, tuple[Path, str]], dict[str, list[int]]]:
+    """Returns the file of each tensor with its name there, and the shape of each tensor."""
     found: dict[str, tuple[Path, str]] = {}
+    shapes: dict[str, list[int]] = {}
     for path in files:
         with _opened(path) as file:
-            found.update({plain_name(name): (path, name) for name in file.keys()})  # noqa: SIM118 (not a dict)
-    return found
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                found[plain_name(name)] = path, name
+                shapes[plain_name(name)] = file.get_slice(name).get_shape()
+    return found, shapes
 
 
-def _wanted(slots: Iterable[Slot], held: set[str], packing: Packing | None) -> dict[str, list[Slot]]:
+def _wanted(slots: Iterable[Slot], shapes: Shapes, packing: Packing | None) -> dict[str, list[Slot]]:
     """Returns the slots of each tensor. If the files lack the tensor of a slot, the slot's parts replace the slot."""
     wanted: dict[str, list[Slot]] = {}
     for slot in slots:
-        for each in slot.parts if slot.parts and slot.name not in held else (slot,):
-            stored = None if packing is None else packed(packing, each.name, each.shape, held)
+        for each in in_checkpoint(slot, shapes):
+            stored = None if packing is None else packed(packing, each.name, each.shape, shapes)
             wanted.setdefault(each.name, []).append(replace(each, packed=stored))
     return wanted
 

@@ -22,8 +22,8 @@ from engine.model.experts import Ops
 from engine.model.four_bits import Int4Weight
 from engine.model.group import ALONE, Group
 from engine.model.linear import BLOCK, Bf16Weight, ByteWeight, Fp8Weight, Int8Weight
-from engine.model.slots import kept
-from engine.model.weights import tensor_names
+from engine.model.slots import Shapes, kept
+from engine.model.weights import tensor_shapes
 from engine.worker.compiled_decoder import CompiledDecoder
 
 KEPT = "checkpoint"  # each matrix as the checkpoint has it: 8-bit numbers with their scales, or a tensor
@@ -278,8 +278,8 @@ def kept_matrices(shard: ModelConfig, model: ModelConfig, ops: Ops, group: Group
     ours = list(plain.slots())
     slots = list(checkpoint_slots(group.shard_slots(ours, model), model, torch.bfloat16))
     stems = [each.name.removesuffix("weight") for slot in slots for each in (slot, *slot.parts)]
-    held = {f"{stem}weight_scale" for stem in stems if stem.endswith("_proj.")}
-    return kept(zip(ours, slots, strict=True), model.packing, held if directory is None else tensor_names(directory))
+    shapes: Shapes = {f"{stem}weight_scale": [] for stem in stems if stem.endswith("_proj.")}
+    return kept(zip(ours, slots, strict=True), model.packing, tensor_shapes(directory) if directory else shapes)
 
 
 def describe_kept(model: Decoder, found: Kept, dtype: torch.dtype) -> str:

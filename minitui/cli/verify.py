@@ -167,9 +167,13 @@ def _loaded(directory: Path, config: Any, **options: Any) -> Any:
         return kind.from_pretrained(directory, **options)
     del plain.quantization_config
     decoder = Decoder(config, torch.float32, torch.device("meta"), 1)
-    slots = checkpoint_slots(decoder.slots(), config, torch.float32)
+    slots = list(checkpoint_slots(decoder.slots(), config, torch.float32))
     state = expanded_tensors(slots, directory, config.packing)
     if plain.get_text_config() is not plain:  # the text part of a model for images, whose other weights have no effect
+        for slot in slots:
+            if slot.parts and slot.name not in state:  # transformers stacks only the experts of models without images
+                experts = torch.stack([state.pop(part.name) for part in slot.parts])
+                state[slot.name] = torch.cat(experts.split(config.experts.count), 1)  # all gates come before all ups
         state = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in state.items()}
     return kind.from_pretrained(None, config=plain, state_dict=state, **options)
 

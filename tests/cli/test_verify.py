@@ -110,14 +110,14 @@ def with_the_tutor_s_tokenizer(directory: Path) -> int:
     return int(json.loads((tutor.model_dir() / "config.json").read_text())["vocab_size"])
 
 
-@pytest.mark.parametrize("name", os.environ.get("VERIFY_IMAGES", "ministral3").split())
+@pytest.mark.parametrize("name", os.environ.get("VERIFY_IMAGES", "ministral3 qwen3_vl_moe").split())
 def test_the_text_part_of_a_model_with_images_passes(name: str, tmp_path: Path, capsys: Any) -> None:
     """VERIFY_IMAGES names other models: those of tests/support/images.py. The second checkpoint is quantised."""
     sizes = {"vocab_size": with_the_tutor_s_tokenizer(tmp_path), "max_position_embeddings": 1024}
     plain, published = save_layouts(with_images(name, **sizes), tmp_path)
     path = published / "model.safetensors"
     tensors = load_file(path)
-    key = next(name for name in tensors if name.endswith("layers.0.mlp.up_proj.weight") and "vision" not in name)
+    key = next(name for name in tensors if name.endswith("layers.0.self_attn.o_proj.weight") and "vision" not in name)
     fields, store = FORMATS["fp8 whole"]
     stored, _ = store(tensors.pop(key).float())
     tensors |= {key.removesuffix("weight") + suffix: tensor for suffix, tensor in stored.items()}

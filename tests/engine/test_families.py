@@ -24,7 +24,6 @@ from engine.model.hf_config import read_model_config
 from engine.model.traits import SUPPORTED, WORDS, lacking, traits
 from engine.parallel.shards import check
 from engine.params import SamplingParams
-from engine.worker import rank_runner
 from engine.worker.cpu import CPUSteps
 from engine.worker.limits import resolve
 from tests.engine.test_engine_model import make_engine
@@ -33,7 +32,7 @@ from tests.support import paths
 from tests.support.families import FAMILIES, checkpoint
 from tests.support.models import VOCAB, Driver, make_request, make_runner, plain_runner, prompt
 from tests.support.parity import PROMPT, compiled_or_not, decodes_on_a_cpu, our_logits, their_logits  # noqa: F401 (a fixture)
-from tests.support.ranks import ThreadRanks, ThreadWorkers
+from tests.support.ranks import run_in_threads
 
 SEEDS = range(int(os.environ.get("FAMILY_CONFIGS", "2")))
 REPLY = 10
@@ -124,8 +123,7 @@ def test_decode_steps_on_a_cpu_compute_what_the_decoder_does(kind: str, count: i
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_two_ranks_draw_what_one_does(kind: str, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_runner, "Workers", ThreadWorkers)
-    monkeypatch.setattr(rank_runner, "Ranks", ThreadRanks)
+    run_in_threads(monkeypatch)
     # A key/value head for each rank, and a half of a head in neither.
     _, directory = made(kind, next(s for s in range(99) if read_config_of(kind, s)["num_key_value_heads"] > 1))
     config = read_model_config(directory)
@@ -234,7 +232,7 @@ def test_every_trait_that_a_path_may_lack_is_named() -> None:
     [
         ("Gemma3nForCausalLM", "Gemma 3 (text)"), ("Gemma4ForConditionalGeneration", "Gemma 3 (text)"),
         ("PhiForCausalLM", "Phi-3"), ("Qwen2MoeForCausalLM", "Qwen3-MoE"), ("Qwen3NextForCausalLM", "Qwen3"),
-        ("Qwen3VLMoeForConditionalGeneration", "Qwen3-MoE"), ("GraniteMoeHybridForCausalLM", "Granite 3"),
+        ("Qwen3OmniMoeForConditionalGeneration", "Qwen3-MoE"), ("GraniteMoeHybridForCausalLM", "Granite 3"),
         ("OlmoForCausalLM", "OLMo 3"), ("Llama4ForConditionalGeneration", "Llama 2, 3"), ("GlmForCausalLM", "GLM-4"),
         ("DeepseekV3ForCausalLM", "Qwen3-MoE"), ("InternLM3ForCausalLM", "Llama"), ("Mistral4ForCausalLM", "Mistral"),
     ],

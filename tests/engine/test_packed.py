@@ -16,14 +16,14 @@ from engine.model.four_bits import Int4Weight
 from engine.model.hf_config import read_model_config
 from engine.model.hf_packing import METHODS
 from engine.model.linear import ByteWeight, Int8Weight
-from engine.worker import quantised, rank_runner
+from engine.worker import quantised
 from engine.worker.limits import resolve
 from tests.support import paths
 from tests.support.families import checkpoint, random_config
 from tests.support.models import Driver, load_decoder, make_request, make_runner, prompt, reference, rewrite, save
 from tests.support.packing import FORMATS, awq, compressed, gptq, mxfp4, pack_quantized, quantise
-from tests.support.parity import PROMPT, our_logits, their_logits
-from tests.support.ranks import ThreadRanks, ThreadWorkers
+from tests.support.parity import PROMPT, last_logits, our_logits, their_logits
+from tests.support.ranks import run_in_threads
 
 SIZES = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
 
@@ -175,18 +175,7 @@ def wider(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU may compute 8-bit floats too, by the products that specify those of a GPU; ranks are threads."""
     monkeypatch.setattr(quantised, "check", lambda *_: None)
-    monkeypatch.setattr(rank_runner, "Workers", ThreadWorkers)
-    monkeypatch.setattr(rank_runner, "Ranks", ThreadRanks)
-
-
-def last_logits(runner: Any) -> torch.Tensor:
-    """Log-probabilities after the last token of a prompt, from all ranks."""
-    found: list[torch.Tensor] = []
-    sampler = runner.loaded.batch.sampler
-    sample = sampler.sample
-    sampler.sample = lambda rows, *rest: (found.append(rows.clone()), sample(rows, *rest))[1]
-    Driver(runner).run([(make_request(prompt(0, PROMPT), 0), PROMPT, True)])
-    return found[0][0].log_softmax(-1)
+    run_in_threads(monkeypatch)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

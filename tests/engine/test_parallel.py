@@ -34,13 +34,12 @@ from engine.parallel.shards import check, shard_config, shard_slots
 from engine.parallel.timing import Timings
 from engine.params import SamplingParams
 from engine.process.client import EngineClient
-from engine.worker import rank_runner as parallel_runner
 from engine.worker.rank_runner import LeadRunner
 from engine.worker.runner import Runner
 from engine.worker.sampler import Drawn, Wants
 from minitui.tutor import model_dir
 from tests.support.models import VOCAB, Driver, eager, make_request, make_runner, plain_runner, reference, save
-from tests.support.ranks import ThreadRanks, ThreadWorkers
+from tests.support.ranks import ThreadRanks, run_in_threads
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
@@ -60,8 +59,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(parallel_runner, "Workers", ThreadWorkers)
-    monkeypatch.setattr(parallel_runner, "Ranks", ThreadRanks)
+    run_in_threads(monkeypatch)
     yield
 
 

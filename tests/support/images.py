@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.support.models import SMALL
+from tests.support.models import SMALL, SMALL_EXPERTS, rewrite
 
 TEXT = {**SMALL, "num_key_value_heads": 2, "head_dim": 16}
 MROPE = {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 5000.0}
@@ -27,6 +27,7 @@ IMAGES: dict[str, tuple[str, bool, dict[str, Any]]] = {  # name: (model_type, ti
     "qwen2_vl": ("qwen2_vl", False, {"rope_parameters": MROPE}),
     "qwen2_5_vl": ("qwen2_5_vl", False, {"rope_parameters": MROPE}),
     "qwen3_vl": ("qwen3_vl", True, {"rope_parameters": MROPE}),
+    "qwen3_vl_moe": ("qwen3_vl_moe", False, {"rope_parameters": MROPE, **SMALL_EXPERTS}),
 }
 
 
@@ -40,7 +41,7 @@ def with_images(name: str, **fields: Any) -> Any:
         kind, text_config={**TEXT, **text, **fields}, vision_config=vision, tie_word_embeddings=tied
     )
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config).double().eval()
+    model = AutoModelForImageTextToText.from_config(config, experts_implementation="eager").double().eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             parameter.add_(torch.randn_like(parameter) * (0.2 if "norm" in parameter_name else 0.05))
@@ -48,8 +49,16 @@ def with_images(name: str, **fields: Any) -> Any:
 
 
 def save_layouts(model: Any, directory: Path) -> list[Path]:
-    """Write the model with the names of transformers 5, and with those of the published checkpoint."""
+    """Write the model with the names of transformers 5, and with names and layouts of the published checkpoint."""
     directories = [directory / "new", directory / "published"]
     for path, original in zip(directories, (False, True), strict=True):
         model.save_pretrained(path, save_original_format=original)
+    if model.config.model_type == "qwen3_vl_moe":  # transformers does not write the published layout of its experts
+        rewrite(directories[1], lambda tensors: tensors.update(transposed(tensors)))
     return directories
+
+
+def transposed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The experts that are one tensor of each layer, as [E, in, out]."""
+    names = [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    return {name: tensors[name].transpose(1, 2).contiguous() for name in names}

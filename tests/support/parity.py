@@ -35,6 +35,16 @@ def checkpoints_of(models: dict[str, tuple[str, dict[str, Any]]], factory: pytes
     return get
 
 
+def last_logits(runner: Any) -> torch.Tensor:
+    """Log-probabilities after the last token of a prompt, from all ranks."""
+    found: list[torch.Tensor] = []
+    sampler = runner.loaded.batch.sampler
+    sample = sampler.sample
+    sampler.sample = lambda rows, *rest: (found.append(rows.clone()), sample(rows, *rest))[1]
+    Driver(runner).run([(make_request(prompt(0, PROMPT), 0), PROMPT, True)])
+    return found[0][0].log_softmax(-1)
+
+
 def their_logits(model: Any, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0]

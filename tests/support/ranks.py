@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from engine.build import choose_parts
@@ -22,6 +23,12 @@ from engine.worker import rank_runner as parallel_runner
 from engine.worker.runner import Runner
 
 WAIT_S = 20.0
+
+
+def run_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the ranks of engines threads of this process."""
+    monkeypatch.setattr(parallel_runner, "Workers", ThreadWorkers)
+    monkeypatch.setattr(parallel_runner, "Ranks", ThreadRanks)
 
 
 class Meeting:
