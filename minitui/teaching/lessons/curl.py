@@ -1,4 +1,4 @@
-"""An experiment: a real HTTP request to the running engine, with curl, and the server's answer on the wire."""
+"""An experiment: a real HTTP request to the running engine, with curl, and the server's response on the wire."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ async def request(stage: Stage) -> Seen:
     )  # fmt: skip
     return Seen(
         "\n".join(f"   {name:<22}{n:>6}" for name, n in rows)
-        + "\n\nThe first answer is one JSON object. The second answer is a stream of events. Each event has the text "
-        f"that is new. The text of {quoted(HELD)} came together with the text of the next token. (With a fast engine, "
+        + "\n\nThe first response is one JSON object. The second is a stream of events. Each event has the text that "
+        f"is new. The text of {quoted(HELD)} came together with the text of the next token. (With a fast engine, "
         f"one event can have the text of several tokens.) All pieces together make {same}. The last event is "
         f"{events[-1]}.",
         0 if len(texts) == 1 else 1 if len(texts) == TOKENS else 2 if joined and events[-1] == "[DONE]" else None,

@@ -35,7 +35,7 @@ async def byte_by_byte(stage: Stage) -> Seen:
     lines.append(f"   at the end                       “{stream.flush()}”")
     lines.append(
         f"\n{silent} of the {len(ids)} tokens emitted nothing. The engine holds the bytes of a character back until "
-        "its last byte arrives. Then it emits the character. All emitted texts together are the decoded reply."
+        "its last byte arrives. Then it emits the character. All emitted texts together are the text of the reply."
     )
     return Seen("\n".join(lines), SILENT.index(silent) if silent in SILENT else None)
 
@@ -108,14 +108,14 @@ LESSON = Lesson(
             letter a has one byte, 😀 has four. In many tokenizers (byte-level BPE), a token is a sequence of bytes. A
             token may end in the middle of a character: the four bytes of 😀 may belong to several tokens.
 
-            To detokenize means to turn tokens into text. When a reply streams, its tokens arrive one by one. If the
-            engine detokenized each token alone, half an emoji would become a replacement character (�). If it
-            detokenized the whole reply again for each token, this would take longer and longer. The next page shows
-            what it does.
+            To detokenize means to turn tokens into text. If a reply streams, the user gets its text in pieces, while
+            the engine samples the tokens. If the engine detokenized each token alone, half an emoji would become a
+            replacement character (�). If it detokenized the whole reply again for each token, this would take longer
+            with each token. The next page shows what it does instead.
 
-            In other tokenizers, the text of a token can depend on the token before. For each new token, this engine
-            then detokenizes the last few tokens two times: without the new token, and with the new token. The second
-            text is longer. The part at its end is the text of the new token.
+            In other tokenizers, the text of a token can depend on the token before. Then this engine detokenizes the
+            last token twice: first alone, then together with the new token. The second text begins with the first one.
+            The rest is the text of the new token.
             """,
             code="engine.text.tokenizer:Tokenizer.detokenizer",
         ),
@@ -125,8 +125,8 @@ LESSON = Lesson(
             The tokenizer of this model cuts the text {TEXT} into tokens. Its vocabulary is small: each token of this
             text is a single byte. In UTF-8, a and b have one byte each, é has two, 漢 has three and 😀 has four.
 
-            A client prints a text as soon as it arrives, and cannot take it back. To emit means to send to the client.
-            The result writes a byte with two signs, 00 to ff (hexadecimal: after 9 come a to f).
+            A client is a program that sends requests and shows the replies. To emit a text means to send it to the
+            client. It cannot be taken back. The result writes a byte with two signs (hexadecimal: after 9 come a to f).
             """,
             code="engine.text.detokenizer:_ByteDetokenizer",
             run=byte_by_byte,
@@ -152,8 +152,9 @@ LESSON = Lesson(
             "Stop strings",
             f"""
             A request may have stop strings. When a stop string occurs in the reply, the reply ends, and the client gets
-            no part of the stop string. A stop string need not be a token: it may begin in the middle of one token and
-            end in the middle of another.
+            no part of the stop string. A stop string can begin in the middle of one token and end in the middle of
+            another. This engine emits a text as soon as the text cannot be a part of a stop string. (vLLM waits longer:
+            it always holds back one character less than the longest stop string has.)
 
             A reply has the tokens “{PAIR[0]}” and “{PAIR[1]}”, one after the other. The stop string is “{STOPS[0]}”.
             """,
@@ -166,7 +167,7 @@ LESSON = Lesson(
                     "a part of the stop string could be sent: the next token could be “ zebra”. (A request that wants "
                     "the stop string has the option include_stop_str_in_output.)",
                     "",
-                    "the engine would not know earlier that this is no stop string. But the next token shows this: "
+                    "the next token would not show whether this is the stop string. But it does: "
                     f"“{STOPS[0]}” does not begin with “{STOPS[1]}”.",
                 ),
             ),
@@ -174,18 +175,18 @@ LESSON = Lesson(
         Page(
             "From text to ids",
             """
-            A prompt is encoded before it is computed. A model's chat template makes one text of all messages of a chat.
-            Between the messages are control tokens, such as <|im_end|>. A user may type <|im_end|>, too. Then the typed
-            letters must stay text. Otherwise a user could begin a message in the name of the system. In minitui's
-            chats, only the template makes control tokens.
+            A model's chat template joins all messages of a chat to one text, and adds control tokens. For example,
+            <|im_end|> ends a message. What happens if a user types <|im_end|>? As a control token, it would end the
+            user's message. The words after it could then pretend to be another message, such as a system prompt. So in
+            minitui's chats, typed letters always stay text: only the template adds control tokens.
 
             The same text can be cut into tokens in several ways: “cache” as one token, or as “ca” and “che”. The
-            tokenizer always chooses the same way. The model may have written the same text with other tokens. The cache
-            finds blocks by token ids, not by text. So a chat keeps the ids of its messages, and the next prompt begins
+            tokenizer always chooses the same way, but the model may have written other tokens. The cache finds blocks
+            by token ids, not by text. So a chat of minitui keeps the ids of its messages, and the next prompt begins
             with these ids.
 
-            Text is encoded and decoded outside the step. On a GPU, the next step can run while the ids of the last step
-            become text.
+            Text is tokenized and detokenized outside the step. On a GPU, the next step can run while the ids of the
+            last step become text.
             """,
             code="engine.text.tokenizer:Tokenizer.apply_chat_template",
         ),

@@ -11,7 +11,7 @@ from minitui.teaching.stage import Stage
 
 
 async def disconnect(stage: Stage) -> Seen:
-    """Cancels one of two requests in the middle of its answer, and sends its prompt again. The answer: which tokens are
+    """Cancels one of two requests in the middle of its reply, and sends its prompt again. The answer: which tokens are
     computed again, 0: all, 1: those after the shared blocks, 2: those after the prompt's last full block."""
     sessions = await stage.write_all(("What is the KV cache?", paste(1)), [80] * 2)
     await stage.step(12, seconds=0.15)
@@ -37,7 +37,8 @@ async def disconnect(stage: Stage) -> Seen:
         "\n".join(f"   {name:<36}{n:>4}" for name, n in rows) + "\n\nThe full blocks of the aborted request stayed in "
         "the cache. Only the block that it was filling became free. The other request also holds the shared blocks, "
         f"with the system prompt, and went on. The {prompt - cached} computed tokens are the end of the prompt: "
-        "their block was not full, so it was never cached. “Again” counts only tokens that had been cached.",
+        "their block was not full, so it was never cached. The panel does not count them: none of the three "
+        "reasons is true.",
         {prompt: 0, prompt - shared * size: 1, prompt - prompt // size * size: 2}.get(prompt - cached),
     )
 
@@ -77,9 +78,9 @@ LESSON = Lesson(
         Page(
             "Client, server, engine",
             """
-            `minitui serve` offers this engine over HTTP. Server and engine are two processes on one machine. The server
-            sends requests to the engine, and the engine sends text and token ids back. In this lesson, only page 2
-            starts a server. The server has these endpoints:
+            `minitui serve` offers this engine over HTTP: a client sends a request, and the server sends a response with
+            the reply. Server and engine are two processes on one machine. In this lesson, only page 2 starts a server.
+            Its main endpoints (addresses):
 
               /v1/chat/completions, /v1/responses     the APIs of OpenAI
               /v1/messages                            the API of Anthropic
@@ -89,7 +90,7 @@ LESSON = Lesson(
 
             The server tokenizes and checks each request first. An invalid request (a negative temperature, a prompt
             that can never fit) is refused with an error that names the field. An unknown field is ignored, and the
-            header X-Minitui-Warning of the answer names the field.
+            header X-Minitui-Warning of the response names the field.
             """,
             code="minitui.server.service:Service",
         ),
@@ -98,11 +99,11 @@ LESSON = Lesson(
             f"""
             The experiment starts the HTTP server on the engine of this lesson. Then curl, a program for HTTP requests,
             asks “{QUESTION}” twice, each time for {TOKENS} tokens: first for the whole reply, then with "stream": true.
-            The panel shows the commands and the server's answers, without some fields.
+            The panel shows the commands and the server's responses, without some fields.
 
-            The response of a stream stays open. The server writes an event, a line that begins with “data:”, when it
-            gets new text from the detokenizer. The stop string is {quoted(STOP)} (L7 Detokenizer). The reply contains
-            the token {quoted(HELD)}, but not the stop string.
+            The second response is a stream: it stays open until the reply ends. When the engine emits new text, the
+            server writes an event, a line that begins with “data:”. The stop string is {quoted(STOP)} (L7 Detokenizer).
+            The reply contains the token {quoted(HELD)}, but not the stop string.
             """,
             panel="wire",
             code="minitui.server.chat",
@@ -111,7 +112,7 @@ LESSON = Lesson(
                 f"How many events of the streamed reply of {TOKENS} tokens have text?",
                 ("one", f"{TOKENS}", f"fewer than {TOKENS}, but several"),
                 (
-                    "the server would wait for the last token. That is an answer without a stream.",
+                    "the server would wait for the last token, as without a stream.",
                     f"each token would have an event. But {quoted(HELD)} may begin the stop string, so its text is "
                     "sent with the next token.",
                     "",
@@ -121,8 +122,9 @@ LESSON = Lesson(
         Page(
             "One queue for all",
             """
-            Clients know nothing of each other. Their requests wait in one queue of the engine, first come, first served
-            (by default). Here 8 requests arrive at once. The engine has four rows. Each reply has 6 tokens.
+            Clients know nothing of each other. All their requests go into one queue of the engine. By default, the
+            engine admits the oldest request first. Here 8 requests arrive at once. The engine has four rows. Each reply
+            has 6 tokens.
             """,
             panel="lanes",
             run=crowd,
@@ -130,25 +132,25 @@ LESSON = Lesson(
         Page(
             "A client disconnects",
             """
-            A client may close its connection in the middle of an answer. The engine then aborts the request before its
+            A client may close its connection in the middle of a reply. The engine then aborts the request before its
             next step.
 
-            Here two requests with the same system prompt write replies. Then the second client disconnects, and soon
-            sends the same prompt again. The first client's request still runs. In the panel, “again” counts tokens that
-            were computed twice since the engine started, also on earlier pages, for three reasons: their block was
-            evicted, their request was preempted, or another request had stored the same block first (duplicate).
+            Here two requests with the same system prompt get replies. Then the second client disconnects. Soon it sends
+            the same prompt again, while the first request still runs. The panel also counts the tokens computed again
+            since the engine's start: their block was evicted, their request was preempted, or another request had
+            stored the same tokens (duplicate).
             """,
             panel="occupancy",
             code="engine.core.engine:Engine.abort",
             run=disconnect,
             predict=Prediction(
-                "Which tokens of this prompt are computed again?",
+                "The same prompt arrives. Which of its tokens does the engine compute?",
                 ("all", "those after the system prompt", "those after the last full block of the prompt"),
                 (
-                    "the abort would empty the blocks of the request. But the first request holds some of them, too, "
-                    "and reads the system prompt there.",
-                    "the other full blocks would be emptied at once. But their keys and values are right, also after "
-                    "an abort. So they stay cached until the room is needed.",
+                    "the abort would free all blocks of the request. But the first request holds some of them, too: "
+                    "those of the system prompt.",
+                    "the abort would free the request's other full blocks. But their keys and values are still right, "
+                    "so they stay cached until room is needed.",
                     "",
                 ),
             ),
@@ -156,10 +158,9 @@ LESSON = Lesson(
         Page(
             "Limits and failures",
             """
-            An HTTP response begins with a number, the status. If too many requests wait, this server answers with
-            status 429 (too many requests) and says when to try again (Retry-After). While the model loads, the server
-            answers with status 503 (not available). If a client
-            reads slowly, the server keeps only a limited amount of output for it.
+            An HTTP response begins with a number, the status. If too many requests wait, the status is 429 (too many
+            requests), and the response says when to try again (Retry-After). While the model loads, the status is 503
+            (not available). If a client reads nothing for a long time, the server ends its stream.
 
             If a step raises an exception, the requests of that step end with an error, and this engine continues. If
             the GPU itself fails, the engine's process must be replaced: /health reports the failure, and the server

@@ -26,9 +26,9 @@ async def shared_system_prompt(stage: Stage) -> Seen:
     rows = [(name, float(n), f"{n:,} tokens") for name, n in counts.items()]
     return Seen(
         "The common beginning was computed once, for all six:\n\n"
-        f"{stage.bars(rows)}\n\nA plan needs only the tokens of the prompts, and these are known. When the "
-        "engine planned the first prompt, it added the prompt's blocks to the tree. So the other five found them, in "
-        "the same step. (Blocks of a reply are added when their step has ended: before that, their tokens are not "
+        f"{stage.bars(rows)}\n\nThe tokens of the prompts are known before the step. When the scheduler "
+        "planned the first prompt, it added the prompt's blocks to the tree. So the other five found them, in the same "
+        "step. (Blocks of a reply are added when their step has ended: before that, their tokens are not "
         "known.)",
         {PROMPTS: 0, PROMPTS - SYSTEM: 1, PROMPTS - 5 * SYSTEM: 2, PROMPTS - 6 * SYSTEM: 3}.get(figures.computed),
     )
@@ -69,25 +69,25 @@ LESSON = Lesson(
             Sharing saves prefill: the first token comes sooner, and the device has more time for other requests.
             Sharing saves memory: several requests can hold one copy of a common beginning. Sharing alone does not make
             decode steps faster: each request still reads all its keys and values. A special kernel can read a shared
-            beginning once for several requests (cascade attention, in vLLM). The reply is the same as without the
-            cache, apart from rounding (L5 Sampler).
+            beginning once for several requests (cascade attention, an option of vLLM). The reply is the same as without
+            the cache, apart from rounding (L5 Sampler).
             """,
         ),
         Page(
             "A tree of blocks",
             """
             This engine keeps a tree of the prefixes in the pool. A node is a sequence of full blocks with their token
-            ids. To look up a prompt, the engine walks down from the root. At each node, it looks for the child that
-            begins with the prompt's next block. If only the first blocks of a node equal the prompt's blocks, the node
-            is split in two: the equal blocks become the parent, the other blocks become its child.
+            ids. The tree begins with an empty node, the root. To look up a prompt, the engine walks down from the root.
+            At each node, it looks for the child that begins with the prompt's next block. If only the first blocks of a
+            node are equal, the node is split: the equal blocks become the parent, the others its child.
 
             Only full blocks are shared, and a shared block is never written again. A block that is not full belongs to
-            one request. The last token of a prompt is always computed, also if its KV is in the tree: the first token
-            of the reply is drawn from its logits.
+            one request. The last token of a prompt is always computed, even if its keys and values are cached: the
+            first token of the reply is drawn from its logits, and logits are not stored.
 
-            The tree is SGLang's idea (RadixAttention). Where a block of SGLang has one token, a match can end at any
-            token. vLLM has no tree. It finds a block by a number (hash) that is computed from all tokens of the prompt
-            up to the end of the block: equal beginnings have equal numbers.
+            The tree is SGLang's idea (RadixAttention). There, a block usually has one token, so a match can end at any
+            token. vLLM has no tree. It finds a block by a number (hash), computed from all tokens of the prompt up to
+            the end of the block: equal beginnings have equal numbers.
             """,
             code="engine.core.radix:RadixTree.match",
         ),
@@ -120,9 +120,9 @@ LESSON = Lesson(
             Six prompts arrive together, and the cache is empty. They have {PROMPTS} tokens in all. The first {SYSTEM}
             tokens of each are the same. One step with a budget of {BUDGET:,} tokens computes all six.
 
-            The plan takes one prompt after the other. A step computes one layer after the other. In each layer, the
-            step first stores the keys and values of all its tokens. Then attention reads. In the panel, “users” counts
-            the requests that hold a node, and “evict #” is the order of eviction.
+            The scheduler plans one prompt after the other. The step then computes one layer after the other. In each
+            layer, it first stores the keys and values of all its tokens. Then attention reads. In the panel, “users”
+            counts the requests that hold a node, and “evict #” is the order of eviction.
             """,
             panel="tree",
             code="engine.core.cache:KVCache.publish_planned",
@@ -131,8 +131,8 @@ LESSON = Lesson(
                 "How many tokens does this step compute?",
                 tuple(f"{PROMPTS - n * SYSTEM}" for n in (0, 1, 5, 6)),
                 (
-                    "a block could be shared only after its step. But each layer first stores the keys and values of "
-                    "all tokens, and then attention reads. So the step that computes a block can share the block.",
+                    "a block could be shared only after its step. But each layer stores all keys and values before "
+                    "attention reads. So requests can share a block in the step that computes it.",
                     "only one of the six would take the common beginning from another prompt. But five can take it.",
                     "",
                     "none of the six would compute the common beginning. But the cache was empty.",
@@ -156,9 +156,9 @@ LESSON = Lesson(
             never evicted.
 
             Chats A and B have different prompts. They are used in the order A, B, A: so A's second question is the last
-            use. Then chat C comes with a long text. C needs more blocks than are free. The free blocks and all blocks
-            of B together are still too few. A lookup begins at the first token of a prompt, and ends at the first block
-            that is missing.
+            use. Then chat C comes with a long text. C needs more blocks than are free. Even the free blocks and all
+            blocks of B together are too few. A lookup begins at the first token of a prompt, and ends at the first
+            block that is missing.
             """,
             panel="blocks",
             code="engine.core.radix:RadixTree.evict",
@@ -172,17 +172,18 @@ LESSON = Lesson(
                 (
                     "the chat that came first would lose its blocks first. But A was used after B, and the engine "
                     "evicts first what has not been used for the longest time.",
-                    "A's other blocks would be of no use: a lookup begins at the first token, and would find nothing.",
+                    "a lookup would not need A's first block. But it begins there: without it, A's other blocks could "
+                    "not be found.",
                     "",
-                    "requests would hold all these blocks. But the replies of A and B have ended, so their blocks are "
-                    "only cached.",
+                    "A and B would still hold their blocks. But their replies have ended, so the blocks are only "
+                    "cached.",
                 ),
             ),
         ),
         Page(
             "Why a hit ends",
             f"""\
-The line under every answer says how much of the prompt came from the cache, and why the rest did not:
+In Chat, the line under every reply says how much of the prompt came from the cache, and why the rest did not:
 
 {match_reasons()}
 
