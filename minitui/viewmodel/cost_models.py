@@ -1,9 +1,13 @@
 """The cost model of each step. It is chosen once and stays: a step is explained by the same model on every screen, at
 every moment of time travel, and in the lines of `minitui tail`.
 
-A live step is explained by a model of the steps before it. The models are fitted after fixed numbers of steps, so it
-does not matter when the explanation is asked for. The first steps of a run have no steps before them: they share the
-first model. The first FIT_STEPS steps of a recording are explained by a model of all of these steps (`look_ahead`).
+A step is explained by a model of the steps before it: by what was known when it ended. The models are fitted after
+fixed numbers of steps, so it does not matter when the explanation is asked for, and a recording of a whole run explains
+each step as the live run did. The first steps of a run have no steps before them: they share the first model, which is
+fitted after FIRST_FIT steps. A player knows these steps of its recording at once (`look_ahead`).
+
+A recording that begins in the middle of a run has no records of what was known at its begin. Its first FIT_STEPS steps
+are explained by a model of all of these steps.
 """
 
 from __future__ import annotations
@@ -58,7 +62,7 @@ class CostModels:
         self._ahead: Fitted | None = None
 
     def look_ahead(self, first: Fitted) -> None:
-        """Explain the first steps by the model of the first steps of the recording that is played."""
+        """Explain the steps up to `first.until` by the model of the first steps of the recording that is played."""
         self._ahead = first
 
     def of(self, step: int) -> CostModel | None:
@@ -88,12 +92,13 @@ class CostModels:
 
 def first_model(snapshot: dict[str, Any], records: Iterable[Record]) -> Fitted:
     """Returns the model of the first steps of a recording: of the steps after its first snapshot."""
-    steps = first_steps(snapshot, records)
+    whole_run = snapshot["step"] < 0
+    steps = first_steps(snapshot, records, FIRST_FIT + 1 if whole_run else FIT_STEPS)
     return Fitted(steps, steps.committed)
 
 
-def first_steps(snapshot: dict[str, Any], records: Iterable[Record]) -> Steps:
-    """Returns the first FIT_STEPS steps after a snapshot."""
+def first_steps(snapshot: dict[str, Any], records: Iterable[Record], number: int = FIT_STEPS) -> Steps:
+    """Returns the first steps after a snapshot."""
     steps = Steps(2 * FIT_STEPS)
     steps.adopt(State.from_snapshot(snapshot))
     seq = snapshot["seq"]
@@ -102,6 +107,6 @@ def first_steps(snapshot: dict[str, Any], records: Iterable[Record]) -> Steps:
             break
         seq = record[0]
         steps.fold(record)
-        if record[2] == "time" and record[3] in steps and record[3] >= steps.begin + FIT_STEPS - 1:
+        if record[2] == "time" and record[3] in steps and record[3] >= steps.begin + number - 1:
             break
     return steps

@@ -381,7 +381,7 @@ def test_a_step_does_not_explain_itself() -> None:
     prompts = [row for row in map(view.steps.get, range(view.steps.last + 1)) if row is not None and row.chunks]
     for row in prompts:
         told = explained(view.steps, row.step, view.models.of(row.step))
-        assert told.expected < 0.3 * told.took and not told.prefills
+        assert told.expected < told.took / 3 and not told.prefills
         assert told.causes[0].name.startswith("device in the prefill of ") and told.unexplained < 1.0
     assert len(prompts) == 2
 
@@ -405,8 +405,10 @@ def test_the_device_is_blamed_for_prompts_of_unknown_cost_beside_decodes() -> No
 def test_where_one_row_and_several_cost_differently_both_are_expected() -> None:
     """In the recording of a CPU, a step of two rows takes 11 to 14 ms, and a step of one row 4 to 6."""
     view = recordings()["small-pool"]
+    model = fit(view.steps, view.horizon)
+    assert model is not None
     for row in filter(None, map(view.steps.get, range(113, view.steps.last + 1))):
-        told = explain(row, model) if (model := view.models.of(row.step)) is not None else None
+        told = explain(row, model)
         if told is not None and row.kind == "decode":
             assert (11 if row.decodes > 1 else 4) < told.expected < (14 if row.decodes > 1 else 6.5)
             assert not told.slow, row

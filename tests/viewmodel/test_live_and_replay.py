@@ -1,0 +1,67 @@
+"""An explanation is made of what was known when the step ended: a replay of a whole run says what was said live."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.trace.state import State
+from minitui.dev.simulator import Load, Stress
+from minitui.trace.reader import TraceReader
+from minitui.trace.recorder import Recorder
+from minitui.viewmodel.cost_models import FIRST_FIT
+from minitui.viewmodel.model import View
+from minitui.viewmodel.recorded import recorded_view
+from minitui.viewmodel.request_teller import RequestTeller
+from minitui.viewmodel.stalls import gap_words
+from minitui.viewmodel.teller import Teller
+from minitui.viewmodel.timing import why_slow
+
+LONG = Load(blocks=600, chats=6, rows=6, budget=512, context=2048, reply=(60, 160), turns=3, think=0.05, paste=0.3)
+TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
+
+
+def said_of(view: View, step: int) -> list[str]:
+    """The explanations of a step and of the gaps that end with it."""
+    row = view.steps.get(step)
+    assert row is not None
+    told = [why_slow(row, view.models.of(step), always=True)]
+    for lane in sorted(view.lanes.lanes.values(), key=lambda lane: lane.id):
+        found = view.tokens.arrivals(lane, step)
+        if len(found) > 1 and found.steps[-1] == step:
+            told.append(gap_words(view, lane, found.gap(len(found) - 1)))
+    return told
+
+
+@pytest.mark.parametrize("load", [LONG, TIGHT], ids=["long", "tight"])
+def test_a_replay_explains_each_step_and_gap_as_the_live_run_did(load: Load, tmp_path: Path) -> None:
+    stress, view = Stress(load), View()
+    snapshot = State(load.blocks + 1, load.block_size, load.budget, load.rows).snapshot()
+    view.reset(snapshot)
+    recorder = Recorder(tmp_path / "run.trace", keyframe_every=1_000)
+    recorder.begin({"num_blocks": load.blocks, "block_size": load.block_size}, snapshot)
+    live: dict[int, list[str]] = {}
+    for _ in range(60):
+        begin = max(view.steps.committed + 1, 0)
+        stress.run_steps(7)
+        records = stress.drain()
+        recorder.feed(records)
+        view.fold(records)
+        if view.steps.committed >= FIRST_FIT:  # before, nothing is known that a time can be compared with
+            live |= {step: said_of(view, step) for step in range(begin, view.steps.committed + 1)}
+    live |= {step: said_of(view, step) for step in range(FIRST_FIT)}
+    recorder.close()
+    reader = TraceReader(tmp_path / "run.trace")
+    replayed = recorded_view(reader)
+    for step, texts in live.items():
+        assert said_of(replayed, step) == texts
+    assert len(live) > 300 and sum("expected" in texts[0] for texts in live.values()) > 300
+    for teller in (Teller, RequestTeller):
+        of_live, records = teller(View()), list(reader.records())
+        of_live.view.reset(snapshot)
+        told = [line.text for i in range(0, len(records), 40) for line in of_live.tell(records[i : i + 40])]
+        lines = [line.text for line in teller(View()).tell_all(reader)]
+        assert [text for text in told if "expected" in text or "longest gap" in text][5:] == [
+            text for text in lines if text in set(told) and ("expected" in text or "longest gap" in text)
+        ][5:]
