@@ -30,7 +30,7 @@ def inspect(
         str | None,
         typer.Option(
             help="Without minitui's recorder: where vLLM or SGLang publishes KV events, tcp://HOST:PORT[,REPLAY_PORT]. "
-            "Default: port 5557 of the server's host, and the next port for the replay.",
+            "Default: where SGLang says, else port 5557 of the server's host, and the next port for the replay.",
         ),
     ] = None,
     tokenizer: Annotated[
@@ -61,7 +61,7 @@ def inspect(
     from minitui.tui.app import MinituiApp
 
     if isinstance(source, OpenAISource):
-        raise typer.Exit(_over_events(connect, *find_events(connect), key, tokenizer, settings))
+        raise typer.Exit(_over_events(connect, *find_events(connect, key), key, tokenizer, settings))
 
     class InspectApp(app or MinituiApp):  # type: ignore[misc]
         DEFAULT_MODE: ClassVar[str] = "inspect"
@@ -69,21 +69,19 @@ def inspect(
     raise typer.Exit(run_app(recorded(source, record), choice, settings, Sampling(), make=InspectApp))
 
 
-def find_events(url: str) -> tuple[str, str]:
+def find_events(url: str, key: str = "") -> tuple[str, str]:
     """Returns where the server publishes KV events, and a sentence about them. Raises EngineError if it does not."""
     try:
         from minitui.vllm import kv_sockets
     except ImportError as error:
         raise EngineError(_nothing(url, f"its KV events need more packages: {INSTALL} ({error})")) from error
-    found = asyncio.run(kv_sockets.find_events(url))
+    found = asyncio.run(kv_sockets.find_events(url, key))
     if not found.events:
         raise EngineError(_nothing(url, found.tried))
     if found.ranks == 1:
         return found.events, f"{found.tried[:1].upper()}{found.tried[1:]}." if found.tried else ""
-    port = kv_sockets.FIRST_PORT
-    other = found.events.partition(f":{port}")[0] + f":{port + 1}"
     ranks = f"{found.ranks} data parallel ranks publish KV events"
-    return found.events, f"{ranks}: this is rank 0; --kv-events {other} shows rank 1."
+    return found.events, f"{ranks}: this is rank 0; --kv-events {found.second} shows rank 1."
 
 
 def _nothing(url: str, tried: str) -> str:

@@ -80,6 +80,7 @@ WANTED = (
     | {f"{name}_{part}" for name in FIRST for part in ("sum", "count")}
 )
 RANKS = {"tp_rank", "pp_rank", "moe_ep_rank"}  # SGLang labels: each rank of an engine reports the engine's values
+REPEATED = {"sglang:num_running_reqs", "sglang:num_queue_reqs"}  # a total, and a line for each priority
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -95,8 +96,8 @@ def read_samples(text: str, engine: int | None = None) -> dict[str, list[float]]
         if not found or found[1] not in WANTED:
             continue
         labels = dict(_LABEL.findall(found[2] or ""))
-        if labels.get("priority"):
-            continue  # SGLang repeats its counts for each priority; the line of the total has an empty priority
+        if labels.get("priority") and found[1] in REPEATED:
+            continue  # the line of the total has an empty priority
         if engine is not None and labels.get("engine") != str(engine):
             continue
         try:

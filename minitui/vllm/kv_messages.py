@@ -78,6 +78,8 @@ def _event(event: Any) -> Event:
     parent, ids, size = values.get("parent_block_hash"), values.get("token_ids"), values.get("block_size")
     if not (parent is None or type(parent) in (int, bytes)) or type(size) is not int or not 0 < size <= MAX_BLOCK:
         raise ValueError("a BlockStored event has no valid parent or block size")
+    if isinstance(ids, list) and ids and type(ids[0]) is list:  # SGLang with EAGLE: each token with the next one
+        ids = [pair[0] if type(pair) is list and len(pair) == 2 else None for pair in ids]
     if not isinstance(ids, list) or any(type(token) is not int or not 0 <= token < MAX_TOKEN for token in ids):
         raise ValueError("a BlockStored event has no valid token ids")
     if len(ids) != len(hashes) * size:
