@@ -90,7 +90,7 @@ def _figures(reader: TraceReader, view: View, lanes: dict[int, Lane]) -> list[st
     twice = sum(lane.recomputed(view.steps.committed) for lane in lanes.values())
     least = "at least " * any(lane.preempted_before for lane in lanes.values())
     run = Run(view)
-    whole = run.first <= reader.step_before + 1  # else the first tokens are no longer known
+    whole = run.first <= reader.first_step  # else the first tokens are no longer known
     rows = [
         ("steps", f"{steps:,}"),
         ("requests", f"{len(lanes):,}"),

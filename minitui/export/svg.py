@@ -53,8 +53,8 @@ def write_picture(
         raise TraceError(NO_BROWSER)
     reader = TraceReader(trace)
     reader.check()  # fails before the application starts: inside the application, an error prints a traceback
-    if step is not None and not 0 <= step <= reader.last_step:
-        raise TraceError(f"{trace} has no step {step:,}: it has steps 0 to {reader.last_step:,}")
+    if step is not None and not reader.first_step <= step <= reader.last_step:
+        raise TraceError(f"{trace} has no step {step:,}: it has steps {reader.first_step:,} to {reader.last_step:,}")
     svg = asyncio.run(screen_svg(trace, step, size, theme))
     if kind == "png":
         return write_png(svg, path, browser)

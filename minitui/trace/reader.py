@@ -75,6 +75,11 @@ class TraceReader:
         """The last step before the recording; -1 if the recording begins at the engine's start."""
         return self.keyframes[0].step
 
+    @property
+    def first_step(self) -> int:
+        """The first step of the recording; after `last_step` if it has none."""
+        return self.step_before + 1
+
     def part(self, index: int) -> Part:
         """Returns the part that begins at keyframe `index`; keeps up to four parts in memory. Raises TraceError."""
         part = self._parts.get(index)

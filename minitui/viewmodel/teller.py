@@ -173,7 +173,7 @@ class Teller:
             if line.step > planned:  # the recording ended before this step began
                 line = replace(line, step=planned, place="after step")
             elif line.step <= reader.step_before:
-                line = replace(line, step=reader.step_before + 1, place="before step")
+                line = replace(line, step=reader.first_step, place="before step")
             yield line
 
     def _whole(self, reader: TraceReader) -> Iterator[Line]:

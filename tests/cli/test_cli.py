@@ -330,6 +330,7 @@ async def test_chat_says_that_its_recording_or_its_chats_were_not_kept_and_fails
         (("replay", "small-pool", "--export", "svg", "--size", "99999999x99999999"), "from 40x12 to 1000x500"),
         (("replay", "small-pool", "--export", "svg", "--size", "٤٠x٤٠"), "from 40x12 to 1000x500"),
         (("replay", "small-pool", "--export", "svg", "--step", "-5"), "has no step -5: it has steps 0 to 158"),
+        (("replay", "h200-8b", "--export", "svg", "--step", "3"), "has no step 3: it has steps 4 to 746"),
         (("replay", "small-pool", "--export", "svg", "--step", "9" * 20), "it has steps 0 to 158"),
         (("replay", "small-pool", "--export", "svg", "--theme", "pink"), "dark, light and projector"),
         (("tail", "http://[::1"), "is not a server"),

@@ -102,19 +102,19 @@ async def test_the_bar_is_the_only_clock_and_keys_go_to_the_begin_and_the_end(si
         assert "REPLAY plays ×0.05" in bar(app)
         await press(pilot, "E")
         await until(pilot, lambda: app.view.horizon == last and not app.feed.backlog)
-        assert re.search(rf"REPLAY end  {seconds:.1f} of {seconds:.1f} s  step {last} of {last} ", bar(app))
+        assert re.search(rf"REPLAY end  {seconds:.1f} of {seconds:.1f} s  step {last} of 0–{last} ", bar(app))
         await press(pilot, "comma", "comma")  # a step back also pauses
         assert app.replay.paused and app.view.horizon == app.position == last - 2
         ended = app.view.steps.get(last - 2)
         assert ended is not None and ended.ended is not None
         assert f"REPLAY paused  {ended.ended - trace.begin_t:.1f} of" in bar(app)
-        assert f"step {last - 2} of {last} " in bar(app)
+        assert f"step {last - 2} of 0–{last} " in bar(app)
         assert "PAST" not in text_of(app) and "end now" not in text_of(app)
         await press(pilot, "full_stop")
         assert app.view.horizon == last - 1
         await press(pilot, "B")
         await until(pilot, lambda: app.view.horizon == 0)
-        assert "REPLAY paused  0.0 of" in bar(app) and f"step 0 of {last} " in bar(app)
+        assert "REPLAY paused  0.0 of" in bar(app) and f"step 0 of 0–{last} " in bar(app)
         await press(pilot, "w", "end")  # the waterfall has another use of the key
         await until(pilot, lambda: app.view.horizon == last)
         await press(pilot, "2", "home")
@@ -141,7 +141,7 @@ async def test_a_step_has_one_picture_whether_the_recording_plays_or_is_paused()
             line = Timeline(app.view.steps, app.view.horizon)
             assert app.view.exact and line.last == 58 and re.search(r"step 58 .* took \d", text)
             ended = app.view.shown.state.t - app.replay.trace.begin_t
-            assert f"REPLAY paused  {ended:.1f} of 4.9 s  step 58 of 746 " in text
+            assert f"REPLAY paused  {ended:.1f} of 4.9 s  step 58 of 4–746 " in text
             first = re.search(r"([\d.]+) s +│\+", text)  # the time at the left edge of the waterfall
             assert first is not None and 0 < ended - float(first[1]) < 0.3
             lines = Teller(View()).tell_all(app.replay.trace)
@@ -162,7 +162,7 @@ async def test_a_recording_has_one_end_with_the_steps_in_flight_however_it_is_re
             await press(pilot, *["p"] * paused, "E")
             await until(pilot, lambda app=app: app.replay.ended and not app.feed.backlog)  # type: ignore[misc]
             last = bar(app)
-            assert "REPLAY end" in last and f"step {app.view.horizon:,} of {app.view.horizon:,} " in last
+            assert "REPLAY end" in last and f"step {app.view.horizon:,} of 2,509–{app.view.horizon:,} " in last
             assert app.view.steps.last == app.replay.trace.last_planned == 2845
             running = sum(request.state == "running" for request in app.view.shown.state.requests.values())
             ends.append((app.view.horizon, running, app.view.hit_rate, app.view.saved_in_the_last_minute, text_of(app)))
@@ -242,7 +242,7 @@ async def test_a_screen_of_a_recording_is_a_picture_without_a_network() -> None:
     root = ElementTree.fromstring(svg)
     assert root.tag.endswith("svg")
     text = "".join(root.itertext()).replace("\xa0", " ")
-    assert "Radix tree" in text and re.search(r"step 40 of 139", text)
+    assert "Radix tree" in text and re.search(r"step 40 of 0–139", text)
     assert "http" not in svg.replace("http://www.w3.org", "") and "monospace" in svg
 
 

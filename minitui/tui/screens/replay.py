@@ -55,7 +55,7 @@ class PlayheadScreen(BaseScreen[None]):
 
     async def action_begin(self) -> None:
         """Go to the first step."""
-        await self._replay.seek(self._replay.replay.trace.step_before + 1)
+        await self._replay.seek(self._replay.replay.trace.first_step)
 
     def action_end(self) -> None:
         """Go to the last step."""

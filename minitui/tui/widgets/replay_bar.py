@@ -51,8 +51,11 @@ class ReplayBar(Bar):
         row = Row(f" REPLAY {state} ", "bold on-fill on running").add(" ")
         seconds = trace.end_t - trace.begin_t
         now = max(0.0, min(view.picture_now - trace.begin_t, seconds))
-        row.add(f"{now:,.1f}", "bold ink").add(f" of {seconds:,.1f} s  step ", "dim")
-        row.add(f"{max(0, min(step, trace.last_step)):,}", "bold ink").add(f" of {trace.last_step:,} ", "dim")
+        row.add(f"{now:,.1f}", "bold ink").add(f" of {seconds:,.1f} s  ", "dim")
+        first, last = trace.first_step, trace.last_step
+        if first <= last:  # the numbers of a recording that began late do not begin with 0
+            row.add("step " if step >= first else "before step ", "dim")
+            row.add(f"{max(first, min(step, last)):,}", "bold ink").add(f" of {first:,}–{last:,} ", "dim")
         room = width - row.width - 16
         keys = next((keys for keys in KEYS if len(keys) <= room), "")
         row.extend(self._line(source, step, width - row.width - len(keys) - 1))
