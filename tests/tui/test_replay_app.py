@@ -58,7 +58,7 @@ async def test_a_recording_that_was_cut_off_says_so_at_its_end(tmp_path: Path) -
         assert not app.replay.trace.complete
         seconds = app.replay.trace.end_t - app.replay.trace.begin_t
         assert f"REPLAY cut off here  {seconds:.1f} of {seconds:.1f} s" in text_of(app)
-        assert f"step {last} of {last} " in text_of(app)
+        assert f"step {last} of 0–{last} " in text_of(app)
         await press(pilot, "question_mark")
         lines = text_of(app).splitlines()
         entry = next(line for line in lines if "previous or next bookmark" in line)
