@@ -92,7 +92,7 @@ async def long_paste(stage: Stage) -> list[Session]:
 
 async def eight_replies(stage: Stage) -> list[Session]:
     """Eight chats want replies of different lengths."""
-    sessions = [stage.chat("", f"{n} tok", max_tokens=n, whole=True) for n in LENGTHS]
+    sessions = [stage.chat("", f"limit {n}", max_tokens=n, whole=True) for n in LENGTHS]
     stage.show(sessions[0])
     await stage.gate()
     for session in sessions:
