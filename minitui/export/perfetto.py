@@ -22,7 +22,7 @@ from minitui.text import count, exact, match_reason
 from minitui.trace.reader import Part, TraceReader
 from minitui.viewmodel.lane import OPEN, Lane
 from minitui.viewmodel.lanes import Lanes
-from minitui.viewmodel.spans import Span, Timeline
+from minitui.viewmodel.spans import LAUNCH_OR_WAIT, Span, Timeline
 from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.steps import Steps
 from minitui.visible import json_text
@@ -32,6 +32,7 @@ STAGES, PAUSES = 1, 2  # the tracks of the host
 NAMES = {
     "wait": "wait for the device", "gc": "garbage collection", "delayed": "another program on the core",
     "stop": "stopped by a signal", "queued": "waiting", "decode": "decoding",
+    LAUNCH_OR_WAIT: "launch or wait for the device: the engine does not report which",
 }  # fmt: skip
 Event = dict[str, Any]
 
@@ -72,7 +73,9 @@ class _Converter:
     def _names(self) -> Iterator[Event]:
         info = self.reader.info
         about = f"{info.get('model', 'engine')} on {info.get('device', '?')}"
-        for pid, name in ((HOST, f"host: {about}"), (DEVICE, "device"), (REQUESTS, "requests")):
+        times = any(record[2] == "time" and record[8] is not None for record in self.reader.records())
+        device = "device" if times else "device: the engine does not report its times"
+        for pid, name in ((HOST, f"host: {about}"), (DEVICE, device), (REQUESTS, "requests")):
             yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
             yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
         for pid, tid, name in ((HOST, STAGES, "stages"), (HOST, PAUSES, "pauses"), (DEVICE, 1, "steps")):

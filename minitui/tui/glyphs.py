@@ -53,7 +53,7 @@ class Glyphs:
     plan: str = _glyph("▒", "p")
     launch: str = _glyph("█", "l")
     wait: str = _glyph("·", ".")
-    unaccounted: str = _glyph("╱", "?")
+    not_reported: str = _glyph("╱", "?")
     gc: str = _glyph("▚", "G")
     delayed: str = _glyph("▞", "d")
     stop: str = _glyph("■", "s")

@@ -191,7 +191,7 @@ class ReplayApp(MinituiApp):
         """All steps of the recording."""
         if self.replay.reader is None:
             return 0, -1
-        return self.replay.trace.step_before + 1, self.replay.trace.last_step
+        return self.replay.trace.first_step, self.replay.trace.last_step
 
     def to_now(self) -> None:
         """Go to the end of the recording."""

@@ -3,8 +3,9 @@
 The waterfall (tui/widgets/waterfall.py) and the export for Perfetto (export/perfetto.py) draw these spans.
 
     host      emit, gate, plan, launch, wait and commit of the steps. With overlap, the host plans and launches step
-              n+1 before step n arrives. Recordings of older versions have no "parts" records: what the host did between
-              two steps is then "unaccounted"
+              n+1 before step n arrives. Recordings of vLLM and of older versions have no "parts" records: what the host
+              did between two steps is then "not reported". vLLM does not report its launches either: the time from a
+              plan to the next results is then "launch or wait", which the records do not separate
     device    when it computed which step, see device_spans.py. A device that does not report its time has no spans
     pauses    garbage collection, delays by other programs, and stops by a signal. The records give their lengths but
               not their places, so the pauses of a step end where the step ends
@@ -21,7 +22,9 @@ from minitui.viewmodel.lane import DECODING, FINISHED, OPEN, PREEMPTED, PREFILLI
 from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.steps import GATE_SHOWN
 
-HOST = ("commit", "emit", "gate", "plan", "launch", "wait", "unaccounted", "idle")
+NOT_REPORTED = "not reported"  # what the host did is not in the records
+LAUNCH_OR_WAIT = "launch or wait"  # both, and the records do not separate them
+HOST = ("commit", "emit", "gate", "plan", "launch", "wait", LAUNCH_OR_WAIT, NOT_REPORTED, "idle")
 PAUSES = ("gc", "delayed", "stop")
 REQUESTS = {QUEUED: "queued", PREFILLING: "prefill", DECODING: "decode", PREEMPTED: "preempted", FINISHED: "finished"}
 NOISE = 0.1  # ms: the time between two records may differ by this much from the sum of the measured parts
@@ -87,7 +90,7 @@ class Timeline(Axis):
         spans = []
         if before is not None and (gap := begin - ended(before)) > NOISE:
             left_out = row.cut_ms - before.cut_ms - (parts.gate - gate)
-            kind = "gate" if row.held else "unaccounted" if parts.commit else "idle"
+            kind = "gate" if row.held else NOT_REPORTED if parts.commit else "idle"
             spans.append(Span(kind, row.step, begin - gap, begin, gap + left_out))
         for kind, step, ms in (("emit", row.step, emits), *work, ("wait", row.step, parts.wait)):
             end = begin + (gate if kind == "gate" else ms)
@@ -106,10 +109,10 @@ class Timeline(Axis):
         for step in ((row,) if planned_here else ()) + ((ahead,) if ahead is not None else ()):
             if step.plan_ms is None or step.step > self.last:  # its times have not arrived
                 at = arrival(row) if at is None else at
-                return [*spans, Span("unaccounted", row.step, at, arrival(row), arrival(row) - at)]
+                return [*spans, Span(NOT_REPORTED, row.step, at, arrival(row), arrival(row) - at)]
             begin = arrival(row) - (row.wall_ms or 0.0) if step is row else self.planned(step.step) - step.plan_ms
             if at is not None:
-                kind = "gate" if row.held and step is row else "unaccounted"
+                kind = "gate" if row.held and step is row else NOT_REPORTED
                 spans.append(Span(kind, step.step, at, begin, begin - at + left_out))
             planned, left_out = begin + step.plan_ms, 0.0
             spans.append(Span("plan", step.step, begin, planned, step.plan_ms))
@@ -117,7 +120,7 @@ class Timeline(Axis):
             if step.launch_ms is not None:
                 spans.append(Span("launch", step.step, planned, at, step.launch_ms))
         at = arrival(row) if at is None else at
-        rest = "wait" if spans and row.launch_ms is not None else "unaccounted"
+        rest = NOT_REPORTED if not spans else LAUNCH_OR_WAIT if row.launch_ms is None else "wait"
         return [*spans, Span(rest, row.step, at, arrival(row), arrival(row) - at)]
 
     def device(self, first: int, last: int) -> list[Span]:

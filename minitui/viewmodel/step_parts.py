@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from minitui.viewmodel.spans import NOT_REPORTED
 from minitui.viewmodel.step_row import PARTS, StepRow
 from minitui.viewmodel.steps import Steps
-
-UNACCOUNTED = "unaccounted"
 
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """`kind`: one of step_row.PARTS but "gate", or "unaccounted". `step`: the step that the work was for."""
+    """`kind`: one of step_row.PARTS but "gate", or NOT_REPORTED. `step`: the step that the work was for."""
 
     kind: str
     step: int
-    ms: float | None  # None: not reported; it is then in "unaccounted"
+    ms: float | None  # None: not reported; it is then in NOT_REPORTED
 
     def name(self, step: int) -> str:
         """Returns its name in `step`: "launch of 57" for the launch of another step."""
@@ -62,4 +61,4 @@ def _without_parts(steps: Steps, row: StepRow, planned: list[StepRow], here: boo
         part = min(took, left) if took is not None else None
         found.append(StepPart(kind, step, part))
         left -= part or 0.0
-    return [*found, StepPart(UNACCOUNTED, row.step, left)]
+    return [*found, StepPart(NOT_REPORTED, row.step, left)]

@@ -23,14 +23,17 @@ from engine.trace.state import State
 from minitui.cli.main import app
 from minitui.cli.tail import tail_live, tail_server, tail_trace
 from minitui.export import export
-from minitui.export.perfetto import DEVICE, HOST, REQUESTS
+from minitui.export.perfetto import DEVICE, HOST, NAMES, REQUESTS
+from minitui.text import exact
 from minitui.trace.bundled import bundled, find_trace
 from minitui.trace.reader import TraceError, TraceReader
 from minitui.trace.recorder import Recorder
 from minitui.viewmodel.eviction import EvictionOrder
 from minitui.viewmodel.model import View
+from minitui.viewmodel.recorded import recorded_view
 from minitui.viewmodel.request_teller import RequestTeller
 from minitui.viewmodel.requests import Requests, by_longest_gap
+from minitui.viewmodel.spans import LAUNCH_OR_WAIT, NOT_REPORTED, Timeline
 from minitui.viewmodel.teller import Teller
 from tests.support.fake_client import ByteCodec, FakeSource
 from tests.support.golden import GOLDEN, INFO, make_engine, play
@@ -99,11 +102,47 @@ def test_host_stages_are_in_order_and_apart_from_the_device(tmp_path: Path) -> N
     by_step: dict[int, list[str]] = defaultdict(list)
     for piece in host:
         by_step[piece["args"]["step"]].append(piece["name"])
-    order = ["unaccounted", "emit", "plan", "launch", "wait for the device", "commit"]
+    order = ["not reported", "emit", "plan", "launch", "wait for the device", "commit"]
     assert len(by_step) > 100
     for names in by_step.values():
         assert names == [name for name in order if name in names]
     assert (DEVICE, 1) not in found, "the simulated device does not tell its time, so nothing is drawn for it"
+
+
+@pytest.mark.parametrize("name", [*bundled(), "golden"])
+def test_the_export_has_the_spans_of_the_waterfall(name: str, tmp_path: Path) -> None:
+    reader = TraceReader(GOLDEN if name == "golden" else bundled()[name])
+    view = recorded_view(reader)
+    line = Timeline(view.steps, view.horizon)
+    events = json.loads(export(reader.path, "perfetto", tmp_path / "a.json").read_text())["traceEvents"]
+    found = tracks(events)
+    part = reader.part(0)
+    begin = (part.snapshot["t"] or part.records[0][1]) * 1e3
+    for track, spans in (
+        ((HOST, 1), line.host(line.first, line.last)), ((HOST, 2), line.pauses(line.first, line.last)),
+        ((DEVICE, 1), line.device(line.first, line.last)),
+    ):  # fmt: skip
+        drawn = [span for span in spans if round((span.end - span.begin) * 1e3, 3) > 0 and span.kind != "stop"]
+        pieces = found.get(track, [])
+        assert [piece["args"]["step"] for piece in pieces] == [span.step for span in drawn]
+        for piece, span in zip(pieces, drawn, strict=True):
+            assert piece["args"]["ms"] == exact(span.ms)
+            assert piece["ts"] == pytest.approx((span.begin - begin) * 1e3, abs=0.01)
+            assert piece["dur"] == pytest.approx((span.end - span.begin) * 1e3, abs=0.01)
+            if track == (HOST, 1):
+                assert piece["name"] == NAMES.get(span.kind, span.kind)
+
+
+def test_what_vllm_does_not_report_is_named_as_such(tmp_path: Path) -> None:
+    """Its recording tells neither when a launch ended nor when a wait began: no time is said to be one of both."""
+    events = json.loads(export(bundled()["vllm-8b"], "perfetto", tmp_path / "a.json").read_text())["traceEvents"]
+    names = {piece["name"] for piece in tracks(events)[HOST, 1]}
+    assert names == {"plan", "commit", NAMES[LAUNCH_OR_WAIT], NOT_REPORTED}
+    assert "does not report" in NAMES[LAUNCH_OR_WAIT] and (DEVICE, 1) not in tracks(events)
+    processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert processes[DEVICE] == "device: the engine does not report its times"
+    own = json.loads(export(bundled()["h200-8b"], "perfetto", tmp_path / "b.json").read_text())["traceEvents"]
+    assert not {piece["name"] for piece in tracks(own)[HOST, 1]} & {NAMES[LAUNCH_OR_WAIT], NOT_REPORTED}
 
 
 async def test_the_device_is_drawn_where_its_time_is_known(tmp_path: Path) -> None:

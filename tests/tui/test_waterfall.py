@@ -97,7 +97,7 @@ def test_the_figures_of_a_step_are_the_records() -> None:
         assert re.search(rf"{name} {getattr(row.parts, name):.2f}\b", text), name
     assert f"device ({row.kind}) {row.device_ms:.2f}" in text
     old = "\n".join(drawn(Waterfall(), without_parts(TraceReader(GOLDEN))))
-    assert "emit –" in old and "gate –" in old and "gc –" in old and "wait –" in old and "unaccounted" in old
+    assert "emit –" in old and "gate –" in old and "gc –" in old and "wait –" in old and "not reported" in old
 
 
 def test_a_device_that_does_not_report_its_time_shows_dashes() -> None:

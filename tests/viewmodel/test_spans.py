@@ -22,7 +22,7 @@ from minitui.trace.reader import TraceReader
 from minitui.viewmodel import steps as step_columns
 from minitui.viewmodel.lanes import Lanes
 from minitui.viewmodel.model import View
-from minitui.viewmodel.spans import Span, Timeline
+from minitui.viewmodel.spans import NOT_REPORTED, Span, Timeline
 from minitui.viewmodel.steps import GATE_SHOWN, IDLE_SHOWN, Steps
 from tests.engine import test_step_clock
 from tests.engine.test_step_clock import COMMIT, EMIT, PLAN, Timed
@@ -134,15 +134,15 @@ def test_the_host_track_is_what_the_host_did_at_each_moment(overlap: bool, monke
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_without_parts_the_time_between_steps_is_unaccounted(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_parts_the_time_between_steps_is_not_reported(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_columns, "IDLE_SHOWN", 1e9)
     records, truth = played(monkeypatch, overlap)
     steps, _ = folded([record for record in records if record[2] != "parts"])
-    known = [("unaccounted" if kind == "emit" else kind, begin, end) for kind, begin, end in truth if end > begin]
+    known = [(NOT_REPORTED if kind == "emit" else kind, begin, end) for kind, begin, end in truth if end > begin]
     if overlap:  # before the last step of a request arrives, nothing is planned: then the wait is not known either
         known = [(kind, begin, end) for kind, begin, end in known if kind in ("plan", "launch", "commit")]
-        assert {span.kind for span in host(steps)} == {"plan", "launch", "commit", "unaccounted"}
-        same([span for span in host(steps) if span.kind != "unaccounted"], known)
+        assert {span.kind for span in host(steps)} == {"plan", "launch", "commit", NOT_REPORTED}
+        same([span for span in host(steps) if span.kind != NOT_REPORTED], known)
         return
     same(host(steps), known)
 

@@ -12,13 +12,15 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.rows import Row, Run
 from minitui.viewmodel.axis import Span
 from minitui.viewmodel.device_spans import PERHAPS
+from minitui.viewmodel.spans import LAUNCH_OR_WAIT, NOT_REPORTED
 
 UNKNOWN = "unknown"  # a device that does not report its time
 STEP = "step"  # the time between two arrivals
 KERNELS, PAUSES = "kernels", "pauses"  # a device without, and with pauses between the kernels of a step
 STYLES = {
     "commit": "hit", "emit": "pool", "gate": "waiting", "plan": "running", "launch": "owner-6", "wait": "dim",
-    "unaccounted": "dim", "idle": "dim", "gc": "bad", "delayed": "bad", "stop": "bad", "decode": "decode",
+    LAUNCH_OR_WAIT: "dim", NOT_REPORTED: "dim",
+    "idle": "dim", "gc": "bad", "delayed": "bad", "stop": "bad", "decode": "decode",
     "mixed": "prefill", "prefill": "prefill", "queued": "dim", "preempted": "bad", "finished": "good",
     "drafts": "hit", "stall": "bad", UNKNOWN: "dim", PERHAPS: "dim", STEP: "faint", KERNELS: "decode",
     PAUSES: "prefill",
@@ -66,7 +68,8 @@ def mark(kind: str, request: bool = False) -> str:
                 "stall": g.stall, "preempted": g.preempted, "finished": g.finished}[kind]  # fmt: skip
     return {
         "commit": g.commit, "emit": g.emit, "gate": g.gate, "plan": g.plan, "launch": g.launch, "wait": g.wait,
-        "unaccounted": g.unaccounted, "idle": " ", "gc": g.gc, "delayed": g.delayed, "stop": g.stop,
+        LAUNCH_OR_WAIT: g.not_reported, NOT_REPORTED: g.not_reported,
+        "idle": " ", "gc": g.gc, "delayed": g.delayed, "stop": g.stop,
         "decode": g.busy, "mixed": g.prefill, "prefill": g.prefill, UNKNOWN: g.dash, STEP: " ",
         PERHAPS: g.perhaps, KERNELS: g.kernels, PAUSES: g.pauses,
     }[kind]  # fmt: skip

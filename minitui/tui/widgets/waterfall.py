@@ -53,9 +53,10 @@ launch prompts, and the device limits the others, there is a line for each. If a
 engine, a line has its share of the time; host and device share the rest.
 
 Parts of a step on the host: emit (output and commands between two steps), gate (a pause or slow motion), plan, launch,
-wait (for the device), commit. They add up to the time between two arrivals. Unaccounted is time for which the records
-do not say what the host did; recordings of older versions have no record of emit, gate and wait. A pause and slow
-motion are drawn as at most 2 ms, and time without work as at most 1 second; the figures give the true times.
+wait (for the device), commit. They add up to the time between two arrivals. "Not reported" is time for which the
+records do not say what the host did: vLLM reports neither launch nor wait ("launch or wait" is the time of both, which
+nothing separates), and recordings of older versions have no record of emit, gate and wait. A pause and slow motion are
+drawn as at most 2 ms, and time without work as at most 1 second; the figures give the true times.
 
 The row of pauses shows garbage collection (gc), time in which another program used the core (delayed), and signals
 that stopped the process (stop). Their lengths are measured, their places inside the step are not: they are drawn at
@@ -66,7 +67,7 @@ step before has ended, and its results arrive after its end; if the host waited 
 determines the place. Where it does not, ░ (: in ASCII) marks the time before and after the part that is certain, and
 "began within" is the length of the uncertain time. A dash means that the device does not report its time.
 
-◂ at the left edge marks a step that began before the picture; ╱ (? in ASCII) marks unaccounted time.
+◂ at the left edge marks a step that began before the picture; ╱ (? in ASCII) marks time that is not reported.
 
 Where the panel has few rows, the row of pauses is left out if there are no pauses, and parts without time are left
 out. d opens all details of the step, Enter those of the selected request or step.

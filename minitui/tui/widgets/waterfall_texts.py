@@ -11,7 +11,7 @@ from minitui.tui.widgets.step_bar import contents
 from minitui.tui.widgets.tracks import STYLES, UNKNOWN, mark
 from minitui.viewmodel.cost_model import CostModel
 from minitui.viewmodel.device_spans import PERHAPS
-from minitui.viewmodel.spans import HOST, REQUESTS, Span
+from minitui.viewmodel.spans import HOST, LAUNCH_OR_WAIT, NOT_REPORTED, REQUESTS, Span
 from minitui.viewmodel.step_parts import parts_of
 from minitui.viewmodel.step_row import PARTS, StepRow
 from minitui.viewmodel.steps import Steps
@@ -27,7 +27,7 @@ def labels(span: Span) -> list[str]:
         return [f"{number}  {duration(span.ms)}", number] if span.ms else [number]
     if span.kind in ("idle", "gate", "gc", "delayed"):
         return [f"{span.kind} {duration(span.ms)}", span.kind]
-    if span.kind == "unaccounted":
+    if span.kind in (LAUNCH_OR_WAIT, NOT_REPORTED):
         return [span.kind, "?"]
     if span.kind in HOST or not span.tokens:
         return [f"{span.kind} {span.step:,}", span.kind]
@@ -99,8 +99,8 @@ def _entries(row: StepRow, steps: Steps, within: Span | None) -> list[tuple[str,
     """Returns (glyph, style, name, value in ms) of each part, and of what is not a part of the step's duration."""
     parts = row.parts
     shown = {(part.kind, part.name(row.step)): part.ms for part in parts_of(steps, row)}
-    others = {"gate": None if parts is None else parts.gate, "unaccounted": 0.0}
-    for kind in (*PARTS, "unaccounted"):  # the legend has every glyph
+    others = {"gate": None if parts is None else parts.gate, NOT_REPORTED: 0.0}
+    for kind in (*PARTS, NOT_REPORTED):  # the legend has every glyph
         if not any(known == kind for known, _ in shown):
             shown[kind, kind] = others.get(kind)
     entries = [(mark(kind), STYLES[kind], name, _value(value)) for (kind, name), value in shown.items()]
