@@ -338,6 +338,31 @@ def test_a_reference_to_another_lesson_has_its_number_and_its_title() -> None:
                 )
 
 
+OTHER_WORDS = {  # a word that no lesson uses -> the word that all lessons use for the same thing
+    "answers?": "reply (of a model) or response (of a server)",
+    "encod(e|es|ed|ing)|decoded": "tokenize, detokenize: to decode is the work of a step",
+    "generat(e|es|ed|ing)": "sample (a token)",
+    "iterations?": "step",
+    "conversations?": "chat",
+}
+
+
+@pytest.mark.parametrize("number", [one.number for one in LESSONS])
+def test_all_lessons_have_the_same_word_for_the_same_thing(number: int, outcome: Callable[[int], Taught]) -> None:
+    one = lesson(number)
+    texts = [one.question, *(page.text for page in one.pages), *outcome(number).answers]
+    for page in one.pages:
+        if page.predict is not None:
+            texts += [page.predict.question, *page.predict.choices, *page.predict.why_not]
+    texts += [text for check in one.checks for text in (check.question, check.where)]
+    for seen in outcome(number).seen.values():  # a table may quote a reply of the model
+        texts += [line for line in seen.text.split("\n") if not line.startswith(" ")]
+    text = " ".join(" ".join(texts).split())
+    for word, instead in OTHER_WORDS.items():
+        found = re.search(rf".{{,40}}(?<!/)\b({word})\b.{{,40}}", text)
+        assert found is None, f"{one.name}: write {instead}: … {found[0]} …"
+
+
 def test_the_numbers_in_the_questions_are_those_of_the_engine(outcome: Callable[[int], Taught]) -> None:
     steps = outcome(3).seen["Two chats, one pool"].text
     assert re.search(rf"its tokens +{l3_paged_kv.PROMPT} ", steps), steps

@@ -15,7 +15,7 @@ from minitui.teaching.stage import Stage
 from minitui.viewmodel.board import Candidate, Candidates
 
 SEED = 7
-UNKNOWN = "The blocks"  # the model has no answer to this prompt: several first tokens are likely
+UNKNOWN = "The blocks"  # the model has no reply to this prompt: several first tokens are likely
 SHOWN = 8  # tokens in the panel
 COLUMNS = 5  # tokens in the text
 NAME_WIDTH = 21  # of a line of the table, which has at most 60 cells

@@ -27,8 +27,8 @@ async def two_questions(stage: Stage) -> Seen:
     lines += [f"   {'tokens computed':<18}" + "".join(f"{row.tokens:>5}" for row in rows)]
     return Seen(
         "\n".join(lines) + "\n\nThe first step computed the whole prompt of the first request, and sampled the first "
-        "token of its reply. Each later step computed this token, and sampled the next one. The last token of a reply "
-        "is not computed: no token follows.\n\n"
+        "token of its reply. Each later step computed the newest token, and sampled the next one. The last token of a "
+        "reply is not computed: no token follows.\n\n"
         "One forward pass can do both, prefill and decode. The step bar shows step "
         f"{second.step} again: {count(second.decodes, 'token')} of the first request, and all "
         f"{prompt} prompt tokens of the second request, r{other}.",
@@ -64,7 +64,7 @@ def _steps_in(stage: Stage) -> str:
 LESSON = Lesson(
     1,
     "Architecture",
-    "What happens between a question and its answer?",
+    "What happens between a prompt and its reply?",
     (
         Page(
             "Seven stages",
@@ -94,11 +94,11 @@ LESSON = Lesson(
               commit   stage 6, on the host: appends ids, frees blocks of ended replies
 
             To plan a step, the host must know how many tokens each reply has, but not which tokens. Each decode adds
-            one token. So the host knows the new lengths while step n still runs. With a GPU, the host plans step n+1 at
-            this time. Two widely used engines, vLLM and SGLang, do the same by default. The host also knows when a
-            reply reaches its largest length. An end token is different: step n samples it, but the host sees it only
-            after step n+1 has begun. So step n+1 computes one token too many for this request. The engine throws this
-            token away.
+            one token. So with a GPU, the host plans step n+1 while step n still runs. The device keeps the
+            new tokens for step n+1. Two widely used engines, vLLM and SGLang, do the same by default. The host also
+            knows when a reply reaches its largest length. An end token is different: step n samples it, but
+            the host sees it only after step n+1 has begun. So step n+1 computes a token too many for this request. The
+            engine throws its result away.
 
             On a CPU, this engine runs the three parts one after the other.
             """,

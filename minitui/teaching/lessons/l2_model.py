@@ -234,8 +234,9 @@ LESSON = Lesson(
             do. So on the {GPU.name}, {SIZES[-1]} prompt tokens cost little more than one. From some length on,
             arithmetic takes most of the time. Then twice the length takes about twice the time, or more.
 
-            This length depends on the device: the fewer operations the device computes while it reads a byte, the
-            shorter is this length. The experiment measures this machine. Compare where the curves begin to rise.
+            This length depends on the device. If a device computes fewer operations while it reads a byte, arithmetic
+            takes most of the time already with shorter prompts. The experiment measures this machine. Compare where the
+            curves begin to rise.
             """,
             panel="costs",
             code="minitui.teaching.lessons.step_costs:prompt_tokens",
@@ -264,8 +265,8 @@ LESSON = Lesson(
             "Positions and heads",
             """
             The vector from the embedding table does not contain the position of its token. So most models rotate each
-            query and each key by an angle that grows with the position (RoPE). So it depends on the distance between
-            two tokens, too, how well a key fits a query. Keys are stored after the rotation.
+            query and each key by an angle that grows with the position (RoPE). So how well a key fits a query also
+            depends on the distance between their tokens. Keys are stored after the rotation.
 
             Two prompts can share a cached block only if they are equal from their first token to the end of the block.
             Otherwise the result would change. The reason is not the position: the engine could rotate the keys again.

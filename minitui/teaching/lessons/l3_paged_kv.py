@@ -144,7 +144,7 @@ LESSON = Lesson(
             them. Without the cache, each step would compute the whole text again.
 
             The length of a reply is not known in advance. Each request could get one piece of memory, large enough for
-            the longest reply. But most of a piece would stay empty, and gaps between pieces could be too small for
+            its longest possible reply. But most of it would stay empty, and gaps between pieces could be too small for
             others. So the memory is divided into blocks of equal size. A block has room for 16 tokens here, as
             is usual in vLLM. In SGLang, a block usually has one token. When the last block of a request is
             full, the next token needs another block: any free block of the pool. Only the empty end of a last block is
@@ -268,8 +268,8 @@ LESSON = Lesson(
             free for the requests that already run: the watermark. In this pool of 48 blocks, the watermark is 0.)
 
             Example: four requests may have 192 tokens each, prompt and reply together. With a reservation, they would
-            fill this pool of 768 tokens. But if each request ends after 20 tokens, they use two blocks each: 8 blocks
-            of 48, a sixth of the pool.
+            fill this pool of 768 tokens. But if each request ends with only 20 tokens, they use two blocks each:
+            8 blocks of 48, a sixth of the pool.
 
             The price: all running requests together may need more blocks than the pool has. Then cached blocks are
             evicted, the least recently used first. If no cached block is left, a running request has to release its

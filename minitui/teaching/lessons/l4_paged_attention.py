@@ -169,9 +169,10 @@ LESSON = Lesson(
             and SGLang a slot for padding.
 
             In a decode step, a request has one new token, but attention reads all keys and values of the request:
-            reading takes most of the time. In the prefill of a long prompt, many new tokens use each key that is read:
-            arithmetic takes most of the time. So this engine has two GPU kernels by default, one for decode and one for
-            prefill. vLLM can use one kernel for both: FlashAttention takes any number of queries for each request.
+            reading takes most of attention's time. In the prefill of a long prompt, many new tokens use each key that
+            is read: arithmetic takes most of the time. So this engine by default has one GPU kernel for decode and
+            another for prefill. vLLM can use one kernel for both: FlashAttention takes any number of queries for each
+            request.
             """,
             code="engine.attention.torch_backend:TorchAttention._plan_decodes",
         ),

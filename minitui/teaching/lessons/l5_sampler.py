@@ -111,7 +111,7 @@ LESSON = Lesson(
             "Temperature",
             f"""
             The bars show how likely each token is as the first token of a reply to “{UNKNOWN}”. The model has learned
-            no answer to this prompt, so several first tokens are likely. Each picture is a request with another
+            no reply to this prompt, so several first tokens are likely. Each picture is a request with another
             temperature. The engine lists only the likeliest tokens: “<” marks a less likely token.
 
             If the logits of two tokens differ by 1, one token is e = 2.7 times as likely as the other. If they differ
@@ -184,8 +184,8 @@ LESSON = Lesson(
             "Repeating a reply",
             f"""
             To draw a token, this sampler adds a random number (noise) to each logit. The token with the largest sum is
-            the next token. The noise has the Gumbel distribution. Mathematics proves for this distribution: a token
-            with a probability of 30 % has the largest sum in 30 % of the draws, on average.
+            the next token. The noise has the Gumbel distribution, for the following reason: then a token with a
+            probability of 30 % has the largest sum in 30 % of the draws, on average. This is proved.
 
             A request may have a seed: a number with which its reply can be repeated. The experiment samples a reply
             with seed {SEED} at temperature {HOT:g}: first alone, then beside three other requests. Both replies should

@@ -289,7 +289,7 @@ LESSON = Lesson(
 
             So one of the three has to wait: it releases its row and its blocks. This is preemption. The other two may
             overwrite the released blocks. The lost keys and values must be computed again later. The rule for the
-            choice must make sure that each request ends at some time, even if new ones keep arriving.
+            choice must make sure that each request ends, even if new requests keep arriving.
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._preempt",
