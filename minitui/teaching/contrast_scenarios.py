@@ -76,7 +76,7 @@ async def cache_on_off(stage: Stage) -> None:
     await stage.pause(1.5)
     without = await _first(stage, contrast)
     stage.say(
-        f"Without the cache {without.computed} prompt tokens were computed. "
+        f"Without the cache, {without.computed} prompt tokens were computed. "
         "Now the same six requests run in an engine with the cache on."
     )
     with_cache = await _second(stage, contrast)
@@ -85,7 +85,7 @@ async def cache_on_off(stage: Stage) -> None:
         ("cache on", with_cache.computed, f"{with_cache.computed:,} computed, {with_cache.cached:,} shared"),
     ]
     stage.say(
-        f"The prompts ({with_cache.prompt_tokens:,} tokens) and the answers were the same. "
+        f"The prompts ({with_cache.prompt_tokens:,} tokens) and the replies were the same. "
         f"The cache saved {with_cache.share_cached:.0%} of the prefill.\n{stage.bars(rows)}\n"
         f"The prompts took {duration(without.prefill_ms)} without the cache and {duration(with_cache.prefill_ms)} with "
         "it. One step computed the first request's blocks. The other five requests shared them in that step."
@@ -171,10 +171,10 @@ async def batching(stage: Stage) -> None:
 
 
 async def speculation(stage: Stage) -> None:
-    """Writes the same answer without and with speculation, which copies drafts from the text and checks them."""
+    """Writes the same reply without and with speculation, which copies drafts from the text and checks them."""
     stage.say(
-        "A chat asks a question, and then the same question again. The second answer repeats the first, token for "
-        "token. Without speculation each token still needs its own step."
+        "A chat asks a question, and then the same question again. The second reply repeats the first, token for "
+        "token. Without speculation, each token still needs its own step."
     )
     await stage.pause(2)
     contrast = CONTRASTS["speculation"]
@@ -184,20 +184,20 @@ async def speculation(stage: Stage) -> None:
     [metrics] = await stage.answers([session])
     without = stage.figures()
     tokens = metrics["output_tokens"]
-    stage.say(f"The second answer has {tokens} tokens and took {without.steps} steps. Now with prompt lookup.")
+    stage.say(f"The second reply has {tokens} tokens and took {without.steps} steps. Now with prompt lookup.")
     await stage.other_engine(**contrast.second.options)
     await stage.begin_run(contrast.second.name)
     session = await ask_again(stage)
     stage.say(
-        "Prompt lookup searches the earlier text for the last three tokens. The tokens after the place found, at most "
-        f"{EngineConfig.speculative_tokens}, are drafts: guesses of the next tokens. The next step computes the drafts "
-        "together with the last token, and samples at each position as usual. The drafts before "
-        "the first difference from the sampled tokens are accepted. So the answer stays the same; only the number of "
-        "steps changes."
+        "Prompt lookup takes the last three tokens, and searches the earlier text for the same three. The tokens after "
+        f"them, at most {EngineConfig.speculative_tokens}, are drafts: guesses of the next tokens. The next step "
+        "computes the last token and the drafts, and samples a token after each of them. Each draft is compared with "
+        "the token sampled for its place. The drafts before the first difference are accepted. So, apart from "
+        "rounding, the reply stays the same. Only the number of steps changes."
     )
     await stage.pause(4)
     await stage.predict(
-        f"How many steps does the same answer of {tokens} tokens take now?",
+        f"How many steps does the same reply of {tokens} tokens take now?",
         [f"{without.steps}, as before", f"{without.steps // 2}, half as many", f"fewer than {without.steps // 4}"],
     )
     await stage.step_until("an accepted draft", lambda: stage.last_row().accepted > 0, seconds=0.5)
@@ -220,7 +220,7 @@ async def speculation(stage: Stage) -> None:
     times = await _step_times(without.decode_step_ms | drafting.decode_step_ms, "token", "tokens")
     right = 2 if drafting.steps < without.steps // 4 else 1 if drafting.steps < without.steps else 0
     stage.say(
-        f"{stage.verdict(right)}The same {tokens} tokens of the second answer:\n{stage.bars(rows)}\n"
+        f"{stage.verdict(right)}The same {tokens} tokens of the second reply:\n{stage.bars(rows)}\n"
         f"{drafting.accepted} of {drafting.drafted} drafts were accepted. {times} A reply without repetition gets a "
         "little slower. After rejected drafts, a request gets fewer drafts."
     )

@@ -24,7 +24,7 @@ from minitui.viewmodel.eviction import EvictionOrder
 
 @dataclass(frozen=True)
 class Demo:
-    """A demo: its scenario, the limit of its answers in tokens, and the engine's options."""
+    """A demo: its scenario, the limit of its replies in tokens, and the engine's options."""
 
     title: str
     play: Callable[[Stage], Awaitable[None]]
@@ -71,7 +71,7 @@ async def shared_prefix(stage: Stage) -> None:
     stage.say(
         f"One step computed the {one.prompt_tokens} prompt tokens. They fill {one.prompt_tokens // size} blocks of "
         f"{size} tokens, which are now in the radix tree. The remaining {one.prompt_tokens % size} tokens are in "
-        "another block, which is not shared. Chat 1 writes its answer, one token in each step."
+        "another block, which is not shared. Chat 1 writes its reply, one token in each step."
     )
     stage.look("inspect")
     await stage.step(6, seconds=0.4)
@@ -94,7 +94,7 @@ async def shared_prefix(stage: Stage) -> None:
     total, hit = sum(m["prompt_tokens"] for m in metrics), sum(m["cached_tokens"] for m in metrics)
     stage.say(
         f"The four prompts have {total} tokens in total: {hit} came from the cache and {total - hit} were computed. "
-        f"The cache saved {hit / total:.0%}. Apart from rounding, the answers are the same as without the cache."
+        f"The cache saved {hit / total:.0%}. Apart from rounding, the replies are the same as without the cache."
     )
 
 
@@ -122,7 +122,7 @@ async def eviction(stage: Stage) -> None:
         await stage.pause(0.5)
     cached = stage.state().counts[CACHED]
     stage.say(
-        f"All three answers have ended, and no request holds their blocks. {cached} blocks stay cached in the tree; "
+        f"All three replies have ended, and no request holds their blocks. {cached} blocks stay cached in the tree; "
         f"{stage.state().counts[FREE]} are free. Now Alpha asks again. This makes its blocks the most recently used."
     )
     await stage.pause(2)
@@ -179,7 +179,7 @@ async def preemption(stage: Stage) -> None:
     await stage.gate()
     stage.look("inspect")
     stage.say(
-        f"The pool has {_blocks(stage)} blocks. Four chats write long answers. Together they will need more than "
+        f"The pool has {_blocks(stage)} blocks. Four chats write long replies. Together they will need more than "
         f"{_blocks(stage)} blocks."
     )
     ids = [await stage.ask(session, question) for session, question in zip(chats, QUESTIONS, strict=False)]
@@ -212,7 +212,7 @@ async def preemption(stage: Stage) -> None:
     times = {id: metric["preemptions"] for id, metric in zip(ids, metrics, strict=True)}
     preempted = " and ".join(f"r{id} {_times(times[id])}" for id in sorted(ids, reverse=True) if times[id])
     stage.say(
-        f"Each of the four answers has {metrics[0]['output_tokens']} tokens. Preempted: {preempted}. A preempted "
+        f"Each of the four replies has {metrics[0]['output_tokens']} tokens. Preempted: {preempted}. A preempted "
         "request computes its evicted blocks again and continues with the next token."
     )
 
@@ -229,7 +229,7 @@ async def fork(stage: Stage) -> None:
     trunk = stage.chat(title="trunk", max_tokens=40)
     stage.show(trunk)
     await stage.gate()
-    stage.say("One chat asks a question and gets an answer.")
+    stage.say("One chat asks a question and gets a reply.")
     await stage.ask(trunk, QUESTIONS[1])
     stage.look("inspect")
     await stage.step(5, seconds=0.3)
@@ -250,8 +250,8 @@ async def fork(stage: Stage) -> None:
     ]  # fmt: skip
     stage.say(
         f"These are the four block tables. Their first {same} blocks, {same * size} tokens, are the same physical "
-        "blocks; the rows begin with the last four of them. A block after the sign | belongs to one request only. The "
-        "last block of each request is being written:\n"
+        "blocks. Each line begins with the last four of them. A block after the sign | belongs to one request only. "
+        "The last block of each line is not full yet:\n"
         + "\n".join(rows)
     )
     await stage.pause(5)
@@ -261,7 +261,7 @@ async def fork(stage: Stage) -> None:
     cached = sum(m["cached_tokens"] for m in metrics)
     total = sum(m["prompt_tokens"] for m in metrics)
     stage.say(
-        f"The four tables had {held} entries but used only {distinct} blocks. Without sharing they would use {held}. "
+        f"The four tables had {held} entries but used only {distinct} blocks. Without sharing, they would use {held}. "
         f"{cached} of {total} prompt tokens were not computed again ({cached / total:.0%})."
     )
 
@@ -276,7 +276,7 @@ DEMOS = {
     "shared-prefix": Demo("four chats share the blocks of one system prompt", shared_prefix, 48, {"kv_blocks": 64}),
     "cache": _of("cache", "the same six requests with the prefix cache off and on", cache_on_off),
     "chunked-prefill": _of(
-        "chunked-prefill", "a long prompt beside running answers: at once and in chunks", chunked_prefill
+        "chunked-prefill", "a long prompt while other replies run: in one step and in chunks", chunked_prefill
     ),
     "eviction": Demo("a full pool: predict whose blocks are evicted", eviction, 24, {"kv_blocks": 18}),
     "preemption": Demo(

@@ -318,12 +318,14 @@ def test_the_radix_lesson_tells_why_a_hit_ended_and_what_an_eviction_was_for(out
 def test_the_scheduler_lesson_compares_each_step_with_vllms(outcome: Callable[[int], Taught]) -> None:
     text = outcome(6).seen["The same requests on vLLM"].text
     table = {line[:28].strip(): line[28:].split() for line in text.split("\n") if line.startswith("   ")}
-    assert table.pop("")[-1] == "minitui" and len(table) == 5
+    assert table.pop("")[-1] == "minitui" and len(table) == 6
     assert all(theirs == ours for theirs, ours in table.values()), text
-    alike = re.search(r"In (\d+) steps both schedulers planned the same", text)
+    alike = re.search(r"In (\d+) steps, both schedulers planned the same", text)
     for size, panel in outcome(6).beside["The same requests on vLLM"].items():
         rows = [row for row in panel.split("\n") if re.match(r"r\d", row)]
         assert len(rows) == 6 and all("■" in row for row in rows), f"{size}: each request ends in the picture\n{panel}"
+        computed = re.findall(r"([\d,]+) prompt tokens computed", panel)
+        assert computed == table["prompt tokens computed"], "the panel and the text count the same"
     assert table["preempted request"] == ["3", "3"] and alike is not None and alike[1] == table["steps"][0]
 
 

@@ -63,7 +63,7 @@ async def temperatures(stage: Stage) -> Seen:
     ratios = [draw.now[one] / draw.now[other] for draw in draws]
     names = [f"“{text_of(stage, token)}”" for token in (one, other)]
     lines = [
-        f"   {draw.title:<{NAME_WIDTH}}{names[0]} is {ratio:.1f} times as likely as {names[1]}"
+        f"   {f'at {draw.title}:':<{NAME_WIDTH}}{names[0]} is {ratio:.1f} times as likely as {names[1]}"
         for draw, ratio in zip(draws[:2], ratios, strict=False)
     ]
     return Seen(

@@ -21,9 +21,10 @@ async def two_tables(stage: Stage) -> Seen:
     second block, 0: the second, 1: the third, 2: the fourth?"""
     sessions = []
     seen: list[tuple[int, int]] = []  # of the first chat after each step: (its tokens, its blocks)
-    for question, steps in (("What is prefill?", 1), ("What is decode?", 36)):
-        sessions.append(await stage.write(question, 60, 0, system=""))
+    for name, question, steps in (("first", "What is prefill?", 1), ("second", "What is decode?", 36)):
+        sessions.append(stage.chat("", name, max_tokens=60, whole=True))
         stage.show(sessions[0])
+        await stage.ask(sessions[-1], question)
         for _ in range(steps):
             await stage.step(1, seconds=0.2)
             first = stage.request(sessions[0])

@@ -213,7 +213,7 @@ LESSON = Lesson(
             them.
             """,
             panel="runs",
-            run=side_by_side("batching", told=steps_and_time),
+            run=side_by_side("batching", told=steps_and_time, shown=("steps", "time", "first_p99", "gap_longest")),
         ),
         Page(
             "A long prompt",
@@ -243,8 +243,8 @@ LESSON = Lesson(
             f"""
             Three requests decode, and a user pastes a long text. The text has {len(LONG_TEXT):,} characters, and as
             many bytes. Its prompt has {contrasts.PASTED} tokens. The first engine computes the whole prompt in one
-            step. The second engine computes at most 64 tokens in a step. (The line “prefill tokens” of the result
-            counts the tokens of all four prompts.)
+            step. The second engine computes at most 64 tokens in a step. (The line “prompt tokens computed” of the
+            result counts the tokens of all four prompts.)
 
             Chunks have a price. Each chunk shares its step with the other requests, and reads the keys and values of
             the earlier chunks again. So the first token of the pasted prompt usually comes later, and the run may take

@@ -15,7 +15,7 @@ from minitui.viewmodel.comparison_words import key_of
 from minitui.viewmodel.model import View
 
 Answer = Callable[[Comparison], int]  # returns the index of the right choice
-TITLES = {"computed": "prefill tokens"}
+TITLES = {"computed": "prompt tokens computed"}
 SHOWN = ("steps", "time", "computed", "first_p99", "gap_longest", "accepted")
 
 
@@ -36,7 +36,7 @@ def side_by_side(
         sentence = told(comparison) if told is not None else comparison.sentence
         lines = [
             _line(one) for one in comparison.differences
-            if one.quantity.name in shown or (told is None and one.quantity.words in sentence)
+            if one.quantity.name in shown or (told is None and f" {one.quantity.words} was" in sentence)
         ]  # fmt: skip
         first, second = (run.name for run in comparison.runs)
         head = f" {'':<22}{first:>16}{second:>20}"
@@ -71,15 +71,15 @@ def steps_and_time(comparison: Comparison) -> str:
         why = " More rows in a step, and prompts between the decodes, can make steps longer."
     elif each[1] < (1 - CLEAR) * each[0]:
         why = (
-            " More rows cannot make a step shorter. So the speed of this machine varied: for example, other programs "
-            "took time from the first run. A second run of this page may have other times, but the same steps."
+            " More rows cannot make a step shorter: the speed of this machine varied. Another run may have other "
+            "times, but the same steps."
         )
     else:
         why = ""
     return (
-        f"With {names[1]}, the run had {now.steps:,} steps; with {names[0]}, {before.steps:,} steps. This time, the "
-        f"{now.steps:,} steps took {outcome}: {duration(now.time)} instead of {duration(before.time)}. One step took "
-        f"{duration(each[1])} on average, instead of {duration(each[0])}.{why}"
+        f"With {names[1]}, the run had {now.steps:,} steps instead of {before.steps:,}. This time, they took "
+        f"{outcome}: {duration(now.time)} instead of {duration(before.time)}. One step took {duration(each[1])} on "
+        f"average, instead of {duration(each[0])}.{why}"
     )
 
 
