@@ -93,9 +93,9 @@ LESSON = Lesson(
             this in 8 stages:
 
               1 forbid and favour  forbids tokens; logit_bias adds a number to a logit
-              2 min_tokens         forbids the end token in a shorter reply
+              2 min_tokens         forbids the end token below this length
               3 penalties          lower the logits of tokens that have occurred
-              4 temperature        divides the logits: below 1, the likeliest gain
+              4 temperature        divides the logits: below 1, likely tokens gain
               5 top_k              keeps the k likeliest tokens, and cuts the others
               6 top_p              keeps the likeliest tokens until their sum reaches p
               7 min_p              cuts tokens below p × the largest probability

@@ -123,8 +123,11 @@ LESSON = Lesson(
             "One queue for all",
             """
             Clients know nothing of each other. All their requests go into one queue of the engine. By default, the
-            engine admits the oldest request first. Here 8 requests arrive at once. The engine has four rows. Each reply
-            has 6 tokens.
+            engine admits the oldest request first. All requests that have a row are computed in the same steps, so
+            several clients get text at the same time. A client whose request waits sees no text yet.
+
+            Here 8 requests arrive at once. The engine has four rows. Each reply has 6 tokens. Look for the step in
+            which the waiting requests begin.
             """,
             panel="lanes",
             run=crowd,
