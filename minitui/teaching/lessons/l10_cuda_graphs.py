@@ -210,7 +210,7 @@ LESSON = Lesson(
             """
             A graph is captured for a fixed number of requests, and a replay always computes this number. But a batch
             may have any number of requests. A graph for each number would need much time and memory. So this engine
-            captures graphs for a ladder of sizes: 1, 2, 4, 8, 16, then in steps of 16 up to 128, then in steps of 32.
+            captures graphs for a ladder of sizes: 1, 2, 4, 8, then multiples of 16 up to 128, then multiples of 32.
 
             Remember the cost of a step with few requests: with a large model, it is mainly the time to read all weights
             (L2 Model and weights).
@@ -244,8 +244,8 @@ LESSON = Lesson(
             Steps with many tokens have no graph: their kernels take longer than the launches. When it starts, the
             engine measures kernels and launches to find the largest useful graph. Sampling has its own graphs: its
             settings differ from step to step. Lengths and block tables change, so a graph reads them from its buffers.
-            By default, vLLM has graphs for steps with prompts, too. They contain all layers but attention, and have a
-            largest size.
+            By default, vLLM has graphs for steps with prompts, too, up to a largest size. They contain everything
+            except attention (piecewise graphs).
 
             With graphs, a decode step of a large model with a small batch takes little longer than reading all weights,
             and the keys and values of the batch. `minitui bench` prints how close this engine comes to this limit.
