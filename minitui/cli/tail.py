@@ -72,7 +72,8 @@ def tail(
 
     With --json, most lines describe a "request", with the figures of the text. Times are in ms. null means not known,
     or not yet: "first_token_ms" is null before the first token, and "queue_ms" then counts until now. Time in which
-    the engine was paused is only in "queue_paused_ms" and "paused_ms".
+    the engine was paused is only in "queue_paused_ms" and "paused_ms". "tokens_per_second" counts the tokens after the
+    first one, from the arrival of the first token to that of the last one.
 
     Each minute, also while the engine is idle, and at the end, a line has "summary" instead: what the cache saved in
     the "last_s" seconds of working time up to this moment, at most 60 ("after_step": the last step before it;

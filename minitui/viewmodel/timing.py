@@ -50,6 +50,7 @@ class Timings:
     mixed: KindStats = KindStats()
     prefill: KindStats = KindStats()
     by_device: bool = False  # the three are the device's times, because steps overlap
+    median_ms: float | None = None  # median duration of the steps that only decode; without such steps, of all
     seconds: float = 0.0
     steps: int = 0
     slowest: StepRow | None = None
@@ -102,6 +103,7 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
     overlapped = bool((device[known] > OVERLAPPED * wall[known] + 0.05).any())
     took = np.where(known, device, wall) if overlapped else wall
     total = float(took.sum()) or 1.0
+    decoding = wall[prefills == 0]
     comm = steps.column("comm")[at]
     exchanged = ~np.isnan(comm)
     launch = steps.column("launch")[at]
@@ -112,6 +114,7 @@ def summarise(steps: Steps, firsts: FirstTokens, horizon: int, seq: int, recent:
         mixed=_stats(took[(prefills > 0) & (decodes > 0)], total),
         prefill=_stats(took[(prefills > 0) & (decodes == 0)], total),
         by_device=overlapped,
+        median_ms=float(np.median(decoding if len(decoding) else wall)),
         seconds=float(wall.sum()) / 1e3,
         steps=len(at),
         slowest=worst,

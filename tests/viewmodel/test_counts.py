@@ -260,3 +260,63 @@ def test_what_the_cache_saved(at_end: Shown) -> None:
     if resumed:
         assert f"took {resumed:,} tokens from the cache again" in at_end.summary
         assert at_end.number("tree", r"([\d,]+) again after preemptions") == resumed
+
+
+def test_a_reply_has_one_speed(at_end: Shown) -> None:
+    view, told, speeds = at_end.view, "\n".join(at_end.lines), 0
+    by_request: list[str] = []
+    tail_trace(at_end.reader.path, by_request.append, "requests")
+    ends = {event.request: event for event in view.events.newest_first() if event.kind == "finish"}
+    table = {int(row.split()[0][1:]): row for row in re.findall(r"^r\d+ .*$", at_end.panels["requests"], re.MULTILINE)}
+    assert len(table) > 3
+    for request in at_end.requests:
+        id, speed = request["request"], request["tokens_per_second"]
+        words = f"{speed:,.0f} tok/s" if speed else ""
+        line = next(line for line in by_request if f"  r{id} " in line)
+        assert re.findall(r"[\d,]+ tok/s", line) == [words] * bool(words)
+        if id in table and words:
+            assert f" {words.split()[0]} " in table[id]
+        if request["finished"]:
+            end = view.event_text(ends[id])
+            assert re.findall(r"[\d,]+ tok/s", end) == [words] * bool(words) and end in told
+            assert f", {words}," in dict(tell(view, "request", id).lines)["finished"] or not words
+            speeds += bool(words)
+    assert speeds
+
+
+def test_the_header_has_the_median_duration_of_decode_steps_at_each_moment(at_end: Shown) -> None:
+    view = at_end.view
+    differs = False
+    try:
+        for step in range(view.steps.begin + 9, view.steps.last, 40):
+            if not view.travel_to(step):
+                continue
+            view.frame(0.0)
+            at = view.steps.indices(0, view.horizon)
+            took, device = (view.steps.column(name)[at] for name in ("took", "device"))
+            decodes = view.steps.prefilled(at) == 0
+            header = text_of(Vitals().picture(view, 200, 2))
+            shown = re.search(r"step +([\d.,]+) ms median", header)
+            assert shown is not None and shown.group(1) == ms(float(np.median(took[decodes])))
+            differs |= ms(float(np.median(took[decodes]))) != ms(float(np.median(device[decodes])))
+        assert differs
+    finally:
+        view.present()
+        view.frame(0.0)
+
+
+def test_perfetto_counts_the_requests_and_blocks_of_the_panels(at_end: Shown, tmp_path: Path) -> None:
+    events = json.loads(export(at_end.reader.path, "perfetto", tmp_path / "a.json").read_text())["traceEvents"]
+    told = {request["request"]: request for request in at_end.requests}
+    for event in events:
+        args = event.get("args", {})
+        if event["ph"] == "X" and "prompt tokens" in args:
+            assert args["prompt tokens"] == told[event["tid"]]["prompt_tokens"]
+            assert args.get("output tokens", told[event["tid"]]["output_tokens"]) == told[event["tid"]]["output_tokens"]
+    view = at_end.view
+    last = {event["name"]: event["args"] for event in events if event["ph"] == "C"}
+    free, active, shared, cached = view.live.state.counts
+    assert last["KV blocks"].keys() == {"free", "active", "shared", "cached"}
+    if view.live.state.step == view.steps.committed:  # else the panels show the plan of the next step, and say so
+        assert last["KV blocks"] == {"free": free, "active": active, "shared": shared, "cached": cached}
+        assert last["requests"] == {"running": at_end.number("vitals", r"running +([\d,]+)"), "waiting": 0}

@@ -42,8 +42,7 @@ def vitals(view: View, n: int) -> list[Vital]:
     when, known = view.last_minute, view.knows_the_last_minute
     since = (f"% of prompt tokens {when}", "% of prompt tokens" + ", 60 s" * known, f"% {when}", *["% in 60 s"] * known)
     held = 100 * (active + shared) / total
-    last = view.timings.recent[-1].took_ms if view.timings.recent else None
-    p50 = view.timings.decode.p50 or view.timings.mixed.p50 or view.timings.prefill.p50 or last
+    median = view.timings.median_ms
     waiting = len(shown.state.queue)
     running = sum(r.state == "running" for r in shown.state.requests.values())
     per_row = f"{view.timings.per_row:.1f} per row and step"
@@ -60,7 +59,7 @@ def vitals(view: View, n: int) -> list[Vital]:
         Vital("pool", "<1" if 0 < 1 - free / total < 0.01 else f"{100 * (1 - free / total):.0f}",
               (f"% used, {held:.0f} % held", f"% · {held:.0f} % held", "%"),
               series("used"), "pool", top=1.0),
-        Vital("step", ms(p50) if p50 else glyphs().dash, _step_units(view), series("worst_ms"), "step"),
+        Vital("step", ms(median) if median else glyphs().dash, _step_units(view), series("worst_ms"), "step"),
     ]  # fmt: skip
 
 
