@@ -244,8 +244,7 @@ LESSON = Lesson(
             Steps with many tokens have no graph: their kernels take longer than the launches. When it starts, the
             engine measures kernels and launches to find the largest useful graph. Sampling has its own graphs: its
             settings differ from step to step. Lengths and block tables change, so a graph reads them from its buffers.
-            By default, vLLM has graphs for steps with prompts, too, up to a largest size. They contain everything
-            except attention (piecewise graphs).
+            By default, vLLM has graphs for steps with prompts, too, up to a largest size: of all but attention.
 
             With graphs, a decode step of a large model with a small batch takes little longer than reading all weights,
             and the keys and values of the batch. `minitui bench` prints how close this engine comes to this limit.
