@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import torch  # for types only: a client must not load torch
@@ -11,6 +13,8 @@ if TYPE_CHECKING:
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 LONGROPE = "longrope"  # Phi-3 only: a factor per frequency, with one list for short and another for long contexts
 NO_ROPE = "none"  # layers without positions
+LINEAR = "Linear"  # the target of compressed-tensors that matches every matrix
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,34 @@ class Packing:
     symmetric: bool = True
     version_2: bool = False  # of gptq
     in_order: bool = True  # a group has consecutive inputs
+    # Of a checkpoint with several schemes: the scheme of the matrices that a target matches; None: plain tensors.
+    schemes: tuple[tuple[str, Packing | None], ...] = ()
+
+    def of(self, name: str) -> Packing | None:
+        """Returns how the matrix `name` is stored; None: as a plain tensor."""
+        return first_match(self.schemes, name) if self.schemes else self
+
+    @property
+    def each(self) -> tuple[Packing, ...]:
+        """The schemes of a checkpoint with several; else this one."""
+        return tuple(packing for _, packing in self.schemes if packing is not None) or (self,)
+
+
+def first_match(targets: Iterable[tuple[str, T]], name: str) -> T | None:
+    """Returns the value of the first target of compressed-tensors that matches the matrix `name`; None: none does.
+
+    A target is a name, a regular expression after "re:", or the class of all matrices. Models with images have other
+    names in transformers than in this engine.
+    """
+    module = name.removesuffix(".weight")
+    names = (module, f"language_model.{module}", f"model.language_model.{module.removeprefix('model.')}")
+
+    def matches(target: str) -> bool:
+        if target.startswith("re:"):
+            return any(re.match(target[3:], each) for each in names)
+        return target == LINEAR or target in names
+
+    return next((value for target, value in targets if matches(target)), None)
 
 
 @dataclass(frozen=True)

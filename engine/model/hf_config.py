@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,8 @@ class ConfigReader:
             windows=windows,
             experts=self._experts(arch, layers) if arch.experts else None,
             dtype=self._dtype(),
-            packing=read_packing(fields),
         )
+        config = replace(config, packing=read_packing(fields, config))
         if config.max_context > MOST_POSITIONS:
             raise self._error(
                 f"asks for {config.max_context:,} positions with rope scaling: at most {MOST_POSITIONS:,} are "

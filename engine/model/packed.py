@@ -109,7 +109,10 @@ def packed(packing: Packing, name: str, shape: list[int], held: Container[str]) 
 
     `held`: the names of all tensors in the checkpoint.
     """
-    stem = name.removesuffix("weight")
+    own = packing.of(name)
+    if own is None:
+        return None
+    packing, stem = own, name.removesuffix("weight")
     if packing.method == "mxfp4":
         return _mxfp4(shape) if f"{name}_blocks" in held else None
     if f"{name}_scale_inv" in held and len(shape) == 3:

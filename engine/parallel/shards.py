@@ -120,7 +120,8 @@ def _span(extent: int, rank: int, size: int) -> tuple[int, int]:
 def _inner_span(config: ModelConfig, extent: int, rank: int, size: int) -> tuple[int, int]:
     """Returns the part of an MLP's inner size. Whole blocks of 8-bit floats stay whole, if each rank can have one."""
     packing = config.packing
-    blocks = extent // BLOCK if packing is not None and packing.floats and extent % BLOCK == 0 else 0
+    floats = packing is not None and any(each.floats for each in packing.each)
+    blocks = extent // BLOCK if floats and extent % BLOCK == 0 else 0
     if blocks < size:
         return _span(extent, rank, size)
     begin, end = _span(blocks, rank, size)

@@ -130,7 +130,8 @@ def _as_stored(model: ModelConfig, packing: Packing) -> str:
     """Returns the kind of weights of a CPU that takes the checkpoint's matrices as they are; "" if there is none."""
     if matrices("int4", model) is not KINDS["int4"]:
         return "int4"
-    return "int8" if packing.strategy in ("tensor", "channel") and not packing.floats else ""
+    eight = (each.strategy in ("tensor", "channel") and not each.floats for each in packing.each)
+    return "int8" if all(eight) else ""
 
 
 def _choose_on_gpu(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: str) -> tuple[str, str]:
@@ -250,19 +251,19 @@ def _four_bit_sizes(model: ModelConfig) -> tuple[tuple[str, int, int], ...]:
 
 
 def check_kept(model: ModelConfig, device: torch.device) -> None:
-    """Raise EngineError if no matrix of the checkpoint can be computed as it is stored."""
-    packing = model.packing
-    if packing is None:
+    """Raise EngineError if a scheme of the checkpoint is none of those that are computed as they are stored."""
+    if model.packing is None:
         raise EngineError("the checkpoint is not quantised: leave --quantization at auto")
-    if not packing.floats and packing.strategy not in ("tensor", "channel"):
-        raise EngineError(
-            "our kernels for integers support 8 bits with one scale for each matrix or row, not packed integers"
-        )
-    if not packing.floats and model.experts is not None:
-        raise EngineError("our kernels for experts support 8-bit floats, not 8-bit integers")
-    if packing.block not in (None, (BLOCK, BLOCK)):
-        rows, columns = packing.block or (0, 0)
-        raise EngineError(f"our kernels support a scale per {BLOCK} x {BLOCK} block, not per {rows} x {columns}")
+    for packing in model.packing.each:
+        if not packing.floats and packing.strategy not in ("tensor", "channel"):
+            raise EngineError(
+                "our kernels for integers support 8 bits with one scale for each matrix or row, not packed integers"
+            )
+        if not packing.floats and model.experts is not None:
+            raise EngineError("our kernels for experts support 8-bit floats, not 8-bit integers")
+        if packing.block not in (None, (BLOCK, BLOCK)):
+            rows, columns = packing.block or (0, 0)
+            raise EngineError(f"our kernels support a scale per {BLOCK} x {BLOCK} block, not per {rows} x {columns}")
     if device.type == "cpu":
         raise EngineError("these products of 8-bit numbers run on a GPU only")
 
@@ -290,4 +291,6 @@ def describe_kept(model: Decoder, found: Kept, dtype: torch.dtype) -> str:
         return text
     name = str(dtype).removeprefix("torch.")
     why = f"the kernels need multiples of {BLOCK} columns (for a scale per block, of rows too)"
+    if len(set(found.values())) > 1:
+        why += ", and the same kind of scales for q, k and v, for gate and up, and for the experts of a layer"
     return f"{text}; {len(found) - held:,} are expanded to {name}: {why}"

@@ -313,7 +313,7 @@ def test_8_bits_per_row_are_kept_by_our_8_bits(plain: tuple[Any, Path], tmp_path
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv' of awq with 4 bits"),
         ({"quant_method": "fp8", "weight_block_size": [0, 1]}, "two sizes above 0"),
         (compressed("marlin-24", type="int", num_bits=4, strategy="group"), "format 'marlin-24' with 4 bits"),
-        ({"quant_method": "compressed-tensors", "config_groups": {}}, "groups with the same weights"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "supported are groups with weights"),
         ({"quant_method": "gptq", "bits": 4, "group_size": -7}, "group_size = -7"),
         ("fp8", "quantization_config = 'fp8': it must be an object"),
     ],

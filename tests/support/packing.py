@@ -112,7 +112,24 @@ def compressed(form: str, **weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
 
 
-FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Stored]]] = {
+def several(groups: list[tuple[dict[str, Any], list[str]]], ignore: list[str]) -> dict[str, Any]:
+    """The quantization_config of several schemes. `groups`: that of each scheme alone, and its targets."""
+    merged = {
+        f"group_{i}": {**config["config_groups"]["group_0"], "targets": targets, "format": config["format"]}
+        for i, (config, targets) in enumerate(groups)
+    }
+    config = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
+    return {**config, "config_groups": merged, "ignore": ignore}
+
+
+FP8_ROWS = compressed("float-quantized", type="float", strategy="channel")
+INT8_ROWS = compressed("int-quantized", type="int", strategy="channel")
+INT4_GROUPS = compressed("pack-quantized", type="int", num_bits=4, strategy="group", group_size=16)
+Store = Callable[[torch.Tensor], Stored]
+
+# The format's quantization_config, and what stores a matrix. With several schemes: by a part of the matrix's name; a
+# matrix without any stays plain.
+FORMATS: dict[str, tuple[dict[str, Any], Store | dict[str, Store]]] = {
     "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [16, 24]}, fp8_block),
     "fp8 blocks of 128": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, lambda m: fp8_block(m, (128, 128))),
     "fp8 whole": (
@@ -125,13 +142,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Stored]]] = {
         {"quant_method": "modelopt", "quant_algo": "FP8", "config_groups": {}},
         lambda m: (lambda t, dense: (t | {"weight_scale": t["weight_scale"][0]}, dense))(*per_row(m, E4M3, True)),
     ),
-    "fp8 rows": (compressed("float-quantized", type="float", strategy="channel"), lambda m: per_row(m, E4M3)),
+    "fp8 rows": (FP8_ROWS, lambda m: per_row(m, E4M3)),
     "fp8 tensor": (compressed("float-quantized", type="float", strategy="tensor"), lambda m: per_row(m, E4M3, True)),
-    "int8 rows": (compressed("int-quantized", type="int", strategy="channel"), lambda m: per_row(m, torch.int8)),
+    "int8 rows": (INT8_ROWS, lambda m: per_row(m, torch.int8)),
     "int8 tensor": (compressed("int-quantized", type="int", strategy="tensor"), lambda m: per_row(m, torch.int8, True)),
-    "int4 groups": (
-        compressed("pack-quantized", type="int", num_bits=4, strategy="group", group_size=16), pack_quantized,
-    ),
+    "int4 groups": (INT4_GROUPS, pack_quantized),
     "int4 groups with zeros": (
         compressed("pack-quantized", type="int", num_bits=4, strategy="group", group_size=16, symmetric=False),
         lambda m: pack_quantized(m, False),
@@ -154,18 +169,26 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Stored]]] = {
         {"quant_method": "gptq", "bits": 8, "group_size": 16, "checkpoint_format": "gptq_v2"},
         lambda m: gptq(m, 8, 16, True, True),
     ),
+    "fp8 attention and int4 MLPs": (
+        several([(FP8_ROWS, ["re:.*self_attn.*"]), (INT4_GROUPS, ["re:.*mlp.*_proj$"])], ["lm_head"]),
+        {"self_attn": lambda m: per_row(m, E4M3), "mlp": pack_quantized},
+    ),
 }  # fmt: skip
 
 
 def quantise(model: Any, source: Path, directory: Path, name: str) -> None:
     """Copy a checkpoint with quantised projections; give `model` (transformers) the matrices that these stand for."""
-    config, store = FORMATS[name]
+    config, stores = FORMATS[name]
+    stores = stores if isinstance(stores, dict) else {"": stores}
     directory.mkdir()
     raw = json.loads((source / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
     tensors = load_file(source / "model.safetensors")
     state = model.state_dict()
     for key in [key for key in tensors if "_proj.weight" in key]:
+        store = next((store for part, store in stores.items() if part in key), None)
+        if store is None:
+            continue
         stored, dense = store(tensors.pop(key).float())
         _own(state, key).copy_(dense)
         tensors |= {key.removesuffix("weight") + suffix: each.contiguous() for suffix, each in stored.items()}
