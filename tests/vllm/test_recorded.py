@@ -546,6 +546,28 @@ def test_the_watcher_process_gives_its_reason_before_it_ends() -> None:
     assert line.startswith("ERROR minitui does not show this engine: cannot listen on") and not ended.returncode
 
 
+YIELDS = """
+import os
+import sys
+from minitui.vllm import watcher
+
+async def run(self):
+    print(os.nice(0), os.sched_getscheduler(0) == os.SCHED_BATCH)
+
+watcher.Watcher.run = run
+sys.argv[1:] = map(str, os.pipe())
+watcher.main()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="not Linux")
+def test_the_watcher_process_does_not_take_vllms_place_on_a_core() -> None:
+    """A process of SCHED_BATCH that is woken waits until the running process has had its time."""
+    pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
+    ended = subprocess.run([sys.executable, "-c", YIELDS], capture_output=True, timeout=60, text=True)
+    assert ended.stdout == f"{os.nice(0) + 5} True\n", ended.stderr
+
+
 async def test_messages_that_do_not_fit_end_the_watcher_after_some_questions(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -311,8 +311,8 @@ def watched(monkeypatch, tmp_path):
         process for process in psutil.process_iter(["cmdline"])
         if "minitui.vllm.watcher" in (process.info["cmdline"] or ()) and process.ppid() != os.getpid()
         and process.environ().get("MINITUI_VLLM_CHECK") == str(report)
-    ], 20)  # fmt: skip
-    wait_for(report.exists, 20)
+    ], 60)  # fmt: skip
+    wait_for(report.exists, 60)
     return scheduler, watcher, report
 
 
