@@ -84,4 +84,4 @@ def pressure_words(state: State, order: EvictionOrder, most: int) -> str:
         parts.append(f"{'then ' if rank == 1 and free else ''}{numbers} of #{rank}")
     if state.counts[FREE] + state.counts[CACHED] > most:
         return ", ".join(parts) + " …"
-    return ", ".join([*parts, "then a preemption"] if parts else ["none: the youngest request is preempted"])
+    return ", ".join([*parts, "then a preemption"] if parts else ["none, then a preemption"])

@@ -20,6 +20,9 @@ HALF = 0.5  # the share of the time from which on the device, or other programs,
 LEAST_OTHERS = 0.005  # a smaller share of other programs is 0 % in words, and not told
 
 
+Told = tuple[str, str]  # what limits, and the figures
+
+
 @dataclass(frozen=True, slots=True)
 class OtherPrograms:
     """Other programs had a core of the engine for this `share` of the time, while the engine had work for it."""
@@ -37,10 +40,12 @@ class OtherPrograms:
         """Returns "other programs limit", or "another program had the core"."""
         return "other programs limit" if self.limit else "another program had the core"
 
-    def why(self, width: int = 1_000) -> str:
-        """Returns " for 31 % of the time · last 743 steps"; without the number of steps if `width` is too small."""
-        begin = ": they had the core" if self.limit else ""
-        return _fitting(self.what, f"{begin} for {100 * self.share:.0f} % of the time", self.steps, width)
+    def told(self, width: int = 1_000) -> Told:
+        """Returns "another program had the core", " for 31 % of the time · last 743 steps"; in a narrow panel, less."""
+        share = f"{100 * self.share:.0f} % of the time"
+        why = f"{': they had the core' if self.limit else ''} for {share}"
+        brief = self.what if self.limit else "other programs"
+        return _fitting(width, [(self.what, why + _last(self.steps)), (self.what, why), (brief, f": {share}")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,31 +70,38 @@ class Limit:
     def what(self) -> str:
         """Returns "the device limits", or "the host limits steps with prompts". Beside other programs: "the device
         limits the rest"."""
-        of = (" the rest" + " of" * bool(self.which)) * told(self.others) + self.which
+        of = (" the rest" + " of" * bool(self.which)) * worth_telling(self.others) + self.which
         return f"host or device limits{of}? unknown" if self.by is None else f"the {self.by} limits{of}"
 
-    def why(self, width: int = 1_000) -> str:
-        """Returns ": the host waits 86 % of their time · last 743 steps"; without the number of steps if `width` is too
-        small for it."""
+    def told(self, width: int = 1_000) -> Told:
+        """Returns "the device limits", ": the host waits 86 % of the time · last 743 steps"; if narrow, less."""
+        of = " the rest" * worth_telling(self.others) + self.which.removeprefix(" steps")
+        brief = f"host or device{of}? unknown" if self.by is None else f"{self.by} limits{of}"
         if self.waits is None:
-            return ": the engine does not report its waits"
+            whole, short = ": the engine does not report its waits", ": no waits reported"
+            return _fitting(width, [(self.what, whole), (self.what, short), (brief, short), (brief, "")])
         least, most = (f"{100 * share:.0f}" for share in self.waits)
-        time = "it" if told(self.others) else f"{'their' if self.which else 'the'} time"
-        text = f": the host waits {least if least == most else f'{least} to {most}'} % of {time}"
-        if self.others is None:
-            text = _fitting(self.what, text, " (other programs: unknown)", width)
-        return _fitting(self.what, text, self.steps, width)
+        waits = f"host waits {least if least == most else f'{least} to {most}'} %"
+        time = "it" if worth_telling(self.others) else f"{'their' if self.which else 'the'} time"
+        unknown = " (other programs: unknown)" * (self.others is None)
+        why = f": the {waits} of {time}"
+        whys = [f"{why}{unknown}{_last(self.steps)}", why + unknown, why + _last(self.steps), why, f": the {waits}"]
+        told = [(self.what, why) for why in whys] + [(brief, why) for why in (whys[-1], f": {waits}", "")]
+        return _fitting(width, told)
 
 
-def told(share: float | None) -> bool:
+def worth_telling(share: float | None) -> bool:
     """Returns True if other programs had a share of the time that is worth a line."""
     return share is not None and share >= LEAST_OTHERS
 
 
-def _fitting(before: str, text: str, more: str | int, width: int) -> str:
-    """Returns `text` with `more`, the number of steps or words, if all fits into `width` after `before`."""
-    tail = f" · last {more:,} steps" if isinstance(more, int) else more
-    return text + tail * (len(before) + len(text) + len(tail) <= width)
+def _last(steps: int) -> str:
+    return f" · last {steps:,} steps"
+
+
+def _fitting(width: int, texts: list[Told]) -> Told:
+    """Returns the first of the texts with at most `width` cells; if there is none, the last one."""
+    return next((text for text in texts if sum(map(len, text)) <= width), texts[-1])
 
 
 def limits(steps: Steps, horizon: int) -> list[OtherPrograms | Limit]:
@@ -119,7 +131,7 @@ def limits(steps: Steps, horizon: int) -> list[OtherPrograms | Limit]:
         return Limit(which, every, (float(least[of].sum()) / rest, float(most[of].sum()) / rest), share(of))
 
     prompts, others = seen.with_prompts, share(known)
-    first = [OtherPrograms(others, every)] if others is not None and told(others) else []
+    first = [OtherPrograms(others, every)] if others is not None and worth_telling(others) else []
     kinds = {" steps without prompts": known & ~prompts, " steps with prompts": known & prompts}
     found = [limit(which, of) for which, of in kinds.items() if of.any()]
     return [*first, *(found if len({one.by for one in found}) > 1 else [limit("", known)])]

@@ -32,7 +32,7 @@ def summary(view: View) -> list[str]:
     if is_under_pressure(state):
         blocks = pressure_words(state, view.tree.eviction(live), MOST_BLOCKS)
         texts.append(f"few free blocks: the next allocations take {blocks}")
-    return texts + [limit.what + limit.why() for limit in limits(view.steps, view.horizon)]
+    return texts + ["".join(limit.told()) for limit in limits(view.steps, view.horizon)]
 
 
 def summary_json(view: View) -> dict[str, Any]:

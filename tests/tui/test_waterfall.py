@@ -109,13 +109,13 @@ def test_a_device_that_does_not_report_its_time_shows_dashes() -> None:
 
 def test_a_line_says_whether_the_host_or_the_device_limits(gpu: View) -> None:
     """In the recording, each decode step waits 4 ms for the device, and each prefill costs 25 ms of the host."""
-    rows = [limit.what + limit.why(100) for limit in limits(gpu.steps, gpu.horizon)]
+    rows = ["".join(limit.told(100)) for limit in limits(gpu.steps, gpu.horizon)]
     words = r"the (\w+) limits steps (\w+) prompts: the host waits (\d+) % of their time · last 743 steps"
     said = [re.fullmatch(words, row) for row in rows]
     assert [match and match.group(1, 2) for match in said] == [("device", "without"), ("host", "with")], rows
     without, launching = (int(match[3]) for match in said if match is not None)
     assert without > 80 and launching < 5
-    assert limits(gpu.steps, gpu.horizon)[0].why(76).endswith("% of their time")
+    assert limits(gpu.steps, gpu.horizon)[0].told(76)[1].endswith("% of their time")
     assert all(row in "\n".join(drawn(Waterfall(), gpu, 120)) for row in rows)
     assert limits(Steps(), -1) == []
     vllm = folded_view(TraceReader(find_trace("vllm-8b")))

@@ -59,7 +59,7 @@ def test_other_programs_are_told_from_the_host_and_the_device(
 ) -> None:
     view = recorded(work, wait, delayed)
     lines = [f"{line} · last 159 steps" for line in words]
-    assert [one.what + one.why() for one in limits(view.steps, view.horizon)] == lines
+    assert ["".join(one.told()) for one in limits(view.steps, view.horizon)] == lines
     assert summary(view)[-len(lines) :] == lines
     for panel in (StepTimings(), Waterfall()):
         for width in (76, 118):

@@ -32,7 +32,8 @@ from minitui.tui.widgets.waterfall import Waterfall
 from minitui.viewmodel.model import View
 
 WIDE, TALL = 100, 32  # a smaller terminal shows one panel at a time
-TIMINGS_HEIGHT = 10
+TIMINGS_HEIGHT = 10  # rows; a terminal with at least as many rows as a number of ROOMY has one more
+ROOMY = (36, 44)
 REQUESTS = ("requests", "timeline")
 BOTH = 44  # a terminal with fewer rows shows either the requests or the timeline of one
 
@@ -168,7 +169,7 @@ class InspectScreen(BaseScreen[None]):
         min_rows, share = (9, 0.38) if self._above < 4 else (7, 0.3)  # a long story shrinks the map, not the lanes
         self._panels["map"].styles.height = max(min_rows, round(rows * share))
         self._panels["table"].styles.height = 6 if rows >= 32 else 5
-        self._panels["timings"].styles.height = TIMINGS_HEIGHT
+        self._panels["timings"].styles.height = TIMINGS_HEIGHT + sum(self.size.height >= rows for rows in ROOMY)
         self._panels["experts"].styles.height = max(5, round(rows * 0.2))
 
     # ---- painting

@@ -62,6 +62,7 @@ class Picture:
     title: str = ""
     note: list[Run] = field(default_factory=list)  # at the top right
     legend: list[Run] = field(default_factory=list)  # at the bottom right
+    brief: str = ""  # the title if there is no room for the whole one and the note
 
 
 @dataclass
@@ -194,6 +195,9 @@ class LinePanel(Widget, can_focus=True):
         row = Row(corners[0] + rule, line)
         if top:
             title = picture.title or self.TITLE
+            taken = row.width + cells(title) + 2 + runs_width(picture.note) + 4
+            if picture.note and picture.brief and taken > width:
+                title = picture.brief
             row.add(clip(f" {title} ", width - 4), "bold accent" if self.has_focus else "bold ink")
         side = picture.note if top else picture.legend
         room = width - row.width - 4

@@ -12,7 +12,7 @@ from textual.binding import Binding
 from minitui.text import count
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
-from minitui.tui.widgets.rows import Row, Run, Runs, cells, clip, legend, wrapped
+from minitui.tui.widgets.rows import Row, Run, Runs, cells, clip, fitting, legend, wrapped
 from minitui.viewmodel.model import View
 
 CHIP = 6  # the fewest cells of a chip; long block numbers need more
@@ -46,14 +46,13 @@ never fragmented. ×4: four requests have this block in their tables and read it
         lane = view.lanes.lanes.get(request.id)
         shared = sum(view.shown.state.holders[block] > 1 for block in request.table)
         line = Row(f"r{request.id}", "bold accent" if view.selection is not None else "bold ink")
-        about = Row(f"  {count(len(request.table), 'block')} for {count(computed, 'token')}", "dim")
-        if shared:
-            about.add(f", {shared} shared", "dim")
-            about.add(" with others" if about.width + 12 <= width else "", "dim")
-        if request.state != "running":
-            about.add(f"  {request.state}: holds no blocks", "waiting")
         name = view.group_name(request.group) if request.group else ""
-        head = _head(line, name, about, width, height)
+        blocks, tokens = count(len(request.table), "block"), count(computed, "token")
+        others = f", {shared} shared" if shared else ""
+        texts = [f"  {blocks} for {tokens}{others}", f"  {blocks}, {tokens}{others}", f"  {blocks}{others}"]
+        texts = [texts[0] + " with others", *texts] if shared else texts
+        state = "" if request.state == "running" else f"  {request.state}: holds no blocks"
+        head = _head(line, name, texts, state, width, height)
         title = "Block table · logical " + glyphs().arrow + " physical"
         note: list[Run] = []
         if view.selection is None:
@@ -82,10 +81,9 @@ never fragmented. ×4: four requests have this block in their tables and read it
         fates = [view.shown.fate(block, last.seq) for block in last.table]
         in_tree = sum(fate in ("cached", "held") for fate in fates)
         line, name = Row(f"r{lane.id}", "bold ink"), view.group_name(lane.group)
-        text = f"  finished: {in_tree} of {len(fates)} blocks stay in the tree"
-        if line.width + cells(name) + 1 + len(text) > width:
-            text = f"  {in_tree} of {len(fates)} blocks cached"
-        head = _head(line, name, Row(text, "dim"), width, height)
+        of = f"{in_tree} of {len(fates)} blocks"
+        texts = [f"  finished: {of} stay in the tree", f"  {of} cached"]
+        head = _head(line, name, texts, "", width, height)
         size = view.shown.state.block_size
         rows = [*head, *self._chips(view, last.table, last.computed, size, width, height - len(head), fates)]
         key = legend(
@@ -180,15 +178,20 @@ never fragmented. ×4: four requests have this block in their tables and read it
             self.post_message(Opened("request", id))
 
 
-def _head(line: Row, name: str, about: Row, width: int, height: int) -> list[Runs]:
-    """Returns the heading in one row, or in two if it is too long and the panel has room for both."""
+def _head(line: Row, name: str, texts: list[str], state: str, width: int, height: int) -> list[Runs]:
+    """Returns the heading: the request in `line`, its name, the first of `texts` that fits, and its state. In one row,
+    or in two if the whole is too long and the panel has room for both."""
     name_cells = cells(name) + 1 if name else 0
-    fits = line.width + name_cells + about.width <= width
+    fits = line.width + name_cells + len(texts[0]) + len(state) <= width
     if not fits and height >= TWO_ROWS_FROM:
-        return [line.add(f" {clip(name, width - line.width - 1)}").done(width), about.done(width)]
+        about = fitting(width - len(state), *texts)
+        named = line.add(f" {clip(name, width - line.width - 1)}").done(width)
+        return [named, Row(about, "dim").add(state, "waiting").done(width)]
+    room = width - line.width - len(state)
+    about = fitting(room - min(name_cells, MIN_NAME + 1), *texts)
     if name:
-        line.add(" " + clip(name, max(MIN_NAME, width - line.width - about.width - 1)))
-    return [line.extend(about.runs).done(width)]
+        line.add(" " + clip(name, max(MIN_NAME, room - len(about) - 1)))
+    return [line.add(about, "dim").add(state, "waiting").done(width)]
 
 
 def _with_ends(n: int, room: int, across: int, at: int | None = None) -> list[int]:

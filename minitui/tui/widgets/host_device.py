@@ -2,84 +2,96 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from minitui.text import ms
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.rows import Row, Run, Runs
-from minitui.viewmodel.step_row import StepRow
+from minitui.tui.widgets.rows import Row, Run, Runs, fitting
+from minitui.tui.widgets.tracks import Scale, track
+from minitui.viewmodel.axis import Span
+from minitui.viewmodel.model import View
+from minitui.viewmodel.spans import Timeline
 from minitui.viewmodel.timing import Timings
 
 LABEL = 13  # cells
 LEAST_TRACK = 12  # cells
+STEP = 9  # cells, about, for a step
+MOST_STEPS = 8
+WORK = ("plan", "launch", "commit")
 
 
-def host_and_device(t: Timings, width: int) -> list[Runs]:
-    """Returns the tracks of host and device over the last few steps, on one scale."""
+def host_and_device(view: View, width: int) -> list[Runs]:
+    """Returns two rows: the tracks of host and device over the last few steps, on one scale, with their mean times."""
+    t = view.timings
     host, device = Row("host", "dim").to(LABEL), Row("device", "dim").to(LABEL)
-    host_text = f" {ms(t.host_ms)} ms per step"
     if not t.steps:
         return [host.add(glyphs().dash, "dim").done(width), device.add(glyphs().dash, "dim").done(width)]
+    host_text = f" {ms(t.host_ms)} ms per step"
     if t.device_ms is None:
-        parts = "plan, launch and commit" if t.launch_known else "plan and commit; the launch is unknown"
-        host.add(f"{ms(t.host_ms)} ms per step: {parts}", "ink")
-        device.add(
-            "not measured: this device computes during the launch" if t.launch_known
-            else f"{glyphs().dash} (this engine does not report its device)", "dim",
+        parts = (": plan, launch and commit", "") if t.launch_known else (
+            ": plan and commit; the launch is unknown", " without the launch"
         )  # fmt: skip
+        whole, brief = (
+            ("not measured: this device computes during the launch", "not measured") if t.launch_known
+            else (f"{glyphs().dash} (this engine does not report its device)", "not reported")
+        )  # fmt: skip
+        room = width - LABEL
+        host.add(host_text.strip() + fitting(room - len(host_text) + 1, *parts), "ink")
+        device.add(fitting(room, whole, brief), "dim")
         return [host.done(width), device.done(width)]
-    device_text = f" {ms(t.device_ms)} ms, busy at most {100 * t.device_busy:.0f} %"
-    room = width - LABEL - max(len(host_text), len(device_text)) - 1
-    steps = [row for row in t.recent if row.wall_ms is not None and row.ended is not None]
-    if room < LEAST_TRACK:  # the tracks need the place of the device's share
-        device_text = f" {ms(t.device_ms)} ms per step"
+    mean = f" {ms(t.device_ms)} ms"
+    for device_text in (f"{mean}, busy at most {100 * t.device_busy:.0f} %", f"{mean} per step"):
         room = width - LABEL - max(len(host_text), len(device_text)) - 1
-    if room < LEAST_TRACK or not steps:
+        if room >= LEAST_TRACK:
+            break
+    else:
         return [host.add(host_text.strip()).done(width), device.add(device_text.strip()).done(width)]
-    steps = steps[-max(2, room // 9) :]
-    above, below = _draw(steps, room)
+    above, below = _tracks(Timeline(view.steps, view.horizon), room)
     host.extend(above).to(LABEL + room).add(host_text, "dim")
     device.extend(below).to(LABEL + room).add(device_text, "dim")
     return [host.done(width), device.done(width)]
 
 
-def _draw(steps: list[StepRow], room: int) -> tuple[list[Run], list[Run]]:
-    """Returns the tracks (of the host, of the device), `room` cells wide.
+def means_row(t: Timings, width: int) -> Runs:
+    """Returns the mean times of host and device in one row."""
+    row = Row("per step", "dim").to(LABEL)
+    if not t.steps:
+        return row.add(glyphs().dash, "dim").done(width)
+    row.add("host ", "dim").add(f"{ms(t.host_ms)} ms").add(", device ", "dim")
+    if t.device_ms is None:
+        return row.add("not measured" if t.launch_known else "not reported").done(width)
+    row.add(f"{ms(t.device_ms)} ms")
+    busy = f", busy at most {100 * t.device_busy:.0f} %"
+    return row.add(fitting(width - row.width, busy, ""), "dim").done(width)
 
-    A step begins with its plan. Steps may overlap.
+
+def _tracks(line: Timeline, room: int) -> tuple[list[Run], list[Run]]:
+    """Returns the tracks (of the host, of the device), `room` cells wide, with the last steps.
+
+    The time between two steps (idle, slow motion) is drawn as at most a fifth of a mean step.
     """
-    spans = []
-    for row in steps:
-        end = (row.ended or 0.0) * 1e3
-        begin = end - (row.wall_ms or 0.0)
-        spans.append((begin, end, row))
-    origin, finish = spans[0][0], spans[-1][1]
-    # A pause between steps (idle, slow motion) is drawn as at most a fifth of a mean step, to leave room for the steps.
-    usual = sum(end - begin for begin, end, _ in spans) / len(spans)
-    shift, before, placed = 0.0, None, []
-    for begin, end, row in spans:
-        if before is not None and begin - before > usual / 5:
-            shift += begin - before - usual / 5
-        before = end
-        placed.append((begin - shift - origin, end - shift - origin, row))
-    total = max(finish - shift - origin, 1e-9)
-    scale = room / total
-    g = glyphs()
-    host, device = [(g.rule, "faint")] * room, [(g.rule, "faint")] * room
+    wanted = max(2, min(MOST_STEPS, room // STEP))
+    steps = line.arrivals(max(line.first, line.last - wanted + 1), line.last)
+    longest = sum(step.end - step.begin for step in steps) / len(steps) / 5
+    cuts = [(after.begin, gap - longest) for before, after in pairwise(steps)
+            if (gap := after.begin - before.end) > longest]  # fmt: skip
 
-    def fill(track: list[Run], begin: float, end: float, cell: Run) -> None:
-        left = int(begin * scale)
-        right = max(left + 1, int(end * scale))
-        for x in range(max(0, left), min(room, right)):
-            track[x] = cell
+    def moved(span: Span) -> Span:
+        by = sum(cut for place, cut in cuts if span.end > place)
+        return span._replace(begin=span.begin - by, end=span.end - by)
 
-    for begin, end, row in placed:
-        planned = (row.plan_ms or 0.0) + (row.launch_ms or 0.0)
-        cell = (g.prefill, "prefill") if row.chunks else (g.busy, "decode")
-        if row.device_ms is not None:
-            started = max(begin + planned - (row.launch_ms or 0.0) / 2, end - (row.commit_ms or 0.0) - row.device_ms)
-            fill(device, started, min(end, started + row.device_ms), cell)
-            x = int(started * scale)
-            if 0 < x < room and device[x - 1] == cell:
-                device[x - 1] = (g.edge, cell[1])
-        fill(host, begin, begin + planned, (g.commit, "hit"))
-        fill(host, end - (row.commit_ms or 0.0), end, (g.commit, "hit"))
-    return host, device
+    first, left = steps[0].step, steps[0].begin
+    right = line.end - sum(cut for _, cut in cuts)
+    scale = Scale(left, max(right - left, 1e-6) / room, room)
+    host = [moved(span)._replace(kind="commit") for span in line.host(first, line.last) if span.kind in WORK]
+    device = [moved(span) for span in line.device(first, line.last)]
+    return _ruled(track(host, scale, None, _no_labels)), _ruled(track(device, scale, None, _no_labels))
+
+
+def _no_labels(_span: object) -> list[str]:
+    return []
+
+
+def _ruled(cells: list[Run]) -> list[Run]:
+    """Returns the cells of a track with a thin line where nothing happened."""
+    return [(glyphs().rule * len(text), "faint") if text.isspace() else (text, style) for text, style in cells]

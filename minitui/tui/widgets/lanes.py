@@ -14,7 +14,7 @@ from textual.binding import Binding
 from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
-from minitui.tui.widgets.rows import Row, Run, Runs, fit, legend, runs_width
+from minitui.tui.widgets.rows import Row, Run, Runs, fit, fitting, legend, runs_width
 from minitui.tui.widgets.vitals import spark
 from minitui.viewmodel.lane import DECODING, FINISHED, GAINING, NOTHING, PREEMPTED, PREFILLING, QUEUED, Lane
 from minitui.viewmodel.lane_rows import LaneRows
@@ -85,7 +85,8 @@ these two, the label names that request.""")
         rows.append(self._rest(view, width, end))
         steps = "1 column = 1 step" if self.k == 1 else f"1 column = {self.k} steps"
         note = [(steps, "ink"), *self.own_key("[ ]")]
-        return Picture(rows, title="Batch lanes · requests over steps", note=note, legend=self._legend(view, width))
+        title = "Batch lanes · requests over steps"
+        return Picture(rows, title=title, brief=self.TITLE, note=note, legend=self._legend(view, width))
 
     def _legend(self, view: View, width: int) -> list[Run]:
         marks = _marks()
@@ -216,10 +217,10 @@ these two, the label names that request.""")
             ended += sum(lane.id not in requests and view.begun(lane) for lane in later)
         prefilling = len(hidden) - decoding - waiting
         counts = ((decoding, "decoding"), (prefilling, "prefilling"), (waiting, "waiting"), (ended, "done"))
-        parts = [f"{n:,} {word}" for n, word in counts if n]
         row = Row()
-        if parts:
-            row.add("+ " + ", ".join(parts), "dim")
+        if parts := [f"{n:,} {word}" for n, word in counts if n]:
+            texts = ("+ " + ", ".join(parts), "+ " + ", ".join(part.removesuffix("ing") for part in parts))
+            row.add(fitting(width, *texts), "dim")
         took = view.steps.column("took")[view.steps.indices(self.first_step, end)]
         took = took[took > 0]
         if len(took):

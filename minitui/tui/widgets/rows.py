@@ -76,6 +76,11 @@ def whole_words(text: str, width: int) -> str:
     return kept.rstrip() + dots
 
 
+def fitting(width: int, *texts: str) -> str:
+    """Returns the first of these texts that has at most `width` cells; if none has, the last one."""
+    return next((text for text in texts if cells(text) <= width), texts[-1])
+
+
 class Row:
     """Builds one row from left to right; consecutive texts with the same style become one run."""
 

@@ -13,9 +13,10 @@ from textual.geometry import Size
 from minitui.text import count, ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
-from minitui.tui.widgets.rows import Row, Runs, cells, legend
+from minitui.tui.widgets.cause import cause_within
+from minitui.tui.widgets.rows import Row, Runs, cells, fitting, legend
 from minitui.viewmodel.model import StepRow, View
-from minitui.viewmodel.timing import took_words, why_briefly, why_slow
+from minitui.viewmodel.timing import took_words
 
 
 def contents(row: StepRow, most: int = 4) -> str:
@@ -95,9 +96,12 @@ class StepBar(LinePanel, can_focus=False):
         line.add(f"{frame.tokens:,.0f}", "bold ink").add(f" of {view.shown.state.budget:,} tokens", "dim")
         last = view.steps.get(frame.last)
         if last is not None:
-            line.add("  last: ", "dim").add(f"step {last.step:,}").add(" = ", "dim").add(contents(last))
-            if last.took_ms is not None:
-                line.add(f" in {ms(last.took_ms)} ms")
+            named = f"  last: step {last.step:,}"
+            texts = [f"{named} = {contents(last, most)}" for most in range(4, -1, -1)]
+            line.add(fitting(width - line.width, *texts, named, ""))
+            took = "" if last.took_ms is None else f" in {ms(last.took_ms)} ms"
+            if took and line.width + len(took) <= width:
+                line.add(took)
                 _add_cause(line, view, last, width)
         return line.done(width)
 
@@ -114,13 +118,9 @@ def _ahead(view: View, row: StepRow | None) -> tuple[str, ...]:
 
 def _add_cause(line: Row, view: View, row: StepRow, width: int) -> None:
     """Add the expected time and the causes of a longer time, or a shorter text if the whole one does not fit."""
-    model = view.models.of(row.step)
-    brief = why_briefly(row, model).split(", ")  # the largest part first
-    parts = [", ".join([*brief[:n], glyphs().dots]) for n in range(len(brief) - 1, 0, -1)]
-    for text in (why_slow(row, model), ", ".join(brief), *parts):
-        if text and line.width + len(text) + 3 <= width:
-            line.add(f" ({text})", "dim")
-            break
+    text = cause_within(row, view.models.of(row.step), width - line.width - 3)
+    if text:
+        line.add(f" ({text})", "dim")
 
 
 def _bar(row: StepRow, width: int, budget: int, view: View) -> Runs:

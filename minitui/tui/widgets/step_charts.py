@@ -6,12 +6,12 @@ import numpy as np
 
 from minitui.text import ms, short
 from minitui.tui.glyphs import glyphs
+from minitui.tui.widgets.cause import cause_within
 from minitui.tui.widgets.chart import LABEL, bars, scale_of
-from minitui.tui.widgets.rows import Row, Run, Runs
+from minitui.tui.widgets.rows import Row, Run, Runs, fitting
 from minitui.viewmodel.model import View
 from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.step_times import StepTimes
-from minitui.viewmodel.timing import why_briefly, why_slow
 
 STYLES = ("decode", "prefill", "prefill-2")  # of step_times.KINDS
 HISTOGRAM = 30  # cells
@@ -31,8 +31,7 @@ def charts(times: StepTimes, width: int, rows: int, chosen: int | None) -> list[
     cursor = int(at[0]) // k if len(at) else None
     styles = [STYLES[int(times.kind[i])] for i in slowest]
     head = Row("ms, log" if scale.low else "ms", "dim").to(LABEL)
-    what = f"took: the median, up to the longest of {k} steps" if k > 1 else "took"
-    head.add(what, "dim")
+    head.add(_heading(k, room - head.width), "dim")
     drawn = [head.done(room), *bars(longest, styles, scale, rows - 2, room, ms, solid=median, cursor=cursor)]
     first, last = f"{int(times.step[0]):,}", f"{int(times.step[-1]):,}"
     axis = Row("step", "dim").to(LABEL).add(first, "dim")
@@ -41,6 +40,14 @@ def charts(times: StepTimes, width: int, rows: int, chosen: int | None) -> list[
         return drawn
     gap: list[Run] = [("  ", "ink")]
     return [(*left, *gap, *right) for left, right in zip(drawn, _histogram(times, beside, rows), strict=True)]
+
+
+def _heading(k: int, width: int) -> str:
+    """Returns what the columns of the chart show: `k` steps each."""
+    if k == 1:
+        return "took"
+    whole = f"took: the median, up to the longest of {k} steps"
+    return fitting(width, whole, f"took: median and longest of {k}", "took")
 
 
 def _histogram(times: StepTimes, width: int, rows: int) -> list[Runs]:
@@ -94,8 +101,6 @@ def slow_steps(slowest: list[StepRow], view: View, at: int, chosen: bool, width:
         style = STYLES[("decode", "mixed", "prefill").index(step.kind)]
         row.to(ends[-1] + 2, " ", "ink" + ground).add(step.kind.ljust(KIND), style + ground)
         model = view.models.of(step.step)
-        why = why_slow(step, model) or "expected time unknown: too few steps"
-        if row.width + len(why) > width:
-            why = why_briefly(step, model) or why
+        why = cause_within(step, model, width - row.width) or "expected time unknown"
         drawn.append(row.add(why, "ink" + ground).to(width, " ", "ink" + ground).done(width))
     return drawn

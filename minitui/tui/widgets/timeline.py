@@ -123,7 +123,8 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
         note: list[Run] = [(steps, "ink"), *self.own_key(f"{arrows} choose · enter jump · esc back")]
         if sum(len(text) for text, _ in note) + len(title) > width - 8:
             note = [(f"1 column = {self.per_column}", "ink"), *self.own_key("enter jump · esc back")]
-        return Picture(rows[:height], title=title, note=note, legend=self._legend())
+        brief = f"Timeline of r{lane.id}"
+        return Picture(rows[:height], title=title, brief=brief, note=note, legend=self._legend())
 
     @staticmethod
     def _legend() -> list[Run]:

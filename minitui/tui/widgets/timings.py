@@ -10,27 +10,32 @@ from typing import ClassVar
 
 from textual.binding import Binding
 
-from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
-from minitui.tui.widgets.host_device import LABEL, host_and_device
+from minitui.tui.widgets.host_device import host_and_device, means_row
 from minitui.tui.widgets.rows import Row, Run, Runs, first_rows, legend
 from minitui.tui.widgets.step_charts import LEAST as LEAST_CHART
 from minitui.tui.widgets.step_charts import charts, list_top, room_for_why, slow_steps
 from minitui.tui.widgets.timeline import JumpRequested
+from minitui.tui.widgets.timing_rows import (
+    KINDS,
+    drafts_row,
+    exchange_row,
+    first_token_row,
+    kind_rows,
+    limit_rows,
+    slowest_rows,
+)
 from minitui.viewmodel.model import StepRow, View
 from minitui.viewmodel.step_times import StepTimes, rows_of, step_times
-from minitui.viewmodel.timing import RECENT_FIRST_TOKENS, KindStats, Timings, why_briefly, why_slow
+from minitui.viewmodel.timing import Timings, why_slow
 
-KINDS = (("decode only", "decode", "decode"), ("mixed", "mixed", "prefill"), ("prefill only", "prefill", "prefill-2"))
 LARGE_FROM = 15  # rows: a panel of this height shows the charts and the slowest steps
 WHOLE_LIST = 9  # rows: the tracks are left out of a panel with fewer for the list
 FOOT = 3  # rows for the whole cause of a step
 LEAST_LIST = 4  # rows: a smaller panel has the list without the charts if so many rows are free
 SLOWEST = 10
 SPANS = (200, 1_000, 5_000, 32_768)  # the numbers of steps that the large form can show
-FIGURE = 7  # cells
-SHARE = 5  # cells: "100 %", and its heading
 
 
 class StepTimings(LinePanel):
@@ -94,41 +99,56 @@ an excess, as "launch +12.3", and one without is expected.""")
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         t = view.timings
-        rows = [self._head(t, width)]
-        rows += [self._kind(label, getattr(t, name), style, width) for label, name, style in KINDS]
-        more = [self._first_token(t, width)]
+        rows = kind_rows(t, width)
+        more = [first_token_row(t, width)]
         if t.drafted:
-            more.append(self._drafts(t, width))
+            more.append(drafts_row(t, width))
         if t.ranks > 1:
-            more.append(self._exchange(t, width))
+            more.append(exchange_row(t, width))
         rest = height - len(rows) - len(more) - len(t.limits)
         self.times = step_times(view.steps, view.horizon, SPANS[self.span]) if rest >= 2 + LEAST_LIST else None
         if self.times is None or not len(self.times.took):
             self.times = None
-            rows.append(self._slowest(view, width))
-        elif height >= LARGE_FROM:
+            return self._small(view, rows, more, width, height)
+        if height >= LARGE_FROM:
             return self._large(self.times, view, [*rows, *more], width, height)
         rows += more
-        tracks = height >= len(rows) + 2 + (WHOLE_LIST if self.times is not None else 0)
+        tracks = height >= len(rows) + 2 + WHOLE_LIST
         if tracks:
-            rows += host_and_device(t, width)
-        if height >= len(rows) + len(t.limits):
-            rows += self._limits(t, width)
-        if self.times is not None:
-            self._list(self.times, view, rows, width, height - len(rows))
-        title = f"Timings · {t.steps:,} steps in {t.seconds:.1f} s" if t.steps else "Timings"
+            rows += host_and_device(view, width)
+        rows += limit_rows(t.limits, width)
+        self._list(self.times, view, rows, width, height - len(rows))
+        return self._framed(t, rows, tracks, f"{_up_down()} choose · enter jump · d details")
+
+    def _small(self, view: View, kinds: list[Runs], more: list[Runs], width: int, height: int) -> Picture:
+        """Returns the picture without the list of the slowest steps. What is least important is left out first: the
+        tracks, kinds without steps, then the first token and the rows after it."""
+        t = view.timings
+        limits = limit_rows(t.limits, width)
+        if len(kinds) + 1 + len(more) + len(limits) > height:
+            used = [getattr(t, name).steps for _, name, _ in KINDS]
+            kinds = [kinds[0], *(row for row, steps in zip(kinds[1:], used, strict=True) if steps)]
+        more = more[: max(0, height - len(kinds) - 1 - len(limits))]
+        spare = height - len(kinds) - len(more) - len(limits)
+        slowest = slowest_rows(view, width, max(1, spare if spare < 4 else spare - 2))
+        spare -= len(slowest)
+        tracks = host_and_device(view, width) if spare >= 2 else [means_row(t, width)] * (spare == 1)
+        rows = [*kinds, *slowest, *more, *tracks, *limits]
+        return self._framed(t, rows[:height], len(tracks) == 2, "d details of the slowest")
+
+    def _framed(self, t: Timings, rows: list[Runs], tracks: bool, keys: str) -> Picture:
         g = glyphs()
         key = legend(
             (g.commit, "hit", "plan, launch, commit"), (g.busy, "decode", "decode"),
             (g.prefill, "prefill", "with prefill"),
         )  # fmt: skip
-        keys = "d details of the slowest" if self.times is None else f"{_up_down()} choose · enter jump · d details"
+        title = f"Timings · {t.steps:,} steps in {t.seconds:.1f} s" if t.steps else "Timings"
         note = self.own_key(keys, first=True) if t.slowest is not None else []
-        return Picture(rows[:height], title=title, note=note, legend=key if tracks and t.device_ms is not None else [])
+        return Picture(rows, title=title, note=note, legend=key if tracks and t.device_ms is not None else [])
 
     def _large(self, times: StepTimes, view: View, rows: list[Runs], width: int, height: int) -> Picture:
         """Returns the picture with the charts and the list of the slowest steps."""
-        rows += self._limits(view.timings, width)
+        rows += limit_rows(view.timings.limits, width)
         rest = height - len(rows)
         self._choose_slowest(times, view)
         foot = len(self._foot(view, width))
@@ -170,86 +190,6 @@ an excess, as "launch +12.3", and one without is expected.""")
         if len(why) <= room_for_why(view, width):
             return []
         return first_rows(f"step {step.step:,}: {why}", "ink", width, most, "d: details")
-
-    def _head(self, t: Timings, width: int) -> Runs:
-        row = Row("device ms" if t.by_device else "kind, ms", "dim").to(LABEL)
-        for i, name in enumerate(("steps", "p50", "p99", "max")):
-            row.right(name, LABEL + FIGURE * (i + 1), "dim")
-        row.to(LABEL + FIGURE * 4 + 3)
-        heading = "share of time" if width - row.width >= 13 else "share" if width - row.width >= SHARE else ""
-        return row.add(heading, "dim").done(width)
-
-    def _kind(self, label: str, stats: KindStats, style: str, width: int) -> Runs:
-        at = LABEL + FIGURE
-        row = Row(label, "ink").right(f"{stats.steps:,}", at, "ink" if stats.steps else "dim")
-        for value in (stats.p50, stats.p99, stats.worst):
-            at += FIGURE
-            row.right(ms(value) if stats.steps else glyphs().dash, at, "ink" if stats.steps else "dim")
-        row.to(at + 3)
-        room = width - row.width - 6
-        if room >= 4:
-            filled = round(stats.share * room)
-            if stats.share and not filled:
-                filled = 1
-            row.add(glyphs().busy * filled, style).add(glyphs().rule * (room - filled), "faint")
-        if width - row.width >= SHARE or room >= 4:
-            row.right(f"{100 * stats.share:.0f} %", width, "dim")
-        return row.done(width)
-
-    def _slowest(self, view: View, width: int) -> Runs:
-        t, row = view.timings, Row("slowest", "dim").to(LABEL)
-        if t.slowest is None or t.slowest.took_ms is None:
-            return row.add("no step timed yet", "dim").done(width)
-        model = view.models.of(t.slowest.step)
-        why, took, step = why_slow(t.slowest, model), f"{ms(t.slowest.took_ms)} ms", f" step {t.slowest.step:,}"
-        style = "prefill" if t.slowest.chunks else "ink"
-        room = width - len(took) - len(step) - 1
-        if row.width + len(why) > room:  # drop the padding first, then a part of `why`
-            row = Row("slowest ", "dim")
-            if row.width + len(why) > room:
-                why = why_briefly(t.slowest, model)
-        row.add(took, "bold ink").add(step)
-        return row.add(" " + why, style).done(width)
-
-    def _first_token(self, t: Timings, width: int) -> Runs:
-        first, median = t.first_token, t.median_first_ms
-        row = Row("first token", "dim").to(LABEL)
-        if first is None or median is None:
-            return row.add("none yet", "dim").done(width)
-        parts = f"queue {ms(first.queue_ms)} + prefill {ms(first.prefill_ms)}"
-        took, request = f"{ms(first.total_ms)} ms", f" r{first.request}"
-        if row.width + len(took) + 3 + len(parts) > width:
-            took = ms(first.total_ms)
-            row = Row("first token ", "dim")
-            if row.width + len(took) + 3 + len(parts) > width:
-                row = Row("first ", "dim")
-        row.add(took, "bold ink")
-        if row.width + len(request) + len(parts) + 3 <= width:
-            row.add(request)
-        row.add(" = ", "dim")
-        for word in parts.split(" "):
-            row.add(word + " ", "ink" if word[0].isdigit() else "dim")
-        tail = f" median of {'the last ' * (t.first_tokens >= RECENT_FIRST_TOKENS)}{t.first_tokens}: {ms(median)} ms"
-        if row.width + len(tail) <= width:
-            row.add(tail, "dim")
-        return row.done(width)
-
-    def _drafts(self, t: Timings, width: int) -> Runs:
-        row = Row("drafts", "dim").to(LABEL).add(f"{100 * t.accepted / t.drafted:.0f} %", "bold ink")
-        row.add(f" of {t.drafted:,} accepted: ", "dim").add(f"{t.per_row:.1f}", "bold ink")
-        return row.add(" tokens per row and step", "dim").done(width)
-
-    def _exchange(self, t: Timings, width: int) -> Runs:
-        row = Row("ranks", "dim").to(LABEL).add(f"{t.ranks}", "bold ink").add(", exchange ", "dim")
-        row.add(f"{100 * t.comm_share:.0f} %", "bold ink").add(" of the time", "dim")
-        for tail in (f": {ms(t.comm_ms)} ms per step", ", waiting included"):
-            if row.width + len(tail) <= width:
-                row.add(tail, "dim")
-        return row.done(width)
-
-    @staticmethod
-    def _limits(t: Timings, width: int) -> list[Runs]:
-        return [Row(limit.what, "bold ink").add(limit.why(width), "dim").done(width) for limit in t.limits]
 
     def clicked(self, view: View, column: int, row: int) -> None:
         if self.times is not None:

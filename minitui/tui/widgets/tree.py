@@ -18,7 +18,7 @@ from engine.trace.views import NodeView
 from minitui.text import count, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected, typed
-from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, legend, whole_words, wrapped
+from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, fitting, legend, whole_words, wrapped
 from minitui.viewmodel.eviction import is_under_pressure, pressure_words
 from minitui.viewmodel.model import View
 from minitui.viewmodel.tree import TreeRow
@@ -187,8 +187,13 @@ computes blocks. A large panel (z) also has the whole text of the selected node.
             in_a_row = min(2 if not roomy and height >= 10 else 4, len(nodes))
             rows = [self._next(nodes[i : i + in_a_row], in_a_row, width) for i in range(0, len(nodes), in_a_row)]
         if view.loaded and height > 4 and is_under_pressure(state):
-            words = pressure_words(state, view.tree.eviction(view.shown), max(1, width // 5))
             lead = "few free blocks · next blocks: " if width >= 60 else "next blocks: "
+            most, order = max(1, width // 5), view.tree.eviction(view.shown)
+            words = pressure_words(state, order, most)
+            while most > 1 and (beyond := len(lead) + len(words) - width) > 0:
+                most = max(1, most - max(1, beyond // 5))
+                words = pressure_words(state, order, most)
+            lead = fitting(width - len(words), lead, "next: ")
             rows.append(Row(lead, "waiting").add(words, "ink").done(width))
         return rows
 

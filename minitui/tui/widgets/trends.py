@@ -11,7 +11,7 @@ from minitui.text import ms, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
 from minitui.tui.widgets.chart import LABEL, Scale, bars, scale_of
-from minitui.tui.widgets.rows import Row, Run, Runs, legend
+from minitui.tui.widgets.rows import Row, Run, Runs, fitting, legend
 from minitui.tui.widgets.timeline import JumpRequested
 from minitui.viewmodel.model import View
 from minitui.viewmodel.rates import BUCKET
@@ -111,7 +111,7 @@ larger than the usual one, the scale is logarithmic.""")
         if metric.name == "queue":
             scale = Scale(0.0, max(1.0, scale.high))
         if scale.low:
-            row.add("  log scale", "dim")
+            row.add(fitting(width - row.width, "  log scale", "  log", ""), "dim")
         shown = np.where(high > 0, high, np.nan)  # zero is an empty column
         shown, low = np.repeat(shown, self._wide), np.repeat(low, self._wide)
         drawn = bars(

@@ -146,4 +146,4 @@ class Vitals(LinePanel, can_focus=False):
 def _head(vital: Vital, room: int) -> Runs:
     row = Row(vital.label, "dim").to(9 if room >= 30 else len(vital.label) + 1).add(vital.value, "bold ink")
     unit = next((unit for unit in vital.units if row.width + 1 + len(unit) <= room), "")
-    return row.add(" " + unit, "dim").done(room)
+    return row.add(" " + unit if unit else "", "dim").done(room)

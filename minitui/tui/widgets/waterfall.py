@@ -15,6 +15,7 @@ from minitui.text import duration
 from minitui.tui.widgets.axis_panel import MOST_STEPS, AxisPanel
 from minitui.tui.widgets.base import Opened, Picture, paragraphs, selected
 from minitui.tui.widgets.rows import Row, Run, Runs, fit
+from minitui.tui.widgets.timing_rows import limit_rows
 from minitui.tui.widgets.tracks import SCALES, UNKNOWN, Scale, number, numbered, ruler, track
 from minitui.tui.widgets.waterfall_texts import (
     at_cursor,
@@ -130,8 +131,7 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
             room = height - len(rows) - len(view.timings.limits) - bool(late) - 1  # 1: of a request
             within = next((span for span in device if span.step == row.step and span.kind == PERHAPS), None)
             rows += figures(row, view.steps, view.models.of(row.step), width, seen, room, within)
-        for limit in view.timings.limits:
-            rows.append(Row(limit.what, "bold ink").add(limit.why(width), "dim").done(width))
+        rows += limit_rows(view.timings.limits, width)
         if late:
             rows.append(Row(f"no results for {duration(late)} so far", "bold bad").done(width))
         self._lanes_row = len(rows)
