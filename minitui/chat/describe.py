@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from minitui.chat.conversation import Message
 from minitui.chat.prompt import END_THINK, THINK
 from minitui.text import duration, match_reason
@@ -62,3 +64,14 @@ def describe_answer(message: Message) -> list[tuple[str, str]]:
     if diverged := m.get("diverged"):
         parts.append((f"{diverged['reason']}: the prompt changes from token {diverged['at']:,} on", "dim"))
     return parts
+
+
+def replay_note(metrics: dict[str, Any], block_size: int | None) -> str:
+    """Returns how much of the prompt of a chat that replays another one came from the cache."""
+    cached, total = metrics.get("cached_tokens"), metrics.get("prompt_tokens")
+    if cached is None or total is None or not block_size:
+        return "replayed; this server does not report how much of the prompt came from its cache"
+    return (
+        f"replayed: {cached:,} of {total:,} prompt tokens came from the cache ({cached // block_size} blocks "
+        f"of {block_size}); {total - cached:,} tokens were computed"
+    )

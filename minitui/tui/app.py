@@ -18,6 +18,7 @@ from textual.widgets import TextArea
 
 from engine.errors import EngineError
 from minitui.chat.conversation import Session
+from minitui.chat.describe import replay_note
 from minitui.chat.prompt import Codec
 from minitui.chat.sessions import Chats
 from minitui.settings import Settings
@@ -295,20 +296,15 @@ class MinituiApp(AppBase):
         metrics = session.messages[-1].metrics
         if session.id in self.replays and metrics:
             self.replays.remove(session.id)
-            cached, total = metrics.get("cached_tokens"), metrics.get("prompt_tokens")
-            size = self.source.info.get("block_size")
-            if cached is None or total is None or not size:
-                session.note = "replayed; this server does not report how much of the prompt came from its cache"
-                return
-            session.note = (
-                f"replayed: {cached:,} of {total:,} prompt tokens came from the cache ({cached // size} blocks "
-                f"of {size}); {total - cached:,} tokens were computed"
-            )
+            session.note = replay_note(metrics, self.source.info.get("block_size"))
 
     # ---- actions of the bindings
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Allow the guess keys only while a demo asks for a prediction, outside dialogs and the prompt."""
+        """Allow the guess keys only while a demo asks for a prediction, outside dialogs and the prompt, and to cancel
+        an answer only where there are chats."""
+        if action == "escape":
+            return self.has_chats
         if action != "guess":
             return super().check_action(action, parameters)
         free = len(self.screen_stack) == 1 and not isinstance(self.focused, TextArea)

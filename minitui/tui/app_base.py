@@ -10,10 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from textual import events
-from textual.app import App
 from textual.driver import Driver
 from textual.filter import LineFilter
-from textual.notifications import SeverityLevel
 
 from engine.errors import EngineError
 from engine.process.heartbeat import Condition
@@ -29,17 +27,17 @@ from minitui.tui.frame_limiter import FrameLimiter, draw_sooner
 from minitui.tui.glyphs import use_ascii
 from minitui.tui.key_reading import noting_keys
 from minitui.tui.line_filters import AsciiLines, VisibleLines
+from minitui.tui.notices import Notices
 from minitui.tui.strips import keep_no_lines
 from minitui.tui.theme import THEMES
 from minitui.viewmodel.model import View
 from minitui.viewmodel.updater import Updater
 from minitui.visible import visible
 
-MAX_NOTICE = 400  # characters
 KEY_DRAWN_S = 0.010  # from a key press to a picture of its effect
 
 
-class AppBase(App[int]):
+class AppBase(Notices):
     """The state that all screens share. MinituiApp implements the methods that raise NotImplementedError."""
 
     TITLE = "minitui"
@@ -242,24 +240,6 @@ class AppBase(App[int]):
     def show_help(self) -> None:
         """Show the help for this screen and for the panel with the focus."""
         raise NotImplementedError
-
-    def say(self, text: str, error: bool = False) -> None:
-        """Show a sentence for a few seconds."""
-        text = visible(text)
-        if len(text) > MAX_NOTICE:
-            text = text[:MAX_NOTICE] + "…"  # an error may quote a long text that was pasted in place of a name
-        seconds = max(8.0 if error else 2.0, len(text) / 25)  # enough time to read the text
-        self.notify(text, severity="error" if error else "information", timeout=seconds, markup=False)
-
-    def notify(
-        self, message: str, *, title: str = "", severity: SeverityLevel = "information", timeout: float | None = None,
-        markup: bool = False,
-    ) -> None:  # fmt: skip
-        """Show a notice, always without markup. It replaces one with the same text: a key pressed again does not stack
-        notices."""
-        for notice in [notice for notice in self._notifications if notice.message == message]:
-            self._unnotify(notice, refresh=False)
-        super().notify(message, title=title, severity=severity, timeout=timeout, markup=False)
 
     def copy_to_clipboard(self, text: str) -> None:
         """Copy visible characters only: in a shell, an escape sequence could end the paste and run a command."""

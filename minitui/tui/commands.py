@@ -187,7 +187,7 @@ class Commands(ChatCommands):
         if not text:
             first, last = steps
             known = f" ({first:,} to {last:,})" if last >= first else ""
-            self.app.ask_text(f"Go to step 400{known}, r12, block 17, node 5, chat", "", partial(self.run, "goto"))
+            self.app.ask_text(f"Go to a step{known}, r12, block 17, node 5, or a chat", "", partial(self.run, "goto"))
             return
         place = find(view, text, steps)
         if self.app.current_mode == "lecture" and place.kind != "request":

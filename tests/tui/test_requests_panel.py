@@ -91,7 +91,7 @@ async def test_five_opens_the_requests_enter_a_timeline_and_enter_goes_to_the_st
         stalled = table.rows[0]
         assert stalled.gaps is not None and stalled.gaps.longest is not None
         gap = stalled.gaps.longest
-        foot = " ".join(line.strip("│ ") for line in table.text.splitlines()[-5:-1])
+        foot = " ".join(line.strip("│ ") for line in table.text.splitlines()[-6:-1])
         longest = f"{ms(gap.ms)} ms before token {gap.token}, step {gap.step}"
         assert f"r{stalled.id}, the longest gap of all: {longest}" in foot
         assert "queue after a preemption" in foot
@@ -115,7 +115,7 @@ async def test_enter_opens_the_longest_gap_of_all_which_is_always_named(tmp_path
         table = table_of(screen)
 
         def foot() -> str:
-            return " ".join(line.strip("│ ") for line in table.text.splitlines()[-5:-1])
+            return " ".join(line.strip("│ ") for line in table.text.splitlines()[-6:-1])
 
         named = re.match(r"r(\d+), the longest gap of all: ([0-9.,]+) ms ", foot())
         assert named is not None and table.rows[0].id != int(named[1])

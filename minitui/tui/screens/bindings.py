@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from textual.actions import parse
 from textual.app import App
 from textual.binding import Binding
 from textual.dom import DOMNode
@@ -37,7 +38,13 @@ def bindings_here(app: App[Any]) -> list[BindingGroup]:
 
 
 def _bindings(node: DOMNode) -> tuple[Binding, ...]:
-    """Returns the bindings that minitui's classes declare for this node, without ACTIONS and system keys."""
+    """Returns the bindings that minitui's classes declare for this node, without ACTIONS, system keys, and keys whose
+    action the node refuses now."""
     ours = [kind for kind in type(node).__mro__ if kind.__module__.startswith("minitui")]
     declared = {b.id: b for kind in ours for b in vars(kind).get("BINDINGS", ()) if b.id not in BY_ID and not b.system}
-    return tuple(declared.values())
+    return tuple(binding for binding in declared.values() if _allowed(node, binding.action))
+
+
+def _allowed(node: DOMNode, action: str) -> bool:
+    _, name, parameters = parse(action)
+    return node.check_action(name, parameters) is not False

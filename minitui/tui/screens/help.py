@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
 
+from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
@@ -208,10 +209,19 @@ class HelpScreen(Overlay[None]):
                     yield self._fitted(partial(self._table, name))
                 names = "The first column is the name for the table [keys] of settings.toml."
                 yield Static(names, classes="foot", markup=False)
-            yield Static("up, down, page keys scroll · esc closes", classes="foot")
+            yield Static("up, down, page keys scroll · esc closes · other keys close the help and act", classes="foot")
 
     def on_mount(self) -> None:
         self.query_one(VerticalScroll).focus()
+
+    def on_key(self, event: events.Key) -> None:
+        """Close the help at another key of the screen below, and let the key act there."""
+        if not self.is_current or event.key in self.active_bindings:
+            return
+        if event.key in self.app.screen_stack[-2].active_bindings:
+            event.stop()
+            self.dismiss()
+            self.app.call_later(self.app.simulate_key, event.key)
 
     def _fitted(self, text: Callable[[int], Content]) -> Static:
         """Returns a widget whose text is made again for each width."""

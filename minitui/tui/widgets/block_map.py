@@ -211,6 +211,10 @@ tokens.""")
         elif block is not None:
             self.post_message(Opened("block", block))
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Allow to zoom out only when zoomed in."""
+        return (action != "unzoom" or self.zoomed_at is not None) and super().check_action(action, parameters)
+
     def action_unzoom(self) -> None:
         self.zoomed_at = None
         self.repaint()

@@ -21,7 +21,8 @@ from minitui.viewmodel.stalls import Reason, explain_gap, gap_words
 Value = float | str | None
 STATES = {"decode": "decode", "prefill": "prefill", "waits": "waiting", "preempted": "bad", "error": "bad"}
 WHY_FROM = 24  # cells; a narrower column of causes is left out
-FOOT = 3  # rows for the longest gap and the longest wait for a first token in words; a narrow panel has one more
+FOOT = 3  # rows for the longest gap and the longest wait for a first token in words; a narrow panel has two more
+FIRST = 2  # of these rows, the most for the first token
 NARROW = 160  # cells
 
 
@@ -126,7 +127,7 @@ selection, Enter opens the timeline of the request with the longest gap.""")
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         self.rows = self._in_order(view)
-        foot = FOOT + (width < NARROW) if height >= 9 else 0
+        foot = FOOT + 2 * (width < NARROW) if height >= 9 else 0
         room = max(1, height - 1 - foot)
         self._scroll(view, room)
         self._shown = self.rows[self.top : self.top + room]
@@ -250,16 +251,15 @@ selection, Enter opens the timeline of the request with the longest gap.""")
 
     @staticmethod
     def _first_token(row: RequestFigures | None, waited: RequestFigures | None, width: int) -> list[Runs]:
-        """Returns the line about the first token of a request. `waited`: the request that waited longest for its."""
+        """Returns the rows about the first token of a request. `waited`: the request that waited longest for its."""
         if row is None or row.first_so_far_ms is None or waited is None:
             return []
         words = first_token_words(row)
-        if row is waited:
-            return [Row(fit(f"r{row.id}, the longest wait for a first token: {words}", width), "ink").done(width)]
-        longest = f" (longest: r{waited.id} with {ms(waited.first_so_far_ms or 0.0)} ms)"
-        short = f"{ms(row.first_so_far_ms)} ms{' so far' * (row.first_ms is None)}"
-        texts = f"r{row.id}, its first token: {words}{longest}", f"r{row.id}, first token: {short}{longest}"
-        return [Row(next((text for text in texts if len(text) <= width), texts[-1]), "ink").done(width)]
+        text = f"r{row.id}, the longest wait for a first token: {words}"
+        if row is not waited:
+            longest = f" (longest: r{waited.id} with {ms(waited.first_so_far_ms or 0.0)} ms)"
+            text = f"r{row.id}, its first token: {words}{longest}"
+        return first_rows(text, "ink", width, FIRST, "enter: all")
 
     # ---- keys and the mouse
 

@@ -199,6 +199,11 @@ an excess, as "launch +12.3", and one without is expected.""")
         elif row == 4 and view.timings.slowest is not None:
             view.select("step", view.timings.slowest.step)
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Allow a choice of steps only where a list shows them."""
+        listed = self.times is not None or action not in ("choose", "span")
+        return listed and super().check_action(action, parameters)
+
     def action_choose(self, by: int) -> None:
         """Choose another one of the slowest steps."""
         if self.times is not None:
