@@ -514,7 +514,7 @@ async def test_keys_of_panel_and_screen_are_in_the_help_and_in_the_palette():
     async with running(size=(120, 60), keys={"tree.search": "f9"}) as (app, pilot, _screen):
         await press(pilot, "escape", "2")
         for panel in app.screen.query(LinePanel):
-            if panel.focusable:
+            if panel.focusable and panel.painted:
                 panel.focus()
                 await until(pilot, lambda panel=panel: app.focused is panel)
                 told = {b.id for here in bindings_here(app) for b in here.bindings}
