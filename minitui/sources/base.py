@@ -113,6 +113,11 @@ class Source(ABC):
         Raises InvalidRequest if this source does not support the verb.
         """
 
+    @property
+    def uncontrolled(self) -> str:
+        """The reason, as a sentence, if `control` refuses every verb; else empty."""
+        return ""
+
     # ---- records
 
     @abstractmethod

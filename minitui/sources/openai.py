@@ -288,10 +288,13 @@ class OpenAISource(Source):
             body["stop"] = list(params.stop)
         return OpenAIStream(self, body, self._answers)
 
+    @property
+    def uncontrolled(self) -> str:
+        return "only a minitui server can be controlled"
+
     async def control(self, verb: str, **arguments: Any) -> Any:
         """Always raises InvalidRequest: the server has no gate."""
-        what = verb.replace("_", " ")
-        raise InvalidRequest(f"{self.url} cannot {what}: only a minitui server can be controlled", verb)
+        raise InvalidRequest(f"{self.url} cannot {verb.replace('_', ' ')}: {self.uncontrolled}", verb)
 
     async def snapshot(self) -> dict[str, Any]:
         """Always raises EngineError: the server does not publish its state."""

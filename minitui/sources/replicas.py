@@ -307,11 +307,16 @@ class ReplicaSource(Source):
         """Returns the new records of the replica in the panels."""
         return self._telemetry.drain_records() if self._telemetry is not None else []
 
+    @property
+    def uncontrolled(self) -> str:
+        if self._telemetry is None:
+            return "only a minitui server can be controlled"
+        return self._telemetry.uncontrolled
+
     async def control(self, verb: str, **arguments: Any) -> Any:
         """Controls the replica in the panels. Raises InvalidRequest if there is none."""
         if self._telemetry is None:
-            what = verb.replace("_", " ")
-            raise InvalidRequest(f"these servers cannot {what}: only a minitui server can be controlled", verb)
+            raise InvalidRequest(f"these servers cannot {verb.replace('_', ' ')}: {self.uncontrolled}", verb)
         return await self._telemetry.control(verb, **arguments)
 
     async def snapshot(self) -> dict[str, Any]:

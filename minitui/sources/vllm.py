@@ -32,6 +32,7 @@ LAST_RECORDS_S = 0.5  # the longest wait for the records about the end of an ans
 RANK_HEADER = "X-data-parallel-rank"
 UNKNOWN = -1  # the id of a request whose records did not arrive
 HOW = "start vLLM with --scheduler-cls minitui.vllm.RecordingScheduler"
+ONLY_WATCHES = "this minitui only watches the server: minitui chat --connect sends chats"
 
 
 @dataclass(frozen=True)
@@ -236,10 +237,13 @@ class VllmSource(RemoteSource):
         """The answer has ended."""
         self._answers.remove(stream)
 
+    @property
+    def uncontrolled(self) -> str:
+        return "minitui watches vLLM and does not control it"
+
     async def control(self, verb: str, **arguments: Any) -> Any:
         """Always raises InvalidRequest: the recorder only watches vLLM."""
-        what = verb.replace("_", " ")
-        raise InvalidRequest(f"vLLM cannot {what}: minitui watches vLLM and does not control it", verb)
+        raise InvalidRequest(f"vLLM cannot {verb.replace('_', ' ')}: {self.uncontrolled}", verb)
 
     def drain_records(self) -> list[Record]:
         records = super().drain_records()

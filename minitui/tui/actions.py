@@ -142,6 +142,7 @@ _TABLE = {
 }  # fmt: skip
 
 ACTIONS = tuple(replace(action, group=group) for group, actions in _TABLE.items() for action in actions)
+NEED_CONTROL = {"gate", "resume", "step", "step10", "until", "slower", "faster", "slow", "clear", "reset"}
 BY_ID = {action.id: action for action in ACTIONS}
 BY_SLASH = {action.slash: action for action in ACTIONS if action.slash}
 

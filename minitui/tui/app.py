@@ -31,7 +31,7 @@ from minitui.tui.heap import fix_thresholds, set_thresholds
 from minitui.tui.screens.bindings import bindings_here
 from minitui.tui.screens.chat import ChatScreen
 from minitui.tui.screens.dialogs import ChoiceDialog, EngineDownDialog, TextDialog
-from minitui.tui.screens.help import ABOUT, HelpScreen, panel_help
+from minitui.tui.screens.help import HelpScreen, name_of_text, panel_help
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.screens.lecture import LectureScreen
 from minitui.tui.terminal import TerminalGuard
@@ -228,7 +228,7 @@ class MinituiApp(AppBase):
         self.push_screen(ChoiceDialog(title, choices), lambda answer: then(answer) if answer is not None else None)
 
     def show_help(self) -> None:
-        about = self.current_mode if self.current_mode in ABOUT else "chat"
+        about = name_of_text(self.screen, self.current_mode)
         self.push_screen(HelpScreen(about, [*self.HELP_FIRST, *panel_help(self.focused)], bindings_here(self)))
 
     async def start_over(self) -> None:

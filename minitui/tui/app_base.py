@@ -22,7 +22,7 @@ from minitui.chat.sessions import Chats
 from minitui.settings import Settings
 from minitui.sources.base import Source
 from minitui.teaching.stage import Stage
-from minitui.tui.actions import ACTIONS, BY_ID, Action, key_label
+from minitui.tui.actions import ACTIONS, BY_ID, NEED_CONTROL, Action, key_label
 from minitui.tui.frame_limiter import FrameLimiter, draw_sooner
 from minitui.tui.glyphs import use_ascii
 from minitui.tui.key_reading import noting_keys
@@ -42,8 +42,11 @@ class AppBase(Notices):
 
     TITLE = "minitui"
     ENABLE_COMMAND_PALETTE = False  # Commands.do_palette replaces Textual's palette
-    # The groups of ACTIONS that this application offers.
-    GROUPS: ClassVar[tuple[str, ...]] = ("Chats", "Engine", "Application")
+    # Group or id of ACTIONS that this application does not offer -> why. "" offers an action of such a group.
+    NOT_OFFERED: ClassVar[dict[str, str]] = {
+        "Replicas": "this is for several servers, and only one engine runs here: minitui chat --connect URL "
+                    "--connect URL uses several",
+    }  # fmt: skip
     TABS: ClassVar[tuple[tuple[str, str], ...]] = (
         ("chat", "1 Chat"), ("inspect", "2 Inspect"), ("lecture", "3 Lecture"),
     )  # fmt: skip
@@ -87,12 +90,17 @@ class AppBase(Notices):
     @property
     def actions(self) -> list[Action]:
         """The actions that this application offers, in the order of ACTIONS."""
-        return [action for action in ACTIONS if action.group in self.GROUPS]
+        return [action for action in ACTIONS if not self.reason_against(action)]
+
+    def reason_against(self, action: Action) -> str:
+        """Returns why this application does not offer the action, as a sentence; empty if it does."""
+        reason = self.NOT_OFFERED.get(action.id, self.NOT_OFFERED.get(action.group, ""))
+        return reason or (self.source.uncontrolled if action.id in NEED_CONTROL else "")
 
     @property
     def has_chats(self) -> bool:
         """True if the user can ask questions; a recording has no chats."""
-        return "Chats" in self.GROUPS
+        return "Chats" not in self.NOT_OFFERED
 
     def key_of(self, action: str) -> str:
         """Returns the key of an action, as printed on the keyboard. The table [keys] of settings.toml can change it."""

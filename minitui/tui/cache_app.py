@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from textual.app import ComposeResult
 from textual.binding import Binding
 
-from engine.errors import InvalidRequest
 from minitui.sources.server_metrics import MetricsPoller
+from minitui.sources.vllm import ONLY_WATCHES
 from minitui.tui.app import MinituiApp
+from minitui.tui.openai_app import need_records
 from minitui.tui.screens.base import BaseScreen, Hint
 from minitui.tui.widgets.bar import Bar
 from minitui.tui.widgets.base import Column, Columns, LinePanel
@@ -81,7 +82,10 @@ class CacheApp(MinituiApp):
 
     MODES: ClassVar[dict[str, Any]] = {"cached": CacheScreen}
     DEFAULT_MODE = "cached"
-    GROUPS = ("Application",)
+    NOT_OFFERED: ClassVar[dict[str, str]] = {
+        **MinituiApp.NOT_OFFERED, **need_records(MISSING), **dict.fromkeys(("Chats", "chat", "slash"), ONLY_WATCHES),
+        "inspect": "",
+    }  # fmt: skip
     TABS = (("cached", "2 Inspect"),)
 
     def __init__(self, source: KvSource, *args: Any, **options: Any) -> None:
@@ -94,7 +98,5 @@ class CacheApp(MinituiApp):
         return self.events.url, self.events.poller
 
     def switch_mode(self, mode: str) -> Any:
-        """Raises InvalidRequest for other screens: KV events tell nothing about steps."""
-        if mode not in ("cached", "inspect"):
-            raise InvalidRequest(MISSING)
+        """Show the only screen; "inspect" is its name on other servers."""
         return super().switch_mode("cached")

@@ -23,11 +23,6 @@ UNTIL = {
     "finish": "an answer ends",
     "slow": "a step takes longer than 20 ms",
 }
-NOT_OFFERED = {  # group of actions -> error of an application that does not offer the group
-    "Chats": "this is a recording: it has no chats; `minitui chat` starts an engine",
-    "Replicas": "this is for several servers, and only one engine runs here: minitui chat --connect URL --connect URL "
-                "uses several",
-}
 MODES = {"chat", "lecture", "replicas"}  # actions that show the screen of the same name
 CONTROLS = {"step", "step10", "until", "slow", "slower", "faster"}  # refused while a demo controls the engine
 NOT_IN_PALETTE = {"palette", "slash", "write", "go"}
@@ -48,9 +43,9 @@ class Commands(ChatCommands):
             self.app.say(str(error), error=True)
 
     def _check(self, action: str) -> None:
-        group = BY_ID[action].group
-        if group not in self.app.GROUPS:
-            raise EngineError(NOT_OFFERED[group])
+        reason = self.app.reason_against(BY_ID[action])
+        if reason:
+            raise EngineError(reason)
         if action in CONTROLS and self.app.asking is not None:
             raise EngineError("the demo controls the engine: space pauses the demo; this command works after the demo")
 

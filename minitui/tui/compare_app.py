@@ -16,12 +16,9 @@ from minitui.sources.base import Progress, Source, Stream
 from minitui.teaching.compare import run_contrast
 from minitui.teaching.contrasts import Contrast
 from minitui.teaching.stage import Restart, Stage
-from minitui.text import listed
 from minitui.trace.reader import TraceReader
-from minitui.tui.actions import Action
 from minitui.tui.app import MinituiApp
-from minitui.tui.commands import CONTROLS, NOT_OFFERED
-from minitui.tui.replay_app import NEED_AN_ENGINE, TraceCodec
+from minitui.tui.replay_app import NEED_CHATS, NO_CHATS, TraceCodec
 from minitui.tui.screens.compare import CompareScreen
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.screens.lecture import LectureScreen
@@ -31,6 +28,7 @@ from minitui.viewmodel.model import View
 from minitui.viewmodel.recorded import recorded_view
 
 Save = Callable[[Path], list[Path]]  # saves the runs under names that begin with a path; returns the files
+ONLY_READ = "these are recordings: `minitui replay FILE` plays one of them step by step"
 UNLIKE = "The two runs did not do the same work: see the figures (tab)."
 
 
@@ -43,7 +41,8 @@ class CompareApp(MinituiApp):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("0", "switch_mode('compare')", "Compare", id="compare", tooltip="Two runs on one clock", show=False)
     ]
-    save: Save | None = None  # None: there is nothing to save
+    SAVES: ClassVar[bool] = True  # False: there are no new runs to save
+    save: Save | None = None  # None: the runs have not ended
     notes: tuple[str, ...] = ()  # sentences below the figures
 
     def tell(self, infos: Sequence[dict[str, Any]]) -> None:
@@ -54,7 +53,7 @@ class CompareApp(MinituiApp):
     def save_runs(self) -> None:
         """Ask for a name, and save the two runs as recordings."""
         if self.save is None:
-            self.say("`minitui compare` can save its two runs when both have ended", error=True)
+            self.say("the two runs can be saved when both have ended", error=True)
             return
         self.ask_text("Save both runs as recordings; their names begin with", "compare", self._save)
 
@@ -70,6 +69,7 @@ class CompareApp(MinituiApp):
 class DemoApp(CompareApp):
     """The application of a demo that compares two settings."""
 
+    SAVES = False
     DEFAULT_MODE = "chat"
 
 
@@ -117,10 +117,10 @@ class TwoRecordings(Source):
         await self._stop()
 
     def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> Stream:
-        raise InvalidRequest(NOT_OFFERED["Chats"])
+        raise InvalidRequest(NO_CHATS)
 
     async def control(self, verb: str, **arguments: Any) -> Any:
-        raise InvalidRequest("these are recordings: `minitui replay FILE` plays one of them step by step")
+        raise InvalidRequest(ONLY_READ)
 
     async def snapshot(self) -> dict[str, Any]:
         return self.second.live.state.snapshot()
@@ -132,8 +132,11 @@ class TwoRecordings(Source):
 class RecordingsApp(CompareApp):
     """The application for two recordings. Inspect and Lecture show the second."""
 
+    SAVES = False
     MODES: ClassVar[dict[str, Any]] = {"compare": CompareScreen, "inspect": InspectScreen, "lecture": LectureScreen}
-    GROUPS = ("Engine", "Application")
+    NOT_OFFERED: ClassVar[dict[str, str]] = {
+        **CompareApp.NOT_OFFERED, **NEED_CHATS, "Engine": ONLY_READ, "back": "", "forward": "", "now": "",
+    }  # fmt: skip
     TABS = tuple(tab for tab in CompareApp.TABS if tab[0] != "chat")
 
     def __init__(self, source: TwoRecordings, *args: Any, **options: Any) -> None:
@@ -143,11 +146,6 @@ class RecordingsApp(CompareApp):
         self._recordings = source
         differ = settings_that_differ(source.infos)
         self.notes = (f"The engines differ in: {differ}.",) if differ else ()
-
-    @property
-    def actions(self) -> list[Action]:
-        """All actions except the actions that need a running engine."""
-        return [action for action in super().actions if action.id not in NEED_AN_ENGINE | CONTROLS | {"gate", "reset"}]
 
     def group_names(self) -> dict[str, str]:
         return self._recordings.second.group_names
@@ -161,8 +159,5 @@ class RecordingsApp(CompareApp):
     def switch_mode(self, mode: str) -> Any:
         """Raises InvalidRequest for the chat screen: chats are not recorded."""
         if mode == "chat":
-            raise InvalidRequest(NOT_OFFERED["Chats"])
+            raise InvalidRequest(NO_CHATS)
         return super().switch_mode(mode)
-
-    def save_runs(self) -> None:
-        self.say("these are recordings already: " + listed([str(r.path) for r in self._recordings.readers]))

@@ -12,13 +12,27 @@ from minitui.tui.screens.chat import RAIL_FROM, ChatScreen
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.server_vitals import ServerVitals
 
+NO_RECORDS = (
+    "this server does not report what its engine does, and its engine cannot be controlled from here; for vLLM, "
+    f"{HOW}, or watch its KV events: minitui inspect --connect"
+)
 EVERY_S = 0.5  # seconds between two updates of the line of figures
+
+
+def need_records(reason: str) -> dict[str, str]:
+    """Returns NOT_OFFERED with `reason` for the actions that need an engine's records or control the engine. "restart"
+    is offered: it connects to the server again."""
+    return {
+        **dict.fromkeys(("Engine", "inspect", "requests", "trends", "waterfall", "lecture", "goto"), reason),
+        "restart": "",
+    }
 
 
 class ForeignChatScreen(ChatScreen):
     """The chats of a foreign server. Its engine is not visible, so the rail shows figures from its metrics page."""
 
     RAIL: ClassVar[tuple[type[LinePanel], ...]] = (ServerVitals,)
+    ABOUT = "foreign"
     HEADLINE = "Several chats, one server."
     LEAD = "Ask something. The panel beside the answer shows the server's own figures."
     WELCOME_KEYS: ClassVar[tuple[tuple[str, str], ...]] = (("r", "the same first question in a second chat"),)
@@ -31,8 +45,9 @@ class ForeignChatScreen(ChatScreen):
 class ForeignApp(MinituiApp):
     """The application. The server's figures are in the rail; on a narrow terminal, in a line under the top bar."""
 
+    NOT_OFFERED: ClassVar[dict[str, str]] = {**MinituiApp.NOT_OFFERED, **need_records(NO_RECORDS)}
     TABS = (("chat", "1 Chat"),)
-    MODES: ClassVar[dict[str, Any]] = {**MinituiApp.MODES, "chat": ForeignChatScreen}
+    MODES: ClassVar[dict[str, Any]] = {"chat": ForeignChatScreen}
 
     def __init__(self, source: OpenAISource, *args: Any, **options: Any) -> None:
         options["load_codec"] = lambda info: source.codec
@@ -49,14 +64,3 @@ class ForeignApp(MinituiApp):
     def current_server(self) -> tuple[str, MetricsPoller | None]:
         """Returns the server's address and the poller of its metrics, as HasServer requires."""
         return self._foreign.url, self._foreign.poller
-
-    def switch_mode(self, mode: str) -> Any:
-        """Refuse all screens except the chats: the server does not report what its engine does."""
-        if mode != "chat":
-            self.say(
-                f"this server does not report what its engine does; for vLLM, {HOW}, or watch its KV events: "
-                "minitui inspect --connect",
-                error=True,
-            )
-            mode = "chat"
-        return super().switch_mode(mode)

@@ -14,14 +14,14 @@ from minitui.sources.replay import ReplaySource
 from minitui.trace.reader import TraceReader
 from minitui.tui.actions import Action
 from minitui.tui.app import MinituiApp
-from minitui.tui.commands import NOT_OFFERED
 from minitui.tui.screens.inspect import TALL
 from minitui.tui.screens.replay import ReplayLecture, ReplayScreen
 from minitui.viewmodel.model import Playback
 from minitui.viewmodel.narrate import narrate
 
-NEED_AN_ENGINE = {"chat", "clear", "restart", "freeze"}
-NO_CHATS = NOT_OFFERED["Chats"]
+NO_CHATS = "this is a recording: it has no chats; `minitui chat` starts an engine"
+NEED_CHATS = dict.fromkeys(("Chats", "chat", "slash"), NO_CHATS)
+NO_ENGINE = "this is a recording: no engine runs here; `minitui chat` starts one"
 REST = " … (press 3 for more)"
 
 
@@ -75,7 +75,9 @@ class ReplayApp(MinituiApp):
 
     MODES: ClassVar[dict[str, Any]] = {"inspect": ReplayScreen, "lecture": ReplayLecture}
     DEFAULT_MODE = "inspect"
-    GROUPS = ("Engine", "Application")
+    NOT_OFFERED: ClassVar[dict[str, str]] = {
+        **MinituiApp.NOT_OFFERED, **NEED_CHATS, "clear": NO_ENGINE, "restart": NO_ENGINE,
+    }  # fmt: skip
     TABS = tuple(tab for tab in MinituiApp.TABS if tab[0] != "chat")
     HELP_FIRST = (("A recording", REPLAY_HELP),)
 
@@ -87,8 +89,8 @@ class ReplayApp(MinituiApp):
 
     @property
     def actions(self) -> list[Action]:
-        """All actions except the actions that need a running engine."""
-        return [action for action in super().actions if action.id not in NEED_AN_ENGINE]
+        """Without "freeze": in a recording its key does what the key of "gate" does."""
+        return [action for action in super().actions if action.id != "freeze"]
 
     @property
     def idle(self) -> bool:

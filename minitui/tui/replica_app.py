@@ -15,13 +15,14 @@ from minitui.sources.replicas import ReplicaSource
 from minitui.sources.routing import Opening, opening_of
 from minitui.sources.server_metrics import MetricsPoller
 from minitui.tui.app import MinituiApp
-from minitui.tui.openai_app import ForeignChatScreen
+from minitui.tui.openai_app import ForeignChatScreen, need_records
 from minitui.tui.screens.chat import ChatScreen
 from minitui.tui.screens.replicas import ReplicaScreen
 from minitui.tui.widgets.replicas import Replicas
 
 CHECK_EVERY_S = 0.5
 TAB = ("replicas", "4 Replicas")
+NO_RECORDS = "only minitui servers report what their engines do; these servers do not"
 HEADLINE = "Several chats, several servers."
 REPLICAS_KEY = ("4", "the servers, and the server of each chat")
 
@@ -47,7 +48,7 @@ class ReplicaApp(MinituiApp):
     A line under the top bar gives the numbers of the replica in the panels and of the current chat's replica.
     """
 
-    GROUPS = ("Chats", "Replicas", "Engine", "Application")
+    NOT_OFFERED: ClassVar[dict[str, str]] = {}
     TABS: ClassVar[tuple[tuple[str, str], ...]] = (*MinituiApp.TABS, TAB)
     MODES: ClassVar[dict[str, Any]] = {**MinituiApp.MODES, "chat": ReplicaChatScreen, "replicas": ReplicaScreen}
 
@@ -226,17 +227,11 @@ class ReplicaApp(MinituiApp):
 class ForeignReplicaApp(ReplicaApp):
     """The application for servers that do not report what their engines do: it has no inspect or lecture screen."""
 
+    NOT_OFFERED = need_records(NO_RECORDS)
     TABS: ClassVar[tuple[tuple[str, str], ...]] = (MinituiApp.TABS[0], TAB)
-    MODES: ClassVar[dict[str, Any]] = {**ReplicaApp.MODES, "chat": ForeignReplicaChatScreen}
+    MODES: ClassVar[dict[str, Any]] = {"chat": ForeignReplicaChatScreen, "replicas": ReplicaScreen}
 
     def current_server(self) -> tuple[str, MetricsPoller | None]:
         """Returns (name, metrics) of the current chat's replica: see HasServer."""
         replica = self.current_replica()
         return (f"{replica.number} {replica.url}", replica.poller) if replica is not None else ("no replica", None)
-
-    def switch_mode(self, mode: str) -> Any:
-        """Switch to the chats or the table. For another screen, show an error and switch to the chats."""
-        if mode not in ("chat", "replicas"):
-            self.say("only minitui servers report what their engines do; these servers do not", error=True)
-            mode = "chat"
-        return super().switch_mode(mode)

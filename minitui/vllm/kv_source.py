@@ -25,6 +25,7 @@ from engine.trace.records import Record
 from minitui.sources.base import Progress
 from minitui.sources.http import httpx, load_json
 from minitui.sources.openai import OpenAISource
+from minitui.sources.vllm import ONLY_WATCHES
 from minitui.vllm.blocks import Inconsistent
 from minitui.vllm.cached_tree import CachedTree
 from minitui.vllm.kv_messages import read
@@ -64,7 +65,7 @@ class Texts:
 
     def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> NoReturn:
         """Raises InvalidRequest: this source only watches."""
-        raise InvalidRequest("this minitui only watches the server: minitui chat --connect sends chats")
+        raise InvalidRequest(ONLY_WATCHES)
 
 
 class KvSource(OpenAISource):

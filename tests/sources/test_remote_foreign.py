@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from textual.widgets import Static
 
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.params import SamplingParams
@@ -253,12 +254,17 @@ async def test_the_application_chats_and_shows_the_metrics_in_a_line(server: Run
         assert not app.story
         await pilot.resize_terminal(80, 24)
         await until(lambda: "KV in use 0%" in app.story)
-        app.switch_mode("inspect")
+        app.action_do("inspect")
         await pilot.pause()
         assert app.current_mode == "chat"
+        app.clear_notifications()
         app.action_do("gate")
-        await pilot.pause(0.1)
-        assert app.is_running
+        await pilot.pause()
+        assert ["cannot be controlled" in notice.message for notice in app._notifications] == [True]
+        app.action_do("help")
+        await until(lambda: app.screen.query(Static))
+        help = " ".join(str(row.content) for row in app.screen.query(Static))
+        assert "One server answers all chats here" in help and "chips" not in help and "slow motion" not in help
 
 
 @pytest.mark.slow

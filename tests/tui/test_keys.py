@@ -12,12 +12,18 @@ from textual.pilot import Pilot
 
 from minitui.chat.sessions import Chats
 from minitui.settings import Settings
+from minitui.sources.openai import OpenAISource
+from minitui.sources.replicas import ReplicaSource
+from minitui.sources.vllm import Engine, VllmSource
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
+from minitui.tui.actions import ACTIONS
 from minitui.tui.app import MinituiApp
 from minitui.tui.commands import MODES
 from minitui.tui.compare_app import RecordingsApp, TwoRecordings
+from minitui.tui.openai_app import ForeignApp
 from minitui.tui.replay_app import ReplayApp, replay_app
+from minitui.tui.replica_app import ForeignReplicaApp
 from minitui.tui.screens.bindings import bindings_here
 from minitui.tui.widgets.base import LinePanel
 from tests.support.driving import press, until
@@ -86,6 +92,79 @@ async def test_the_help_lists_only_keys_that_reach_an_action(opened: Any) -> Non
                         owner = app if binding.action.startswith("app.") else here.node
                         assert hasattr(owner, f"action_{name}") or hasattr(app, f"action_{name}"), binding
                         assert here.node.check_action(name, parameters) is not False, binding
+
+
+def foreign() -> MinituiApp:
+    source = OpenAISource("http://127.0.0.1:9")
+    return ForeignApp(source, Chats(source), Settings(), system="")
+
+
+def foreign_replicas() -> MinituiApp:
+    source = ReplicaSource(["http://127.0.0.1:9", "http://127.0.0.1:10"], exact=False)
+    return ForeignReplicaApp(source, Chats(source), Settings(), system="", load_codec=None)
+
+
+def watched() -> MinituiApp:
+    source = VllmSource(Engine("http://127.0.0.1:9", "http://127.0.0.1:10"))
+    return MinituiApp(source, Chats(source), Settings(), system="", load_codec=lambda info: ByteCodec())
+
+
+def cached() -> MinituiApp:
+    pytest.importorskip("zmq", reason="the extra 'vllm' is not installed")
+    from minitui.tui.cache_app import CacheApp
+    from minitui.vllm.kv_source import KvSource
+
+    source = KvSource("http://127.0.0.1:9", "tcp://127.0.0.1:10")
+    return CacheApp(source, Chats(source), Settings(), system="")
+
+
+def replayed() -> MinituiApp:
+    return replay_app(str(GOLDEN))
+
+
+CONTROL = {"gate", "resume", "step", "step10", "until", "slower", "faster", "slow", "clear", "reset"}
+PAST = {"freeze", "back", "forward", "now"}
+PANELS = {"inspect", "requests", "trends", "waterfall", "lecture", "goto"}
+REPLICAS = {"replicas", "pin", "unpin"}
+CHATS = {"new", "fork", "write", "search", "chat", "slash"}
+
+
+@pytest.mark.parametrize(
+    ("make", "refused", "offered"),
+    [
+        (foreign, CONTROL | PAST | PANELS | REPLICAS, CHATS | {"restart", "help"}),
+        (foreign_replicas, CONTROL | PAST | PANELS, CHATS | REPLICAS | {"restart", "help"}),
+        (watched, CONTROL | REPLICAS, CHATS | PAST | PANELS),
+        (cached, CONTROL | PAST | REPLICAS | CHATS | PANELS - {"inspect"}, {"inspect", "theme", "help"}),
+        (replayed, REPLICAS | CHATS | {"clear", "restart"}, CONTROL - {"clear"} | PANELS | PAST - {"freeze"}),
+    ],
+)
+async def test_what_the_engine_cannot_do_is_refused_with_a_sentence_and_not_listed(
+    make: Any, refused: set[str], offered: set[str]
+) -> None:
+    app, said = make(), []
+    app.say = lambda text, error=False: said.append(text)
+    listed = {action.id for action in app.actions}
+    assert offered <= listed and not refused & listed
+    for id in (action.id for action in ACTIONS if app.reason_against(action)):
+        said.clear()
+        app.commands.run(id)
+        assert len(said) == 1 and len(said[0].split()) > 5, id
+
+
+async def test_a_lecture_on_an_engine_that_cannot_be_controlled_shows_its_past_only() -> None:
+    async with live((120, 40)) as (app, pilot):
+        app.leave_prompt()
+        await press(pilot, "3")
+        assert {"next step", "predict", "pause", "start over"} <= {what for _, what in app.screen.hints()}
+        type(app.source).uncontrolled = property(lambda source: "it is only watched")  # type: ignore[method-assign]
+        try:
+            shown = {what for _, what in app.screen.hints()}
+            assert not shown & {"next step", "predict", "pause", "start over", "until", "slow motion"}
+            await press(pilot, "comma")
+            assert ("n", "next step") in app.screen.hints(), "n goes forward in the past"
+        finally:
+            del type(app.source).uncontrolled
 
 
 async def test_a_key_under_the_help_closes_it_and_acts() -> None:

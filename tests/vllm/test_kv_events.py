@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from textual.widgets import Static
 
 from engine.errors import EngineError
 from engine.trace.state import State
@@ -515,6 +516,7 @@ async def test_the_screen_shows_the_texts_the_pool_and_what_is_missing() -> None
     from minitui.chat.sessions import Chats
     from minitui.settings import Settings
     from minitui.tui.cache_app import CacheApp
+    from minitui.tui.widgets.cached import MISSING
 
     publisher = Publisher(True)
     ids = list(range(500, 516))
@@ -532,6 +534,12 @@ async def test_the_screen_shows_the_texts_the_pool_and_what_is_missing() -> None
         await api.kill()
         await pilot.press("z", "1", "down")
         assert app.current_mode == "cached"
+        app.clear_notifications()
+        await pilot.press("p")
+        assert [notice.message for notice in app._notifications] == [MISSING], "the engine cannot be paused"
+        await pilot.press("question_mark")
+        keys = "\n".join(str(row.content) for row in app.screen.query(Static))
+        assert "Quit" in keys and "slower" not in keys and "/fork" not in keys and "prompt" not in keys
     await publisher.close()
 
 

@@ -26,6 +26,7 @@ class BaseScreen(Screen[Result]):
     """
 
     app = getters.app(AppBase)
+    ABOUT: ClassVar[str] = ""  # the name of its text in the help; empty: that of its mode
     FIGURES: ClassVar[bool] = False  # False: the status bar shows figures only if records wait or were lost
 
     def __init__(self, name: str | None = None, id: str | None = None, classes: str | None = None) -> None:

@@ -25,6 +25,7 @@ TALL = 50  # rows: the figures are below the lanes; a smaller terminal shows one
 class HasRuns(Protocol):
     """The part of the application (CompareApp) that this screen uses."""
 
+    SAVES: bool  # False: there are no new runs to save
     notes: tuple[str, ...]  # sentences below the figures
 
     def save_runs(self) -> None:
@@ -72,7 +73,12 @@ class CompareScreen(BaseScreen[None]):
         if self._current == "figures":
             moves = [("up down", "scroll")]
         keep = [h for h in super().hints() if h[1] in ("inspect", "help", "commands")]
-        return [("tab", "figures" if self._current == "runs" else "lanes"), *moves, ("S", "save"), *keep, ("q", "quit")]
+        save = [("S", "save")] if cast(HasRuns, self.app).SAVES else []
+        return [("tab", "figures" if self._current == "runs" else "lanes"), *moves, *save, *keep, ("q", "quit")]
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Refuse to save where there are no new runs."""
+        return action != "save" or cast(HasRuns, self.app).SAVES
 
     def on_resize(self, event: events.Resize) -> None:
         self.lay_out()

@@ -6,21 +6,26 @@ import re
 import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
+from textual.screen import Screen
 from textual.widgets import Static
 
 from minitui.text import match_reasons
 from minitui.tui.actions import key_label
 from minitui.tui.glyphs import glyphs
+from minitui.tui.screens.base import BaseScreen
 from minitui.tui.screens.bindings import BindingGroup
 from minitui.tui.screens.dialogs import Overlay
 
+SAVED = """\
+A chat is saved as soon as it has a question. F searches all saved chats; minitui chat --resume opens the last ones.
+A chat that is open in another minitui opens here as a copy, so neither overwrites the other."""
 MAX_WIDTH = 104  # columns, as in DEFAULT_CSS
 ABOUT = {
     "cached": """\
@@ -58,7 +63,7 @@ Two runs of the same work under two settings, on one clock: both begin at the le
   k              the clock: milliseconds, or steps
   up, down       choose the same request in both runs
   tab            the lanes, or the figures of both runs
-  S              save the two runs as recordings, for minitui compare A.trace B.trace""",
+  S              save new runs as recordings, for minitui compare A.trace B.trace""",
     "chat": f"""\
 One engine answers all chats here at the same time. Each step computes one token for every chat that is being answered.
 The rest of the step's token budget goes to prompts that are not computed yet.
@@ -73,11 +78,16 @@ cache, and why the rest did not:
 The chips on the right are this chat's block table. Each chip is one block of 16 positions; its number is the block in
 the pool. Two chats with the same number share that memory.
 
-A chat is saved as soon as it has a question. F searches all saved chats; minitui chat --resume opens the last ones.
-A chat that is open in another minitui opens here as a copy, so neither overwrites the other.
+{SAVED}
 
 Try: ask a question, press esc, then r: the same question in a new chat uses the cached blocks.
 The lessons explain the words of this screen from the beginning: minitui lesson 0, in a terminal.""",
+    "foreign": f"""\
+One server answers all chats here. It does not report what its engine does: its steps and its cache are not shown. The
+panel beside the answer, or the line above a narrow one, shows the figures of the server's page /metrics. A figure that
+this page does not have is unknown. The times under an answer are measured here.
+
+{SAVED}""",
     "inspect": """\
 The engine records what it does, step by step. This screen is computed from those records.
 
@@ -147,6 +157,12 @@ def reflow(text: str, width: int) -> str:
     return "\n\n".join("\n".join(_reflowed(part.split("\n"), width)) for part in text.split("\n\n"))
 
 
+def name_of_text(screen: Screen[Any], mode: str) -> str:
+    """Returns the name of the text in ABOUT for a screen that is shown in `mode`."""
+    name = (screen.ABOUT if isinstance(screen, BaseScreen) else "") or mode
+    return name if name in ABOUT else "chat"
+
+
 def _reflowed(lines: list[str], width: int) -> list[str]:
     if not lines[0].startswith(" "):
         return textwrap.wrap(" ".join(lines), width)
@@ -196,16 +212,18 @@ class HelpScreen(Overlay[None]):
                 if self._before:
                     yield Static("The whole screen", classes="head")
                 yield self._fitted(partial(_text, ABOUT[self._about]))
-                if self._about == "chat":
+                if self.app.current_mode == "chat":
                     yield Static(Content(_signs()))
                 for group in self._here:
                     yield Static(f"Keys here: {group.name}", classes="head", markup=False)
                     rows = [(b.id or "", b.key, "", _explained(b)) for b in group.bindings]
                     yield self._fitted(partial(self._rows, rows))
-                yield Static("The prompt", classes="head")
-                yield Static(PROMPT_HELP)
+                if self.app.has_chats:
+                    yield Static("The prompt", classes="head")
+                    yield Static(PROMPT_HELP)
+                outside = " (keys act outside the prompt; esc leaves it)" if self.app.has_chats else ""
                 for name in dict.fromkeys(a.group for a in self.app.actions):
-                    yield Static(f"{name} (keys act outside the prompt; esc leaves it)", classes="head", markup=False)
+                    yield Static(f"{name}{outside}", classes="head", markup=False)
                     yield self._fitted(partial(self._table, name))
                 names = "The first column is the name for the table [keys] of settings.toml."
                 yield Static(names, classes="foot", markup=False)
@@ -240,8 +258,10 @@ class HelpScreen(Overlay[None]):
 
     def _table(self, group: str, width: int) -> Content:
         actions = (a for a in self.app.actions if a.group == group)
+        prompt = self.app.has_chats  # without a prompt, no slash command can be typed
         return self._rows(
-            [(a.id, a.key, f"/{a.slash} {a.takes}".rstrip() if a.slash else "", a.help) for a in actions], width
+            [(a.id, a.key, f"/{a.slash} {a.takes}".rstrip() if a.slash and prompt else "", a.help) for a in actions],
+            width,
         )
 
     def _rows(self, entries: Sequence[tuple[str, str, str, str]], width: int) -> Content:

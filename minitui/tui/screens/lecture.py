@@ -12,6 +12,7 @@ from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
 
+from minitui.tui.actions import BY_ID
 from minitui.tui.screens.base import BaseScreen, Hint
 from minitui.tui.widgets.bar import Bar
 from minitui.tui.widgets.base import Column, Columns, LinePanel, Opened
@@ -84,9 +85,20 @@ class LectureScreen(BaseScreen[None]):
     def hints(self) -> list[Hint]:
         """Returns hints for the keys of this screen, then for actions on the engine."""
         hints = super().hints()
-        first = [("n", "next step"), (",", "back"), ("d", "predict"), ("p", "pause"), ("X", "start over")]
+        first = [("n", "next step")] if self._steps or self.app.view.travel_text else []
+        first += [(",", "back")]
+        first += [("d", "predict"), ("p", "pause"), ("X", "start over")] if self._steps else []
         first += [h for h in hints if h[1] in ("help", "go to")]
         return first + [h for h in hints if h[1] in ("until", "slow motion", "replay", "commands")]
+
+    @property
+    def _steps(self) -> bool:
+        """True if this application can let the engine run a step."""
+        return not self.app.reason_against(BY_ID["step"])
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Refuse predictions where no step can be asked for."""
+        return action != "predict" or self._steps
 
     def on_resize(self, event: events.Resize) -> None:
         self.lay_out()
