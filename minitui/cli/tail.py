@@ -85,12 +85,13 @@ def tail(
     requests in "waiting" wait for its tokens. The first of these lines comes after a second, and another each time that
     the stall has become twice as long.
 
-    In "causes_ms" of a "longest_gap", the values add up to the gap. The keys are: usual (the expected time without
-    prompts), prefill, beside_prompts (steps with or before prompts usually take so much longer; in place of prefill if
-    the engine reports only when a step ended), queue and recompute (after a preemption), other_steps (steps without
-    this request), plan, launch, commit, emit (output and commands), device, exchange (between ranks),
-    garbage_collection, other_program (on the core), process_stopped, variation (as in other steps), unexplained (no
-    cause was measured), not_ended, unknown.
+    In "causes_ms" of a "longest_gap", the values add up to the gap, and in "first_token_causes_ms" to the time to first
+    token: there, prefill is the request's own prompt, and other_prefill are the prompts of other requests in its steps.
+    The keys are: usual (the expected time without prompts), prefill, other_prefill, beside_prompts (steps with or
+    before prompts usually take so much longer; in place of prefill if the engine reports only when a step ended), queue
+    and recompute (after a preemption), other_steps (steps without this request), plan, launch, commit, emit (output and
+    commands), device, exchange (between ranks), garbage_collection, other_program (on the core), process_stopped,
+    variation (as in other steps), unexplained (no cause was measured), not_ended, unknown.
     "text" has the same in words.
     """
     if json and not requests:

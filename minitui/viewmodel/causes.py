@@ -32,6 +32,7 @@ WORTH = 0.1  # causes with a smaller share of the excess are not named
 LONG = 2.0  # prompts that make a step so many times as long are a reason in lines of text
 NAMED = 2  # requests named in a cause; more are counted
 EMIT = "output and commands"
+UNMEASURED = "device (why is not measured)"  # slower than in other steps of the same work
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +178,8 @@ def explain(row: StepRow, model: CostModel) -> Explanation | None:
         own = row.device_ms - computes - accounted
         if own > NOISE * noise:
             # If the next step was launched meanwhile, the device delayed only a host that waited for it.
-            blame(device, min(own, waited) if window.overlapped[0] else own, "device")
+            ms = min(own, waited) if window.overlapped[0] else own
+            blame(UNMEASURED if device == "device" else device, ms, "device")
     return replace(found, causes=tuple(causes), unexplained=left)
 
 

@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING
 from engine.trace.records import Record
 from minitui.viewmodel.lane import Lane
 from minitui.viewmodel.model import View
-from minitui.viewmodel.request_words import first_token_words, request_json, request_text, stall_json
-from minitui.viewmodel.requests import RequestFigures, Requests, by_longest_gap, longest_wait
+from minitui.viewmodel.request_words import (
+    as_long,
+    first_token_words,
+    request_json,
+    request_text,
+    stall_json,
+    why_first,
+)
+from minitui.viewmodel.requests import Requests, by_longest_gap, by_longest_wait
 from minitui.viewmodel.stalls import explain_gap, in_words
 from minitui.viewmodel.summary import summary_json
 from minitui.viewmodel.teller import Line, Teller
@@ -29,8 +36,8 @@ class RequestTeller(Teller):
         self._json = json
         self._requests = Requests()
         self._ended: list[int] = []  # finished, but not told until the time of their last step is known
-        self._longest: tuple[tuple[float, int, int], str] | None = None  # the longest gap so far, and its text
-        self._waited: RequestFigures | None = None  # the request with the longest wait for its first token so far
+        self._waited = _Longest("the longest wait for a first token of all requests")
+        self._stalled = _Longest("the longest gap of all requests")
 
     def tell(self, records: Iterable[Record]) -> Iterator[Line]:
         new = False
@@ -59,13 +66,9 @@ class RequestTeller(Teller):
             if self.view.steps.last >= 0:
                 yield JsonLine(0.0, 0, "summary", json_text({"summary": summary_json(self.view)}))
             return
-        texts = []
-        if self._waited is not None:
-            words = first_token_words(self._waited)
-            texts.append(f"the longest wait for a first token of all requests: r{self._waited.id}, {words}")
-        texts += [self._longest[1]] if self._longest is not None else []
-        for text in texts:
-            yield Line(self.view.rates.t, self.view.steps.committed, "longest", text)
+        for longest in (self._waited, self._stalled):
+            if longest.told:
+                yield Line(self.view.rates.t, self.view.steps.committed, "longest", str(longest))
 
     def _stall(self, seconds: float, step: int | None, prefills: list[int], waiting: list[int], text: str) -> Line:
         if not self._json:
@@ -99,21 +102,41 @@ class RequestTeller(Teller):
     def _line(self, lane: Lane) -> Line:
         view = self.view
         figures = self._requests.of(view, lane)
-        self._waited = longest_wait([figures, *([self._waited] if self._waited is not None else [])])
-        gap = figures.longest
+        gap, first = figures.longest, why_first(view, lane, figures)
         reason = explain_gap(view, lane, gap) if gap is not None else None
         why = in_words(gap, reason) if gap is not None and reason is not None else ""
-        rank = by_longest_gap(figures)
-        if gap is not None and (self._longest is None or rank > self._longest[0]):
-            self._longest = (rank, f"the longest gap of all requests: r{lane.id}, {why}")
+        if figures.first_so_far_ms is not None:
+            self._waited.note(by_longest_wait(figures), f"r{lane.id}, {first_token_words(figures, first)}")
+        if gap is not None:
+            self._stalled.note(by_longest_gap(figures), f"r{lane.id}, {why}")
         if not self._json:
-            text = request_text(figures, view.group_name(lane.group), why)
+            text = request_text(figures, view.group_name(lane.group), why, first)
             t, step = view.live.state.t, view.steps.committed
             if not figures.live:
                 t, step = lane.finished_t, lane.finish_step
             return Line(t, step, "request", text)
-        data = request_json(figures, view.group_name(lane.group), reason)
+        data = request_json(figures, view.group_name(lane.group), reason, first)
         return JsonLine(0.0, 0, "request", json_text(data))
+
+
+class _Longest:
+    """The longest duration of all that were noted, in words, and how many others were as long."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self.told = what, ""
+        self._rank: tuple[float, ...] = ()
+        self._others = 0
+
+    def note(self, rank: tuple[float, ...], text: str) -> None:
+        """Note a duration. `rank`: its ms to the microsecond, then what orders equal durations."""
+        equal = self._rank[:1] == rank[:1]
+        if equal or rank > self._rank:
+            self._others = self._others + 1 if equal else 0
+        if rank > self._rank:
+            self._rank, self.told = rank, text
+
+    def __str__(self) -> str:
+        return f"{self._what}{as_long(self._others)}: {self.told}"
 
 
 class JsonLine(Line):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -68,10 +68,18 @@ def by_longest_gap(row: RequestFigures) -> tuple[float, int, int]:
     return (0.0, 0, -row.id) if gap is None else (exact(gap.ms), -gap.step, -row.id)
 
 
-def longest_wait(rows: Iterable[RequestFigures]) -> RequestFigures | None:
-    """Returns the request that waited longest for its first token; of several, the oldest. None: no time is known."""
-    known = [row for row in rows if row.first_so_far_ms is not None]
-    return max(known, key=lambda row: (exact(row.first_so_far_ms or 0.0), -row.id), default=None)
+def by_longest_wait(row: RequestFigures) -> tuple[float, int]:
+    """Orders requests by their waits for a first token; of several that waited as long, the oldest is the greatest."""
+    return exact(row.first_so_far_ms or 0.0), -row.id
+
+
+def longest(
+    rows: Iterable[RequestFigures], rank: Callable[[RequestFigures], tuple[float, ...]]
+) -> tuple[RequestFigures | None, list[int]]:
+    """Returns (the request with the greatest `rank`, all requests whose durations are as long as its duration)."""
+    rows = list(rows)
+    worst = max(rows, key=rank, default=None)
+    return worst, [row.id for row in rows if worst is not None and rank(row)[0] == rank(worst)[0]]
 
 
 class Requests:

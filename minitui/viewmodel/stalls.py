@@ -8,7 +8,7 @@ the queue are one cause, and each step that computed its tokens again is explain
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -92,7 +92,7 @@ def explain_gap(view: View, lane: Lane, gap: Gap) -> Reason:
     if len(steps) > 2:
         before = float(times[-2] - times[0]) * 1e3
         causes = (Cause(f"{count(len(steps) - 2, 'step')} without this request", before, "other_steps"),)
-    reason = _of_step(view, row, gap.ms - before)
+    reason = explain_step(view, row, gap.ms - before)
     return replace(reason, causes=causes + reason.causes)
 
 
@@ -106,16 +106,22 @@ def in_words(gap: Gap, reason: Reason) -> str:
     return text
 
 
-def _of_step(view: View, row: StepRow, took: float, again: Collection[int] = ()) -> Reason:
-    """Returns the causes of the time that one step took. `again`: steps whose prompts have the key "recompute"."""
+def explain_step(
+    view: View, row: StepRow, took: float, prompts_of: Callable[[Prefill, int], list[Cause]] | None = None,
+    began: float = 0.0,
+) -> Reason:
+    """Returns the causes of `took` ms of a step. `prompts_of`: names the cost of prompts, as seen from a step. `began`:
+    the time of the step before these, which is part of its usual time."""
     model = view.models.of(row.step)
     found = explain(row, model) if model is not None else None
     if found is None:
         return Reason(None, (), took)
-    usual = min(took, found.expected - found.prefill)
+    usual = max(0.0, min(took, found.expected - found.prefill - began))
     left, causes = took - usual, []
-    keys = {prefill.step: "recompute" if prefill.step in again else "prefill" for prefill in found.prefills}
-    prompts = [Cause(_prompts(view, one, row.step), one.ms, keys[one.step]) for one in found.prefills]
+    if prompts_of is None:
+        prompts = [Cause(_prompts(view, one, row.step), one.ms, "prefill") for one in found.prefills]
+    else:
+        prompts = [cause for one in found.prefills for cause in prompts_of(one, row.step)]
     if (beside := found.beside) is not None:
         where = f"{beside.usual.where} ({beside.next_step(row.step)})" if beside.ahead else beside.usual.where
         prompts.append(Cause(f"usual extra time {where}", beside.ms, "beside_prompts"))
@@ -136,18 +142,18 @@ def _of_step(view: View, row: StepRow, took: float, again: Collection[int] = ())
 
 def _prompts(view: View, prefill: Prefill, step: int) -> str:
     """Returns "prefill of r12 (424 tokens)", with the parts of its time that the device did not need. If the prefill is
-    not in `step` itself: "prefill of r12 (424 tokens in next step 57, launched meanwhile)"."""
+    not in `step` itself: "prefill of r12 in next step 57 (424 tokens, launched meanwhile)"."""
     row = view.steps.get(prefill.step)
     if row is None:
         return f"prefill of step {prefill.step:,}"
     lanes = [view.lanes.lanes[request] for request, *_ in row.chunks if request in view.lanes.lanes]
     again = sum(tokens for lane in lanes for step, tokens in lane.again if step == row.step)
     words = [count(row.prefill_tokens, "token") + (f", {again:,} of them again after a preemption" if again else "")]
-    if row.step != step:
-        words[0] += f" in {neighbour(row.step, step)}" + (", launched meanwhile" if row.step > step else "")
+    where = f" in {neighbour(row.step, step)}" if row.step != step else ""
+    words[0] += ", launched meanwhile" * (row.step > step)
     if parts := in_parts(prefill):
         words.append(f"its {parts}")
-    return f"prefill of {prefilled(row)} ({'; '.join(words)})"
+    return f"prefill of {prefilled(row)}{where} ({'; '.join(words)})"
 
 
 def _so_far(view: View, lane: Lane, gap: Gap) -> Reason:
@@ -179,7 +185,13 @@ def _after_preemption(view: View, lane: Lane, gap: Gap) -> Reason:
             own |= (steps[1:] >= first) & (steps[1:] <= last)
     rows = [view.steps.get(step) for step in steps[1:][own].tolist()]
     timed = [(row, took) for row, took in zip(rows, taken[own].tolist(), strict=True) if row is not None]
-    found = [_of_step(view, row, took, [row.step for row, _ in timed]) for row, took in timed]
+    again_in = {row.step for row, _ in timed}
+
+    def prompts(prefill: Prefill, step: int) -> list[Cause]:
+        key = "recompute" if prefill.step in again_in else "prefill"
+        return [Cause(_prompts(view, prefill, step), prefill.ms, key)]
+
+    found = [explain_step(view, row, took, prompts) for row, took in timed]
     causes = [Cause("queue after a preemption", float(taken[~own].sum()), "queue")]
     causes += [cause for reason in found for cause in reason.causes if cause.key != "recompute"]
     again = lane.recomputed(gap.step) - lane.recomputed(gap.since)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from engine.trace.waste import copies_of
 from minitui.text import count, match_reason, ms, ranges
 from minitui.viewmodel.annotated_state import STATE_NAMES
-from minitui.viewmodel.request_words import first_token_words
+from minitui.viewmodel.request_words import first_token_words, why_first
 from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.step_parts import parts_of
 from minitui.viewmodel.step_row import StepRow
@@ -74,7 +74,7 @@ def _request(view: View, id: int) -> Story:
         stop, at, _ = (lane.stop, lane.stop_at, "") if request is None else request.match
         story.tell("prompt", from_tree + (f"; {match_reason(stop, at)}" if stop else ""))
         if figures.first_ms is not None:
-            story.tell("first token", first_token_words(figures))
+            story.tell("first token", first_token_words(figures, why_first(view, lane, figures)))
         drafted, accepted = lane.drafted, lane.accepted
         if request is not None and view.travel_text:
             drafted, accepted = view.steps.drafts_of(id, lane.submitted_step, view.horizon)

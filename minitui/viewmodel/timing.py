@@ -147,8 +147,8 @@ def took_words(row: StepRow) -> str:
 
 
 def why_briefly(row: StepRow, model: CostModel | None) -> str:
-    """Returns `why_slow` for a narrow panel, the largest part first: "prefill of r64 17.9, launch +12.3". A cost
-    without a plus is expected."""
+    """Returns `why_slow` for a narrow panel, the largest part first: "prefill of r64 17.9, launch +12.3", or "next
+    step's prefill of r64 17.9" if this was launched meanwhile. A cost without a plus is expected."""
     explanation = explain(row, model) if model is not None else None
     if model is None or explanation is None:
         return ""
@@ -157,7 +157,8 @@ def why_briefly(row: StepRow, model: CostModel | None) -> str:
     for prefill in explanation.prefills:
         computed = model.steps.get(prefill.step)
         if computed is not None and prefill.ms > WORTH * explanation.expected:
-            parts.append((prefill.ms, f"prefill of {prefilled(computed)} {ms(prefill.ms)}"))
+            whose = {-1: "previous step's ", 0: "", 1: "next step's "}[prefill.step - row.step]
+            parts.append((prefill.ms, f"{whose}prefill of {prefilled(computed)} {ms(prefill.ms)}"))
     if (beside := explanation.beside) is not None and beside.ms > WORTH * explanation.expected:
         parts.append((beside.ms, f"{'before' if beside.ahead else 'with'} prompts {ms(beside.ms)}"))
     told = [text for _, text in sorted(parts, reverse=True)]

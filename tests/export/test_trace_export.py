@@ -342,7 +342,8 @@ def test_the_lines_of_a_recording_name_the_causes_of_its_slow_steps_from_the_fir
     for name, lines in told.items():
         tail_trace(find_trace(name), lines.append)
     run = next(line for line in told["small-pool"] if "steps 1 to 80" in line)
-    assert re.search(r"the slowest 19\.7 ms \(step 64: expected 11\.\d ms, \+8\.\d+: device 8\.\d+\)$", run)
+    device = r"device \(why is not measured\) 8\.\d+"
+    assert re.search(rf"the slowest 19\.7 ms \(step 64: expected 11\.\d ms, \+8\.\d+: {device}\)$", run)
     steps = {found[1]: line for line in told["h200-8b"] if (found := re.search(r" step (\d+)  .* ms(?: · |$)", line))}
     first = steps["4"]
     assert re.search(r"38\.1 ms · expected .* for 505 prefill tokens \(measured: launch 3\d\.\d, device", first)
@@ -370,7 +371,7 @@ def test_of_equally_long_gaps_the_lines_and_the_table_name_the_same_one() -> Non
     worst = max(rows, key=by_longest_gap)
     same = [row for row in rows if by_longest_gap(row)[:2] == by_longest_gap(worst)[:2]]
     assert len(same) > 1 and worst.id == min(row.id for row in same)
-    assert f"the longest gap of all requests: r{worst.id}, 36.6 ms" in told[-1]
+    assert f"the longest gap of all requests (as long as those of 37 others): r{worst.id}, 36.6 ms" in told[-1]
 
 
 def test_a_step_that_does_not_end_is_said_again_when_the_time_has_doubled() -> None:

@@ -14,8 +14,8 @@ from minitui.tui.widgets.base import LinePanel, Picture, paragraphs, selected
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, first_rows, fit
 from minitui.tui.widgets.timeline import TimelineOpened
 from minitui.viewmodel.model import View
-from minitui.viewmodel.request_words import first_token_words
-from minitui.viewmodel.requests import RequestFigures, Requests, by_longest_gap, longest_wait
+from minitui.viewmodel.request_words import as_long, first_token_words, why_first
+from minitui.viewmodel.requests import RequestFigures, Requests, by_longest_gap, by_longest_wait, longest
 from minitui.viewmodel.stalls import Reason, explain_gap, gap_words
 
 Value = float | str | None
@@ -134,14 +134,15 @@ selection, Enter opens the timeline of the request with the longest gap.""")
         columns = self._columns(width)
         used = sum(COLUMNS[index].width for index in columns)
         why = width - used - 2 if width - used - 2 >= WHY_FROM else 0
-        worst, waited = self._worst, longest_wait(self.rows)
+        worst, stalled = self._worst
+        waited, waiting = longest((row for row in self.rows if row.first_so_far_ms is not None), by_longest_wait)
         rows = [self._head(columns, why, width)]
-        rows += [self._row(view, row, columns, why, width, row is worst, row is waited) for row in self._shown]
+        rows += [self._row(view, row, columns, why, width, row.id in stalled, row.id in waiting) for row in self._shown]
         if not self.rows:
             rows.append(Row("no requests yet", "dim").done(width))
         if foot:
             rows += [Row().done(width)] * (height - foot - len(rows))
-            rows += self._foot(view, worst, waited, width, foot)
+            rows += self._foot(view, worst, stalled, waited, waiting, width, foot)
         live = sum(row.live for row in self.rows)
         arrows = "← →" if glyphs().rule != "-" else "< >"
         note: list[Run] = [(f"{live:,} live, {len(self.rows) - live:,} finished", "ink")]
@@ -170,9 +171,9 @@ selection, Enter opens the timeline of the request with the longest gap.""")
         return next((i for i, row in enumerate(self.rows) if row.id == chosen), None)
 
     @property
-    def _worst(self) -> RequestFigures | None:
-        """The request with the longest gap of all."""
-        return max((row for row in self.rows if row.longest is not None), key=by_longest_gap, default=None)
+    def _worst(self) -> tuple[RequestFigures | None, list[int]]:
+        """The request with the longest gap of all, and the requests with a gap as long."""
+        return longest((row for row in self.rows if row.longest is not None), by_longest_gap)
 
     def _columns(self, width: int) -> list[int]:
         """Returns the indices of the columns that fit."""
@@ -230,35 +231,40 @@ selection, Enter opens the timeline of the request with the longest gap.""")
         return row.done(width)
 
     def _foot(
-        self, view: View, worst: RequestFigures | None, waited: RequestFigures | None, width: int, height: int
+        self, view: View, worst: RequestFigures | None, stalled: list[int], waited: RequestFigures | None,
+        waiting: list[int], width: int, height: int,
     ) -> list[Runs]:
         """Returns the longest gap and the longest wait for a first token in words: of the selected request; without a
-        selection, of all requests."""
+        selection, of all requests. `stalled`, `waiting`: the requests with a gap and a wait as long as the longest."""
         at = self._chosen(view)
         row = worst if at is None else self.rows[at]
-        first = self._first_token(waited if at is None else self.rows[at], waited, width)
+        first = self._first_token(view, waited if at is None else self.rows[at], waited, waiting, width)
         gap = row.longest if row is not None else None
         lane = view.lanes.lanes.get(row.id) if row is not None else None
         if row is None or gap is None or lane is None:
             none = [Row("no gap between two tokens yet", "dim").done(width), *first]
             return none + [Row().done(width)] * (height - len(none))
-        whose = "the longest gap of all"
-        if worst is not row and worst is not None and worst.longest is not None:
+        whose = f"the longest gap of all{as_long(len(stalled) - 1)}"
+        if row.id not in stalled and worst is not None and worst.longest is not None:
             whose = f"its longest gap (of all: r{worst.id} with {ms(worst.longest.ms)} ms)"
         text = f"r{row.id}, {whose}: {gap_words(view, lane, gap)}"
         lines = [*first_rows(text, "ink", width, height - len(first), "enter: all"), *first]
         return lines + [Row().done(width)] * (height - len(lines))
 
     @staticmethod
-    def _first_token(row: RequestFigures | None, waited: RequestFigures | None, width: int) -> list[Runs]:
-        """Returns the rows about the first token of a request. `waited`: the request that waited longest for its."""
+    def _first_token(
+        view: View, row: RequestFigures | None, waited: RequestFigures | None, waiting: list[int], width: int
+    ) -> list[Runs]:
+        """Returns the rows about the first token of a request. `waited`: the request that waited longest for its,
+        `waiting`: those that waited as long."""
         if row is None or row.first_so_far_ms is None or waited is None:
             return []
-        words = first_token_words(row)
-        text = f"r{row.id}, the longest wait for a first token: {words}"
-        if row is not waited:
+        lane = view.lanes.lanes.get(row.id)
+        words = first_token_words(row, why_first(view, lane, row) if lane is not None else None)
+        text = f"r{row.id}, the longest wait for a first token{as_long(len(waiting) - 1)}: {words}"
+        if row.id not in waiting:
             longest = f" (longest: r{waited.id} with {ms(waited.first_so_far_ms or 0.0)} ms)"
-            text = f"r{row.id}, its first token: {words}{longest}"
+            text = f"r{row.id}, its first token{longest}: {words}"
         return first_rows(text, "ink", width, FIRST, "enter: all")
 
     # ---- keys and the mouse
@@ -301,7 +307,7 @@ selection, Enter opens the timeline of the request with the longest gap.""")
 
     def action_longest(self) -> None:
         """Select the request with the longest gap of all."""
-        if (worst := self._worst) is not None:
+        if (worst := self._worst[0]) is not None:
             self.view.select("request", worst.id)
             self.repaint()
 

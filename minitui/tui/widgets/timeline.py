@@ -16,7 +16,7 @@ from minitui.tui.widgets.chart import LABEL, bars, scale_of
 from minitui.tui.widgets.rows import Row, Run, Runs, legend, wrapped
 from minitui.viewmodel.lane import Lane
 from minitui.viewmodel.model import View
-from minitui.viewmodel.request_words import figures_in_words
+from minitui.viewmodel.request_words import figures_in_words, why_first
 from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.stalls import gap_words
 from minitui.viewmodel.tokens import Arrivals
@@ -92,7 +92,7 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
         figures = self._requests.of(view, lane)
         self._found = view.tokens.arrivals(lane, view.horizon) if figures.gaps is not None else None
         self._gaps = np.diff(self._found.at) * 1e3 if self._found is not None else np.empty(0)
-        words = [figures.state, *figures_in_words(figures)]
+        words = [figures.state, *figures_in_words(figures, why_first(view, lane, figures))]
         running = figures.running
         late = wrapped(gap_words(view, lane, running), "bold bad", width) if running is not None else []
         while len(rows := wrapped(" · ".join(words), "ink", width)) > 2 and len(words) > 2:

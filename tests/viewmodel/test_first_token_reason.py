@@ -1,0 +1,151 @@
+"""The time to first token has its reason in parts, which add up to it; equal durations are not told as the longest."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.trace.state import State
+from minitui.cli.tail import tail_trace
+from minitui.dev.simulator import SMALL, Load, Stress
+from minitui.trace.bundled import find_trace
+from minitui.trace.reader import TraceReader
+from minitui.tui.widgets.requests import RequestTable
+from minitui.tui.widgets.rows import plain
+from minitui.viewmodel.first_token_reason import explain_first_token
+from minitui.viewmodel.lane import PREFILLING, QUEUED
+from minitui.viewmodel.model import View
+from minitui.viewmodel.recorded import recorded_view
+from minitui.viewmodel.request_words import first_token_words, request_data, why_first
+from minitui.viewmodel.requests import Requests, by_longest_gap, by_longest_wait, longest
+from minitui.viewmodel.story import tell
+from minitui.viewmodel.timing import why_briefly
+
+STALL_MS = 300.0
+DELAYED, PLAN = 11, 7  # fields of a `parts` record
+TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
+
+
+@pytest.mark.parametrize("name", ["small-pool", "h200-8b", "vllm-8b"])
+def test_the_parts_of_every_first_token_add_up_to_its_time(name: str) -> None:
+    view, told = recorded_view(TraceReader(find_trace(name))), 0
+    view.live.state.gate = "closed"  # a still picture is exact
+    for row in Requests().figures(view):
+        lane = view.lanes.lanes[row.id]
+        reason = why_first(view, lane, row)
+        data = request_data(view, lane)
+        assert (reason is None) == (data["first_token_causes_ms"] is None)
+        if reason is None:
+            continue
+        told += 1
+        assert row.first_ms is not None
+        assert sum(reason.by_key.values()) == pytest.approx(row.first_ms, abs=0.01)
+        assert sum(data["first_token_causes_ms"].values()) == pytest.approx(data["first_token_ms"], abs=0.02)
+        words = first_token_words(row, reason)
+        assert words == data["first_token_text"] == dict(tell(view, "request", row.id).lines)["first token"]
+        assert words.count("queue ") == 1 and ": " in words
+    assert told > 0.6 * len(Requests().figures(view))
+
+
+def test_a_first_token_that_waited_for_another_prompt_names_it() -> None:
+    """The prompt of r63 is launched in step 361, and that of r64 while the device computes step 362."""
+    view = recorded_view(TraceReader(find_trace("h200-8b")))
+    lane = view.lanes.lanes[63]
+    row = Requests().of(view, lane)
+    words = first_token_words(row, why_first(view, lane, row))
+    assert words.startswith("70.2 ms = queue 0.15 + prefill 70.0: launch in 2 steps longer than usual ")
+    assert ", prefill of r64 in next step 363 17.7, its 268 prompt tokens 17.7, " in words
+    step = view.steps.get(362)
+    assert step is not None and [chunk[0] for chunk in step.chunks] == [63]
+    assert why_briefly(step, view.models.of(362)).startswith("next step's prefill of r64 17.7, launch +12.5")
+
+
+def folded(load: Load, records: list[Any]) -> View:
+    view = View()
+    view.reset(State(load.blocks + 1, load.block_size, load.budget, load.rows).snapshot())
+    view.fold(records)
+    view.live.state.gate = "closed"
+    return view
+
+
+def delayed_run(at: str) -> tuple[View, int]:
+    """A simulated run in which another program has the core before the first token of a request, and this request.
+    `at`: while the request is in the "queue", or in the "prefill" step."""
+    load = TIGHT if at == "queue" else SMALL
+    stress = Stress(load)
+    stress.run_steps(400)
+    records = stress.drain()
+    phase, length = (QUEUED, 5) if at == "queue" else (PREFILLING, 0)
+    request, step = next(
+        (lane.id, begin + length // 2)
+        for lane in folded(load, records).lanes.ended if lane.submitted_step > 150
+        for code, begin, end in lane.spans if code == phase and end - begin >= length
+    )  # fmt: skip
+    changed: list[Any] = []
+    later = 0.0
+    for record in records:
+        fields = list(record)
+        if fields[2] == "parts" and fields[3] == step:
+            fields[DELAYED] = (fields[DELAYED] or 0) + STALL_MS * 1e3
+            fields[PLAN] += STALL_MS * 1e3
+            later = STALL_MS
+        fields[1] += later / 1e3
+        if fields[2] == "first" and fields[3] == request:
+            fields[4 if at == "queue" else 5] += STALL_MS
+        changed.append(tuple(fields))
+    return folded(load, changed), request
+
+
+@pytest.mark.parametrize("at", ["prefill", "queue"])
+def test_another_program_before_the_first_token_is_named(at: str) -> None:
+    view, request = delayed_run(at)
+    lane = view.lanes.lanes[request]
+    row = Requests().of(view, lane)
+    assert row.queue_ms is not None and row.prefill_ms is not None
+    reason = explain_first_token(view, lane, row.queue_ms, row.prefill_ms)
+    assert reason is not None and reason.by_key["other_program"] == pytest.approx(STALL_MS, rel=0.05)
+    assert "another program on the core " in first_token_words(row, reason)
+    assert reason.unexplained < 0.05 * STALL_MS
+
+
+def test_gaps_as_long_as_the_longest_are_counted() -> None:
+    view = recorded_view(TraceReader(find_trace("h200-8b")))
+    view.frame(0.0)
+    view.live.state.gate = "closed"
+    rows = Requests().figures(view)
+    worst, equal = longest((row for row in rows if row.longest), by_longest_gap)
+    assert worst is not None and worst.longest is not None and worst.id == 8 and len(equal) == 38
+    gaps = [row.longest for row in rows if row.id in equal]
+    assert all(gap is not None and gap.ms == pytest.approx(worst.longest.ms, abs=1e-6) for gap in gaps)
+    lines: list[str] = []
+    assert tail_trace(find_trace("h200-8b"), lines.append, "requests") == 0
+    assert "the longest gap of all requests (as long as those of 37 others): r8, 36.6 ms before token 305" in lines[-1]
+    assert "the longest wait for a first token of all requests: r63, 70.2 ms = queue 0.15 + prefill 70.0: " in lines[-2]
+    view.select(None)
+    text = "\n".join(plain(row) for row in RequestTable().picture(view, 200, 20).rows)
+    assert "r8, the longest gap of all (as long as those of 37 others): 36.6 ms before token 305" in text
+    view.select("request", equal[1])
+    text = "\n".join(plain(row) for row in RequestTable().picture(view, 200, 20).rows)
+    assert f"r{equal[1]}, the longest gap of all (as long as those of 37 others): 36.6 ms" in text
+    waited, waiting = longest((row for row in rows if row.first_so_far_ms is not None), by_longest_wait)
+    assert waited is not None and waiting == [63]
+
+
+def test_the_json_has_the_reason_of_the_first_token() -> None:
+    lines: list[str] = []
+    assert tail_trace(find_trace("small-pool"), lines.append, "json") == 0
+    rows = [row for row in map(json.loads, lines) if "request" in row]
+    assert [next(iter(row["first_token_causes_ms"])) for row in rows] == ["device"] * 4
+
+
+def test_a_device_that_was_slow_without_a_measured_reason_says_so() -> None:
+    view = recorded_view(TraceReader(find_trace("small-pool")))
+    row = view.steps.get(64)
+    assert row is not None
+    assert "+8.1" in (text := why_briefly(row, view.models.of(64))) and text.startswith("device")
+    lane = view.lanes.lanes[1]
+    gap = view.tokens.stats(lane, view.horizon)
+    assert gap is not None and gap.longest is not None and gap.longest.step == 64
+    assert "device (why is not measured) 8.1" in request_data(view, lane)["longest_gap"]["text"]
