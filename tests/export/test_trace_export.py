@@ -342,7 +342,7 @@ def test_the_lines_of_a_recording_name_the_causes_of_its_slow_steps_from_the_fir
     for name, lines in told.items():
         tail_trace(find_trace(name), lines.append)
     run = next(line for line in told["small-pool"] if "steps 1 to 80" in line)
-    device = r"device \(why is not measured\) 8\.\d+"
+    device = r"device \(cause unknown\) 8\.\d+"
     assert re.search(rf"the slowest 19\.7 ms \(step 64: expected 11\.\d ms, \+8\.\d+: {device}\)$", run)
     steps = {found[1]: line for line in told["h200-8b"] if (found := re.search(r" step (\d+)  .* ms(?: · |$)", line))}
     first = steps["4"]

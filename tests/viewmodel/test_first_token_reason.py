@@ -148,4 +148,4 @@ def test_a_device_that_was_slow_without_a_measured_reason_says_so() -> None:
     lane = view.lanes.lanes[1]
     gap = view.tokens.stats(lane, view.horizon)
     assert gap is not None and gap.longest is not None and gap.longest.step == 64
-    assert "device (why is not measured) 8.1" in request_data(view, lane)["longest_gap"]["text"]
+    assert "device (cause unknown) 8.1" in request_data(view, lane)["longest_gap"]["text"]
