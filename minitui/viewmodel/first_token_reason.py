@@ -84,12 +84,14 @@ def explain_first_token(view: View, lane: Lane, queue_ms: float, prefill_ms: flo
 
 
 def _prefill_steps(view: View, lane: Lane) -> list[int]:
-    """Returns the known steps that computed the prompt up to the first token; empty if the last one is not known."""
+    """Returns the known steps that computed the prompt up to the first token; empty if the last one is not known. What
+    is computed again after a preemption ends behind the prompt, with the tokens of the reply."""
     found: list[int] = []
     for code, first, last in lane.spans:
         if code == PREFILLING:
             found += range(max(first, view.steps.first), last + 1)
-            if found and any(id == lane.id and samples for id, _, _, samples in view.steps.chunks(found[-1])):
+            chunks = view.steps.chunks(found[-1]) if found else ()
+            if any(id == lane.id and begin + n == lane.prompt_tokens for id, begin, n, _ in chunks):
                 return found
     return []
 
