@@ -111,7 +111,7 @@ LESSON = Lesson(
             """
             The timings panel has two tracks below its table: one for the host and one for the device. Time runs to the
             right. A filled cell means work. If both tracks are filled, the host works while the device computes: for
-            example, the host plans the next step. In a narrow panel, each track is replaced by a number: its mean time
+            example, the host plans the next step. In a small panel, each track is replaced by a number: its mean time
             in a step.
             """,
             panel="timings",

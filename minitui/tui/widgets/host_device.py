@@ -29,7 +29,7 @@ def host_and_device(view: View, width: int) -> list[Runs]:
     host_text = f" {ms(t.host_ms)} ms per step"
     if t.device_ms is None:
         parts = (": plan, launch and commit", "") if t.launch_known else (
-            ": plan and commit; the launch is unknown", " without the launch"
+            ": plan and commit; the launch is unknown", " without launch"
         )  # fmt: skip
         whole, brief = (
             ("not measured: this device computes during the launch", "not measured") if t.launch_known

@@ -122,10 +122,10 @@ an excess, as "launch +12.3", and one without is expected.""")
 
     def _small(self, view: View, kinds: list[Runs], more: list[Runs], width: int, height: int) -> Picture:
         """Returns the picture without the list of the slowest steps. What is least important is left out first: the
-        tracks, kinds without steps, then the first token and the rows after it."""
+        kinds without steps, the tracks, then the first token and the rows after it."""
         t = view.timings
         limits = limit_rows(t.limits, width)
-        if len(kinds) + 1 + len(more) + len(limits) > height:
+        if len(kinds) + 1 + len(more) + 2 + len(limits) > height:
             used = [getattr(t, name).steps for _, name, _ in KINDS]
             kinds = [kinds[0], *(row for row, steps in zip(kinds[1:], used, strict=True) if steps)]
         more = more[: max(0, height - len(kinds) - 1 - len(limits))]
