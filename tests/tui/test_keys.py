@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from textual.actions import parse
@@ -25,6 +26,7 @@ from minitui.tui.openai_app import ForeignApp
 from minitui.tui.replay_app import ReplayApp, replay_app
 from minitui.tui.replica_app import ForeignReplicaApp
 from minitui.tui.screens.bindings import bindings_here
+from minitui.tui.screens.lecture import LectureScreen
 from minitui.tui.widgets.base import LinePanel
 from tests.support.driving import press, until
 from tests.support.fake_client import ByteCodec, FakeSource
@@ -156,15 +158,14 @@ async def test_a_lecture_on_an_engine_that_cannot_be_controlled_shows_its_past_o
     async with live((120, 40)) as (app, pilot):
         app.leave_prompt()
         await press(pilot, "3")
-        assert {"next step", "predict", "pause", "start over"} <= {what for _, what in app.screen.hints()}
-        type(app.source).uncontrolled = property(lambda source: "it is only watched")  # type: ignore[method-assign]
-        try:
-            shown = {what for _, what in app.screen.hints()}
+        screen = app.screen
+        assert isinstance(screen, LectureScreen)
+        assert {"next step", "predict", "pause", "start over"} <= {what for _, what in screen.hints()}
+        with patch.object(FakeSource, "uncontrolled", "it is only watched"):
+            shown = {what for _, what in screen.hints()}
             assert not shown & {"next step", "predict", "pause", "start over", "until", "slow motion"}
             await press(pilot, "comma")
-            assert ("n", "next step") in app.screen.hints(), "n goes forward in the past"
-        finally:
-            del type(app.source).uncontrolled
+            assert ("n", "next step") in screen.hints(), "n goes forward in the past"
 
 
 async def test_a_key_under_the_help_closes_it_and_acts() -> None:

@@ -21,7 +21,7 @@ MIN_NAME = 12  # the fewest cells of a chat's name
 
 
 class BlockTable(LinePanel):
-    """The block table of the selected request, or of the newest running request. Left and right select a block."""
+    """The block table of the selected request, or of the newest running request. Left, right and a click select one."""
 
     TITLE = "Block table"
     help_text = paragraphs("""\
@@ -36,7 +36,13 @@ never fragmented. ×4: four requests have this block in their tables and read it
         Binding("enter", "open", "details", show=False, id="table.open"),
     ]
 
+    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
+        super().__init__(id=id, frame=frame)
+        self._places: list[tuple[range, range, int]] = []  # (rows below the heading, columns, block) of each chip
+        self._heading = 0  # rows
+
     def picture(self, view: View, width: int, height: int) -> Picture:
+        self._places = []
         id = view.subject()
         request = view.shown.state.requests.get(id) if id is not None else None
         if request is None:
@@ -59,6 +65,7 @@ never fragmented. ×4: four requests have this block in their tables and read it
             note = [("newest running request", "dim")] if view.home is None else []
         elif view.selection.kind == "request" and lane is not None:
             note = [("selected", "accent")]
+        self._heading = len(head)
         rows = [*head, *self._chips(view, request.table, computed, size, width, height - len(head))]
         key = legend(
             ("number", "ink on shared-chip", f"held by {glyphs().times}n"),
@@ -85,6 +92,7 @@ never fragmented. ×4: four requests have this block in their tables and read it
         texts = [f"  finished: {of} stay in the tree", f"  {of} cached"]
         head = _head(line, name, texts, "", width, height)
         size = view.shown.state.block_size
+        self._heading = len(head)
         rows = [*head, *self._chips(view, last.table, last.computed, size, width, height - len(head), fates)]
         key = legend(
             ("number", "ink on cached-chip", "cached"), ("number", "ink on shared-chip", "in use"),
@@ -118,6 +126,7 @@ never fragmented. ×4: four requests have this block in their tables and read it
         items = _with_ends(len(table), max(1, height // chip_lines) * across, across, at)
         for start in range(0, len(items), across):
             logical, chips, holders = Row(), Row(), Row()
+            lines = range(len(rows), len(rows) + chip_lines)
             if left and items[start] >= 0:
                 chips.add(f"{items[start]}{glyphs().arrow}".rjust(left - 1), "dim")
             for column, index in enumerate(items[start : start + across]):
@@ -134,6 +143,7 @@ never fragmented. ×4: four requests have this block in their tables and read it
                     style = {"cached": "ink on cached-chip", "held": "ink on shared-chip"}.get(fates[index], "dim")
                 elif view.glow_of(float(view.shown.changed[block])) == 2:
                     style = "bold " + style
+                self._places.append((lines, range(at, at + chip), block))
                 here = block == chosen
                 logical.to(at).add(str(index).rjust(chip - 2), "accent" if here else "dim")
                 chips.to(at).add(f"{block} ".rjust(chip - 1), "on-fill on accent" if here else style)
@@ -150,6 +160,11 @@ never fragmented. ×4: four requests have this block in their tables and read it
         return rows[:height]
 
     # ---- selection
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        for rows, columns, block in self._places:
+            if row - self._heading in rows and column in columns:
+                view.select("block", block)
 
     def action_move(self, by: int) -> None:
         id = self.view.subject()

@@ -34,7 +34,9 @@ class HasReplay(Protocol):
 
 
 class ReplayBar(Bar):
-    """The moment that is shown, the speed of the replay, and the bookmarks."""
+    """The moment that is shown, the speed of the replay, and the bookmarks. A click on the line moves the playhead."""
+
+    _places: range = range(0)  # the columns of the line
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         app = cast(HasReplay, self.app)
@@ -58,23 +60,40 @@ class ReplayBar(Bar):
             row.add(f"{max(first, min(step, last)):,}", "bold ink").add(f" of {first:,}–{last:,} ", "dim")
         room = width - row.width - 16
         keys = next((keys for keys in KEYS if len(keys) <= room), "")
+        begin = row.width
         row.extend(self._line(source, step, width - row.width - len(keys) - 1))
+        self._places = range(begin, row.width)
         return Picture([row.add(keys, "dim").done(width)])
 
     def _line(self, source: ReplaySource, shown: int, room: int) -> list[tuple[str, str]]:
         """Returns the whole recording as a line of `room` cells, with the playhead and the bookmarks."""
-        trace = source.trace
         if room < 8:
             return []
-        span = max(1, trace.last_step - trace.step_before)
-
-        def column(step: int) -> int:
-            return max(0, min(room - 1, (step - trace.step_before) * room // (span + 1)))
-
-        marks = {column(step) for step, _ in trace.bookmarks}
-        head = column(shown)
+        marks = {_column(source, step, room) for step, _ in source.trace.bookmarks}
+        head = _column(source, shown, room)
         return [
             (glyphs().active if i == head else glyphs().peak if i in marks else glyphs().rule,
              "accent" if i == head else "hit" if i in marks else "frame")
             for i in range(room)
         ]  # fmt: skip
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        if column not in self._places:
+            return
+        app, at, room = cast(HasReplay, self.app), column - self._places.start, len(self._places)
+        source, trace = app.replay, app.replay.trace
+        begin = trace.step_before - (-at * _steps(source) // room)  # the first step of this column
+        step = trace.last_step if at == room - 1 else max(trace.first_step, begin)
+        step = next((step for step, _ in trace.bookmarks if _column(source, step, room) == at), step)
+        self.app.run_worker(app.seek(step), group="seek", exclusive=True)
+
+
+def _steps(source: ReplaySource) -> int:
+    """Returns the number of steps on the line; the first place is before the first step."""
+    return max(1, source.trace.last_step - source.trace.step_before) + 1
+
+
+
+def _column(source: ReplaySource, step: int, room: int) -> int:
+    """Returns the column of a step on a line of `room` cells for the whole recording."""
+    return max(0, min(room - 1, (step - source.trace.step_before) * room // _steps(source)))

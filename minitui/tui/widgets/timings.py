@@ -78,8 +78,8 @@ The waterfall (w) shows the tracks with an axis, for all steps that are kept.
 
 Where there is room, a list has the slowest ten steps with their causes; a large panel (z) also shows the time of each
 step and a histogram. Up and down choose a step of the list; a cause that is too long for its row is below the list. d
-opens all details of the step, and Enter goes back in time to the step. Where the list is narrow, a time with a plus is
-an excess, as "launch +12.3", and one without is expected.""")
+opens all details of the step, and Enter goes back in time to the step, as does a click on the chosen step. Where the
+list is narrow, a time with a plus is an excess, as "launch +12.3", and one without is expected.""")
     BINDINGS: ClassVar = [
         Binding("enter", "open", "open the slowest step, or go to the chosen one", show=False, id="timings.open"),
         Binding("d", "details", "all details of the chosen step", show=False, id="timings.details"),
@@ -96,6 +96,7 @@ an excess, as "launch +12.3", and one without is expected.""")
         self.chosen: int | None = None  # a step of `slowest`; None: no row is chosen
         self.span = 1  # index in SPANS
         self._list_row = self._listed = 0  # where the list begins, and its rows with the heading
+        self._slowest_rows = range(0)  # the rows about the slowest step, if there is no list
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         t = view.timings
@@ -131,6 +132,7 @@ an excess, as "launch +12.3", and one without is expected.""")
         more = more[: max(0, height - len(kinds) - 1 - len(limits))]
         spare = height - len(kinds) - len(more) - len(limits)
         slowest = slowest_rows(view, width, max(1, spare if spare < 4 else spare - 2))
+        self._slowest_rows = range(len(kinds), len(kinds) + len(slowest))
         spare -= len(slowest)
         tracks = host_and_device(view, width) if spare >= 2 else [means_row(t, width)] * (spare == 1)
         rows = [*kinds, *slowest, *more, *tracks, *limits]
@@ -151,7 +153,8 @@ an excess, as "launch +12.3", and one without is expected.""")
         rows += limit_rows(view.timings.limits, width)
         rest = height - len(rows)
         self._choose_slowest(times, view)
-        foot = len(self._foot(view, width))
+        # The longest foot: the choice of another step then moves no row of the list.
+        foot = max(len(self._foot(step, view, width)) for step in self.slowest)
         listed = min(len(self.slowest) + 1 + foot, max(4 + foot, rest // 3))
         if rest - listed >= LEAST_CHART:
             rows += charts(times, width, rest - listed, self.slowest[self._at].step)
@@ -177,15 +180,13 @@ an excess, as "launch +12.3", and one without is expected.""")
     def _list(self, times: StepTimes, view: View, rows: list[Runs], width: int, height: int) -> None:
         """Add the list of the slowest steps to the rows, and below it the whole cause of the chosen step."""
         self._choose_slowest(times, view)
-        foot = self._foot(view, width, max(0, min(FOOT, height - 2)))
+        foot = self._foot(self.slowest[self._at], view, width, max(0, min(FOOT, height - 2)))
         self._list_row, self._listed = len(rows), height - len(foot)
         listed = slow_steps(self.slowest, view, self._at, self.chosen is not None, width, self._listed)
         rows += [*listed, *[Row().done(width)] * (self._listed - len(listed)), *foot]
 
-    def _foot(self, view: View, width: int, most: int = FOOT) -> list[Runs]:
-        """Returns at most `most` rows with the cause of the chosen step, or of the slowest one, if its row of the list
-        has not all of it."""
-        step = self.slowest[self._at]
+    def _foot(self, step: StepRow, view: View, width: int, most: int = FOOT) -> list[Runs]:
+        """Returns at most `most` rows with the cause of a step, if its row of the list has not all of it."""
         why = why_slow(step, view.models.of(step.step))
         if len(why) <= room_for_why(view, width):
             return []
@@ -195,8 +196,10 @@ an excess, as "launch +12.3", and one without is expected.""")
         if self.times is not None:
             index = row - self._list_row - 1 + list_top(self.slowest, self._at, self._listed)
             if self._list_row < row < self._list_row + self._listed and 0 <= index < len(self.slowest):
-                self.chosen = self.slowest[index].step
-        elif row == 4 and view.timings.slowest is not None:
+                chosen, self.chosen = self.chosen, self.slowest[index].step
+                if chosen == self.chosen:
+                    self.action_open()
+        elif row in self._slowest_rows and view.timings.slowest is not None:
             view.select("step", view.timings.slowest.step)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
