@@ -30,6 +30,8 @@ FEATURES = (
     "prefill pairs",
 )  # fmt: skip
 WITHOUT_PREFILL = np.array([not name.startswith("prefill") for name in FEATURES])
+SEVERAL = FEATURES.index("steps with several rows")
+ROWS = [FEATURES.index("rows"), FEATURES.index("draft tokens")]
 PREFILL_TOKENS = FEATURES.index("prefill tokens")
 FIT_STEPS = 1_000  # the model is fitted to this many recent steps
 LEAST_STEPS = 12  # with fewer steps there is no model
@@ -102,6 +104,8 @@ class CostModel:
     reports: bool  # the engine reports its launches or its device; False: only when a step ended
     unseen: np.ndarray  # directions [FEATURES, k] of prompts that no fitted step had
     alone: frozenset[int]  # the fitted steps of which a share above OWN of the expected time is their own time
+    untold: np.ndarray  # directions [FEATURES, k] in which no fitted step lies: their costs are unknown
+    rare: float | None  # "steps with several rows" of the kind of steps that the fit has too few of; None: of neither
     spreads: tuple[float, float] = (0.0, 0.0)  # typical deviation (without prefill, with prefill)
     device_spreads: tuple[float, float] = (0.0, 0.0)
     usual: UsualTimes | None = None  # of steps beside prompts; only if steps overlap and the engine does not report
@@ -142,6 +146,24 @@ class CostModel:
         prefill = {i: cost * known * np.where(by_host, share, i == 0) for i, share in of_host.items()}
         return Expected(total - cost * ~known, prefill, by_host & ~known)
 
+    def knows(self, step: int) -> bool:
+        """True if fitted steps tell what the decoding rows of this step cost: some had as many rows, or their numbers
+        of rows varied, so that the fit does not guess. A step without decoding rows is always known."""
+        work = _work(self.steps, np.array([step % self.steps.capacity]))
+        if not work[0, ROWS].any():
+            return True
+        if work[0, SEVERAL] == self.rare:
+            return False
+        if self.rare is not None:
+            work[:, SEVERAL] = 0
+        fitted = self.whole if self.whole is not None else self.device
+        assert fitted is not None
+        decoding = work * WITHOUT_PREFILL
+        return any(
+            bool(_within(part, self.untold)[0] and (fitted.error(part) <= DETERMINED * fitted.of(part))[0])
+            for part in (decoding, work)
+        )
+
     def device_time(self, windows: Windows) -> tuple[np.ndarray, np.ndarray]:
         """Returns the expected times of the device, and which of them lack the prompts, because the fit does not
         determine what these cost. Call it only if the device's time is measured."""
@@ -153,7 +175,7 @@ class CostModel:
 
     def _seen(self, work: np.ndarray) -> np.ndarray:
         """Returns for each row of work [n, FEATURES] whether fitted steps had such prompts; True without prompts."""
-        return (np.abs(work @ self.unseen) <= UNSEEN).all(axis=1)
+        return _within(work, self.unseen)
 
     def _host_error(self, windows: Windows) -> np.ndarray:
         """Returns the standard error of what prompts cost the host."""
@@ -162,6 +184,11 @@ class CostModel:
         for name in PLANNED:
             squares = squares + self.host[name].error((windows.work * here + windows.ahead) * prompts) ** 2
         return np.sqrt(squares)
+
+
+def _within(work: np.ndarray, unseen: np.ndarray) -> np.ndarray:
+    """Returns for each row of work [n, FEATURES] whether it has nothing in these directions [FEATURES, k]."""
+    return (np.abs(work @ unseen) <= UNSEEN).all(axis=1)
 
 
 def _planned(host: dict[str, Fit], work: np.ndarray) -> np.ndarray:
@@ -208,7 +235,9 @@ def fit(steps: Steps, horizon: int, without: tuple[int, ...] = ()) -> CostModel 
     seen = windows(steps, at)
     prefilling = seen.work @ ~WITHOUT_PREFILL > 0
     one, several = (np.sum((seen.work[:, 1] == many) & ~prefilling) for many in (0, 1))
+    rare = None
     if min(one, several) < LEAST_ROWS:  # nothing tells the cost of several rows from the constant
+        rare = float(one > several) if max(one, several) >= LEAST_ROWS else None
         seen.work[:, 1] = seen.before[:, 1] = seen.ahead[:, 1] = 0
     measured = ~np.isnan(seen.parts["wait"])
     known = ~np.isnan(seen.device)
@@ -233,11 +262,13 @@ def fit(steps: Steps, horizon: int, without: tuple[int, ...] = ()) -> CostModel 
     shares += [(whole.own, seen.number[alike])] if whole is not None else []
     shares += [(device.own, seen.number[known])] if device is not None else []
     alone = frozenset(int(step) for own, number in shares for step in number[own > OWN])
+    fitted = (seen.work * told)[alike] if whole is not None else seen.work[known]
     prompts = unseen(seen.work[:, ~WITHOUT_PREFILL])
     directions = np.zeros((len(FEATURES), prompts.shape[1]))
     directions[~WITHOUT_PREFILL] = prompts
     model = CostModel(
-        steps, whole, device, host, emit, reports, directions, alone, device_spreads=device_spreads, usual=usual
+        steps, whole, device, host, emit, reports, directions, alone, unseen(fitted), rare,
+        device_spreads=device_spreads, usual=usual,
     )
     expected = model.expected(seen)
     return replace(model, spreads=_spreads((took - expected.total)[alike], expected.with_prefill[alike]))

@@ -6,6 +6,10 @@ fixed numbers of steps, so it does not matter when the explanation is asked for,
 each step as the live run did. The first steps of a run have no steps before them: they share the first model, which is
 fitted after FIRST_FIT steps. A player knows these steps of its recording at once (`look_ahead`).
 
+If the fitted steps do not tell what the rows of a step cost (they all had four rows, and this one has three), a model
+that is fitted to the steps up to a few steps before explains it. If these do not tell it, either, the expected time is
+unknown: on a CPU, a step of one row takes half the time of a step of two, and no other step says so.
+
 A recording that begins in the middle of a run has no records of what was known at its begin. Its first FIT_STEPS steps
 are explained by a model of all of these steps.
 """
@@ -23,6 +27,7 @@ from minitui.viewmodel.cost_model import FIT_STEPS, CostModel, fit
 from minitui.viewmodel.steps import Steps
 
 REFIT = 128  # steps: after this many, a model is fitted again; at first, after half of the steps
+REFIT_SOON = 8  # steps: the same for steps whose rows have no known cost
 FIRST_FIT = 32  # steps: after this many, the first model is fitted
 MODELS_KEPT = 300
 
@@ -41,7 +46,11 @@ class Fitted:
         self._without: dict[tuple[int, ...], CostModel | None] = {}
 
     def of(self, step: int) -> CostModel | None:
-        """Returns the model that explains a step; None: too few steps have a time."""
+        """Returns the model that explains a step; None: too few steps like it have a time."""
+        model = self._best(step)
+        return model if model is not None and (step not in model.steps or model.knows(step)) else None
+
+    def _best(self, step: int) -> CostModel | None:
         if self._model is None:
             return None
         # The time of a step contains the commit of the step before, and may contain the launch of the next.
@@ -66,13 +75,17 @@ class CostModels:
         self._ahead = first
 
     def of(self, step: int) -> CostModel | None:
-        """Returns the model that explains a step; None: too few steps are known."""
+        """Returns the model that explains a step; None: too few steps like it are known."""
         if self._ahead is not None and step <= self._ahead.until:
             model = self._ahead.of(step)
             return replace(model, steps=self._steps) if model is not None else None
         fitted = self._fitted_after(step)
         if fitted > self._steps.committed:
             return None
+        model, soon = self._after(fitted, step), step // REFIT_SOON * REFIT_SOON
+        return self._after(soon, step) if model is None and fitted < soon <= self._steps.committed else model
+
+    def _after(self, fitted: int, step: int) -> CostModel | None:
         if fitted not in self._fitted:
             self._fitted[fitted] = Fitted(self._steps, fitted)
             if len(self._fitted) > MODELS_KEPT:

@@ -31,7 +31,7 @@ SHORTEST_PAUSE_MS = 1.0  # shorter pauses are not mentioned
 class Reason:
     """Why a gap was as long as it was, in ms: `usual` and `named` add up to the gap."""
 
-    usual: float | None  # what its own steps should take without prompts; None: too few steps have a time
+    usual: float | None  # what its own steps should take without prompts; None: too few such steps have a time
     causes: tuple[Cause, ...] = ()
     unexplained: float = 0.0
     variation: float = 0.0  # a rest that is too small to need an explanation
@@ -61,7 +61,7 @@ class Reason:
 
     def __str__(self) -> str:
         if self.usual is None and not self.causes:
-            return "cause unknown: the times of too few steps are known" + self._note
+            return "cause unknown: the times of too few such steps are known" + self._note
         parts = [f"{part.name} {ms(part.ms)}" for part in self.named]
         if not parts:
             return f"usual ({ms(self.usual or 0.0)} ms expected, up to 25 % more)" + self._note

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 QUOTED = 600  # characters: longer texts are cut
 HISTORY = 6  # events of a block
+UNKNOWN_TIME = "expected time unknown: too few such steps have a time"
 LISTED = 100  # chunks, drafts and events of a step
 
 
@@ -219,7 +220,7 @@ def _step(view: View, step: int) -> Story:
         story.tell("drafts" if i == 0 else "", f"r{request}: {count(drafted, 'token')}{result}")
     _tell_more(story, len(row.drafts))
     if row.took_ms is not None:
-        why = why_slow(row, view.models.of(step), always=True) or "expected time unknown: too few steps have a time"
+        why = why_slow(row, view.models.of(step), always=True) or UNKNOWN_TIME
         story.tell("took", f"{ms(row.took_ms)} ms; {why}")
         work = {"plan": row.plan_ms, "launch": row.launch_ms, "commit": row.commit_ms}
         host = ", ".join(f"{kind} {'–' if part is None else ms(part)}" for kind, part in work.items()) + " ms"

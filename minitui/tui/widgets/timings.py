@@ -57,7 +57,8 @@ its launch can cost more time than the device.
 "Expected" is the time that a step should take. It is computed from rows, prompt tokens and the keys that attention
 reads, with costs that are fitted to up to 1,000 steps before; at the beginning of a run, to its first steps. A replay
 of the whole run says the same. The first 1,000 steps of a recording that begins later are explained by all of them. A
-step that would determine its own expected time is left out. The explanation of a step stays the same. The
+step that would determine its own expected time is left out. If the steps before had other numbers of rows, and do not
+tell what these rows cost, the expected time is unknown. The explanation of a step stays the same. The
 number after "+" is the excess, followed by its measured causes, all in milliseconds. An excess of up to 25 % of the
 expected time is the usual variation: it has no causes.
 
