@@ -42,6 +42,8 @@ class RecordedModel:
 
     name: str
     weights_gb: float  # of all parameters
+    kv_bytes_per_token: int
+    context: int  # tokens of each row's text in a measured decode step
     decode: dict[int, float]  # rows -> ms of a decode step
     prefill: dict[int, float]  # tokens of a prompt -> ms of its step
     timelines: tuple[RecordedTimeline, ...]
@@ -80,6 +82,8 @@ def _model(found: dict[str, Any]) -> RecordedModel:
     return RecordedModel(
         found["model"],
         found["parameters"] * BYTES[found["dtype"]] / 1e9,
+        found["kv_bytes_per_token"],
+        found["context"],
         {cost["n"]: cost["wall_ms"] for cost in found["decode"]},
         {cost["n"]: cost["wall_ms"] for cost in found["prefill"]},
         tuple(RecordedTimeline(one["mode"], one["rows"], _steps(one["records"])) for one in found["timelines"]),

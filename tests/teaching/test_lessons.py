@@ -246,6 +246,25 @@ def test_the_length_of_the_pasted_prompt_is_told() -> None:
     assert f"Its prompt has {len(ids)} tokens" in told
 
 
+def test_the_prompts_of_the_two_allocations_have_the_length_that_is_told() -> None:
+    prompt = [{"role": "user", "content": "What is decode?"}]
+    ids = Tokenizer(Path(choose_model(None).name)).apply_chat_template(prompt, add_generation_prompt=True)
+    page = next(page for page in lesson(3).pages if page.title == "One piece or blocks")
+    assert f"Each prompt has {len(ids)} tokens." in " ".join(page.text.split())
+
+
+def test_a_step_of_many_rows_reads_their_keys_and_values_too(outcome: Callable[[int], Taught]) -> None:
+    """The time of 64 rows is in the table beside the time of one, and so is what their keys and values add to it."""
+    table = outcome(2).seen["A decode step of many rows"].text.split("\n")
+    assert re.search(r"1 row +64 +128 +64 : 1$", table[0])
+    large = next(line.split()[2:] for line in table if line.startswith("   H200 8B  "))
+    one, many, _, factor = map(float, large)
+    assert factor == pytest.approx(many / one, abs=0.01)
+    found = next(re.search(r"of 64 rows: ([\d.]+) GB, read in ([\d.]+) ms", line) for line in table if "of 64" in line)
+    assert found is not None and float(found[1]) == round(64 * 128 * 2 * 36 * 8 * 128 * 2 / 1e9, 1)
+    assert 0 < float(found[2]) < many - one
+
+
 def test_each_penalty_changes_the_probabilities_by_its_own_rule(outcome: Callable[[int], Taught]) -> None:
     """The rules of the table, from the probabilities alone: a penalty of p divides the odds of a word by e to the p."""
     text = outcome(5).seen["Three penalties"].text

@@ -91,7 +91,8 @@ async def score(stage: Stage) -> Seen:
     rows = [(piece, share, _percent(share)) for piece, share in shares]
     return Seen(
         f"One forward pass computed the {len(ids)} prompt tokens. It gave one number for each token of the vocabulary. "
-        f"The next page turns the numbers into probabilities. The most likely tokens:\n{stage.bars(rows)}",
+        "The list shows them as probabilities (the next page says how). The most likely tokens:\n"
+        + stage.bars(rows),
         2 if sum(chunk[2] for chunk in stage.last_row().chunks) == len(ids) and len(rows) > 1 else 0,
     )
 
@@ -174,12 +175,12 @@ LESSON = Lesson(
             "Text becomes tokens",
             """
             A model computes with numbers. So a text is cut into pieces, the tokens. Each has a number, the token id.
-            All tokens of a model are its vocabulary. (Later lessons explain the top line.)
+            All tokens of a model are its vocabulary. (PAUSED in the top line: this page needs no step.)
 
             This tokenizer first cuts a text into words and signs. A space belongs to the word after it. Each word is
-            then cut into bytes: a letter has one byte or more. Last, merge rules join neighbouring pieces: the first
-            rule of a list that fits, again and again, until no rule fits. The rules join pairs that were frequent in
-            some texts about programs for language models.
+            then cut into bytes: a letter has one byte or more. Last, merge rules join neighbouring pieces. The rules
+            have an order: the first that fits two neighbours joins them, again and again, until none fits. They
+            join pairs that were frequent in texts about programs.
             """,
             panel="pieces",
             code="minitui.teaching.merges:merges",
@@ -250,10 +251,10 @@ LESSON = Lesson(
               key     a list of numbers for each token: what it can be found by
               value   a list of numbers for each token: what it gives when it is found
 
-            Usually, a token's query is compared with its own key and with the keys of all earlier tokens. The values
-            are added up: the better a key fits the query, the more its value counts. The sum changes the token's
-            numbers for the next layer. So the key and the value of a token depend only on this token and on earlier
-            tokens.
+            A token's query is compared with its own key and with the keys of all earlier tokens (in some layers of some
+            models, only of near ones). The values are added up: the better a key fits the query, the more its value
+            counts. The sum changes the token's numbers for the next layer, and so its next key and value: they depend
+            only on this token and on earlier tokens.
 
             A layer does this several times side by side, in heads. Each query head has its own queries and sums. To
             save memory, several query heads share the keys and values of one KV head. The model of the lessons has 6
@@ -268,7 +269,8 @@ LESSON = Lesson(
             reply. The panel shows the prompt, and each token of the reply when it is sampled.
 
             To compute a token means: its numbers pass through all layers. Its key and its value in each layer are then
-            known. To compute a new token, a layer needs the keys and values of all tokens before it.
+            known. Later tokens do not change them, and the engine has memory for them. To compute a new token, a layer
+            needs the keys and values of all tokens before it.
             """,
             panel="pieces",
             code="engine.core.engine:Engine.step",

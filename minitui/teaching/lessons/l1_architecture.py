@@ -76,12 +76,12 @@ LESSON = Lesson(
               3 allocate     engine/core/allocator.py   chooses the memory blocks for these tokens
               4 forward      engine/model/              the model computes these tokens
               5 sample       engine/worker/sampler.py   the next token of each request is chosen
-              6 commit       engine/core/engine.py      ids are appended, ended replies are found
+              6 commit       engine/core/engine.py      full blocks are indexed, ids appended, ended replies found
               7 detokenize   engine/text/output.py      ids become text for the user
 
             Stage 1 runs once for each request. A step runs stages 2 to 6, for all of its requests together. Stage 7
-            comes after the step. If a step computes only a part of a prompt, stages 5 to 7 are left out for this
-            request. A new request can start in any step that has room.
+            comes after the step. If a step computes only a part of a prompt, no token is sampled: stages 5
+            and 7 are left out for this request. A new request can start in any step that has room.
             """,
         ),
         Page(
@@ -135,7 +135,7 @@ LESSON = Lesson(
             The engine writes each change of a request, of a block or of the cache to one log. A record of the log says
             what changed and why. A snapshot is the whole state at one moment. The panels begin with a snapshot and
             apply one record after the other, so they know the state at each moment. You can stop the panels and move
-            back in time: key 2 shows all panels, and there ? lists the keys.
+            back in time: key 2 opens the panels (as many as the screen has room for), and there ? lists the keys.
 
             The panel shows the newest records first: the step, the event and its reason.
             """,

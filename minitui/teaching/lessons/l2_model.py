@@ -139,7 +139,7 @@ LESSON = Lesson(
             A model comes as a checkpoint: files with named tensors. A tensor is a list of numbers, a matrix, or a stack
             of matrices. This engine checks every name and shape before it copies the first number. A missing tensor, an
             unknown tensor or a wrong shape is an error that names the tensor. The engine skips the tensors that are
-            known to change no result. It copies each other tensor directly to its place.
+            known to change no result. All other tensors are copied directly to their places.
 
             A layer computes queries, keys and values with three matrices. The engine joins them to one matrix, because
             one large multiplication is usually faster than three smaller ones. It joins the first two matrices of the
@@ -177,10 +177,10 @@ LESSON = Lesson(
         Page(
             "The cost of reading weights",
             f"""
-            To compute a token, the device reads nearly all weights once from its memory. There are two exceptions. From
-            the embedding table, a token needs only its own line. (If the table is also the last matrix, a token needs
-            the whole table.) And some models have experts, which are parts of a layer: a token needs only a few of
-            them.
+            To compute a token, the device reads nearly all weights once from its memory, and in attention the keys and
+            values of all earlier tokens (few here). Not all weights: of the embedding table, a token needs only its own
+            line (if the table is also the last matrix, the whole table); of experts, parts of a layer in some models,
+            a token needs only a few.
 
             The {GPU.name} is a GPU. In our measurement, the {GPU.name} read {GPU.read_bytes_per_s / 1e12:.1f} TB in a
             second from its memory. {MODEL.name} (8B: about 8 billion weights) has {LAYERS} layers. For one token, the
@@ -203,14 +203,13 @@ LESSON = Lesson(
         Page(
             "A decode step of many rows",
             f"""
-            A decode step computes one token for each row. The experiment measures steps with {SIZES[0]} to {SIZES[-1]}
-            rows here. The panel shows the {GPU.name}, too. Its scale of time is logarithmic: equal distances are equal
-            factors.
+            A decode step computes one token for each row; attention reads the keys and values of each row's text. The
+            experiment measures {SIZES[0]} to {SIZES[-1]} rows here. The panel also has the {GPU.name}, on a logarithmic
+            scale: equal distances, equal factors.
 
             In our measurement, the {GPU.name} computed {GPU.operations_per_s / 1e12:.0f} trillion bfloat16 operations
-            in a second. So the {GPU.name} computes {GPU.operations_per_byte:.0f} operations while it reads one byte. In
-            bfloat16 (bf16), a weight has 2 bytes. For each row, a step needs 2 operations with each weight: a
-            multiplication and an addition.
+            in a second: {GPU.operations_per_byte:.0f} operations while it reads one byte. In
+            bfloat16 (bf16), a weight has 2 bytes. Each row needs 2 operations a weight: a product and a sum.
             """,
             panel="costs",
             code="minitui.teaching.lessons.step_costs:rows",
@@ -236,7 +235,7 @@ LESSON = Lesson(
 
             This length depends on the device. If a device computes fewer operations while it reads a byte, arithmetic
             takes most of the time already with shorter prompts. The experiment measures this machine. Compare where the
-            curves begin to rise.
+            times begin to rise: the result also has longer prompts of the {GPU.name}.
             """,
             panel="costs",
             code="minitui.teaching.lessons.step_costs:prompt_tokens",
@@ -249,13 +248,13 @@ LESSON = Lesson(
             guesses the next tokens of a reply (drafts). One step computes the last token and the drafts, and samples a
             token after each of them. Each draft is compared with the token sampled for its place. The drafts before the
             first difference are accepted. So, apart from rounding, the reply stays the same. vLLM and SGLang also check
-            drafts in one step. There, at a temperature above 0 (L5 Sampler), drafts can change a reply. But by default,
-            each reply is as likely as without drafts.
+            drafts in one step. There, drafts can change a random choice, but by default each reply stays as likely
+            as without drafts.
 
             Here, drafts are copied from the text (prompt lookup). The engine takes the last three tokens, and searches
             the earlier text for the same three tokens. The tokens after them are the drafts. The panel shows a run
-            without drafts, and below it a run with drafts. In each run, a chat asks the same question twice. Fewer
-            steps can take more time, because a step with drafts is longer.
+            without drafts, and below it a run with drafts. In each run, a chat asks the same question twice. A step
+            with drafts is longer. Times vary, steps do not.
             """,
             panel="runs",
             code="engine.core.speculation:PromptLookup",
@@ -265,8 +264,9 @@ LESSON = Lesson(
             "Positions and heads",
             """
             The vector from the embedding table does not contain the position of its token. So most models rotate each
-            query and each key by an angle that grows with the position (RoPE). So how well a key fits a query also
-            depends on the distance between their tokens. Keys are stored after the rotation.
+            query and each key by an angle that grows with the position (RoPE). The difference of both angles depends
+            only on the distance of their tokens. So how well a key fits a query also depends on this distance. Keys are
+            stored after the rotation.
 
             Two prompts can share a cached block only if they are equal from their first token to the end of the block.
             Otherwise the result would change. The reason is not the position: the engine could rotate the keys again.

@@ -56,7 +56,7 @@ def _pieces_and_blocks(comparison: Comparison) -> str:
     if figures[0].steps == figures[1].steps:
         why = " The number of steps is the same: the longest reply began at once in both runs."
     first, second = (run.figures.first_p99 or 0.0 for run in comparison.runs)
-    sooner = "So the slowest first token (p99) came sooner." if second < first else ""
+    sooner = "So the slowest first token (p99) came sooner (times vary between runs)." if second < first else ""
     return (
         f"With pieces, at most {at_once[0]} requests ran at the same time; with blocks, {at_once[1]}. {sooner}{why}"
     )
@@ -141,15 +141,15 @@ LESSON = Lesson(
         Page(
             "Why a cache, why blocks",
             """
-            To compute the next token, attention needs the keys and values of all earlier tokens: the KV cache keeps
-            them. Without the cache, each step would compute the whole text again.
+            Attention needs the keys and values of all earlier tokens: the KV cache keeps them. Without the cache, each
+            step would compute the whole text again.
 
             The length of a reply is not known in advance. Each request could get one piece of memory, large enough for
-            its longest possible reply. But most of it would stay empty, and gaps between pieces could be too small for
-            others. So the memory is divided into blocks of equal size. A block has room for 16 tokens here, as
-            is usual in vLLM. In SGLang, a block usually has one token. When the last block of a request is
-            full, the next token needs another block: any free block of the pool. Only the empty end of a last block is
-            wasted: here at most 15 tokens. vLLM took this idea from operating systems.
+            its longest possible reply. But most of it would stay empty. vLLM took an idea from operating systems: the
+            memory is divided into blocks of equal size. A block has room for 16 tokens here and often in vLLM, for 1 by
+            default in SGLang (some kernels need more). When the last block of a request is full, the next
+            token needs another block: any free block of the pool. Only the empty end of a last block is wasted: here
+            at most 15 tokens. Larger blocks waste more, smaller ones need longer block tables.
 
             The text of a request is divided into logical blocks: 0, 1, 2 … A block of the pool is a physical block. The
             block table of the request names the physical block of each logical block.
@@ -163,7 +163,7 @@ LESSON = Lesson(
             {PIECE * PIECES} tokens. In the first run, each request gets one piece for {PIECE} tokens, because its reply
             might be long. (This engine always has blocks. For the first run, a block is as large as a piece: {PIECE}
             tokens.) In the second run, a request takes another block of 16 tokens when its last block is full and
-            another token comes.
+            another token comes. Each prompt has {PROMPT} tokens.
 
             The panel shows the first run above the second. A column is the same time in both runs. Each line is a
             request.
@@ -199,8 +199,8 @@ LESSON = Lesson(
             code="engine.model.config:ModelConfig.kv_bytes_per_token",
             run=cost,
             predict=Prediction(
-                "On a CPU, each number of a key or a value has 4 bytes here. The model has 4 layers and 2 KV heads of "
-                "size 64. A token needs …",
+                "In keys and values, a number has 4 bytes here (in weights 2: bf16). There are 4 layers and 2 KV heads "
+                "of size 64. A token needs …",
                 ("512 bytes", "4,096 bytes", "12,288 bytes"),
                 (
                     "only one KV head of one layer would store its key and value: 2 x 64 x 4 bytes.",
@@ -224,7 +224,7 @@ LESSON = Lesson(
             panel="table",
             run=two_tables,
             predict=Prediction(
-                "In which of its steps does the first chat take its second block?",
+                "Counted from 1, in which of its steps does the first chat take its second block?",
                 ("step 2", "step 3", "step 4"),
                 (
                     "the block with the prompt would be full. But a block has room for 16 tokens, not for "
@@ -270,12 +270,12 @@ LESSON = Lesson(
 
             Example: four requests may have 192 tokens each, prompt and reply together. With a reservation, they would
             fill this pool of 768 tokens. But if each request ends with only 20 tokens, they use two blocks each:
-            8 blocks of 48, a sixth of the pool.
+            8 blocks of 48.
 
             The price: all running requests together may need more blocks than the pool has. Then cached blocks are
             evicted, the least recently used first. If no cached block is left, a running request has to release its
-            blocks and to wait (L6 Scheduler). In the panel, “waste” counts the empty places of last blocks (slots),
-            equal blocks (copies), and tokens that were computed again.
+            blocks and to wait (L6 Scheduler). In the panel, “waste” counts empty places of last blocks (slots),
+            equal blocks (copies; none here: requests share them), and tokens computed again.
             """,
             panel="occupancy",
             code="engine.core.scheduler:Scheduler._obstacle",

@@ -107,7 +107,7 @@ LESSON = Lesson(
             attention. A GPU kernel, a program on the GPU, reads block by block through the
             table, without a copy. The same tests check both.
             """,
-            code="engine.attention.torch_backend:TorchAttention",
+            code="engine.attention.torch_backend:TorchAttention._slots",
         ),
         Page(
             "From position to slot",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
 from statistics import median
@@ -10,7 +11,7 @@ from statistics import median
 from engine.params import SamplingParams
 from minitui.sources.base import Stream
 from minitui.teaching.lessons.page import Seen
-from minitui.teaching.recorded_steps import recorded_device
+from minitui.teaching.recorded_steps import RecordedModel, recorded_device
 from minitui.teaching.stage import Stage
 from minitui.text import ms
 from minitui.viewmodel.board import Curve, Curves
@@ -21,6 +22,7 @@ PROMPT = 4  # tokens of a prompt whose reply is decoded
 TOKENS = 8  # of each of these replies
 REPEATS = 3  # prompts of each size
 MANY = 64  # rows of the prediction
+LONGER = (512, 1024)  # tokens of prompts that only the recorded device computes
 HERE = "here"
 
 
@@ -38,12 +40,16 @@ async def rows(stage: Stage) -> Seen:
     _draw(stage, title, "rows", here, recorded)
     factor = _factor(recorded["8B"], MANY)
     device = recorded_device()
+    model = device.models["8B"]
+    read = MANY * model.context * model.kv_bytes_per_token
+    table = _told(here, device.models, "decode", ("ms of a decode step", "1 row"), (1, MANY, SIZES[-1]), factor_of=MANY)
     why = (
-        f"\n\nEach weight is read once for all rows. With {MANY} rows, the {device.name}'s arithmetic takes less time "
-        f"than this; from about {device.operations_per_byte:.0f} rows on, it takes longer. So one step with many rows "
+        f"\n   {device.name} 8B, keys and values of {MANY} rows: {read / 1e9:.1f} GB, read in "
+        f"{ms(read / device.read_bytes_per_s * 1e3)} ms\n\nOn the {device.name}, arithmetic takes longer "
+        f"than reading the weights only from about {device.operations_per_byte:.0f} rows on. So one step with many rows "
         f"takes much less time than many steps.{_uneven(here)}"
     )
-    return Seen(_told(here, recorded, "a decode step", "row") + why, 2 if factor < 2 else 1 if factor < MANY / 2 else 0)
+    return Seen(table + why, 2 if factor < 2 else 1 if factor < MANY / 2 else 0)
 
 
 async def prompt_tokens(stage: Stage) -> Seen:
@@ -66,7 +72,8 @@ async def prompt_tokens(stage: Stage) -> Seen:
     apart = (
         "\n\nDo not compare these times with the page before: here, the engine waited before each prompt."
     )
-    return Seen(_told(here, recorded, "a prompt's step", "token") + graphs + apart + _uneven(here))
+    head, sizes = ("ms of a prompt's step", "1 token"), (1, SIZES[-1], *LONGER)
+    return Seen(_told(here, recorded_device().models, "prefill", head, sizes) + graphs + apart + _uneven(here))
 
 
 def _prompt(stage: Stage, tokens: int, seed: int) -> list[int]:
@@ -113,16 +120,25 @@ def _uneven(here: dict[int, float]) -> str:
     """Returns a sentence if a larger step was measured shorter than a smaller one."""
     if all(here[few] <= here[many] for few, many in pairwise(SIZES)):
         return ""
-    return " (Times vary: a larger step was measured shorter than a smaller one.)"
+    return " (Times vary: a larger step was measured shorter.)"
 
 
 def _factor(points: dict[int, float], n: int) -> float:
     return points[n] / points[1]
 
 
-def _told(here: dict[int, float], recorded: dict[str, dict[int, float]], step: str, noun: str) -> str:
-    most = SIZES[-1]
-    lines = [f"   {f'ms of {step}':<22}{f'1 {noun}':>9}{f'{most} {noun}s':>12}{'times':>8}"]
-    for name, points in ((HERE, here), *((f"{recorded_device().name} {size}", one) for size, one in recorded.items())):
-        lines.append(f"   {name:<22}{ms(points[1]):>9}{ms(points[most]):>12}{_factor(points, most):>8.1f}")
+def _told(
+    here: dict[int, float], models: dict[str, RecordedModel], kind: str, head: tuple[str, str], sizes: Sequence[int],
+    factor_of: int = 0,
+) -> str:
+    """Returns a table with a line for this machine and for each recorded model, and a column for each size. `head`: the
+    title of the lines and of the first column. `factor_of`: a size that a last column compares with one; 0: none."""
+    title, one = head
+    columns = [one, *(f"{n:,}" for n in sizes[1:]), *([f"{factor_of} : 1"] if factor_of else [])]
+    lines = [f"   {title:<22}" + "".join(f"{column:>8}" for column in columns)]
+    recorded = {f"{recorded_device().name} {size}": getattr(model, kind) for size, model in models.items()}
+    for name, points in {HERE: here, **recorded}.items():
+        shown = [ms(points[n]) if n in points else "–" for n in sizes]
+        shown += [f"{_factor(points, factor_of):.2f}"] if factor_of else []
+        lines.append(f"   {name:<22}" + "".join(f"{value:>8}" for value in shown))
     return "\n".join(lines)
