@@ -54,9 +54,9 @@ def _pieces_and_blocks(comparison: Comparison) -> str:
     figures = [run.figures for run in comparison.runs]
     why = ""
     if figures[0].steps == figures[1].steps:
-        why = " The number of steps is the same: the longest reply began at once in both runs."
+        why = " The steps are as many: in both, the longest reply began at once."
     first, second = (run.figures.first_p99 or 0.0 for run in comparison.runs)
-    sooner = "So the slowest first token (p99) came sooner (times vary between runs)." if second < first else ""
+    sooner = "So the slowest first token (p99) came sooner (times vary)." if second < first else ""
     return (
         f"With pieces, at most {at_once[0]} requests ran at the same time; with blocks, {at_once[1]}. {sooner}{why}"
     )

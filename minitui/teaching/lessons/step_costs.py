@@ -46,8 +46,8 @@ async def rows(stage: Stage) -> Seen:
     why = (
         f"\n   {device.name} 8B, keys and values of {MANY} rows: {read / 1e9:.1f} GB, read in "
         f"{ms(read / device.read_bytes_per_s * 1e3)} ms\n\nOn the {device.name}, arithmetic takes longer "
-        f"than reading the weights only from about {device.operations_per_byte:.0f} rows on. So one step with many rows "
-        f"takes much less time than many steps.{_uneven(here)}"
+        f"than reading the weights only from about {device.operations_per_byte:.0f} rows on. So one step with many "
+        f"rows takes much less time than many steps.{_uneven(here)}"
     )
     return Seen(table + why, 2 if factor < 2 else 1 if factor < MANY / 2 else 0)
 
