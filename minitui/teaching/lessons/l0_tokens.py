@@ -260,7 +260,7 @@ LESSON = Lesson(
             save memory, several query heads share the keys and values of one KV head. The model of the lessons has 6
             query heads and 2 KV heads. The head size, the length of a list, is 64.
             """,
-            code="engine.attention.torch_backend:TorchAttention",
+            code="engine.attention.torch_backend:TorchAttention._attend",
         ),
         Page(
             "Again and again",

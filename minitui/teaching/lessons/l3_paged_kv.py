@@ -166,7 +166,7 @@ LESSON = Lesson(
             another token comes. Each prompt has {PROMPT} tokens.
 
             The panel shows the first run above the second. A column is the same time in both runs. Each line is a
-            request.
+            request (a small screen shows some).
             """,
             panel="runs",
             code="engine.core.allocator:BlockAllocator",
