@@ -74,9 +74,12 @@ def ordinal(n: int) -> str:
     return f"{n}{suffix}"
 
 
-def match_reason(stop: str, at: object) -> str:
-    """Returns why a prefix match ended: "differs at token 1,112". An unknown `stop` is returned unchanged."""
+def match_reason(stop: str, at: object, matched: bool = True) -> str:
+    """Returns why a prefix match ended: "differs at token 1,112". An unknown `stop` is returned unchanged. `matched`:
+    False if it took no token."""
     words, _ = MATCH_REASONS.get(stop, (stop, ""))
+    if not matched:
+        words = words.replace("the rest", "the beginning")
     return words.replace("{at}", f"{at:,}" if isinstance(at, int) else "?")
 
 

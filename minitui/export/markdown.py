@@ -56,13 +56,24 @@ def _head(reader: TraceReader) -> list[str]:
     seconds = reader.end_t - reader.begin_t
     span = f"{seconds:.2f} s of the engine's clock"
     if seconds - reader.seconds > 0.05:
-        span += f" ({reader.seconds:.1f} s without slow motion, pauses cut to {LONGEST_PAUSE:g} s)"
+        span += f" ({reader.seconds:.1f} s {_shortened(reader)})"
     head = [f"# {where}", "", f"Recorded {reader.header['recorded']}, {span}; {pool}."]
     if reader.header["random_text"]:
         head += ["", "The text is random and not shown: this recording is about scheduling."]
     if not reader.complete:
         head += ["", "The recording was cut off."]
     return head
+
+
+def _shortened(reader: TraceReader) -> str:
+    """Returns what a replay leaves out of this recording (see PlayClock): "with pauses and idle times cut to 1 s"."""
+    state = reader.part(0).state
+    slow, paused = state.pace > 1, state.gate == "closed"
+    for record in reader.records():
+        slow |= record[2] == "pace" and record[3] > 1
+        paused |= record[2] == "gate" and record[3] == "closed"
+    cut = f"with {'pauses and ' * paused}idle times cut to {LONGEST_PAUSE:g} s"
+    return f"without slow motion, {cut}" if slow else cut
 
 
 def _figures(reader: TraceReader, view: View, lanes: dict[int, Lane]) -> list[str]:

@@ -106,7 +106,7 @@ class _Converter:
         elif kind == "match":
             _, tokens, stop, at, detail = fields
             name = f"hit: {tokens} tokens" if tokens else "miss"
-            args = {"why the match ended": match_reason(stop, at), "detail": detail}
+            args = {"why the match ended": match_reason(stop, at, tokens > 0), "detail": detail}
         elif kind in ("preempt", "requeue"):
             name, args = "preempted", {"reason": fields[1]}
         elif kind == "wait":

@@ -128,7 +128,7 @@ def describe(
         return f"{name} is admitted again after its preemption" if again else f"{name} is admitted{_arrival(lane)}"
     if kind == "match":
         _, tokens, stop, at, _detail = fields
-        reason = match_reason(stop, at)
+        reason = match_reason(stop, at, tokens > 0)
         if tokens <= 0:
             return f"{name}: {reason}" if short else f"{name} takes nothing from the tree · {reason}"
         if short:

@@ -158,6 +158,8 @@ class History:
         prefill = sum(n for _id, _start, n, _samples in record[4])
         resumed = sum(n for id, _start, n, _samples in record[4] if id in lanes and lanes[id].preemptions)
         self.rates.add_step(self.steps.decoded(record[3]), prefill, prefill - resumed)
+        self.trends.advance(self.rates.now)
+        self.trends.level("queue", record[8])
         self.lanes.fold_step(record)
 
     def _accept(self, record: Record) -> None:

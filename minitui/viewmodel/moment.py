@@ -241,8 +241,8 @@ class Moment(History):
 
     @property
     def knows_the_last_minute(self) -> bool:
-        """False if no records of the beginning of the last minute are known."""
-        return self.bucket * BUCKET >= 60 or self.steps.first <= 0
+        """False if the history does not have a whole minute of working time up to this moment."""
+        return self.bucket * BUCKET >= 60
 
     @property
     def last_minute_s(self) -> float:
@@ -251,8 +251,8 @@ class Moment(History):
 
     @property
     def last_minute(self) -> str:
-        """Returns "in the last minute"; "since step 1,204" if no earlier records of this minute are known."""
-        return "in the last minute" if self.knows_the_last_minute else f"since step {self.steps.first:,}"
+        """Returns "in the last minute"; "since step 1,204" if the history is shorter and begins with this step."""
+        return "in the last minute" if self.knows_the_last_minute else f"since step {self.steps.begin:,}"
 
     @property
     def dropped_s(self) -> float:

@@ -20,7 +20,7 @@ def summary(view: View) -> list[str]:
         return []
     state, live = view.live.state, view.live
     saved = count(view.saved_in_the_last_minute, "prompt token")
-    working = " of working time" if view.knows_the_last_minute else ""
+    working = " (idle time counts, pauses do not)" if view.knows_the_last_minute else ""
     share = f": {100 * view.hit_rate:.1f} % of all" if view.hit_rate is not None else ""
     resumed = view.resumed_in_the_last_minute
     again = f"; resumed requests took {count(resumed, 'token')} from the cache again" if resumed else ""

@@ -329,7 +329,7 @@ def test_the_lines_say_why_a_step_was_slow_and_sum_up_at_the_end() -> None:
     view.reset(reader.part(0).snapshot)
     view.fold(list(reader.records()))
     first, second = (len(node.ids) for node in EvictionOrder(view.live.state).nodes[:2])
-    assert f"the cache saved {view.saved_in_the_last_minute} prompt tokens in the last minute" in last
+    assert f"the cache saved {view.saved_in_the_last_minute} prompt tokens since step 0: " in last
     assert re.search(rf"evicted next: 1\. “.*” \({first} tokens\); 2\. “.*” \({second} tokens\)", last)
     free = " ".join(map(str, view.live.state.free[::-1]))
     evicted = EvictionOrder(view.live.state).nodes[0].blocks[-1]

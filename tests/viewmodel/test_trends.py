@@ -8,6 +8,10 @@ import pytest
 from engine.trace.state import State
 from minitui.dev.panel import stress_view
 from minitui.dev.simulator import CLASSROOM, Load, Stress
+from minitui.trace.bundled import bundled
+from minitui.trace.reader import TraceReader
+from minitui.tui.widgets.rows import plain
+from minitui.tui.widgets.trends import TrendCharts
 from minitui.viewmodel.model import View
 from minitui.viewmodel.trends import METRICS, SPANS, Trends, shortest_span
 
@@ -74,6 +78,25 @@ def test_a_level_counts_for_the_time_that_it_lasts() -> None:
     assert np.nanmax(series.tail) == pytest.approx(40, rel=0.03) and np.nanmax(series.tail[-36:]) == 0
     minute, _ = trends.series("queue", 60, 60, 90.5, live=True)
     assert set(minute.tail.tolist()) == {0.0}, "idle time counts, although there are no records"
+
+
+def test_the_queue_counts_each_step_however_many_records_are_folded_at_once() -> None:
+    """In the small pool, two requests wait in 7 steps of 159: more than one hundredth of the time."""
+    reader = TraceReader(bundled()["small-pool"])
+    records, tails = list(reader.records()), []
+    for size in (1, 40, len(records)):
+        view = View()
+        view.reset(reader.part(0).snapshot)
+        for begin in range(0, len(records), size):
+            view.fold(records[begin : begin + size])
+        series, (_, p99, _) = view.trends.series("queue", 15, 60, view.rates.now, live=True)
+        assert p99 >= 2
+        tails.append(series.tail[-3:].tolist())
+    assert tails[0] == tails[1] == tails[2]
+    rows = [plain(row) for row in TrendCharts().drawn(view, 120, 32)]
+    head = next(i for i, row in enumerate(rows) if row.startswith("│ queue "))
+    marks = [row[1:9].strip() for row in rows[head + 1 : head + 5]]
+    assert marks[0] == "2" and set(marks) <= {"2", "1", ""}, "a scale of requests has no fractions"
 
 
 def test_levels_are_the_same_however_many_records_are_folded_at_once() -> None:

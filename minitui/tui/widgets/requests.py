@@ -47,7 +47,9 @@ class Heading:
 
 
 def _so_far(figures: RequestFigures, column: str) -> bool:
-    """True if the figure of this column still grows: the request waits for its first token."""
+    """True if the figure of this column still grows: the request waits for its first token, or for its next one."""
+    if column == "longest":
+        return figures.longest is not None and figures.longest.so_far
     return figures.waits_ms is not None and (column == "first" or (column == "queue" and figures.state == "waits"))
 
 
@@ -83,9 +85,9 @@ class RequestTable(LinePanel):
     TITLE = "Requests"
     help_text = paragraphs("""\
 One line for each request that runs, waits, or finished recently. All times are in milliseconds; pauses and slow
-motion do not count. "first" is the time to first token: queue + prefill. "+" marks a wait that has not ended: the time
-so far. "tok/s" counts the tokens after the first one, from the arrival of the first token to that of the last one; the
-line under a reply has the same. A gap is the time
+motion do not count. "first" is the time to first token: queue + prefill. "+" marks a wait or a gap that has not
+ended: the time so far. "tok/s" counts the tokens after the first one, from the arrival of the first token to that of
+the last one; the line under a reply has the same. A gap is the time
 between two tokens of a request; accepted drafts arrive together with a token. p50 and p99 are percentiles of the last
 gaps (at most 4,096), "longest" is the longest gap, also one that has not ended ("so far"), and the text at the end says
 what caused this gap. "cached" is the number of prompt tokens that came from the tree. "blocks" is the number of blocks

@@ -55,8 +55,9 @@ used leaf first. The nodes with the numbers 1 to 4 are always shown below the tr
 names the blocks that the next allocations take: first the free blocks, then the last blocks of node 1, and so on. The
 last line says how many prompt tokens the cache saved in the last minute, and how many tokens preempted requests took
 again. Working time counts: a minute does not pass while the engine is paused or while slow motion delays its steps.
-"Since step 2,509": no earlier records of this minute are known. ◌ marks a node of which the running step still
-computes blocks. A large panel (z) also has the whole text of the selected node.""")
+It passes while the engine is idle. "Since step 2,509": the history begins with this step, less than a minute ago. ◌
+marks a node of which the running step still computes blocks. A large
+panel (z) also has the whole text of the selected node.""")
     BINDINGS: ClassVar = [
         Binding("up", "move(-1)", "node above", show=False, id="tree.up"),
         Binding("down", "move(1)", "node below", show=False, id="tree.down"),

@@ -41,7 +41,8 @@ ones, so p1 is the solid part and p50 is the end of the shaded part.
 between two tokens of a request, also if it was preempted between them. "Hit of a prompt" is the share of one prompt
 that came from the cache; the hit rate in the vitals is that of all prompt tokens together. "Pool" is the share of
 blocks that hold data, and "queue" the number of waiting requests: for half of the time, they were not above their p50,
-and "now" is the value at the moment of the picture. Pauses and slow motion do not count as time.
+and "now" is the value at the moment of the picture, which may have
+lasted for less than 1 % of the time and be above p99. Pauses and slow motion do not count as time.
 
 Percentiles of up to 4,096 values are exact; of more values, they are exact within 3 %. "Of 64" is the number of values.
 The charts count all first tokens of their span; the median in Timings is that of the last 32 first tokens.
@@ -109,13 +110,13 @@ larger than the usual one, the scale is logarithmic.""")
         low, high = (series.p50, series.tail) if metric.tail > 50 else (series.tail, series.p50)
         scale = Scale(0.0, 100.0) if metric.unit == "%" else scale_of(high, low)
         if metric.name == "queue":
-            scale = Scale(0.0, max(1.0, scale.high))
+            scale = Scale(scale.low, max(1.0, scale.high, level or 0.0))
         if scale.low:
             row.add(fitting(width - row.width, "  log scale", "  log", ""), "dim")
         shown = np.where(high > 0, high, np.nan)  # zero is an empty column
         shown, low = np.repeat(shown, self._wide), np.repeat(low, self._wide)
         drawn = bars(
-            shown, [STYLES[metric.name]] * len(shown), scale, rows, width, lambda value: _number(metric, value),
+            shown, [STYLES[metric.name]] * len(shown), scale, rows, width, lambda value: _mark(metric, value),
             solid=low, cursor=None if cursor is None else cursor * self._wide,
         )  # fmt: skip
         return [row.done(width), *drawn]
@@ -168,6 +169,12 @@ larger than the usual one, the scale is logarithmic.""")
 
 def _number(metric: Metric, value: float) -> str:
     return ms(value) if metric.unit == "ms" else short(value)
+
+
+def _mark(metric: Metric, value: float) -> str:
+    """Returns a value of the scale; empty for a fraction of a small number of requests."""
+    whole = bool(metric.unit) or value >= 10 or value == round(value)
+    return _number(metric, value) if whole else ""
 
 
 def _ago(seconds: float) -> str:

@@ -39,8 +39,10 @@ def vitals(view: View, n: int) -> list[Vital]:
     free, active, shared, _cached = shown.counts
     total = max(1, shown.total)
     hit_rate = f"{100 * view.hit_rate:.1f}" if view.hit_rate is not None else glyphs().dash
-    when, known = view.last_minute, view.knows_the_last_minute
-    since = (f"% of prompt tokens {when}", "% of prompt tokens" + ", 60 s" * known, f"% {when}", *["% in 60 s"] * known)
+    when, seconds = view.last_minute, view.last_minute_s
+    whole = ["% of prompt tokens, 60 s"] if view.knows_the_last_minute else []
+    span = [f"% in {seconds:.{int(seconds < 10)}f} s"] if seconds >= 0.1 else []
+    since = (f"% of prompt tokens {when}", *whole, f"% {when}", *span)
     held = 100 * (active + shared) / total
     median = view.timings.median_ms
     waiting = len(shown.state.queue)

@@ -1,0 +1,62 @@
+"""Texts that must hold for every recording: what a match, a gap, a minute and a shortened replay are called."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.trace.state import State
+from minitui.export.markdown import _shortened
+from minitui.trace.bundled import bundled
+from minitui.trace.reader import TraceReader
+from minitui.tui.widgets.requests import RequestTable
+from minitui.tui.widgets.rows import plain
+from minitui.tui.widgets.vitals import vitals
+from minitui.viewmodel.events import Event, describe
+from minitui.viewmodel.model import View
+from minitui.viewmodel.summary import summary
+
+
+def folded(until: float) -> View:
+    """Returns the small pool at an engine time."""
+    reader, view = TraceReader(bundled()["small-pool"]), View()
+    view.ids_to_text, view.group_names = reader.decode, reader.names
+    view.reset(reader.part(0).snapshot)
+    view.fold([record for record in reader.records() if record[1] <= until])
+    view.frame(0.0)
+    return view
+
+
+@pytest.mark.parametrize(("taken", "words"), [(0, "the beginning was evicted"), (16, "the rest was evicted")])
+def test_what_was_evicted_is_the_rest_only_behind_cached_tokens(taken: int, words: str) -> None:
+    record = (9, 1.0, "match", 4, taken, "evicted", 120, f"{taken} of 41 tokens")
+    assert describe(Event(9, 121, "hit", 4, -1, record), None).endswith(f"{words} at step 120")
+
+
+def test_a_gap_that_has_not_ended_has_a_plus() -> None:
+    rows = [plain(row) for row in RequestTable().drawn(folded(1.46), 120, 20)]
+    marked = {row.split()[1]: row.count("+") for row in rows if row[2:5] in ("r1 ", "r2 ", "r3 ", "r4 ")}
+    assert marked == {"r1": 0, "r2": 0, "r3": 1, "r4": 1}
+
+
+def test_a_run_of_less_than_a_minute_has_no_last_minute() -> None:
+    view = folded(9.0)
+    assert view.last_minute == "since step 0" and "since step 0" in summary(view)[0]
+    units = next(vital.units for vital in vitals(view, 20) if vital.label == "hit rate")
+    assert not any("minute" in unit or "60 s" in unit for unit in units) and "% in 1.7 s" in units
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        ((), "with idle times cut to 1 s"),
+        (((1, 0.0, "gate", "closed", ""),), "with pauses and idle times cut to 1 s"),
+        (((1, 0.0, "pace", 50),), "without slow motion, with idle times cut to 1 s"),
+    ],
+)
+def test_a_shortened_replay_says_what_is_left_out(records: tuple[Any, ...], words: str) -> None:
+    state = State(9, 16, 64, 4)
+    reader: Any = SimpleNamespace(part=lambda i: SimpleNamespace(state=state), records=lambda: records)
+    assert _shortened(reader) == words
