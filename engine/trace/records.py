@@ -83,8 +83,9 @@ FIELDS: dict[str, tuple[str, ...]] = {
               "stops"),  # before the step's `time`. The first six add up to the host's time since the results of the
     #   previous step arrived, or since the idle engine got work. emit: output and commands between two steps; gate:
     #   pause and slow motion; wait: blocked until the device finished. The other three overlap with the six. gc:
-    #   garbage collection; delayed: the process was ready to run while another program had the core (None: not read);
-    #   stops: how often a signal stopped the process
+    #   garbage collection; delayed: the process was ready to run while another program had the core, since the last
+    #   step that has it (None: not read, as in most short steps, or not available); stops: how often a signal stopped
+    #   the process
     "comm": ("step", "ranks", "ms"),  # before the step's `time`, only with several ranks: rank 0's time in collectives.
     #   It includes the waiting for other ranks, except for a step replayed as CUDA graphs
     "experts": ("step", "load"),  # load: [(layer, [tokens of each expert])] since the last `experts` record; a few

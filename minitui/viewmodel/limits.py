@@ -4,6 +4,9 @@ The host's waits are the device's time. Another program on the core delays the h
 the device: both get the rest of the time only. A step's record has the length of the delays but not their place in the
 step, so the host's share of waits in the rest is known as a range. It is narrow unless other programs have most of the
 time.
+
+The delays are not read in every short step: a reading has those of all steps since the reading before. So they are
+known for the steps up to the last reading, and unknown for those after it.
 """
 
 from __future__ import annotations
@@ -12,11 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minitui.viewmodel.cost_model import PLANNED, windows
+from minitui.viewmodel.cost_model import PLANNED, Windows, windows
 from minitui.viewmodel.steps import Steps
 
 LIMIT_STEPS = 1_000  # the last steps that decide
 HALF = 0.5  # the share of the time from which on the device, or other programs, limit
+COVERED = 0.9  # of the steps: if the delays are known for fewer, it is told for how many
 LEAST_OTHERS = 0.005  # a smaller share of other programs is 0 % in words, and not told
 
 
@@ -25,10 +29,12 @@ Told = tuple[str, str]  # what limits, and the figures
 
 @dataclass(frozen=True, slots=True)
 class OtherPrograms:
-    """Other programs had a core of the engine for this `share` of the time, while the engine had work for it."""
+    """Other programs had a core of the engine for this `share` of the time, while the engine had work for it.
+    `known`: the number of `steps` for which this is measured."""
 
     share: float
     steps: int
+    known: int
 
     @property
     def limit(self) -> bool:
@@ -45,19 +51,25 @@ class OtherPrograms:
         share = f"{100 * self.share:.0f} % of the time"
         why = f"{': they had the core' if self.limit else ''} for {share}"
         brief = self.what if self.limit else "other programs"
-        return _fitting(width, [(self.what, why + _last(self.steps)), (self.what, why), (brief, f": {share}")])
+        part = _known(self.known, self.steps)
+        whys = [why + part + _last(self.steps), why + part, why]
+        return _fitting(width, [*((self.what, why) for why in whys), (brief, f": {share}")])
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What limits some steps. `which`: empty for all, " steps with prompts" for those in whose time the host launched
-    prompts, " steps without prompts" for the others. `waits`: the least and the largest possible share of the host's
-    waits in the time that other programs left; None: not reported. `others`: see OtherPrograms; None: not measured."""
+    """What limits some steps. `which`: empty for all, " steps launching prompts" for those in whose time the host
+    launched prompts, " steps launching no prompts" for the others: these are `count` of the last `steps`, with this
+    `share` of their time. `waits`: the least and the largest possible share of the host's waits in the time that other
+    programs left; None: not reported. `others`: see OtherPrograms, for `known` of the steps; None: not measured."""
 
     which: str
     steps: int
     waits: tuple[float, float] | None = None
     others: float | None = None
+    count: int = 0
+    share: float = 1.0
+    known: int = 0
 
     @property
     def by(self) -> str | None:
@@ -68,31 +80,43 @@ class Limit:
 
     @property
     def what(self) -> str:
-        """Returns "the device limits", or "the host limits steps with prompts". Beside other programs: "the device
+        """Returns "the device limits", or "the host limits steps launching prompts". Beside other programs: "the device
         limits the rest"."""
         of = (" the rest" + " of" * bool(self.which)) * worth_telling(self.others) + self.which
         return f"host or device limits{of}? unknown" if self.by is None else f"the {self.by} limits{of}"
 
     def told(self, width: int = 1_000) -> Told:
-        """Returns "the device limits", ": the host waits 86 % of the time · last 743 steps"; if narrow, less."""
-        of = " the rest" * worth_telling(self.others) + self.which.removeprefix(" steps")
-        brief = f"host or device{of}? unknown" if self.by is None else f"{self.by} limits{of}"
+        """Returns "the device limits", ": the host waits 86 % of the time · last 743 steps"; if narrow, less. For a
+        part of the steps: "the host limits steps launching prompts", " (53, 29 % of the time): the host waits ..."."""
+        rest, time = " the rest" * worth_telling(self.others), f"{100 * self.share:.0f} % of the time"
+        part = f"{rest}{' of' * bool(rest)} {time}" if self.which else rest
+        brief = f"host or device{part}? unknown" if self.by is None else f"{self.by} limits{part}"
         if self.waits is None:
             whole, short = ": the engine does not report its waits", ": no waits reported"
             return _fitting(width, [(self.what, whole), (self.what, short), (brief, short), (brief, "")])
         least, most = (f"{100 * share:.0f}" for share in self.waits)
         waits = f"host waits {least if least == most else f'{least} to {most}'} %"
-        time = "it" if worth_telling(self.others) else f"{'their' if self.which else 'the'} time"
-        unknown = " (other programs: unknown)" * (self.others is None)
-        why = f": the {waits} of {time}"
-        whys = [f"{why}{unknown}{_last(self.steps)}", why + unknown, why + _last(self.steps), why, f": the {waits}"]
-        told = [(self.what, why) for why in whys] + [(brief, why) for why in (whys[-1], f": {waits}", "")]
-        return _fitting(width, told)
+        whose = "it" if rest else f"{'their' if self.which else 'the'} time"
+        unknown = " (other programs: unknown)" if self.others is None else _known(self.known, self.count) * (not rest)
+        if self.which:
+            which, launched = f" ({self.count:,}, {time})", self.which.removeprefix(" steps launching ") + " launched"
+            shorter = [f": {launched}, {waits}", f": {launched}", ""]
+        else:
+            which, shorter = "", [f": the {waits}", f": {waits}", ""]
+        why = f"{which}: the {waits} of {whose}"
+        last, brief_why = _last(self.steps), f"{which}: the {waits}"
+        whys = [why + unknown + last, why + unknown, why + last, why, brief_why]
+        return _fitting(width, [*((self.what, why) for why in whys), *((brief, why) for why in shorter)])
 
 
 def worth_telling(share: float | None) -> bool:
     """Returns True if other programs had a share of the time that is worth a line."""
     return share is not None and share >= LEAST_OTHERS
+
+
+def _known(known: int, steps: int) -> str:
+    """Returns " (other programs: known for 50 of 159 steps)"; empty if they are known for most of the steps."""
+    return f" (other programs: known for {known:,} of {steps:,} steps)" if known < COVERED * steps else ""
 
 
 def _last(steps: int) -> str:
@@ -107,7 +131,7 @@ def _fitting(width: int, texts: list[Told]) -> Told:
 def limits(steps: Steps, horizon: int) -> list[OtherPrograms | Limit]:
     """Returns what limits the steps up to `horizon`: OtherPrograms if these had a part of the time; then one Limit, or
     two if the host limits the steps in whose time it launches prompts and the device limits the others (or the
-    reverse). Empty before the first timed step."""
+    reverse), that of the larger share of time first. Empty before the first timed step."""
     at = steps.indices(horizon - LIMIT_STEPS + 1, horizon)
     at = at[~np.isnan(steps.column("wall")[at])]
     if not len(at):
@@ -118,20 +142,36 @@ def limits(steps: Steps, horizon: int) -> list[OtherPrograms | Limit]:
     if not known.any():
         return [Limit("", len(at))]
     delayed, wait, every = steps.column("part:delayed")[at].astype(np.float64), seen.parts["wait"], int(known.sum())
-    measured = not np.isnan(delayed[known]).all()
-    delayed = np.nan_to_num(delayed)
+    read = known & _read(delayed, seen, steps.column("part:gate")[at])
+    delayed, whole = np.nan_to_num(delayed), float(took[known].sum())
 
     def share(of: np.ndarray) -> float | None:
-        return float(delayed[of].sum() / took[of].sum()) if measured else None
+        return float(delayed[of & read].sum() / took[of & read].sum()) if (of & read).any() else None
 
     def limit(which: str, of: np.ndarray) -> Limit:
-        rest = max(float((took - delayed)[of].sum()), 1e-9)
+        spent = float(took[of].sum())
+        rest = max(spent - float(delayed[of].sum()), 1e-9)
         # The delays of a step lie in its waits, as far as these are long enough, or in the host's work.
         least, most = np.maximum(wait - delayed, 0.0), np.minimum(wait, took - delayed)
-        return Limit(which, every, (float(least[of].sum()) / rest, float(most[of].sum()) / rest), share(of))
+        waits = float(least[of].sum()) / rest, float(most[of].sum()) / rest
+        return Limit(which, every, waits, share(of), int(of.sum()), spent / whole, int((of & read).sum()))
 
     prompts, others = seen.with_prompts, share(known)
-    first = [OtherPrograms(others, every)] if others is not None and worth_telling(others) else []
-    kinds = {" steps without prompts": known & ~prompts, " steps with prompts": known & prompts}
+    first = [OtherPrograms(others, every, int(read.sum()))] if others is not None and worth_telling(others) else []
+    kinds = {" steps launching no prompts": known & ~prompts, " steps launching prompts": known & prompts}
     found = [limit(which, of) for which, of in kinds.items() if of.any()]
-    return [*first, *(found if len({one.by for one in found}) > 1 else [limit("", known)])]
+    if len({one.by for one in found}) > 1:
+        return [*first, *sorted(found, key=lambda one: -one.share)]
+    return [*first, limit("", known)]
+
+
+def _read(delayed: np.ndarray, seen: Windows, gate: np.ndarray) -> np.ndarray:
+    """Returns for each step whether a reading has its delays: its own, or that of a later step. What an engine does not
+    read before it is idle or paused is discarded."""
+    at = np.flatnonzero(~np.isnan(delayed))
+    if not len(at):
+        return np.zeros(len(delayed), bool)
+    discarded = np.cumsum((gate > 0) | (seen.parts["commit"] == 0))
+    following = np.searchsorted(at, np.arange(len(delayed)))
+    reading = at[np.minimum(following, len(at) - 1)]
+    return (following < len(at)) & (discarded[reading] == discarded)

@@ -229,7 +229,7 @@ def _step(view: View, step: int) -> Story:
         since = [f"{part.name(step)} {ms(part.ms)}" for part in parts_of(view.steps, row) if part.ms is not None]
         paused = f"; paused {ms(row.parts.gate)} ms" * (row.parts.gate > 0)
         story.tell("parts", f"since the results of step {step - 1:,}: {', '.join(since)} ms{paused}")
-        delayed = "unknown" if row.parts.delayed is None else f"{ms(row.parts.delayed)} ms"
+        delayed = "not read in this step" if row.parts.delayed is None else f"{ms(row.parts.delayed)} ms"
         story.tell("pauses", f"garbage collection {ms(row.parts.gc)} ms, another program on the core {delayed}"
                    + (", stopped" if row.parts.stops else ""))  # fmt: skip
     if row.comm_ms is not None:

@@ -35,6 +35,7 @@ from minitui.tui.widgets.requests import RequestTable
 from minitui.tui.widgets.rows import cells, cut, fit, plain
 from minitui.tui.widgets.step_bar import StepBar
 from minitui.tui.widgets.timeline import RequestTimeline
+from minitui.tui.widgets.timing_rows import kind_rows
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.tree import LARGE as LARGE_PANEL
 from minitui.tui.widgets.tree import TALL, RadixTree
@@ -844,6 +845,29 @@ def test_timings_show_the_summarys_figures():
         below += " ".join(rows[end:]) == f"step {chosen.step:,}: {why}"
         assert own.endswith(why) or rows[end].startswith(f"step {chosen.step:,}: ")
     assert below
+
+
+def test_timings_say_whose_times_they_show_and_of_how_many_steps():
+    _, view = stress_view(CLASSROOM, 6.0, 60)
+    t, panel = view.timings, StepTimings()
+    for width, height in ((78, 13), (78, 24), (118, 30)):  # with the list, and with the charts
+        picture = panel.picture(view, width, height)
+        rows = [plain(row) for row in picture.rows]
+        assert picture.title == f"Timings · {t.steps:,} steps in {t.seconds:.1f} s"
+        head = next(row for row in rows if row.startswith("slowest 10"))
+        hidden = 10 + 1 - panel._listed
+        last = f"of the last {len(panel.times.took):,} steps" if width > 78 else f"of {len(panel.times.took):,} steps"
+        assert head.rstrip().endswith(f"{last} · +{hidden} more: ↑ ↓" if hidden > 0 else last)
+        shown = [row for row in rows if row[:9].strip().isdigit()]
+        assert len(shown) == 10 - hidden
+    for by_device, kind, wide, narrow in (
+        (True, "device ms", "share of the device's time", "of device time"),
+        (False, "took ms", "share of time", "share of time"),
+    ):
+        timings = replace(t, by_device=by_device)
+        for width, share in ((78, wide), (60, narrow), (50, "share"), (46, "")):
+            head = plain(kind_rows(timings, width)[0]).split()
+            assert head == [*kind.split(), "steps", "p50", "p99", "max", *share.split()]
 
 
 def test_where_it_is_narrow_the_step_tells_every_figure_of_what_it_computes():

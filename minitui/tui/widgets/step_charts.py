@@ -69,6 +69,11 @@ def _histogram(times: StepTimes, width: int, rows: int) -> list[Runs]:
     return [*drawn, *[Row().done(width)] * (rows - len(drawn))]
 
 
+def up_down() -> str:
+    """Returns the keys that choose a step of the list, in words."""
+    return "↑ ↓" if glyphs().rule != "-" else "^ v"
+
+
 def list_top(slowest: list[StepRow], chosen: int, rows: int) -> int:
     """Returns the index of the first step that a list of `rows` rows, one of them its heading, shows."""
     return max(0, min(chosen - rows + 2, len(slowest) - rows + 1))
@@ -84,13 +89,21 @@ def _ends(view: View, width: int) -> tuple[int, ...]:
     return (20, 29, 38) if view.timings.device_ms is not None and width >= DEVICE_FROM else (20, 29)
 
 
-def slow_steps(slowest: list[StepRow], view: View, at: int, chosen: bool, width: int, rows: int) -> list[Runs]:
-    """Returns the list of the slowest steps, with the step at index `at`. `chosen`: it is highlighted."""
+def slow_steps(
+    slowest: list[StepRow], view: View, at: int, chosen: bool, width: int, rows: int, among: int
+) -> list[Runs]:
+    """Returns the list of the slowest steps, with the step at index `at`. `chosen`: it is highlighted. `among`: they
+    are the slowest ones of so many steps. The heading says so, and how many do not fit."""
     room, top, ends = rows - 1, list_top(slowest, at, rows), _ends(view, width)
     head = Row(f"slowest {len(slowest)}", "dim")
     for name, end in zip(("step", "took ms", "device"), ends, strict=False):
         head.right(name, end, "dim")
-    drawn = [head.to(ends[-1] + 2).add("kind".ljust(KIND) + "why", "dim").done(width)]
+    head.to(ends[-1] + 2).add("kind".ljust(KIND) + "why", "dim")
+    last, hidden = f"of the last {among:,} steps", len(slowest) - room
+    more = f"+{hidden} more: {up_down()}" if hidden > 0 else ""
+    told = [f"{last} · {more}", f"of {among:,} steps · {more}", more] if more else [last, f"of {among:,} steps"]
+    head.right(fitting(width - head.width - 2, *told, ""), width, "dim")
+    drawn = [head.done(width)]
     for i in range(top, min(len(slowest), top + room)):
         step = slowest[i]
         ground = " on select" if chosen and i == at else ""

@@ -17,12 +17,13 @@ SHARE = 5  # cells: "100 %", and its heading
 
 
 def kind_rows(t: Timings, width: int) -> list[Runs]:
-    """Returns the heading of the table of kinds, and a row for each kind."""
-    row = Row("device ms" if t.by_device else "kind, ms", "dim").to(LABEL)
+    """Returns the heading of the table of kinds, and a row for each kind. The heading says whose times they are."""
+    row = Row("device ms" if t.by_device else "took ms", "dim").to(LABEL)
     for i, name in enumerate(("steps", "p50", "p99", "max")):
         row.right(name, LABEL + FIGURE * (i + 1), "dim")
     row.to(LABEL + FIGURE * 4 + 3)
-    heading = "share of time" if width - row.width >= 13 else "share" if width - row.width >= SHARE else ""
+    wholes = ("share of the device's time", "of device time") if t.by_device else ("share of time",)
+    heading = fitting(width - row.width, *wholes, "share", "")
     kinds = [_kind(label, getattr(t, name), style, width) for label, name, style in KINDS]
     return [row.add(heading, "dim").done(width), *kinds]
 

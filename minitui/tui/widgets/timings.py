@@ -15,7 +15,7 @@ from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
 from minitui.tui.widgets.host_device import host_and_device, means_row
 from minitui.tui.widgets.rows import Row, Run, Runs, first_rows, legend
 from minitui.tui.widgets.step_charts import LEAST as LEAST_CHART
-from minitui.tui.widgets.step_charts import charts, list_top, room_for_why, slow_steps
+from minitui.tui.widgets.step_charts import charts, list_top, room_for_why, slow_steps, up_down
 from minitui.tui.widgets.timeline import JumpRequested
 from minitui.tui.widgets.timing_rows import (
     KINDS,
@@ -43,12 +43,13 @@ class StepTimings(LinePanel):
 
     TITLE = "Timings"
     help_text = paragraphs("""\
-Decoding reads all weights to make one token for each request: it is memory-bound, and a few more requests cost
-little. Prefill computes many tokens at once: it is compute-bound. A mixed step does both, and every request in it
-waits for the whole step: this is why long prompts are cut into chunks. One step in a hundred takes longer than p99.
-Where steps overlap, the table has the device's times ("device ms"), because the time between two results includes the
-launch of the next step. The chart and the list of the slowest steps always have the time that a step took ("took"), and
-the list has the device's time beside it where there is room.
+Decoding reads all weights to make one token for each request: it is memory-bound, and a few more requests cost little.
+Prefill computes many tokens at once: it is compute-bound. A mixed step does both, and every request in it waits for the
+whole step: this is why long prompts are cut into chunks. One step in a hundred takes longer than p99. The table is
+about the steps of the last ten seconds: the title says how many. It has the time that a step took ("took ms"), with a
+kind's share of the time. Where steps overlap, it has the device's times ("device ms") and shares of the device's time,
+because the time between two results includes the launch of the next step. The chart and the list of the slowest steps
+always have the time that a step took ("took"), and the list has the device's time beside it where there is room.
 
 A step's time begins with the results of the step before: it contains the commit of that step and, with overlap, the
 plan and the launch of the next step. Pauses and slow motion do not count. A prefill is launched kernel by kernel, so
@@ -70,14 +71,19 @@ With several ranks (GPUs), each rank computes a part of every layer, and twice p
 During this exchange, no rank computes; the time of the exchange includes the wait for the slowest rank.
 
 A line says whether the host or the device limits the speed: the device, if the host waits for half of the time or more.
-If another program had the core of the engine (also the process that draws this screen), a line has its share of the
-time, and the host and the device share the rest. A record has the length of these delays, but not their place in the
-step, so the host's share of the rest can be a range. The tracks show the work of host and device in the last steps.
-While the device computes, the host can plan the next step. The device's time runs from a step's first kernel to its
-last. Without CUDA graphs the device also waits for launches in this time, so it is busy for the given share at most.
-The waterfall (w) shows the tracks with an axis, for all steps that are kept.
+If this differs, there is a line for the steps in whose time the host launched prompts, and one for the others, with
+their number and share of the time. With overlap, the host launches a prompt in the time of the step before: so a step
+can be launching prompts and decode only. If another program had the core of the engine (also the process that draws
+this screen), a line has its share of the time, and the host and the device share the rest. A record has the length of
+these delays, but not their place in the step, so the host's share of the rest can be a range. The delays are not read
+in every short step: a reading has those of all steps since the reading before. A line says if they are known for less
+than 90 % of the steps. The tracks show the work of host and device in the last steps. While the device computes, the
+host can plan the next step. The device's time runs from a step's first kernel to its last. Without CUDA graphs the
+device also waits for launches in this time, so it is busy for the given share at most. The waterfall (w) shows the
+tracks with an axis, for all steps that are kept.
 
-Where there is room, a list has the slowest ten steps with their causes; a large panel (z) also shows the time of each
+Where there is room, a list has the slowest ten of the last 1,000 steps (its heading says of how many; in a large panel,
+left and right change it) with their causes; a large panel (z) also shows the time of each
 step and a histogram. Up and down choose a step of the list; a cause that is too long for its row is below the list. d
 opens all details of the step, and Enter goes back in time to the step, as does a click on the chosen step. Where the
 list is narrow, a time with a plus is an excess, as "launch +12.3", and one without is expected.""")
@@ -120,7 +126,7 @@ list is narrow, a time with a plus is an excess, as "launch +12.3", and one with
             rows += host_and_device(view, width)
         rows += limit_rows(t.limits, width)
         self._list(self.times, view, rows, width, height - len(rows))
-        return self._framed(t, rows, tracks, f"{_up_down()} choose · enter jump · d details")
+        return self._framed(t, rows, tracks, f"{up_down()} choose · enter jump · d details")
 
     def _small(self, view: View, kinds: list[Runs], more: list[Runs], width: int, height: int) -> Picture:
         """Returns the picture without the list of the slowest steps. What is least important is left out first: the
@@ -145,9 +151,8 @@ list is narrow, a time with a plus is an excess, as "launch +12.3", and one with
             (g.commit, "hit", "plan, launch, commit"), (g.busy, "decode", "decode"),
             (g.prefill, "prefill", "with prefill"),
         )  # fmt: skip
-        title = f"Timings · {t.steps:,} steps in {t.seconds:.1f} s" if t.steps else "Timings"
         note = self.own_key(keys, first=True) if t.slowest is not None else []
-        return Picture(rows, title=title, note=note, legend=key if tracks and t.device_ms is not None else [])
+        return Picture(rows, title=_title(t), note=note, legend=key if tracks and t.device_ms is not None else [])
 
     def _large(self, times: StepTimes, view: View, rows: list[Runs], width: int, height: int) -> Picture:
         """Returns the picture with the charts and the list of the slowest steps."""
@@ -163,10 +168,11 @@ list is narrow, a time with a plus is an excess, as "launch +12.3", and one with
             listed = rest
         self._list(times, view, rows, width, listed)
         g = glyphs()
-        arrows = f"{'← →' if g.rule != '-' else '< >'} · {_up_down()} choose · enter jump · d details"
+        arrows = f"{'← →' if g.rule != '-' else '< >'} · {up_down()} choose · enter jump · d details"
         note: list[Run] = [(f"charts: {len(times.took):,} steps", "ink"), *self.own_key(arrows)]
         key = legend((g.busy, "decode", "decode"), (g.busy, "prefill", "mixed"), (g.busy, "prefill-2", "prefill"))
-        return Picture(rows[:height], title="Timings", note=note, legend=[*key, ("  ░ up to the longest", "dim")])
+        key.append(("  ░ up to the longest", "dim"))
+        return Picture(rows[:height], title=_title(view.timings), note=note, legend=key)
 
     def _choose_slowest(self, times: StepTimes, view: View) -> None:
         self.slowest = rows_of(view.steps, times.slowest(SLOWEST))
@@ -183,7 +189,8 @@ list is narrow, a time with a plus is an excess, as "launch +12.3", and one with
         self._choose_slowest(times, view)
         foot = self._foot(self.slowest[self._at], view, width, max(0, min(FOOT, height - 2)))
         self._list_row, self._listed = len(rows), height - len(foot)
-        listed = slow_steps(self.slowest, view, self._at, self.chosen is not None, width, self._listed)
+        is_chosen, among = self.chosen is not None, len(times.took)
+        listed = slow_steps(self.slowest, view, self._at, is_chosen, width, self._listed, among)
         rows += [*listed, *[Row().done(width)] * (self._listed - len(listed)), *foot]
 
     def _foot(self, step: StepRow, view: View, width: int, most: int = FOOT) -> list[Runs]:
@@ -237,5 +244,6 @@ list is narrow, a time with a plus is an excess, as "launch +12.3", and one with
             self.post_message(Opened("step", slowest.step))
 
 
-def _up_down() -> str:
-    return "↑ ↓" if glyphs().rule != "-" else "^ v"
+def _title(t: Timings) -> str:
+    """Returns the title, with the steps that the table is about."""
+    return f"Timings · {t.steps:,} steps in {t.seconds:.1f} s" if t.steps else "Timings"

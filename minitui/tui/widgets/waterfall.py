@@ -49,9 +49,9 @@ the engine's start; in a recording, since its beginning, as in the bar at the bo
 results of each step arrived on the host. The next rows show what the host did for which step, when the device computed,
 and what delayed the host. With overlap, the host plans and launches the next step while the device computes: then the
 device has no gaps, and the host waits. If the host never waits and the device has gaps, the host limits the speed. A
-line says which one limits: the device if the host waits for at least half of the time. If the host limits steps that
-launch prompts, and the device limits the others, there is a line for each. If another program had the core of the
-engine, a line has its share of the time; host and device share the rest.
+line says which one limits: the device if the host waits for at least half of the time. If the host limits steps in
+whose time it launches prompts, and the device limits the others, there is a line for each, with its share of the time.
+If another program had the core of the engine, a line has its share of the time; host and device share the rest.
 
 Parts of a step on the host: emit (output and commands between two steps), gate (a pause or slow motion), plan, launch,
 wait (for the device), commit. They add up to the time between two arrivals. "Not reported" is time for which the
