@@ -109,13 +109,13 @@ def test_a_device_that_does_not_report_its_time_shows_dashes() -> None:
 
 def test_a_line_says_whether_the_host_or_the_device_limits(gpu: View) -> None:
     """In the recording, each decode step waits 4 ms for the device, and each prefill costs 25 ms of the host."""
-    rows = ["".join(limit.told(100)) for limit in limits(gpu.steps, gpu.horizon)]
-    words = r"the (\w+) limits steps (\w+) prompts: the host waits (\d+) % of their time · last 743 steps"
+    rows = ["".join(limit.told(120)) for limit in limits(gpu.steps, gpu.horizon)]
+    words = r"the (\w+) limits steps (.+) \(\d+, \d+ % of the time\): the host waits (\d+) % of their time · last 743 steps"
     said = [re.fullmatch(words, row) for row in rows]
-    assert [match and match.group(1, 2) for match in said] == [("device", "without"), ("host", "with")], rows
+    assert [match and match.group(1, 2) for match in said] == [("device", "launching no prompts"), ("host", "launching prompts")], rows
     without, launching = (int(match[3]) for match in said if match is not None)
     assert without > 80 and launching < 5
-    assert limits(gpu.steps, gpu.horizon)[0].told(76)[1].endswith("% of their time")
+    assert limits(gpu.steps, gpu.horizon)[0].told(76)[1].endswith(f"host waits {without} %")
     assert all(row in "\n".join(drawn(Waterfall(), gpu, 120)) for row in rows)
     assert limits(Steps(), -1) == []
     vllm = folded_view(TraceReader(find_trace("vllm-8b")))
@@ -129,7 +129,7 @@ def test_a_small_panel_shows_what_limits_and_a_request(name: str) -> None:
     for back in range(0, 160, 3):
         panel.step = view.horizon - back
         rows = drawn(panel, view, 76, 11)[:11]
-        assert all(any(row.startswith(limit.what) for row in rows) for limit in view.timings.limits), rows
+        assert all(any(row.startswith("".join(limit.told(76))) for row in rows) for limit in view.timings.limits), rows
         assert panel.lanes and rows[panel._lanes_row].startswith(f"r{panel.lanes[0].id}"), rows
 
 
