@@ -110,9 +110,11 @@ def test_a_device_that_does_not_report_its_time_shows_dashes() -> None:
 def test_a_line_says_whether_the_host_or_the_device_limits(gpu: View) -> None:
     """In the recording, each decode step waits 4 ms for the device, and each prefill costs 25 ms of the host."""
     rows = ["".join(limit.told(120)) for limit in limits(gpu.steps, gpu.horizon)]
-    words = r"the (\w+) limits steps (.+) \(\d+, \d+ % of the time\): the host waits (\d+) % of their time · last 743 steps"
+    share = r"\(\d+, \d+ % of the time\)"
+    words = rf"the (\w+) limits steps (.+) {share}: the host waits (\d+) % of their time · last 743 steps"
     said = [re.fullmatch(words, row) for row in rows]
-    assert [match and match.group(1, 2) for match in said] == [("device", "launching no prompts"), ("host", "launching prompts")], rows
+    which = [("device", "launching no prompts"), ("host", "launching prompts")]
+    assert [match and match.group(1, 2) for match in said] == which, rows
     without, launching = (int(match[3]) for match in said if match is not None)
     assert without > 80 and launching < 5
     assert limits(gpu.steps, gpu.horizon)[0].told(76)[1].endswith(f"host waits {without} %")
@@ -129,7 +131,8 @@ def test_a_small_panel_shows_what_limits_and_a_request(name: str) -> None:
     for back in range(0, 160, 3):
         panel.step = view.horizon - back
         rows = drawn(panel, view, 76, 11)[:11]
-        assert all(any(row.startswith("".join(limit.told(76))) for row in rows) for limit in view.timings.limits), rows
+        told = ["".join(limit.told(76)) for limit in view.timings.limits]
+        assert all(any(row.startswith(text) for row in rows) for text in told), rows
         assert panel.lanes and rows[panel._lanes_row].startswith(f"r{panel.lanes[0].id}"), rows
 
 
