@@ -30,7 +30,8 @@ class Reading:
         self.running = False  # an experiment runs
         self.hurried = False  # the reader skips the pauses of the running experiment
         self.by_hand = False  # each pause of the running experiment waits for a key
-        self.asked = False  # the reader wanted to run this page's experiment without a prediction
+        # The reader wanted to run this page's experiment without a prediction, or an answer before the engine is ready.
+        self.asked = False
         self.prepared = False  # the engine is in the state that the closing questions ask about
         self.disturbed = False  # since then, another request has run, or a request of the lesson has ended
         self._requests: tuple[int, frozenset[int]] = (-1, frozenset())  # when it was prepared: see `_requests_of`

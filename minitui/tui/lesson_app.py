@@ -53,6 +53,7 @@ class LessonApp(MinituiApp):
         while not isinstance(screen, LessonScreen):  # a dialog is still above the lesson
             self.pop_screen()
             screen = self.screen
+        self.clear_notifications()  # the restart has ended: its sentence would cover the page
         screen.begin(lesson, self.stage)
 
     def say(self, text: str, error: bool = False) -> None:

@@ -242,7 +242,6 @@ def test_the_length_of_the_pasted_prompt_is_told() -> None:
     ids = Tokenizer(Path(choose_model(None).name)).apply_chat_template(prompt, add_generation_prompt=True)
     page = next(page for page in lesson(6).pages if page.title == "In one step and in chunks")
     told = " ".join(page.text.split())
-    assert f"{len(text):,} characters, and as many bytes" in told and len(text) == len(text.encode())
     assert f"Its prompt has {len(ids)} tokens" in told
 
 
@@ -802,6 +801,47 @@ async def test_the_right_arrow_leads_from_the_last_page_to_the_next_lesson() -> 
         assert "This was the last lesson. Key L shows all lessons." in room.text()
 
 
+async def test_the_first_page_names_no_key_for_a_page_before() -> None:
+    async with Classroom((80, 24)) as room:
+        assert "right next page" in room.text() and "left/right" not in room.text()
+        await room.press("right")
+        assert "left/right pages" in room.text()
+
+
+async def test_enter_gives_the_answer_as_soon_as_the_engine_is_prepared() -> None:
+    gate = asyncio.Event()
+
+    async def late(stage: Stage) -> Seen:
+        await gate.wait()
+        return await greet(stage)
+
+    async with Classroom((80, 24), lesson=replace(SMALL, close=late)) as room:
+        await room.press(*["right"] * 4)
+        await room.until(lambda: "The engine is being prepared." in room.text())
+        await room.press("enter")
+        assert not room.reading.revealed
+        gate.set()
+        await room.until(lambda: room.reading.revealed)
+        assert room.reading.revealed.keys() == {0}, "enter was for the first question"
+
+
+async def test_the_key_that_runs_without_a_choice_is_listed_where_the_text_names_it() -> None:
+    async with Classroom((80, 24)) as room:
+        await room.press("right")
+        assert ("r", "run") not in room.screen.hints()
+        await room.press("enter")
+        assert "Key r runs it without a choice." in room.text() and "a b predict · r run" in room.text()
+        assert ("r", "run") in room.screen.hints()
+
+
+async def test_the_keys_are_listed_beside_the_lines_that_are_out_of_sight() -> None:
+    many: Any = tuple(replace(check, question=check.question + " word" * 60) for check in SMALL.checks)
+    async with Classroom((80, 24), lesson=replace(SMALL, checks=many)) as room:
+        await room.press(*["right"] * 4)
+        await room.until(lambda: room.reading.prepared)
+        await room.until(lambda: re.search(r"down, page down: \d+ more lines · enter shows answer", room.text()))
+
+
 async def test_a_page_shows_its_own_run_also_after_another_page_has_run() -> None:
     page = SMALL.pages[1]
     again = replace(page, title="Again", predict=None)
@@ -990,6 +1030,7 @@ async def test_the_code_opens_and_closes_and_the_lesson_can_be_changed() -> None
         room.app.run_worker(room.app._change(LESSONS[9]))
         await room.until(lambda: room.restarts and room.reading.lesson is LESSONS[9])
         assert room.restarts == [LESSONS[9].options] and "L9 Radix cache · 1 of" in room.text()
+        assert not room.app._notifications, "nothing covers the first page"
 
 
 async def test_the_lesson_can_be_changed_while_a_run_of_a_comparison_has_requests() -> None:

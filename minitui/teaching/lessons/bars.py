@@ -63,14 +63,14 @@ async def temperatures(stage: Stage) -> Seen:
     ratios = [draw.now[one] / draw.now[other] for draw in draws]
     names = [f"“{text_of(stage, token)}”" for token in (one, other)]
     lines = [
-        f"   {f'at {draw.title}:':<{NAME_WIDTH}}{names[0]} is {ratio:.1f} times as likely as {names[1]}"
+        f"   {f'at {draw.title}:':<{NAME_WIDTH}}{names[0]} is {ratio:.3g} times as likely as {names[1]}"
         for draw, ratio in zip(draws[:2], ratios, strict=False)
     ]
     return Seen(
         _table(stage, columns, draws)
         + "\n\n" + "\n".join(lines)
-        + f"\n\nAt temperature {SHARP:g}, the ratio is squared: {ratios[0]:.1f} × {ratios[0]:.1f} is about "
-        f"{ratios[1]:.1f}.",
+        + f"\n\nAt temperature {SHARP:g}, the ratio is squared: {ratios[0]:.3g} × {ratios[0]:.3g} is about "
+        f"{ratios[1]:.3g}.",
         min(range(3), key=lambda i: abs(math.log((ratios[0], 2 * ratios[0], ratios[0] ** 2)[i] / ratios[1]))),
     )  # fmt: skip
 

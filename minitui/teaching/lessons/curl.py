@@ -48,19 +48,29 @@ async def request(stage: Stage) -> Seen:
     parts = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"]]
     texts = [part for part in parts if part]
     joined = sum(part.startswith(HELD) and part != HELD for part in texts)
+    others = [_kind(chunk) for chunk, part in zip(chunks, parts, strict=False) if not part] + ["[DONE]"]
     same = "the same text" if "".join(parts) == reply["message"]["content"] else "another text"
     rows = (
         ("steps of the stream", steps), ("lines with data:", len(events)), ("  of these with text", len(texts)),
-        ("    text of two tokens", joined),
+        ("    text of two tokens", joined), (f"  others: {', '.join(others)}", len(events) - len(texts)),
     )  # fmt: skip
     return Seen(
         "\n".join(f"   {name:<22}{n:>6}" for name, n in rows)
         + "\n\nThe first response is one JSON object. The second is a stream of events. Each event has the text that "
         f"is new. The text of {quoted(HELD)} came together with the text of the next token. (With a fast engine, "
-        f"one event can have the text of several tokens.) All pieces together make {same}. The last event is "
-        f"{events[-1]}.",
+        f"one event can have the text of several tokens.) All pieces together make {same}.",
         0 if len(texts) == 1 else 1 if len(texts) == TOKENS else 2 if joined and events[-1] == "[DONE]" else None,
     )
+
+
+def _kind(chunk: dict[str, Any]) -> str:
+    """Returns what an event without text tells."""
+    choices = chunk["choices"]
+    if not choices:
+        return "usage"
+    if choices[0].get("finish_reason"):
+        return "finish_reason"
+    return " and ".join(name for name, value in choices[0]["delta"].items() if value) or "nothing"
 
 
 @asynccontextmanager

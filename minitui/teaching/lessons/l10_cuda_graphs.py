@@ -20,6 +20,7 @@ from minitui.teaching.stage import Stage
 from minitui.text import count, ms
 
 LARGEST_BATCH = 5  # requests
+CLOSING_STEPS = 24  # so many that one slow step changes their mean little
 SIZES = (1, 2, 4, 8)  # the smallest graphs
 GPU = recorded_device()
 SMALL_MODEL, LARGE_MODEL = GPU.models[SMALL], GPU.models[LARGE]
@@ -65,7 +66,7 @@ async def close(stage: Stage) -> None:
     for question in ("What is decode?", "What is prefill?", "What is a token?"):
         session = stage.chat("", max_tokens=40, whole=True)
         await stage.ask(session, question)
-    await stage.step(5)
+    await stage.step(CLOSING_STEPS)
 
 
 def _tenths(value: float) -> str:
@@ -158,9 +159,10 @@ LESSON = Lesson(
             {LARGE_MODEL.kernels[1][0]:.0f}. With both models, an eager launch takes about
             {LAUNCH_US:.0f} microseconds.
 
-            With graphs, a step of {SMALL_MODEL.name} was {gain(SMALL_MODEL):.1f} times as fast. The picture shows the
-            same steps of {LARGE_MODEL.name}. If the panel is high enough, it shows {SMALL_MODEL.name} below, on another
-            scale.
+            With graphs, a step of {SMALL_MODEL.name} was {gain(SMALL_MODEL):.1f} times as fast. This factor belongs to
+            this host: it is smaller if launches take less time, or if a compiler joins kernels (torch.compile). The
+            picture shows the same steps of {LARGE_MODEL.name}. If the panel is high enough, it shows
+            {SMALL_MODEL.name} below, on another scale.
             """,
             panel="gpu",
             run=larger_model,
@@ -186,9 +188,9 @@ LESSON = Lesson(
             host needs only the number of the new tokens, not their ids (L1 Architecture). The next step reads the ids
             from the memory of the device.
 
-            The recording has steps of {SMALL_MODEL.name} with graphs and one row. (On a large screen, the picture has
-            steps with {MANY} rows, too.) Without overlap, a step took {ms(OVERLAP_MS[2])} ms. From its first kernel to
-            its last, the device needed {ms(OVERLAP_MS[1])} ms.
+            The recording has steps of {SMALL_MODEL.name} with graphs and one row. (A large screen also shows {MANY}
+            rows.) Without overlap, a step took {ms(OVERLAP_MS[2])} ms. From its first kernel to its last,
+            {ms(OVERLAP_MS[1])} ms, probably with a pause between two graphs.
             """,
             panel="gpu",
             code="engine.core.engine:Engine.step",
@@ -211,9 +213,6 @@ LESSON = Lesson(
             A graph is captured for a fixed number of requests, and a replay always computes this number. But a batch
             may have any number of requests. A graph for each number would need much time and memory. So this engine
             captures graphs for a ladder of sizes: 1, 2, 4, 8, then multiples of 16 up to 128, then multiples of 32.
-
-            Remember the cost of a step with few requests: with a large model, it is mainly the time to read all weights
-            (L2 Model and weights).
             """,
             panel="step",
             code="engine.worker.cuda_graphs:ladder",
@@ -227,7 +226,7 @@ LESSON = Lesson(
                 (
                     "two replays would read all weights twice. A larger graph with empty places costs much less.",
                     "the host would launch hundreds of kernels. Empty places in a larger graph cost much less: the "
-                    "weights are read once in any case.",
+                    "weights are read once in any case (L2 Model and weights).",
                     "",
                 ),
             ),
@@ -235,16 +234,16 @@ LESSON = Lesson(
         Page(
             "What is captured",
             """
-            This engine has three kinds of graphs (speculation: four), of many sizes n:
+            This engine has three kinds of graphs (with speculation, four), and a graph for each of many sizes n:
 
-              decode   of n requests: one token for each request
-              extend   of n tokens in all: parts of a few prompts, alone or with decodes
-              sample   of n requests: greedy, or with noise (also after top-k or top-p)
+              decode   computes one token for each of n requests
+              extend   computes n tokens of a few prompts, alone or with decodes
+              sample   chooses the next tokens of n requests, greedily or with noise
 
             Steps with many tokens have no graph: their kernels take longer than the launches. When it starts, the
-            engine measures kernels and launches to find the largest useful graph. Sampling has its own graphs: its
-            settings differ from step to step. Lengths and block tables change, so a graph reads them from its buffers.
-            By default, vLLM has graphs for steps with prompts, too, up to a largest size: of all but attention.
+            engine measures both to find the largest useful graph. Lengths and block tables change, so a graph reads
+            them from its buffers. By default, vLLM has whole graphs for decode steps, and graphs without attention for
+            steps with prompts.
 
             With graphs, a decode step of a large model with a small batch takes little longer than reading all weights,
             and the keys and values of the batch. `minitui bench` prints how close this engine comes to this limit.

@@ -214,10 +214,10 @@ LESSON = Lesson(
             "What can still change a reply",
             """
             In this engine, the noise of a token does not depend on the batch, on the cache or on a preemption (L6
-            Scheduler). A request without a seed gets a random seed. The seed is recorded, so every reply can be sampled
-            again.
+            Scheduler). A request without a seed gets a random seed. The seed is recorded, so a reply can be sampled
+            again with the same noise.
 
-            One thing can still change a reply: rounding. A forward pass rounds its sums. A rounded sum depends on the
+            One thing can still change it: rounding. A forward pass rounds its sums. A rounded sum depends on the
             order in which its terms are added, most of all if each number has only 16 bits (half precision). In most
             programs for GPUs, this order changes with the batch size. If two tokens are almost equally likely, rounding
             may decide between them. The tests of this engine compare tokens in double precision (64 bits). There,

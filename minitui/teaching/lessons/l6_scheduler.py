@@ -13,7 +13,6 @@ from minitui.teaching.stage import Stage
 from minitui.text import count
 
 BLOCKS = 48  # of the pool
-LONG_TEXT = contrasts.paste(contrasts.PASTED_LINES)  # of the page on chunks
 LENGTHS = (5, 20, 25, 40, 30, 30)  # lengths of the replies in tokens
 BUDGET = 64  # tokens
 PASTED_LINES, PASTED = 11, 188  # of the pasted text: its lines, and the tokens of its prompt
@@ -241,15 +240,17 @@ LESSON = Lesson(
         Page(
             "In one step and in chunks",
             f"""
-            Three requests decode, and a user pastes a long text. The text has {len(LONG_TEXT):,} characters, and as
-            many bytes. Its prompt has {contrasts.PASTED} tokens. The first engine computes the whole prompt in one
-            step. The second engine computes at most 64 tokens in a step. (The line “prompt tokens computed” of the
-            result counts the tokens of all four prompts.)
+            Three requests decode, and a user pastes a long text. Its prompt has {contrasts.PASTED} tokens. The first
+            engine computes the whole prompt in one step. The second engine computes at most 64 tokens in a step. (The
+            line “prompt tokens computed” of the result counts the tokens of all four prompts.)
 
             Chunks have a price. Each chunk shares its step with the other requests, and reads the keys and values of
             the earlier chunks again. So the first token of the pasted prompt usually comes later, and the run may take
             longer. Compare two figures: the longest gap between two tokens, and the longest time to a first token
             (first token p99).
+
+            So a small budget is good for running replies, a large budget for new prompts. One way to choose: the
+            largest budget whose steps are not longer than the longest gap that users accept.
             """,
             panel="runs",
             run=side_by_side("chunked-prefill"),
@@ -309,17 +310,16 @@ LESSON = Lesson(
             "When memory runs out",
             """
             A decode step may need a new block. If no block is free, this engine evicts a cached block. If no block is
-            cached, this engine preempts the youngest running request. vLLM does the same by default; SGLang usually
-            preempts the request with the shortest reply so far.
+            cached, this engine preempts the youngest running request. By default, vLLM preempts the request that was
+            admitted last: usually the youngest, too. SGLang usually preempts the one with the shortest reply so far.
 
             A preempted request moves to the front of the queue. Its full blocks stay in the tree as cached blocks. The
             other requests continue to write, and may evict these blocks. When enough blocks are available again, the
             preempted request resumes. It takes those of its blocks that are still cached. All its other tokens, of the
             prompt and of the reply, are computed again like one prompt. Then the reply continues where it stopped.
 
-            A prompt that can never fit is refused when it arrives, so that it does not block the queue. The error names
-            the prompt's length and the limit. If a reply needs more blocks than the pool has, the reply ends with the
-            reason `length`.
+            A prompt that can never fit is refused when it arrives: the error names its length and the limit. If a reply
+            needs more blocks than the pool has, the reply ends with the reason `length`.
             """,
             panel="events",
             code="engine.core.scheduler:Scheduler._plan_decodes",
@@ -328,7 +328,7 @@ LESSON = Lesson(
             "The same requests on vLLM",
             """
             vLLM's scheduler also has a budget of tokens, a number of rows, and a pool of blocks. Here both schedulers
-            have the same budget, rows and pool. They get the same three requests at the same time.
+            have the same budget, rows and pool. Each gets the same three requests before its first step.
 
             vLLM's run is a recording of its real scheduler. The recording ran without a model: it took the tokens of
             the replies from this engine. So vLLM's steps have no times: in the picture, a column is one step or several
@@ -345,7 +345,7 @@ LESSON = Lesson(
     ),
     close,
     (
-        Check("How was the budget of the last step divided?", "step", "the step bar and the line under it.", _last),
+        Check("How was the budget of the last step divided?", "step", "the step bar and its numbers.", _last),
         Check(
             "Which request waits, and for what?",
             "events",

@@ -114,8 +114,8 @@ LESSON = Lesson(
             with each token. The next page shows what it does instead.
 
             In other tokenizers, the text of a token can depend on the token before. Then this engine detokenizes the
-            last token twice: first alone, then together with the new token. The second text begins with the first one.
-            The rest is the text of the new token.
+            last token twice: first alone, then together with the new token. The second text usually begins with the
+            first one. What is longer is the text of the new token.
             """,
             code="engine.text.tokenizer:Tokenizer.detokenizer",
         ),

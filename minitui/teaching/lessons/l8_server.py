@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from engine.trace.views import CACHED
+from dataclasses import replace
+
+from engine.trace.views import CACHED, Waste
 from minitui.teaching.lessons.curl import HELD, QUESTION, STOP, TOKENS, request
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.merges import quoted
+from minitui.teaching.recorded_steps import recorded_device
 from minitui.teaching.scenarios import paste
 from minitui.teaching.stage import Stage
+from minitui.text import ms
+
+GPU = recorded_device()
+LARGE = GPU.models["8B"]
 
 
 async def disconnect(stage: Stage) -> Seen:
     """Cancels one of two requests in the middle of its reply, and sends its prompt again. The answer: which tokens are
     computed again, 0: all, 1: those after the shared blocks, 2: those after the prompt's last full block."""
+
+    def recomputed() -> Waste | None:
+        return replace(waste) if (waste := stage.state().waste) is not None else None
+
+    before = recomputed()
     sessions = await stage.write_all(("What is the KV cache?", paste(1)), [80] * 2)
     await stage.step(12, seconds=0.15)
     other, cancelled = (stage.request(session) for session in sessions)
@@ -37,8 +49,8 @@ async def disconnect(stage: Stage) -> Seen:
         "\n".join(f"   {name:<36}{n:>4}" for name, n in rows) + "\n\nThe full blocks of the aborted request stayed in "
         "the cache. Only the block that it was filling became free. The other request also holds the shared blocks, "
         f"with the system prompt, and went on. The {prompt - cached} computed tokens are the end of the prompt: "
-        "their block was not full, so it was never cached. The panel does not count them: none of the three "
-        "reasons is true.",
+        "their block was not full, so it was never cached. In this run, the panel's counts of tokens computed again "
+        f"{'did not change: none of the three reasons is true' if recomputed() == before else 'changed'}.",
         {prompt: 0, prompt - shared * size: 1, prompt - prompt // size * size: 2}.get(prompt - cached),
     )
 
@@ -103,7 +115,7 @@ LESSON = Lesson(
 
             The second response is a stream: it stays open until the reply ends. When the engine emits new text, the
             server writes an event, a line that begins with “data:”. The stop string is {quoted(STOP)} (L7 Detokenizer).
-            The reply contains the token {quoted(HELD)}, but not the stop string.
+            The reply contains the token {quoted(HELD)}.
             """,
             panel="wire",
             code="minitui.server.chat",
@@ -139,9 +151,9 @@ LESSON = Lesson(
             next step.
 
             Here two requests with the same system prompt get replies. Then the second client disconnects. Soon it sends
-            the same prompt again, while the first request still runs. The panel also counts the tokens computed again
-            since the engine's start: their block was evicted, their request was preempted, or another request had
-            stored the same tokens (duplicate).
+            the same prompt again, while the first request still runs. The panel also counts tokens computed twice since
+            the engine's start (also on other pages), for three reasons: eviction, preemption, and two requests that
+            computed the same tokens (duplicate).
             """,
             panel="occupancy",
             code="engine.core.engine:Engine.abort",
@@ -160,18 +172,19 @@ LESSON = Lesson(
         ),
         Page(
             "Limits and failures",
-            """
+            f"""
             An HTTP response begins with a number, the status. If too many requests wait, the status is 429 (too many
             requests), and the response says when to try again (Retry-After). While the model loads, the status is 503
             (not available). If a client reads nothing for a long time, the server ends its stream.
 
             If a step raises an exception, the requests of that step end with an error, and this engine continues. If
-            the GPU itself fails, the engine's process must be replaced: /health reports the failure, and the server
-            starts a new process. Until the new process is ready, the status is 503.
+            the GPU itself fails, /health reports the failure, and the server starts a new engine process. Until this
+            process is ready, the status is 503.
 
             Two figures describe the speed for one user: the time to the first token (mainly queue and prefill), and the
-            time per token (about the duration of a step). A larger batch shortens the queue, but usually makes each
-            step longer. For each figure, `/metrics` has a histogram: the number of requests in each range of times.
+            time per token (without drafts, about the duration of a step). More rows shorten the queue, but usually make
+            each step longer: on the {GPU.name}, a decode step of {LARGE.name} took {ms(LARGE.decode[1])} ms with 1 row,
+            and {ms(LARGE.decode[64])} ms with 64. `/metrics` has a histogram of both figures.
             """,
             code="minitui.server.errors",
         ),

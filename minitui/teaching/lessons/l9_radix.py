@@ -27,9 +27,9 @@ async def shared_system_prompt(stage: Stage) -> Seen:
     return Seen(
         "The common beginning was computed once, for all six:\n\n"
         f"{stage.bars(rows)}\n\nThe tokens of the prompts are known before the step. When the scheduler "
-        "planned the first prompt, it added the prompt's blocks to the tree. So the other five found them, in the same "
-        "step. (Blocks of a reply are added when their step has ended: before that, their tokens are not "
-        "known.)",
+        "planned the first prompt, it added the prompt's blocks to the tree. So the other five found them in the same "
+        "step: each layer stores all keys and values before attention reads. vLLM shares within a step, too. (A "
+        "reply's blocks are added after their step: before it, their tokens are not known.)",
         {PROMPTS: 0, PROMPTS - SYSTEM: 1, PROMPTS - 5 * SYSTEM: 2, PROMPTS - 6 * SYSTEM: 3}.get(figures.computed),
     )
 
@@ -85,9 +85,9 @@ LESSON = Lesson(
             one request. The last token of a prompt is always computed, even if its keys and values are cached: the
             first token of the reply is drawn from its logits, and logits are not stored.
 
-            The tree is SGLang's idea (RadixAttention). There, a block usually has one token, so a match can end at any
-            token. vLLM has no tree. It finds a block by a number (hash), computed from all tokens of the prompt up to
-            the end of the block: equal beginnings have equal numbers.
+            The tree is SGLang's idea (RadixAttention). There, a block has one token, if the kernels allow this. vLLM
+            has no tree. It finds a block by a number (hash), computed from all tokens of the prompt up to the end of
+            the block: equal beginnings have equal numbers.
             """,
             code="engine.core.radix:RadixTree.match",
         ),
@@ -120,9 +120,8 @@ LESSON = Lesson(
             Six prompts arrive together, and the cache is empty. They have {PROMPTS} tokens in all. The first {SYSTEM}
             tokens of each are the same. One step with a budget of {BUDGET:,} tokens computes all six.
 
-            The scheduler plans one prompt after the other. The step then computes one layer after the other. In each
-            layer, it first stores the keys and values of all its tokens. Then attention reads. In the panel, “users”
-            counts the requests that hold a node, and “evict #” is the order of eviction.
+            The scheduler plans one prompt after the other. The step then computes one layer after the other. In the
+            panel, “users” counts the requests that hold a node, and “evict #” is the order of eviction.
             """,
             panel="tree",
             code="engine.core.cache:KVCache.publish_planned",

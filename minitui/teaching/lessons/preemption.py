@@ -41,7 +41,7 @@ async def too_small(stage: Stage) -> Seen:
         f"   {'then':<11}other requests take some of the cached blocks\n"
         f"   step {resumed:<6}r{victim} resumes: {kept} of its {written} computed tokens are still cached\n"
         f"   {'':<11}the other {lost} are computed again, in {count(steps, 'step')}\n"
-        f"   {'':<11}token {written + 1}, sampled before, is computed for the first time\n"
+        f"   {'':<11}token {written + 1} had been sampled but not computed: now it is\n"
         "The tokens of the reply were kept, so it went on with its next token.",
         ids.index(victim) if victim == max(ids) or victim == min(ids) else 1,
     )

@@ -132,6 +132,7 @@ class LessonScreen(BaseScreen[None]):
                 hints += [] if reading.hurried else [("enter", "next picture"), ("e", "end")]
             elif reading.asks:
                 hints.append((" ".join(LETTERS[: len(page.predict.choices)]) if page.predict else "", "predict"))
+                hints += [("r", "run")] if reading.asked else []
             elif page.run is not None:
                 hints.append(("r", "run again") if reading.at in reading.seen else ("enter", "run"))
             if page.code:
@@ -209,7 +210,15 @@ class LessonScreen(BaseScreen[None]):
 
     def _prepare(self, stage: Stage) -> None:
         self.reading.prepared = False
-        self.run_worker(self.reading.prepare(stage), group="lesson", exclusive=True)
+        self.run_worker(self._prepare_and_answer(self.reading, stage), group="lesson", exclusive=True)
+
+    async def _prepare_and_answer(self, reading: Reading, stage: Stage) -> None:
+        """Prepare the engine. Then show the answer that the reader has asked for meanwhile."""
+        reading.asked = False
+        await reading.prepare(stage)
+        if reading.prepared and reading.asked:
+            reading.asked = False
+            self._start()
 
     def action_turn(self, pages: int) -> None:
         """Turn `pages` pages: forward, or back if negative. The next lesson follows the last page."""
@@ -294,6 +303,8 @@ class LessonScreen(BaseScreen[None]):
                 self._show_question()
             elif reading.prepared:
                 self.action_question(1)
+            else:
+                reading.asked = True
         elif reading.page.run is not None:
             self.run_worker(self._run(reading, stage, reading.page.run), group="lesson", exclusive=True)
 

@@ -77,17 +77,25 @@ class LessonText(ScrollPanel):
         legend = [(_keys(reading, width - LEGEND_ENDS, above), "dim")]
         if below:
             above = f"up: {count(self.top, 'line')}; " if self.top else ""
-            legend = [(above, "dim"), (f"down, page down: {count(below, 'more line')}", "accent")]
+            down = f"down, page down: {count(below, 'more line')}"
+            separator = _separator()
+            room = width - LEGEND_ENDS - len(above + down + separator)
+            keys = _keys(reading, room)
+            legend = [(above, "dim"), (down, "accent"), (separator + keys if len(keys) <= room else "", "dim")]
         return Picture(shown, title, legend=legend)
 
 
 def _keys(reading: Reading, width: int, above: str = "") -> str:
     """Returns `above` and the page's keys in at most `width` cells; the last keys are left out first."""
     parts = [above, *_page_keys(reading)] if above else _page_keys(reading)
-    separator = f" {glyphs().middot} "
+    separator = _separator()
     while len(parts) > 1 and len(separator.join(parts)) > width:
         parts.pop()
     return separator.join(parts)
+
+
+def _separator() -> str:
+    return f" {glyphs().middot} "
 
 
 def _page_keys(reading: Reading) -> list[str]:
@@ -104,14 +112,14 @@ def _page_keys(reading: Reading) -> list[str]:
         elif reading.at in reading.seen:
             parts.append("r again")
         elif reading.asks:
-            parts.append(f"{' '.join(_letters(page))} predict")
+            parts += [f"{' '.join(_letters(page))} predict", *(["r run"] if reading.asked else [])]
         else:
             parts.append("enter runs")
     if page.type_in is not None:
         parts.append("i your text")
     if page.code:
         parts.append("v code")
-    return [*parts, "left/right pages"]
+    return [*parts, "left/right pages" if reading.at else "right next page"]
 
 
 def _letters(page: Page) -> str:
