@@ -1027,7 +1027,7 @@ async def test_the_code_opens_and_closes_and_the_lesson_can_be_changed() -> None
         await room.press("2")
         assert not isinstance(room.app.screen, LessonScreen)
         await room.press("0")
-        room.app.run_worker(room.app._change(LESSONS[9]))
+        room.app.open_lesson(LESSONS[9])
         await room.until(lambda: room.restarts and room.reading.lesson is LESSONS[9])
         assert room.restarts == [LESSONS[9].options] and "L9 Radix cache · 1 of" in room.text()
         assert not room.app._notifications, "nothing covers the first page"
