@@ -16,6 +16,7 @@ import pytest
 from minitui.dev.panel import stress_view
 from minitui.dev.simulator import Load
 from minitui.text import ms
+from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
 from minitui.tui.replay_app import ReplayApp, replay_app
 from minitui.tui.screens.inspect import InspectScreen
@@ -30,7 +31,7 @@ from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.trends import TrendCharts
 from minitui.tui.widgets.waterfall import Waterfall
 from minitui.viewmodel.model import View
-from minitui.viewmodel.request_words import figures_in_words, why_first
+from minitui.viewmodel.request_words import figures_in_words, first_token_words, why_first
 from minitui.viewmodel.requests import RequestFigures, Requests
 from minitui.viewmodel.trends import METRICS
 from tests.support.driving import press, until
@@ -275,6 +276,22 @@ def cell(name: str, row: RequestFigures) -> str:
     value = column.value(row)
     so_far = "+" * (row.waits_ms is not None and (name == "first" or (name == "queue" and row.state == "waits")))
     return "–" if value is None else column.text(value) + so_far
+
+
+@pytest.mark.parametrize(("name", "id"), [("small-pool", 1), ("h200-8b", 63)])
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_timeline_has_the_whole_cause_of_a_first_token(name: str, id: int, width: int) -> None:
+    reader, view = TraceReader(bundled()[name]), View()
+    view.ids_to_text, view.group_names = reader.decode, reader.names
+    view.reset(reader.part(0).snapshot)
+    view.fold(list(reader.records()))
+    view.select("request", id)
+    lane = view.lanes.lanes[id]
+    figures = Requests().of(view, lane)
+    words = f"first token: {first_token_words(figures, why_first(view, lane, figures))}"
+    rows = [plain(row)[2:-2].strip() for row in RequestTimeline().drawn(view, width, 17)]
+    assert words in " ".join(rows)
+    assert any(row.startswith(f"r{id}") or "before token" in row for row in rows[5:]), "and its longest gap"
 
 
 def test_every_cell_of_the_table_is_the_figure_of_its_request() -> None:

@@ -22,6 +22,7 @@ from minitui.viewmodel.stalls import gap_words
 from minitui.viewmodel.tokens import Arrivals
 
 LEAST = 4  # rows of the smallest chart
+WHOLE_FIRST = 14  # rows; a lower panel leaves out the first token if it needs more than two of them
 
 
 class JumpRequested(Message):
@@ -95,7 +96,8 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
         words = [figures.state, *figures_in_words(figures, why_first(view, lane, figures))]
         running = figures.running
         late = wrapped(gap_words(view, lane, running), "bold bad", width) if running is not None else []
-        while len(rows := wrapped(" · ".join(words), "ink", width)) > 2 and len(words) > 2:
+        least = 3 if height >= WHOLE_FIRST else 2  # the third is the first token, with what it waited for
+        while len(rows := wrapped(" · ".join(words), "ink", width)) > 2 and len(words) > least:
             del words[-2 if len(words) > 4 else -1]  # the gaps, at the end, are left out last
         chat = view.group_name(lane.group)
         title = f"Timeline of r{lane.id}" + (f" · {chat}" if chat else "")
