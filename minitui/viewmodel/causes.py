@@ -32,6 +32,7 @@ WORTH = 0.1  # causes with a smaller share of the excess are not named
 LONG = 2.0  # prompts that make a step so many times as long are a reason in lines of text
 NAMED = 2  # requests named in a cause; more are counted
 EMIT = "output and commands"
+REST = "rest"  # of an excess beside its causes: within the usual variation; a larger one is "unexplained"
 UNMEASURED = "device (cause unknown)"  # slower than in other steps of the same work
 
 

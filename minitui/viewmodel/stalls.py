@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minitui.text import count, duration, ms
-from minitui.viewmodel.causes import WORTH, Cause, Prefill, explain, in_parts, largest_first, neighbour, prefilled
+from minitui.viewmodel.causes import (
+    REST,
+    WORTH,
+    Cause,
+    Prefill,
+    explain,
+    in_parts,
+    largest_first,
+    neighbour,
+    prefilled,
+)
 from minitui.viewmodel.lane import PREFILLING, Lane
 from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.token_gaps import Gap
@@ -46,7 +56,7 @@ class Reason:
             found.append(Cause("unexplained", self.unexplained, "unexplained"))
         took = (self.usual or 0.0) + sum(cause.ms for cause in found) + self.variation
         if found and self.variation > ROUNDED * took:  # without the variation, the words would not add up
-            found.append(Cause("usual variation", self.variation, "variation"))
+            found.append(Cause(REST, self.variation, "variation"))
         return largest_first(found)
 
     @property
@@ -123,8 +133,9 @@ def explain_step(
     else:
         prompts = [cause for one in found.prefills for cause in prompts_of(one, row.step)]
     if (beside := found.beside) is not None:
-        where = f"{beside.usual.where} ({beside.next_step(row.step)})" if beside.ahead else beside.usual.where
-        prompts.append(Cause(f"usual extra time {where}", beside.ms, "beside_prompts"))
+        has = [f"this step has {row.prefill_tokens:,}"] if row.chunks else []
+        has += [beside.next_step(row.step)] if beside.ahead else []
+        prompts.append(Cause(f"usual extra time {beside.usual.where} ({'; '.join(has)})", beside.ms, "beside_prompts"))
     for cause in (*prompts, *found.causes):
         cost = min(cause.ms, left)
         if cost > WORTH * (took - usual):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from minitui.text import count, ms
 from minitui.viewmodel.causes import (
+    REST,
     TOLERANCE,
+    UNMEASURED,
     WORTH,
     Cause,
     Explanation,
@@ -165,6 +167,17 @@ def why_briefly(row: StepRow, model: CostModel | None) -> str:
     return ", ".join(told if excess else [*told, f"expected {ms(explanation.expected)} ms"])
 
 
+def usual_words(row: StepRow, model: CostModel | None) -> str:
+    """Returns "within 25 % of the expected 12.2 ms" for a step that prompts did not make longer and that has no excess
+    to explain; else an empty string."""
+    found = explain(row, model) if model is not None else None
+    if found is None or found.beside is not None or _excess(found) or found.prefill > WORTH * found.expected:
+        return ""
+    faster = found.took < (1 - TOLERANCE) * found.expected
+    compared = "faster than" if faster else f"within {100 * TOLERANCE:.0f} % of"
+    return f"{compared} the expected {ms(found.expected)} ms"
+
+
 def _brief(part: Cause) -> str:
     """Returns a cause without the step and the number of tokens: "launch", "prefill of r64"."""
     if part.key == "device":
@@ -177,9 +190,11 @@ def _excess(explanation: Explanation) -> list[Cause]:
     gaps, a rest within the usual variation needs no explanation."""
     if not explanation.slow and not explanation.longer:
         return []
-    parts, excess = list(explanation.causes or explanation.varied), explanation.took - explanation.expected
+    found = explanation.causes or explanation.varied
+    parts = [replace(part, name=UNMEASURED) if part.name == "device" else part for part in found]
+    excess = explanation.took - explanation.expected
     rest = excess - sum(part.ms for part in parts)
-    name, key = ("usual variation", "variation") if rest <= explanation.variation else ("unexplained", "unexplained")
+    name, key = (REST, "variation") if rest <= explanation.variation else ("unexplained", "unexplained")
     parts += [Cause(name, rest, key)] * (rest > max(LEAST_REST * excess, 0.005))
     return largest_first(parts)
 

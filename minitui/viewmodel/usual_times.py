@@ -36,11 +36,11 @@ class Usual:
 
     @property
     def where(self) -> str:
-        """Returns "before a step with prompts", or "with 40 to 90 prefill tokens before a step without prompts"."""
+        """Returns "before a step with prompts", or "with 40 to 90 prefill tokens" if the next has none."""
         low, high = self.tokens
         several = f"{low:,} to {high:,}" if high > low else f"{low:,}"
-        own = f"with {several} prefill token{'s' * (high > 1)} " if high else ""
-        return f"{own}before a step {'with' if self.before else 'without'} prompts"
+        own = [f"with {several} prefill token{'s' * (high > 1)}"] if high else []
+        return " ".join([*own, *["before a step with prompts"] * self.before])
 
     def __str__(self) -> str:
         return f"{self.where} (median of {self.steps:,}, most {ms(self.low)} to {ms(self.high)} ms)"

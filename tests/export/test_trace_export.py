@@ -349,7 +349,7 @@ def test_the_lines_of_a_recording_name_the_causes_of_its_slow_steps_from_the_fir
     steps = {found[1]: line for line in told["h200-8b"] if (found := re.search(r" step (\d+)  .* ms(?: · |$)", line))}
     first = steps["4"]
     assert re.search(r"38\.1 ms · expected .* for 505 prefill tokens \(measured: launch 3\d\.\d, device", first)
-    assert re.search(r", \+14\.\d: launch 13\.\d, usual variation 1\.\d+$", first), "as in the texts of gaps"
+    assert re.search(r", \+14\.\d: launch 13\.\d, rest 1\.\d+$", first), "as in the texts of gaps"
     assert re.search(r"35\.9 ms · .* launch of next step 346 \(497 prefill tokens\) \(measured: launch 3", steps["345"])
     assert re.search(r"36\.6 ms · .* launch of next step 363 \(474 prefill tokens\) \(measured: launch 3", steps["362"])
     assert re.search(r" · 2\.48 ms after step 57, device 2\d\.\d ms$", steps["58"]), "it was launched before"

@@ -96,8 +96,9 @@ many tokens were computed again because of that. "reused" is how many came from 
 tokens of the prompt were computed because their cached blocks had been evicted.
 
 In the causes, "usually" is what the token's step should take without prompts, computed from the costs of the last 1,000
-steps. A time up to 25 % above the expected one is "the usual variation": it needs no cause. "Next step 57" is a step
-that the host launched before the step of the token ended; the launch of its prompt delayed the token.
+steps. A time up to 25 % above the expected one is "the usual variation": it needs no cause, and
+neither does a "rest" beside causes. "Next step 57" is a step that the host launched before the step of the token
+ended; the launch of its prompt delayed the token.
 
 A dash means: not known, or not yet. Where the panel is narrow, some columns are left out; the column by which the rows
 are sorted is always shown. Click a heading to sort by it, s reverses the order. Enter opens the timeline of the

@@ -12,6 +12,7 @@ from minitui.tui.widgets.rows import Row, Run, Runs, fitting
 from minitui.viewmodel.model import View
 from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.step_times import StepTimes
+from minitui.viewmodel.timing import usual_words
 
 STYLES = ("decode", "prefill", "prefill-2")  # of step_times.KINDS
 HISTOGRAM = 30  # cells
@@ -114,6 +115,8 @@ def slow_steps(
         style = STYLES[("decode", "mixed", "prefill").index(step.kind)]
         row.to(ends[-1] + 2, " ", "ink" + ground).add(step.kind.ljust(KIND), style + ground)
         model = view.models.of(step.step)
-        why = cause_within(step, model, width - row.width) or "expected time unknown"
+        usual = usual_words(step, model)
+        fits = 0 < len(usual) <= width - row.width
+        why = usual if fits else cause_within(step, model, width - row.width) or "expected time unknown"
         drawn.append(row.add(why, "ink" + ground).to(width, " ", "ink" + ground).done(width))
     return drawn

@@ -61,7 +61,8 @@ of the whole run says the same. The first 1,000 steps of a recording that begins
 step that would determine its own expected time is left out. If the steps before had other numbers of rows, and do not
 tell what these rows cost, the expected time is unknown. The explanation of a step stays the same. The
 number after "+" is the excess, followed by its measured causes, all in milliseconds. An excess of up to 25 % of the
-expected time is the usual variation: it has no causes.
+expected time is the usual variation: it has no causes. A "rest" beside causes is
+within it, too.
 
 "Unexplained" is the part of the excess for which no cause was measured. A prompt has a cost only if the fit determines
 this cost: its standard error is at most 30 % of it. vLLM reports only when a step ended, not the launch or the device:
