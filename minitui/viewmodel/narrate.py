@@ -126,7 +126,8 @@ def _match_text(match: Event, total: int, block_size: int) -> str:
         taken = match.record[4]
         where = f"being computed by r{match.writer} already" if match.writer >= 0 else "in the tree already"
         return f": the first {taken:,} of its {total:,} tokens are {where} ({count(taken // block_size, 'block')})"
-    return f": none of its tokens are in the tree ({match_reason(*match.record[5:7], matched=False)})"
+    stop, at = match.record[5:7]
+    return f": none of its tokens are in the tree ({match_reason(stop, at, matched=False)})"
 
 
 def _chunks(view: View, row: StepRow, left_out: Collection[int]) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from minitui.text import ms
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
 from minitui.tui.widgets.base import LinePanel
@@ -50,3 +51,11 @@ def test_a_panel_has_words_that_fit(panel: type[LinePanel], view: View, monkeypa
             continue  # they are always as wide as the terminal
         drawn += len(panel(frame="box").framed(view, *size))
     assert drawn and not cut
+
+
+@pytest.mark.parametrize("height", [8, 9, 10])
+def test_small_timings_keep_the_times_of_the_host(view: View, height: int) -> None:
+    """Lesson 10 reads the host's mean time in a panel of 8 rows, also beside several rows about what limits."""
+    rows = [plain(row) for row in StepTimings().picture(view, 76, height).rows]
+    mean = f"{ms(view.timings.host_ms)} ms"
+    assert len(rows) <= height and any("host" in row and mean in row for row in rows), rows
