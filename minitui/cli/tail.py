@@ -23,6 +23,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -173,10 +174,10 @@ async def tail_live(
             while session.busy:
                 await asyncio.sleep(POLL_S)
                 for line in quiet.tell(source.drain_records()):
-                    out(str(line))
+                    out(_since(view, line))
             await source.snapshot()  # all records of this answer arrive before the snapshot
             for line in [*teller.tell(source.drain_records()), *teller.rest(), *teller.summary()]:
-                out(str(line))
+                out(_since(view, line))
             if kind == "json":
                 continue
             answer = session.messages[-1]
@@ -203,7 +204,7 @@ async def tail_server(
         note = to_stderr if kind == "json" else out
         while source.error is None:
             for line in quiet.tell(source.drain_records(), not source.connection):
-                out(str(line))
+                out(_since(view, line))
             if source.connection and not lost:
                 note(f"({source.connection})")
             lost = bool(source.connection)
@@ -215,6 +216,11 @@ async def tail_server(
         raise EngineDead(source.error)
     finally:
         await source.close()
+
+
+def _since(view: View, line: Line) -> str:
+    """Returns the line with the time since the first record, as a recording of these records has it."""
+    return str(replace(line, t=line.t - view.origin))
 
 
 class Quiet:

@@ -14,7 +14,6 @@ from minitui.viewmodel.model import View
 from minitui.viewmodel.narrate import narrate
 from minitui.viewmodel.runs import Run
 from minitui.viewmodel.teller import Line, Teller
-from minitui.viewmodel.timing import took_words
 from minitui.visible import visible, visible_line
 
 MOST_LINES = 4000  # longer texts are hard to read
@@ -28,25 +27,17 @@ def write_markdown(reader: TraceReader, path: Path) -> None:
     view = View()
     view.ids_to_text = reader.decode
     view.group_names = reader.names
-    teller = Teller(view)
     lanes: dict[int, Lane] = {}
     lines: list[Line] = []
-    for line in teller.tell_all(reader):
+    for line in Teller(view).tell_all(reader):
         if line.kind == "step":  # the view now has the state at the end of this step
-            lines.append(replace(line, text=_step(view, teller, line.step) or line.text))
+            lines.append(replace(line, text=narrate(view, line.step) or line.text))
         elif line.kind not in NARRATED:
             lines.append(line)
         lanes.update(view.lanes.lanes)
     lanes.update(view.lanes.lanes)
     text = [*_head(reader), *_figures(reader, view, lanes), *_requests(view, lanes), *_story(reader, lines)]
     path.write_text(visible("\n".join(text)) + "\n", encoding="utf-8")
-
-
-def _step(view: View, teller: Teller, step: int) -> str:
-    """Returns what a step did and, if it took long, why; empty if the step is not in the history."""
-    text, row = narrate(view, step), view.steps.get(step)
-    why = teller.why(row).removeprefix(" · ")
-    return f"{text} It took {took_words(row)} ({why})." if row is not None and text and why else text
 
 
 def _head(reader: TraceReader) -> list[str]:

@@ -145,7 +145,7 @@ def describe(
             return f"{count(fields[1], 'block')}, {fields[2]}"
         which = {CLEARED: " · on request", REMOVED: ""}.get(fields[2], " · least recently used")
         what = f"“{quote}”" if quote else f"the end of node {event.node}"
-        return f"{count(fields[1], 'block')} · {fields[2]}{which}: {what}"
+        return f"{what} · {count(fields[1], 'block')} · {fields[2]}{which}"
     if kind == "finish":
         if short:
             return f"{name} {fields[1]}, {count(fields[2], 'token')}"

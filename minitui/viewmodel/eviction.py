@@ -10,6 +10,7 @@ import numpy as np
 
 from engine.trace.state import State
 from engine.trace.views import CACHED, FREE, NodeView
+from minitui.text import count
 
 PRESSURE_BLOCKS, PRESSURE_SHARE = 4, 0.05  # a pool with at most so many free blocks is under pressure
 
@@ -73,8 +74,15 @@ def is_under_pressure(state: State) -> bool:
     return state.counts[FREE] <= max(PRESSURE_BLOCKS, int((state.num_blocks - 1) * PRESSURE_SHARE))
 
 
-def pressure_words(state: State, order: EvictionOrder, most: int) -> str:
-    """Returns which blocks the next allocations take, at most `most`: "free 7 12, then 33 32 of #1, 15 of #2 …"."""
+def free_words(state: State) -> str:
+    """Returns which allocations come before the next eviction: "46,654 blocks are free first", "no block is free"."""
+    free = state.counts[FREE]
+    return f"{count(free, 'block')} {'is' if free == 1 else 'are'} free first" if free else "no block is free"
+
+
+def pressure_words(state: State, order: EvictionOrder, most: int, brief: bool = False) -> str:
+    """Returns which blocks the next allocations take, at most `most`, and how many come after these: "free 7 12, then
+    33 32 of #1, 15 of #2, 40 more, then a preemption"; if `brief`, dots in place of those after these."""
     if state.free is None and state.counts[FREE]:
         return "unknown: their order is not recorded"
     free, evicted = next_blocks(state, order, most)
@@ -82,6 +90,6 @@ def pressure_words(state: State, order: EvictionOrder, most: int) -> str:
     for rank, (_, of_node) in enumerate(groupby(evicted, key=lambda item: item[0].id), 1):
         numbers = " ".join(str(block) for _, block in of_node)
         parts.append(f"{'then ' if rank == 1 and free else ''}{numbers} of #{rank}")
-    if state.counts[FREE] + state.counts[CACHED] > most:
-        return ", ".join(parts) + " …"
+    if (more := state.counts[FREE] + state.counts[CACHED] - most) > 0:
+        return ", ".join(parts) + (" …" if brief else f", {more:,} more, then a preemption")
     return ", ".join([*parts, "then a preemption"] if parts else ["none, then a preemption"])

@@ -40,6 +40,7 @@ class History:
         self.dropped_at = 0.0  # when records were missing the last time, by the caller's clock
         self.gap = False  # records are missing: `reset` with a snapshot is needed
         self.loaded = False
+        self.origin = 0.0  # engine time in seconds from which displayed times count: of the first snapshot, or record
         self._begin(AnnotatedState(EMPTY))
 
     def _begin(self, live: AnnotatedState) -> None:
@@ -66,6 +67,7 @@ class History:
         state = State.from_snapshot(snapshot)
         self._begin(AnnotatedState(state))
         self.gap, self.loaded = False, True
+        self.origin = self.origin or state.t
         self.lanes.step = state.step
         self.steps.adopt(state)
         for request in state.requests.values():
@@ -90,6 +92,7 @@ class History:
             self._note_gap(missing, now)
             return
         if self._folded_at is None:  # rates start at the first record
+            self.origin = self.origin or records[0][1]
             self.rates.reset(records[0][1], self.live.state.gate == "closed", self.live.state.pace)
         self._folded_at = now
         rest = records

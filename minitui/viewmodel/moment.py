@@ -42,7 +42,6 @@ class Moment(History):
 
     def __init__(self) -> None:
         self.playback: Playback | None = None  # a recording is played: working time passes only with its records
-        self.origin = 0.0  # engine time in seconds at which a recording begins: displayed times count from it
         self.frozen = False  # the user froze the picture: no record is folded
         self._now = 0.0  # the time of the last frame
         super().__init__()

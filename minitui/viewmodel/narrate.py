@@ -10,9 +10,11 @@ from collections.abc import Collection
 
 from engine.trace.records import CLEARED
 from minitui.text import count, listed, match_reason
+from minitui.viewmodel.causes import explain
 from minitui.viewmodel.events import looked_up
 from minitui.viewmodel.lane import DECODING
 from minitui.viewmodel.model import Event, Lane, StepRow, View
+from minitui.viewmodel.timing import took_words, why_slow
 
 NAMED = 3  # a sentence names at most this many requests; the others are only counted
 FINISHES = {
@@ -31,7 +33,17 @@ def narrate(view: View, step: int) -> str:
         *_failures(events), *_preemptions(events), *_admissions(view, row, events), *_evictions(events),
         *computed(view, row, admitted), *_waiting(events), *_finishes(events),
     ]  # fmt: skip
+    if sentences and (why := why_long(view, row)):
+        sentences.append(f"It took {took_words(row)} ({why}).")
     return " ".join(sentences)
+
+
+def why_long(view: View, row: StepRow) -> str:
+    """Returns "expected 6.9 ms, +83.9: garbage collection 80.1" for a slow step, or for one that prompts made long;
+    else an empty string."""
+    model = view.models.of(row.step)
+    found = explain(row, model) if model is not None else None
+    return why_slow(row, model) if found is not None and found.long else ""
 
 
 def computed(view: View, row: StepRow, left_out: Collection[int] = ()) -> list[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.trace.views import FREE
 from minitui.text import count, exact
-from minitui.viewmodel.eviction import is_under_pressure, pressure_words
+from minitui.viewmodel.eviction import free_words, is_under_pressure, pressure_words
 from minitui.viewmodel.limits import Limit, OtherPrograms, limits
 from minitui.viewmodel.model import View
 from minitui.viewmodel.tree import TreeRow, quoted
@@ -27,7 +28,7 @@ def summary(view: View) -> list[str]:
     nodes = "; ".join(_node(node) for node in view.tree.evicted_next(live, view.decode))
     texts = [
         f"the cache saved {saved} {view.last_minute}{working}{share}{again}",
-        f"evicted next: {nodes or 'nothing, requests hold all cached texts'}",
+        f"evicted next: {nodes or 'nothing, requests hold all cached texts'} · {free_words(state)}",
     ]
     if is_under_pressure(state):
         blocks = pressure_words(state, view.tree.eviction(live), MOST_BLOCKS)
@@ -43,6 +44,7 @@ def summary_json(view: View) -> dict[str, Any]:
         "saved_prompt_tokens": view.saved_in_the_last_minute,
         "hit_rate": None if view.hit_rate is None else round(view.hit_rate, 4),
         "tokens_cached_after_preemption": view.resumed_in_the_last_minute,
+        "free_blocks_first": view.live.state.counts[FREE],
         "evicted_next": [{"node": node.node, "tokens": node.tokens, "name": _name(node)} for node in evicted],
         "limits": [_limit(one) for one in found if isinstance(one, Limit) or one.limit],
         "text": summary(view),

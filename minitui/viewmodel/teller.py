@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from engine.trace.records import Record
 from minitui.text import count, duration, ms
-from minitui.viewmodel.causes import explain, listed
+from minitui.viewmodel.causes import listed
 from minitui.viewmodel.cost_models import first_model
 from minitui.viewmodel.model import View
-from minitui.viewmodel.narrate import computed
+from minitui.viewmodel.narrate import computed, why_long
 from minitui.viewmodel.step_row import Chunk, StepRow
 from minitui.viewmodel.summary import summary
-from minitui.viewmodel.timing import took_words, why_slow
+from minitui.viewmodel.timing import took_words
 from minitui.visible import visible_line
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class Teller:
         records = reader.part(len(reader.keyframes) - 1).records
         planned = max((record[3] for record in records if record[2] == "step"), default=reader.last_step)
         for line in self._whole(reader):
-            line = replace(line, t=line.t - reader.begin_t)
+            line = replace(line, t=line.t - self.view.origin)
             if line.step > planned:  # the recording ended before this step began
                 line = replace(line, step=planned, place="after step")
             elif line.step <= reader.step_before:
@@ -226,11 +226,10 @@ class Teller:
             yield Line(row.ended or row.t, row.step, "step", step_text(row, view) + self.why(row))
 
     def why(self, row: StepRow | None) -> str:
-        """Returns " · expected 6.9 ms, +83.9: garbage collection 80.1" for a slow step, or for one that prompts made
-        long; else an empty string."""
-        model = self.view.models.of(row.step) if row is not None else None
-        found = explain(row, model) if row is not None and model is not None else None
-        return f" · {why_slow(row, model)}" if row is not None and found is not None and found.long else ""
+        """Returns " · expected 6.9 ms, +83.9: garbage collection 80.1" for a step that took long; else an empty
+        string."""
+        why = why_long(self.view, row) if row is not None else ""
+        return f" · {why}" if why else ""
 
     def _submit(self, record: Record) -> str:
         _, _, _, request, group, tokens, _ = record

@@ -174,6 +174,7 @@ class Updater:
         """Clear everything for a new engine."""
         self.forget()
         self.live, self._retry_at, self._first = False, math.inf, None
+        self.view.origin = 0.0  # a recording of the new engine begins another file
 
     def forget(self) -> None:
         """Drop the backlog. Records still in the source are kept."""

@@ -12,6 +12,8 @@ from engine.trace.state import State
 from minitui.dev.simulator import SMALL, Load, Stress
 from minitui.dev.simulator_app import StressApp
 from minitui.text import count
+from minitui.trace.bundled import find_trace
+from minitui.trace.reader import TraceReader
 from minitui.tui.screens.lecture import LectureScreen
 from minitui.tui.widgets.why import Why
 from minitui.viewmodel.model import View
@@ -254,3 +256,12 @@ async def test_while_the_engine_runs_the_sentence_is_of_the_last_step_that_did_m
         newest = next(at for at in range(app.view.steps.last, -1, -1) if notable(app.view, at))
         assert step == newest
         assert "steps ago" in title or "now" in title
+
+
+def test_a_step_that_took_long_has_its_reason_in_the_lecture() -> None:
+    reader, view = TraceReader(find_trace("small-pool")), View()
+    view.reset(reader.part(0).snapshot)
+    view.fold(list(reader.records()))
+    told = narrate(view, 64)
+    assert re.search(r"decode one token each\. It took 19\.7 ms \(expected 11\.\d ms, \+8\.\d+: device .*\)\.$", told)
+    assert "took" not in narrate(view, 63), "it took the usual time"

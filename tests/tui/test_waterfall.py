@@ -299,3 +299,19 @@ async def test_enter_opens_the_step_and_up_and_down_choose_a_request() -> None:
             await pilot.press("up")
         assert app.view.selection.id == panel.lanes[0].id
         assert panel.text.count(f"r{panel.lanes[0].id} ") >= 1
+
+
+def test_a_single_row_of_a_request_has_the_number_of_all_in_the_title() -> None:
+    reader, view, panel = TraceReader(find_trace("small-pool")), View(), Waterfall()
+    view.reset(reader.part(0).snapshot)
+    records = list(reader.records())
+    end = next(i for i, record in enumerate(records) if record[2] == "time" and record[3] == 120)
+    view.fold(records[: end + 1])
+    view.frame(0.0)
+    alone = set()
+    for height in range(11, 30):
+        picture = panel.picture(view, 76, height)
+        alone.add(len(panel.lanes) == 1)
+        assert bool(re.search(r"Waterfall · 1 of \d requests", picture.title)) == (len(panel.lanes) == 1), height
+        assert picture.brief == "Waterfall"
+    assert alone == {True, False}

@@ -42,7 +42,7 @@ from minitui.tui.widgets.tree import TALL, RadixTree
 from minitui.tui.widgets.vitals import Vitals, vitals
 from minitui.tui.widgets.waterfall import Waterfall
 from minitui.viewmodel.board import Candidate, Candidates, KeyRead, Pieces
-from minitui.viewmodel.eviction import EvictionOrder, is_under_pressure, pressure_words
+from minitui.viewmodel.eviction import EvictionOrder, free_words, is_under_pressure, pressure_words
 from minitui.viewmodel.lane import DECODING, FINISHED, NOTHING, PREEMPTED, PREFILLING, QUEUED
 from minitui.viewmodel.model import View
 from minitui.viewmodel.story import tell
@@ -418,7 +418,8 @@ def test_44_000_blocks_2_000_nodes_and_256_requests_are_shown_truly():
         assert inside.count(glyphs.index(rows[head + y][x])) == max(map(inside.count, range(4)))
     tree = body(RadixTree(), view, 110, 30)
     hidden = int(re.search(r"\+([\d,]+) nodes", tree[-1]).group(1).replace(",", ""))
-    assert hidden + tree.index("evicted next".ljust(110)) - 1 == len(stress.cache.tree.nodes) - 1
+    below = f"evicted next · {free_words(view.shown.state)}"
+    assert hidden + tree.index(below.ljust(110)) - 1 == len(stress.cache.tree.nodes) - 1
     evictable = int(re.search(r"([\d,]+) tokens evictable", tree[-1]).group(1).replace(",", ""))
     assert evictable == allocator.num_cached * 16
 
@@ -690,7 +691,7 @@ def test_the_nodes_and_blocks_that_go_next_are_in_sight_at_each_size(width, heig
         rows = [row.rstrip() for row in body(RadixTree(), view, width, height)]
         texts = [view.tree.text(state, node, view.decode)[1].lstrip("…")[:3] for node in order.nodes[:4]]
         if height >= TALL and texts:
-            below = rows[rows.index("evicted next") + 1 :]
+            below = rows[rows.index(f"evicted next · {free_words(state)}") + 1 :]
             assert all(below[i].endswith(f" {i + 1}") and text in below[i] for i, text in enumerate(texts))
         else:
             said = " ".join(rows)
@@ -700,7 +701,10 @@ def test_the_nodes_and_blocks_that_go_next_are_in_sight_at_each_size(width, heig
         words = [found[1] for row in rows if (found := re.search("next(?: blocks)?: (.*)", row))]
         assert bool(words) == is_under_pressure(state)
         if words:
-            assert words[0] in {pressure_words(state, order, n) for n in range(1, width // 5 + 1)}
+            sizes = range(1, width // 5 + 1)
+            assert words[0] in {pressure_words(state, order, n, brief) for n in sizes for brief in (False, True)}
+        elif texts and height >= 8:
+            assert free_words(state) in " ".join(rows)
             pressed += 1
     assert most >= 3 and 0 < pressed < 300
 

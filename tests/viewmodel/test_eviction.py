@@ -13,7 +13,7 @@ from engine.trace.state import State
 from engine.trace.views import FREE
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
-from minitui.viewmodel.eviction import EvictionOrder, is_under_pressure, next_blocks, pressure_words
+from minitui.viewmodel.eviction import EvictionOrder, free_words, is_under_pressure, next_blocks, pressure_words
 from tests.engine.test_scheduler_simulation import Load
 
 
@@ -86,7 +86,13 @@ def test_a_pool_under_pressure_is_put_into_words() -> None:
             said.add((free > 0, cached > 0))
             assert ("free" in words) == (free > 0)
             assert ("of #1" in words) == (cached > 0 and free < 4)
-            assert ("preempt" in words) == (free + cached <= 4)
+            assert words.endswith("then a preemption")
+            assert (f", {free + cached - 4} more, then" in words) == (free + cached > 4)
+            brief = pressure_words(state, EvictionOrder(state), 4, brief=True)
+            assert ("preempt" in brief) == (free + cached <= 4)
+        assert free_words(state) == {0: "no block is free", 1: "1 block is free first"}.get(
+            state.counts[FREE], f"{state.counts[FREE]:,} blocks are free first"
+        )
     assert len(said) == 4
     empty = State(num_blocks=9, block_size=16, budget=1, max_num_seqs=1)
     empty.free = None  # as after a snapshot of an older version

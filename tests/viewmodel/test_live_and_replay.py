@@ -8,6 +8,7 @@ import pytest
 
 from engine.trace.state import State
 from minitui.dev.simulator import Load, Stress
+from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
 from minitui.trace.recorder import Recorder
 from minitui.viewmodel.cost_models import FIRST_FIT
@@ -65,3 +66,18 @@ def test_a_replay_explains_each_step_and_gap_as_the_live_run_did(load: Load, tmp
         assert [text for text in told if "expected" in text or "longest gap" in text][5:] == [
             text for text in lines if text in set(told) and ("expected" in text or "longest gap" in text)
         ][5:]
+
+
+def test_displayed_times_of_a_live_engine_begin_where_those_of_its_recording_do(tmp_path: Path) -> None:
+    reader, view = TraceReader(find_trace("small-pool")), View()
+    records = [(seq, t + 20.2, *rest) for seq, t, *rest in reader.records()]  # the first question came after 20.2 s
+    snapshot = reader.part(0).snapshot | {"t": 0.0}
+    recorder = Recorder(tmp_path / "live.trace")
+    recorder.begin(reader.info, snapshot)
+    recorder.feed(records)
+    recorder.close()
+    view.reset(snapshot)
+    view.fold(records)
+    assert view.origin == pytest.approx(TraceReader(tmp_path / "live.trace").begin_t, abs=1e-5) and view.origin > 20
+    view.reset(snapshot | {"t": 50.0})  # after a gap, the recording continues
+    assert view.origin == records[0][1]

@@ -426,7 +426,7 @@ def test_events_keep_each_decision_with_its_reason():
             assert event.kind == ("hit" if record[4] else "miss")
             assert (f"takes {record[4]:,} of" in words) == (record[4] > 0)
         elif record[2] == "evict":
-            assert record[5] in words and words.startswith(f"{record[4]} block")
+            assert f" · {record[4]} block" in words and record[5] in words, "the victim comes first"
         elif record[2] == "finish":
             assert f"finished ({record[4]}) after {record[5]:,} token" in words
     newest = view.events.tail(5, view.live.state.seq, lambda event: event.kind == "evict", skip=2)

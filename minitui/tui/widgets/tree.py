@@ -19,12 +19,13 @@ from minitui.text import count, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected, typed
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, fitting, legend, whole_words, wrapped
-from minitui.viewmodel.eviction import is_under_pressure, pressure_words
+from minitui.viewmodel.eviction import free_words, is_under_pressure, pressure_words
 from minitui.viewmodel.model import View
 from minitui.viewmodel.tree import TreeRow
 
 ROLE_STYLES = {"sys": "pool", "usr": "hit", "ast": "decode"}
 TALL = 16  # a panel with this many rows has a row for each of the nodes that are evicted next; a smaller one, one row
+LOW = 6  # a panel with so many rows has none for the number of free blocks
 LARGE = 30  # a panel with this many rows also has the whole text of the selected node
 WHOLE_TOKENS = 2_048  # the most tokens of this text
 COLUMNS = (("tokens", 7), ("users", 6), ("saved", 6), ("evict #", 8))
@@ -181,19 +182,23 @@ panel (z) also has the whole text of the selected node.""")
         rows: list[Runs] = []
         self.below = []
         if nodes and height >= TALL:
-            rows = [Row("evicted next", "dim").done(width), *(self._line(view, node, width, False) for node in nodes)]
+            head = Row(f"evicted next · {free_words(state)}", "dim")
+            rows = [head.done(width), *(self._line(view, node, width, False) for node in nodes)]
             self.below = [0, *(node.node for node in nodes)]
         elif nodes:
             roomy = width >= 64 and not any(node.name for node in nodes)
             in_a_row = min(2 if not roomy and height >= 10 else 4, len(nodes))
             rows = [self._next(nodes[i : i + in_a_row], in_a_row, width) for i in range(0, len(nodes), in_a_row)]
+            if height > LOW and not is_under_pressure(state):
+                rows.append(Row(free_words(state), "dim").done(width))
         if view.loaded and height > 4 and is_under_pressure(state):
             lead = "few free blocks · next blocks: " if width >= 60 else "next blocks: "
-            most, order = max(1, width // 5), view.tree.eviction(view.shown)
-            words = pressure_words(state, order, most)
-            while most > 1 and (beyond := len(lead) + len(words) - width) > 0:
-                most = max(1, most - max(1, beyond // 5))
-                words = pressure_words(state, order, most)
+            order = view.tree.eviction(view.shown)
+            sizes = ((n, brief) for brief in (False, True) for n in range(max(1, width // 5), 0, -1))
+            for n, brief in sizes:  # the longest text that fits
+                words = pressure_words(state, order, n, brief)
+                if len(lead) + len(words) <= width:
+                    break
             lead = fitting(width - len(words), lead, "next: ")
             rows.append(Row(lead, "waiting").add(words, "ink").done(width))
         return rows
@@ -204,13 +209,27 @@ panel (z) also has the whole text of the selected node.""")
         if nodes[0].rank > 1:
             row = Row().to(row.width)
         each = (width - row.width) // in_a_row
+        if any(node.name and len(f"{node.rank} node {node.node}  ") > each for node in nodes):
+            return self._numbers(nodes, width)
         for node in nodes:
             role = f"{node.role} " if node.role and each >= 16 else ""
             text = clean(node.text).lstrip(glyphs().dots)
             if node.name:
                 text = f"{count(node.tokens, 'token')} · {node.name}" if each >= 40 else node.name
+                text = whole_words(text, each - 3)  # no number is cut
             row.add(f"{node.rank} ", "hit").add(role, ROLE_STYLES.get(node.role, "dim"))
             row.add(fit(text, each - 3 - len(role), glyphs().dots) + " ", "dim")
+        return row.done(width)
+
+    def _numbers(self, nodes: list[TreeRow], width: int) -> Runs:
+        """Returns one row with the numbers of these nodes, which have no texts."""
+        told = [(f"{node.rank} ", f"node {node.node}") for node in nodes]
+        row = Row("evicted next ", "dim")
+        if row.width + sum(len(rank + name) + 2 for rank, name in told) > width + 2:
+            row = Row("next nodes ", "dim")
+            told = [("", f"{node.node}," if node is not nodes[-1] else f"{node.node}") for node in nodes]
+        for i, (rank, name) in enumerate(told):
+            row.add(" " * (1 + bool(rank)) if i else "").add(rank, "hit").add(name, "dim")
         return row.done(width)
 
     def _foot(self, view: View, hidden: int, evictable: int, width: int) -> Runs:

@@ -45,13 +45,14 @@ class Waterfall(AxisPanel):
     TITLE = "Waterfall"
     help_text = paragraphs("""\
 Time runs to the right; the scale is in milliseconds from the left edge. The time of the left edge is in seconds since
-the engine's start; in a recording, since its beginning, as in the bar at the bottom. The row of steps shows when the
-results of each step arrived on the host. The next rows show what the host did for which step, when the device computed,
-and what delayed the host. With overlap, the host plans and launches the next step while the device computes: then the
-device has no gaps, and the host waits. If the host never waits and the device has gaps, the host limits the speed. A
-line says which one limits: the device if the host waits for at least half of the time. If the host limits steps in
-whose time it launches prompts, and the device limits the others, there is a line for each, with its share of the time.
-If another program had the core of the engine, a line has its share of the time; host and device share the rest.
+the first record that the application knows; in a recording, since its beginning, as in the bar at the bottom. The row
+of steps shows when the results of each step arrived on the host. The next rows show what the host did for which step,
+when the device computed, and what delayed the host. With overlap, the host plans and launches the next step while the
+device computes: then the device has no gaps, and the host waits. If the host never waits and the device has gaps, the
+host limits the speed. A line says which one limits: the device if the host waits for at least half of the time. If the
+host limits steps in whose time it launches prompts, and the device limits the others, there is a line for each, with
+its share of the time. If another program had the core of the engine, a line has its share of the time; host and device
+share the rest.
 
 Parts of a step on the host: emit (output and commands between two steps), gate (a pause or slow motion), plan, launch,
 wait (for the device), commit. They add up to the time between two arrivals. "Not reported" is time for which the
@@ -140,7 +141,9 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         if last - first + 1 >= MOST_STEPS:
             note.append((f" · the last {MOST_STEPS} steps", "dim"))
         note.append((" · follows" if self.right is None else " · end: follow", "dim"))
-        return Picture(rows, title=self.TITLE, note=note, legend=request_legend())
+        hidden = len(self._alive) > len(self.lanes) == 1  # a single row has no line that counts the others
+        title = f"{self.TITLE} · 1 of {len(self._alive)} requests" if hidden else self.TITLE
+        return Picture(rows, title=title, brief=self.TITLE, note=note, legend=request_legend())
 
     def _look(self, view: View, line: Timeline, columns: int) -> None:
         """Choose the scale and the steps in sight."""
