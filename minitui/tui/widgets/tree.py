@@ -14,7 +14,7 @@ from typing import ClassVar
 from textual import events
 from textual.binding import Binding
 
-from engine.trace.views import NodeView
+from engine.trace.views import FREE, NodeView
 from minitui.text import count, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected, typed
@@ -194,7 +194,8 @@ panel (z) also has the whole text of the selected node.""")
         if view.loaded and height > 4 and is_under_pressure(state):
             lead = "few free blocks · next blocks: " if width >= 60 else "next blocks: "
             order = view.tree.eviction(view.shown)
-            sizes = ((n, brief) for brief in (False, True) for n in range(max(1, width // 5), 0, -1))
+            most, free = max(1, width // 5), state.counts[FREE]  # the whole text only if it names an evicted block
+            sizes = [*((n, False) for n in range(most, free, -1)), *((n, True) for n in range(most, 0, -1))]
             for n, brief in sizes:  # the longest text that fits
                 words = pressure_words(state, order, n, brief)
                 if len(lead) + len(words) <= width:
