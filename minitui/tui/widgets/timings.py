@@ -131,13 +131,13 @@ list is narrow, a time with a plus is an excess, as "launch +12.3", and one with
 
     def _small(self, view: View, kinds: list[Runs], more: list[Runs], width: int, height: int) -> Picture:
         """Returns the picture without the list of the slowest steps. What is least important is left out first: the
-        kinds without steps, the tracks, the first token and the rows after it, then the means of host and device."""
+        kinds without steps, the tracks, the first token, the rows after it, then the means of host and device."""
         t = view.timings
         limits = limit_rows(t.limits, width)
         if len(kinds) + 1 + len(more) + 2 + len(limits) > height:
             used = [getattr(t, name).steps for _, name, _ in KINDS]
             kinds = [kinds[0], *(row for row, steps in zip(kinds[1:], used, strict=True) if steps)]
-        more = more[: max(0, height - len(kinds) - 1 - len(limits) - 1)]
+        more = more[max(0, len(more) + len(kinds) + len(limits) + 2 - height) :]
         spare = height - len(kinds) - len(more) - len(limits)
         slowest = slowest_rows(view, width, max(1, spare if spare < 4 else spare - 2))
         self._slowest_rows = range(len(kinds), len(kinds) + len(slowest))
