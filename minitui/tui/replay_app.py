@@ -64,8 +64,9 @@ This is a recording. These keys move its playhead.
   { }            the previous or next bookmark; the first hit, eviction, preemption and failure have bookmarks
   m              bookmark this step; the bookmark is saved in the file
 
-The bar at the bottom is the only clock: it says whether the recording plays, and which moment of it all panels show. A
-click on its line goes there; a triangle is a bookmark.
+The bar at the bottom is the only clock: it says whether the recording plays, and which moment of it all panels show.
+While it plays, a panel is drawn again a few times a second, so it may be some steps behind the bar. A click on the
+line of the bar goes there; a triangle is a bookmark.
 Its seconds are those of the recorded engine since the beginning of the recording, and its step is the last one that has
 ended. A pause or slow motion of the recorded engine is shown at the top, after the word "recorded".
 """

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 
 from engine.trace.records import CLEARED
@@ -84,10 +85,13 @@ def _evictions(events: list[Event]) -> list[str]:
         sentences.append(f"The cache was cleared: {count(cleared, 'block')} left the tree.")
     total = sum(event.record[4] for event in evictions) - cleared
     if total:
-        reasons = list(dict.fromkeys(event.record[5] for event in evictions if event.record[5] != CLEARED))
-        more = f" and {len(reasons) - NAMED} more" if len(reasons) > NAMED else ""
+        blocks: Counter[str] = Counter()
+        for event in evictions:
+            blocks[event.record[5]] += event.record[4] * (event.record[5] != CLEARED)
+        reasons = [reason for reason, n in blocks.most_common() if n]  # of most blocks first
+        others = [count(len(reasons) - NAMED, "other request")] if len(reasons) > NAMED else []
         order = "is evicted, the least recently used" if total == 1 else "are evicted, least recently used first"
-        why = listed(reasons[:NAMED]) + more
+        why = listed([*reasons[:NAMED], *others])
         sentences.append(f"{count(total, 'block')} that no request held {order} ({why}).")
     return sentences
 

@@ -58,7 +58,7 @@ def _again(row: RequestFigures) -> str:
 
 def first_token_words(row: RequestFigures, reason: Reason | None = None) -> str:
     """Returns the wait for the first token: "21.1 ms = queue 1.18 + prefill 19.9", or "1,204 ms so far"; and, beside
-    it, the time in the queue while the engine was paused. `reason`: adds what took the time."""
+    it, the time in the queue while the engine was paused, which does not count. `reason`: adds what took the time."""
     paused = paused_words(row.paused_ms)
     if row.first_ms is None:
         so_far = f"{ms(row.first_so_far_ms or 0.0)} ms so far"
@@ -69,6 +69,8 @@ def first_token_words(row: RequestFigures, reason: Reason | None = None) -> str:
     if reason is not None:  # the queue's time is in the sum already
         why = f": {replace(reason, causes=tuple(cause for cause in reason.causes if cause.key != 'queue'))}"
     parts = f"queue {ms(row.queue_ms or 0.0)} + prefill {ms(row.prefill_ms or 0.0)}"
+    if paused:
+        paused = f" (not counted:{paused.removeprefix(' and')})"
     return f"{ms(row.first_ms)} ms = {parts}{paused}{why}"
 
 

@@ -164,7 +164,10 @@ def why_briefly(row: StepRow, model: CostModel | None) -> str:
     if (beside := explanation.beside) is not None and beside.ms > WORTH * explanation.expected:
         parts.append((beside.ms, f"{'before' if beside.ahead else 'with'} prompts {ms(beside.ms)}"))
     told = [text for _, text in sorted(parts, reverse=True)]
-    return ", ".join(told if excess else [*told, f"expected {ms(explanation.expected)} ms"])
+    expected = f"expected {ms(explanation.expected)} ms"
+    if not excess:  # all parts are in the expected time
+        return f"{expected}: {', '.join(told)}" if told else expected
+    return ", ".join(told)
 
 
 def usual_words(row: StepRow, model: CostModel | None) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from engine.trace.state import State
 from minitui.export.markdown import _shortened
+from minitui.text import ms
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
 from minitui.tui.widgets.requests import RequestTable
@@ -16,7 +17,12 @@ from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.vitals import vitals
 from minitui.viewmodel.events import Event, describe
 from minitui.viewmodel.model import View
+from minitui.viewmodel.narrate import narrate
+from minitui.viewmodel.recorded import recorded_view
+from minitui.viewmodel.request_words import first_token_words
+from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.summary import summary
+from minitui.viewmodel.timing import why_briefly
 
 
 def folded(until: float) -> View:
@@ -60,3 +66,34 @@ def test_a_shortened_replay_says_what_is_left_out(records: tuple[Any, ...], word
     state = State(9, 16, 64, 4)
     reader: Any = SimpleNamespace(part=lambda i: SimpleNamespace(state=state), records=lambda: records)
     assert _shortened(reader) == words
+
+
+def test_a_pause_is_not_counted_in_the_time_to_first_token() -> None:
+    view = folded(9.0)
+    words = first_token_words(Requests().of(view, view.lanes.lanes[1]))
+    assert words == "21.1 ms = queue 1.18 + prefill 19.9 (not counted: 37.5 ms while paused or slowed)"
+
+
+def test_a_wait_that_has_not_ended_is_so_far_also_beside_another_request() -> None:
+    reader = TraceReader(bundled()["vllm-8b"])
+    view = recorded_view(reader)
+    assert view.travel_to(2600)
+    view.frame(0.0)
+    waiting = next(lane for lane in view.lanes.lanes.values() if lane.id == 1302)
+    rows = Requests().figures(view)
+    other = next(row for row in rows if row.id == 1300)
+    waited = next(row for row in rows if row.id == waiting.id)
+    assert waited.first_ms is None
+    text = " ".join(plain(row) for row in RequestTable._first_token(view, other, waited, [waited.id], 200))
+    assert f"(longest: r1302 with {ms(waited.first_so_far_ms or 0.0)} ms so far)" in text
+
+
+def test_a_step_without_an_excess_has_its_parts_in_the_expected_time() -> None:
+    view = recorded_view(TraceReader(bundled()["vllm-8b"]))
+    row = view.steps.get(2700)
+    assert row is not None and why_briefly(row, view.models.of(2700)).startswith("expected 40.4 ms: before prompts")
+
+
+def test_the_request_with_most_evictions_comes_first() -> None:
+    told = narrate(recorded_view(TraceReader(bundled()["vllm-8b"])), 2700)
+    assert "86 blocks" in told and "(r1378 needs 82, r1364 needs 1, r1365 needs 1 and 2 other requests)" in told

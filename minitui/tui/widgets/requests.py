@@ -266,7 +266,8 @@ selection, Enter opens the timeline of the request with the longest gap.""")
         words = first_token_words(row, why_first(view, lane, row) if lane is not None else None)
         text = f"r{row.id}, the longest wait for a first token{as_long(len(waiting) - 1)}: {words}"
         if row.id not in waiting:
-            longest = f" (longest: r{waited.id} with {ms(waited.first_so_far_ms or 0.0)} ms)"
+            so_far = " so far" * (waited.first_ms is None)
+            longest = f" (longest: r{waited.id} with {ms(waited.first_so_far_ms or 0.0)} ms{so_far})"
             text = f"r{row.id}, its first token{longest}: {words}"
         return first_rows(text, "ink", width, FIRST, "enter: all")
 
