@@ -175,7 +175,7 @@ LESSON = Lesson(
             "Text becomes tokens",
             """
             A model computes with numbers. So a text is cut into pieces, the tokens. Each has a number, the token id.
-            All tokens of a model are its vocabulary. (PAUSED in the top line: this page needs no step.)
+            All tokens of a model are its vocabulary. (The engine is paused: it is not needed yet.)
 
             This tokenizer first cuts a text into words and signs. A space belongs to the word after it. Each word is
             then cut into bytes: a letter has one byte or more. Last, merge rules join neighbouring pieces. The rules
@@ -253,8 +253,8 @@ LESSON = Lesson(
 
             A token's query is compared with its own key and with the keys of all earlier tokens (in some layers of some
             models, only of near ones). The values are added up: the better a key fits the query, the more its value
-            counts. The sum changes the token's numbers for the next layer, and so its next key and value: they depend
-            only on this token and on earlier tokens.
+            counts. The sum changes the token's numbers. The next layer makes its key and value from these: they depend
+            on this token and on earlier ones.
 
             A layer does this several times side by side, in heads. Each query head has its own queries and sums. To
             save memory, several query heads share the keys and values of one KV head. The model of the lessons has 6

@@ -189,8 +189,8 @@ LESSON = Lesson(
             from the memory of the device.
 
             The recording has steps of {SMALL_MODEL.name} with graphs and one row. (A large screen also shows {MANY}
-            rows.) Without overlap, a step took {ms(OVERLAP_MS[2])} ms. From its first kernel to its last,
-            {ms(OVERLAP_MS[1])} ms, probably with a pause between two graphs.
+            rows.) Without overlap, a step took {ms(OVERLAP_MS[2])} ms: {ms(OVERLAP_MS[1])} ms from its first
+            kernel to its last. (It probably contains a pause.)
             """,
             panel="gpu",
             code="engine.core.engine:Engine.step",
@@ -237,13 +237,13 @@ LESSON = Lesson(
             This engine has three kinds of graphs (with speculation, four), and a graph for each of many sizes n:
 
               decode   computes one token for each of n requests
-              extend   computes n tokens of a few prompts, alone or with decodes
+              extend   computes prompts with n tokens in all, also beside decodes
               sample   chooses the next tokens of n requests, greedily or with noise
 
-            Steps with many tokens have no graph: their kernels take longer than the launches. When it starts, the
-            engine measures both to find the largest useful graph. Lengths and block tables change, so a graph reads
-            them from its buffers. By default, vLLM has whole graphs for decode steps, and graphs without attention for
-            steps with prompts.
+            Steps with many tokens have no graph: their kernels take longer than the launches. At its start, the engine
+            measures kernels and launches to find the largest useful graph. Lengths and block tables change, so a graph
+            reads them from its buffers. By default, vLLM has whole graphs for decode steps, and graphs without
+            attention for steps with prompts.
 
             With graphs, a decode step of a large model with a small batch takes little longer than reading all weights,
             and the keys and values of the batch. `minitui bench` prints how close this engine comes to this limit.

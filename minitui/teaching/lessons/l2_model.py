@@ -178,9 +178,8 @@ LESSON = Lesson(
             "The cost of reading weights",
             f"""
             To compute a token, the device reads nearly all weights once from its memory, and in attention the keys and
-            values of all earlier tokens (few here). Not all weights: of the embedding table, a token needs only its own
-            line (if the table is also the last matrix, the whole table); of experts, parts of a layer in some models,
-            a token needs only a few.
+            values of all earlier tokens (few here). Why nearly all: of the embedding table, a token needs only its own
+            line, if the last matrix is another one. And some models have experts: a token needs only a few.
 
             The {GPU.name} is a GPU. In our measurement, the {GPU.name} read {GPU.read_bytes_per_s / 1e12:.1f} TB in a
             second from its memory. {MODEL.name} (8B: about 8 billion weights) has {LAYERS} layers. For one token, the
@@ -231,7 +230,8 @@ LESSON = Lesson(
             f"""
             A step that computes a prompt reads each weight once, too. More prompt tokens add arithmetic, as more rows
             do. So on the {GPU.name}, {SIZES[-1]} prompt tokens cost little more than one. From some length on,
-            arithmetic takes most of the time. Then twice the length takes about twice the time, or more.
+            arithmetic takes most of the time. The longer the prompt then, the closer twice the length is to twice the
+            time. (With very long prompts it is more: attention.)
 
             This length depends on the device. If a device computes fewer operations while it reads a byte, arithmetic
             takes most of the time already with shorter prompts. The experiment measures this machine. Compare where the
@@ -248,13 +248,13 @@ LESSON = Lesson(
             guesses the next tokens of a reply (drafts). One step computes the last token and the drafts, and samples a
             token after each of them. Each draft is compared with the token sampled for its place. The drafts before the
             first difference are accepted. So, apart from rounding, the reply stays the same. vLLM and SGLang also check
-            drafts in one step. There, drafts can change a random choice, but by default each reply stays as likely
-            as without drafts.
+            drafts in one step. There, a random reply can become another one, but each possible reply is about as
+            likely as without.
 
             Here, drafts are copied from the text (prompt lookup). The engine takes the last three tokens, and searches
             the earlier text for the same three tokens. The tokens after them are the drafts. The panel shows a run
             without drafts, and below it a run with drafts. In each run, a chat asks the same question twice. A step
-            with drafts is longer. Times vary, steps do not.
+            with drafts is longer. Compare the steps: times vary.
             """,
             panel="runs",
             code="engine.core.speculation:PromptLookup",

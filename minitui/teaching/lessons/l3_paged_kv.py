@@ -147,9 +147,9 @@ LESSON = Lesson(
             The length of a reply is not known in advance. Each request could get one piece of memory, large enough for
             its longest possible reply. But most of it would stay empty. vLLM took an idea from operating systems: the
             memory is divided into blocks of equal size. A block has room for 16 tokens here and often in vLLM, for 1 by
-            default in SGLang (some kernels need more). When the last block of a request is full, the next
-            token needs another block: any free block of the pool. Only the empty end of a last block is wasted: here
-            at most 15 tokens. Larger blocks waste more, smaller ones need longer block tables.
+            default in SGLang. When the last block of a request is full, the next token needs another block: any free
+            block of the pool. Only the empty end of a last block is wasted: here at most 15 tokens. Larger blocks
+            waste more; of smaller blocks, a request has more to keep track of.
 
             The text of a request is divided into logical blocks: 0, 1, 2 … A block of the pool is a physical block. The
             block table of the request names the physical block of each logical block.
@@ -274,8 +274,8 @@ LESSON = Lesson(
 
             The price: all running requests together may need more blocks than the pool has. Then cached blocks are
             evicted, the least recently used first. If no cached block is left, a running request has to release its
-            blocks and to wait (L6 Scheduler). In the panel, “waste” counts empty places of last blocks (slots),
-            equal blocks (copies; none here: requests share them), and tokens computed again.
+            blocks and to wait (L6 Scheduler). In the panel, “waste” counts the empty places of last
+            blocks (slots), blocks with the same tokens as another one (copies: none here), and tokens computed again.
             """,
             panel="occupancy",
             code="engine.core.scheduler:Scheduler._obstacle",

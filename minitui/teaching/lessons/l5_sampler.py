@@ -97,7 +97,7 @@ LESSON = Lesson(
               3 penalties          lower the logits of tokens that have occurred
               4 temperature        divides the logits: below 1, likely tokens gain
               5 top_k              keeps the k likeliest tokens, and cuts the others
-              6 top_p              keeps the likeliest tokens until their sum reaches p
+              6 top_p              keeps the likeliest tokens that together reach p
               7 min_p              cuts tokens below p × the largest probability
               8 draw               draws one of the tokens that are left
 
@@ -184,8 +184,8 @@ LESSON = Lesson(
             "Repeating a reply",
             f"""
             To draw a token, this sampler adds a random number (noise) to each logit. The token with the largest sum is
-            the next token. The noise has the Gumbel distribution, for the following reason: then a token with a
-            probability of 30 % has the largest sum in 30 % of the draws, on average. This is proved.
+            the next token. The noise has the Gumbel distribution. It is proved that with this noise, a token with a
+            probability of 30 % has the largest sum in 30 % of the draws, on average.
 
             A request may have a seed: a number with which its reply can be repeated. The experiment samples a reply
             with seed {SEED} at temperature {HOT:g}: first alone, then beside three other requests. Both replies should

@@ -115,7 +115,7 @@ LESSON = Lesson(
 
             In other tokenizers, the text of a token can depend on the token before. Then this engine detokenizes the
             last token twice: first alone, then together with the new token. The second text usually begins with the
-            first one. What is longer is the text of the new token.
+            first one, and the rest of it is the text of the new token.
             """,
             code="engine.text.tokenizer:Tokenizer.detokenizer",
         ),

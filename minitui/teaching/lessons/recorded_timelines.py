@@ -37,7 +37,7 @@ async def eager_and_graphs(stage: Stage) -> Seen:
         + f"\n\nThe picture shows: the launches of the {kernels:.0f} kernels take nearly the whole eager step, and the "
         "device has pauses between the kernels. With graphs, the host mostly waits for the device. A step with graphs "
         f"takes even less than the {ms(busy)} ms of the eager kernels. Two reasons are probable: the profiler slowed "
-        "the kernels, and graphs have fewer, larger kernels.",
+        "the kernels, and the steps with graphs use kernels that do the work of several eager kernels.",
         min(range(3), key=lambda i: abs(expected[i] - eager.step_ms)),
     )  # fmt: skip
 
@@ -59,8 +59,8 @@ async def larger_model(stage: Stage) -> Seen:
         + "\n\nThe picture shows: with graphs, the kernels of the large model fill nearly the whole step. A graph "
         f"removes the pauses between kernels. But the kernels must still read all weights: with graphs, the large "
         f"model's device works {ms(device_ms(large.timeline(GRAPHS, 1)))} ms a step, instead of the "
-        f"{ms(large.kernels[1][1])} ms of its eager kernels. These have a larger share of the eager step than those of "
-        "the small model, so a graph saves a smaller share.",
+        f"{ms(large.kernels[1][1])} ms of its eager kernels. Kernels have a larger share of the large model's eager "
+        "step than of the small model's, so a graph saves a smaller share.",
         0 if factors > 1.25 else 2 if factors < 0.8 else 1,
     )  # fmt: skip
 
