@@ -10,7 +10,7 @@ from textual.app import App, ComposeResult
 from minitui.trace.bundled import bundled
 from minitui.tui.glyphs import use_ascii
 from minitui.tui.theme import THEMES
-from minitui.tui.widgets.lesson_panels import Runs
+from minitui.tui.widgets.lesson_runs import Runs, RunsInSteps
 from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.side_by_side import SideBySide
 from minitui.viewmodel.model import View
@@ -161,3 +161,22 @@ def test_a_lesson_shows_the_first_and_the_last_requests_and_what_the_colours_of_
     for height, known in ((11, False), (30, True)):  # a low panel leaves the row of steps out
         words = "".join(text for text, _ in Runs().picture(batching, 76, height).legend)
         assert ("step of decodes only" in words) is known
+
+
+def test_a_low_panel_of_a_lesson_has_the_runs_in_two_halves_with_all_requests_on_one_clock(batching: View) -> None:
+    panel = RunsInSteps()
+    rows = drawn(panel, batching, 96, 8)
+    half = len(rows[0]) // 2
+    halves = [[row[part] for row in rows] for part in (slice(half), slice(half + 1, None))]
+    for lines, name, steps in zip(halves, ("static", "continuous"), (21, 17), strict=True):
+        assert lines[0].strip().startswith(f"{name} · {steps} steps")
+        assert [line.split()[0] for line in lines[3:]] == [f"r{i}" for i in range(1, 6)]
+        ends = [line.index("■") for line in (half.strip() for half in lines[3:])]
+        each = round(1 / panel.scale.ms)
+        assert (max(ends) - 6) // each == steps, "both halves have the same scale"
+    panel.clicked(batching, 60, 4)
+    assert (panel.chosen, panel.cursor) == (1, None)
+    assert "more request" in "\n".join(drawn(RunsInSteps(), batching, 60, 8)), "halves of 28 cells would be too narrow"
+    drawn(panel, batching, 96, 24)
+    panel.clicked(batching, 60, 4)
+    assert panel.cursor is not None, "there is room for one run above the other"

@@ -6,13 +6,18 @@ from engine.trace.views import ACTIVE, CACHED, FREE, SHARED
 from minitui.chat.conversation import Session
 from minitui.teaching.contrasts import LENGTHS, PIECE, PIECES
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
-from minitui.teaching.lessons.side_by_side import most_running, side_by_side, with_pieces_and_blocks
+from minitui.teaching.lessons.side_by_side import (
+    most_running,
+    side_by_side,
+    step_of_last_first_token,
+    with_pieces_and_blocks,
+)
 from minitui.teaching.stage import Stage
 from minitui.viewmodel.comparison import Comparison
+from minitui.viewmodel.runs import Run
 
 PROMPT = 14  # tokens of both prompts of `two_tables`
 STATES = {FREE: "free", ACTIVE: "active", SHARED: "shared", CACHED: "cached"}
-SHOWN = ("steps", "first_p99")  # of two runs
 LISTED = 5  # steps in the table of `two_tables`
 
 
@@ -49,17 +54,18 @@ async def two_tables(stage: Stage) -> Seen:
 
 
 def _pieces_and_blocks(comparison: Comparison) -> str:
-    """Returns what both runs measured."""
-    at_once = [most_running(run.view) for run in comparison.runs]
-    figures = [run.figures for run in comparison.runs]
-    why = ""
-    if figures[0].steps == figures[1].steps:
-        why = " The steps are as many: in both, the longest reply began at once."
-    first, second = (run.figures.first_p99 or 0.0 for run in comparison.runs)
-    sooner = "So the slowest first token (p99) came sooner (times vary)." if second < first else ""
-    return (
-        f"With pieces, at most {at_once[0]} requests ran at the same time; with blocks, {at_once[1]}. {sooner}{why}"
-    )
+    """Returns what both runs did, in steps: times vary."""
+    steps = [run.figures.steps for run in comparison.runs]
+    first = [step_of_last_first_token(run) for run in comparison.runs]
+    sooner = "With blocks, no request waited for a piece. " if first[1] < first[0] else ""
+    return sooner + ("The steps are as many: in both runs, the longest reply began at once." * (steps[0] == steps[1]))
+
+
+def _at_once(run: Run) -> list[tuple[str, int]]:
+    return [
+        ("requests at once, at most", most_running(run.view)),
+        ("step of last first token", step_of_last_first_token(run)),
+    ]
 
 
 async def _write(stage: Stage, steps: int) -> list[Session]:
@@ -165,12 +171,14 @@ LESSON = Lesson(
             tokens.) In the second run, a request takes another block of 16 tokens when its last block is full and
             another token comes. Each prompt has {PROMPT} tokens.
 
-            The panel shows the first run above the second. A column is the same time in both runs. Each line is a
-            request (a small screen shows some).
+            The panel shows both runs, the first run above or on the left. Each line is a request. A column is the same
+            number of steps in both runs.
             """,
-            panel="runs",
+            panel="runs-steps",
             code="engine.core.allocator:BlockAllocator",
-            run=side_by_side("allocation", with_pieces_and_blocks, told=_pieces_and_blocks, shown=SHOWN),
+            run=side_by_side(
+                "allocation", with_pieces_and_blocks, told=_pieces_and_blocks, shown=("steps",), counted=_at_once
+            ),
             predict=Prediction(
                 f"How many of the {len(LENGTHS)} requests run at the same time, at most?",
                 (

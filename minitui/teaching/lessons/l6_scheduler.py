@@ -199,8 +199,8 @@ LESSON = Lesson(
             "Static and continuous",
             """
             Eight replies of different lengths run in four rows: first in static batches, then with continuous batching.
-            Each run has an engine of its own. The panel shows the first run above the second. A column is the same time
-            in both runs. Each line is a request.
+            Each run has an engine of its own. The panel shows both runs, the static run above or on the left. Each line
+            is a request. A column is the same number of steps in both runs.
 
             In the static run, look for requests that wait although a row is empty. Compare the steps, the time of the
             run, and the times to the first token. (p99: 99 % of them are not longer.)
@@ -211,7 +211,7 @@ LESSON = Lesson(
             prompts together, before its decodes. The times are measured: other programs on this machine can change
             them.
             """,
-            panel="runs",
+            panel="runs-steps",
             run=side_by_side("batching", told=steps_and_time, shown=("steps", "time", "first_p99", "gap_longest")),
         ),
         Page(

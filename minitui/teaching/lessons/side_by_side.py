@@ -13,6 +13,7 @@ from minitui.text import duration
 from minitui.viewmodel.comparison import CLEAR, Comparison, Difference
 from minitui.viewmodel.comparison_words import key_of
 from minitui.viewmodel.model import View
+from minitui.viewmodel.runs import Run
 
 Answer = Callable[[Comparison], int]  # returns the index of the right choice
 TITLES = {"computed": "prompt tokens computed"}
@@ -21,12 +22,13 @@ SHOWN = ("steps", "time", "computed", "first_p99", "gap_longest", "accepted")
 
 def side_by_side(
     name: str, answer: Answer | None = None, told: Callable[[Comparison], str] | None = None,
-    shown: Sequence[str] = SHOWN,
+    shown: Sequence[str] = SHOWN, counted: Callable[[Run], Sequence[tuple[str, int]]] | None = None,
 ) -> Callable[[Stage], Awaitable[Seen]]:
     """Returns an experiment that runs a contrast.
 
     `answer` reads the right choice of the prediction from it. `told` returns what to say about it, in place of the
-    largest differences. `shown`: the names of the quantities in the table.
+    largest differences. `shown`: the names of the quantities in the table. `counted` returns more lines of the table:
+    their titles, and what was counted in a run.
     """
 
     async def run(stage: Stage) -> Seen:
@@ -38,6 +40,9 @@ def side_by_side(
             _line(one) for one in comparison.differences
             if one.quantity.name in shown or (told is None and f" {one.quantity.words} was" in sentence)
         ]  # fmt: skip
+        if counted is not None:
+            pairs = zip(*map(counted, comparison.runs), strict=True)
+            lines = [f" {title:<28}{one:>10}{other:>20}" for (title, one), (_, other) in pairs] + lines
         first, second = (run.name for run in comparison.runs)
         head = f" {'':<22}{first:>16}{second:>20}"
         return Seen(
@@ -88,6 +93,11 @@ def most_running(view: View) -> int:
     steps = view.steps
     rows = (steps.get(step) for step in range(max(0, steps.first), steps.last + 1))
     return max((row.decodes for row in rows if row is not None), default=0)
+
+
+def step_of_last_first_token(run: Run) -> int:
+    """Returns the step in which the last reply of a run began, counted from 1."""
+    return max(int(found.steps[0]) for found in run.arrivals.values() if len(found)) - run.first + 1
 
 
 def with_pieces_and_blocks(comparison: Comparison) -> int:

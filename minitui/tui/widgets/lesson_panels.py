@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from minitui.tui.widgets.attention import Attention, KeySlot
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.block_map import BlockMap
@@ -12,10 +10,10 @@ from minitui.tui.widgets.candidates import CandidateBars
 from minitui.tui.widgets.curves import CostCurves
 from minitui.tui.widgets.events import Events
 from minitui.tui.widgets.lanes import BatchLanes
+from minitui.tui.widgets.lesson_runs import Runs, RunsInSteps
 from minitui.tui.widgets.occupancy import Occupancy
 from minitui.tui.widgets.pieces import TextPieces
 from minitui.tui.widgets.recorded_runs import HostAndDevice
-from minitui.tui.widgets.side_by_side import SideBySide
 from minitui.tui.widgets.step_bar import StepBar
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.tree import RadixTree
@@ -27,29 +25,6 @@ class NumberedBlocks(BlockMap):
     """The block map with the number of each block, because the texts of lessons name blocks by their numbers."""
 
     NUMBERS = True
-
-
-class Runs(SideBySide):
-    """Two runs. The arrow keys turn pages here, so the panel does not name its keys."""
-
-    MORE = ""
-
-    def _shown(self, lanes: int, room: int) -> Sequence[int]:
-        """Returns the indices of the requests in sight: the first, the last and some between, because the last requests
-        are those that wait."""
-        if lanes <= room or room < 3:
-            return super()._shown(lanes, room)
-        return [round(i * (lanes - 1) / (room - 2)) for i in range(room - 1)]
-
-
-class RunsInSteps(Runs):
-    """Two runs, of which one has no times."""
-
-    TIMES = False
-
-    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
-        super().__init__(id=id, frame=frame)
-        self.unit = "steps"
 
 
 PANELS: dict[str, type[LinePanel]] = {

@@ -119,14 +119,18 @@ machine, times are not.""")
         room = height - len(rows) - len(feet)
         rows += [Row().done(width)] * room
         note: list[Run] = [(self._column_text(), "ink"), *self.own_key("[ ] zoom · k clock")]
+        return Picture(rows + feet, f"{self.TITLE} · {title}", note, self._signs(width, room, heads > 1))
+
+    def _signs(self, width: int, room: int, steps: bool) -> list[Run]:
+        """Returns the legend. `room`: empty rows below the picture; `steps`: the picture has the row of steps."""
         signs = request_legend(without="" if "preempted" in self._kinds else "preempted")
         for kind, words in SOMETIMES.items():
             if kind in self._kinds:
                 signs = [*legend((mark(kind, request=True), STYLES[kind], words)), ("  ", "dim"), *signs]
-        if heads > 1:
-            whole, short = ([*signs, ("  ", "dim"), *part] for part in (_step_legend(), _short_step_legend()))
-            signs = whole if room > LEGEND_ROWS or runs_width(whole) <= width - 2 else short
-        return Picture(rows + feet, title=f"{self.TITLE} · {title}", note=note, legend=signs)
+        if not steps:
+            return signs
+        whole, short = ([*signs, ("  ", "dim"), *part] for part in (_step_legend(), _short_step_legend()))
+        return whole if room > LEGEND_ROWS or runs_width(whole) <= width - 2 else short
 
     def compared(self, view: View) -> Comparison:
         """Returns the comparison of the view's runs, up to date."""
