@@ -74,10 +74,12 @@ def is_under_pressure(state: State) -> bool:
     return state.counts[FREE] <= max(PRESSURE_BLOCKS, int((state.num_blocks - 1) * PRESSURE_SHARE))
 
 
-def free_words(state: State) -> str:
-    """Returns which allocations come before the next eviction: "46,654 blocks are free first", "no block is free"."""
+def free_words(state: State, brief: bool = False) -> str:
+    """Returns when the next eviction comes: "after 46,654 free blocks are used", "no block is free"; if `brief`,
+    without the verb."""
     free = state.counts[FREE]
-    return f"{count(free, 'block')} {'is' if free == 1 else 'are'} free first" if free else "no block is free"
+    used = "" if brief else " is used" if free == 1 else " are used"
+    return f"after {count(free, 'free block')}{used}" if free else "no block is free"
 
 
 def pressure_words(state: State, order: EvictionOrder, most: int, brief: bool = False) -> str:

@@ -83,14 +83,16 @@ class Limit:
         """Returns "the device limits", or "the host limits steps launching prompts". Beside other programs: "the device
         limits the rest"."""
         of = (" the rest" + " of" * bool(self.which)) * worth_telling(self.others) + self.which
-        return f"host or device limits{of}? unknown" if self.by is None else f"the {self.by} limits{of}"
+        return f"unknown if host or device limits{of}" if self.by is None else f"the {self.by} limits{of}"
 
     def told(self, width: int = 1_000) -> Told:
         """Returns "the device limits", ": the host waits 86 % of the time · last 743 steps"; if narrow, less. For a
         part of the steps: "the host limits steps launching prompts", " (53, 29 % of the time): the host waits ..."."""
         rest, time = " the rest" * worth_telling(self.others), f"{100 * self.share:.0f} % of the time"
-        part = f"{rest}{' of' * bool(rest)} {time}" if self.which else rest
-        brief = f"host or device{part}? unknown" if self.by is None else f"{self.by} limits{part}"
+        if self.by is None:
+            brief = f"what limits {time if self.which else 'the rest' if rest else 'the speed'} is unknown"
+        else:
+            brief = f"{self.by} limits{rest}" + f"{' in' * bool(rest)} {time}" * bool(self.which)
         if self.waits is None:
             whole, short = ": the engine does not report its waits", ": no waits reported"
             return _fitting(width, [(self.what, whole), (self.what, short), (brief, short), (brief, "")])

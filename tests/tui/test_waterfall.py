@@ -121,7 +121,7 @@ def test_a_line_says_whether_the_host_or_the_device_limits(gpu: View) -> None:
     assert all(row in "\n".join(drawn(Waterfall(), gpu, 120)) for row in rows)
     assert limits(Steps(), -1) == []
     vllm = folded_view(TraceReader(find_trace("vllm-8b")))
-    assert "unknown: the engine does not report its waits" in "\n".join(drawn(Waterfall(), vllm, 80))
+    assert "host or device limits: the engine does not report its waits" in "\n".join(drawn(Waterfall(), vllm, 80))
 
 
 @pytest.mark.parametrize("name", ["small-pool", "vllm-8b", "h200-8b"])

@@ -90,8 +90,8 @@ def test_a_pool_under_pressure_is_put_into_words() -> None:
             assert (f", {free + cached - 4} more, then" in words) == (free + cached > 4)
             brief = pressure_words(state, EvictionOrder(state), 4, brief=True)
             assert ("preempt" in brief) == (free + cached <= 4)
-        assert free_words(state) == {0: "no block is free", 1: "1 block is free first"}.get(
-            state.counts[FREE], f"{state.counts[FREE]:,} blocks are free first"
+        assert free_words(state) == {0: "no block is free", 1: "after 1 free block is used"}.get(
+            state.counts[FREE], f"after {state.counts[FREE]:,} free blocks are used"
         )
     assert len(said) == 4
     empty = State(num_blocks=9, block_size=16, budget=1, max_num_seqs=1)

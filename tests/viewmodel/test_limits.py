@@ -11,7 +11,7 @@ from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.waterfall import Waterfall
-from minitui.viewmodel.limits import limits
+from minitui.viewmodel.limits import Limit, limits
 from minitui.viewmodel.model import View
 from minitui.viewmodel.story import tell
 from minitui.viewmodel.summary import summary, summary_json
@@ -58,7 +58,7 @@ def recorded(work: float, wait: float, delayed: float | None, read: Callable[[in
                          "the device limits the rest: the host waits 86 to 100 % of it"]),
         # a host that waits for 60 % of the time, of which others may have most
         (4.0, 6.0, 4.0, ["another program had the core for 40 % of the time",
-                         "host or device limits the rest? unknown: the host waits 33 to 100 % of it"]),
+                         "unknown if host or device limits the rest: the host waits 33 to 100 % of it"]),
         (9.0, 1.0, 4.0, ["another program had the core for 40 % of the time",
                          "the host limits the rest: the host waits 0 to 17 % of it"]),
         (0.0, 10.0, 7.0, ["other programs limit: they had the core for 70 % of the time",
@@ -123,3 +123,17 @@ def test_a_reading_of_the_delays_is_for_all_steps_since_the_one_before_and_none_
     assert any(known in row for row in drawn(StepTimings(), alone, 118, 30))
     told = [str(tell(third, "step", step).lines) for step in (1, 3)]
     assert "on the core not read in this step" in told[0] and "on the core 0.00 ms" in told[1]
+
+
+def test_a_narrow_line_is_a_sentence() -> None:
+    prompts, decodes = " steps launching prompts", " steps launching no prompts"
+    unknown, known = (0.3, 0.9), (0.8, 0.9)
+    for width, limit, words in (
+        (44, Limit("", 100, unknown, 0.3), "what limits the rest is unknown"),
+        (44, Limit(prompts, 100, unknown, 0.3, 53, 0.6), "what limits 60 % of the time is unknown"),
+        (62, Limit(prompts, 100, unknown, 0.0, 53, 0.6), "what limits 60 % of the time is unknown: prompts launched"),
+        (44, Limit(decodes, 100, known, 0.3, 53, 0.6), "device limits the rest in 60 % of the time"),
+        (44, Limit(decodes, 100, known, 0.0, 53, 0.6), "device limits 60 % of the time"),
+        (44, Limit("", 100), "what limits the speed is unknown"),
+    ):
+        assert "".join(limit.told(width)) == words

@@ -190,7 +190,8 @@ panel (z) also has the whole text of the selected node.""")
             in_a_row = min(2 if not roomy and height >= 10 else 4, len(nodes))
             rows = [self._next(nodes[i : i + in_a_row], in_a_row, width) for i in range(0, len(nodes), in_a_row)]
             if height > LOW and not is_under_pressure(state):
-                rows.append(Row(free_words(state), "dim").done(width))
+                texts = f"next eviction: {free_words(state)}", f"eviction {free_words(state, brief=True)}"
+                rows.append(Row(fitting(width, *texts), "dim").done(width))
         if view.loaded and height > 4 and is_under_pressure(state):
             lead = "few free blocks · next blocks: " if width >= 60 else "next blocks: "
             order = view.tree.eviction(view.shown)
