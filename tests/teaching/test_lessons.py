@@ -254,15 +254,26 @@ def test_the_prompts_of_the_two_allocations_have_the_length_that_is_told() -> No
 
 
 def test_a_step_of_many_rows_reads_their_keys_and_values_too(outcome: Callable[[int], Taught]) -> None:
-    """The time of 64 rows is in the table beside the time of one, and so is what their keys and values add to it."""
+    """The time of 64 rows is in the table beside the time of one, and so is what their keys and values add to it. The
+    next page adds up the same costs."""
     table = outcome(2).seen["A decode step of many rows"].text.split("\n")
     assert re.search(r"1 row +64 +128 +64 : 1$", table[0])
     large = next(line.split()[2:] for line in table if line.startswith("   H200 8B  "))
     one, many, _, factor = map(float, large)
     assert factor == pytest.approx(many / one, abs=0.01)
-    found = next(re.search(r"of 64 rows: ([\d.]+) GB, read in ([\d.]+) ms", line) for line in table if "of 64" in line)
-    assert found is not None and float(found[1]) == round(64 * 128 * 2 * 36 * 8 * 128 * 2 / 1e9, 1)
-    assert 0 < float(found[2]) < many - one
+    assert any(f"64 rows: {many - one:.2f} ms longer; " in line for line in table)
+    page = next(page for page in lesson(2).pages if page.title == "What a step must read and compute")
+    found = re.findall(r"^ +(\w.*?)((?: +\d+\.\d\d){4})$", page.text, re.M)
+    lines = {title: values.split() for title, values in found}
+    assert any(line.endswith(f"; keys and values: {lines['read keys and values of all rows'][1]} ms") for line in table)
+    texts = 64 * 128 * 2 * 36 * 8 * 128 * 2  # bytes: rows, tokens, keys and values, layers, heads, head size, bfloat16
+    speed = 15.1e9 / float(lines["read the weights: 15.1 GB, once"][1])  # bytes in a ms
+    assert float(lines["read keys and values of all rows"][1]) == pytest.approx(texts / speed, abs=0.01)
+    reading, text, compute, bound, measured = ([float(value) for value in values] for values in lines.values())
+    assert [max(a + b, c) for a, b, c in zip(reading, text, compute, strict=True)] == pytest.approx(bound, abs=0.015)
+    assert all(a < b for a, b in zip(bound, measured, strict=True)) and measured[:2] == [one, many]
+    at = next(int(found) for found in re.findall(r"So at\s+(\d+) rows", page.text))
+    assert compute[-1] / 256 * at == pytest.approx(reading[0], rel=0.01), "arithmetic takes as long as reading there"
 
 
 def test_each_penalty_changes_the_probabilities_by_its_own_rule(outcome: Callable[[int], Taught]) -> None:

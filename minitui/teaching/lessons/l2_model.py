@@ -10,17 +10,24 @@ from typing import Any
 
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.lessons.side_by_side import side_by_side
-from minitui.teaching.lessons.step_costs import MANY, SIZES, prompt_tokens, rows
-from minitui.teaching.recorded_steps import BYTES, recorded_device
+from minitui.teaching.lessons.step_costs import (
+    GPU,
+    MANY,
+    MODEL,
+    MODEL_READS,
+    SIZES,
+    costs_table,
+    equal_context,
+    prompt_tokens,
+    rows,
+)
+from minitui.teaching.recorded_steps import BYTES
 from minitui.teaching.stage import Stage
 from minitui.text import ms
+from minitui.viewmodel.comparison import Comparison
 
 PARTS = {"embeddings": ("embed_tokens", "lm_head"), "attention": ("self_attn",), "MLP": ("mlp",), "norms": ("norm",)}
 
-GPU = recorded_device()
-MODEL = GPU.models["8B"]
-LOOKED_UP = 151_936 * 4_096  # parameters of the model's embedding table: a token reads one line of it
-MODEL_READS = MODEL.weights_gb * 1e9 - LOOKED_UP * BYTES["bfloat16"]  # bytes, for a single token
 LAYERS = 36  # of the model
 STEP_MS = (0.1, 4, 300)  # the choices of the prediction on a step with a single token
 HOST_GB = 50  # read in a second over a PCIe bus
@@ -109,6 +116,12 @@ def _decodes(stage: Stage) -> str:
     return f"about {prefill / decode:.0f}, and each of them computes only one token"
 
 
+def _with_drafts(comparison: Comparison) -> str:
+    """Returns what both runs did, in steps: times vary."""
+    before, now = (run.figures for run in comparison.runs)
+    return f"With drafts, the run had {now.steps} steps instead of {before.steps}."
+
+
 LESSON = Lesson(
     2,
     "Model and weights",
@@ -177,14 +190,14 @@ LESSON = Lesson(
         Page(
             "The cost of reading weights",
             f"""
-            To compute a token, the device reads nearly all weights once from its memory, and in attention the keys and
-            values of all earlier tokens (few here). Why nearly all: of the embedding table, a token needs only its own
-            line, if the last matrix is another one. And some models have experts: a token needs only a few.
+            To compute a token, the device reads weights from its memory: all matrices of all layers and the last
+            matrix, once. (In a model with experts, a token needs only some of the matrices.) Attention also reads the
+            keys and values of all earlier tokens (few here).
 
             The {GPU.name} is a GPU. In our measurement, the {GPU.name} read {GPU.read_bytes_per_s / 1e12:.1f} TB in a
             second from its memory. {MODEL.name} (8B: about 8 billion weights) has {LAYERS} layers. For one token, the
-            model needs {MODEL_READS / 1e9:.1f} GB of weights. (In the panel, p50 is the median. p99:
-            of 100 steps, 99 are not longer.)
+            model needs {MODEL_READS / 1e9:.1f} GB of weights: all but the embedding table, of which it needs one line.
+            (In the panel, p50 is the median. p99: of 100 steps, 99 are not longer.)
             """,
             panel="timings",
             run=single,
@@ -202,16 +215,17 @@ LESSON = Lesson(
         Page(
             "A decode step of many rows",
             f"""
-            A decode step computes one token for each row; attention reads the keys and values of each row's text. The
-            experiment measures {SIZES[0]} to {SIZES[-1]} rows here. The panel also has the {GPU.name}, on a logarithmic
-            scale: equal distances, equal factors.
+            A decode step computes one token for each row. It reads the weights once for all rows. It also reads the
+            keys and values of each row's own text: {MODEL.kv_bytes_per_token / 1e6:.2f} MB for each token of the text.
 
-            In our measurement, the {GPU.name} computed {GPU.operations_per_s / 1e12:.0f} trillion bfloat16 operations
-            in a second: {GPU.operations_per_byte:.0f} operations while it reads one byte. In
-            bfloat16 (bf16), a weight has 2 bytes. Each row needs 2 operations a weight: a product and a sum.
+            Each row needs two operations for each weight: a product and a sum. A weight in bfloat16 (bf16) has 2 bytes.
+            In our measurement, the {GPU.name} computed {GPU.operations_per_byte:.0f} such operations in the time of
+            reading one byte ({GPU.operations_per_s / 1e12:.0f} trillion in a second).
+
+            The experiment measures {SIZES[0]} to {SIZES[-1]} rows here. The panel also has the {GPU.name}, on a
+            logarithmic scale: equal distances, equal factors.
             """,
             panel="costs",
-            code="minitui.teaching.lessons.step_costs:rows",
             run=rows,
             predict=Prediction(
                 f"Qwen3-8B runs on the {GPU.name}; each row has a text of 128 tokens. Compared with one row, a step of "
@@ -224,6 +238,24 @@ LESSON = Lesson(
                     "",
                 ),
             ),
+        ),
+        Page(
+            "What a step must read and compute",
+            f"""
+            Decode steps of {MODEL.name} on the {GPU.name}; each row has a text of {MODEL.context} tokens:
+
+              {costs_table(" " * 14)}
+
+            A device can read and compute at the same time. So a step takes at least as long as the longer of the two.
+            This bound is the roofline. {MANY} rows read the weights only once, so they take only
+            {MODEL.decode[MANY] / MODEL.decode[1]:.2f} times as long as one row. Each row needs one operation for each
+            byte of weights, and the {GPU.name} computes {GPU.operations_per_byte:.0f} while it reads a byte. So at
+            {GPU.operations_per_byte:.0f} rows, arithmetic takes as long as reading the weights. With many more rows,
+            twice the rows double the bound.
+
+            A measured step is longer: reading and arithmetic overlap only in part. Long texts add reading:
+            for {MANY} texts of {equal_context(MANY):,} tokens, as much as the weights.
+            """,
         ),
         Page(
             "A prompt of many tokens",
@@ -252,13 +284,13 @@ LESSON = Lesson(
             likely as without.
 
             Here, drafts are copied from the text (prompt lookup). The engine takes the last three tokens, and searches
-            the earlier text for the same three tokens. The tokens after them are the drafts. The panel shows a run
-            without drafts, and below it a run with drafts. In each run, a chat asks the same question twice. A step
-            with drafts is longer. Compare the steps: times vary.
+            the earlier text for the same three tokens. The tokens after them are the drafts. In each run, a
+            chat asks the same question twice. The panel shows a run without drafts, and below it a run with drafts. It
+            counts steps, not time: a step with drafts may take longer.
             """,
-            panel="runs",
+            panel="runs-steps",
             code="engine.core.speculation:PromptLookup",
-            run=side_by_side("speculation"),
+            run=side_by_side("speculation", told=_with_drafts, shown=("steps", "replies", "drafted", "accepted")),
         ),
         Page(
             "Positions and heads",

@@ -7,23 +7,74 @@ from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
 from statistics import median
+from typing import NamedTuple
 
 from engine.params import SamplingParams
 from minitui.sources.base import Stream
 from minitui.teaching.lessons.page import Seen
-from minitui.teaching.recorded_steps import RecordedModel, recorded_device
+from minitui.teaching.recorded_steps import BYTES, RecordedModel, recorded_device
 from minitui.teaching.stage import Stage
-from minitui.text import ms
+from minitui.text import count, ms
 from minitui.viewmodel.board import Curve, Curves
 from minitui.viewmodel.model import StepRow
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 PROMPT = 4  # tokens of a prompt whose reply is decoded
 TOKENS = 8  # of each of these replies
-REPEATS = 3  # prompts of each size
+REPEATS = 3  # measurements of each size
 MANY = 64  # rows of the prediction
 LONGER = (512, 1024)  # tokens of prompts that only the recorded device computes
 HERE = "here"
+GPU = recorded_device()
+MODEL = GPU.models["8B"]
+LOOKED_UP = 151_936 * 4_096  # parameters of the model's embedding table: a token reads one line of it
+MODEL_READS = MODEL.weights_gb * 1e9 - LOOKED_UP * BYTES["bfloat16"]  # bytes of weights, for a step
+TOLD = (1, MANY, SIZES[-1], 256)  # rows in the table of costs
+
+
+class Costs(NamedTuple):
+    """The costs of a decode step of the recorded model, in ms. All but `measured` are calculated from the speeds of the
+    device."""
+
+    weights: float  # read once for all rows
+    texts: float  # the keys and values of all rows, read
+    arithmetic: float  # two operations for each weight and row
+    measured: float
+
+    @property
+    def bound(self) -> float:
+        """The roofline: reading and arithmetic go on at the same time."""
+        return max(self.weights + self.texts, self.arithmetic)
+
+
+def costs(n: int) -> Costs:
+    """Returns the costs of a decode step with `n` rows."""
+    texts = n * MODEL.context * MODEL.kv_bytes_per_token
+    operations = 2 * n * MODEL_READS / BYTES["bfloat16"]
+    return Costs(
+        MODEL_READS / GPU.read_bytes_per_s * 1e3, texts / GPU.read_bytes_per_s * 1e3,
+        operations / GPU.operations_per_s * 1e3, MODEL.decode[n],
+    )  # fmt: skip
+
+
+def costs_table(indent: str) -> str:
+    """Returns the costs of steps with different numbers of rows, as lines of a page; all but the first are indented."""
+    found = [costs(n) for n in TOLD]
+    lines = [f"{'calculated ms of a step with':<34}" + "".join(f"{count(n, 'row'):>9}" for n in TOLD)]
+    for title, values in (
+        (f"read the weights: {MODEL_READS / 1e9:.1f} GB, once", [one.weights for one in found]),
+        ("read keys and values of all rows", [one.texts for one in found]),
+        ("arithmetic", [one.arithmetic for one in found]),
+        ("longer of reading and arithmetic", [one.bound for one in found]),
+        ("measured ms of the step", [one.measured for one in found]),
+    ):
+        lines.append(f"{title:<34}" + "".join(f"{value:>9.2f}" for value in values))
+    return f"\n{indent}".join(lines)
+
+
+def equal_context(n: int) -> int:
+    """Returns the tokens of each of `n` texts whose keys and values are together as large as the weights."""
+    return int(round(MODEL_READS / MODEL.kv_bytes_per_token / n, -2))
 
 
 async def rows(stage: Stage) -> Seen:
@@ -34,21 +85,19 @@ async def rows(stage: Stage) -> Seen:
     await _run(stage, [_prompt(stage, PROMPT, 0)], TOKENS)  # not measured: the first steps are slow
     for n in SIZES:
         _draw(stage, title, "rows", here, recorded)
-        done = await _run(stage, [_prompt(stage, PROMPT, 1 + n + i) for i in range(n)], TOKENS)
+        done = []
+        for again in range(REPEATS):
+            first = (1 + again) * 2 * SIZES[-1]  # the seed of a prompt that no other request has
+            done += await _run(stage, [_prompt(stage, PROMPT, first + n + i) for i in range(n)], TOKENS)
         here[n] = _median([row for row in done if not row.chunks and row.decodes == n])
         await stage.pause(0.6)
     _draw(stage, title, "rows", here, recorded)
     factor = _factor(recorded["8B"], MANY)
-    device = recorded_device()
-    model = device.models["8B"]
-    read = MANY * model.context * model.kv_bytes_per_token
-    table = _told(here, device.models, "decode", ("ms of a decode step", "1 row"), (1, MANY, SIZES[-1]), factor_of=MANY)
-    why = (
-        f"\n   {device.name} 8B, keys and values of {MANY} rows: {read / 1e9:.1f} GB, read in "
-        f"{ms(read / device.read_bytes_per_s * 1e3)} ms\n\nOn the {device.name}, arithmetic takes longer "
-        f"than reading the weights only from about {device.operations_per_byte:.0f} rows on. So one step with many "
-        f"rows takes much less time than many steps.{_uneven(here)}"
-    )
+    one, many = costs(1), costs(MANY)
+    table = _told(here, GPU.models, "decode", ("ms of a decode step", "1 row"), (1, MANY, SIZES[-1]), factor_of=MANY)
+    more = ms(many.measured - one.measured)
+    line = f"\n   {GPU.name} 8B, {MANY} rows: {more} ms longer; keys and values: {ms(many.texts)} ms"
+    why = f"{line}\n\nThe next page says where the time goes.{_here(here)}"
     return Seen(table + why, 2 if factor < 2 else 1 if factor < MANY / 2 else 0)
 
 
@@ -121,6 +170,13 @@ def _uneven(here: dict[int, float]) -> str:
     if all(here[few] <= here[many] for few, many in pairwise(SIZES)):
         return ""
     return " (Times vary: a larger step was measured shorter.)"
+
+
+def _here(here: dict[int, float]) -> str:
+    """Returns what is to be said about the curve of this machine."""
+    sooner = _factor(here, MANY) > _factor(GPU.models["8B"].decode, MANY)
+    early = " Here, the time rises with fewer rows: this machine computes fewer operations while it reads a byte."
+    return early * sooner + " (Times vary, and for other numbers of rows, other programs multiply the matrices.)"
 
 
 def _factor(points: dict[int, float], n: int) -> float:
