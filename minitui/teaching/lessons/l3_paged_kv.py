@@ -13,6 +13,7 @@ from minitui.teaching.lessons.side_by_side import (
     with_pieces_and_blocks,
 )
 from minitui.teaching.stage import Stage
+from minitui.text import listed
 from minitui.viewmodel.comparison import Comparison
 from minitui.viewmodel.runs import Run
 
@@ -91,8 +92,8 @@ async def cost(stage: Stage) -> Seen:
     )  # fmt: skip
     return Seen(
         "Bytes that are needed here:\n" + "\n".join(f"   {name:<36}{n:>12,}" for name, n in rows)
-        + "\n\nThe prompt of this chat is a system prompt (the next page explains the word), and the question “What is "
-        "the KV cache?”.",
+        + "\n\nThe prompt of this chat is a system prompt and the question “What is the KV cache?”. (A system prompt "
+        "is a text that an application puts at the beginning of each chat.)",
         {512: 0, 4096: 1}.get(token, 2),
     )
 
@@ -151,11 +152,11 @@ LESSON = Lesson(
             step would compute the whole text again.
 
             The length of a reply is not known in advance. Each request could get one piece of memory, large enough for
-            its longest possible reply. But most of it would stay empty. vLLM took an idea from operating systems: the
-            memory is divided into blocks of equal size. A block has room for 16 tokens here and often in vLLM, for 1 by
-            default in SGLang. When the last block of a request is full, the next token needs another block: any free
-            block of the pool. Only the empty end of a last block is wasted: here at most 15 tokens. Larger blocks
-            waste more; of smaller blocks, a request has more to keep track of.
+            its longest possible reply. But most replies are shorter: a large part of the piece would stay empty. vLLM
+            took an idea from operating systems: the memory (the pool) is divided into blocks of equal size. A block has
+            room for 16 tokens here and often in vLLM, for 1 by default in SGLang. When the last block of a request is
+            full, the next token needs another block: any free block of the pool. Only the empty end of a last block is
+            wasted: here at most 15 tokens. Larger blocks waste more. Smaller blocks are more blocks to keep track of.
 
             The text of a request is divided into logical blocks: 0, 1, 2 … A block of the pool is a physical block. The
             block table of the request names the physical block of each logical block.
@@ -165,11 +166,11 @@ LESSON = Lesson(
         Page(
             "One piece or blocks",
             f"""
-            {len(LENGTHS)} requests want replies of {min(LENGTHS)} to {max(LENGTHS)} tokens. The memory has room for
-            {PIECE * PIECES} tokens. In the first run, each request gets one piece for {PIECE} tokens, because its reply
-            might be long. (This engine always has blocks. For the first run, a block is as large as a piece: {PIECE}
-            tokens.) In the second run, a request takes another block of 16 tokens when its last block is full and
-            another token comes. Each prompt has {PROMPT} tokens.
+            {len(LENGTHS)} requests want replies of {listed(list(map(str, LENGTHS)))} tokens. Each prompt has {PROMPT}
+            tokens. The memory has room for {PIECE * PIECES} tokens. In the first run, each request gets one piece for
+            {PIECE} tokens, because its reply might be long. (This engine always has blocks: in the first run, a block
+            has {PIECE} tokens.) In the second run, a block has 16 tokens. A request takes another block only when a
+            token has no place in its last block.
 
             The panel shows both runs, the first run above or on the left. Each line is a request. A column is the same
             number of steps in both runs.
@@ -189,7 +190,8 @@ LESSON = Lesson(
                 (
                     "",
                     "two requests could use one piece. But a piece is reserved for one request.",
-                    "each request would take all its blocks at once. But it takes a block only when a token needs it.",
+                    f"the replies and prompts would need more than {PIECE * PIECES} places. But together, they have "
+                    f"{sum(LENGTHS) + len(LENGTHS) * PROMPT} tokens.",
                 ),
             ),
         ),
@@ -221,9 +223,9 @@ LESSON = Lesson(
         Page(
             "Two chats, one pool",
             f"""
-            Two chats get replies at the same time. They have no system prompt. (A system prompt is a text that an
-            application puts at the beginning of each chat.) Each prompt has {PROMPT} tokens. The first step of a chat
-            computes its prompt. Each later step computes one token: the token that the step before has sampled.
+            Two chats get replies at the same time. They have no system prompt. Each prompt has {PROMPT} tokens. The
+            first step of a chat computes its prompt. Each later step computes one token: the token that the step before
+            has sampled.
 
             The panel shows the block table of the first chat. The first line names the request and the chat. Below,
             each column is a logical block: 0, 1, 2 … The number under it is the physical block. The last block is not

@@ -168,9 +168,9 @@ LESSON = Lesson(
             numbers. A test fills free blocks with NaN and checks that no result changes. vLLM has a null block, too,
             and SGLang a slot for padding.
 
-            In a decode step, a request has one new token, but attention reads all keys and values of the request:
-            reading takes most of attention's time. In the prefill of a long prompt, many new tokens use each key that
-            is read: arithmetic takes most of the time. So this engine by default has one GPU kernel for decode and
+            In a decode step, a request has one new token, but attention reads all keys and values of the request: on a
+            GPU, reading takes most of attention's time. In the prefill of a long prompt, many new tokens use each key
+            that is read: arithmetic takes most of the time. So this engine by default has one GPU kernel for decode and
             another for prefill. vLLM can use one kernel for both: FlashAttention takes any number of queries for each
             request.
             """,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from engine.params import SamplingParams
-from minitui.teaching.lessons.bars import KEPT, SEED, SHARP, UNKNOWN, cuts, show_draw, temperatures
+from minitui.teaching.lessons.bars import KEPT, SEED, SHARP, UNKNOWN, cuts, show_draw, temperatures, text_of
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, TypeIn
 from minitui.teaching.lessons.penalties import compare_penalties
 from minitui.teaching.stage import Stage
@@ -13,45 +13,48 @@ from minitui.viewmodel.board import Candidate, Candidates
 
 QUESTION = "What is temperature?"
 HOT = 2.5  # the temperature of the replies with a seed
+REPLY, GIVEN = 9, 4  # tokens of such a reply, and of its beginning that becomes part of a prompt
 TIMES = 3  # in the prediction, one token is so many times as likely as another
 CLOSING = {"top_k": KEPT}
 MIN_P = 0.1  # of a closing question
 
 
-async def draw(stage: Stage, **params: Any) -> str:
-    """Asks QUESTION with these sampling parameters; returns the reply's text."""
+async def draw(stage: Stage, seed: int, given: Sequence[int] = ()) -> list[int]:
+    """Asks QUESTION; returns the reply's tokens. `given`: its first tokens, which are then part of the prompt."""
     assert stage.chats.codec is not None
     messages = [{"role": "system", "content": stage.system}, {"role": "user", "content": QUESTION}]
     ids = stage.chats.codec.apply_chat_template(messages, add_generation_prompt=True)
-    deltas = await stage.complete(ids, SamplingParams(**params))
-    return "".join(delta.text for delta in deltas)
+    params = SamplingParams(temperature=HOT, max_tokens=REPLY - len(given), ignore_eos=True, seed=seed)
+    return [token for delta in await stage.complete([*ids, *given], params) for token in delta.ids]
 
 
 async def same_seed(stage: Stage) -> Seen:
-    """Samples a reply with one seed, alone and in a batch, and then with other seeds."""
-    hot: dict[str, Any] = {"temperature": HOT, "max_tokens": 9, "ignore_eos": True}
-    alone = await draw(stage, **hot, seed=SEED)
+    """Samples a reply with one seed, alone and in a batch; its end once more, and then other seeds. The answer: the end
+    is as before (0), begins as the reply did (1), or neither (2)."""
+    alone = await draw(stage, SEED)
     crowd = [stage.chat(max_tokens=30, whole=True) for _ in range(3)]
     for session in crowd:
         await stage.ask(session, "What is top-k sampling?")
     await stage.step(2)
-    together = await draw(stage, **hot, seed=SEED)
-    replies = [(f"seed {SEED}, alone", alone), (f"seed {SEED}, with {len(crowd)} others", together)]
-    replies += [(f"seed {seed}", await draw(stage, **hot, seed=seed)) for seed in (SEED + 1, SEED + 2)]
-    lines = [f"   {name:<22}{_short(text)}" for name, text in replies]
+    together = await draw(stage, SEED)
+    end = await draw(stage, SEED, alone[:GIVEN])
+    replies = [("alone", alone), (f"with {len(crowd)} others", together), (f"from token {GIVEN + 1} on", end)]
+    replies += [(f"seed {seed}", await draw(stage, seed)) for seed in (SEED + 1, SEED + 2)]
+    lines = [f"   {name:<18}{_short(stage, tokens)}" for name, tokens in replies]
     if alone != together:
-        return Seen("\n".join(lines) + "\n\nThe two replies with one seed differ: the next page says why.")
+        return Seen("\n".join(lines) + "\n\nThe first two replies differ: the next page says why.")
     return Seen(
-        "\n".join(lines) + "\n\nBoth replies with the same seed are the same. The noise is computed from the seed, the "
-        "position in the text and the token's id. (If a request asks for several replies, the number of the reply is "
-        "used, too.) No other request can change these numbers.",
-        1,
-    )
+        f"With seed {SEED}, then with other seeds (“|” separates tokens):\n   {'temperature':<18}{HOT:g}\n"
+        + "\n".join(lines)
+        + "\nThe second reply is the first one: no other request can change the noise. The third is the end of the "
+        "first: the tokens had the same positions in the text, so they got the same noise.",
+        0 if end == alone[GIVEN:] else 1 if end == alone[:-GIVEN] else 2,
+    )  # fmt: skip
 
 
-def _short(text: str) -> str:
-    text = " ".join(text.split())
-    return repr(text if len(text) < 46 else text[:45] + "…")
+def _short(stage: Stage, tokens: list[int]) -> str:
+    text = "|".join(text_of(stage, token) for token in tokens).replace("\n", " ")
+    return text if len(text) < 39 else text[:38] + "…"
 
 
 async def close(stage: Stage) -> None:
@@ -89,8 +92,8 @@ LESSON = Lesson(
         Page(
             "The order of the stages",
             """
-            The model gives a logit for each token (L0 Tokens). The sampler chooses one token. In this engine, it does
-            this in 8 stages:
+            The model gives a logit for each token (L0 Tokens). In this engine, the sampler chooses one token in 8
+            stages:
 
               1 forbid and favour  forbids tokens; logit_bias adds a number to a logit
               2 min_tokens         forbids the end token below this length
@@ -112,7 +115,7 @@ LESSON = Lesson(
             f"""
             The bars show how likely each token is as the first token of a reply to “{UNKNOWN}”. The model has learned
             no reply to this prompt, so several first tokens are likely. Each picture is a request with another
-            temperature. The engine lists only the likeliest tokens: “<” marks a less likely token.
+            temperature.
 
             If the logits of two tokens differ by 1, one token is e = 2.7 times as likely as the other. If they differ
             by 2, it is e × e times as likely. Temperature {SHARP} divides each logit by {SHARP}: this doubles each
@@ -139,7 +142,8 @@ LESSON = Lesson(
             the same prompt at temperature 1. Each picture is a request with another setting. A token that was cut is
             crossed out. The last picture has no cut: logit_bias adds a number to the logit of one token.
 
-            Key i lets you type your own settings. Then the picture shows your settings.
+            Key i lets you type your own settings. Then the picture shows your settings. (“<” means: less likely than
+            this. The engine lists only the likeliest tokens.)
             """,
             panel="candidates",
             code="engine.worker.sampler:Sampler._truncate",
@@ -160,12 +164,12 @@ LESSON = Lesson(
             """
             A penalty lowers the logits of tokens that have occurred:
 
-              repetition_penalty  in prompt or reply: makes the logit lower by a factor
-              presence_penalty    in the reply: is subtracted from the logit once
-              frequency_penalty   in the reply: is subtracted once for each occurrence
+              repetition_penalty  (above 1) in prompt or reply: divides a logit above 0, multiplies one below 0
+              presence_penalty    (above 0) in the reply: is subtracted once
+              frequency_penalty   (above 0) in the reply: is subtracted for each time
 
-            Four requests, one without a penalty, may use only three words in their replies. All four replies begin
-            alike: the first word several times, the second word once, the third word not yet.
+            Four requests, one without a penalty, may use only three words. All replies begin alike: the first word
+            often, the second once, the third not yet.
             """,
             panel="words",
             code="engine.worker.sampler:Sampler._apply_penalties",
@@ -183,30 +187,30 @@ LESSON = Lesson(
         Page(
             "Repeating a reply",
             f"""
-            To draw a token, this sampler adds a random number (noise) to each logit. The token with the largest sum is
-            the next token. The noise has the Gumbel distribution. It is proved that with this noise, a token with a
-            probability of 30 % has the largest sum in 30 % of the draws, on average.
+            To draw a token, this sampler adds a random number (noise) to each logit, and takes the token with the
+            largest sum. With Gumbel noise, a token with a probability of 30 % has the largest sum in 30 % of the draws,
+            on average.
 
-            A request may have a seed: a number with which its reply can be repeated. The experiment samples a reply
-            with seed {SEED} at temperature {HOT:g}: first alone, then beside three other requests. Both replies should
-            be the same.
+            A request may have a seed, to repeat its reply. This engine computes the noise from the seed, the position
+            in the whole text, and each token's id.
+
+            The experiment samples a reply with seed {SEED}: alone, then beside three others. A third request has the
+            reply's first {GIVEN} tokens at the end of its prompt.
             """,
             panel="step",
             code="engine.kernels.noise:gumbel",
             run=same_seed,
             predict=Prediction(
-                "From which numbers can the engine compute the noise of a token?",
+                f"The third request has seed {SEED}, too. How does its reply begin?",
                 (
-                    "from the seed and the number of the engine's step",
-                    "from the seed, the position and the id of the token",
-                    "from the seed and the row of the request",
+                    f"with token {GIVEN + 1} of the first reply",
+                    "with token 1 of the first reply",
+                    "with some other token",
                 ),
                 (
-                    "the second reply would have got other noise, because it began in a later step. But both replies "
-                    "are the same.",
                     "",
-                    "the second reply would have got other noise: alone, the request had the first row; beside three "
-                    "others, it had the fourth. But both replies are the same.",
+                    "the noise would begin again with each reply. But the position counts the prompt, too.",
+                    "the noise would be new for each request. But seed, positions and ids are the same.",
                 ),
             ),
         ),

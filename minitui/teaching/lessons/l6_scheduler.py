@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 from minitui.chat.conversation import Session
 from minitui.teaching import contrasts
 from minitui.teaching.lessons.beside_vllm import same_load
@@ -10,7 +12,7 @@ from minitui.teaching.lessons.preemption import too_small
 from minitui.teaching.lessons.side_by_side import side_by_side, steps_and_time
 from minitui.teaching.scenarios import paste
 from minitui.teaching.stage import Stage
-from minitui.text import count
+from minitui.text import count, ms
 
 BLOCKS = 48  # of the pool
 LENGTHS = (5, 20, 25, 40, 30, 30)  # lengths of the replies in tokens
@@ -31,26 +33,29 @@ async def _writers(stage: Stage, tokens: int = 60) -> list[Session]:
 async def long_paste(stage: Stage) -> Seen:
     """Sends a long prompt while three requests decode."""
     await _writers(stage)
+    before = stage.state().step
     await stage.step(4, seconds=0.2)
     pasted = stage.chat("", "paste", max_tokens=5, whole=True)
     request = await stage.ask(pasted, paste(PASTED_LINES))
-    chunks: list[tuple[int, int, int]] = []
+    chunks: list[tuple[int, int, int, float]] = []
     while True:
         await stage.step(1, seconds=1.0)
         row = stage.last_row()
         mine = [n for id, _, n, _ in row.chunks if id == request]
         if not mine:
             break
-        chunks.append((row.step, row.decodes, mine[0]))
-    first, decodes, tokens = chunks[0]
+        chunks.append((row.step, row.decodes, mine[0], row.took_ms or 0.0))
+    first, decodes, tokens, _ = chunks[0]
     stage.view.select("step", first)
-    lines = [f"   {'step':<8}{'decoding requests':>18}{'prompt':>8}{'together':>10}"]
-    lines += [f"   {step:<8}{n:>18}{chunk:>8}{n + chunk:>10}" for step, n, chunk in chunks]
+    rows = [stage.view.steps.get(step) for step in range(before + 1, first)]
+    alone = median(row.took_ms or 0.0 for row in rows if row is not None)
+    lines = [f"   {'step':<8}{'decoding requests':>18}{'prompt':>8}{'together':>10}{'ms':>7}"]
+    lines += [f"   {f'{before + 1}-{first - 1}':<8}{decodes:>18}{0:>8}{decodes:>10}{ms(alone):>7}"]
+    lines += [f"   {step:<8}{n:>18}{chunk:>8}{n + chunk:>10}{ms(took):>7}" for step, n, chunk, took in chunks]
     return Seen(
-        "Tokens computed in the steps of the pasted prompt:\n" + "\n".join(lines) + "\n"
+        "Tokens and time of a step (first line: the median of the steps with decodes only):\n" + "\n".join(lines) + "\n"
         f"The step bar shows step {first} again: {decodes} + {tokens} tokens, the whole budget. Each decoding request "
-        "got a token in each of these steps. But it waited longer for the token: a step with a chunk takes longer than "
-        "a step with decodes only.",
+        "got a token in each step. But a step with a large chunk takes longer here, so the token came later.",
         PASTE_STEPS.index(len(chunks)) if len(chunks) in PASTE_STEPS else None,
     )
 
@@ -159,8 +164,8 @@ LESSON = Lesson(
             in chunks, in several steps. vLLM mixes prompts and decodes in a step, too. SGLang does this only with
             --enable-mixed-chunk.
 
-            The scheduler needs only the number of tokens of a reply. So it can plan a step before the tokens of the
-            step before are known (L1 Architecture). (With a grammar or with speculation, this engine needs the tokens.)
+            To plan, the scheduler needs only the number of a reply's tokens. So it can plan the next step while a step
+            still runs (L1 Architecture). (With a grammar or with speculation, this engine needs the tokens.)
             """,
             code="engine.core.scheduler:Scheduler.plan",
         ),
@@ -172,7 +177,8 @@ LESSON = Lesson(
             fills free rows before each step.
 
             This engine batches continuously, here with four rows. Four replies of {", ".join(map(str, LENGTHS[:4]))}
-            tokens start together. Two more replies of {LENGTHS[4]} tokens each wait. A reply of n tokens takes n steps.
+            tokens start together. Two more replies of {LENGTHS[4]} tokens each wait. A reply of n tokens takes n steps;
+            the first computes its prompt, too.
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._admit",
@@ -202,14 +208,14 @@ LESSON = Lesson(
             Each run has an engine of its own. The panel shows both runs, the static run above or on the left. Each line
             is a request. A column is the same number of steps in both runs.
 
-            In the static run, look for requests that wait although a row is empty. Compare the steps, the time of the
-            run, and the times to the first token. (p99: 99 % of them are not longer.)
+            Here, one reply of each static batch is long: the other three rows are soon empty. With replies of equal
+            length, static batching would need no more steps. But the lengths are not known in advance. In the static
+            run, look for requests that wait although a row is empty.
 
-            Fewer steps save time only if the steps do not become much longer. With continuous batching, they become
-            longer for two reasons. More rows are full, and a step with more rows takes longer: how much longer depends
-            on the device (L2 Model and weights). And prompts come between the decodes: a static batch computes its
-            prompts together, before its decodes. The times are measured: other programs on this machine can change
-            them.
+            Compare the steps, the time of the run, and the times to the first token. (p99: 99 % of them are not
+            longer.) Both runs compute the same tokens. With continuous batching, they are computed in fewer steps, so
+            an average step computes more tokens and takes longer. How much longer depends on the device (L2 Model and
+            weights). Times vary: other programs run on this machine, too.
             """,
             panel="runs-steps",
             run=side_by_side("batching", told=steps_and_time, shown=("steps", "time", "first_p99", "gap_longest")),
@@ -241,19 +247,18 @@ LESSON = Lesson(
             "In one step and in chunks",
             f"""
             Three requests decode, and a user pastes a long text. Its prompt has {contrasts.PASTED} tokens. The first
-            engine computes the whole prompt in one step. The second engine computes at most 64 tokens in a step. (The
-            line “prompt tokens computed” of the result counts the tokens of all four prompts.)
+            engine computes the whole prompt in one step. The second engine computes at most 64 tokens in a step.
 
-            Chunks have a price. Each chunk shares its step with the other requests, and reads the keys and values of
-            the earlier chunks again. So the first token of the pasted prompt usually comes later, and the run may take
-            longer. Compare two figures: the longest gap between two tokens, and the longest time to a first token
-            (first token p99).
+            Chunks have a price. Each chunk shares its step with the other requests. It also reads the weights again,
+            and the keys and values of the earlier chunks. So the first token of the pasted prompt usually comes later,
+            and the run may take longer. Compare two figures: the longest gap between two tokens, and the time to the
+            first token of the pasted prompt (first token p99).
 
             So a small budget is good for running replies, a large budget for new prompts. One way to choose: the
             largest budget whose steps are not longer than the longest gap that users accept.
             """,
             panel="runs",
-            run=side_by_side("chunked-prefill"),
+            run=side_by_side("chunked-prefill", shown=("time", "first_p99", "gap_longest")),
         ),
         Page(
             "Waiting, with a reason",
@@ -289,8 +294,7 @@ LESSON = Lesson(
             tokens. Soon a request needs a block, and no block is free or cached.
 
             So one of the three has to wait: it releases its row and its blocks. This is preemption. The other two may
-            overwrite the released blocks. The lost keys and values must be computed again later. The rule for the
-            choice must make sure that each request ends, even if new requests keep arriving.
+            overwrite the released blocks. Then the lost keys and values must be computed again later.
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._preempt",

@@ -44,7 +44,6 @@ async def compare_penalties(stage: Stage) -> Seen:
         tokens = tuple(Candidate(names[token], before[token], now[token]) for token in (often, once, never))
         stage.view.put(Candidates(name, tokens, so_far))
         await stage.pause(4)
-    in_prompt = [names[token] for token in names if token in ids]
     lines = [f"   {'':<24}" + "".join(f"{names[token]:>9}" for token in (often, once, never))]
     for name, now in shares.items():
         lines.append(f"   {name:<24}" + "".join(f"{now[token]:>9.1%}" for token in (often, once, never)))
@@ -55,7 +54,7 @@ async def compare_penalties(stage: Stage) -> Seen:
         f"“{names[never]}” is neither in the prompt nor in the replies: it got what the other words lost. "
         "presence_penalty lowered the two other words by the same factor: it does not count occurrences. "
         f"frequency_penalty lowered “{names[often]}” more: this word occurred {_times(times[often])}. "
-        f"repetition_penalty does not count, but it also lowers words of the prompt, here “{listed(in_prompt)}”.",
+        f"repetition_penalty changed each of the two logits once, too: it does not count either.",
         1 if min(grown) > 1.001 else 0 if max(grown) < 1.001 else 2,
     )
 

@@ -37,12 +37,12 @@ async def too_small(stage: Stage) -> Seen:
     size = stage.source.info["block_size"]
     return Seen(
         f"   step {event.step:<6}{reason}: r{victim} is preempted\n"
-        f"   {'':<11}it releases {blocks} blocks; {written // size} are full and stay cached\n"
+        f"   {'':<11}r{victim} releases {blocks} blocks; {written // size} are full and stay cached\n"
         f"   {'then':<11}other requests take some of the cached blocks\n"
         f"   step {resumed:<6}r{victim} resumes: {kept} of its {written} computed tokens are still cached\n"
         f"   {'':<11}the other {lost} are computed again, in {count(steps, 'step')}\n"
-        f"   {'':<11}token {written + 1} had been sampled but not computed: now it is\n"
-        "The tokens of the reply were kept, so it went on with its next token.",
+        f"   {'':<11}token {written + 1}, sampled before the preemption, is computed now\n"
+        "No token of the reply was lost: the reply continues with its next token.",
         ids.index(victim) if victim == max(ids) or victim == min(ids) else 1,
     )
 

@@ -73,7 +73,7 @@ def steps_and_time(comparison: Comparison) -> str:
     outcome = "less time" if faster else "more time" if slower else "about as much time"
     names = [run.name for run in comparison.runs]
     if each[1] > (1 + CLEAR) * each[0]:
-        why = " More rows in a step, and prompts between the decodes, can make steps longer."
+        why = " A step computed more tokens on average."
     elif each[1] < (1 - CLEAR) * each[0]:
         why = (
             " More rows cannot make a step shorter: the speed of this machine varied. Another run may have other "
