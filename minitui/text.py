@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MATCH_REASONS = {  # `stop` of a match record -> (text, explanation); {at} is the index of a token or of a step
-    "whole": ("all full blocks were cached", "the rest is the block with the last token"),
-    "differs": ("differs at token {at}", "no cached text has the same next tokens"),
-    "ends": ("nothing is cached after token {at}", "the cached text ends there (full blocks only)"),
+    "whole": ("all full blocks were cached", "the last block is always computed"),
+    "differs": ("differs at token {at}", "the cached texts have another token"),
+    "ends": ("the cached text ends at token {at}", "cached texts end with a full block"),
     "short": ("too short to share", "the prompt has at most one block"),
     "empty": ("the beginning is not cached", "no cached text has the same first token"),
     "evicted": ("the rest was evicted at step {at}", "the memory was needed for other tokens"),

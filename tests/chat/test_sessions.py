@@ -396,7 +396,7 @@ def test_a_cut_answer_names_the_limit_that_it_reached(full: bool, words: str) ->
     ("match", "words"),
     [
         ({"stop": "differs", "at": 37}, "differs at token 37"),
-        ({"stop": "ends", "at": 32}, "nothing is cached after token 32"),
+        ({"stop": "ends", "at": 32}, "the cached text ends at token 32"),
         ({"stop": "evicted", "at": 812}, "the rest was evicted at step 812"),
         ({"stop": "short", "at": 0}, "too short to share"),
         ({"stop": "empty", "at": 0}, "the beginning is not cached"),

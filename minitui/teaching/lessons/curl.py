@@ -52,13 +52,14 @@ async def request(stage: Stage) -> Seen:
     same = "the same text" if "".join(parts) == reply["message"]["content"] else "another text"
     rows = (
         ("steps of the stream", steps), ("lines with data:", len(events)), ("  of these with text", len(texts)),
-        ("    text of two tokens", joined), (f"  others: {', '.join(others)}", len(events) - len(texts)),
+        (f"    {quoted(HELD)} and the next token", joined),
+        (f"  others: {', '.join(others)}", len(events) - len(texts)),
     )  # fmt: skip
     return Seen(
-        "\n".join(f"   {name:<22}{n:>6}" for name, n in rows)
-        + "\n\nThe first response is one JSON object. The second is a stream of events. Each event has the text that "
-        f"is new. The text of {quoted(HELD)} came together with the text of the next token. (With a fast engine, "
-        f"one event can have the text of several tokens.) All pieces together make {same}.",
+        "\n".join(f"   {name:<38}{n:>4}" for name, n in rows)
+        + "\n\nThe first response is one JSON object. The second is a stream of events. "
+        f"{quoted(HELD)} may begin the stop string, so its text was sent with the text of the next token. (With a fast "
+        f"engine, one event can have the text of several tokens.) All pieces together make {same}.",
         0 if len(texts) == 1 else 1 if len(texts) == TOKENS else 2 if joined and events[-1] == "[DONE]" else None,
     )
 

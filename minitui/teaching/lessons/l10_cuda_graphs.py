@@ -6,10 +6,10 @@ from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.lessons.recorded_timelines import (
     EAGER,
     LARGE,
-    MANY,
     SMALL,
     eager_and_graphs,
     gain,
+    gain_choices,
     larger_model,
     launch_ms,
     overlap,
@@ -26,6 +26,8 @@ GPU = recorded_device()
 SMALL_MODEL, LARGE_MODEL = GPU.models[SMALL], GPU.models[LARGE]
 SMALL_LAUNCHES = launch_ms(SMALL_MODEL.timeline(EAGER, 1))  # of a step
 LAUNCH_US = SMALL_LAUNCHES / SMALL_MODEL.kernels[1][0] * 1e3  # of one kernel
+LARGE_LAUNCH_US = launch_ms(LARGE_MODEL.timeline(EAGER, 1)) / LARGE_MODEL.kernels[1][0] * 1e3
+GAINS = gain_choices(SMALL_MODEL, LARGE_MODEL)
 OVERLAP_MS = overlap_choices(SMALL_MODEL)
 
 
@@ -97,9 +99,10 @@ LESSON = Lesson(
             "The cost of a launch",
             """
             If the device is a GPU, the host does not compute the forward pass. The host launches kernels: small
-            programs, several for each layer, that run on the GPU. From Python and PyTorch, a launch takes the host 5 to
-            50 microseconds; this depends on the host. Most kernels for a long prompt run much longer than a launch
-            takes. A decode step of a few tokens has hundreds of launches, too, but each kernel has little work.
+            programs, several for each layer, that run on the GPU. A launch and its Python code take the host some
+            microseconds, or some tens of microseconds: this depends on the host and on the code. Most kernels for a
+            long prompt run much longer than a launch takes. A decode step of a few tokens has hundreds of launches,
+            too, but each kernel has little work.
 
             A CUDA graph is a recording of such a sequence of launches, with all arguments. The engine records
             (captures) the graph once. Later, a single call replays the graph. A replay always reads and writes the same
@@ -110,10 +113,10 @@ LESSON = Lesson(
         Page(
             "Host and device",
             """
-            The timings panel has two tracks below its table: one for the host and one for the device. Time runs to the
-            right. A filled cell means work. If both tracks are filled, the host works while the device computes: for
-            example, the host plans the next step. In a small panel, each track is replaced by a number: its mean time
-            in a step.
+            Below its table, a small timings panel has two numbers: the mean time that the host works in a step, and the
+            mean time that the device works. A large panel has two tracks instead, one for the host and one for the
+            device. There, time runs to the right, and a filled cell means work. If both tracks are filled, the host
+            works while the device computes: for example, the host plans the next step.
             """,
             panel="timings",
             run=host_share,
@@ -128,7 +131,8 @@ LESSON = Lesson(
 
             The host does not wait for the end of a kernel before the next launch. The device runs one kernel after the
             other. A profiler measured that all kernels of an eager step together ran for
-            {ms(SMALL_MODEL.kernels[1][1])} ms. An eager launch took {LAUNCH_US:.0f} microseconds (mean).
+            {ms(SMALL_MODEL.kernels[1][1])} ms. An eager launch took this host {LAUNCH_US:.0f} microseconds
+            (mean). Other hosts take other times.
 
             In the picture, “wait” means: the host waits for the end of the step.
             """,
@@ -153,29 +157,29 @@ LESSON = Lesson(
         Page(
             "A larger model",
             f"""
-            A decode step reads nearly all weights of its model. {SMALL_MODEL.name} has {SMALL_MODEL.weights_gb:.1f} GB
-            of weights. {LARGE_MODEL.name} has {LARGE_MODEL.weights_gb:.0f} GB. An eager step of {SMALL_MODEL.name} has
-            {SMALL_MODEL.kernels[1][0]:.0f} kernels. An eager step of {LARGE_MODEL.name} has
-            {LARGE_MODEL.kernels[1][0]:.0f}. With both models, an eager launch takes about
-            {LAUNCH_US:.0f} microseconds.
+            On the same host, {SMALL_MODEL.name} and {LARGE_MODEL.name} decode one row. Their eager steps:
 
-            With graphs, a step of {SMALL_MODEL.name} was {gain(SMALL_MODEL):.1f} times as fast. This factor belongs to
-            this host: it is smaller if launches take less time, or if a compiler joins kernels (torch.compile). The
-            picture shows the same steps of {LARGE_MODEL.name}. If the panel is high enough, it shows
-            {SMALL_MODEL.name} below, on another scale.
+                                      {SMALL_MODEL.name:>10} {LARGE_MODEL.name:>9}
+              weights, GB             {SMALL_MODEL.weights_gb:>10.1f} {LARGE_MODEL.weights_gb:>9.0f}
+              kernels                 {SMALL_MODEL.kernels[1][0]:>10.0f} {LARGE_MODEL.kernels[1][0]:>9.0f}
+              all kernels, ms         {ms(SMALL_MODEL.kernels[1][1]):>10} {ms(LARGE_MODEL.kernels[1][1]):>9}
+              microseconds a launch   {LAUNCH_US:>10.0f} {LARGE_LAUNCH_US:>9.0f}
+
+            With graphs, a step of {SMALL_MODEL.name} was {gain(SMALL_MODEL):.1f} times as fast. (With faster
+            launches or with torch.compile, this factor is smaller.) The picture shows steps of {LARGE_MODEL.name}. A
+            high panel also shows {SMALL_MODEL.name}.
             """,
             panel="gpu",
             run=larger_model,
             predict=Prediction(
-                f"With graphs, a step of {LARGE_MODEL.name} is faster, too. By which factor?",
-                ("by a larger one", "by about the same one", "by a smaller one"),
+                f"With graphs, how many times as fast is a step of {LARGE_MODEL.name}?",
+                tuple(f"about {choice:.0f} times" for choice in GAINS),
                 (
-                    "the launches would have to grow more than the kernels. But there are only "
-                    f"{LARGE_MODEL.kernels[1][0] / SMALL_MODEL.kernels[1][0]:.1f} times as many launches, and "
-                    f"{LARGE_MODEL.weights_gb / SMALL_MODEL.weights_gb:.0f} times as many bytes to read.",
+                    "a graph would save more time because it saves more launches. But the kernels of the large model "
+                    "must still run, and they take longer.",
                     "launches and kernels would take longer by the same factor. But there are only "
-                    f"{LARGE_MODEL.kernels[1][0] / SMALL_MODEL.kernels[1][0]:.1f} times as many launches, and "
-                    f"{LARGE_MODEL.weights_gb / SMALL_MODEL.weights_gb:.0f} times as many bytes to read.",
+                    f"{LARGE_MODEL.kernels[1][0] / SMALL_MODEL.kernels[1][0]:.1f} times as many launches, and the "
+                    f"kernels together take {LARGE_MODEL.kernels[1][1] / SMALL_MODEL.kernels[1][1]:.1f} times as long.",
                     "",
                 ),
             ),
@@ -188,9 +192,9 @@ LESSON = Lesson(
             host needs only the number of the new tokens, not their ids (L1 Architecture). The next step reads the ids
             from the memory of the device.
 
-            The recording has steps of {SMALL_MODEL.name} with graphs and one row. (A large screen also shows {MANY}
-            rows.) Without overlap, a step took {ms(OVERLAP_MS[2])} ms: {ms(OVERLAP_MS[1])} ms from its first
-            kernel to its last. (It probably contains a pause.)
+            The recording has steps of {SMALL_MODEL.name} with graphs and one row. Without overlap, a step took
+            {ms(OVERLAP_MS[2])} ms. From its first kernel to its last, {ms(OVERLAP_MS[1])} ms passed,
+            probably with a pause between the two graphs.
             """,
             panel="gpu",
             code="engine.core.engine:Engine.step",
@@ -234,7 +238,7 @@ LESSON = Lesson(
         Page(
             "What is captured",
             """
-            This engine has three kinds of graphs (with speculation, four), and a graph for each of many sizes n:
+            This engine has three kinds of graphs (with speculation, four). Each kind has graphs of many sizes n:
 
               decode   computes one token for each of n requests
               extend   computes prompts with n tokens in all, also beside decodes
@@ -242,11 +246,11 @@ LESSON = Lesson(
 
             Steps with many tokens have no graph: their kernels take longer than the launches. At its start, the engine
             measures kernels and launches to find the largest useful graph. Lengths and block tables change, so a graph
-            reads them from its buffers. By default, vLLM has whole graphs for decode steps, and graphs without
-            attention for steps with prompts.
+            reads them from its buffers. By default, vLLM has whole graphs for decode steps, if its attention kernels
+            allow this, and graphs without attention for small steps with prompts.
 
-            With graphs, a decode step of a large model with a small batch takes little longer than reading all weights,
-            and the keys and values of the batch. `minitui bench` prints how close this engine comes to this limit.
+            With graphs, a decode step of a large model with a small batch mostly reads: all weights, and the keys and
+            values of the batch.
             """,
             code="engine.worker.cuda_graphs:DecodeGraphs.launch",
         ),

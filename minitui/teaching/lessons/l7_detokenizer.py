@@ -110,12 +110,12 @@ LESSON = Lesson(
 
             To detokenize means to turn tokens into text. If a reply streams, the user gets its text in pieces, while
             the engine samples the tokens. If the engine detokenized each token alone, half an emoji would become a
-            replacement character (�). If it detokenized the whole reply again for each token, this would take longer
-            with each token. The next page shows what it does instead.
+            replacement character (�). If it detokenized the whole reply again for each token, each token would take
+            longer than the one before.
 
-            In other tokenizers, the text of a token can depend on the token before. Then this engine detokenizes the
-            last token twice: first alone, then together with the new token. The second text usually begins with the
-            first one, and the rest of it is the text of the new token.
+            In other tokenizers, the text of a token can depend on the token before: the same token is “world” at the
+            beginning, but “ world” after “Hello”. Then this engine detokenizes the last token twice: alone (“Hello”),
+            and with the new token (“Hello world”). The difference is the new token's text.
             """,
             code="engine.text.tokenizer:Tokenizer.detokenizer",
         ),
@@ -126,24 +126,20 @@ LESSON = Lesson(
             text is a single byte. In UTF-8, a and b have one byte each, é has two, 漢 has three and 😀 has four.
 
             A client is a program that sends requests and shows the replies. To emit a text means to send it to the
-            client. It cannot be taken back. The result writes a byte with two signs (hexadecimal: after 9 come a to f).
+            client. Emitted text cannot be taken back. The result writes a byte with two digits (hexadecimal: after 9
+            come a to f).
             """,
             code="engine.text.detokenizer:_ByteDetokenizer",
             run=byte_by_byte,
             predict=Prediction(
                 f"The {len(TEXT.encode())} tokens of this text arrive one by one. How many of them emit nothing?",
+                tuple(f"{n}" for n in SILENT),
                 (
-                    f"{SILENT[0]}: each token emits something",
-                    f"{SILENT[1]}: only the first bytes of the emoji",
-                    f"{SILENT[2]}: of each character, all bytes but the last",
-                    f"{SILENT[3]}: all bytes of 😀, 漢 and é",
-                ),
-                (
-                    "incomplete characters would be emitted as replacement characters. But emitted text cannot be "
-                    "taken back.",
-                    "漢 and é would have one byte each. But 漢 has three bytes, and é has two.",
+                    "each token would emit something: for an incomplete character, a replacement character. But "
+                    "emitted text cannot be taken back.",
+                    "only the emoji would have several bytes. But 漢 has three bytes, and é has two.",
                     "",
-                    "these characters would be emitted only at the end of the reply. But with its last byte, a "
+                    "😀, 漢 and é would be emitted only at the end of the reply. But with its last byte, a "
                     "character is complete and can be emitted.",
                 ),
             ),
@@ -153,8 +149,8 @@ LESSON = Lesson(
             f"""
             A request may have stop strings. When a stop string occurs in the reply, the reply ends, and the client gets
             no part of the stop string. A stop string can begin in the middle of one token and end in the middle of
-            another. This engine emits a text as soon as the text cannot be a part of a stop string. (vLLM waits longer:
-            it always holds back one character less than the longest stop string has.)
+            another. This engine emits a text as soon as the text cannot be a part of a stop string. (vLLM waits longer.
+            For a stop string of 9 characters, it always holds back the last 8 characters of the text.)
 
             A reply has the tokens “{PAIR[0]}” and “{PAIR[1]}”, one after the other. The stop string is “{STOPS[0]}”.
             """,

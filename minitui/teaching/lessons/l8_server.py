@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from engine.trace.views import CACHED, Waste
+from engine.trace.views import CACHED
 from minitui.teaching.lessons.curl import HELD, QUESTION, STOP, TOKENS, request
-from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
+from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, fresh
 from minitui.teaching.merges import quoted
 from minitui.teaching.recorded_steps import recorded_device
 from minitui.teaching.scenarios import paste
@@ -19,12 +17,11 @@ LARGE = GPU.models["8B"]
 
 async def disconnect(stage: Stage) -> Seen:
     """Cancels one of two requests in the middle of its reply, and sends its prompt again. The answer: which tokens are
-    computed again, 0: all, 1: those after the shared blocks, 2: those after the prompt's last full block."""
+    computed, 0: all, 1: those after the shared blocks, 2: those after the prompt's last full block."""
 
-    def recomputed() -> Waste | None:
-        return replace(waste) if (waste := stage.state().waste) is not None else None
-
-    before = recomputed()
+    if stage.state().step >= 0:  # the panel's counts are of the whole life of an engine
+        await stage.other_engine(**stage.home)
+        await fresh(stage)
     sessions = await stage.write_all(("What is the KV cache?", paste(1)), [80] * 2)
     await stage.step(12, seconds=0.15)
     other, cancelled = (stage.request(session) for session in sessions)
@@ -49,8 +46,7 @@ async def disconnect(stage: Stage) -> Seen:
         "\n".join(f"   {name:<36}{n:>4}" for name, n in rows) + "\n\nThe full blocks of the aborted request stayed in "
         "the cache. Only the block that it was filling became free. The other request also holds the shared blocks, "
         f"with the system prompt, and went on. The {prompt - cached} computed tokens are the end of the prompt: "
-        "their block was not full, so it was never cached. In this run, the panel's counts of tokens computed again "
-        f"{'did not change: none of the three reasons is true' if recomputed() == before else 'changed'}.",
+        "their block was not full, so it was never cached.",
         {prompt: 0, prompt - shared * size: 1, prompt - prompt // size * size: 2}.get(prompt - cached),
     )
 
@@ -113,21 +109,26 @@ LESSON = Lesson(
             asks “{QUESTION}” twice, each time for {TOKENS} tokens: first for the whole reply, then with "stream": true.
             The panel shows the commands and the server's responses, without some fields.
 
-            The second response is a stream: it stays open until the reply ends. When the engine emits new text, the
-            server writes an event, a line that begins with “data:”. The stop string is {quoted(STOP)} (L7 Detokenizer).
-            The reply contains the token {quoted(HELD)}.
+            The second response is a stream: it stays open until the reply ends. For new text, the server writes an
+            event, a line that begins with “data:”. The stop string {quoted(STOP)} (L7 Detokenizer) does not occur
+            in the reply.
             """,
             panel="wire",
             code="minitui.server.chat",
             run=request,
             predict=Prediction(
                 f"How many events of the streamed reply of {TOKENS} tokens have text?",
-                ("one", f"{TOKENS}", f"fewer than {TOKENS}, but several"),
+                (
+                    "one", f"{TOKENS}", f"{TOKENS} minus one for each token {quoted(HELD)}",
+                    f"those before the first token {quoted(HELD)}, and one at the end",
+                ),
                 (
                     "the server would wait for the last token, as without a stream.",
                     f"each token would have an event. But {quoted(HELD)} may begin the stop string, so its text is "
                     "sent with the next token.",
                     "",
+                    f"the text after {quoted(HELD)} would wait for the end of the reply. But the next token shows that "
+                    "this is not the stop string.",
                 ),
             ),
         ),
@@ -151,9 +152,8 @@ LESSON = Lesson(
             next step.
 
             Here two requests with the same system prompt get replies. Then the second client disconnects. Soon it sends
-            the same prompt again, while the first request still runs. The panel also counts tokens computed twice since
-            the engine's start (also on other pages), for three reasons: eviction, preemption, and two requests that
-            computed the same tokens (duplicate).
+            the same prompt again, while the first request still runs. The experiment begins with a new engine, so the
+            panel counts from 0.
             """,
             panel="occupancy",
             code="engine.core.engine:Engine.abort",
@@ -183,8 +183,8 @@ LESSON = Lesson(
 
             Two figures describe the speed for one user: the time to the first token (mainly queue and prefill), and the
             time per token (without drafts, about the duration of a step). More rows shorten the queue, but usually make
-            each step longer: on the {GPU.name}, a decode step of {LARGE.name} took {ms(LARGE.decode[1])} ms with 1 row,
-            and {ms(LARGE.decode[64])} ms with 64. `/metrics` has a histogram of both figures.
+            each step longer: in L2 Model and weights, a decode step of {LARGE.name} on the {GPU.name} took
+            {ms(LARGE.decode[1])} ms with 1 row, and {ms(LARGE.decode[64])} ms with 64.
             """,
             code="minitui.server.errors",
         ),

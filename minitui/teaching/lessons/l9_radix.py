@@ -26,10 +26,10 @@ async def shared_system_prompt(stage: Stage) -> Seen:
     rows = [(name, float(n), f"{n:,} tokens") for name, n in counts.items()]
     return Seen(
         "The common beginning was computed once, for all six:\n\n"
-        f"{stage.bars(rows)}\n\nThe tokens of the prompts are known before the step. When the scheduler "
-        "planned the first prompt, it added the prompt's blocks to the tree. So the other five found them in the same "
-        "step: each layer stores all keys and values before attention reads. vLLM shares within a step, too. (A "
-        "reply's blocks are added after their step: before it, their tokens are not known.)",
+        f"{stage.bars(rows)}\n\nWhen the scheduler planned the first prompt, it added the prompt's blocks to the tree. "
+        "So the other five found them in the same step. vLLM shares within a step, too. SGLang adds the blocks of a "
+        "prompt to its tree after their step. (In all three engines, the blocks of a reply are added later: before "
+        "their step, their tokens are not known.)",
         {PROMPTS: 0, PROMPTS - SYSTEM: 1, PROMPTS - 5 * SYSTEM: 2, PROMPTS - 6 * SYSTEM: 3}.get(figures.computed),
     )
 
@@ -85,9 +85,9 @@ LESSON = Lesson(
             one request. The last token of a prompt is always computed, even if its keys and values are cached: the
             first token of the reply is drawn from its logits, and logits are not stored.
 
-            The tree is SGLang's idea (RadixAttention). There, a block has one token, if the kernels allow this. vLLM
-            has no tree. It finds a block by a number (hash), computed from all tokens of the prompt up to the end of
-            the block: equal beginnings have equal numbers.
+            The tree is SGLang's idea (RadixAttention). There, a block has one token, unless kernels need more. vLLM
+            has no tree. It finds a full block by its hash: a number computed from the hash of the block before, this
+            block's token ids, and inputs such as images. So equal beginnings have equal hashes.
             """,
             code="engine.core.radix:RadixTree.match",
         ),
@@ -117,11 +117,12 @@ LESSON = Lesson(
         Page(
             "All at the same time",
             f"""
-            Six prompts arrive together, and the cache is empty. They have {PROMPTS} tokens in all. The first {SYSTEM}
-            tokens of each are the same. One step with a budget of {BUDGET:,} tokens computes all six.
+            Six prompts arrive together, and the cache is empty. They have {PROMPTS} tokens in all, and the same first
+            {SYSTEM} tokens. One step with a budget of {BUDGET:,} tokens computes all six.
 
-            The scheduler plans one prompt after the other. The step then computes one layer after the other. In the
-            panel, “users” counts the requests that hold a node, and “evict #” is the order of eviction.
+            The scheduler plans one prompt after the other, and knows all their tokens. In the step, each layer first
+            stores the keys and values of all tokens (L4 Paged attention). This engine shares what it can. In the
+            panel, “users” counts requests that hold a node; “evict #” is the order of eviction.
             """,
             panel="tree",
             code="engine.core.cache:KVCache.publish_planned",
@@ -131,7 +132,7 @@ LESSON = Lesson(
                 tuple(f"{PROMPTS - n * SYSTEM}" for n in (0, 1, 5, 6)),
                 (
                     "a block could be shared only after its step. But each layer stores all keys and values before "
-                    "attention reads. So requests can share a block in the step that computes it.",
+                    "attention reads them. So requests can share a block in the step that computes it.",
                     "only one of the six would take the common beginning from another prompt. But five can take it.",
                     "",
                     "none of the six would compute the common beginning. But the cache was empty.",
@@ -154,10 +155,8 @@ LESSON = Lesson(
             When a request ends, its full blocks stay in the tree until room is needed. A block that a request holds is
             never evicted.
 
-            Chats A and B have different prompts. They are used in the order A, B, A: so A's second question is the last
-            use. Then chat C comes with a long text. C needs more blocks than are free. Even the free blocks and all
-            blocks of B together are too few. A lookup begins at the first token of a prompt, and ends at the first
-            block that is missing.
+            Chats A and B have different prompts. They are used in the order A, B, A. Then chat C comes with a long
+            text. C needs more blocks than are free.
             """,
             panel="blocks",
             code="engine.core.radix:RadixTree.evict",
@@ -182,13 +181,16 @@ LESSON = Lesson(
         Page(
             "Why a hit ends",
             f"""\
-In Chat, the line under every reply says how much of the prompt came from the cache, and why the rest did not:
+In Chat, the line under every reply says how much of the prompt came from the cache, and why the rest did not. Tokens
+are counted from 0. Token n is the first token that was not found:
 
 {match_reasons()}
 
+Only full blocks come from the cache. With blocks of 16 tokens, “differs at token 141” means that 8 blocks were taken:
+tokens 0 to 127.
+
 To use the cache well, begin a prompt with the text that never changes. Put the text that changes at the end. If one
-token at the beginning of a system prompt changes, no later token comes from the cache. Often this token is part of a
-date or a name.
+token at the beginning of a system prompt changes, such as a date, no later token comes from the cache.
 """,
             panel="events",
         ),

@@ -43,8 +43,7 @@ async def eager_and_graphs(stage: Stage) -> Seen:
 
 
 async def larger_model(stage: Stage) -> Seen:
-    """Draws steps of the large model, then of the small one. The answer: is the gain of a graph larger (0) than that of
-    the small model, about the same (1), or smaller (2)?"""
+    """Draws steps of the large model, then of the small one. The answer: which of `gain_choices` is nearest."""
     models = [recorded_device().models[size] for size in (LARGE, SMALL)]
     large = models[0]
     groups = [_group(model, 1, (EAGER, GRAPHS), EAGER_SHOWN, model.name) for model in models]
@@ -53,15 +52,14 @@ async def larger_model(stage: Stage) -> Seen:
     for model in models:
         eager, graphs = (model.timeline(mode, 1).step_ms for mode in (EAGER, GRAPHS))
         rows.append(f"   {model.name:<12}{ms(eager):>7}{ms(graphs):>8}{gain(model):>16.1f}")
-    factors = gain(models[0]) / gain(models[1])
+    choices = gain_choices(models[1], large)
     return Seen(
         f"   {'ms of a step':<12}{EAGER:>7}{GRAPHS:>8}{'eager / graphs':>16}\n" + "\n".join(rows)
-        + "\n\nThe picture shows: with graphs, the kernels of the large model fill nearly the whole step. A graph "
-        f"removes the pauses between kernels. But the kernels must still read all weights: with graphs, the large "
-        f"model's device works {ms(device_ms(large.timeline(GRAPHS, 1)))} ms a step, instead of the "
-        f"{ms(large.kernels[1][1])} ms of its eager kernels. Kernels have a larger share of the large model's eager "
-        "step than of the small model's, so a graph saves a smaller share.",
-        0 if factors > 1.25 else 2 if factors < 0.8 else 1,
+        + f"\n\nWithout graphs, the {large.kernels[1][0]:.0f} launches take nearly the whole step of {large.name}. "
+        "With graphs, its kernels take nearly the whole step, because they must still read all weights: the device "
+        f"works {ms(device_ms(large.timeline(GRAPHS, 1)))} ms a step, instead of the {ms(large.kernels[1][1])} ms of "
+        "its eager kernels. The small model has fewer weights to read, so its graph saves a larger share of the step.",
+        min(range(len(choices)), key=lambda i: abs(choices[i] - gain(large))),
     )  # fmt: skip
 
 
@@ -97,6 +95,16 @@ def overlap_choices(model: RecordedModel) -> tuple[float, float, float]:
 def gain(model: RecordedModel) -> float:
     """Returns how many times as long an eager step takes as one with graphs."""
     return model.timeline(EAGER, 1).step_ms / model.timeline(GRAPHS, 1).step_ms
+
+
+def gain_choices(small: RecordedModel, large: RecordedModel) -> tuple[float, float, float]:
+    """Returns factors that a graph could gain with the large model: as many times the small model's as there are more
+    launches, the same, and the launches of an eager step divided by its kernels."""
+    gained = gain(small)
+    return (
+        gained * large.kernels[1][0] / small.kernels[1][0], gained,
+        launch_ms(large.timeline(EAGER, 1)) / large.kernels[1][1],
+    )  # fmt: skip
 
 
 def launch_ms(timeline: RecordedTimeline) -> float:
