@@ -145,6 +145,11 @@ def test_a_demo_and_a_lesson_without_a_terminal_are_told_as_text(tmp_path):
     assert len(told.stdout.splitlines()) > 20
 
 
+def test_the_list_of_lessons_says_how_to_open_one(tmp_path):
+    listed = minitui("lesson", home=tmp_path, stdin=subprocess.DEVNULL)
+    assert listed.returncode == 0 and "Open a lesson with its number: `minitui lesson 0`" in listed.stdout
+
+
 def test_two_recordings_are_compared_as_text_and_as_json(here):
     text = here("compare", "small-pool", "h200-8b", "--plain")
     assert text.returncode == 0 and "\x1b" not in text.stdout

@@ -1139,7 +1139,18 @@ async def test_key_e_runs_an_experiment_to_its_end() -> None:
         assert room.app.stage is not None
         room.app.stage.beat = 1000.0  # seconds: without the key, the test gives up
         assert ("n", "step") not in room.screen.hints() and "? help  q quit" in room.text(), "no request runs"
-        await room.press("right", "b", "enter")
+
+        def said() -> str:
+            [notice] = room.app._notifications
+            return notice.message
+
+        await room.press("e")
+        assert said() == "key e runs a running experiment to its end: this page has none"
+        await room.press("right", "e")
+        assert said().endswith(": first choose a or b, then press enter")
+        await room.press("b", "e")
+        assert said().endswith(": first start it with enter")
+        await room.press("enter")
         await room.until(lambda: "enter next picture" in room.text())
         await room.press("e")
         await room.until(lambda: 1 in room.reading.seen)

@@ -179,8 +179,8 @@ LESSON = Lesson(
 
             This tokenizer first cuts a text into words and signs. A space belongs to the word after it. Each word is
             then cut into bytes: a letter has one byte or more. Last, merge rules join neighbouring pieces. The rules
-            have an order: the first that fits two neighbours joins them, again and again, until none fits. They
-            join pairs that were frequent in texts about programs.
+            have an order: the first that fits two neighbours joins them, again and again, until none fits. Each
+            rule joins a pair that was frequent in texts about programs.
             """,
             panel="pieces",
             code="minitui.teaching.merges:merges",
@@ -188,11 +188,15 @@ LESSON = Lesson(
             type_in=TYPE,
             predict=Prediction(
                 "How are “prefill” (page 7 explains this word) and “Anna” cut?",
-                ("each is one token", "prefill is one token, Anna has several", "each letter is a token"),
+                (
+                    "each is one token", "prefill is one token, Anna has several",
+                    "Anna is one token, prefill has several",
+                ),
                 (
                     "Anna would have to be frequent in the texts of the rules. But those texts are about programs.",
                     "",
-                    "no rule would fit. But there are rules for letters that are often side by side.",
+                    "a short word would need fewer tokens than a long one. But what counts is how frequent its pairs "
+                    "are in the texts of the rules.",
                 ),
             ),
         ),

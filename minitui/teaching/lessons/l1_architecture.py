@@ -36,6 +36,19 @@ async def two_questions(stage: Stage) -> Seen:
     )
 
 
+async def logged(stage: Stage) -> Seen:
+    """Runs one request, and counts its records and its events."""
+    records, events = stage.state().seq, stage.view.events.count
+    await stage.write("What is prefill?", REPLY, 0, system="")
+    while stage.state().requests:
+        await stage.step(1, seconds=0.5)
+    rows = (
+        ("records of this request and its steps", stage.state().seq - records),
+        ("decisions among them, in the panel", stage.view.events.count - events),
+    )
+    return Seen("\n".join(f"   {name:<40}{n:>5}" for name, n in rows))
+
+
 async def write_on(stage: Stage) -> None:
     """Starts two replies, one three steps before the other."""
     for question, steps in (("What is prefill?", 3), ("What is decode?", 2)):
@@ -132,15 +145,18 @@ LESSON = Lesson(
             The engine runs in a process of its own, so it never waits for the screen. If the application ends, the
             engine ends, too.
 
-            The engine writes each change of a request, of a block or of the cache to one log. A record of the log says
-            what changed and why. A snapshot is the whole state at one moment. The panels begin with a snapshot and
-            apply one record after the other, so they know the state at each moment. You can stop the panels and move
-            back in time: key 2 opens the panels (as many as the screen has room for), and there ? lists the keys.
+            The engine writes each change of a request, of a block or of the cache to one log, as a record. A snapshot
+            is the whole state at one moment. The panels begin with a snapshot and apply one record after the other, so
+            they know the state at each moment. You can stop the panels and move back in time: key 2 opens the panels
+            (as many as the screen has room for), and there ? lists the keys.
 
-            The panel shows the newest records first: the step, the event and its reason.
+            The experiment runs one request. Most records are small, such as a new token. The panel shows only the
+            decisions, the newest first: the step, the event, and what was decided and why. (The tree holds the cached
+            prefixes: L9 Radix cache.)
             """,
             panel="events",
             code="engine.trace.records",
+            run=logged,
         ),
     ),
     write_on,

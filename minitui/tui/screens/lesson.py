@@ -277,9 +277,19 @@ class LessonScreen(BaseScreen[None]):
             self._start()
 
     def action_hurry(self) -> None:
-        """Run a running experiment to its end, without pauses."""
+        """Run a running experiment to its end, without pauses. Without one, say what the key needs."""
         if self.stage is not None and self.reading.running:
             self.reading.hurry(self.stage)
+            return
+        page = self.reading.page
+        if page is None or page.run is None:
+            first = "this page has none"
+        elif self.reading.asks and page.predict is not None:
+            last = len(page.predict.choices) - 1
+            first = f"first choose {', '.join(LETTERS[:last])} or {LETTERS[last]}, then press enter"
+        else:
+            first = f"first start it with {'r' if self.reading.at in self.reading.seen else 'enter'}"
+        self.app.say(f"key e runs a running experiment to its end: {first}")
 
     def action_run(self) -> None:
         """Run the experiment without a prediction; an earlier prediction does not count."""
