@@ -58,7 +58,7 @@ def _pieces_and_blocks(comparison: Comparison) -> str:
     """Returns what both runs did, in steps: times vary."""
     steps = [run.figures.steps for run in comparison.runs]
     first = [step_of_last_first_token(run) for run in comparison.runs]
-    sooner = "With blocks, no request waited for a piece. " if first[1] < first[0] else ""
+    sooner = "With blocks, no request had to wait. " if first[1] < first[0] else ""
     return sooner + ("The steps are as many: in both runs, the longest reply began at once." * (steps[0] == steps[1]))
 
 
@@ -116,9 +116,9 @@ async def two_endings(stage: Stage) -> Seen:
     head = f"   {'blocks':<22}" + "".join(f"{name:>8}" for name in STATES.values())
     was = ", then ".join(STATES[state] for state in states)
     return Seen(
-        "\n".join([head, *rows]) + f"\nThe blocks of the system prompt were {was}. When a chat ended, its other full "
-        "blocks became cached: a later prompt may begin with the same tokens. Its last block was not full, so this "
-        "block became free. (vLLM counts cached blocks as free, too.)",
+        "\n".join([head, *rows]) + f"\nThe blocks of the system prompt were {was}. When a chat ended, full blocks that "
+        "no other chat held became cached: a later prompt may begin with the same tokens. The last block was not full, "
+        "so this block became free. (vLLM counts cached blocks as free, too.)",
         (CACHED, ACTIVE, SHARED).index(states[1]),
     )
 
@@ -190,8 +190,8 @@ LESSON = Lesson(
                 (
                     "",
                     "two requests could use one piece. But a piece is reserved for one request.",
-                    f"the replies and prompts would need more than {PIECE * PIECES} places. But together, they have "
-                    f"{sum(LENGTHS) + len(LENGTHS) * PROMPT} tokens.",
+                    f"the tokens would need more than {PIECE * PIECES} places. But there are "
+                    f"{sum(LENGTHS)} + {len(LENGTHS)} × {PROMPT} = {sum(LENGTHS) + len(LENGTHS) * PROMPT} tokens.",
                 ),
             ),
         ),

@@ -105,7 +105,7 @@ LESSON = Lesson(
             Attention finds the slots with the block table. The simplest code here first copies the keys and values of
             each request into one tensor. (No copy is needed if the slots follow one another.) Then PyTorch computes the
             attention. A GPU kernel, a program on the GPU, reads block by block through the
-            table, without a copy. The same tests check both.
+            table, without a copy. The same tests check both ways.
             """,
             code="engine.attention.torch_backend:TorchAttention._slots",
         ),

@@ -46,8 +46,8 @@ async def same_seed(stage: Stage) -> Seen:
     return Seen(
         f"With seed {SEED}, then with other seeds (“|” separates tokens):\n   {'temperature':<18}{HOT:g}\n"
         + "\n".join(lines)
-        + "\nThe second reply is the first one: no other request can change the noise. The third is the end of the "
-        "first: the tokens had the same positions in the text, so they got the same noise.",
+        + "\nThe second reply is equal to the first: no other request can change the noise. The third is the end of "
+        "the first: the tokens had the same positions in the text, so they got the same noise.",
         0 if end == alone[GIVEN:] else 1 if end == alone[:-GIVEN] else 2,
     )  # fmt: skip
 
@@ -129,8 +129,8 @@ LESSON = Lesson(
                 (f"still {TIMES} times", f"{2 * TIMES} times", f"{TIMES * TIMES} times"),
                 (
                     "the temperature would change no probability. But it doubles the difference of the two logits.",
-                    "twice the difference would double the ratio. But the same difference again multiplies the ratio "
-                    f"by {TIMES} again.",
+                    "twice the difference would double the ratio. But a difference of logits is a factor: twice the "
+                    f"difference is {TIMES} × {TIMES}.",
                     "",
                 ),
             ),
@@ -142,8 +142,8 @@ LESSON = Lesson(
             the same prompt at temperature 1. Each picture is a request with another setting. A token that was cut is
             crossed out. The last picture has no cut: logit_bias adds a number to the logit of one token.
 
-            Key i lets you type your own settings. Then the picture shows your settings. (“<” means: less likely than
-            this. The engine lists only the likeliest tokens.)
+            Key i lets you type your own settings. Then the picture shows your settings. (“<” before a
+            number: the probability is smaller. The engine lists only the likeliest tokens.)
             """,
             panel="candidates",
             code="engine.worker.sampler:Sampler._truncate",
@@ -165,8 +165,8 @@ LESSON = Lesson(
             A penalty lowers the logits of tokens that have occurred:
 
               repetition_penalty  (above 1) in prompt or reply: divides a logit above 0, multiplies one below 0
-              presence_penalty    (above 0) in the reply: is subtracted once
-              frequency_penalty   (above 0) in the reply: is subtracted for each time
+              presence_penalty    (above 0) in the reply: subtracted once
+              frequency_penalty   (above 0) in the reply: subtracted once per occurrence
 
             Four requests, one without a penalty, may use only three words. All replies begin alike: the first word
             often, the second once, the third not yet.
@@ -187,15 +187,14 @@ LESSON = Lesson(
         Page(
             "Repeating a reply",
             f"""
-            To draw a token, this sampler adds a random number (noise) to each logit, and takes the token with the
-            largest sum. With Gumbel noise, a token with a probability of 30 % has the largest sum in 30 % of the draws,
-            on average.
+            To draw a token, this sampler adds a random number (Gumbel noise) to each logit, and takes the token with
+            the largest sum. On average, a token with a probability of 30 % has the largest sum in 30 % of the draws.
 
             A request may have a seed, to repeat its reply. This engine computes the noise from the seed, the position
             in the whole text, and each token's id.
 
-            The experiment samples a reply with seed {SEED}: alone, then beside three others. A third request has the
-            reply's first {GIVEN} tokens at the end of its prompt.
+            A request with seed {SEED} runs alone, and then beside other requests. A third request has the first {GIVEN}
+            tokens of the reply at the end of its prompt.
             """,
             panel="step",
             code="engine.kernels.noise:gumbel",
@@ -221,7 +220,7 @@ LESSON = Lesson(
             Scheduler). A request without a seed gets a random seed. The seed is recorded, so a reply can be sampled
             again with the same noise.
 
-            One thing can still change it: rounding. A forward pass rounds its sums. A rounded sum depends on the
+            One thing can still change the reply: rounding. A forward pass rounds its sums. A rounded sum depends on the
             order in which its terms are added, most of all if each number has only 16 bits (half precision). In most
             programs for GPUs, this order changes with the batch size. If two tokens are almost equally likely, rounding
             may decide between them. The tests of this engine compare tokens in double precision (64 bits). There,

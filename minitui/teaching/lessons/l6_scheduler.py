@@ -340,7 +340,7 @@ LESSON = Lesson(
 
             Two differences cannot be seen here. This engine chooses the blocks to evict by its tree of prefixes. vLLM
             has no tree: it takes the block that became free first. And two requests may compute the same text at the
-            same time, for example equal replies. This engine then keeps one copy of the blocks, vLLM both.
+            same time, for example equal replies. This engine then keeps one copy of the blocks, vLLM two.
             """,
             panel="runs-steps",
             code="minitui.vllm.recorder:Recorder.scheduled",
