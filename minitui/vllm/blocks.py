@@ -13,6 +13,7 @@ from typing import Any
 from engine.trace.records import Record
 from engine.trace.state import State
 from engine.trace.views import CACHED, FREE, NodeView
+from minitui.vllm.tokens import Tokens
 
 MOST_COMPARED = 64  # siblings that a missing block is compared with
 MOST_GHOSTS = 8192  # evicted prefixes that are remembered
@@ -96,45 +97,39 @@ class Blocks:
         self.reuse(blocks, f"r{request} needs {len(blocks)}")
         self.alloc(request, blocks)
 
-    def take_table(
-        self, request: int, prompt: list[int], replied: list[int], computed: int, table: list[int], tokens: int,
-        hashes: list[bytes],
-    ) -> None:  # fmt: skip
-        """Give an admitted request its table. The first `computed` tokens are cached, and `replied` after the prompt.
+    def take_table(self, request: int, tokens: Tokens, computed: int, table: list[int]) -> None:
+        """Give an admitted request its table. The first `computed` tokens are cached.
 
         The tree may not have them: vLLM cached them before the last `whole` message, or a connector loaded them.
         """
         whole = computed // self.size
-        ids = prompt + replied
-        cached = min(whole, len(hashes), len(ids) // self.size)
-        self.restore(request, table[:cached], hashes[:cached], ids)
-        self.take_new(request, table[cached:])
+        self.restore(request, tokens, table[:whole], whole)
+        self.take_new(request, table[whole:])
         if not self.caching:
             return
-        following = hashes[whole] if len(hashes) > whole else None
-        stop, at = self._reason(request, prompt, whole, tokens, following)
-        self.write("match", request, computed, stop, at, f"{computed:,} of {tokens:,} tokens")
+        stop, at = self._reason(request, tokens, whole)
+        self.write("match", request, computed, stop, at, f"{computed:,} of {len(tokens.ids):,} tokens")
 
-    def restore(self, request: int, table: list[int], hashes: list[bytes], ids: list[int]) -> None:
-        """Give a request its table in a new state. Its first len(hashes) blocks are cached."""
-        node_of, size, i = self.state.node_of, self.size, 0
-        while i < len(hashes):
+    def restore(self, request: int, tokens: Tokens, table: list[int], cached: int) -> None:
+        """Give a request its table in a new state. Its first `cached` blocks are cached."""
+        node_of, i = self.state.node_of, 0
+        while i < cached:
             known = bool(node_of[table[i]])
-            end = next((j for j in range(i, len(hashes)) if bool(node_of[table[j]]) != known), len(hashes))
+            end = next((j for j in range(i, cached) if bool(node_of[table[j]]) != known), cached)
             if known:
                 self.write("hold", request, self._node_at(table[:end]), 0)
             else:
                 self.alloc(request, table[i:end])
-                self.publish(request, i, table[i:end], hashes[i:end], ids[i * size : end * size], -1)
+                self.publish(request, tokens, i, table[i:end], -1)
             i = end
         self.alloc(request, table[i:])
 
-    def remember(self, table: list[int], hashes: list[bytes], ids: list[int]) -> None:
+    def remember(self, tokens: Tokens, table: list[int]) -> None:
         """Put cached blocks into a new state; no request holds them."""
         if table:
             self.write("submit", NOBODY, "", 0, 0)
             self.write("admit", NOBODY, 0, "new")
-            self.restore(NOBODY, table, hashes, ids)
+            self.restore(NOBODY, tokens, table, len(table))
             self.write("finish", NOBODY, "stop", 0)
 
     def _node_at(self, blocks: list[int]) -> int:
@@ -165,19 +160,18 @@ class Blocks:
         self._first[hashes[0]], self._first[hashes[n]] = upper, node.id
         return upper
 
-    def _reason(
-        self, request: int, prompt: list[int], depth: int, tokens: int, following: bytes | None
-    ) -> tuple[str, int]:
+    def _reason(self, request: int, tokens: Tokens, depth: int) -> tuple[str, int]:
         """Returns why the match ended: `stop` and `at` of a match record."""
-        limit = (tokens - 1) // self.size
+        limit = (len(tokens.ids) - 1) // self.size
         if depth >= limit:
             return ("whole" if limit else "short"), depth * self.size
+        following = tokens.hashes(depth + 1)[depth]
         if following in self._first:
             self._faults.append(f"r{request}: vLLM took {depth} blocks, the tree has at least {depth + 1}")
-        if following is not None and following in self._ghosts:
+        if following in self._ghosts:
             return "evicted", self._ghosts[following]
         start = depth * self.size
-        key = prompt[start : start + self.size]
+        key = tokens.ids[start : start + self.size]
         nodes, children = self.state.nodes, self.state.nodes[self.state.requests[request].node].children
         common = 0
         for child in children[:MOST_COMPARED]:
@@ -188,16 +182,15 @@ class Blocks:
 
     # ---- the tree
 
-    def publish(
-        self, request: int, start: int, blocks: list[int], hashes: list[bytes], ids: list[int], step: int
-    ) -> None:
+    def publish(self, request: int, tokens: Tokens, start: int, blocks: list[int], step: int) -> None:
         """Cache full blocks of a request. `step`: writes them; -1: they are written."""
-        state, size = self.state, self.size
+        state, size, end = self.state, self.size, start + len(blocks)
         view = state.requests[request]
-        if view.shared_blocks != start or len(blocks) != len(hashes):
+        if view.shared_blocks != start or len(tokens.ids) < end * size:
             raise Inconsistent(
-                f"r{request} caches blocks {start} to {start + len(blocks)}, but holds {view.shared_blocks}"
+                f"r{request} caches blocks {start} to {end}, shares {view.shared_blocks}, has {len(tokens.ids)} tokens"
             )
+        hashes, ids = tokens.hashes(end)[start:], tokens.ids[start * size : end * size]
         n = 0
         while n < len(blocks):
             child = self._first.get(hashes[n])

@@ -11,10 +11,13 @@ from __future__ import annotations
 import os
 import sys
 import time
+import zlib
 from array import array
 from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
 from itertools import compress, islice
-from struct import Struct
+from struct import pack
 from typing import TYPE_CHECKING, Any
 
 from minitui.vllm.facts import OF_POOL, check_names, describe, only_manager
@@ -24,12 +27,18 @@ from minitui.vllm.ports import key_variables
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
 now = time.perf_counter  # the same clock in all processes of a machine
 FLUSH_S = 0.1  # between two writes to the watcher
 ASKED_EVERY = 256  # steps between two looks at what the watcher asks for, and between two reports of the cost
+
+
+def checksum(tokens: Sequence[int]) -> int:
+    """Returns a number that is another one for other tokens."""
+    return zlib.crc32(array("i", tokens))
 
 
 class Recorder:
@@ -42,8 +51,10 @@ class Recorder:
         self.checking = bool(os.environ.get("MINITUI_VLLM_CHECK"))
         self.seconds = 0.0  # spent here
         self.events: list[tuple[Any, ...]] = []  # since the last message
+        self._cached: list[Any] = []  # after these events: request, its first new cached block, the end of its last one
         self._flush_at = 0.0
-        self._in_flight: deque[tuple[SchedulerOutput, int]] = deque(maxlen=64)
+        # Steps: vLLM's output, our number, for how many requests it samples (-1: the watcher does not know which).
+        self._in_flight: deque[tuple[SchedulerOutput, int, int]] = deque(maxlen=64)
         check_names(scheduler)
         self._manager = only_manager(scheduler)
         self._pool = scheduler.kv_cache_manager.block_pool
@@ -106,58 +117,58 @@ class Recorder:
     def _hook_caching(self) -> None:
         """Note full blocks that are cached now: the call of the pool that is by far the most frequent."""
         original = self._pool.cache_full_blocks
-        size = self._manager.block_size
-        pack = Struct(f"{size}i").pack  # half of the time of array("i", …), for the one block of a decoding request
 
         def cache_full_blocks(
-            request: Request, blocks: Any, num_cached_blocks: int, num_full_blocks: int, block_size: int,
-            *arguments: Any, **options: Any,
-        ) -> Any:  # fmt: skip
-            result = original(
-                request, blocks, num_cached_blocks, num_full_blocks, block_size, *arguments, **options
-            )
-            if num_cached_blocks >= num_full_blocks:
-                return result
-            began = now()
-            try:
-                # Each token of a reply is an object somewhere in memory: it is read once here, and not again later.
-                ids = request._all_token_ids[num_cached_blocks * block_size : num_full_blocks * block_size]
-                hashes = request.block_hashes[num_cached_blocks:num_full_blocks]
-                packed = pack(*ids) if len(ids) == size else array("i", ids)
-                self.events.append(("c", request.request_id, num_cached_blocks, hashes, packed))
-            except Exception as error:
-                self._broken = error
-            self.seconds += now() - began
+            request: Request, blocks: Any, num_cached_blocks: int, num_full_blocks: int, *arguments: Any, **options: Any
+        ) -> Any:
+            result = original(request, blocks, num_cached_blocks, num_full_blocks, *arguments, **options)
+            if num_cached_blocks < num_full_blocks:
+                began = now()
+                self._cached += (request, num_cached_blocks, num_full_blocks)
+                self.seconds += now() - began
             return result
 
         self._pool.cache_full_blocks = cache_full_blocks
 
+    def note(self, *event: Any) -> None:
+        """Append an event, after the blocks that were cached before it."""
+        if self._cached:
+            self._note_cached()
+        self.events.append(event)
+
+    def _note_cached(self) -> None:
+        """Append one event for all blocks that were cached since the last event: a step caches blocks of many rows."""
+        cached, self._cached = self._cached, []
+        self.events.append(("c", [request.request_id for request in cached[::3]], cached[1::3], cached[2::3]))
+
     def taken(self, blocks: Any, *_: Any, **__: Any) -> None:
         """Note blocks that the pool gave away."""
-        self.events.append(("g", [block.block_id for block in blocks]))
+        self.note("g", [block.block_id for block in blocks])
 
     def evicted(self, _: Any, block_ids: set[int], *__: Any, **___: Any) -> None:
         """Note blocks whose content a connector evicted."""
-        self.events.append(("e", sorted(block_ids)))
+        self.note("e", sorted(block_ids))
 
     def preempted(self, request: Request) -> None:
         """Note a preemption, before vLLM takes the request's blocks away: it may have got some in this step."""
         id = request.request_id
-        self.events.append(("p", id, [block.block_id for block in self._manager.req_to_blocks.get(id, ())]))
+        self.note("p", id, [block.block_id for block in self._manager.req_to_blocks.get(id, ())])
 
     def freed(self, request: Request) -> None:
         """Note the end of a request."""
-        self.events.append(("f", request.request_id, request.status.name, request.num_output_tokens))
+        self.note("f", request.request_id, request.status.name, request.num_output_tokens)
 
     def left(self, request: Request) -> None:
         """Note that a request has ended, but a connector still reads its blocks: `freed` follows later."""
         if request.request_id in self.scheduler.requests:
-            self.events.append(("l", request.request_id))
+            self.note("l", request.request_id)
 
     def _take_events(self) -> list[tuple[Any, ...]]:
         """Returns the events since the last call. Raises the error of a hook, if one has failed."""
         if self._broken is not None:
             raise self._broken
+        if self._cached:
+            self._note_cached()
         events, self.events = self.events, []
         return events
 
@@ -172,13 +183,27 @@ class Recorder:
 
     def added(self, request: Request) -> None:
         began = now()
+        if getattr(request, "resumable", False):  # its tokens would not be those that follow from the messages
+            raise ValueError(f"{request.request_id} gets its input in parts, and minitui shows whole prompts only")
         self._send(began, "add", began, *self._facts(request))
         self.seconds += now() - began
 
     def _facts(self, request: Request) -> tuple[Any, ...]:
         ids = request.prompt_token_ids or [0] * request.num_prompt_tokens
         most = min(request.num_prompt_tokens + request.max_tokens, self.scheduler.max_model_len)
-        return request.request_id, ids, most
+        return request.request_id, ids, most, self._more_than_tokens(request)
+
+    def _more_than_tokens(self, request: Request) -> tuple[list[bytes], bytes] | None:
+        """Returns vLLM's hashes of the prompt's blocks, and a name for what else is hashed, if that is not only tokens.
+
+        As vLLM's generate_block_hash_extra_keys says, such blocks have the same content only where these are the same.
+        """
+        adapter, embeddings = request.lora_request, request.prompt_embeds
+        if not (request.mm_features or adapter or request.cache_salt or embeddings is not None):
+            return None
+        inputs = [feature.identifier for feature in request.mm_features or ()]
+        names = adapter and adapter.lora_name, request.cache_salt, inputs, embeddings is not None and request.request_id
+        return request.block_hashes[: request.num_prompt_tokens // self._manager.block_size], repr(names).encode()
 
     def scheduled(self, output: SchedulerOutput, began: float) -> None:
         """Send what `schedule` decided."""
@@ -213,7 +238,8 @@ class Recorder:
         step = -1
         if tokens:
             step = self.step = self.step + 1
-            self._in_flight.append((output, step))
+            chunks = sum(scheduler.requests[id].is_prefill_chunk for id, _ in several)
+            self._in_flight.append((output, step, len(tokens) - chunks))
         check = self._check() if self.checking else None
         self._send(
             ended, "schedule", began, ended, step, events, new, grown, left_out, several, drafts,
@@ -228,36 +254,53 @@ class Recorder:
         self.seconds += now() - ended
 
     def _admission(self, id: str, computed: int, blocks: list[int]) -> tuple[Any, ...]:
-        request = self.scheduler.requests[id]
-        hits = computed // self._manager.block_size
-        replied = request._all_token_ids[request.num_prompt_tokens : computed] if request.num_preemptions else []
-        return id, computed, blocks, request.num_tokens, request.block_hashes[: hits + 1], replied
+        return id, computed, blocks, self.scheduler.requests[id].num_tokens
 
-    def updated(self, output: SchedulerOutput, result: ModelRunnerOutput, began: float) -> None:
-        """Send what `update_from_output` did."""
+    def updated(
+        self, output: SchedulerOutput, result: ModelRunnerOutput, replies: dict[int, EngineCoreOutputs], began: float
+    ) -> None:
+        """Send what `update_from_output` did; it returned `replies`."""
         ended = now()
         events = self._take_events()
         # An output without tokens is not in the queue, and steps that were launched after it may be in flight.
         in_flight = self._in_flight
+        step = sampled = -1
         if in_flight and in_flight[0][0] is output:
-            step = in_flight.popleft()[1]
-        else:
-            step = next((number for scheduled, number in in_flight if scheduled is output), -1)
-            while step >= 0 and in_flight.popleft()[1] != step:
-                pass
-        if step < 0 and not events:
-            return
+            _, step, sampled = in_flight.popleft()
+        elif any(scheduled is output for scheduled, _, _ in in_flight):
+            while step < 0:
+                scheduled, number, sampled = in_flight.popleft()
+                step = number if scheduled is output else -1
         accepted = None
         if output.scheduled_spec_decode_tokens:
-            index, sampled = result.req_id_to_index, result.sampled_token_ids
+            index, drawn = result.req_id_to_index, result.sampled_token_ids
             accepted = [
-                (id, len(draft), max(0, len(sampled[index[id]]) - 1))
+                (id, len(draft), max(0, len(drawn[index[id]]) - 1))
                 for id, draft in output.scheduled_spec_decode_tokens.items()
-                if id in index and sampled and sampled[index[id]]
+                if id in index and drawn and drawn[index[id]]
             ]
+        tokens, ids = self._new_tokens(replies, sampled, accepted is None)
+        if step < 0 and not events and not tokens:
+            return
         check = self._check() if self.checking else None
-        self._send(ended, "update", began, ended, step, events, accepted, check)
+        self._send(ended, "update", began, ended, step, events, accepted, tokens, ids, check)
         self.seconds += now() - ended
+
+    def _new_tokens(
+        self, replies: dict[int, EngineCoreOutputs], sampled: int, one: bool
+    ) -> tuple[bytes | list[list[int]], list[str] | None]:
+        """Returns the new tokens of requests, and their ids, unless they are all those that the step samples.
+
+        If they are, and the step samples one token of each (`one`), the tokens are an array. Tokens are read here,
+        where vLLM has just written them. Its requests are spread over the memory: reading a block of each, when it is
+        full, took longer than all the rest.
+        """
+        [*groups] = replies.values()
+        if one and len(groups) == 1 and len(rows := groups[0].outputs) == sampled:
+            with suppress(IndexError):  # one ended without a token
+                return pack(f"{sampled}i", *[row.new_token_ids[0] for row in rows]), None
+        rows = [row for group in groups for row in group.outputs]
+        return [list(row.new_token_ids) for row in rows], [row.request_id for row in rows]
 
     def send_events(self) -> None:
         """Send what was done outside of a step: requests that were cancelled."""
@@ -277,16 +320,20 @@ class Recorder:
             first = [self._pool.get_cached_block(hash, [manager.kv_cache_group_id]) for hash in hashes]
             hits = [found[0].block_id if found else blocks[i] for i, found in enumerate(first)]
             requests.append((
-                *self._facts(request), request.num_computed_tokens, request.num_tokens, request.is_prefill_chunk,
-                blocks, hits, hashes, request._all_token_ids[: len(hashes) * manager.block_size],
-                request.num_preemptions,
+                *self._facts(request), request.num_computed_tokens, list(request._all_token_ids),
+                request.is_prefill_chunk, blocks, hits, request.num_preemptions,
             ))  # fmt: skip
         running = [request.request_id for request in scheduler.running]
+        self._in_flight = deque(((output, number, -1) for output, number, _ in self._in_flight), maxlen=64)
         self.pipe.send(("whole", now(), self.step, requests, waiting, running))
 
     def _check(self) -> tuple[Any, ...]:
-        """Returns vLLM's own numbers, which the watcher compares with its state: free blocks, and every block table."""
+        """Returns vLLM's own numbers, which the watcher compares with its state.
+
+        They are the number of free blocks, every block table, and a checksum of every request's tokens.
+        """
         tables = {
             id: [block.block_id for block in blocks] for id, blocks in self._manager.req_to_blocks.items() if blocks
         }
-        return self._pool.get_num_free_blocks(), tables
+        sums = {id: checksum(request._all_token_ids) for id, request in self.scheduler.requests.items()}
+        return self._pool.get_num_free_blocks(), tables, sums

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.trace.records import CLEARED
-from minitui.vllm.blocks import Blocks
+from minitui.vllm.blocks import Blocks, Inconsistent
+from minitui.vllm.tokens import Tokens
 
 CHAT = re.compile(r"-minitui\.([0-9a-f]{8})\.")
 REASONS = {
@@ -23,7 +24,7 @@ class Known:
     """A request that has not finished. `done`, `target`: tokens with KV, and tokens that its prefill computes."""
 
     id: int
-    prompt: list[int]
+    tokens: Tokens
     submitted: float
     row: int = -1
     done: int = 0
@@ -57,22 +58,24 @@ class Requests:
     def _at(self, t: float) -> None:
         self.blocks.t = max(self.blocks.t, int((t - self._origin) * 1e6) / 1e6)
 
-    def _add(self, t: float, id: str, prompt: list[int], most: int) -> None:
+    def _add(self, t: float, id: str, prompt: list[int], most: int, more: tuple[list[bytes], bytes] | None) -> None:
         self._at(t)
         number, self._next_id = self._next_id, self._next_id + 1
-        self._known[id] = Known(number, prompt, self.blocks.t)
+        self._known[id] = Known(number, Tokens(prompt, self.blocks.size, more), self.blocks.t)
         self.blocks.write("submit", number, group_of(id), len(prompt), most)
 
     def _admit(self, id: str) -> None:
-        _, computed, table, tokens, hashes, replied = self._admissions.pop(id)
+        _, computed, table, tokens = self._admissions.pop(id)
         request = self._known[id]
+        if len(request.tokens.ids) != tokens:
+            raise Inconsistent(f"r{request.id} has {tokens} tokens, and {len(request.tokens.ids)} follow from messages")
         if not self._rows:
             self._rows, self._most_rows = [self._most_rows], self._most_rows + 1
         request.row = heapq.heappop(self._rows)
         resumed = self.blocks.state.requests[request.id].state == "preempted"
         self.blocks.write("admit", request.id, request.row, "resumed" if resumed else "new")
         request.admitted = request.admitted or self.blocks.t
-        self.blocks.take_table(request.id, request.prompt, replied, computed, table, tokens, hashes)
+        self.blocks.take_table(request.id, request.tokens, computed, table)
         request.done, request.target = computed, tokens
         self._prefilling[id] = request
         self._running[id] = None
@@ -132,6 +135,8 @@ class Requests:
             elif kind == "f":
                 id, status, tokens = fields
                 request = self._leave(id)
+                if (known := request.tokens.output) != tokens:
+                    raise Inconsistent(f"r{request.id} has {tokens} new tokens, and {known} follow from messages")
                 del self._known[id]
                 self.totals[status] += 1
                 self.totals["tokens"] += tokens
@@ -144,12 +149,19 @@ class Requests:
             elif kind == "r":
                 self.blocks.clear(CLEARED)
 
-    def _cached(self, id: str, start: int, hashes: list[bytes], ids: bytes) -> None:
-        self._touch(id)
-        request = self._known[id].id
-        blocks = self.blocks.state.requests[request].table[start : start + len(hashes)]
-        tokens = memoryview(ids).cast("i").tolist()
-        self.blocks.publish(request, start, blocks, hashes, tokens, self._in_step)
+    def _append(self, rows: list[str], tokens: bytes | list[list[int]]) -> None:
+        """Append new tokens of these requests: an array with one of each, or a list of each."""
+        if isinstance(tokens, bytes):
+            tokens = [[token] for token in memoryview(tokens).cast("i")]
+        for id, ids in zip(rows, tokens, strict=True):
+            self._known[id].tokens.ids += ids
+
+    def _cached(self, rows: list[str], starts: list[int], ends: list[int]) -> None:
+        for id, start, end in zip(rows, starts, ends, strict=True):
+            self._touch(id)
+            request = self._known[id]
+            table = self.blocks.state.requests[request.id].table
+            self.blocks.publish(request.id, request.tokens, start, table[start:end], self._in_step)
 
 
 def group_of(id: str) -> str:

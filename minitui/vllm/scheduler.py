@@ -80,7 +80,7 @@ class _Recording(Scheduler):
         outputs = super().update_from_output(scheduler_output, model_runner_output, *arguments, **options)
         if recorder is not None:
             try:
-                recorder.updated(scheduler_output, model_runner_output, began)
+                recorder.updated(scheduler_output, model_runner_output, outputs, began)
             except Exception as error:
                 self._stop_recording(error)
         return outputs
@@ -95,7 +95,7 @@ class _Recording(Scheduler):
         try:
             done = super().reset_prefix_cache(*arguments, **options)
             if self._recorder is not None and done:
-                self._recorder.events.append(("r",))
+                self._recorder.note("r")
         finally:
             self._send_events()  # it may have preempted requests
         return done

@@ -3,20 +3,21 @@
 The messages, in order; times are seconds of one clock:
 
     init      t, facts about the engine
-    add       t, id, prompt ids, largest number of tokens
+    add       t, id, prompt ids, largest number of tokens, None or (hashes, name): see Recorder._more_than_tokens
     schedule  began, ended, step (-1: nothing to compute), events, admissions, grown, left out, several, drafts,
               total, running, waiting, check
-    update    began, ended, step, events, accepted drafts, check
+    update    began, ended, step, events, accepted drafts, new tokens, ids, check
     events    t, events: what happened outside of a step
     cost      steps, seconds that they took in vLLM's process for this recording
     whole     t, step, every request, the queue, the running ones: instead of messages that were lost
 
-Events: ("c", id, start, hashes, array of ids) blocks are cached; ("p", id, block table) preempted; ("f", id, status,
-tokens) finished; ("r",) the prefix cache was cleared; with a KV connector: ("l", id) ended, but its blocks are kept;
-("g", blocks) taken from the pool, ("e", blocks) evicted. An admission is (id, cached tokens, block table, tokens,
-hashes of the cached blocks and the next one, cached tokens of its reply); grown is [(id, new blocks)]. A step computes
-one token, and its drafts, for each running request. Exceptions: for those left out it computes nothing, and several is
-[(id, tokens)] of those for which it computes more.
+Events: ("c", ids, starts, ends) blocks of these requests are cached; ("p", id, block table) preempted; ("f", id,
+status, tokens) finished; ("r",) the prefix cache was cleared; with a KV connector: ("l", id) ended, but its blocks are
+kept; ("g", blocks) taken from the pool, ("e", blocks) evicted.
+An admission is (id, cached tokens, block table, tokens); grown is [(id, new blocks)]. A step computes one token, and
+its drafts, for each running request. Exceptions: for those left out it computes nothing, and several is [(id, tokens)]
+of those for which it computes more. New tokens are lists for the requests `ids`; None: an array with one for each
+request that the step samples.
 
 Running requests take blocks first, in the order in which they were admitted, then those that the step admits. vLLM
 takes the blocks of a request before it reports them, so new blocks are applied when an event first names their request
@@ -26,24 +27,28 @@ with vLLM's number of running requests and of tokens in each step; a difference 
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from dataclasses import dataclass
 from typing import Any
 
 from engine.trace.records import Record
 from minitui.vllm.blocks import Inconsistent
 from minitui.vllm.requests import Known, Requests, group_of
+from minitui.vllm.tokens import Tokens
 
 MOST_FAULTS = 1000
 
 
 @dataclass(slots=True)
 class Planned:
-    """A step in flight. `firsts`: the requests whose prefill it completes."""
+    """A step in flight. `firsts`: the requests whose prefill it completes; `sampled`: those that get tokens."""
 
     began: float
     ended: float
     work: str
     firsts: list[str]
+    sampled: list[str]
 
 
 class Translator(Requests):
@@ -127,6 +132,7 @@ class Translator(Requests):
             done.append(id)
             if samples:
                 firsts.append(id)
+        sampled = [id for id in tokens if id not in self._prefilling or id in firsts]
         chunks = set(done)
         decoding = {id for id in tokens if id not in chunks}
         joined, left = decoding - self._decoding, self._decoding - decoding
@@ -138,7 +144,7 @@ class Translator(Requests):
         numbers = [sorted(known[id].id for id in ids) for ids in (joined, left)]
         self.blocks.write("step", step, prefills, *numbers, sum(tokens.values()), waiting)
         work = "decode" if not prefills else "mixed" if decoding else "prefill"
-        self._planned[step] = Planned(began, ended, work, firsts)
+        self._planned[step] = Planned(began, ended, work, firsts, sampled)
 
     def _tell_wait(self, total: int, running: int, preempted: bool) -> None:
         """Write why the head of the queue was not admitted; vLLM's code names these obstacles in this order."""
@@ -160,10 +166,14 @@ class Translator(Requests):
             self.blocks.write("wait", queue[0], reason)
 
     def _update(
-        self, began: float, ended: float, step: int, events: list[Any], accepted: list[Any] | None, check: Any
-    ) -> None:
+        self, began: float, ended: float, step: int, events: list[Any], accepted: list[Any] | None,
+        tokens: bytes | list[list[int]], ids: list[str] | None, check: Any,
+    ) -> None:  # fmt: skip
         self._at(began)
         planned = self._planned.pop(step, None)
+        if ids is None and planned is None:
+            raise Inconsistent(f"step {step} ended, but its beginning is unknown")
+        self._append(planned.sampled if ids is None and planned else ids or [], tokens)
         answered = [self._known[id] for id in planned.firsts if id in self._known] if planned is not None else []
         if planned is not None:
             self.blocks.settle(step)
@@ -201,14 +211,17 @@ class Translator(Requests):
         order = {id: place for place, id in enumerate(waiting)}
         requests = sorted(requests, key=lambda row: order.get(row[0], -1))
         self._running = dict.fromkeys(running)
-        for *_, hits, hashes, ids, _ in requests:  # the oldest of equal blocks first: vLLM hits these
-            self.blocks.remember(hits, hashes, ids)
-        for id, prompt, most, computed, tokens, prefills, table, _, hashes, ids, preemptions in requests:
+        known = {row[0]: Tokens(row[1], self.blocks.size, row[3]) for row in requests}
+        for row in requests:
+            known[row[0]].ids = row[5]
+        for row in requests:  # the oldest of equal blocks first: vLLM hits these
+            self.blocks.remember(known[row[0]], row[8])
+        for id, prompt, most, _, computed, ids, prefills, table, hits, preemptions in requests:
             if id not in numbers:
                 numbers[id] = (self._next_id, self.blocks.t, 0.0, False)
                 self._next_id += 1
             number, submitted, admitted, answered = numbers[id]
-            request = self._known[id] = Known(number, prompt, submitted, admitted=admitted, answered=answered)
+            request = self._known[id] = Known(number, known[id], submitted, admitted=admitted, answered=answered)
             self.blocks.write("submit", number, group_of(id), len(prompt), most)
             view = self.blocks.state.requests[number]
             view.preemptions, view.submitted = preemptions, submitted
@@ -219,20 +232,20 @@ class Translator(Requests):
             request.admitted = admitted or self.blocks.t
             self.blocks.write("admit", number, request.row, "new")
             view.admitted = request.admitted
-            self.blocks.restore(number, table, hashes, ids)
-            view.base, request.done, request.target = computed, computed, tokens
+            self.blocks.restore(number, known[id], table, len(hits))
+            view.base, request.done, request.target = computed, computed, len(ids)
             if prefills and id in self._running:
                 self._prefilling[id] = request
         self.blocks.drain()  # readers get these as a snapshot
 
     # ---- the truth
 
-    def _compare(self, check: tuple[int, dict[str, list[int]]] | None) -> None:
+    def _compare(self, check: tuple[int, dict[str, list[int]], dict[str, int]] | None) -> None:
         """Note where vLLM's own numbers differ from the state."""
         if check is None or len(self.faults) > MOST_FAULTS:
             return
         self.checked += 1
-        free, tables = check
+        free, tables, sums = check
         if free != self.blocks.available:
             self.faults.append(f"step {self.blocks.state.step}: {self.blocks.available} blocks free, vLLM has {free}")
         for id, request in self._known.items():
@@ -241,6 +254,8 @@ class Translator(Requests):
                 self.faults.append(
                     f"step {self.blocks.state.step}: r{request.id}'s table is {table}, vLLM's {tables.get(id)}"
                 )
+            if zlib.crc32(array("i", request.tokens.ids)) != sums.get(id):
+                self.faults.append(f"step {self.blocks.state.step}: r{request.id} has other tokens")
         if extra := set(tables) - set(self._known):
             self.faults.append(f"step {self.blocks.state.step}: vLLM holds blocks for {sorted(extra)[:3]}")
         self.faults += self.blocks.take_faults()

@@ -51,6 +51,7 @@ class Request:
         self.request_id, self.prompt_token_ids, self.max_tokens = id_of(n), prompt, max_tokens
         self.num_prompt_tokens, self.num_preemptions, self.num_computed_tokens = len(prompt), 0, 0
         self.is_prefill_chunk = True
+        self.mm_features, self.lora_request, self.cache_salt, self.prompt_embeds = [], None, salt, None
         self.status = SimpleNamespace(name="WAITING")
         self._all_token_ids = list(prompt)
         self._size, self._last = size, repr(salt).encode()
@@ -126,6 +127,7 @@ class Played:
         self.waiting: list[Request] = []
         self._ever: list[Request] = []
         self.call: list[Any] = []
+        self._left: dict[str, int] = {}  # request -> tokens that its prefill still has to compute
 
     # ---- what vLLM does inside a call
 
@@ -181,12 +183,21 @@ class Played:
     def schedule(self, throttle_prefills: bool = False) -> Any:
         _, new, old, tokens, drafts, facts, *_ = self.call
         self._play()
+        chunks: dict[int, bool] = {}
         for n, computed, is_chunk, hits in facts or ():
             request = self._ever[n]
-            request.num_computed_tokens, request.is_prefill_chunk = computed, is_chunk
+            request.num_computed_tokens, chunks[n] = computed, is_chunk
             self.manager.num_cached_block[request.request_id] = len(hits)
             self.pool.first.update({hash: hit for hash, hit in zip(request.block_hashes, hits, strict=False) if hit})
         tables = {id: [block.block_id for block in blocks] for id, blocks in self.manager.req_to_blocks.items()}
+        admitted = dict(new) | {n: computed for n, computed, _, resumed in old if resumed}
+        for n, count in tokens:
+            request = self._ever[n]
+            if n in admitted:
+                self._left[request.request_id] = request.num_tokens - admitted[n]
+            left = self._left[request.request_id] = self._left[request.request_id] - count
+            request.is_prefill_chunk = left > 0
+            assert chunks.get(n, left > 0) == (left > 0), "vLLM says something else"
         cached = SimpleNamespace(
             req_ids=[id_of(n) for n, *_ in old], num_computed_tokens=[computed for _, computed, *_ in old],
             new_block_ids=[(tables[id_of(n)][-grown:],) if grown else None for n, _, grown, _ in old],
@@ -202,8 +213,14 @@ class Played:
             scheduled_spec_decode_tokens={id_of(int(n)): [0] * count for n, count in drafts.items()},
         )  # fmt: skip
 
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> None:
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         self._play()
+        new = {id_of(n): tokens for kind, n, tokens in (event for event in self.call[-5] if event[0] == "t")}
+        rows = [
+            SimpleNamespace(request_id=id, new_token_ids=new[id])
+            for id in scheduler_output.num_scheduled_tokens if id in new
+        ]  # fmt: skip
+        return {0: SimpleNamespace(outputs=rows)} if rows else {}
 
     def finish_requests(self) -> None:
         self._play()

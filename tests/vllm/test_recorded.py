@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from array import array
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -79,16 +78,16 @@ def test_the_recorded_calls_have_what_vllms_second_model_runner_does() -> None:
         assert sum(not call[3] for call in steps) > (20 if "stages" in name else 0)
 
 
-def test_a_wrong_count_and_a_wrong_table_are_found() -> None:
+def test_a_wrong_count_a_wrong_table_and_wrong_tokens_are_found() -> None:
     (_, *init), *messages = messages_of("asynchronous")
     translator = Translator(*init)
     at = next(i for i, message in enumerate(messages) if message[0] == "schedule" and len(message[-1][1]) > 3)
-    free, tables = messages[at][-1]
+    free, tables, sums = messages[at][-1]
     id = next(iter(tables))
     for message in messages[:at]:
         translator.take(message)
-    translator.take([*messages[at][:-1], [free + 1, {**tables, id: tables[id][::-1]}]])
-    assert len(translator.faults) == 2
+    translator.take([*messages[at][:-1], [free + 1, {**tables, id: tables[id][::-1]}, {**sums, id: 1}]])
+    assert len(translator.faults) == 3
 
 
 LINES: list[tuple[str, int, list[int]]] = [
@@ -271,10 +270,10 @@ async def test_a_chat_with_vllm_is_the_request_in_the_panels(tmp_path: Path, to_
         assert body["prompt"] == PROMPT and (body["temperature"], body["max_tokens"]) == (0, 3)
 
         id = f"cmpl-{head['x-request-id']}-0-1234abcd"
-        beside.send("add", 0.001, id, PROMPT, 63)
-        admission = (id, 0, [1, 2, 3, 4], 60, [b"a", b"b", b"c"], [])
+        beside.send("add", 0.001, id, PROMPT, 63, None)
+        admission = (id, 0, [1, 2, 3, 4], 60)
         beside.send("schedule", 0.002, 0.003, 0, [], [admission], [], [], [(id, 60)], {}, 60, 1, 0, None)
-        beside.send("update", 0.013, 0.014, 0, [("f", id, "FINISHED_LENGTH_CAPPED", 3)], None, None)
+        beside.send("update", 0.013, 0.014, 0, [("f", id, "FINISHED_LENGTH_CAPPED", 3)], None, [[7, 8, 9]], [id], None)
         async with asyncio.timeout(10):
             while state.step < 0 or state.requests:
                 for record in source.drain_records():
@@ -314,7 +313,7 @@ async def test_the_data_parallel_ranks_are_replicas(tmp_path: Path) -> None:
         try:
             await until(lambda: [replica.metrics.running for replica in source.replicas] == [3, 4])
             assert {replica.kind for replica in source.replicas} == {"vllm"}
-            second.send("add", 0.001, "cmpl-7", PROMPT, 63)
+            second.send("add", 0.001, "cmpl-7", PROMPT, 63, None)
             await source.watch(source.replicas[1])
             state = await source.snapshot()
             assert source.shown is source.replicas[1] and state["num_blocks"] == 30
@@ -411,9 +410,9 @@ async def test_the_telemetry_hides_texts_and_needs_the_key(tmp_path: Path, monke
     monkeypatch.setenv("MINITUI_HIDE_TEXT", "1")
     async with beside_vllm() as beside, attached(beside, tmp_path, key="k" * 20) as source:
         assert await find_async(beside.api.url, "wrong") == []
-        beside.send("add", 0.001, "cmpl-1", PROMPT, 63)
-        admission = ("cmpl-1", 0, [1, 2, 3, 4], 60, [b"a", b"b", b"c"], [])
-        events = [("c", "cmpl-1", 0, [b"a", b"b", b"c"], array("i", PROMPT[:48]))]
+        beside.send("add", 0.001, "cmpl-1", PROMPT, 63, None)
+        admission = ("cmpl-1", 0, [1, 2, 3, 4], 60)
+        events = [("c", ["cmpl-1"], [0], [3])]
         beside.send("schedule", 0.002, 0.003, 0, events, [admission], [], [], [("cmpl-1", 60)], {}, 60, 1, 0, None)
         nodes: dict[int, Any] = {}
         async with asyncio.timeout(10):

@@ -296,6 +296,24 @@ async def test_two_data_parallel_ranks_are_found_and_shown_as_replicas(monkeypat
         wait_for(lambda path=tmp_path / name: TraceReader(path).complete, 20)
 
 
+def test_a_request_that_gets_more_input_ends_the_recording_and_not_vllm(make, said):
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    scheduler, load, _ = make()
+    load.run(20)
+    for last in (False, True):
+        scheduler.add_request(Request(
+            request_id="chatcmpl-00000fff", prompt_token_ids=[1, 2, 3], sampling_params=SamplingParams(max_tokens=2),
+            pooling_params=None, block_hasher=load._hasher, resumable=not last,
+        ))  # fmt: skip
+    load.run(40)
+    load.finish()
+    assert scheduler._recorder is None
+    why = "chatcmpl-00000fff gets its input in parts, and minitui shows whole prompts only"
+    assert said == [f"minitui's recording ends: {why}"]
+
+
 @pytest.fixture
 def watched(monkeypatch, tmp_path):
     """A scheduler, and the watcher process that it has started."""

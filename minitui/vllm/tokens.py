@@ -1,0 +1,37 @@
+"""The tokens of a request of vLLM's, and a hash of each of its full blocks.
+
+vLLM hashes a full block: its tokens, the hash of the block before it, and what else its keys and values depend on. The
+watcher does the same with a hash of its own, so vLLM's process need not send its hashes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from hashlib import blake2b
+
+
+class Tokens:
+    """The tokens of one request. `ids`: the prompt of `prompt` tokens, and what was generated so far."""
+
+    def __init__(self, prompt: list[int], size: int, more: tuple[list[bytes], bytes] | None = None) -> None:
+        """`size`: tokens of a block. `more`: vLLM's hashes of the prompt's blocks, and a name for what is hashed beside
+        tokens (an adapter, an image, a salt), where that is so.
+        """
+        self.ids = list(prompt)
+        self.prompt = len(prompt)
+        self._size = size
+        self._hashes: list[bytes] = list(more[0]) if more else []
+        self._root = more[1] if more else b""
+
+    @property
+    def output(self) -> int:
+        """The number of tokens that were generated."""
+        return len(self.ids) - self.prompt
+
+    def hashes(self, end: int) -> list[bytes]:
+        """Returns the hashes of the first `end` blocks."""
+        for i in range(len(self._hashes), end):
+            before = self._hashes[-1] if i else self._root
+            block = array("i", self.ids[i * self._size : (i + 1) * self._size])
+            self._hashes.append(blake2b(before + block.tobytes(), digest_size=16).digest())
+        return self._hashes[:end]
