@@ -38,8 +38,9 @@ async def host_share(stage: Stage) -> Seen:
     gpu = "cpu" not in str(stage.source.info["device"]).lower()
     device_note = (
         "This engine runs on a GPU: a decode step replays a graph." if gpu
-        else "This engine runs on a CPU: the CPU is both the host and the device. So the tracks never overlap, and "
-        "there are no graphs. No kernels are launched: “launch” is here the host's work around the forward pass."
+        else "This engine runs on a CPU: the CPU is both the host and the device. So it never does the work of both at "
+        "the same time, and there are no graphs. No kernels are launched: “launch” is here the host's work around the "
+        "forward pass."
     )  # fmt: skip
     return Seen(
         f"In this run a decode step took {ms(timings.decode.p50)} ms (median). Plan, launch and commit took "
@@ -113,10 +114,12 @@ LESSON = Lesson(
         Page(
             "Host and device",
             """
-            Below its table, a small timings panel has two numbers: the mean time that the host works in a step, and the
-            mean time that the device works. A large panel has two tracks instead, one for the host and one for the
-            device. There, time runs to the right, and a filled cell means work. If both tracks are filled, the host
-            works while the device computes: for example, the host plans the next step.
+            The timings panel has two numbers in its line “per step”: the mean time that the host works in a step, and
+            the mean time that the device works.
+
+            The pictures of the next pages have two tracks, one for the host and one for the device. Time runs to the
+            right, and a filled cell means work. If both tracks are filled, the host works while the device computes:
+            for example, the host plans the next step.
             """,
             panel="timings",
             run=host_share,

@@ -167,7 +167,7 @@ async def touch_and_evict(stage: Stage) -> Seen:
     await stage.run_until("eviction")
     gone = [event.record[3:] for event in stage.events("evict")]
     needed = next(int(number) for number in gone[0][2].split() if number.isdecimal())
-    line = f"C needs {needed} blocks; {free} of {pool} are free. The missing blocks are evicted."
+    line = f"C needs {needed} blocks; {free} of {pool} are free. So {needed - free} cached blocks are evicted."
     lost = drawing.draw(line, new=True)
     others = [block.number for block in lost if block.number not in theirs]
     return Seen(
