@@ -257,8 +257,8 @@ LESSON = Lesson(
 
             A token's query is compared with its own key and with the keys of all earlier tokens (in some layers of some
             models, only of near ones). The values are added up: the better a key fits the query, the more its value
-            counts. The sum changes the token's numbers. The next layer makes its key and value from these: they depend
-            on this token and on earlier ones.
+            counts. The sum changes the token's numbers. From the changed numbers, the next layer makes its key and
+            value: so both depend on earlier tokens, too.
 
             A layer does this several times side by side, in heads. Each query head has its own queries and sums. To
             save memory, several query heads share the keys and values of one KV head. The model of the lessons has 6
@@ -299,9 +299,9 @@ LESSON = Lesson(
         Page(
             "What is kept",
             """
-            The engine keeps the keys and values of all tokens that it has computed. The memory for them is the KV cache
-            (K: keys, V: values). The KV cache is divided into blocks. Here, a block has room for the keys and values of
-            16 tokens. All blocks together are the pool.
+            While a reply is written, the engine keeps the keys and values of the prompt and of all computed tokens of
+            the reply. The memory for them is the KV cache (K: keys, V: values). The KV cache is divided into blocks.
+            Here, a block has room for the keys and values of 16 tokens. All blocks together are the pool.
 
             When a reply has ended, its keys and values can stay in the pool. They are useful again if a later prompt
             begins with the same tokens. Such a common beginning is a prefix. If the keys and values of a prefix are

@@ -119,7 +119,7 @@ async def prompt_tokens(stage: Stage) -> Seen:
         "with prompts run other programs on the GPU (kernels, L4 Paged attention)."
     ) if all(points[1] > decode[name][1] for name, points in recorded.items()) else ""
     apart = (
-        "\n\nDo not compare these times with the page before: here, the engine waited before each prompt."
+        "\n\nDo not compare these times with those of decode steps: here, the engine waited before each prompt."
     )
     head, sizes = ("ms of a prompt's step", "1 token"), (1, SIZES[-1], *LONGER)
     return Seen(_told(here, recorded_device().models, "prefill", head, sizes) + graphs + apart + _uneven(here))
