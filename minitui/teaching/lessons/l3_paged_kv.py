@@ -215,7 +215,7 @@ LESSON = Lesson(
                 (
                     "only one KV head of one layer would store its key and value: 2 x 64 x 4 bytes.",
                     "",
-                    "each of the 6 query heads would have its own key and value. But each 3 query heads share a KV "
+                    "each of the 6 query heads would have its own key and value. But 3 query heads share one KV "
                     "head.",
                 ),
             ),
