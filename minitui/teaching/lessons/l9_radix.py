@@ -143,8 +143,8 @@ LESSON = Lesson(
             "Without and with the cache",
             """
             The same six chats run in two engines: first without the prefix cache, then with the cache. The panel shows
-            the first run above the second, as if both had begun at the same time. Compare the length of the prefill at
-            the beginning.
+            both runs, the first above or on the left, as if both had begun at the same time. Compare the length of the
+            prefill at the beginning.
             """,
             panel="runs",
             run=side_by_side("cache"),
