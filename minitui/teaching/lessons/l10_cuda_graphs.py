@@ -165,7 +165,7 @@ LESSON = Lesson(
                                       {SMALL_MODEL.name:>10} {LARGE_MODEL.name:>9}
               weights, GB             {SMALL_MODEL.weights_gb:>10.1f} {LARGE_MODEL.weights_gb:>9.0f}
               kernels                 {SMALL_MODEL.kernels[1][0]:>10.0f} {LARGE_MODEL.kernels[1][0]:>9.0f}
-              all kernels, ms         {ms(SMALL_MODEL.kernels[1][1]):>10} {ms(LARGE_MODEL.kernels[1][1]):>9}
+              time of all kernels, ms {ms(SMALL_MODEL.kernels[1][1]):>10} {ms(LARGE_MODEL.kernels[1][1]):>9}
               microseconds a launch   {LAUNCH_US:>10.0f} {LARGE_LAUNCH_US:>9.0f}
 
             With graphs, a step of {SMALL_MODEL.name} was {gain(SMALL_MODEL):.1f} times as fast. (With faster

@@ -109,8 +109,9 @@ LESSON = Lesson(
                     "the second chat would use a part of a block. But the rest of this block has keys of the first "
                     "chat's tokens, and only full blocks are shared.",
                     "",
-                    "the two prompts would be equal, and a match could end at any token. But only full blocks are "
-                    f"shared: even of two equal prompts of {LONG} tokens, {LONG - (LONG - 1) // 16 * 16} are computed.",
+                    "the prompts would differ only in the last token, and a match could end at any token. But only "
+                    f"full blocks are shared: even of two equal prompts of {LONG} tokens, "
+                    f"{LONG - (LONG - 1) // 16 * 16} are computed.",
                 ),
             ),
         ),
