@@ -272,7 +272,7 @@ def test_a_step_of_many_rows_reads_their_keys_and_values_too(outcome: Callable[[
     reading, text, compute, bound, measured = ([float(value) for value in values] for values in lines.values())
     assert [max(a + b, c) for a, b, c in zip(reading, text, compute, strict=True)] == pytest.approx(bound, abs=0.015)
     assert all(a < b for a, b in zip(bound, measured, strict=True)) and measured[:2] == [one, many]
-    at = next(int(found) for found in re.findall(r"So at\s+(\d+) rows", page.text))
+    at = next(int(found) for found in re.findall(r"the weights at\s+(\d+) rows", page.text))
     assert compute[-1] / 256 * at == pytest.approx(reading[0], rel=0.01), "arithmetic takes as long as reading there"
 
 

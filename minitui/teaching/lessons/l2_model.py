@@ -247,14 +247,14 @@ LESSON = Lesson(
               {costs_table(" " * 14)}
 
             A device can read and compute at the same time. So a step takes at least as long as the longer of the two.
-            This bound is the roofline. {MANY} rows read the weights only once, so they take only
+            This bound is the roofline. {MANY} rows read the weights only once, so they take
             {MODEL.decode[MANY] / MODEL.decode[1]:.2f} times as long as one row. Each row needs one operation for each
-            byte of weights, and the {GPU.name} computes {GPU.operations_per_byte:.0f} while it reads a byte. So at
-            {GPU.operations_per_byte:.0f} rows, arithmetic takes as long as reading the weights. With many more rows,
-            twice the rows double the bound.
+            byte of weights, and the {GPU.name} computes {GPU.operations_per_byte:.0f} while it reads a byte. So
+            ideally, arithmetic takes as long as reading the weights at {GPU.operations_per_byte:.0f} rows. With many
+            more rows, twice the rows double the bound.
 
-            A measured step is longer: reading and arithmetic overlap only in part. Long texts add reading:
-            for {MANY} texts of {equal_context(MANY):,} tokens, as much as the weights.
+            Measured steps are longer: overlap and speeds are not perfect. Long texts add reading: for
+            {MANY} texts of {equal_context(MANY):,} tokens, as much as the weights.
             """,
         ),
         Page(
