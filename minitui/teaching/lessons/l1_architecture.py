@@ -106,12 +106,12 @@ LESSON = Lesson(
               launch   stages 4 and 5: the host starts them, the device computes
               commit   stage 6, on the host: appends ids, frees blocks of ended replies
 
-            To plan a step, the host must know how many tokens each reply has, but not which tokens. Each decode adds
-            one token. So with a GPU, the host plans step n+1 while step n still runs. The device keeps the
-            new tokens for step n+1. Two widely used engines, vLLM and SGLang, do the same by default. The host also
-            knows when a reply reaches its largest length. An end token is different: step n samples it, but
-            the host sees it only after step n+1 has begun. So step n+1 computes a token too many for this request. The
-            engine throws its result away.
+            To plan a step, the host must know how many tokens each reply has, but not which tokens. A decode adds one
+            token (without drafts, L2 Model and weights). So with a GPU, the host plans step n+1 while step n still
+            runs. The device keeps the new tokens for step n+1. Two widely used engines, vLLM and SGLang, do the same by
+            default. The host also knows when a reply reaches its largest length. An end token is different: step n
+            samples it, but the host sees it only after step n+1 has begun. So step n+1 computes a token too many for
+            this request. The engine throws its result away.
 
             On a CPU, this engine runs the three parts one after the other.
             """,
