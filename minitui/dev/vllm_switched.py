@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from minitui.vllm.recorder import now
+from minitui.vllm.hooks import now
 from minitui.vllm.scheduler import RecordingAsync
 
 PERIOD_S = 1.0
@@ -62,12 +62,12 @@ class SwitchedScheduler(RecordingAsync):
         if on == (self._recorder is not None):
             return
         if on:
-            recorder.attach()
-            recorder.events.clear()
+            recorder.hooks.attach()
+            recorder.hooks.take()
             recorder._in_flight.clear()
             recorder.send_whole_state()
             self._recorder = recorder
         else:
             recorder.pipe.flush()
-            recorder.detach()
+            recorder.hooks.detach()
             self._recorder = None

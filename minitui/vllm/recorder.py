@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import zlib
 from array import array
 from collections import deque
@@ -20,7 +19,8 @@ from itertools import compress, islice
 from struct import pack
 from typing import TYPE_CHECKING, Any
 
-from minitui.vllm.facts import OF_POOL, check_names, describe, only_manager
+from minitui.vllm.facts import check_names, describe, only_manager
+from minitui.vllm.hooks import Hooks, now
 from minitui.vllm.pipe import Pipe
 from minitui.vllm.ports import key_variables
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
-now = time.perf_counter  # the same clock in all processes of a machine
 FLUSH_S = 0.1  # between two writes to the watcher
 ASKED_EVERY = 256  # steps between two looks at what the watcher asks for, and between two reports of the cost
 
@@ -49,9 +48,7 @@ class Recorder:
         self.scheduler = scheduler
         self.step = -1
         self.checking = bool(os.environ.get("MINITUI_VLLM_CHECK"))
-        self.seconds = 0.0  # spent here
-        self.events: list[tuple[Any, ...]] = []  # since the last message
-        self._cached: list[Any] = []  # after these events: request, its first new cached block, the end of its last one
+        self._seconds = 0.0  # spent here
         self._flush_at = 0.0
         # Steps: vLLM's output, our number, for how many requests it samples (-1: the watcher does not know which).
         self._in_flight: deque[tuple[SchedulerOutput, int, int]] = deque(maxlen=64)
@@ -66,111 +63,21 @@ class Recorder:
         except Exception:
             self.pipe.close()
             raise
-        self._broken: Exception | None = None
-        self.attach()
+        self.hooks = Hooks(scheduler, self._manager, self._pool)
+        self.hooks.attach()
 
-    def attach(self) -> None:
-        """Put the hooks into the pool."""
-        self._hook_caching()
-        self._hook("evict_blocks", self.evicted)
-        if self.scheduler.connector is not None:  # it takes blocks for requests that are not scheduled yet
-            self._hook("get_new_blocks", self.taken)
-
-    def detach(self) -> None:
-        """Remove the hooks from the pool."""
-        for name in OF_POOL:
-            self._pool.__dict__.pop(name, None)
+    @property
+    def seconds(self) -> float:
+        """What the recording has taken of vLLM's process, without the writes of the pipe."""
+        return self._seconds + self.hooks.seconds
 
     def stop(self) -> None:
         """Remove the hooks from the pool and end the watcher."""
-        self.detach()
+        self.hooks.detach()
         try:
             self.pipe.flush()
         finally:
             self.pipe.close()
-
-    # ---- inside vLLM's calls: nothing is raised here; the next message raises the error
-
-    def observe(self, note: Any, request: Request) -> None:
-        """Call `note` with a request."""
-        try:
-            note(request)
-        except Exception as error:
-            self._broken = error
-
-    def _hook(self, name: str, note: Any) -> None:
-        """Call `note` after each call of a method of the pool, with its result and its arguments."""
-        original = getattr(self._pool, name)
-
-        def hooked(*arguments: Any, **options: Any) -> Any:
-            result = original(*arguments, **options)
-            began = now()
-            try:
-                note(result, *arguments, **options)
-            except Exception as error:
-                self._broken = error
-            self.seconds += now() - began
-            return result
-
-        setattr(self._pool, name, hooked)
-
-    def _hook_caching(self) -> None:
-        """Note full blocks that are cached now: the call of the pool that is by far the most frequent."""
-        original = self._pool.cache_full_blocks
-
-        def cache_full_blocks(
-            request: Request, blocks: Any, num_cached_blocks: int, num_full_blocks: int, *arguments: Any, **options: Any
-        ) -> Any:
-            result = original(request, blocks, num_cached_blocks, num_full_blocks, *arguments, **options)
-            if num_cached_blocks < num_full_blocks:
-                began = now()
-                self._cached += (request, num_cached_blocks, num_full_blocks)
-                self.seconds += now() - began
-            return result
-
-        self._pool.cache_full_blocks = cache_full_blocks
-
-    def note(self, *event: Any) -> None:
-        """Append an event, after the blocks that were cached before it."""
-        if self._cached:
-            self._note_cached()
-        self.events.append(event)
-
-    def _note_cached(self) -> None:
-        """Append one event for all blocks that were cached since the last event: a step caches blocks of many rows."""
-        cached, self._cached = self._cached, []
-        self.events.append(("c", [request.request_id for request in cached[::3]], cached[1::3], cached[2::3]))
-
-    def taken(self, blocks: Any, *_: Any, **__: Any) -> None:
-        """Note blocks that the pool gave away."""
-        self.note("g", [block.block_id for block in blocks])
-
-    def evicted(self, _: Any, block_ids: set[int], *__: Any, **___: Any) -> None:
-        """Note blocks whose content a connector evicted."""
-        self.note("e", sorted(block_ids))
-
-    def preempted(self, request: Request) -> None:
-        """Note a preemption, before vLLM takes the request's blocks away: it may have got some in this step."""
-        id = request.request_id
-        self.note("p", id, [block.block_id for block in self._manager.req_to_blocks.get(id, ())])
-
-    def freed(self, request: Request) -> None:
-        """Note the end of a request."""
-        self.note("f", request.request_id, request.status.name, request.num_output_tokens)
-
-    def left(self, request: Request) -> None:
-        """Note that a request has ended, but a connector still reads its blocks: `freed` follows later."""
-        if request.request_id in self.scheduler.requests:
-            self.note("l", request.request_id)
-
-    def _take_events(self) -> list[tuple[Any, ...]]:
-        """Returns the events since the last call. Raises the error of a hook, if one has failed."""
-        if self._broken is not None:
-            raise self._broken
-        if self._cached:
-            self._note_cached()
-        events, self.events = self.events, []
-        return events
 
     def _send(self, t: float, *message: Any) -> None:
         """Send a message; `t`: the time now. Without requests there may be no later message to send it with."""
@@ -186,7 +93,7 @@ class Recorder:
         if getattr(request, "resumable", False):  # its tokens would not be those that follow from the messages
             raise ValueError(f"{request.request_id} gets its input in parts, and minitui shows whole prompts only")
         self._send(began, "add", began, *self._facts(request))
-        self.seconds += now() - began
+        self._seconds += now() - began
 
     def _facts(self, request: Request) -> tuple[Any, ...]:
         ids = request.prompt_token_ids or [0] * request.num_prompt_tokens
@@ -208,7 +115,7 @@ class Recorder:
     def scheduled(self, output: SchedulerOutput, began: float) -> None:
         """Send what `schedule` decided."""
         ended = now()
-        events = self._take_events()
+        events = self.hooks.take()
         tokens = output.num_scheduled_tokens
         if not tokens and not events:
             return
@@ -251,7 +158,7 @@ class Recorder:
                 self.send_whole_state()
         if self.pipe.recover():
             self.send_whole_state()
-        self.seconds += now() - ended
+        self._seconds += now() - ended
 
     def _admission(self, id: str, computed: int, blocks: list[int]) -> tuple[Any, ...]:
         return id, computed, blocks, self.scheduler.requests[id].num_tokens
@@ -261,7 +168,7 @@ class Recorder:
     ) -> None:
         """Send what `update_from_output` did; it returned `replies`."""
         ended = now()
-        events = self._take_events()
+        events = self.hooks.take()
         # An output without tokens is not in the queue, and steps that were launched after it may be in flight.
         in_flight = self._in_flight
         step = sampled = -1
@@ -284,7 +191,7 @@ class Recorder:
             return
         check = self._check() if self.checking else None
         self._send(ended, "update", began, ended, step, events, accepted, tokens, ids, check)
-        self.seconds += now() - ended
+        self._seconds += now() - ended
 
     def _new_tokens(
         self, replies: dict[int, EngineCoreOutputs], sampled: int, one: bool
@@ -304,7 +211,7 @@ class Recorder:
 
     def send_events(self) -> None:
         """Send what was done outside of a step: requests that were cancelled."""
-        began, events = now(), self._take_events()
+        began, events = now(), self.hooks.take()
         if events:
             self._send(began, "events", began, events)
 

@@ -13,7 +13,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from minitui.vllm.facts import explain
-from minitui.vllm.recorder import Recorder, now
+from minitui.vllm.hooks import now
+from minitui.vllm.recorder import Recorder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -95,7 +96,7 @@ class _Recording(Scheduler):
         try:
             done = super().reset_prefix_cache(*arguments, **options)
             if self._recorder is not None and done:
-                self._recorder.note("r")
+                self._recorder.hooks.note("r")
         finally:
             self._send_events()  # it may have preempted requests
         return done
@@ -109,19 +110,19 @@ class _Recording(Scheduler):
 
     def _preempt_request(self, request: Request, *arguments: Any, **options: Any) -> Any:
         if self._recorder is not None:
-            self._recorder.observe(self._recorder.preempted, request)
+            self._recorder.hooks.observe(self._recorder.hooks.preempted, request)
         return super()._preempt_request(request, *arguments, **options)
 
     def _free_request(self, request: Request, *arguments: Any, **options: Any) -> Any:
         result = super()._free_request(request, *arguments, **options)
         if self._recorder is not None:
-            self._recorder.observe(self._recorder.left, request)
+            self._recorder.hooks.observe(self._recorder.hooks.left, request)
         return result
 
     def _free_blocks(self, request: Request, *arguments: Any, **options: Any) -> Any:
         result = super()._free_blocks(request, *arguments, **options)
         if self._recorder is not None:
-            self._recorder.observe(self._recorder.freed, request)
+            self._recorder.hooks.observe(self._recorder.hooks.freed, request)
         return result
 
     def shutdown(self) -> None:

@@ -29,7 +29,7 @@ PLAIN = (
     "num_blocks", "block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "vocab_size",
     "prefix_caching", "async_scheduling", "scheduling_policy",
 )  # fmt: skip
-OURS = ("facts", "recorder", "scheduler")  # the modules that import vLLM
+OURS = ("facts", "hooks", "recorder", "scheduler")  # the modules that import vLLM
 
 
 @cache

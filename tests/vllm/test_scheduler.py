@@ -188,12 +188,13 @@ def test_an_exception_anywhere_ends_the_recording_and_not_vllm(monkeypatch, tmp_
     def fail(*_, **__):
         raise AttributeError("it has another name")
 
-    monkeypatch.setattr(recording.Recorder, place, fail, raising=place != "cached")
+    owner = recording.Recorder if hasattr(recording.Recorder, place) else recording.Hooks
+    monkeypatch.setattr(owner, place, fail, raising=place != "cached")
     monkeypatch.setattr(recording, "Pipe", Direct)
     monkeypatch.setattr(facts, "__version__", "0.99.0")
     scheduler = make_scheduler(tmp_path)
     if place == "cached":
-        scheduler._recorder.events = SimpleNamespace(append=fail)
+        scheduler._recorder.hooks.events = SimpleNamespace(append=fail)
     load = Load(scheduler, 1)
     load.run(80)
     scheduler.kv_cache_manager.block_pool.evict_blocks(set())
