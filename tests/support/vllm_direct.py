@@ -25,6 +25,7 @@ class Direct:
         self.scheduled: dict[str, int] = {}  # vLLM's tokens of each request of the step
         self.wrong: list[int] = []  # steps of which the messages tell something else
         self.wholes = self.repairs = 0
+        self.as_planned = 0  # steps whose tokens came without the ids of their requests
         self.lost = self.reads = False
 
     def send(self, message: tuple[Any, ...]) -> None:
@@ -43,6 +44,7 @@ class Direct:
             self.repairs += 1
             self.lost = self.reads = True
             return
+        self.as_planned += kind == "update" and rest[6] is None
         if kind == "schedule" and rest[2] >= 0 and self.translator._tokens != self.scheduled:
             self.wrong.append(rest[2])
         records = self.translator.drain()

@@ -63,6 +63,7 @@ def test_every_count_table_hit_and_step_is_vllms(name: str, lost: bool, monkeypa
     else:
         assert translator.checked >= 2 * len(ended) > 300
         assert sorted(ended) == list(range(steps))
+        assert pipe.as_planned > len(ended) / 3 or "drafts" in name
         assert pipe.hits == (hits if caching else []) and bool(translator.totals["hits"]) == caching
         assert pipe.kinds["preempt"] and pipe.kinds["finish"] > 50
         assert bool(pipe.kinds["copy"] and pipe.kinds["evict"]) == caching
