@@ -68,7 +68,7 @@ class Recorder:
 
     @property
     def seconds(self) -> float:
-        """What the recording has taken of vLLM's process, without the writes of the pipe."""
+        """What the recording has taken of vLLM's process."""
         return self._seconds + self.hooks.seconds
 
     def stop(self) -> None:
