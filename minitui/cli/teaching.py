@@ -119,7 +119,7 @@ def lesson(
         rows = [(f"minitui lesson {one.number:<2}   {one.title}", _about(one.question, progress.summary(one)))
                 for one in LESSONS]  # fmt: skip
         print(_columns(rows))
-        print("\nOpen a lesson with its number: `minitui lesson 0` is the first. Key L in a lesson shows the others.")
+        print("\nOpen a lesson with its number: `minitui lesson 0` is the first.\nKey L in a lesson shows the others.")
         return
     chosen = find_lesson(number)
     choice, source, restart = lesson_source(chosen.number)
