@@ -121,9 +121,9 @@ async def _ask(stage: Stage, url: str, key: str, stream: bool) -> tuple[list[str
         lines.append(line)
         if line:
             shown.append(("got", _short(line)))
-            stage.view.put(Wire("HTTP, as it is sent and received", tuple(shown)))
+            stage.view.put(Wire("HTTP requests and responses", tuple(shown)))
 
-    stage.view.put(Wire("HTTP, as it is sent and received", tuple(shown)))
+    stage.view.put(Wire("HTTP requests and responses", tuple(shown)))
     await stage.pause(3)
     try:
         async with asyncio.timeout(LIMIT_S + 60 * stage.beat):

@@ -236,10 +236,9 @@ LESSON = Lesson(
             Sampling draws one token at random: a token with twice the probability is drawn twice as often. The sampled
             token is the next token of the reply.
 
-            Then the model runs again, with this token as its new input. A reply of 100 tokens needs 100 forward passes,
-            one after the other: each pass needs the token of the pass before. (L2 Model and weights shows an
-            exception.) A reply ends in one of three cases: the model's end token is sampled, a stop string occurs (L7
-            Detokenizer), or the reply has the largest length that the user allowed.
+            Then the model runs again, with this token as its new input. A reply of 100 tokens needs about 100 forward
+            passes, one after the other: each pass needs the token of the pass before. A reply ends when the model's end
+            token is sampled, or when the reply has the largest length that the user allowed.
 
             The inference engine is the program that runs the model. The engine works in steps, with one forward pass in
             each step. If several users wait for replies, one step can compute tokens for all of them.

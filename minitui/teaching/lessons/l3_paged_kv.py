@@ -59,7 +59,8 @@ def _pieces_and_blocks(comparison: Comparison) -> str:
     steps = [run.figures.steps for run in comparison.runs]
     first = [step_of_last_first_token(run) for run in comparison.runs]
     sooner = "With blocks, no request had to wait. " if first[1] < first[0] else ""
-    return sooner + ("The steps are as many: in both runs, the longest reply began at once." * (steps[0] == steps[1]))
+    equal = "Both runs take equally many steps: the longest reply began in their first step."
+    return sooner + equal * (steps[0] == steps[1])
 
 
 def _at_once(run: Run) -> list[tuple[str, int]]:
@@ -154,9 +155,9 @@ LESSON = Lesson(
             The length of a reply is not known in advance. Each request could get one piece of memory, large enough for
             its longest possible reply. But most replies are shorter: a large part of the piece would stay empty. vLLM
             took an idea from operating systems: the memory (the pool) is divided into blocks of equal size. A block has
-            room for 16 tokens here and often in vLLM, for 1 by default in SGLang. When the last block of a request is
-            full, the next token needs another block: any free block of the pool. Only the empty end of a last block is
-            wasted: here at most 15 tokens. Larger blocks waste more. Smaller blocks are more blocks to keep track of.
+            room for 16 tokens here and often in vLLM. When the last block of a request is full, the next token needs
+            another block: any free block of the pool. Only the empty end of a last block is wasted: here at most 15
+            tokens. Larger blocks waste more. Smaller blocks are more blocks to keep track of.
 
             The text of a request is divided into logical blocks: 0, 1, 2 … A block of the pool is a physical block. The
             block table of the request names the physical block of each logical block.

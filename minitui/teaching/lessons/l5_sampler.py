@@ -142,8 +142,8 @@ LESSON = Lesson(
             the same prompt at temperature 1. Each picture is a request with another setting. A token that was cut is
             crossed out. The last picture has no cut: logit_bias adds a number to the logit of one token.
 
-            Key i lets you type your own settings. Then the picture shows your settings. (“<” before a
-            number: the probability is smaller. The engine lists only the likeliest tokens.)
+            Key i lets you type your own settings. Then the picture shows your settings. The engine lists only the
+            likeliest tokens. “<” before a number means: less than this number.
             """,
             panel="candidates",
             code="engine.worker.sampler:Sampler._truncate",
@@ -168,8 +168,8 @@ LESSON = Lesson(
               presence_penalty    (above 0) in the reply: subtracted once
               frequency_penalty   (above 0) in the reply: subtracted once per occurrence
 
-            Four requests, one without a penalty, may use only three words. All replies begin alike: the first word
-            often, the second once, the third not yet.
+            Four requests, one without a penalty, may use only three words. All replies have the same beginning: the
+            first word several times, the second once, the third never.
             """,
             panel="words",
             code="engine.worker.sampler:Sampler._apply_penalties",

@@ -36,8 +36,8 @@ async def eager_and_graphs(stage: Stage) -> Seen:
         )
         + f"\n\nThe picture shows: the launches of the {kernels:.0f} kernels take nearly the whole eager step, and the "
         "device has pauses between the kernels. With graphs, the host mostly waits for the device. A step with graphs "
-        f"takes even less than the {ms(busy)} ms of the eager kernels. Two reasons are probable: the profiler slowed "
-        "the kernels, and the steps with graphs use kernels that do the work of several eager kernels.",
+        f"takes even less than the {ms(busy)} ms of the eager kernels: its kernels do the work of several eager "
+        "kernels. The profiler, too, may have slowed the eager kernels.",
         min(range(3), key=lambda i: abs(expected[i] - eager.step_ms)),
     )  # fmt: skip
 

@@ -130,21 +130,21 @@ async def walk(stage: Stage) -> Seen:
 
 async def _compare(stage: Stage, drawing: TreeDrawing, ids: Sequence[int], size: int) -> int:
     """Marks the blocks of the tree that equal the prompt's, one after the other; returns their number."""
-    cached = {block.prefix for _, _, blocks in drawing.nodes() for block in blocks}
+    cached = {block.prefix: block.number for _, _, blocks in drawing.nodes() for block in blocks}
     marks: dict[Prefix, str] = {}
     equal = 0
     for end in range(size, len(ids), size):  # the last token is computed in any case
         prefix = tuple(ids[:end])
         if prefix not in cached:
             break
-        name = f"Block {equal} of the prompt, tokens {end - size} to {end - 1}"
+        name = f"Logical block {equal} of the prompt, tokens {end - size} to {end - 1}"
         drawing.draw(f"{name}: compared.", marks | {prefix: "looked"})
         await stage.pause(0.5)
         marks[prefix] = "match"
         equal += 1
-        drawing.draw(f"{name}: equal.", marks)
+        drawing.draw(f"{name}: equal to physical block {cached[prefix]}.", marks)
         await stage.pause(0.3)
-    drawing.draw(f"Block {equal} of the prompt is not in the tree: the lookup ends.", marks)
+    drawing.draw(f"Logical block {equal} of the prompt is not in the tree: the lookup ends.", marks)
     await stage.pause(3)
     return equal
 

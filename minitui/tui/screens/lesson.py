@@ -139,7 +139,7 @@ class LessonScreen(BaseScreen[None]):
                 hints.append(("v", "code"))
         hints += [("L", "lessons"), ("?", "help"), ("q", "quit"), ("2", "inspect")]
         if page is not None and page.type_in is not None:
-            hints.append(("i", "your text"))
+            hints.append(("i", page.type_in.title.lower()))
         return hints if self.app.idle or reading.running else [*hints, ("n", "step")]
 
     # ---- painting

@@ -116,7 +116,7 @@ def _page_keys(reading: Reading) -> list[str]:
         else:
             parts.append("enter runs")
     if page.type_in is not None:
-        parts.append("i your text")
+        parts.append(f"i {page.type_in.title.lower()}")
     if page.code:
         parts.append("v code")
     return [*parts, "left/right pages" if reading.at else "right next page"]
