@@ -36,6 +36,8 @@ PACES = (1, 2, 5, 10, 20, 50, 100, 200)  # factors of slow motion
 BAR_WIDTH = 28  # cells of a full bar
 HELD_TICK = 0.05  # seconds between two checks of `held`
 THINK_SECONDS = 6.0  # the user's time for a prediction
+# Titles of the chats of `Stage.chat`. Those of their questions would be words of the legends, such as "prefill".
+TITLES = ("Oslo", "Lima", "Cairo", "Delhi", "Quito", "Seoul", "Tunis", "Hanoi")
 
 Restart = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -172,6 +174,7 @@ class Stage:
         self, system: str | None = None, title: str = "", max_tokens: int | None = None, whole: bool = False
     ) -> Session:
         """Opens a new chat. `whole`: its answer has exactly `max_tokens` tokens; end tokens do not end the answer."""
+        title = title or TITLES[len(self.chats.sessions) % len(TITLES)]
         session = self.chats.new(self.system if system is None else system, title)
         self._questions[session.id] = 0
         if max_tokens is not None:

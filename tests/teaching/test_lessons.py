@@ -37,7 +37,7 @@ from minitui.teaching.lessons.side_by_side import side_by_side
 from minitui.teaching.merges import merges, shown_piece
 from minitui.teaching.prediction import LETTERS
 from minitui.teaching.reading import Reading
-from minitui.teaching.stage import Restart, Stage
+from minitui.teaching.stage import TITLES, Restart, Stage
 from minitui.tui.glyphs import glyphs
 from minitui.tui.lesson_app import LessonApp
 from minitui.tui.screens.code import CodePanel, CodeScreen, wrap_code
@@ -99,6 +99,7 @@ class Taught:
         self.seen: dict[str, Seen] = {}
         self.again: dict[str, Seen] = {}  # of a second run, after the pages behind it and the closing questions
         self.answers: list[str] = []
+        self.chats: set[str] = set()  # titles of the chats in the panels beside the questions
         self.panels: list[str] = []  # beside each question, in its smallest size
         self.beside: dict[str, dict[str, str]] = {}  # page -> size of the screen -> the panels beside the result
 
@@ -125,6 +126,7 @@ async def teach(one: Lesson, source: LocalSource, restart: Restart) -> Taught:
     await fresh(stage)
     await one.close(stage)
     stage.view.frame(time.monotonic())
+    taught.chats = {session.title for session in chats.sessions}
     taught.answers = [check.answer(stage) for check in one.checks]
     taught.panels = [panel_text(check.panel, stage.view) for check in one.checks]
     for page in reversed(one.pages):
@@ -210,6 +212,16 @@ def test_it_runs_to_its_end_and_proves_what_it_teaches(number: int, outcome: Cal
         assert page.predict.choices[seen.answer] == RIGHT.get((number, page.title), "MLP"), seen.text
         assert result.again[page.title].answer == seen.answer, f"a second run: {result.again[page.title].text}"
     assert len(result.answers) == 3 and all(len(answer) > 0 for answer in result.answers)
+
+
+def test_no_chat_has_a_word_of_a_panel_as_its_name(outcome: Callable[[int], Taught]) -> None:
+    """A line "r12 #2 prefill" would say that a decoding request computes its prompt."""
+    for one in LESSONS:
+        chats = outcome(one.number).chats
+        for panel in PANELS.values():
+            words = set(re.findall(r"\w+", f"{panel.TITLE} {getattr(panel, 'help_text', '')}".lower()))
+            clash = {name for name in chats if words & set(name.lower().split())}
+            assert not clash - {"lesson", "A", "B", "C"}, f"L{one.number}: {clash}, {panel.TITLE}"
 
 
 def test_the_bars_of_the_sampler_lesson_are_those_of_its_rules(outcome: Callable[[int], Taught]) -> None:
@@ -905,12 +917,12 @@ async def test_an_experiment_keeps_the_readers_chats_and_removes_its_own() -> No
         await room.press("1", *"why", "enter", "ctrl+g", "0")
         await room.until(lambda: [session.title for session in chats.sessions] == ["why"])
         for _ in range(2):
-            assert await run() == ["why", "lesson", "hello"], "mine, and those of the last run"
+            assert await run() == ["why", "lesson", TITLES[2]], "mine, and those of the last run"
         await room.press("1", *"/resume", "enter")
         await room.until(lambda: not room.app.session.busy)
         await room.press(*"how", "enter", "ctrl+g", "0")
         await room.until(lambda: len(room.app.session.questions) == 2)
-        assert await run() == ["why", "hello", "lesson", "hello"], "I have asked in a chat of the run"
+        assert await run() == ["why", TITLES[2], "lesson", TITLES[3]], "I have asked in a chat of the run"
         assert [message.text for message in chats.sessions[1].questions] == ["hello", "how"]
 
 
