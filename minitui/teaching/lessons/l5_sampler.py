@@ -168,8 +168,8 @@ LESSON = Lesson(
               presence_penalty    (above 0) in the reply: subtracted once
               frequency_penalty   (above 0) in the reply: subtracted once per occurrence
 
-            Four requests, one without a penalty, may use only three words. All replies have the same beginning: the
-            first word several times, the second once, the third never.
+            Four requests, one without a penalty, may use only three words. Each reply begins with several times the
+            first word and once the second.
             """,
             panel="words",
             code="engine.worker.sampler:Sampler._apply_penalties",
