@@ -81,7 +81,7 @@ def tail(
     "hit_rate" is a share), the nodes that are evicted next, and whether the host or the device limits ("steps": all of
     the last 1,000, or, if that differs, those in whose time the host launched prompts, and the others;
     "number_of_steps" and "share_of_time" of these; "other_programs": the share of the time in which another program had
-    the core, measured for "other_programs_steps" of them; "host_waits": in the rest of the time, the share in which the
+    the core, measured for "other_programs_steps" of them; "host_waits": in the other time, the share in which the
     host waits, or the least that it can be; then "host_waits_at_most" is larger).
 
     A line has "stall_ms" instead if the engine has given no results for this time: "step" has not ended, and the

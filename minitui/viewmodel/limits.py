@@ -81,18 +81,23 @@ class Limit:
     @property
     def what(self) -> str:
         """Returns "the device limits", or "the host limits steps launching prompts". Beside other programs: "the device
-        limits the rest"."""
-        of = (" the rest" + " of" * bool(self.which)) * worth_telling(self.others) + self.which
-        return f"unknown if host or device limits{of}" if self.by is None else f"the {self.by} limits{of}"
+        limits the other time"."""
+        rest = worth_telling(self.others)
+        limits = f"limits{(' the other time' + ' of' * bool(self.which)) * rest}{self.which}"
+        unknown = "unknown what" if rest else "unknown if host or device"
+        return f"{unknown} {limits}" if self.by is None else f"the {self.by} {limits}"
 
     def told(self, width: int = 1_000) -> Told:
         """Returns "the device limits", ": the host waits 86 % of the time · last 743 steps"; if narrow, less. For a
         part of the steps: "the host limits steps launching prompts", " (53, 29 % of the time): the host waits ..."."""
-        rest, time = " the rest" * worth_telling(self.others), f"{100 * self.share:.0f} % of the time"
+        rest, share = " the other time" * worth_telling(self.others), f"{100 * self.share:.0f} %"
+        time = f"{share} of the time"
         if self.by is None:
-            brief = f"what limits {time if self.which else 'the rest' if rest else 'the speed'} is unknown"
+            brief = f"what limits{f' {time}' if self.which else rest or ' the speed'} is unknown"
+        elif self.which:
+            brief = f"{self.by} limits " + (f"{share} (without other programs)" if rest else time)
         else:
-            brief = f"{self.by} limits{rest}" + f"{' in' * bool(rest)} {time}" * bool(self.which)
+            brief = f"{self.by} limits{rest}"
         if self.waits is None:
             whole, short = ": the engine does not report its waits", ": no waits reported"
             return _fitting(width, [(self.what, whole), (self.what, short), (brief, short), (brief, "")])

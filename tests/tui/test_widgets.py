@@ -827,7 +827,7 @@ def test_timings_show_the_summarys_figures():
     assert "= queue" in rows[5] and f"r{first.request}" in rows[5]
     assert rows[6].startswith("per step") and rows[7].startswith("the device limits: the host waits")
     rows = body(StepTimings(), view, 90, 9)
-    assert rows[6].startswith("host") and rows[7].startswith("device") and "busy at most" in rows[7]
+    assert rows[6].startswith("host") and rows[7].startswith("device") and "at most" in rows[7]
     assert rows[8].startswith("the device limits: the host waits")
     panel = StepTimings()
     rows = body(panel, view, 78, 13)  # no room for charts

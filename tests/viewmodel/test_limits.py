@@ -55,14 +55,14 @@ def recorded(work: float, wait: float, delayed: float | None, read: Callable[[in
         (1.0, 9.0, None, ["the device limits: the host waits 90 % of the time (other programs: unknown)"]),
         # 0 to 1 of these 3 ms delayed the host's work
         (1.0, 9.0, 3.0, ["another program had the core for 30 % of the time",
-                         "the device limits the rest: the host waits 86 to 100 % of it"]),
+                         "the device limits the other time: the host waits 86 to 100 % of it"]),
         # a host that waits for 60 % of the time, of which others may have most
         (4.0, 6.0, 4.0, ["another program had the core for 40 % of the time",
-                         "unknown if host or device limits the rest: the host waits 33 to 100 % of it"]),
+                         "unknown what limits the other time: the host waits 33 to 100 % of it"]),
         (9.0, 1.0, 4.0, ["another program had the core for 40 % of the time",
-                         "the host limits the rest: the host waits 0 to 17 % of it"]),
+                         "the host limits the other time: the host waits 0 to 17 % of it"]),
         (0.0, 10.0, 7.0, ["other programs limit: they had the core for 70 % of the time",
-                          "the device limits the rest: the host waits 100 % of it"]),
+                          "the device limits the other time: the host waits 100 % of it"]),
     ],
 )  # fmt: skip
 def test_other_programs_are_told_from_the_host_and_the_device(
@@ -129,10 +129,10 @@ def test_a_narrow_line_is_a_sentence() -> None:
     prompts, decodes = " steps launching prompts", " steps launching no prompts"
     unknown, known = (0.3, 0.9), (0.8, 0.9)
     for width, limit, words in (
-        (44, Limit("", 100, unknown, 0.3), "what limits the rest is unknown"),
+        (44, Limit("", 100, unknown, 0.3), "what limits the other time is unknown"),
         (44, Limit(prompts, 100, unknown, 0.3, 53, 0.6), "what limits 60 % of the time is unknown"),
         (62, Limit(prompts, 100, unknown, 0.0, 53, 0.6), "what limits 60 % of the time is unknown: prompts launched"),
-        (44, Limit(decodes, 100, known, 0.3, 53, 0.6), "device limits the rest in 60 % of the time"),
+        (44, Limit(decodes, 100, known, 0.3, 53, 0.6), "device limits 60 % (without other programs)"),
         (44, Limit(decodes, 100, known, 0.0, 53, 0.6), "device limits 60 % of the time"),
         (44, Limit("", 100), "what limits the speed is unknown"),
     ):

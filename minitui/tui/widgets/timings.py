@@ -75,13 +75,13 @@ A line says whether the host or the device limits the speed: the device, if the 
 If this differs, there is a line for the steps in whose time the host launched prompts, and one for the others, with
 their number and share of the time. With overlap, the host launches a prompt in the time of the step before: so a step
 can be launching prompts and decode only. If another program had the core of the engine (also the process that draws
-this screen), a line has its share of the time, and the host and the device share the rest. A record has the length of
-these delays, but not their place in the step, so the host's share of the rest can be a range. The delays are not read
+this screen), a line has its share of the time; host and device share the other time. A record has the length of these
+delays, but not their place in the step, so the host's share of the other time can be a range. The delays are not read
 in every short step: a reading has those of all steps since the reading before. A line says if they are known for less
 than 90 % of the steps. The tracks show the work of host and device in the last steps. While the device computes, the
 host can plan the next step. The device's time runs from a step's first kernel to its last. Without CUDA graphs the
-device also waits for launches in this time, so it is busy for the given share at most. The waterfall (w) shows the
-tracks with an axis, for all steps that are kept.
+device also waits for launches in this time, so it is busy for at most the given share of the time. The waterfall (w)
+shows the tracks with an axis, for all steps that are kept.
 
 Where there is room, a list has the slowest ten of the last 1,000 steps (its heading says of how many; in a large panel,
 left and right change it) with their causes; a large panel (z) also shows the time of each

@@ -52,7 +52,7 @@ device computes: then the device has no gaps, and the host waits. If the host ne
 host limits the speed. A line says which one limits: the device if the host waits for at least half of the time. If the
 host limits steps in whose time it launches prompts, and the device limits the others, there is a line for each, with
 its share of the time. If another program had the core of the engine, a line has its share of the time; host and device
-share the rest.
+share the other time.
 
 Parts of a step on the host: emit (output and commands between two steps), gate (a pause or slow motion), plan, launch,
 wait (for the device), commit. They add up to the time between two arrivals. "Not reported" is time for which the
