@@ -105,6 +105,11 @@ class Reading:
         return len(self.revealed) == len(self.lesson.checks)
 
     @property
+    def can_answer(self) -> bool:
+        """True if the engine is ready to show an answer that is not shown yet."""
+        return self.prepared and not self.all_revealed
+
+    @property
     def check(self) -> Check:
         return self.lesson.checks[self.question]
 
@@ -148,7 +153,9 @@ class Reading:
             self.running = stage.hurried = self.hurried = stage.by_hand = self.by_hand = False
 
     async def prepare(self, stage: Stage) -> None:
-        """Bring the engine into the state that the closing questions ask about."""
+        """Bring the engine into the state that the closing questions ask about, without pauses: no panel shows the way
+        there."""
+        stage.hurried = True
         try:
             await self.keep_picture(stage)
             await fresh(stage)
@@ -158,6 +165,8 @@ class Reading:
             self.prepared, self.disturbed = True, False
         except EngineError as error:
             self.failed[self.at] = f"The engine could not be prepared: {error}"
+        finally:
+            stage.hurried = False
 
 
 def _requests_of(view: View) -> tuple[int, frozenset[int]]:

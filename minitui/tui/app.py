@@ -224,8 +224,13 @@ class MinituiApp(AppBase):
         dialog = TextDialog(title, text, lines, selected)
         self.push_screen(dialog, lambda answer: then(answer) if answer is not None else None)
 
-    def choose(self, title: str, choices: list[tuple[str, str]], then: Callable[[str], None]) -> None:
-        self.push_screen(ChoiceDialog(title, choices), lambda answer: then(answer) if answer is not None else None)
+    def choose(
+        self, title: str, choices: list[tuple[str, str]], then: Callable[[str], None],
+        searched: list[str] | None = None,
+    ) -> None:  # fmt: skip
+        """Offer (choice, explanation) pairs. `searched`: see ChoiceDialog."""
+        dialog = ChoiceDialog(title, choices, searched)
+        self.push_screen(dialog, lambda answer: then(answer) if answer is not None else None)
 
     def show_help(self) -> None:
         about = name_of_text(self.screen, self.current_mode)

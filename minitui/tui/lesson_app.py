@@ -76,7 +76,8 @@ class LessonApp(MinituiApp):
         def then(name: str) -> None:
             self.open_lesson(by_name[name])
 
-        self.choose("Lessons", rows, then)
+        # The counts of the summary are not searched: "3" finds L3, not "3 of 7 pages read".
+        self.choose("Lessons", rows, then, [f"{lesson.name} {lesson.question}" for lesson in LESSONS])
 
     def open_lesson(self, lesson: Lesson) -> None:
         """Restart the engine with this lesson's options, and show the lesson."""

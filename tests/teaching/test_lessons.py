@@ -842,13 +842,17 @@ async def test_enter_gives_the_answer_as_soon_as_the_engine_is_prepared() -> Non
 
     async def late(stage: Stage) -> Seen:
         await gate.wait()
+        stage.beat = 1000.0  # seconds: nobody waits for a pause here
         return await greet(stage)
 
     async with Classroom((80, 24), lesson=replace(SMALL, close=late)) as room:
         await room.press(*["right"] * 4)
         await room.until(lambda: "The engine is being prepared." in room.text())
+        assert "enter" not in room.text(), "the key has no effect yet"
+        assert "Batch lanes" not in room.text(), "no panel shows the steps before those of the questions"
         await room.press("enter")
         assert not room.reading.revealed
+        await room.until(lambda: "The engine is being prepared. Then the answer is shown." in room.text())
         gate.set()
         await room.until(lambda: room.reading.revealed)
         assert room.reading.revealed.keys() == {0}, "enter was for the first question"
@@ -997,8 +1001,10 @@ async def test_a_lesson_is_read_while_its_engine_starts() -> None:
     async with Classroom((80, 24), loaded=False) as room:
         await room.press(*["right"] * 4)
         assert "The engine is starting." in room.text()
+        await room.press("enter")
+        assert "The engine is starting. Then the answer is shown." in room.text()
         await room.up()
-        await room.until(lambda: room.reading.prepared)
+        await room.until(lambda: room.reading.revealed)
 
 
 async def test_the_reader_types_a_text_for_an_experiment() -> None:
@@ -1124,6 +1130,20 @@ async def test_the_lessons_are_listed_from_the_chats_and_the_inspector_too() -> 
             await room.until(lambda: "L0 Tokens" in room.text())
             await room.press("escape")
             await room.until(lambda: "L0 Tokens" not in room.text())
+
+
+async def test_the_filter_of_the_list_finds_a_lesson_by_its_number_also_beside_counts_of_pages_read() -> None:
+    progress = LessonProgress()
+    for one in LESSONS[:4]:
+        for at in range(3):
+            progress.mark_read(one, at)
+    async with Classroom((80, 24), progress=progress) as room:
+        await room.press("L", "3")
+        await room.until(lambda: "L0 Tokens" not in room.text())
+        assert [one.name for one in LESSONS if one.name in room.text()] == [lesson(3).name]
+        assert " 3 of " in room.text(), "the counts are shown"
+        await room.press("backspace", *"earlier prompts")
+        await room.until(lambda: [one.number for one in LESSONS if one.name in room.text()] == [9])
 
 
 async def test_an_exchange_that_is_longer_than_its_panel_scrolls() -> None:

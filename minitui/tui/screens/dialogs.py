@@ -73,7 +73,8 @@ class TextDialog(Overlay[str | None]):
 
 
 class ChoiceDialog(Overlay[str | None]):
-    """Offers a list of (choice, explanation) pairs, with a filter. The result is a choice, or None after Escape."""
+    """Offers a list of (choice, explanation) pairs, with a filter. The result is a choice, or None after Escape.
+    `searched`: what the filter searches instead of choice and explanation, a text for each pair."""
 
     DEFAULT_CSS = (
         "ChoiceDialog {"
@@ -93,9 +94,10 @@ class ChoiceDialog(Overlay[str | None]):
         Binding("pageup", "move(-10)", "Page up", id="choice.pageup", show=False, priority=True),
     ]
 
-    def __init__(self, title: str, choices: list[tuple[str, str]]) -> None:
+    def __init__(self, title: str, choices: list[tuple[str, str]], searched: list[str] | None = None) -> None:
         super().__init__()
         self._title, self._choices = title, choices
+        self._searched = [text.lower() for text in searched or [f"{choice} {why}" for choice, why in choices]]
         self._shown: list[str] = []
 
     def compose(self) -> ComposeResult:
@@ -118,8 +120,8 @@ class ChoiceDialog(Overlay[str | None]):
         options.highlighted = at if self._shown else None
 
     def _fill(self, words: str) -> None:
-        numbered = enumerate(self._choices)
-        fits = [(n, c) for n, c in numbered if all(w in f"{c[0]} {c[1]}".lower() for w in words.lower().split())]
+        typed = words.lower().split()
+        fits = [(n, c) for n, c in enumerate(self._choices) if all(word in self._searched[n] for word in typed)]
         self._shown = [choice for _, (choice, _) in fits]
         options = self.query_one(OptionList)
         options.clear_options()

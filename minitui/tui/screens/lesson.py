@@ -124,7 +124,7 @@ class LessonScreen(BaseScreen[None]):
         reading, page = self.reading, self.reading.page
         hints = [("right", "next page")]
         if page is None:
-            hints = [*([] if reading.all_revealed else [("enter", "answer")]), ("tab", "question")]
+            hints = [*([("enter", "answer")] if reading.can_answer else []), ("tab", "question")]
             if following(reading.lesson) is not None:
                 hints.append(("right", "next lesson"))
         else:
@@ -181,8 +181,11 @@ class LessonScreen(BaseScreen[None]):
         return min(rows, left) if left >= min(rows, MIN_PANEL_ROWS) else 0
 
     def _arrange(self) -> list[str]:
-        """Show the panels of the page, and set their heights. Returns their names."""
-        shown = arrangement(self.reading.panel, self._rows_below() if self.has_class("-narrow") else None)
+        """Show the panels of the page, and set their heights. Returns their names. Beside the closing questions, no
+        panel shows the steps that prepare the engine."""
+        prepares = self.reading.page is None and not self.reading.prepared
+        name = "" if prepares else self.reading.panel
+        shown = arrangement(name, self._rows_below() if self.has_class("-narrow") else None)
         self.query_one("#side").display = bool(shown)
         self.text.set_class(not shown, "-alone")
         for name in PANELS:
@@ -214,7 +217,6 @@ class LessonScreen(BaseScreen[None]):
 
     async def _prepare_and_answer(self, reading: Reading, stage: Stage) -> None:
         """Prepare the engine. Then show the answer that the reader has asked for meanwhile."""
-        reading.asked = False
         await reading.prepare(stage)
         if reading.prepared and reading.asked:
             reading.asked = False
@@ -300,9 +302,11 @@ class LessonScreen(BaseScreen[None]):
     def _start(self) -> None:
         """Run the experiment; on the last page, answer the question."""
         reading, stage = self.reading, self.stage
-        if stage is None or reading.running:
-            return  # the page says that the engine is starting or an experiment is running
-        if reading.page is None:
+        if reading.running:
+            return  # the page says that an experiment is running
+        if stage is None:  # the page says that the engine is starting
+            reading.asked = reading.page is None
+        elif reading.page is None:
             stage.state()
             reading.look(stage.view)
             if reading.disturbed and reading.question not in reading.revealed:

@@ -103,7 +103,7 @@ def _page_keys(reading: Reading) -> list[str]:
     page = reading.page
     if page is None:
         forward = following(reading.lesson) is not None
-        answer = [] if reading.all_revealed else ["enter shows answer"]
+        answer = ["enter shows answer"] if reading.can_answer else []
         return [*answer, "tab next question", "right next lesson" if forward else "L lessons", "left back"]
     parts = []
     if page.run is not None:
@@ -240,7 +240,8 @@ def _closing(reading: Reading, width: int) -> list[tuple[str, str]]:
     elif reading.failed.get(reading.at):
         lines += [(line, "bad") for line in paragraphs(reading.failed[reading.at], width)]
     elif not reading.prepared:
-        lines.append(("The engine is being prepared." if reading.ready else "The engine is starting.", "running"))
+        then = " Then the answer is shown." if reading.asked else ""
+        lines.append(("The engine is " + ("being prepared." if reading.ready else "starting.") + then, "running"))
     return lines
 
 
