@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MATCH_REASONS = {  # `stop` of a match record -> (text, explanation); {at} is the index of a token or of a step
-    "whole": ("all full blocks were cached", "the last block is always computed"),
+    "whole": ("all full blocks were cached", "the last token is always computed"),
     "differs": ("differs at token {at}", "the cached texts have another token"),
     "ends": ("the cached text ends at token {at}", "cached texts end with a full block"),
     "short": ("too short to share", "the prompt has at most one block"),

@@ -331,6 +331,16 @@ def bars(text: str) -> dict[str, int]:
     return {name: int(number.replace(",", "")) for name, number in found}
 
 
+def test_no_graph_is_said_to_be_replayed_on_a_cpu(outcome: Callable[[int], Taught]) -> None:
+    assert outcome(10).seen["A ladder of sizes"].text.startswith("On a GPU, these steps would replay:")
+
+
+def test_the_events_beside_the_server_lesson_know_nothing_of_the_cache(outcome: Callable[[int], Taught]) -> None:
+    """The cache is the subject of the next lesson."""
+    events = outcome(8).panels[1]
+    assert "waits" in events and "cached" not in events and "are still" not in events, events
+
+
 def test_the_radix_lesson_counts_what_was_shared(outcome: Callable[[int], Taught]) -> None:
     counted = bars(outcome(9).seen["All at the same time"].text)
     total, options = counted["all prompts"], lesson(9).options

@@ -121,7 +121,7 @@ def test_recorded_runs_are_drawn_on_one_scale(height: int) -> None:
     assert "kernels and pauses" in rows[2] and "▘" in rows[2], "an eager device has pauses"
     assert rows[5].count("kernels") in (8, 9, 10) and "▘" not in rows[5], "nine steps with a graph"
     signs = [text for text, _ in HostAndDevice().picture(view, 95, height).legend if len(text) == 1 and text != " "]
-    assert len(signs) == len(set(signs)) == 6, "one sign has one meaning"
+    assert len(signs) == len(set(signs)) == 7, "one sign has one meaning"
     view.put(RecordedRuns("Steps", groups, until=0.5))
     half = drawn(HostAndDevice(), view, 95, height)
     assert half[5][:48] == rows[5][:48] and not half[5][60:].strip()

@@ -166,6 +166,7 @@ def test_a_lesson_shows_the_first_and_the_last_requests_and_what_the_colours_of_
 def test_a_low_panel_of_a_lesson_has_the_runs_in_two_halves_with_all_requests_on_one_clock(batching: View) -> None:
     panel = RunsInSteps()
     rows = drawn(panel, batching, 96, 8)
+    assert "▌ next step" in "".join(text for text, _ in panel.picture(batching, 96, 8).legend)
     half = len(rows[0]) // 2
     halves = [[row[part] for row in rows] for part in (slice(half), slice(half + 1, None))]
     for lines, name, steps in zip(halves, ("static", "continuous"), (21, 17), strict=True):

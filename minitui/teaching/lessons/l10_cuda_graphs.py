@@ -35,9 +35,8 @@ async def host_share(stage: Stage) -> Seen:
     """Measures the host's share of a decode step."""
     await stage.write("What is a CUDA graph?", 30, 24, seconds=0.05)
     timings = stage.timings()
-    gpu = "cpu" not in str(stage.source.info["device"]).lower()
     device_note = (
-        "This engine runs on a GPU: a decode step replays a graph." if gpu
+        "This engine runs on a GPU: a decode step replays a graph." if _on_gpu(stage)
         else "This engine runs on a CPU: the CPU is both the host and the device. So it never does the work of both at "
         "the same time, and there are no graphs. No kernels are launched: “launch” is here the host's work around the "
         "forward pass."
@@ -48,16 +47,20 @@ async def host_share(stage: Stage) -> Seen:
     )
 
 
+def _on_gpu(stage: Stage) -> bool:
+    return "cpu" not in str(stage.source.info["device"]).lower()
+
+
 async def batch_sizes(stage: Stage) -> Seen:
     """Runs decode batches of 1 to LARGEST_BATCH requests, and names the graph for each batch size."""
-    served = []
+    gpu, served = _on_gpu(stage), []
     for n in range(1, LARGEST_BATCH + 1):
         await stage.write("What is decode?", 40, 2, seconds=0.4, system="")
         assert stage.last_row().decodes == n
         served.append((n, next(size for size in SIZES if size >= n)))
     lines = [f"   {count(n, 'request'):<10}   graph for {size}, {size - n} of padding" for n, size in served]
     return Seen(
-        "\n".join(lines)
+        f"{'These steps replayed' if gpu else 'On a GPU, these steps would replay'}:\n\n" + "\n".join(lines)
         + "\n\nA batch uses the smallest graph that is large enough. The other places of the graph are padding: they "
         "belong to no request and point to the null block, and their results are ignored.",
         {4: 0, 5: 1, 8: 2}[served[-1][1]],
@@ -134,8 +137,8 @@ LESSON = Lesson(
 
             The host does not wait for the end of a kernel before the next launch. The device runs one kernel after the
             other. A profiler measured that all kernels of an eager step together ran for
-            {ms(SMALL_MODEL.kernels[1][1])} ms. An eager launch took this host {LAUNCH_US:.0f} microseconds
-            (mean). Other hosts take other times.
+            {ms(SMALL_MODEL.kernels[1][1])} ms. An eager launch, with its Python code, took this host
+            {LAUNCH_US:.0f} microseconds (mean). Many programs take 5 to 10.
 
             In the picture, “wait” means: the host waits for the end of the step.
             """,
@@ -168,8 +171,8 @@ LESSON = Lesson(
               time of all kernels, ms {ms(SMALL_MODEL.kernels[1][1]):>10} {ms(LARGE_MODEL.kernels[1][1]):>9}
               microseconds a launch   {LAUNCH_US:>10.0f} {LARGE_LAUNCH_US:>9.0f}
 
-            With graphs, a step of {SMALL_MODEL.name} was {gain(SMALL_MODEL):.1f} times as fast. (With faster
-            launches or with torch.compile, this factor is smaller.) The picture shows steps of {LARGE_MODEL.name}. A
+            With graphs, a step of {SMALL_MODEL.name} was {gain(SMALL_MODEL):.1f} times as fast. With faster
+            launches, this factor would be smaller. The picture shows steps of {LARGE_MODEL.name}. A
             high panel also shows {SMALL_MODEL.name}.
             """,
             panel="gpu",
@@ -196,8 +199,8 @@ LESSON = Lesson(
             from the memory of the device.
 
             The recording has steps of {SMALL_MODEL.name} with graphs and one row. Without overlap, a step took
-            {ms(OVERLAP_MS[2])} ms. From its first kernel to its last, {ms(OVERLAP_MS[1])} ms passed,
-            probably with a pause between the two graphs.
+            {ms(OVERLAP_MS[2])} ms. In at least {ms(OVERLAP_MS[2] - OVERLAP_MS[1])} ms of this time, the device had no
+            work.
             """,
             panel="gpu",
             code="engine.core.engine:Engine.step",
@@ -217,9 +220,10 @@ LESSON = Lesson(
         Page(
             "A ladder of sizes",
             """
-            A graph is captured for a fixed number of requests, and a replay always computes this number. But a batch
-            may have any number of requests. A graph for each number would need much time and memory. So this engine
-            captures graphs for a ladder of sizes: 1, 2, 4, 8, then multiples of 16 up to 128, then multiples of 32.
+            A graph is captured for a fixed number of requests, and a replay always computes this number. Each replay
+            reads all weights. But a batch may have any number of requests. A graph for each number would need much time
+            and memory. So this engine captures graphs for a ladder of sizes: 1, 2, 4, 8, then multiples of 16 up to
+            128, then multiples of 32.
             """,
             panel="step",
             code="engine.worker.cuda_graphs:ladder",
@@ -244,13 +248,13 @@ LESSON = Lesson(
             This engine has three kinds of graphs (with speculation, four). Each kind has graphs of many sizes n:
 
               decode   computes one token for each of n requests
-              extend   computes prompts with n tokens in all, also beside decodes
+              extend   computes n tokens of prompts and decodes in one step
               sample   chooses the next tokens of n requests, greedily or with noise
 
             Steps with many tokens have no graph: their kernels take longer than the launches. At its start, the engine
             measures kernels and launches to find the largest useful graph. Lengths and block tables change, so a graph
-            reads them from its buffers. By default, vLLM has whole graphs for decode steps, if its attention kernels
-            allow this, and graphs without attention for small steps with prompts.
+            reads them from its buffers. By default, vLLM captures whole decode steps, too, with most attention kernels.
+            Of small steps with prompts, it captures all but attention.
 
             With graphs, a decode step of a large model with a small batch mostly reads: all weights, and the keys and
             values of the batch.
@@ -269,13 +273,13 @@ LESSON = Lesson(
         Check(
             "On a GPU, which steps of these three requests could use no decode graph?",
             "lanes",
-            "the batch lanes: the last column. A decode graph has one token for each request.",
+            "the batch lanes: each column is a step. A decode graph has one token for each request.",
             lambda stage: f"the steps with prefill: {_prefills(stage)} of {stage.figures().steps}",
         ),
         Check(
             "How long do plan, launch and commit take on the host?",
             "timings",
-            "the timings: the line of the host.",
+            "the timings: the line “per step”.",
             _host,
         ),
     ),

@@ -85,7 +85,7 @@ def _completes(stage: Stage) -> str:
     board = stage.view.board
     assert isinstance(board, Pieces)
     at = len(TEXT[: TEXT.index(CHARACTER) + 1].encode()) - 1  # every token is one byte
-    return f"{board.pieces[at]}, the token {board.ids[at]}: before it, the bytes of {CHARACTER} are held back"
+    return f"{board.pieces[at]}, the last byte of {CHARACTER}: until it arrives, the other bytes are held back"
 
 
 def _emitted(stage: Stage) -> str:
@@ -114,8 +114,8 @@ LESSON = Lesson(
             longer than the one before.
 
             In other tokenizers, the text of a token can depend on the token before: the same token is “world” at the
-            beginning, but “ world” after “Hello”. Then this engine detokenizes the last token twice: alone (“Hello”),
-            and with the new token (“Hello world”). The difference is the new token's text.
+            beginning, but “ world” after “Hello”. Then this engine detokenizes twice: the token before (“Hello”),
+            and both tokens together (“Hello world”). The difference is the new token's text.
             """,
             code="engine.text.tokenizer:Tokenizer.detokenizer",
         ),

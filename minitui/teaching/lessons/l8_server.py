@@ -73,7 +73,7 @@ async def crowd(stage: Stage) -> Seen:
 async def close(stage: Stage) -> None:
     """Sends six requests to four rows and stops the engine."""
     for _ in range(6):
-        session = stage.chat(max_tokens=30, whole=True)
+        session = stage.chat("", max_tokens=30, whole=True)
         await stage.ask(session, "What is a token?")
     await stage.step(3)
 

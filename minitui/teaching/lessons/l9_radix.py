@@ -28,8 +28,7 @@ async def shared_system_prompt(stage: Stage) -> Seen:
         "The common beginning was computed once, for all six:\n\n"
         f"{stage.bars(rows)}\n\nWhen the scheduler planned the first prompt, it added the prompt's blocks to the tree. "
         "So the other five found them in the same step. vLLM shares within a step, too. SGLang adds the blocks of a "
-        "prompt to its tree after their step. (In all three engines, the blocks of a reply are added later: before "
-        "their step, their tokens are not known.)",
+        "prompt to its tree after their step.",
         {PROMPTS: 0, PROMPTS - SYSTEM: 1, PROMPTS - 5 * SYSTEM: 2, PROMPTS - 6 * SYSTEM: 3}.get(figures.computed),
     )
 
@@ -119,11 +118,11 @@ LESSON = Lesson(
             "All at the same time",
             f"""
             Six prompts arrive together, and the cache is empty. They have {PROMPTS} tokens in all, and the same first
-            {SYSTEM} tokens. One step with a budget of {BUDGET:,} tokens computes all six.
+            {SYSTEM} tokens. One step computes all six.
 
             The scheduler plans one prompt after the other, and knows all their tokens. In the step, each layer first
             stores the keys and values of all tokens (L4 Paged attention). This engine shares what it can. In the
-            panel, “users” counts requests that hold a node; “evict #” is the order of eviction.
+            panel, “users” counts requests that hold a node: at the end, none. “evict #” is the order of eviction.
             """,
             panel="tree",
             code="engine.core.cache:KVCache.publish_planned",
@@ -201,7 +200,7 @@ token at the beginning of a system prompt changes, such as a date, no later toke
         Check(
             "How long is the prefix that all three chats share, and how many requests hold it?",
             "tree",
-            "the radix tree: the node at the top of the branch, its tokens and users.",
+            "the radix tree: the node above the others, its tokens and users (requests that hold it).",
             _trunk,
         ),
         Check(

@@ -11,7 +11,7 @@ from minitui.viewmodel.model import View
 from minitui.viewmodel.spans import Span, Timeline
 
 LABEL = 15  # cells: the name of a run, and of its track
-NAMES = ("plan", "launch", "wait", "commit")
+NAMES = ("plan", "launch", "wait", "commit", "emit")
 
 
 class HostAndDevice(LinePanel):

@@ -129,8 +129,10 @@ machine, times are not.""")
                 signs = [*legend((mark(kind, request=True), STYLES[kind], words)), ("  ", "dim"), *signs]
         if not steps:
             return signs
-        whole, short = ([*signs, ("  ", "dim"), *part] for part in (_step_legend(), _short_step_legend()))
-        return whole if room > LEGEND_ROWS or runs_width(whole) <= width - 2 else short
+        keys = [[*signs, ("  ", "dim"), *part] for part in _step_legends()]
+        if room > LEGEND_ROWS:
+            return keys[0]
+        return next((key for key in keys if runs_width(key) <= width - 2), keys[-1])
 
     def compared(self, view: View) -> Comparison:
         """Returns the comparison of the view's runs, up to date."""
@@ -309,15 +311,12 @@ def _place(place: float, unit: str) -> str:
     return f"{place:,.1f}" if place < 100 else f"{place:,.0f}" if place < 100_000 else f"{place / 1e3:,.0f} s"
 
 
-def _short_step_legend() -> list[Run]:
-    """Returns the meaning of the one glyph on the row of steps that the requests do not have."""
-    return legend((mark("decode"), STYLES["decode"], "decodes only"))
-
-
-def _step_legend() -> list[Run]:
-    """Returns the meaning of the glyphs on the row of steps."""
-    kinds = (("decode", "step of decodes only"), ("prefill", "step with a prompt"))
-    return legend(*((mark(kind), STYLES[kind], words) for kind, words in kinds), (glyphs().edge, "decode", "next step"))
+def _step_legends() -> tuple[list[Run], ...]:
+    """Returns the meaning of the glyphs on the row of steps; the shorter ones leave out what the requests have, too."""
+    style, edge = STYLES["decode"], (glyphs().edge, STYLES["decode"], "next step")
+    prompt = (mark("prefill"), STYLES["prefill"], "step with a prompt")
+    short = (mark("decode"), style, "decodes only")
+    return legend((mark("decode"), style, "step of decodes only"), prompt, edge), legend(short, edge), legend(short)
 
 
 def _no_labels(span: Span) -> list[str]:
