@@ -329,7 +329,7 @@ LESSON = Lesson(
     close,
     (
         Check(
-            "How many tokens does the text have so far? How many are of the prompt, and how many of the reply?",
+            "How many tokens of the text so far are of the prompt, and how many of the reply?",
             "pieces",
             "the panel of tokens: the line under the tokens.",
             _tokens,

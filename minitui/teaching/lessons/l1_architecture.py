@@ -43,7 +43,7 @@ async def logged(stage: Stage) -> Seen:
     while stage.state().requests:
         await stage.step(1, seconds=0.5)
     rows = (
-        ("records of this request and its steps", stage.state().seq - records),
+        ("all records of this run, in the log", stage.state().seq - records),
         ("decisions among them, in the panel", stage.view.events.count - events),
     )
     return Seen("\n".join(f"   {name:<40}{n:>5}" for name, n in rows))
@@ -106,12 +106,12 @@ LESSON = Lesson(
               launch   stages 4 and 5: the host starts them, the device computes
               commit   stage 6, on the host: appends ids, frees blocks of ended replies
 
-            To plan a step, the host must know how many tokens each reply has, but not which tokens. A decode adds one
-            token (without drafts, L2 Model and weights). So with a GPU, the host plans step n+1 while step n still
-            runs. The device keeps the new tokens for step n+1. Two widely used engines, vLLM and SGLang, do the same by
-            default. The host also knows when a reply reaches its largest length. An end token is different: step n
-            samples it, but the host sees it only after step n+1 has begun. So step n+1 computes a token too many for
-            this request. The engine throws its result away.
+            To plan a step, the host must know how many tokens each reply has, but not which tokens. A decode usually
+            adds one token. So with a GPU, the host plans step n+1 while step n still runs. The device keeps the new
+            tokens for step n+1. Two widely used engines, vLLM and SGLang, can do the same. The host also knows when a
+            reply reaches its largest length. An end token is different: step n samples it, but the host sees it only
+            after step n+1 has begun. So step n+1 computes a token too many for this request. The engine throws its
+            result away.
 
             On a CPU, this engine runs the three parts one after the other.
             """,
@@ -123,7 +123,8 @@ LESSON = Lesson(
             Two chats ask a question. Each reply has {REPLY} tokens. The first chat has run {HEAD_START} steps when the
             second question arrives. The engine runs one step at a time, and waits between two steps: the top line says
             PAUSED. The steps are numbered from 0. The requests are numbered, too: r2 is request 2. Watch the step bar:
-            its width is the token budget, the largest number of tokens that a step may compute.
+            its width is the token budget, the largest number of tokens that a step may compute. Small parts are
+            drawn wider, to have room for their labels.
             """,
             panel="step",
             code="engine.core.step:StepPlan",

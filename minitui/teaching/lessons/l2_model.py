@@ -8,6 +8,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
+from engine.params import SamplingParams
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.lessons.side_by_side import side_by_side
 from minitui.teaching.lessons.step_costs import (
@@ -15,9 +16,9 @@ from minitui.teaching.lessons.step_costs import (
     MANY,
     MODEL,
     MODEL_READS,
-    SIZES,
+    PROMPTS,
+    ROWS,
     costs_table,
-    equal_context,
     prompt_tokens,
     rows,
 )
@@ -28,6 +29,8 @@ from minitui.viewmodel.comparison import Comparison
 
 PARTS = {"embeddings": ("embed_tokens", "lm_head"), "attention": ("self_attn",), "MLP": ("mlp",), "norms": ("norm",)}
 
+QUESTION = "What is prefill?"
+TOKENS = 32  # of the reply whose steps are measured
 LAYERS = 36  # of the model
 STEP_MS = (0.1, 4, 300)  # the choices of the prediction on a step with a single token
 HOST_GB = 50  # read in a second over a PCIe bus
@@ -72,7 +75,10 @@ async def weigh(stage: Stage) -> Seen:
 
 async def single(stage: Stage) -> Seen:
     """Computes single tokens here, beside the recorded device."""
-    await close(stage)
+    assert stage.chats.codec is not None
+    stage.begin_count()
+    ids = stage.chats.codec.apply_chat_template([{"role": "user", "content": QUESTION}], add_generation_prompt=True)
+    await stage.complete(ids, SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True))
     numbers = sum(parameters_by_part(tensors(stage.source.info["model_dir"])).values())
     info = stage.source.info  # "bf16": the matrices have 2 bytes a number; norms are small
     read = numbers * BYTES["bfloat16" if info["quantization"] == "bf16" else info["dtype"]]
@@ -85,9 +91,7 @@ async def single(stage: Stage) -> Seen:
     return Seen(
         "\n".join(f"   {name:<24}{here:>9}{there:>18}" for name, here, there in rows_of_table)
         + f"\n\nThe {GPU.name} reads {MODEL_READS / 1e9:.1f} GB in {ms(reading)} ms. The whole step took {ms(one)} ms. "
-        f"So the {GPU.name} reads weights for most of the step, and computes at the same time. (The panel's "
-        "time of the device is a mean of all steps, also of the prompt's step. Do not compare these times with the "
-        "next page: here, the engine waits after each step.)",
+        f"So the {GPU.name} reads weights for most of the step.",
         min(range(len(STEP_MS)), key=lambda i: abs(log(STEP_MS[i] / one))),
     )
 
@@ -95,7 +99,7 @@ async def single(stage: Stage) -> Seen:
 async def close(stage: Stage) -> None:
     """Computes a whole prompt in one step, then one token in each step."""
     stage.begin_count()
-    await stage.write("What is prefill?", 8, 8, seconds=0.3)
+    await stage.write(QUESTION, 8, 8, seconds=0.3)
 
 
 def _decode_ms(stage: Stage) -> str:
@@ -113,7 +117,7 @@ def _prefill(stage: Stage) -> float:
 
 def _decodes(stage: Stage) -> str:
     prefill, decode = (float(ms(time).replace(",", "")) for time in (_prefill(stage), stage.timings().decode.p50))
-    return f"about {prefill / decode:.0f}, and each of them computes only one token"
+    return f"about {prefill / decode:.0f}"
 
 
 def _with_drafts(comparison: Comparison) -> str:
@@ -132,14 +136,13 @@ LESSON = Lesson(
             """
             The model represents each token by a vector: a list of numbers. The token id selects the vector from the
             embedding table. Then the vector passes through the layers. Each layer has two parts: first attention, then
-            a few large matrices, the MLP. Each part adds its output to the vector. In most models, each part begins
-            with a norm (RMSNorm), which gives all vectors about the same size. After the layers, another norm and a
-            matrix compute the logits.
+            the MLP, a few large matrices with a simple function between them. Each part adds its output to the vector.
+            In most models, each part begins with a norm (RMSNorm), which gives all vectors about the same size. After
+            the layers, another norm and a matrix compute the logits.
 
             Llama 3, Mistral, Qwen2, Qwen3 and other families of models differ only in details: some add numbers
             (biases) after a matrix, some have norms for queries and keys, some use the embedding table as the last
-            matrix, too. So this engine has one file for all of them. vLLM and SGLang mostly have a file for each
-            family.
+            matrix, too. So this engine has one file for all of them.
 
             In these models, a token uses numbers of other tokens only in attention. Everything else is computed for
             each token alone. So tokens of different requests can be computed in one forward pass.
@@ -190,14 +193,14 @@ LESSON = Lesson(
         Page(
             "The cost of reading weights",
             f"""
-            To compute a token, the device reads weights from its memory: all matrices of all layers and the last
-            matrix, once. (In a model with experts, a token needs only some of the matrices.) Attention also reads the
-            keys and values of all earlier tokens (few here).
+            To compute a token with a model of this kind, the device reads all matrices of all layers and the last
+            matrix from its memory, once. Attention also reads the keys and values of all earlier tokens. With short
+            texts, these are few.
 
-            The {GPU.name} is a GPU. In our measurement, the {GPU.name} read {GPU.read_bytes_per_s / 1e12:.1f} TB in a
+            The {GPU.name} is a GPU. In our measurement, it read {GPU.read_bytes_per_s / 1e12:.1f} TB in a
             second from its memory. {MODEL.name} (8B: about 8 billion weights) has {LAYERS} layers. For one token, the
             model needs {MODEL_READS / 1e9:.1f} GB of weights: all but the embedding table, of which it needs one line.
-            (In the panel, p50 is the median. p99: of 100 steps, 99 are not longer.)
+            In the panel, p50 is the median time. Of 100 steps, 99 are not longer than p99.
             """,
             panel="timings",
             run=single,
@@ -222,8 +225,8 @@ LESSON = Lesson(
             In our measurement, the {GPU.name} computed {GPU.operations_per_byte:.0f} such operations in the time of
             reading one byte ({GPU.operations_per_s / 1e12:.0f} trillion in a second).
 
-            The experiment measures {SIZES[0]} to {SIZES[-1]} rows here. The panel also has the {GPU.name}, on a
-            logarithmic scale: equal distances, equal factors.
+            The experiment measures {ROWS[0]} to {ROWS[-1]} rows here. The panel also has the {GPU.name}. Both scales
+            are logarithmic: equal distances, equal factors.
             """,
             panel="costs",
             run=rows,
@@ -246,28 +249,28 @@ LESSON = Lesson(
 
               {costs_table(" " * 14)}
 
-            A device can read and compute at the same time. So a step takes at least as long as the longer of the two.
-            This bound is the roofline. {MANY} rows read the weights only once, so they take
-            {MODEL.decode[MANY] / MODEL.decode[1]:.2f} times as long as one row. Each row needs one operation for each
-            byte of weights, and the {GPU.name} computes {GPU.operations_per_byte:.0f} while it reads a byte. So
-            ideally, arithmetic takes as long as reading the weights at {GPU.operations_per_byte:.0f} rows. With many
-            more rows, twice the rows double the bound.
+            A device can read and compute at the same time. So at best, a step takes as long as the longer of the two:
+            the roofline. Each row needs one operation for each byte of weights. So on the {GPU.name}, reading the
+            weights takes longer than arithmetic up to about {GPU.operations_per_byte:.0f} rows.
 
-            Measured steps are longer: overlap and speeds are not perfect. Long texts add reading: for
-            {MANY} texts of {equal_context(MANY):,} tokens, as much as the weights.
+            The measured steps are nearer to the sum. A step runs many small programs (kernels) one after the other:
+            while one reads keys and values, no weights are multiplied. Within a kernel, reading and arithmetic overlap
+            in part.
             """,
         ),
         Page(
             "A prompt of many tokens",
             f"""
             A step that computes a prompt reads each weight once, too. More prompt tokens add arithmetic, as more rows
-            do. So on the {GPU.name}, {SIZES[-1]} prompt tokens cost little more than one. From some length on,
-            arithmetic takes most of the time. The longer the prompt then, the closer twice the length is to twice the
-            time. (With very long prompts it is more: attention.)
+            do. So the {GPU.operations_per_byte:.0f} of the page before also holds for prompt tokens on the {GPU.name}.
+            With fewer tokens, reading the weights takes longer than arithmetic, and a token more costs little. With
+            many more tokens, arithmetic takes most of the time, and the time grows with the length.
 
-            This length depends on the device. If a device computes fewer operations while it reads a byte, arithmetic
-            takes most of the time already with shorter prompts. The experiment measures this machine. Compare where the
-            times begin to rise: the result also has longer prompts of the {GPU.name}.
+            The number depends on the device. It is smaller if a device computes fewer operations while it reads a byte.
+            Then the time begins to rise with shorter prompts.
+
+            The experiment measures prompts of {PROMPTS[0]} to {PROMPTS[-1]:,} tokens here. Compare where the curves
+            begin to rise.
             """,
             panel="costs",
             code="minitui.teaching.lessons.step_costs:prompt_tokens",
@@ -279,9 +282,8 @@ LESSON = Lesson(
             With a large model on a GPU, a few more tokens in a step cost little. Speculation uses this: the engine
             guesses the next tokens of a reply (drafts). One step computes the last token and the drafts, and samples a
             token after each of them. Each draft is compared with the token sampled for its place. The drafts before the
-            first difference are accepted. So, apart from rounding, the reply stays the same. vLLM and SGLang also check
-            drafts in one step. There, a random reply can become another one, but each possible reply is about as
-            likely as without.
+            first difference are accepted. So, apart from rounding, each possible reply is as likely as without drafts.
+            vLLM and SGLang also check drafts in one step.
 
             Here, drafts are copied from the text (prompt lookup). The engine takes the last three tokens, and searches
             the earlier text for the same three tokens. The tokens after them are the drafts. In each run, a
@@ -296,9 +298,8 @@ LESSON = Lesson(
             "Positions and heads",
             """
             The vector from the embedding table does not contain the position of its token. So most models rotate each
-            query and each key by an angle that grows with the position (RoPE). The difference of both angles depends
-            only on the distance of their tokens. So how well a key fits a query also depends on this distance. Keys are
-            stored after the rotation.
+            query and each key: each pair of its numbers, by an angle that grows with the position (RoPE). How well a
+            key fits a query then depends also on the distance of their tokens. Keys are stored after the rotation.
 
             Two prompts can share a cached block only if they are equal from their first token to the end of the block.
             Otherwise the result would change. The reason is not the position: the engine could rotate the keys again.
@@ -333,5 +334,5 @@ LESSON = Lesson(
             _decodes,
         ),
     ),
-    {"kv_blocks": 192, "max_num_seqs": SIZES[-1]},
+    {"kv_blocks": 288, "max_num_seqs": ROWS[-1], "max_num_batched_tokens": PROMPTS[-1]},
 )
