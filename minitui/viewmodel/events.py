@@ -134,6 +134,8 @@ def describe(
         if short:
             return f"{name}: {tokens:,} of {looked_up(event):,} cached"
         early = f" (r{event.writer} is still computing them)" if event.writer >= 0 else ""
+        if early and stop == "whole":
+            reason = "these are all full blocks"  # not "were cached": they are being computed
         return f"{name} takes {tokens:,} of {looked_up(event):,} tokens from the tree{early} · {reason}"
     if kind == "preempt":
         text = f"{name} releases {count(fields[2], 'block')}"

@@ -21,6 +21,7 @@ from minitui.viewmodel.steps import Steps
 LIMIT_STEPS = 1_000  # the last steps that decide
 HALF = 0.5  # the share of the time from which on the device, or other programs, limit
 COVERED = 0.9  # of the steps: if the delays are known for fewer, it is told for how many
+WITHOUT, OTHER = " the time without other programs", " the other time"  # the same, whole and in a narrow panel
 LEAST_OTHERS = 0.005  # a smaller share of other programs is 0 % in words, and not told
 
 
@@ -81,16 +82,16 @@ class Limit:
     @property
     def what(self) -> str:
         """Returns "the device limits", or "the host limits steps launching prompts". Beside other programs: "the device
-        limits the other time"."""
+        limits the time without other programs"."""
         rest = worth_telling(self.others)
-        limits = f"limits{(' the other time' + ' of' * bool(self.which)) * rest}{self.which}"
+        limits = f"limits{(WITHOUT + ' of' * bool(self.which)) * rest}{self.which}"
         unknown = "unknown what" if rest else "unknown if host or device"
         return f"{unknown} {limits}" if self.by is None else f"the {self.by} {limits}"
 
     def told(self, width: int = 1_000) -> Told:
         """Returns "the device limits", ": the host waits 86 % of the time · last 743 steps"; if narrow, less. For a
         part of the steps: "the host limits steps launching prompts", " (53, 29 % of the time): the host waits ..."."""
-        rest, share = " the other time" * worth_telling(self.others), f"{100 * self.share:.0f} %"
+        rest, share = OTHER * worth_telling(self.others), f"{100 * self.share:.0f} %"
         time = f"{share} of the time"
         if self.by is None:
             brief = f"what limits{f' {time}' if self.which else rest or ' the speed'} is unknown"
@@ -112,8 +113,9 @@ class Limit:
             which, shorter = "", [f": the {waits}", f": {waits}", ""]
         why = f"{which}: the {waits} of {whose}"
         last, brief_why = _last(self.steps), f"{which}: the {waits}"
-        whys = [why + unknown + last, why + unknown, why + last, why, brief_why]
-        return _fitting(width, [*((self.what, why) for why in whys), *((brief, why) for why in shorter)])
+        whys, what = [why + unknown + last, why + unknown, why + last, why], self.what.replace(WITHOUT, OTHER)
+        texts = [*((self.what, why) for why in whys), *((what, why) for why in [*whys, brief_why])]
+        return _fitting(width, [*texts, *((brief, why) for why in shorter)])
 
 
 def worth_telling(share: float | None) -> bool:

@@ -63,7 +63,7 @@ RIGHT = {  # what each experiment must prove, by lesson and page title
     (3, "One piece or blocks"): "4 with one piece for each, 8 with blocks",
     (3, "What a token costs"): "4,096 bytes",
     (3, "Two chats, one pool"): "step 4",
-    (3, "Four states"): "active",
+    (3, "Four states"): "free",
     (4, "From position to slot"): "80",
     (4, "Causal attention after a cache hit"): "keys 0 to 112",
     (5, "Temperature"): "9 times",

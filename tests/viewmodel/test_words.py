@@ -35,6 +35,16 @@ def folded(until: float) -> View:
     return view
 
 
+@pytest.mark.parametrize(
+    ("writer", "words"),
+    [(-1, " · all full blocks were cached"), (4, " (r4 is still computing them) · these are all full blocks")],
+)
+def test_blocks_that_are_still_being_computed_are_not_called_cached(writer: int, words: str) -> None:
+    record = (9, 1.0, "match", 7, 112, "whole", 112, "112 of 125 tokens")
+    told = describe(Event(9, 2, "hit", 7, -1, record, writer=writer), None)
+    assert told == f"r7 takes 112 of 125 tokens from the tree{words}"
+
+
 @pytest.mark.parametrize(("taken", "words"), [(0, "the beginning was evicted"), (16, "the rest was evicted")])
 def test_what_was_evicted_is_the_rest_only_behind_cached_tokens(taken: int, words: str) -> None:
     record = (9, 1.0, "match", 4, taken, "evicted", 120, f"{taken} of 41 tokens")

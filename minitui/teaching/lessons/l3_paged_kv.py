@@ -66,7 +66,7 @@ def _pieces_and_blocks(comparison: Comparison) -> str:
 def _at_once(run: Run) -> list[tuple[str, int]]:
     return [
         ("requests at once, at most", most_running(run.view)),
-        ("step of last first token", step_of_last_first_token(run)),
+        ("last reply begins in step", step_of_last_first_token(run)),
     ]
 
 
@@ -100,17 +100,18 @@ async def cost(stage: Stage) -> Seen:
 
 
 async def two_endings(stage: Stage) -> Seen:
-    """Ends two chats that share a system prompt, one after the other. The answer: what the blocks of the system prompt
-    are when the first has ended, 0: cached, 1: active, 2: shared."""
+    """Ends two chats that share a system prompt, one after the other. The answer: what the last block of the first chat
+    is when this chat has ended, 0: cached, 1: active, 2: free."""
     first = await stage.write("What is the KV cache?", 8, 3, seconds=0.3)
     await stage.write("What is a block table?", 14, 4, seconds=0.3)
-    block = stage.request(first).table[0]
+    block, end = stage.request(first).table[0], stage.request(first).table[-1]
     names = ("both chats run", "the first has ended", "both have ended")
-    rows, states = [], []
+    rows, states, ends = [], [], []
     for name in names:
         counts = stage.state().counts
         rows.append(f"   {name:<22}" + "".join(f"{counts[state]:>8}" for state in STATES))
         states.append(int(stage.view.live.codes[block]))
+        ends.append(int(stage.view.live.codes[end]))
         if name != names[-1]:
             await stage.pause(3)
             await stage.run_until("finish")
@@ -120,7 +121,7 @@ async def two_endings(stage: Stage) -> Seen:
         "\n".join([head, *rows]) + f"\nThe blocks of the system prompt were {was}. When a chat ended, full blocks that "
         "no other chat held became cached: a later prompt may begin with the same tokens. The last block was not full, "
         "so this block became free. (vLLM counts cached blocks as free, too.)",
-        (CACHED, ACTIVE, SHARED).index(states[1]),
+        (CACHED, ACTIVE, FREE).index(ends[1]),
     )
 
 
@@ -173,8 +174,8 @@ LESSON = Lesson(
             has {PIECE} tokens.) In the second run, a block has 16 tokens. A request takes another block only when a
             token has no place in its last block.
 
-            The panel shows both runs, the first run above or on the left. Each line is a request. A column is the same
-            number of steps in both runs.
+            In the panel, the first run is above or on the left. Each line is a request. A column is as many steps in
+            both runs, and shows what most of them do.
             """,
             panel="runs-steps",
             code="engine.core.allocator:BlockAllocator",
@@ -262,13 +263,13 @@ LESSON = Lesson(
             panel="map",
             run=two_endings,
             predict=Prediction(
-                "Two chats with the same system prompt get replies. The first reply ends. Now the blocks of the "
-                "system prompt are …",
-                ("cached", "active", "shared"),
+                "Two chats with the same system prompt get replies. The first reply ends, and its last block is not "
+                "full. Now this block is …",
+                ("cached", "active", "free"),
                 (
-                    "no request would hold them. But the second chat still holds them, so they cannot be evicted.",
+                    "the block would be in the tree. But the tree is an index of full blocks.",
+                    "a request would still hold the block. But a request releases its blocks when it ends.",
                     "",
-                    "the first chat would still hold them. But a request releases its blocks when it ends.",
                 ),
             ),
         ),
@@ -285,10 +286,8 @@ LESSON = Lesson(
 
             The price: all running requests together may need more blocks than the pool has. Then cached blocks are
             evicted, the least recently used first. If no cached block is left, a running request has to release its
-            blocks and to wait (L6 Scheduler). In the panel, “waste” counts the empty places of last
-            blocks (slots), blocks with the same tokens as another one (copies: none here), and tokens computed again.
+            blocks and to wait (L6 Scheduler).
             """,
-            panel="occupancy",
             code="engine.core.scheduler:Scheduler._obstacle",
         ),
     ),
@@ -297,7 +296,7 @@ LESSON = Lesson(
         Check(
             "How many blocks are free, and how many are active?",
             "map",
-            "the bar above the block map: the counts add up to the pool.",
+            "the line under the block map: its counts add up to the pool.",
             lambda stage: (
                 f"{stage.state().counts[FREE]} free, {stage.state().counts[ACTIVE]} active, "
                 f"{stage.state().counts[SHARED]} shared, {stage.state().counts[CACHED]} cached"

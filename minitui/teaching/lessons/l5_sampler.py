@@ -162,11 +162,11 @@ LESSON = Lesson(
         Page(
             "Three penalties",
             """
-            A penalty lowers the logits of tokens that have occurred:
+            A penalty lowers the logits of tokens that have occurred, for example:
 
-              repetition_penalty  (above 1) in prompt or reply: divides a logit above 0, multiplies one below 0
-              presence_penalty    (above 0) in the reply: subtracted once
-              frequency_penalty   (above 0) in the reply: subtracted once per occurrence
+              repetition_penalty 1.2  prompt or reply: logit / 1.2 (negative: × 1.2)
+              presence_penalty 1      reply: logit - 1
+              frequency_penalty 0.5   reply: logit - 0.5 × occurrences
 
             Four requests, one without a penalty, may use only three words. Each reply begins with several times the
             first word and once the second.
@@ -216,15 +216,14 @@ LESSON = Lesson(
         Page(
             "What can still change a reply",
             """
-            In this engine, the noise of a token does not depend on the batch, on the cache or on a preemption (L6
-            Scheduler). A request without a seed gets a random seed. The seed is recorded, so a reply can be sampled
-            again with the same noise.
+            In this engine, the noise of a token does not depend on the batch or on the cache. A request without a seed
+            gets a random seed. The seed is recorded, so a reply can be sampled again with the same noise.
 
             One thing can still change the reply: rounding. A forward pass rounds its sums. A rounded sum depends on the
-            order in which its terms are added, most of all if each number has only 16 bits (half precision). In most
-            programs for GPUs, this order changes with the batch size. If two tokens are almost equally likely, rounding
-            may decide between them. The tests of this engine compare tokens in double precision (64 bits). There,
-            rounding practically never decides.
+            order in which its terms are added, most of all if each number has only 16 bits. On a GPU, this order
+            usually changes with the number of tokens in a step. vLLM has a mode that keeps the order (batch
+            invariance). If two tokens are almost equally likely, rounding may decide between them. The tests of this
+            engine compare tokens in double precision (64 bits). There, rounding practically never decides.
 
             If the logits of a request are not finite numbers, this request ends with an error. The others continue.
             """,

@@ -158,7 +158,7 @@ LESSON = Lesson(
 
               1 decoding requests   one token each, the oldest first
               2 started prompts     the next part (chunk) of each
-              3 the queue           preempted requests (page 7), then by arrival
+              3 the queue           waiting requests, from the front
 
             One forward pass computes all these tokens. A prompt that is longer than the rest of the budget is computed
             in chunks, in several steps. vLLM mixes prompts and decodes in a step, too. SGLang does this only with
@@ -206,7 +206,7 @@ LESSON = Lesson(
             """
             Eight replies of different lengths run in four rows: first in static batches, then with continuous batching.
             Each run has an engine of its own. The panel shows both runs, the static run above or on the left. Each line
-            is a request. A column is the same number of steps in both runs.
+            is a request. A column is as many steps in both runs, and shows what most of them do.
 
             Here, one reply of each static batch is long: the other three rows are soon empty. With replies of equal
             length, static batching would need no more steps. But the lengths are not known in advance. In the static
@@ -294,7 +294,8 @@ LESSON = Lesson(
             tokens. Soon a request needs a block, and no block is free or cached.
 
             So one of the three has to wait: it releases its row and its blocks. This is preemption. The other two may
-            overwrite the released blocks. Then the lost keys and values must be computed again later.
+            overwrite the released blocks. Then the lost keys and values must be computed again later. The choice should
+            let each request end at some time, even if new requests arrive again and again.
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._preempt",
@@ -339,8 +340,9 @@ LESSON = Lesson(
             steps. vLLM's run is above. `minitui inspect --connect` shows a running vLLM.
 
             Two differences cannot be seen here. This engine chooses the blocks to evict by its tree of prefixes. vLLM
-            has no tree: it takes the block that became free first. And two requests may compute the same text at the
-            same time, for example equal replies. This engine then keeps one copy of the blocks, vLLM two.
+            has no tree: it takes the block that became free first, and a request releases its last blocks first. And
+            two requests may compute the same text at the same time, for example equal replies. This engine then keeps
+            one copy of the blocks, vLLM two.
             """,
             panel="runs-steps",
             code="minitui.vllm.recorder:Recorder.scheduled",

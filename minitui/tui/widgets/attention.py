@@ -5,7 +5,7 @@ from __future__ import annotations
 from minitui.text import count
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
-from minitui.tui.widgets.rows import Row, Runs, legend, wrapped
+from minitui.tui.widgets.rows import Row, Runs, fitting, legend, wrapped
 from minitui.viewmodel.board import KeyRead
 from minitui.viewmodel.model import View
 
@@ -44,9 +44,8 @@ the left are the positions of the queries, the numbers above the positions of th
         g = glyphs()
         title = f"Who sees whom {g.middot} step {step} {g.middot} r{request}: {_queries(queries)}, {count(keys, 'key')}"
         scale = f"1 cell = {count(per_cell, 'key')} {g.times} {_queries(per_row)}"
-        if per_cell * per_row > 1:
-            scale += ", seen if half of it is"
-        body.append(Row(scale, "dim").done(width))
+        half = ": seen if half the pairs are" if per_cell * per_row > 1 else ""
+        body.append(Row(fitting(width, scale + half, scale), "dim").done(width))
         key = legend(
             (g.cached, "hit", "cached key"), (g.active, "prefill", "key of this step"), (g.free, "faint", "not seen")
         )

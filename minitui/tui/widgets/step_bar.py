@@ -52,7 +52,7 @@ class StepBar(LinePanel, can_focus=False):
             text, bar, title = self._mean(view, width), _mean_bar(view, width, budget), "Steps"
         else:
             never = view.shown.state.step < 0
-            words = "no step yet: no request so far" if never else "no step since minitui connected"
+            words = "no step to show yet" if never else "no step since minitui connected"
             text = Row(words, "dim").done(width)
             bar = Row(glyphs().unused * width, "faint").done(width)
             title = "Step"
