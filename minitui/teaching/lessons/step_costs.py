@@ -53,10 +53,10 @@ class Costs(NamedTuple):
 
 def costs(n: int) -> Costs:
     """Returns the costs of a decode step with `n` rows."""
-    texts = n * MODEL.context * MODEL.kv_bytes_per_token
+    sizes = MODEL_READS, n * MODEL.context * MODEL.kv_bytes_per_token  # bytes
+    weights, texts = (round(size / GPU.read_bytes_per_s * 1e3, DIGITS) for size in sizes)
     operations = 2 * n * MODEL_READS / BYTES["bfloat16"]
-    read, texts = (round(size / GPU.read_bytes_per_s * 1e3, DIGITS) for size in (MODEL_READS, texts))
-    return Costs(read, texts, round(operations / GPU.operations_per_s * 1e3, DIGITS), MODEL.decode[n])
+    return Costs(weights, texts, round(operations / GPU.operations_per_s * 1e3, DIGITS), MODEL.decode[n])
 
 
 def costs_table(indent: str) -> str:

@@ -22,10 +22,9 @@ class CostCurves(LinePanel):
 
     TITLE = "Costs"
     help_text = paragraphs("""\
-The time of one step by its size. Both scales are logarithmic: a step to the right is twice the size, and equal heights
-are equal factors. A flat curve means that a larger step costs the same; a curve that rises like the diagonal means that
-twice the size costs twice the time. The numbers below are milliseconds, the median of several steps. The curves of the
-GPU come from a recording.""")
+The time of one step by its size. Both scales are logarithmic: each step to the right multiplies the size by the same
+number, and equal heights are equal factors. A flat curve means that a larger step costs the same. The numbers below are
+milliseconds, the median of several steps. The curves of the GPU come from a recording.""")
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         board = view.board
