@@ -8,7 +8,7 @@ import pytest
 from textual.app import App, ComposeResult
 
 from minitui.trace.bundled import bundled
-from minitui.tui.glyphs import use_ascii
+from minitui.tui.glyphs import glyphs, use_ascii
 from minitui.tui.theme import THEMES
 from minitui.tui.widgets.lesson_runs import Runs, RunsInSteps
 from minitui.tui.widgets.rows import plain
@@ -181,3 +181,16 @@ def test_a_low_panel_of_a_lesson_has_the_runs_in_two_halves_with_all_requests_on
     drawn(panel, batching, 96, 24)
     panel.clicked(batching, 60, 4)
     assert panel.cursor is not None, "there is room for one run above the other"
+
+
+def test_a_column_of_several_steps_shows_each_prompt(batching: View) -> None:
+    panel = RunsInSteps()
+    rows = of_run(drawn(panel, batching, 18, 24), "continuous")
+    run, each = Run(batching), panel.scale.ms
+    assert each > 1, "several steps are a column"
+    steps = next(row for row in rows if row.startswith("steps"))[panel._label :]
+    spans = run.steps_between("steps", 0.0, 100.0)
+    prompts = {int(span.begin // each) for span in spans if span.kind != "decode"}
+    alone = {int(span.begin // each) for span in spans} - prompts
+    assert prompts and alone
+    assert {at for at, mark in enumerate(steps) if mark == glyphs().prefill} == prompts

@@ -174,8 +174,8 @@ LESSON = Lesson(
             has {PIECE} tokens.) In the second run, a block has 16 tokens. A request takes another block only when a
             token has no place in its last block.
 
-            In the panel, the first run is above or on the left. Each line is a request. A column is as many steps in
-            both runs, and shows what most of them do.
+            The panel shows both runs, the first run above or on the left. Each line is a request. A column is the same
+            number of steps in both runs.
             """,
             panel="runs-steps",
             code="engine.core.allocator:BlockAllocator",
@@ -276,9 +276,8 @@ LESSON = Lesson(
         Page(
             "No reservation",
             """
-            A request may start if there are enough free or cached blocks for its prompt. This engine and vLLM reserve
-            no blocks for the reply. SGLang reserves an estimate. (In a large pool, this engine keeps 1 % of the blocks
-            free for the requests that already run: the watermark. In this pool of 48 blocks, the watermark is 0.)
+            In this pool, a request may start if there are enough free or cached blocks for its prompt. This engine and
+            vLLM reserve no blocks for the reply. SGLang reserves an estimate.
 
             Example: four requests may have 192 tokens each, prompt and reply together. With a reservation, they would
             fill this pool of 768 tokens. But if each request ends with only 20 tokens, they use two blocks each:

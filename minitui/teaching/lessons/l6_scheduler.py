@@ -164,8 +164,8 @@ LESSON = Lesson(
             in chunks, in several steps. vLLM mixes prompts and decodes in a step, too. SGLang does this only with
             --enable-mixed-chunk.
 
-            To plan, the scheduler needs only the number of a reply's tokens. So it can plan the next step while a step
-            still runs (L1 Architecture). (With a grammar or with speculation, this engine needs the tokens.)
+            To plan, the scheduler usually needs only the number of a reply's tokens. So it can plan the next step while
+            a step still runs (L1 Architecture).
             """,
             code="engine.core.scheduler:Scheduler.plan",
         ),
@@ -206,7 +206,8 @@ LESSON = Lesson(
             """
             Eight replies of different lengths run in four rows: first in static batches, then with continuous batching.
             Each run has an engine of its own. The panel shows both runs, the static run above or on the left. Each line
-            is a request. A column is as many steps in both runs, and shows what most of them do.
+            is a request. A column is the same number of steps in both runs. The row “steps” marks each column in which
+            a prompt is computed.
 
             Here, one reply of each static batch is long: the other three rows are soon empty. With replies of equal
             length, static batching would need no more steps. But the lengths are not known in advance. In the static

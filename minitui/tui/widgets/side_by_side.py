@@ -50,6 +50,8 @@ only decodes. Each row below is a request: it waits, its prompt is computed, it 
 finishes. The longest gap between two tokens of a request is marked if it is more than three times as long as its median
 gap. The nth row of one run and the nth row of the other are the nth request; up and down choose a pair.
 
+If a column is several steps, the row of steps shows a prompt in it as soon as one of them computed one.
+
 Pauses and slow motion do not count. A time without work is drawn as at most one second.
 
 The cursor is at the same moment of both runs. The lines at the bottom say what each run does at that moment, and how
@@ -193,6 +195,8 @@ machine, times are not.""")
 
     def _steps(self, run: OneRun, cursor: int | None, width: int) -> Runs:
         spans = run.steps_between(self.unit, self.scale.left, self.scale.right)
+        if self.unit == "steps" and self.scale.ms > 1:  # several steps are a column: a prompt is shown in any case
+            spans = [span if span.kind == "decode" else span._replace(end=span.begin) for span in spans]
         return self._track("steps", track(spans, self.scale, cursor, _no_labels), width)
 
     def _lane(self, run: OneRun, at: int, cursor: int | None, named: int, width: int) -> Runs:
