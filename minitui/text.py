@@ -7,7 +7,7 @@ from collections.abc import Sequence
 MATCH_REASONS = {  # `stop` of a match record -> (text, explanation); {at} is the index of a token or of a step
     "whole": ("all full blocks were cached", "the last token is always computed"),
     "differs": ("differs at token {at}", "the cached texts have another token"),
-    "ends": ("the cached text ends at token {at}", "cached texts end with a full block"),
+    "ends": ("the cached text ends at token {at}", "the tree has no text after it"),
     "short": ("too short to share", "the prompt has at most one block"),
     "empty": ("the beginning is not cached", "no cached text has the same first token"),
     "evicted": ("the rest was evicted at step {at}", "the memory was needed for other tokens"),

@@ -172,8 +172,7 @@ LESSON = Lesson(
               microseconds a launch   {LAUNCH_US:>10.0f} {LARGE_LAUNCH_US:>9.0f}
 
             With graphs, a step of {SMALL_MODEL.name} was {gain(SMALL_MODEL):.1f} times as fast. With faster
-            launches, this factor would be smaller. The picture shows steps of {LARGE_MODEL.name}. A
-            high panel also shows {SMALL_MODEL.name}.
+            launches, this factor would be smaller. The picture shows steps of {LARGE_MODEL.name}.
             """,
             panel="gpu",
             run=larger_model,
@@ -248,13 +247,13 @@ LESSON = Lesson(
             This engine has three kinds of graphs (with speculation, four). Each kind has graphs of many sizes n:
 
               decode   computes one token for each of n requests
-              extend   computes n tokens of prompts and decodes in one step
+              extend   computes n tokens: of prompts, and of decodes in the same step
               sample   chooses the next tokens of n requests, greedily or with noise
 
             Steps with many tokens have no graph: their kernels take longer than the launches. At its start, the engine
             measures kernels and launches to find the largest useful graph. Lengths and block tables change, so a graph
-            reads them from its buffers. By default, vLLM captures whole decode steps, too, with most attention kernels.
-            Of small steps with prompts, it captures all but attention.
+            reads them from its buffers. vLLM captures whole decode steps, too, if its attention kernels allow this. Of
+            small steps with prompts, it captures all but attention.
 
             With graphs, a decode step of a large model with a small batch mostly reads: all weights, and the keys and
             values of the batch.

@@ -282,8 +282,8 @@ LESSON = Lesson(
             With a large model on a GPU, a few more tokens in a step cost little. Speculation uses this: the engine
             guesses the next tokens of a reply (drafts). One step computes the last token and the drafts, and samples a
             token after each of them. Each draft is compared with the token sampled for its place. The drafts before the
-            first difference are accepted. So, apart from rounding, each possible reply is as likely as without drafts.
-            vLLM and SGLang also check drafts in one step.
+            first difference are accepted, and the sampled token takes the place of the first wrong one. So the reply
+            has only sampled tokens, as without drafts. vLLM and SGLang also check drafts in one step.
 
             Here, drafts are copied from the text (prompt lookup). The engine takes the last three tokens, and searches
             the earlier text for the same three tokens. The tokens after them are the drafts. In each run, a
@@ -297,14 +297,14 @@ LESSON = Lesson(
         Page(
             "Positions and heads",
             """
-            The vector from the embedding table does not contain the position of its token. So most models rotate each
-            query and each key: each pair of its numbers, by an angle that grows with the position (RoPE). How well a
-            key fits a query then depends also on the distance of their tokens. Keys are stored after the rotation.
+            The vector from the embedding table does not contain the position of its token. Most models put it into the
+            queries and keys (RoPE): they take the numbers of a query or a key in pairs. Each pair is a point, which
+            turns by an angle that grows with the position. How well a key fits a query then depends also on the
+            distance of their tokens. Keys are stored after that.
 
             Two prompts can share a cached block only if they are equal from their first token to the end of the block.
-            Otherwise the result would change. The reason is not the position: the engine could rotate the keys again.
-            The reason is attention: from the second layer on, keys and values are computed from vectors that depend on
-            all earlier tokens.
+            Otherwise the result would change: from the second layer on, keys and values are computed from vectors that
+            depend on all earlier tokens.
 
             L0 Tokens explains query heads and KV heads. If several query heads share one KV head, this is grouped-query
             attention. The pool has only keys and values, no queries. So with fewer KV heads, a token needs less memory,
@@ -328,7 +328,7 @@ LESSON = Lesson(
             lambda stage: f"{ms(_prefill(stage))} ms",
         ),
         Check(
-            "How many decode steps take as long as the prompt's step?",
+            "How many times as long as a decode step did the prompt's step take?",
             "timings",
             "the timings panel: divide p50 of the prefill steps by p50 of the decode steps.",
             _decodes,

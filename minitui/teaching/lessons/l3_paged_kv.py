@@ -49,7 +49,7 @@ async def two_tables(stage: Stage) -> Seen:
     return Seen(
         "The steps of the first chat, counted from 1:\n"
         + f"{first_steps}\nBoth chats at the end:\n" + "\n".join(lines)
-        + "\nEach chat took the next free block when it needed a block. So the blocks of a chat are not side by side.",
+        + "\nA chat that needs a block gets any free block. So the blocks of a chat are not side by side.",
         {2: 0, 3: 1, 4: 2}.get(next(step for step, (_, blocks) in enumerate(seen, 1) if blocks > 1)),
     )  # fmt: skip
 

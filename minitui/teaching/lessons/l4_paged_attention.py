@@ -192,10 +192,10 @@ LESSON = Lesson(
             lambda stage: f"slot {_next_slot(stage)}",
         ),
         Check(
-            "How many queries did the last step have?",
+            "How many queries did the last step have, in one head of one layer?",
             "step",
             "the step bar: D×1 is one decoding request. Page 2 says how many queries a token has.",
-            lambda stage: f"{stage.last_row().tokens} for each query head: the step computed one token",
+            lambda stage: f"{stage.last_row().tokens}: the step computed one token",
         ),
     ),
     {"kv_blocks": 64},

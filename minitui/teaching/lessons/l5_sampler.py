@@ -168,8 +168,8 @@ LESSON = Lesson(
               presence_penalty 1      reply: logit - 1
               frequency_penalty 0.5   reply: logit - 0.5 × occurrences
 
-            Four requests, one without a penalty, may use only three words. Each reply begins with several times the
-            first word and once the second.
+            Four requests, one without a penalty, may use three words only. The experiment gives all replies one
+            beginning: the first word several times, the second once.
             """,
             panel="words",
             code="engine.worker.sampler:Sampler._apply_penalties",

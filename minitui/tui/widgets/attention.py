@@ -44,7 +44,8 @@ the left are the positions of the queries, the numbers above the positions of th
         g = glyphs()
         title = f"Who sees whom {g.middot} step {step} {g.middot} r{request}: {_queries(queries)}, {count(keys, 'key')}"
         scale = f"1 cell = {count(per_cell, 'key')} {g.times} {_queries(per_row)}"
-        half = ": seen if half the pairs are" if per_cell * per_row > 1 else ""
+        pairs = per_cell * per_row
+        half = f", filled if {-(-pairs // 2)} of {pairs} are seen" if pairs > 1 else ""
         body.append(Row(fitting(width, scale + half, scale), "dim").done(width))
         key = legend(
             (g.cached, "hit", "cached key"), (g.active, "prefill", "key of this step"), (g.free, "faint", "not seen")
