@@ -21,7 +21,7 @@ from minitui.viewmodel.steps import Steps
 LIMIT_STEPS = 1_000  # the last steps that decide
 HALF = 0.5  # the share of the time from which on the device, or other programs, limit
 COVERED = 0.9  # of the steps: if the delays are known for fewer, it is told for how many
-WITHOUT, OTHER = " the time without other programs", " the other time"  # the same, whole and in a narrow panel
+WITHOUT, OTHER = " when no other program has the core", " the other time"  # the same, whole and in a narrow panel
 LEAST_OTHERS = 0.005  # a smaller share of other programs is 0 % in words, and not told
 
 
@@ -82,9 +82,9 @@ class Limit:
     @property
     def what(self) -> str:
         """Returns "the device limits", or "the host limits steps launching prompts". Beside other programs: "the device
-        limits the time without other programs"."""
+        limits when no other program has the core"."""
         rest = worth_telling(self.others)
-        limits = f"limits{(WITHOUT + ' of' * bool(self.which)) * rest}{self.which}"
+        limits = f"limits{(WITHOUT + ', in' * bool(self.which)) * rest}{self.which}"
         unknown = "unknown what" if rest else "unknown if host or device"
         return f"{unknown} {limits}" if self.by is None else f"the {self.by} {limits}"
 
@@ -104,7 +104,7 @@ class Limit:
             return _fitting(width, [(self.what, whole), (self.what, short), (brief, short), (brief, "")])
         least, most = (f"{100 * share:.0f}" for share in self.waits)
         waits = f"host waits {least if least == most else f'{least} to {most}'} %"
-        whose = "it" if rest else f"{'their' if self.which else 'the'} time"
+        whose = "that time" if rest else f"{'their' if self.which else 'the'} time"
         unknown = " (other programs: unknown)" if self.others is None else _known(self.known, self.count) * (not rest)
         if self.which:
             which, launched = f" ({self.count:,}, {time})", self.which.removeprefix(" steps launching ") + " launched"

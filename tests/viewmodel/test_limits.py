@@ -55,14 +55,16 @@ def recorded(work: float, wait: float, delayed: float | None, read: Callable[[in
         (1.0, 9.0, None, ["the device limits: the host waits 90 % of the time (other programs: unknown)"]),
         # 0 to 1 of these 3 ms delayed the host's work
         (1.0, 9.0, 3.0, ["another program had the core for 30 % of the time",
-                         "the device limits the time without other programs: the host waits 86 to 100 % of it"]),
+                         "the device limits when no other program has the core: "
+                         "the host waits 86 to 100 % of that time"]),
         # a host that waits for 60 % of the time, of which others may have most
         (4.0, 6.0, 4.0, ["another program had the core for 40 % of the time",
-                         "unknown what limits the time without other programs: the host waits 33 to 100 % of it"]),
+                         "unknown what limits when no other program has the core: "
+                         "the host waits 33 to 100 % of that time"]),
         (9.0, 1.0, 4.0, ["another program had the core for 40 % of the time",
-                         "the host limits the time without other programs: the host waits 0 to 17 % of it"]),
+                         "the host limits when no other program has the core: the host waits 0 to 17 % of that time"]),
         (0.0, 10.0, 7.0, ["other programs limit: they had the core for 70 % of the time",
-                          "the device limits the time without other programs: the host waits 100 % of it"]),
+                          "the device limits when no other program has the core: the host waits 100 % of that time"]),
     ],
 )  # fmt: skip
 def test_other_programs_are_told_from_the_host_and_the_device(
@@ -72,7 +74,7 @@ def test_other_programs_are_told_from_the_host_and_the_device(
     lines = [f"{line} · last 159 steps" for line in words]
     assert ["".join(one.told()) for one in limits(view.steps, view.horizon)] == lines
     assert summary(view)[-len(lines) :] == lines
-    brief = [text.replace("the time without other programs", "the other time") for text in words]
+    brief = [text.replace("when no other program has the core", "the other time") for text in words]
     for panel in (StepTimings(), Waterfall()):
         for width in (76, 118):
             texts = [text if len(text) <= width else short for text, short in zip(words, brief, strict=True)]

@@ -40,7 +40,7 @@ def host_and_device(view: View, width: int) -> list[Runs]:
         device.add(fitting(room, whole, brief), "dim")
         return [host.done(width), device.done(width)]
     mean, busy = f" {ms(t.device_ms)} ms", f"at most {100 * t.device_busy:.0f} %"
-    for device_text in (f"{mean}, {busy} of the time", f"{mean}, busy {busy}", f"{mean} per step"):
+    for device_text in (f"{mean}, busy for {busy} of the time", f"{mean}, busy {busy}", f"{mean} per step"):
         room = width - LABEL - max(len(host_text), len(device_text)) - 1
         if room >= LEAST_TRACK:
             break
@@ -61,7 +61,7 @@ def means_row(t: Timings, width: int) -> Runs:
     if t.device_ms is None:
         return row.add("not measured" if t.launch_known else "not reported").done(width)
     row.add(f"{ms(t.device_ms)} ms")
-    busy = f", at most {100 * t.device_busy:.0f} % of the time"
+    busy = f", busy for at most {100 * t.device_busy:.0f} % of the time"
     return row.add(fitting(width - row.width, busy, ""), "dim").done(width)
 
 
