@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-import zlib
-from array import array
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from itertools import compress, islice
 from struct import pack
@@ -23,6 +20,7 @@ from minitui.vllm.facts import check_names, describe, only_manager
 from minitui.vllm.hooks import Hooks, now
 from minitui.vllm.pipe import Pipe
 from minitui.vllm.ports import key_variables
+from minitui.vllm.tokens import checksum
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -33,11 +31,6 @@ if TYPE_CHECKING:
 
 FLUSH_S = 0.1  # between two writes to the watcher
 ASKED_EVERY = 256  # steps between two looks at what the watcher asks for, and between two reports of the cost
-
-
-def checksum(tokens: Sequence[int]) -> int:
-    """Returns a number that is another one for other tokens."""
-    return zlib.crc32(array("i", tokens))
 
 
 class Recorder:

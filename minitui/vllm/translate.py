@@ -27,15 +27,13 @@ with vLLM's number of running requests and of tokens in each step; a difference 
 
 from __future__ import annotations
 
-import zlib
-from array import array
 from dataclasses import dataclass
 from typing import Any
 
 from engine.trace.records import Record
 from minitui.vllm.blocks import Inconsistent
 from minitui.vllm.requests import Known, Requests, group_of
-from minitui.vllm.tokens import Tokens
+from minitui.vllm.tokens import Tokens, checksum
 
 MOST_FAULTS = 1000
 
@@ -171,9 +169,11 @@ class Translator(Requests):
     ) -> None:  # fmt: skip
         self._at(began)
         planned = self._planned.pop(step, None)
-        if ids is None and planned is None:
-            raise Inconsistent(f"step {step} ended, but its beginning is unknown")
-        self._append(planned.sampled if ids is None and planned else ids or [], tokens)
+        if ids is None:
+            if planned is None:
+                raise Inconsistent(f"step {step} ended, but its beginning is unknown")
+            ids = planned.sampled
+        self._append(ids, tokens)
         answered = [self._known[id] for id in planned.firsts if id in self._known] if planned is not None else []
         if planned is not None:
             self.blocks.settle(step)
@@ -254,7 +254,7 @@ class Translator(Requests):
                 self.faults.append(
                     f"step {self.blocks.state.step}: r{request.id}'s table is {table}, vLLM's {tables.get(id)}"
                 )
-            if zlib.crc32(array("i", request.tokens.ids)) != sums.get(id):
+            if checksum(request.tokens.ids) != sums.get(id):
                 self.faults.append(f"step {self.blocks.state.step}: r{request.id} has other tokens")
         if extra := set(tables) - set(self._known):
             self.faults.append(f"step {self.blocks.state.step}: vLLM holds blocks for {sorted(extra)[:3]}")
