@@ -5,10 +5,13 @@
 The models are Qwen3 shapes with random weights; no checkpoint is needed. For each shape:
 
 - "decode" and "prefill": the median time of a step that decodes n rows, and of a step that computes a prompt of n
-  tokens, for n = 1, 2, 4 …
-- "timelines": the records "step", "parts" and "time" of STEPS consecutive decode steps, for each of MODES and ROWS
-- "kernels": the number of kernels of an eager decode step, and the time in which at least one of them runs, from a
-  profiler. Without CUDA graphs, the device waits between kernels
+  tokens, for n = 1, 2, 4 … The sizes take turns, PASSES times: a slow second of the machine then meets all sizes
+- "timelines": the records "step", "parts" and "time" of STEPS consecutive decode steps, for each of MODES and ROWS.
+  All modes run the same kernels. "eager" launches those that the other modes have captured, one after the other
+- "kernels": the number of kernels of a decode step, and the time in which at least one of them runs, from a profiler.
+  Without CUDA graphs, the device waits between kernels
+
+"launch_us": how long this host takes to launch one small kernel of PyTorch.
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ from __future__ import annotations
 import gc
 import json
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import torch
 import typer
@@ -37,19 +42,17 @@ from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.steps import Steps
 
 CONTEXT = 128  # tokens of a prompt whose reply is decoded
-STEPS = 20  # steps of a timeline, and of each median of "decode"
+STEPS = 20  # steps of a timeline, and of each pass of "decode"
 WARM_UP = 8  # steps that are not measured
-REPEATS = 7  # prompts for each median of "prefill"
+PASSES = 5  # over all sizes of "decode"
+REPEATS = 15  # prompts for each median of "prefill"
+LAUNCHES = 1000  # kernels of each measurement of "launch_us"
 MOST_ROWS = 256
 MOST_PROMPT = 4096
 TIMED = ("step", "parts", "time")  # the records of a timeline
 KV_TOKENS = 65_536  # enough for MOST_ROWS
 ROWS = (1, 64)  # rows of the timelines
-MODES: dict[str, dict[str, Any]] = {
-    "eager": {"enforce_eager": True, "overlap": "off"},
-    "graphs": {"overlap": "off"},
-    "overlap": {"overlap": "on"},
-}
+MODES = {"eager": "off", "graphs": "off", "overlap": "on"}  # whether steps overlap
 
 
 def record_shape(model: str, **options: Any) -> dict[str, Any]:
@@ -67,17 +70,18 @@ def record_shape(model: str, **options: Any) -> dict[str, Any]:
 
 
 def record_kernels(model: str, **options: Any) -> list[dict[str, float]]:
-    """Returns the kernels of an eager decode step for each of ROWS. Run last: a profiler may slow later steps."""
+    """Returns the kernels of a decode step for each of ROWS. Run last: a profiler may slow later steps."""
     with _engine(model, "eager", **options) as recorder:
         return [{"rows": rows, **recorder.kernels(rows)} for rows in ROWS]
 
 
 @contextmanager
 def _engine(model: str, mode: str, **options: Any) -> Iterator[StepRecorder]:
-    llm = LLM(
-        model, dummy_weights=True, load_tokenizer=False, enable_prefix_caching=False, kv_tokens=KV_TOKENS,
-        **MODES[mode], **options,
-    )  # fmt: skip
+    with patch("engine.worker.capture._capture", Launches) if mode == "eager" else nullcontext():
+        llm = LLM(
+            model, dummy_weights=True, load_tokenizer=False, enable_prefix_caching=False, kv_tokens=KV_TOKENS,
+            overlap=MODES[mode], **options,
+        )  # fmt: skip
     recorder = StepRecorder(llm)
     recorder.run(CONTEXT, 8)
     yield recorder
@@ -87,6 +91,29 @@ def _engine(model: str, mode: str, **options: Any) -> Iterator[StepRecorder]:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+class Launches:
+    """Stands in for a captured graph: a replay launches the kernels again, one after the other.
+
+    Takes the arguments of engine.worker.capture._capture.
+    """
+
+    def __init__(self, run: Callable[[], None], *_: Any) -> None:
+        run()  # compiles the kernels
+        self.replay = run
+
+
+def launch_us() -> float:
+    """Returns the median time of the host for the launch of one small kernel by PyTorch, in microseconds."""
+    numbers, found = torch.zeros(1, device="cuda"), []
+    for _ in range(REPEATS + 1):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(LAUNCHES):
+            numbers.add_(1)
+        found.append((time.perf_counter() - begin) / LAUNCHES * 1e6)
+    return round(median(found[1:]), 2)
 
 
 class StepRecorder:
@@ -107,20 +134,17 @@ class StepRecorder:
 
     def decode_costs(self) -> list[dict[str, Any]]:
         """Returns the cost of a decode step for 1, 2, 4 … rows."""
-        most = min(MOST_ROWS, int(self.info["max_num_seqs"]))
-        return [
-            _cost(n, [row for row in _steps(self.run(CONTEXT, n, 2 * WARM_UP + STEPS)) if _decodes(row, n)][WARM_UP:])
-            for n in _doubling(most)
-        ]
+        sizes = _doubling(min(MOST_ROWS, int(self.info["max_num_seqs"])))
+        return _costs(sizes, PASSES, self._decode_steps)
+
+    def _decode_steps(self, n: int) -> list[StepRow]:
+        found = [row for row in _steps(self.run(CONTEXT, n, 2 * WARM_UP + STEPS)) if _decodes(row, n)]
+        return found[WARM_UP:][-STEPS:]
 
     def prefill_costs(self) -> list[dict[str, Any]]:
-        """Returns the cost of a step that computes a prompt of 1, 2, 4 … tokens. Each size is first run once."""
+        """Returns the cost of a step that computes a prompt of 1, 2, 4 … tokens."""
         most = min(MOST_PROMPT, int(self.info["max_num_batched_tokens"]), int(self.info["max_model_len"]) - 1)
-        costs = []
-        for n in _doubling(most):
-            runs = [self.run(n, 1, 1) for _ in range(REPEATS + 1)]
-            costs.append(_cost(n, [row for records in runs[1:] for row in _steps(records) if row.chunks]))
-        return costs
+        return _costs(_doubling(most), REPEATS, lambda n: [row for row in _steps(self.run(n, 1, 1)) if row.chunks])
 
     def timeline(self, rows: int) -> list[Record]:
         """Returns the records of STEPS consecutive decode steps."""
@@ -129,7 +153,7 @@ class StepRecorder:
         return [record for record in records if first <= record[3] < first + STEPS]
 
     def kernels(self, rows: int) -> dict[str, float]:
-        """Returns the mean number of kernels of a decode step, and the ms in which at least one kernel runs."""
+        """Returns the mean number of kernels of an eager decode step, and the ms in which at least one of them runs."""
         self._add(CONTEXT, rows, greedy(2 * WARM_UP + STEPS))
         for _ in range(WARM_UP + 4):  # prefill included
             self._engine.step()
@@ -145,7 +169,7 @@ class StepRecorder:
         spans = sorted(
             (event.time_range.start, event.time_range.end)
             for event in profiled.events() or ()
-            if event.device_type == DeviceType.CUDA
+            if event.device_type == DeviceType.CUDA and not event.name.startswith("Mem")  # copies
         )
         return {"count": len(spans) / WARM_UP, "busy_ms": round(_covered(spans) / 1e3 / WARM_UP, 4)}
 
@@ -170,14 +194,24 @@ def _decodes(row: StepRow, n: int) -> bool:
     return row.kind == "decode" and row.decodes == n
 
 
-def _cost(n: int, rows: list[StepRow]) -> dict[str, Any]:
-    """Returns the median times of steps, in ms. A CPU reports the time of its work as the device's time, too."""
-    rows = rows[-STEPS:]
-    device = [row.device_ms for row in rows if row.device_ms is not None]
-    return {
-        "n": n, "steps": len(rows), "wall_ms": round(median(row.wall_ms or 0.0 for row in rows), 4),
-        "device_ms": round(median(device), 4) if device else None,
-    }  # fmt: skip
+def _costs(sizes: Sequence[int], passes: int, measure: Callable[[int], list[StepRow]]) -> list[dict[str, Any]]:
+    """Returns the median times of steps of each size, in ms. One more pass comes first, which does not count.
+
+    A CPU reports the time of its work as the device's time, too.
+    """
+    found: dict[int, list[StepRow]] = {n: [] for n in sizes}
+    for done in range(passes + 1):
+        for n in sizes:
+            rows = measure(n)
+            found[n] += rows if done else []
+    costs = []
+    for n, rows in found.items():
+        device = [row.device_ms for row in rows if row.device_ms is not None]
+        costs.append({
+            "n": n, "steps": len(rows), "wall_ms": round(median(row.wall_ms or 0.0 for row in rows), 4),
+            "device_ms": round(median(device), 4) if device else None,
+        })  # fmt: skip
+    return costs
 
 
 def _doubling(most: int) -> list[int]:
@@ -206,7 +240,8 @@ def main(
     limits = measure_limits(torch.device("cuda"), torch.bfloat16)
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "random_weights": True,
-        "read_bytes_per_s": round(limits.read), "operations_per_s": round(limits.matmul), "models": [],
+        "read_bytes_per_s": round(limits.read), "operations_per_s": round(limits.matmul),
+        "launch_us": launch_us(), "models": [],
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="minitui-steps-") as folder:
         models = [str(write_config(size, Path(folder))) for size in sizes]

@@ -17,7 +17,7 @@ from minitui.viewmodel.steps import Steps
 def test_costs_and_timelines_of_a_small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapes.SIZES, "tiny", (64, 96, 2, 8, True))
     monkeypatch.setitem(shapes.QWEN3, "vocab_size", 2_000)
-    small = {"CONTEXT": 8, "MOST_ROWS": 8, "MOST_PROMPT": 16, "ROWS": (1, 3), "STEPS": 5, "REPEATS": 3}
+    small = {"CONTEXT": 8, "MOST_ROWS": 8, "MOST_PROMPT": 16, "ROWS": (1, 3), "STEPS": 5, "REPEATS": 3, "PASSES": 2}
     small["KV_TOKENS"] = 512
     for name, value in small.items():
         monkeypatch.setattr(record_steps, name, value)
@@ -25,7 +25,7 @@ def test_costs_and_timelines_of_a_small_model(tmp_path: Path, monkeypatch: pytes
 
     assert [cost["n"] for cost in found["decode"]] == [1, 2, 4, 8]
     assert [cost["n"] for cost in found["prefill"]] == [1, 2, 4, 8, 16]
-    assert {cost["steps"] for cost in found["decode"]} == {5}
+    assert {cost["steps"] for cost in found["decode"]} == {2 * 5}
     assert {cost["steps"] for cost in found["prefill"]} == {record_steps.REPEATS}
     assert all(cost["wall_ms"] > 0 for cost in found["decode"] + found["prefill"])
     modes = [(one["mode"], one["rows"]) for one in found["timelines"]]
