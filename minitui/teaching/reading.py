@@ -32,11 +32,12 @@ class Reading:
         self.by_hand = False  # each pause of the running experiment waits for a key
         # The reader wanted to run this page's experiment without a prediction, or an answer before the engine is ready.
         self.asked = False
-        self.prepared = False  # the engine is in the state that the closing questions ask about
-        self.disturbed = False  # since then, another request has run, or a request of the lesson has ended
-        self._requests: tuple[int, frozenset[int]] = (-1, frozenset())  # when it was prepared: see `_requests_of`
+        self.prepared = False  # the panels show the run that the closing questions ask about
+        self.disturbed = False  # not any more: the engine has run on since then
+        self._end: tuple[int, int] = (-1, -1)  # of the closing run: see `_end_of`
         self.question = 0  # index of the current closing question
-        self.revealed: dict[int, str] = {}  # question -> answer
+        self.answers: list[str] = []  # to the closing questions, as read from the closing run
+        self.revealed: set[int] = set()  # the questions whose answers are shown
 
     @property
     def pages(self) -> int:
@@ -95,9 +96,9 @@ class Reading:
         """Run the experiment to its end, without pauses."""
         stage.hurried = self.hurried = True
 
-    def reveal(self, answer: str) -> None:
-        """Keep the answer to the current closing question."""
-        self.revealed[self.question] = answer
+    def reveal(self) -> None:
+        """Show the answer to the current closing question."""
+        self.revealed.add(self.question)
 
     @property
     def all_revealed(self) -> bool:
@@ -106,7 +107,7 @@ class Reading:
 
     @property
     def can_answer(self) -> bool:
-        """True if the engine is ready to show an answer that is not shown yet."""
+        """True if there is an answer that is not shown yet."""
         return self.prepared and not self.all_revealed
 
     @property
@@ -122,6 +123,10 @@ class Reading:
 
     async def keep_picture(self, stage: Stage) -> None:
         """Keep the picture of the last run for that run's page: the next run begins with a new one."""
+        self.look(stage.view)
+        if self.disturbed:  # the panels do not show the closing run any more
+            self.prepared = self.disturbed = False
+            self.in_engine = None
         if self.in_engine is not None:
             stage.view.frame(time.monotonic())
             kept = stage.view.kept()
@@ -130,8 +135,12 @@ class Reading:
             self.in_engine = None
 
     def look(self, view: View) -> None:
-        """Notice whether the closing questions still ask about the lesson's own run: the reader can ask in a chat."""
-        self.disturbed = self.prepared and _requests_of(view) != self._requests
+        """Notice whether the engine has left the closing run: the reader can ask in a chat, or run a step. Answers that
+        are shown go with the run: they would not agree with the panels."""
+        closing = len(self.lesson.pages)
+        self.disturbed = self.prepared and self.in_engine == closing and _end_of(view) != self._end
+        if self.disturbed:
+            self.revealed.clear()
 
     async def run(self, stage: Stage, run: Callable[[Stage], Awaitable[Seen]]) -> None:
         """Run the experiment of the current page, and keep its result or its error. Call `keep_picture` before."""
@@ -139,7 +148,7 @@ class Reading:
         self.seen.pop(at, None)
         self.failed.pop(at, None)
         self.views.pop(at, None)
-        self.running, self.prepared = True, False
+        self.running = True
         stage.hurried = self.hurried = stage.by_hand = self.by_hand = False
         stage.typed = self.typed.get(at, "")
         try:
@@ -154,21 +163,27 @@ class Reading:
 
     async def prepare(self, stage: Stage) -> None:
         """Bring the engine into the state that the closing questions ask about, without pauses: no panel shows the way
-        there."""
+        there. Read the answers there, so that they are of this run."""
+        at = self.at
         stage.hurried = True
         try:
             await self.keep_picture(stage)
+            self.views.pop(at, None)
+            self.failed.pop(at, None)
+            self.revealed.clear()
             await fresh(stage)
             await self.lesson.close(stage)
             stage.state()
-            self._requests = _requests_of(stage.view)
-            self.prepared, self.disturbed = True, False
+            stage.view.frame(time.monotonic())
+            self.answers = [check.answer(stage) for check in self.lesson.checks]
+            self._end = _end_of(stage.view)
+            self.prepared, self.disturbed, self.in_engine = True, False, at
         except EngineError as error:
-            self.failed[self.at] = f"The engine could not be prepared: {error}"
+            self.failed[at] = f"The engine could not be prepared: {error}"
         finally:
             stage.hurried = False
 
 
-def _requests_of(view: View) -> tuple[int, frozenset[int]]:
-    """Returns the number of the newest request, and the requests that have not ended."""
-    return max(view.lanes.lanes, default=-1), frozenset(view.live.state.requests)
+def _end_of(view: View) -> tuple[int, int]:
+    """Returns the numbers of the newest request and of the last step."""
+    return max(view.lanes.lanes, default=-1), view.live.state.step

@@ -815,7 +815,38 @@ async def test_the_closing_answers_are_of_the_lessons_own_run_also_after_a_quest
         assert not room.reading.revealed, "the answer would be the chat's"
         await room.until(lambda: room.reading.prepared and "See the lanes." in room.text())
         await room.press("enter")
-        assert "1 request" in room.reading.revealed[0]
+        assert "1 request" in room.text()
+        await room.press("n")
+        await room.until(lambda: "Enter runs the end of the lesson again" in room.text())
+        assert "1 request" not in room.text(), "the panel shows a later step than the answer"
+
+
+async def test_closing_answers_and_their_panel_stay_while_other_pages_run() -> None:
+    def newest(stage: Stage) -> str:
+        return f"It is r{stage.youngest().id}."
+
+    checks = (replace(SMALL.checks[0], answer=newest), *SMALL.checks[1:])
+    async with Classroom((80, 24), lesson=replace(SMALL, checks=checks)) as room:
+        await room.press(*["right"] * 4)
+        await room.until(lambda: room.reading.prepared)
+        await room.press("enter")
+        [named] = re.findall(r"It is (r\d+)\.", room.text())
+
+        def lanes() -> list[str]:
+            """The requests in the panel."""
+            return re.findall(r"│ (r\d+) ", room.text())
+
+        assert lanes() == [named]
+        await room.press(*["left"] * 3, "r")
+        await room.until(lambda: 1 in room.reading.seen and not room.reading.running)
+        assert room.app.stage is not None and f"r{room.app.stage.youngest().id}" != named, "another request has run"
+        await room.press(*["right"] * 3)
+        assert f"It is {named}." in room.text() and lanes() == [named]
+        await room.press("tab", "tab", "enter", "tab")
+        assert f"It is {named}." in room.text() and lanes() == [named]
+        await room.press("1", *"/resume", "enter", *"/new", "enter", *"why", "enter", "ctrl+g", "0")
+        await room.until(lambda: not room.app.session.busy)
+        assert f"It is {named}." in room.text() and lanes() == [named], "a chat does not change a kept picture"
 
 
 async def test_the_right_arrow_leads_from_the_last_page_to_the_next_lesson() -> None:
@@ -864,7 +895,7 @@ async def test_enter_gives_the_answer_as_soon_as_the_engine_is_prepared() -> Non
         await room.until(lambda: "The engine is being prepared. Then the answer is shown." in room.text())
         gate.set()
         await room.until(lambda: room.reading.revealed)
-        assert room.reading.revealed.keys() == {0}, "enter was for the first question"
+        assert room.reading.revealed == {0}, "enter was for the first question"
 
 
 async def test_the_key_that_runs_without_a_choice_is_listed_where_the_text_names_it() -> None:

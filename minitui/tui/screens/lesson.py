@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
 from typing import ClassVar, Protocol, cast
 
@@ -309,11 +308,10 @@ class LessonScreen(BaseScreen[None]):
         elif reading.page is None:
             stage.state()
             reading.look(stage.view)
-            if reading.disturbed and reading.question not in reading.revealed:
+            if reading.disturbed:
                 self._prepare(stage)
             elif reading.prepared and reading.question not in reading.revealed:
-                stage.view.frame(time.monotonic())
-                reading.reveal(reading.check.answer(stage))
+                reading.reveal()
                 self._show_question()
             elif reading.prepared:
                 self.action_question(1)

@@ -229,7 +229,7 @@ def _closing(reading: Reading, width: int) -> list[tuple[str, str]]:
         for n, piece in enumerate(paragraphs(check.question, width - 5)):
             lines.append((f"{mark} {i + 1}. {piece}" if n == 0 else f"     {piece}", "bold ink" if chosen else "ink"))
         if i in reading.revealed:
-            lines += [(f"     {piece}", "hit") for piece in paragraphs(reading.revealed[i], width - 5)]
+            lines += [(f"     {piece}", "hit") for piece in paragraphs(reading.answers[i], width - 5)]
         elif chosen and reading.disturbed:
             lines += [(f"     {piece}", "bold accent") for piece in paragraphs(DISTURBED, width - 5)]
         elif chosen:
