@@ -78,11 +78,11 @@ def tail(
 
     Each minute, also while the engine is idle, and at the end, a line has "summary" instead: what the cache saved in
     the "last_s" seconds of working time up to this moment, at most 60 ("after_step": the last step before it;
-    "hit_rate" is a share), the nodes that are evicted next, and whether the host or the device limits ("steps": all of
-    the last 1,000, or, if that differs, those in whose time the host launched prompts, and the others;
-    "number_of_steps" and "share_of_time" of these; "other_programs": the share of the time in which another program had
-    the core, measured for "other_programs_steps" of them; "host_waits": in the other time, the share in which the
-    host waits, or the least that it can be; then "host_waits_at_most" is larger).
+    "hit_rate" is a share), the nodes that are evicted next, and what limits: the host, the device, or other programs
+    ("steps": all of the last 1,000, or, if that differs, those in whose time the host launched prompts, and the others;
+    "number_of_steps" and "share_of_time" of these: 1 for all; "other_programs": the share of their time in which
+    another program had the core, measured for "other_programs_steps" of them; "host_waits": in the other time, the
+    share in which the host waits, or the least that it can be; then "host_waits_at_most" is larger).
 
     A line has "stall_ms" instead if the engine has given no results for this time: "step" has not ended, and the
     requests in "waiting" wait for its tokens. The first of these lines comes after a second, and another each time that

@@ -21,7 +21,7 @@ from minitui.viewmodel.steps import Steps
 LIMIT_STEPS = 1_000  # the last steps that decide
 HALF = 0.5  # the share of the time from which on the device, or other programs, limit
 COVERED = 0.9  # of the steps: if the delays are known for fewer, it is told for how many
-WITHOUT, OTHER = " when no other program has the core", " the other time"  # the same, whole and in a narrow panel
+WITHOUT, OTHERWISE = "when no other program has the core, ", "otherwise, "  # the same, whole and in a narrow panel
 LEAST_OTHERS = 0.005  # a smaller share of other programs is 0 % in words, and not told
 
 
@@ -44,23 +44,24 @@ class OtherPrograms:
 
     @property
     def what(self) -> str:
-        """Returns "other programs limit", or "another program had the core"."""
-        return "other programs limit" if self.limit else "another program had the core"
+        """Returns "other programs limit the speed", or "another program had the core"."""
+        return "other programs limit the speed" if self.limit else "another program had the core"
 
     def told(self, width: int = 1_000) -> Told:
         """Returns "another program had the core", " for 31 % of the time · last 743 steps"; in a narrow panel, less."""
         share = f"{100 * self.share:.0f} % of the time"
         why = f"{': they had the core' if self.limit else ''} for {share}"
-        brief = self.what if self.limit else "other programs"
+        brief = "other programs limit" if self.limit else "other programs"
         part = _known(self.known, self.steps)
         whys = [why + part + _last(self.steps), why + part, why]
-        return _fitting(width, [*((self.what, why) for why in whys), (brief, f": {share}")])
+        texts = [*((self.what, why) for why in whys), *[(brief, why)] * self.limit]
+        return _fitting(width, [*texts, (brief, f": {share}")])
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What limits some steps. `which`: empty for all, " steps launching prompts" for those in whose time the host
-    launched prompts, " steps launching no prompts" for the others: these are `count` of the last `steps`, with this
+    """What limits some steps. `which`: empty for all, "launching prompts" for those in whose time the host
+    launched prompts, "launching no prompts" for the others: these are `count` of the last `steps`, with this
     `share` of their time. `waits`: the least and the largest possible share of the host's waits in the time that other
     programs left; None: not reported. `others`: see OtherPrograms, for `known` of the steps; None: not measured."""
 
@@ -80,42 +81,53 @@ class Limit:
         return "device" if self.waits[0] >= HALF else "host"
 
     @property
-    def what(self) -> str:
-        """Returns "the device limits", or "the host limits steps launching prompts". Beside other programs: "the device
-        limits when no other program has the core"."""
-        rest = worth_telling(self.others)
-        limits = f"limits{(WITHOUT + ', in' * bool(self.which)) * rest}{self.which}"
-        unknown = "unknown what" if rest else "unknown if host or device"
-        return f"{unknown} {limits}" if self.by is None else f"the {self.by} {limits}"
+    def reason(self) -> str:
+        """Returns "the host waits for it 86 % of the time", with "it" for the device that limits."""
+        if self.waits is None:
+            return "the engine does not report its waits"
+        who, only = {
+            "device": ("the host waits for it", ""), "host": ("it waits for the device", "only "),
+            None: ("the host waits for the device", ""),
+        }[self.by]  # fmt: skip
+        return f"{who} {only}{self._waits}"
+
+    @property
+    def _waits(self) -> str:
+        """Returns "86 % of the time", or "80 to 86 % of that time" beside other programs."""
+        least, most = (f"{100 * share:.0f}" for share in self.waits or (0.0, 0.0))
+        whose = "that" if worth_telling(self.others) else "their" if self.which else "the"
+        return f"{least if least == most else f'{least} to {most}'} % of {whose} time"
 
     def told(self, width: int = 1_000) -> Told:
-        """Returns "the device limits", ": the host waits 86 % of the time · last 743 steps"; if narrow, less. For a
-        part of the steps: "the host limits steps launching prompts", " (53, 29 % of the time): the host waits ..."."""
-        rest, share = OTHER * worth_telling(self.others), f"{100 * self.share:.0f} %"
-        time = f"{share} of the time"
+        """Returns "the device limits the speed", ": the host waits for it 86 % of the time · last 743 steps"; if
+        narrow, less. For a part of the steps: "the host limits the speed of steps that launch prompts",
+        " (53 steps, 29 % of the time): it waits ...". Beside other programs: "when no other program has the core, the
+        device limits the speed", ": ..."."""
+        rest, share = worth_telling(self.others), f"{100 * self.share:.0f} % of the time"
+        steps = self.which and f" steps that launch{self.which.removeprefix('launching')}"
         if self.by is None:
-            brief = f"what limits{f' {time}' if self.which else rest or ' the speed'} is unknown"
-        elif self.which:
-            brief = f"{self.by} limits " + (f"{share} (without other programs)" if rest else time)
+            unknown = "it is unknown {} limits"
+            claims = [unknown.format("whether the host or the device"), unknown.format("what")]
         else:
-            brief = f"{self.by} limits{rest}"
-        if self.waits is None:
-            whole, short = ": the engine does not report its waits", ": no waits reported"
-            return _fitting(width, [(self.what, whole), (self.what, short), (brief, short), (brief, "")])
-        least, most = (f"{100 * share:.0f}" for share in self.waits)
-        waits = f"host waits {least if least == most else f'{least} to {most}'} %"
-        whose = "that time" if rest else f"{'their' if self.which else 'the'} time"
-        unknown = " (other programs: unknown)" if self.others is None else _known(self.known, self.count) * (not rest)
-        if self.which:
-            which, launched = f" ({self.count:,}, {time})", self.which.removeprefix(" steps launching ") + " launched"
-            shorter = [f": {launched}, {waits}", f": {launched}", ""]
-        else:
-            which, shorter = "", [f": the {waits}", f": {waits}", ""]
-        why = f"{which}: the {waits} of {whose}"
-        last, brief_why = _last(self.steps), f"{which}: the {waits}"
-        whys, what = [why + unknown + last, why + unknown, why + last, why], self.what.replace(WITHOUT, OTHER)
-        texts = [*((self.what, why) for why in whys), *((what, why) for why in [*whys, brief_why])]
-        return _fitting(width, [*texts, *((brief, why) for why in shorter)])
+            claims = [f"the {self.by} limits"] * 2
+        claims[0] += f" the speed{' of' * bool(steps)}{steps}"
+        claims[1] += steps or " the speed" * (self.by is None)
+        brief = claims[1].removeprefix("the ")
+        if self.by is None:
+            brief = f"what limits {share if self.which else 'the speed'} is unknown"
+        shares = [f" ({self.count:,} steps, {share})", f" ({share})"] if self.which else [""]
+        others = " (other programs: unknown)" if self.others is None else _known(self.known, self.count) * (not rest)
+        last = _last(self.steps)
+        openings, why = [WITHOUT, OTHERWISE] if rest else [""], f": {self.reason}"
+        texts = [
+            (opening + claim, of + why + tail)
+            for claim in claims for of in shares for opening in openings for tail in (others + last, others, last, "")
+        ]  # fmt: skip
+        if not self.which and self.waits is not None:
+            waiting = f"{'it' if self.by == 'host' else 'the host'} waits {self._waits}"
+            texts.append((openings[-1] + claims[1], f": {waiting}"))
+        texts += [(openings[-1] + claim, of) for of in (shares[-1], "") for claim in claims]
+        return _fitting(width, [*texts, (openings[-1] + brief, ""), (brief, "")])
 
 
 def worth_telling(share: float | None) -> bool:
@@ -167,7 +179,7 @@ def limits(steps: Steps, horizon: int) -> list[OtherPrograms | Limit]:
 
     prompts, others = seen.with_prompts, share(known)
     first = [OtherPrograms(others, every, int(read.sum()))] if others is not None and worth_telling(others) else []
-    kinds = {" steps launching no prompts": known & ~prompts, " steps launching prompts": known & prompts}
+    kinds = {"launching no prompts": known & ~prompts, "launching prompts": known & prompts}
     found = [limit(which, of) for which, of in kinds.items() if of.any()]
     if len({one.by for one in found}) > 1:
         return [*first, *sorted(found, key=lambda one: -one.share)]

@@ -54,12 +54,12 @@ def summary_json(view: View) -> dict[str, Any]:
 def _limit(limit: OtherPrograms | Limit) -> dict[str, Any]:
     if isinstance(limit, OtherPrograms):
         return {
-            "steps": "all", "number_of_steps": limit.steps, "by": "other_programs",
+            "steps": "all", "number_of_steps": limit.steps, "share_of_time": 1.0, "by": "other_programs",
             "other_programs": round(limit.share, 4), "other_programs_steps": limit.known,
         }  # fmt: skip
     least, most = (None, None) if limit.waits is None else (round(share, 4) for share in limit.waits)
     return {
-        "steps": f"all{limit.which}".removeprefix("all steps "), "number_of_steps": limit.count or limit.steps,
+        "steps": limit.which or "all", "number_of_steps": limit.count or limit.steps,
         "share_of_time": round(limit.share, 4), "by": limit.by,
         "other_programs": None if limit.others is None else round(limit.others, 4),
         "other_programs_steps": limit.known, "host_waits": least, "host_waits_at_most": most,

@@ -334,7 +334,8 @@ def test_the_lines_say_why_a_step_was_slow_and_sum_up_at_the_end() -> None:
     free = " ".join(map(str, view.live.state.free[::-1]))
     evicted = EvictionOrder(view.live.state).nodes[0].blocks[-1]
     assert f"the next allocations take free {free}, then {evicted} of #1" in last
-    words = r"the (host|device) limits: the host waits \d+ % of the time"
+    words = r"the (host|device) limits the speed: (the host waits for it|it waits for the device only) \d+ % "
+    words += "of the time"
     unread = r"( \(other programs: known for \d+ of 140 steps\))?"  # short steps before an idle time are not read
     assert re.search(f"{words}{unread} · last 140 steps$", last)
 

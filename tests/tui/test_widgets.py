@@ -825,14 +825,14 @@ def test_timings_show_the_summarys_figures():
     assert f"step {slowest.step:,}" in rows[4] and "prefill of r" in rows[4]
     first = view.timings.first_token
     assert "= queue" in rows[5] and f"r{first.request}" in rows[5]
-    assert rows[6].startswith("per step") and rows[7].startswith("the device limits: the host waits")
+    assert rows[6].startswith("per step") and rows[7].startswith("the device limits the speed: the host waits")
     rows = body(StepTimings(), view, 90, 9)
     assert rows[6].startswith("host") and rows[7].startswith("device") and "at most" in rows[7]
-    assert rows[8].startswith("the device limits: the host waits")
+    assert rows[8].startswith("the device limits the speed: the host waits")
     panel = StepTimings()
     rows = body(panel, view, 78, 13)  # no room for charts
     listed = next(i for i, row in enumerate(rows) if row.startswith("slowest 10"))
-    assert rows[listed - 1].startswith("the device limits: the host waits ")
+    assert rows[listed - 1].startswith("the device limits the speed: the host waits ")
     for i, step in enumerate(panel.slowest[: panel._listed - 1]):
         assert rows[listed + 1 + i].split()[:2] == [str(i + 1), f"{step.step:,}"]
         model = view.models.of(step.step)

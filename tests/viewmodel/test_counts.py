@@ -249,7 +249,7 @@ def test_what_the_cache_saved(at_end: Shown) -> None:
     for node in data["evicted_next"]:
         assert f"{node['name']} ({node['tokens']:,} token" in at_end.summary
     for limit in data["limits"]:
-        known = f"the {limit['by']} limits" if limit["by"] else "unknown if host or device limits"
+        known = f"the {limit['by']} limits" if limit["by"] else "it is unknown whether the host or the device limits"
         assert known in at_end.summary and (limit["host_waits"] is None) == (limit["by"] is None)
     assert at_end.number("tree", r"([\d,]+) (?:prompt tokens )?saved") == saved
     if view.hit_rate is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
+from minitui.tui.widgets.host_device import host_and_device
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.waterfall import Waterfall
 from minitui.viewmodel.limits import Limit, limits
@@ -30,10 +32,11 @@ def replayed(name: str) -> View:
     return view
 
 
-def recorded(work: float, wait: float, delayed: float | None, read: Callable[[int], bool] = lambda step: True) -> View:
+def recorded(work: float, wait: float, delayed: float | None, read: Callable[[int], bool] = lambda step: True,
+             name: str = "small-pool") -> View:  # fmt: skip
     """A recording in which each step's host works for `work` ms and waits for `wait` ms; `delayed` of both is the time
     in which another program had the core. `read`: the steps that have it."""
-    reader, view = TraceReader(find_trace("small-pool")), View()
+    reader, view = TraceReader(find_trace(name)), View()
     view.reset(reader.part(0).snapshot)
     changed: list[Any] = []
     for record in reader.records():
@@ -47,44 +50,59 @@ def recorded(work: float, wait: float, delayed: float | None, read: Callable[[in
     return view
 
 
+WITHOUT = "when no other program has the core, "
+
+
 @pytest.mark.parametrize(
-    "work, wait, delayed, words",
+    "work, wait, delayed, by, words, brief",
     [
-        (1.0, 9.0, 0.0, ["the device limits: the host waits 90 % of the time"]),
-        (9.0, 1.0, 0.0, ["the host limits: the host waits 10 % of the time"]),
-        (1.0, 9.0, None, ["the device limits: the host waits 90 % of the time (other programs: unknown)"]),
+        (1.0, 9.0, 0.0, ["device"], ["the device limits the speed: the host waits for it 90 % of the time"], None),
+        (9.0, 1.0, 0.0, ["host"], ["the host limits the speed: it waits for the device only 10 % of the time"], None),
+        (1.0, 9.0, None, ["device"],
+         ["the device limits the speed: the host waits for it 90 % of the time (other programs: unknown)"],
+         ["the device limits the speed: the host waits for it 90 % of the time"]),
         # 0 to 1 of these 3 ms delayed the host's work
-        (1.0, 9.0, 3.0, ["another program had the core for 30 % of the time",
-                         "the device limits when no other program has the core: "
-                         "the host waits 86 to 100 % of that time"]),
+        (1.0, 9.0, 3.0, ["device"],
+         ["another program had the core for 30 % of the time",
+          f"{WITHOUT}the device limits the speed: the host waits for it 86 to 100 % of that time"],
+         ["another program had the core for 30 % of the time",
+          "otherwise, the device limits: the host waits for it 86 to 100 % of that time"]),
         # a host that waits for 60 % of the time, of which others may have most
-        (4.0, 6.0, 4.0, ["another program had the core for 40 % of the time",
-                         "unknown what limits when no other program has the core: "
-                         "the host waits 33 to 100 % of that time"]),
-        (9.0, 1.0, 4.0, ["another program had the core for 40 % of the time",
-                         "the host limits when no other program has the core: the host waits 0 to 17 % of that time"]),
-        (0.0, 10.0, 7.0, ["other programs limit: they had the core for 70 % of the time",
-                          "the device limits when no other program has the core: the host waits 100 % of that time"]),
+        (4.0, 6.0, 4.0, [None],
+         ["another program had the core for 40 % of the time",
+          f"{WITHOUT}it is unknown whether the host or the device limits the speed: "
+          "the host waits for the device 33 to 100 % of that time"],
+         ["another program had the core for 40 % of the time",
+          "otherwise, it is unknown whether the host or the device limits the speed",
+          "  the host waits for the device 33 to 100 % of that time"]),
+        (9.0, 1.0, 4.0, ["host"],
+         ["another program had the core for 40 % of the time",
+          f"{WITHOUT}the host limits the speed: it waits for the device only 0 to 17 % of that time"],
+         ["another program had the core for 40 % of the time",
+          "otherwise, the host limits: it waits 0 to 17 % of that time"]),
+        (0.0, 10.0, 7.0, ["other_programs", "device"],
+         ["other programs limit the speed: they had the core for 70 % of the time",
+          f"{WITHOUT}the device limits the speed: the host waits for it 100 % of that time"],
+         ["other programs limit the speed: they had the core for 70 % of the time",
+          "otherwise, the device limits: the host waits for it 100 % of that time"]),
     ],
 )  # fmt: skip
 def test_other_programs_are_told_from_the_host_and_the_device(
-    work: float, wait: float, delayed: float | None, words: list[str]
+    work: float, wait: float, delayed: float | None, by: list[str | None], words: list[str], brief: list[str] | None
 ) -> None:
     view = recorded(work, wait, delayed)
     lines = [f"{line} · last 159 steps" for line in words]
     assert ["".join(one.told()) for one in limits(view.steps, view.horizon)] == lines
     assert summary(view)[-len(lines) :] == lines
-    brief = [text.replace("when no other program has the core", "the other time") for text in words]
-    for panel in (StepTimings(), Waterfall()):
-        for width in (76, 118):
-            texts = [text if len(text) <= width else short for text, short in zip(words, brief, strict=True)]
-            rows = drawn(panel, view, width, 30)
-            assert all(any(row.startswith(text) for row in rows) for text in texts), (panel, width)
+    rows = [row.rstrip() for row in drawn(StepTimings(), view, 76, 30)]
+    at = next(i for i, row in enumerate(rows) if row.startswith((brief or words)[0]))
+    assert [row.removesuffix(" · last 159 steps") for row in rows[at : at + len(brief or words)]] == (brief or words)
+    for width in (76, 118):
+        texts = ["".join(one.told(width)) for one in limits(view.steps, view.horizon)]
+        assert all(any(row.startswith(text) for row in drawn(Waterfall(), view, width, 30)) for text in texts)
     found = summary_json(view)["limits"]
+    assert [one["by"] for one in found] == by and {one["share_of_time"] for one in found} == {1.0}
     assert [one["other_programs"] for one in found] == [delayed and delayed / 10] * len(found)
-    by = {"the device": "device", "the host": "host", "other programs": "other_programs"}
-    told = [next((by[name] for name in by if line.startswith(f"{name} limit")), None) for line in words]
-    assert [one["by"] for one in found] == (told if told[0] else told[1:])
     assert found[-1]["host_waits"] <= found[-1]["host_waits_at_most"]
 
 
@@ -98,18 +116,23 @@ def test_steps_that_launch_prompts_and_the_others_have_their_number_and_share_of
     assert device["share_of_time"] + host["share_of_time"] == pytest.approx(1.0, abs=1e-4)
     assert device["share_of_time"] > host["share_of_time"]  # what matters most is first
     words = [
-        f"the {one['by']} limits steps {one['steps']} ({one['number_of_steps']}, {100 * one['share_of_time']:.0f} % of "
-        f"the time): the host waits {100 * one['host_waits']:.0f} % of their time" for one in found
-    ]  # fmt: skip
+        f"the {one['by']} limits the speed of steps that launch{one['steps'].removeprefix('launching')} "
+        f"({one['number_of_steps']} steps, {100 * one['share_of_time']:.0f} % of the time): "
+        f"{waits} {100 * one['host_waits']:.0f} % of their time"
+        for one, waits in zip(found, ("the host waits for it", "it waits for the device only"), strict=True)
+    ]
     assert summary(view)[-2:] == [f"{line} · last 743 steps" for line in words]
     for panel in (StepTimings(), Waterfall()):
-        rows = drawn(panel, view, 118, 30)
+        rows = drawn(panel, view, 150, 30)
         assert all(any(row.startswith(text) for row in rows) for text in words), panel
+    rows = [row.rstrip() for row in drawn(StepTimings(), view, 76, 30)]  # a reason has a row of its own there
+    (claim, why), (second, because) = (re.sub(r"\d+ steps, ", "", line).split(":") for line in words)
+    at = rows.index(claim.replace("the speed of ", ""))
+    assert rows[at + 1 : at + 4] == [f" {why}", second, f" {because}"]
     rows = drawn(StepTimings(), view, 56, 9)
     assert [row.rstrip() for row in rows[-2:]] == [
-        f"{one['by']} limits {100 * one['share_of_time']:.0f} % of the time: {one['steps'][10:]} launched"
-        for one in found
-    ]
+        "the device limits steps that launch no prompts", "the host limits the speed of steps that launch prompts",
+    ]  # fmt: skip
 
 
 def test_a_reading_of_the_delays_is_for_all_steps_since_the_one_before_and_none_after_it() -> None:
@@ -123,21 +146,44 @@ def test_a_reading_of_the_delays_is_for_all_steps_since_the_one_before_and_none_
     known = "(other programs: known for 50 of 159 steps)"
     assert "known for" not in " ".join(summary(third))
     assert f"another program had the core for 30 % of the time {known} · last 159 steps" in summary(ended)
-    assert f"the device limits: the host waits 90 % of the time {known} · last 159 steps" in summary(alone)
-    assert any(known in row for row in drawn(StepTimings(), alone, 118, 30))
+    words = f"the device limits the speed: the host waits for it 90 % of the time {known}"
+    assert f"{words} · last 159 steps" in summary(alone)
+    assert any(row.startswith(words) for row in drawn(StepTimings(), alone, 118, 30))
     told = [str(tell(third, "step", step).lines) for step in (1, 3)]
     assert "on the core not read in this step" in told[0] and "on the core 0.00 ms" in told[1]
 
 
 def test_a_narrow_line_is_a_sentence() -> None:
-    prompts, decodes = " steps launching prompts", " steps launching no prompts"
+    prompts, decodes = "launching prompts", "launching no prompts"
     unknown, known = (0.3, 0.9), (0.8, 0.9)
     for width, limit, words in (
-        (44, Limit("", 100, unknown, 0.3), "what limits the other time is unknown"),
+        (44, Limit("", 100, unknown, 0.3), "otherwise, what limits the speed is unknown"),
         (44, Limit(prompts, 100, unknown, 0.3, 53, 0.6), "what limits 60 % of the time is unknown"),
-        (62, Limit(prompts, 100, unknown, 0.0, 53, 0.6), "what limits 60 % of the time is unknown: prompts launched"),
-        (44, Limit(decodes, 100, known, 0.3, 53, 0.6), "device limits 60 % (without other programs)"),
-        (44, Limit(decodes, 100, known, 0.0, 53, 0.6), "device limits 60 % of the time"),
-        (44, Limit("", 100), "what limits the speed is unknown"),
+        (62, Limit(prompts, 100, unknown, 0.0, 53, 0.6), "it is unknown what limits steps that launch prompts"),
+        (44, Limit(decodes, 100, known, 0.3, 53, 0.6), "device limits steps that launch no prompts"),
+        (56, Limit(decodes, 100, known, 0.0, 53, 0.6), "the device limits steps that launch no prompts"),
+        (66, Limit(decodes, 9, known, 0, 5, 0.6), "the device limits steps that launch no prompts (60 % of the time)"),
+        (36, Limit("", 100), "it is unknown what limits the speed"),
     ):
         assert "".join(limit.told(width)) == words
+
+
+def test_the_means_of_host_and_device_say_whether_they_include_other_programs() -> None:
+    for name in ("small-pool", "h200-8b"):
+        for delayed in (0.0, 3.0):
+            view, seen = recorded(1.0, 9.0, delayed, name=name), set()
+            for width in (76, 118):
+                for height in range(7, 13):
+                    means = [row for row in drawn(StepTimings(), view, width, height) if re.match("host|per step", row)]
+                    assert all(("with other programs" in row) == (delayed > 0) for row in means), (width, means)
+                    seen |= {row.split()[0] for row in means}
+            assert seen == {"host", "per"}
+
+
+def test_the_tracks_keep_their_width_beside_the_device_s_share() -> None:
+    view = replayed("h200-8b")
+    for width in range(50, 200):
+        _host, device = ("".join(text for text, _ in row) for row in host_and_device(view, width))
+        track = re.split(r" [\d.]+ ms", device.rstrip())[0][13:]
+        assert "busy at most" in device or len(track) >= 8 * 9 or "per step" in device
+        assert len(track) >= min(72, width - 13 - len(" 25.0 ms, busy at most 100 %")) or width < 53, (width, device)

@@ -9,6 +9,7 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.rows import Row, Run, Runs, fitting
 from minitui.tui.widgets.tracks import Scale, track
 from minitui.viewmodel.axis import Span
+from minitui.viewmodel.limits import OtherPrograms
 from minitui.viewmodel.model import View
 from minitui.viewmodel.spans import Timeline
 from minitui.viewmodel.timing import Timings
@@ -26,7 +27,7 @@ def host_and_device(view: View, width: int) -> list[Runs]:
     host, device = Row("host", "dim").to(LABEL), Row("device", "dim").to(LABEL)
     if not t.steps:
         return [host.add(glyphs().dash, "dim").done(width), device.add(glyphs().dash, "dim").done(width)]
-    host_text = f" {ms(t.host_ms)} ms per step"
+    host_text, others = f" {ms(t.host_ms)} ms per step", _others(t)
     if t.device_ms is None:
         parts = (": plan, launch and commit", "") if t.launch_known else (
             ": plan and commit; the launch is unknown", " without launch"
@@ -36,13 +37,16 @@ def host_and_device(view: View, width: int) -> list[Runs]:
             else (f"{glyphs().dash} (this engine does not report its device)", "not reported")
         )  # fmt: skip
         room = width - LABEL
-        host.add(host_text.strip() + fitting(room - len(host_text) + 1, *parts), "ink")
+        told = (*(part + others for part in parts if others), *parts)
+        host.add(host_text.strip() + fitting(room - len(host_text) + 1, *told), "ink")
         device.add(fitting(room, whole, brief), "dim")
         return [host.done(width), device.done(width)]
     mean, busy = f" {ms(t.device_ms)} ms", f"at most {100 * t.device_busy:.0f} %"
-    for device_text in (f"{mean}, busy for {busy} of the time", f"{mean}, busy {busy}", f"{mean} per step"):
+    host_text = f" {ms(t.host_ms)} ms{others}" if others else host_text
+    texts = ((f"{mean}, busy for {busy} of the time", MOST_STEPS * STEP), (f"{mean}, busy {busy}", LEAST_TRACK))
+    for device_text, least in (*texts, (f"{mean} per step", LEAST_TRACK)):
         room = width - LABEL - max(len(host_text), len(device_text)) - 1
-        if room >= LEAST_TRACK:
+        if room >= least:  # the steps matter more than long words
             break
     else:
         return [host.add(host_text.strip()).done(width), device.add(device_text.strip()).done(width)]
@@ -59,10 +63,17 @@ def means_row(t: Timings, width: int) -> Runs:
         return row.add(glyphs().dash, "dim").done(width)
     row.add("host ", "dim").add(f"{ms(t.host_ms)} ms").add(", device ", "dim")
     if t.device_ms is None:
-        return row.add("not measured" if t.launch_known else "not reported").done(width)
+        row.add("not measured" if t.launch_known else "not reported")
+        return row.add(fitting(width - row.width, _others(t), ""), "dim").done(width)
     row.add(f"{ms(t.device_ms)} ms")
     busy = f", busy for at most {100 * t.device_busy:.0f} % of the time"
-    return row.add(fitting(width - row.width, busy, ""), "dim").done(width)
+    others = _others(t)
+    return row.add(fitting(width - row.width, busy + others, others, busy, ""), "dim").done(width)
+
+
+def _others(t: Timings) -> str:
+    """Returns ", with other programs" if the times include a part in which other programs had the core."""
+    return ", with other programs" if any(isinstance(limit, OtherPrograms) for limit in t.limits) else ""
 
 
 def _tracks(line: Timeline, room: int) -> tuple[list[Run], list[Run]]:

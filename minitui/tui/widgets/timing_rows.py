@@ -109,7 +109,13 @@ def exchange_row(t: Timings, width: int) -> Runs:
     return row.done(width)
 
 
-def limit_rows(limits: tuple[OtherPrograms | Limit, ...], width: int) -> list[Runs]:
-    """Returns a row for each text about what limits the speed."""
-    told = (limit.told(width) for limit in limits)
-    return [Row(what, "bold ink").add(why, "dim").done(width) for what, why in told]
+def limit_rows(limits: tuple[OtherPrograms | Limit, ...], width: int, reasons: bool = False) -> list[Runs]:
+    """Returns a row for each text about what limits the speed. `reasons`: a reason that has no room in its row has a
+    row of its own."""
+    rows = []
+    for limit in limits:
+        what, why = limit.told(width)
+        rows.append(Row(what, "bold ink").add(why, "dim").done(width))
+        if reasons and isinstance(limit, Limit) and limit.reason not in why and 2 + len(limit.reason) <= width:
+            rows.append(Row(f"  {limit.reason}", "dim").done(width))
+    return rows

@@ -74,8 +74,9 @@ During this exchange, no rank computes; the time of the exchange includes the wa
 A line says whether the host or the device limits the speed: the device, if the host waits for half of the time or more.
 If this differs, there is a line for the steps in whose time the host launched prompts, and one for the others, with
 their number and share of the time. With overlap, the host launches a prompt in the time of the step before: so a step
-can be launching prompts and decode only. If another program had the core of the engine (also the process that draws
-this screen), a line has its share of the time; host and device share the other time. A record has the length of these
+can launch prompts and decode only. If another program had the core of the engine (also the process that draws
+this screen), a line has its share of the time; host and device share the other time. The times of steps, host and
+device include it, and the two means then say "with other programs". A record has the length of these
 delays, but not their place in the step, so the host's share of the other time can be a range. The delays are not read
 in every short step: a reading has those of all steps since the reading before. A line says if they are known for less
 than 90 % of the steps. The tracks show the work of host and device in the last steps. While the device computes, the
@@ -157,7 +158,7 @@ list is narrow, a time with a plus is an excess, as "launch +12.3", and one with
 
     def _large(self, times: StepTimes, view: View, rows: list[Runs], width: int, height: int) -> Picture:
         """Returns the picture with the charts and the list of the slowest steps."""
-        rows += limit_rows(view.timings.limits, width)
+        rows += limit_rows(view.timings.limits, width, reasons=True)
         rest = height - len(rows)
         self._choose_slowest(times, view)
         # The longest foot: the choice of another step then moves no row of the list.
