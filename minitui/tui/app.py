@@ -55,9 +55,9 @@ class MinituiApp(AppBase):
     ModalScreen { background: $ground 40%; }
     Toast { background: $empty-chip; width: 44; }
     ToastRack { align: right bottom; margin-bottom: 4; }  /* above the prompt */
-    InspectScreen ToastRack { margin: 0; }  /* over the hints, not the panels */
+    InspectScreen ToastRack, LessonScreen ToastRack { margin: 0; }  /* over the hints, not the panels */
     ReplayScreen ToastRack { margin-bottom: 1; }  /* not over the bar of the recording */
-    InspectScreen Toast { width: auto; max-width: 100%; padding: 0 1; margin: 0; }
+    InspectScreen Toast, LessonScreen Toast { width: auto; max-width: 100%; padding: 0 1; margin: 0; }
     .-ascii Prompt, .-ascii ModalScreen > Vertical { border: ascii $accent; }
     .-ascii Toast { border: none; }
     .-ascii Transcript:focus { border-left: ascii $accent; }
@@ -226,10 +226,10 @@ class MinituiApp(AppBase):
 
     def choose(
         self, title: str, choices: list[tuple[str, str]], then: Callable[[str], None],
-        searched: list[str] | None = None,
+        searched: list[str] | None = None, first: int = 0,
     ) -> None:  # fmt: skip
-        """Offer (choice, explanation) pairs. `searched`: see ChoiceDialog."""
-        dialog = ChoiceDialog(title, choices, searched)
+        """Offer (choice, explanation) pairs. `searched`, `first`: see ChoiceDialog."""
+        dialog = ChoiceDialog(title, choices, searched, first)
         self.push_screen(dialog, lambda answer: then(answer) if answer is not None else None)
 
     def show_help(self) -> None:

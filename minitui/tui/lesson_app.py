@@ -46,7 +46,7 @@ class LessonApp(MinituiApp):
         )  # fmt: skip
         # The screen begins the lesson at its next paint. `_open` is not called here: it would return to the first page.
 
-    async def _open(self, lesson: Lesson) -> None:
+    async def _open(self, lesson: Lesson, at_end: bool) -> None:
         assert self.stage is not None
         self.switch_mode("lesson")
         screen = self.screen
@@ -54,7 +54,7 @@ class LessonApp(MinituiApp):
             self.pop_screen()
             screen = self.screen
         self.clear_notifications()  # the restart has ended: its sentence would cover the page
-        screen.begin(lesson, self.stage)
+        screen.begin(lesson, self.stage, at_end)
 
     def say(self, text: str, error: bool = False) -> None:
         """Show a sentence. On the lesson's screen, only the newest is shown: several would cover the page."""
@@ -69,7 +69,8 @@ class LessonApp(MinituiApp):
             self.say("ctrl+g, then 0: back to the lesson; L: all lessons")
 
     def action_choose_lesson(self) -> None:
-        """Offer a list of the lessons. The engine restarts with the options of the chosen lesson."""
+        """Offer a list of the lessons, beginning at the current one. The engine restarts with the options of the chosen
+        lesson."""
         by_name = {lesson.name: lesson for lesson in LESSONS}
         rows = [(lesson.name, self.lesson_progress.summary(lesson) or lesson.question) for lesson in LESSONS]
 
@@ -77,17 +78,19 @@ class LessonApp(MinituiApp):
             self.open_lesson(by_name[name])
 
         # The counts of the summary are not searched: "3" finds L3, not "3 of 7 pages read".
-        self.choose("Lessons", rows, then, [f"{lesson.name} {lesson.question}" for lesson in LESSONS])
+        searched = [f"{lesson.name} {lesson.question}" for lesson in LESSONS]
+        names = [lesson.name for lesson in LESSONS]
+        self.choose("Lessons", rows, then, searched, names.index(self.lesson.name) if self.lesson in LESSONS else 0)
 
-    def open_lesson(self, lesson: Lesson) -> None:
-        """Restart the engine with this lesson's options, and show the lesson."""
+    def open_lesson(self, lesson: Lesson, at_end: bool = False) -> None:
+        """Restart the engine with this lesson's options, and show the lesson. `at_end`: its last page."""
         if self.stage is None:
             self.say("the engine is starting: another lesson can be opened when it has started")
         elif self._changing is None or self._changing.is_finished or self.lesson is not lesson:
             self.say(f"{lesson.name}: the engine restarts for this lesson")
-            self._changing = self.run_worker(self._change(lesson), group="change", exclusive=True)
+            self._changing = self.run_worker(self._change(lesson, at_end), group="change", exclusive=True)
 
-    async def _change(self, lesson: Lesson) -> None:
+    async def _change(self, lesson: Lesson, at_end: bool = False) -> None:
         assert self.stage is not None
         screen = self.screen
         if isinstance(screen, LessonScreen):
@@ -103,4 +106,4 @@ class LessonApp(MinituiApp):
         self.view.ids_to_text = (
             partial(self.chats.codec.decode, skip_special_tokens=False) if self.chats.codec else None
         )
-        await self._open(lesson)
+        await self._open(lesson, at_end)

@@ -33,7 +33,7 @@ TOKEN_S = 0.00005  # more for each token that it computes
 STEP_CLOCKS = ("engine.core.step_clock.now",)
 WATCHES = (
     "minitui.tui.app", "minitui.chat.sessions", "minitui.chat.conversation", "minitui.tui.screens.chat",
-    "minitui.tui.screens.lesson",
+    "minitui.teaching.reading",
 )  # fmt: skip
 
 

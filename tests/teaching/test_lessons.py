@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from textual.widgets import OptionList
 
 from engine.core.scheduler import SchedulerConfig
 from engine.errors import EngineError
@@ -45,6 +46,7 @@ from minitui.tui.screens.lesson import LessonScreen
 from minitui.tui.widgets.lesson_panels import BOTH_ROWS, HEIGHTS, PANEL_ROWS, PANELS, PARTNERS, RESULT_ROWS, TALL
 from minitui.tui.widgets.lesson_text import LessonText, page_lines
 from minitui.tui.widgets.rows import cells
+from minitui.tui.widgets.status_bar import StatusBar
 from minitui.viewmodel.board import Pieces, Wire
 from minitui.viewmodel.model import View
 from minitui.viewmodel.updater import Updater
@@ -717,7 +719,7 @@ SIDE_BY_SIDE = Lesson(
 class Classroom:
     def __init__(
         self, size: tuple[int, int], loaded: bool = True, progress: LessonProgress | None = None,
-        lesson: Lesson | None = None,
+        lesson: Lesson | None = None, notifications: bool = False,
     ) -> None:  # fmt: skip
         self.source = FakeSource(loads_at_once=loaded)
         self.restarts: list[dict[str, Any]] = []
@@ -726,7 +728,7 @@ class Classroom:
             self.source, chats, Settings(), system="short", load_codec=lambda info: ByteCodec(), lesson=lesson or SMALL,
             restart=self.restart, progress=progress,
         )  # fmt: skip
-        self.running = self.app.run_test(size=size)
+        self.running = self.app.run_test(size=size, notifications=notifications)
 
     async def restart(self, options: dict[str, Any]) -> None:
         self.restarts.append(options)
@@ -798,7 +800,7 @@ async def test_a_lesson_is_read_predicted_run_and_answered(size: tuple[int, int]
         assert "1 request" in room.text()
         await room.press("tab", "enter", "tab", "enter")
         assert "because" in room.text() and len(room.reading.revealed) == 3
-        await room.press(*["left"] * 6)
+        await room.press(*["left"] * 4)
         assert room.reading.at == 0
 
 
@@ -870,11 +872,66 @@ async def test_the_right_arrow_leads_from_the_last_page_to_the_next_lesson() -> 
         assert "This was the last lesson. Key L shows all lessons." in room.text()
 
 
-async def test_the_first_page_names_no_key_for_a_page_before() -> None:
+async def test_the_left_arrow_leads_from_the_first_page_to_the_end_of_the_lesson_before() -> None:
+    before = LESSONS[SMALL.number - 1]
     async with Classroom((80, 24)) as room:
-        assert "right next page" in room.text() and "left/right" not in room.text()
+        assert "right next page · left lesson before" in room.text()
+        await room.press("left")
+        await room.until(lambda: room.reading.lesson is before)
+        assert room.restarts == [before.options] and room.reading.page is None and "Three questions." in room.text()
+        assert room.reading.progress.summary(before) == "", "it has not been read"
+    async with Classroom((80, 24), lesson=replace(SMALL, number=LESSONS[0].number)) as room:
+        assert "right next page" in room.text() and "left" not in room.text()
+        await room.press("left")
+        assert room.reading.at == 0 and not room.restarts, "there is no lesson before"
         await room.press("right")
         assert "left/right pages" in room.text()
+
+
+async def test_each_key_of_a_page_is_in_sight_on_a_small_screen() -> None:
+    many: Any = tuple(replace(check, question=check.question + " word" * 60) for check in SMALL.checks)
+    page = replace(SMALL.pages[1], text="Some words. " * 120, predict=None, type_in=TypeIn("Your settings", "own", 12))
+
+    def last_line() -> str:
+        return room.text().split("\n")[-1]
+
+    async with Classroom((80, 24), lesson=replace(SMALL, pages=(page,), checks=many)) as room:
+        for keys in ("left/right pages", "enter run", "i your settings", "v code", "L lessons", "? help"):
+            assert keys in last_line()
+        await room.press("right")
+        await room.until(lambda: room.reading.prepared)
+        for _ in many:
+            for keys in ("enter answer", "tab question", "left/right pages", "L lessons", "? help", "q quit"):
+                assert keys in last_line()
+            assert re.search(r"(up: |down, page down: )\d+ (more )?line", room.text()), "there is more to read"
+            await room.press("tab")
+        await room.press("enter", "tab")
+        for keys in ("enter answer", "tab question", "left/right pages", "L lessons", "? help", "q quit"):
+            assert keys in last_line(), "also after an answer"
+
+
+async def test_a_notice_covers_the_keys_and_nothing_of_the_page() -> None:
+    async with Classroom((80, 24), notifications=True) as room:
+        await room.press("right", "r")
+        await room.until(lambda: 1 in room.reading.seen)
+        await room.press("e")
+        await room.until(lambda: any(toast.region.area for toast in room.screen.query("Toast")))
+        [toast] = room.screen.query("Toast")
+        assert toast.region.y == room.screen.query_one(StatusBar).region.y and toast.region.height == 1
+
+
+async def test_the_list_of_lessons_begins_at_the_current_one() -> None:
+    progress = LessonProgress()
+    for one in LESSONS:
+        progress.mark_read(one, 0)
+    async with Classroom((80, 24), lesson=LESSONS[9], progress=progress) as room:
+        await room.press("L")
+        options = room.app.screen.query_one(OptionList)
+        assert options.highlighted == 9
+        read = f"1 of {len(LESSONS[9].pages) + 1} pages read"
+        await room.until(lambda: re.search(f"{LESSONS[9].name} *{read}", room.text()))
+        await room.press("enter")
+        await room.until(lambda: room.restarts == [LESSONS[9].options])
 
 
 async def test_enter_gives_the_answer_as_soon_as_the_engine_is_prepared() -> None:

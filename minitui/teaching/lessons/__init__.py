@@ -35,6 +35,6 @@ def lesson(number: int | str) -> Lesson:
     raise EngineError(f"there is no lesson {number}: the lessons are {LESSONS[0].number} to {LESSONS[-1].number}")
 
 
-def following(lesson: Lesson) -> Lesson | None:
-    """Returns the lesson after this one; None after the last."""
-    return next((candidate for candidate in LESSONS if candidate.number == lesson.number + 1), None)
+def neighbour(lesson: Lesson, by: int) -> Lesson | None:
+    """Returns the lesson after this one if `by` is 1, or before it if -1; None if there is none."""
+    return next((candidate for candidate in LESSONS if candidate.number == lesson.number + by), None)

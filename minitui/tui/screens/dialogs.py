@@ -74,7 +74,8 @@ class TextDialog(Overlay[str | None]):
 
 class ChoiceDialog(Overlay[str | None]):
     """Offers a list of (choice, explanation) pairs, with a filter. The result is a choice, or None after Escape.
-    `searched`: what the filter searches instead of choice and explanation, a text for each pair."""
+    `searched`: what the filter searches instead of choice and explanation, a text for each pair. `first`: the index of
+    the pair that is highlighted first."""
 
     DEFAULT_CSS = (
         "ChoiceDialog {"
@@ -94,9 +95,11 @@ class ChoiceDialog(Overlay[str | None]):
         Binding("pageup", "move(-10)", "Page up", id="choice.pageup", show=False, priority=True),
     ]
 
-    def __init__(self, title: str, choices: list[tuple[str, str]], searched: list[str] | None = None) -> None:
+    def __init__(
+        self, title: str, choices: list[tuple[str, str]], searched: list[str] | None = None, first: int = 0
+    ) -> None:  # fmt: skip
         super().__init__()
-        self._title, self._choices = title, choices
+        self._title, self._choices, self._first = title, choices, first
         self._searched = [text.lower() for text in searched or [f"{choice} {why}" for choice, why in choices]]
         self._shown: list[str] = []
 
@@ -109,6 +112,7 @@ class ChoiceDialog(Overlay[str | None]):
 
     def on_mount(self) -> None:
         self._fill("")
+        self.query_one(OptionList).highlighted = self._first if self._choices else None
         self.query_one(Input).focus()
 
     def on_resize(self) -> None:
@@ -118,6 +122,7 @@ class ChoiceDialog(Overlay[str | None]):
         at = options.highlighted
         self._fill(self.query_one(Input).value)
         options.highlighted = at if self._shown else None
+        self.call_after_refresh(options.scroll_to_highlight)
 
     def _fill(self, words: str) -> None:
         typed = words.lower().split()

@@ -13,7 +13,7 @@ from textual.css.scalar import Scalar
 
 from engine.errors import EngineError
 from minitui.teaching.lesson_progress import LessonProgress
-from minitui.teaching.lessons import following
+from minitui.teaching.lessons import neighbour
 from minitui.teaching.lessons.page import Lesson, Seen, find_code
 from minitui.teaching.prediction import LETTERS
 from minitui.teaching.reading import Reading
@@ -48,8 +48,8 @@ class HasLesson(Protocol):
     stage: Stage | None  # None until the engine has started
     lesson_progress: LessonProgress  # what the reader has read and predicted
 
-    def open_lesson(self, lesson: Lesson) -> None:
-        """Restart the engine with this lesson's options, and show the lesson."""
+    def open_lesson(self, lesson: Lesson, at_end: bool = False) -> None:
+        """Restart the engine with this lesson's options, and show the lesson. `at_end`: its last page."""
 
 
 class LessonScreen(BaseScreen[None]):
@@ -83,7 +83,6 @@ class LessonScreen(BaseScreen[None]):
         &.-wide #text.-alone { width: 1fr; }
         & #side { width: 1fr; height: auto; display: none; }
         &.-wide #side { height: 1fr; }
-        & ToastRack { margin-bottom: 1; }
     }
     """
     text = getters.query_one("#text", LessonText)
@@ -109,9 +108,11 @@ class LessonScreen(BaseScreen[None]):
                     yield widget
         yield StatusBar()
 
-    def _new_reading(self, lesson: Lesson) -> Reading:
+    def _new_reading(self, lesson: Lesson, at_end: bool = False) -> Reading:
         reading = Reading(lesson, cast(HasLesson, self.app).lesson_progress)
-        if reading.at:
+        if at_end:
+            reading.at = reading.pages - 1
+        elif reading.at:
             self.app.say(f"{lesson.name} continues on page {reading.at + 1}; the left arrow key shows earlier pages")
         return reading
 
@@ -121,11 +122,11 @@ class LessonScreen(BaseScreen[None]):
     def hints(self) -> list[Hint]:
         """Returns the keys of the current page, then the keys of all pages."""
         reading, page = self.reading, self.reading.page
-        hints = [("right", "next page")]
+        back = reading.at or neighbour(reading.lesson, -1) is not None
+        hints = [("left/right", "pages") if back else ("right", "next page")]
         if page is None:
-            hints = [*([("enter", "answer")] if reading.can_answer else []), ("tab", "question")]
-            if following(reading.lesson) is not None:
-                hints.append(("right", "next lesson"))
+            answer = [("enter", "run again" if reading.disturbed else "answer")] if reading.can_answer else []
+            hints = [*answer, ("tab", "question"), *hints]
         else:
             if reading.running:
                 hints += [] if reading.hurried else [("enter", "next picture"), ("e", "end")]
@@ -134,19 +135,20 @@ class LessonScreen(BaseScreen[None]):
                 hints += [("r", "run")] if reading.asked else []
             elif page.run is not None:
                 hints.append(("r", "run again") if reading.at in reading.seen else ("enter", "run"))
+            if page.type_in is not None:
+                hints.append(("i", page.type_in.title.lower()))
             if page.code:
                 hints.append(("v", "code"))
-        hints += [("L", "lessons"), ("?", "help"), ("q", "quit"), ("2", "inspect")]
-        if page is not None and page.type_in is not None:
-            hints.append(("i", page.type_in.title.lower()))
-        return hints if self.app.idle or reading.running else [*hints, ("n", "step")]
+        step = [] if self.app.idle or reading.running else [("n", "step")]
+        return [*hints, ("L", "lessons"), ("?", "help"), ("q", "quit"), *step, ("2", "inspect")]
 
     # ---- painting
 
-    def begin(self, lesson: Lesson, stage: Stage) -> None:
-        """Start a lesson whose engine is ready. If the lesson was open before, its current page stays."""
+    def begin(self, lesson: Lesson, stage: Stage, at_end: bool = False) -> None:
+        """Start a lesson whose engine is ready. If the lesson was open before, its current page stays. `at_end`: show
+        the last page instead."""
         if self.reading.ready or self.reading.lesson is not lesson:
-            self.text.reading = self._new_reading(lesson)
+            self.text.reading = self._new_reading(lesson, at_end)
         self.stage, self.reading.ready = stage, True
         if self.reading.page is None:
             self._open_page()
@@ -222,15 +224,16 @@ class LessonScreen(BaseScreen[None]):
             self._start()
 
     def action_turn(self, pages: int) -> None:
-        """Turn `pages` pages: forward, or back if negative. The next lesson follows the last page."""
+        """Turn `pages` pages: forward, or back if negative. The next lesson follows the last page, and the last page of
+        the lesson before precedes the first."""
         reading = self.reading
         stopped = reading.lesson.pages[reading.at].title if reading.running else ""
         if reading.turn(pages):
             self._open_page()
             if stopped:
                 self.app.say(f"the experiment of “{stopped}” was stopped: it has no result")
-        elif pages > 0 and reading.ready and (forward := following(reading.lesson)) is not None:
-            cast(HasLesson, self.app).open_lesson(forward)
+        elif reading.ready and (other := neighbour(reading.lesson, 1 if pages > 0 else -1)) is not None:
+            cast(HasLesson, self.app).open_lesson(other, at_end=pages < 0)
 
     def action_read_on(self, pages: int) -> None:
         """Show the lines below if `pages` is positive, or above; if there are none, turn the page."""

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from minitui.teaching.lessons import following
+from minitui.teaching.lessons import neighbour
 from minitui.teaching.lessons.page import Lesson, Page, Prediction, Seen, paragraphs
 from minitui.teaching.prediction import LETTERS, verdict
 from minitui.teaching.reading import Reading
@@ -21,6 +21,7 @@ PREDICT = "Predict: "
 LEGEND_ENDS = 2  # cells of the text's width that its legend cannot have
 DISTURBED = "The panels have changed. Enter runs the end of the lesson again."
 EARLIER = "The panel shows this run. Since then the engine has run another page; key r runs this page again."
+CLOSED = "The panels show the run of these questions. Since then the engine has run another page."
 
 
 class LessonText(ScrollPanel):
@@ -102,8 +103,8 @@ def _page_keys(reading: Reading) -> list[str]:
     """Returns the keys of the current page, each with its effect; the most important first."""
     page = reading.page
     if page is None:
-        forward = following(reading.lesson) is not None
-        answer = ["enter shows answer"] if reading.can_answer else []
+        forward = neighbour(reading.lesson, 1) is not None
+        answer = ["enter runs again" if reading.disturbed else "enter shows answer"] if reading.can_answer else []
         return [*answer, "tab next question", "right next lesson" if forward else "L lessons", "left back"]
     parts = []
     if page.run is not None:
@@ -119,7 +120,9 @@ def _page_keys(reading: Reading) -> list[str]:
         parts.append(f"i {page.type_in.title.lower()}")
     if page.code:
         parts.append("v code")
-    return [*parts, "left/right pages" if reading.at else "right next page"]
+    if reading.at:
+        return [*parts, "left/right pages"]
+    return [*parts, "right next page", *(["left lesson before"] if neighbour(reading.lesson, -1) is not None else [])]
 
 
 def _letters(page: Page) -> str:
@@ -242,11 +245,13 @@ def _closing(reading: Reading, width: int) -> list[tuple[str, str]]:
     elif not reading.prepared:
         then = " Then the answer is shown." if reading.asked else ""
         lines.append(("The engine is " + ("being prepared." if reading.ready else "starting.") + then, "running"))
+    if reading.at in reading.views:
+        lines += [(line, "dim") for line in paragraphs(CLOSED, width)]
     return lines
 
 
 def _end(lesson: Lesson) -> str:
-    forward = following(lesson)
+    forward = neighbour(lesson, 1)
     if forward is None:
         return "This was the last lesson. Key L shows all lessons."
     return f"This lesson ends here. The right arrow key opens {forward.name}."

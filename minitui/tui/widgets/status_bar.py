@@ -31,7 +31,7 @@ class StatusBar(Bar):
             figures += f"{feed.dropped:,} dropped{_ago(view.dropped_s) if feed.dropped else ''} "
         room = width - len(figures) - 1
         for key, what in self._typing_hints() if typing else self._key_hints(screen):
-            if row.width + len(key) + len(what) + 4 > room:
+            if row.width + len(key) + len(what) + 3 > room:
                 break
             row.add("  " + key, "bold ink").add(" " + what, "dim")
         fresh = feed.dropped > 0 and view.dropped_s < FRESH_S
