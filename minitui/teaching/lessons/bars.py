@@ -24,7 +24,7 @@ BIAS = 2.0
 KEPT = 3
 SHARP = 0.5  # the temperature of the prediction: it doubles the difference of two scores
 CUT = ("top_k", "top_p", "min_p")  # settings that keep some tokens, without another change
-EQUAL = 0.02  # factors that differ by a smaller share are equal: the table is rounded
+EQUAL = 0.02  # factors that differ by a smaller share are equal
 UNLISTED = "The engine lists only the likeliest tokens. A dash marks a token that was not cut, but is not in this list."
 SETTINGS: dict[str, Callable[[str], float]] = {
     "temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float, "seed": int,
@@ -63,14 +63,14 @@ async def temperatures(stage: Stage) -> Seen:
     ratios = [draw.now[one] / draw.now[other] for draw in draws]
     names = [f"“{text_of(stage, token)}”" for token in (one, other)]
     lines = [
-        f"   {f'at {draw.title}:':<{NAME_WIDTH}}{names[0]} is {ratio:.3g} times as likely as {names[1]}"
+        f"   {f'at {draw.title}:':<{NAME_WIDTH}}{names[0]} is about {ratio:.2g} times as likely as {names[1]}"
         for draw, ratio in zip(draws[:2], ratios, strict=False)
     ]
     return Seen(
         _table(stage, columns, draws)
         + "\n\n" + "\n".join(lines)
-        + f"\n\nAt temperature {SHARP:g}, the ratio is squared: {ratios[0]:.3g} × {ratios[0]:.3g} is about "
-        f"{ratios[1]:.3g}.",
+        + f"\n\nAt temperature {SHARP:g}, the ratio is squared: {ratios[0]:.2g} × {ratios[0]:.2g} is about "
+        f"{ratios[1]:.2g}.",
         min(range(3), key=lambda i: abs(math.log((ratios[0], 2 * ratios[0], ratios[0] ** 2)[i] / ratios[1]))),
     )  # fmt: skip
 
@@ -93,7 +93,7 @@ async def cuts(stage: Stage) -> Seen:
     grown = [[factor > 1 + EQUAL for factor in some] for some in growth]
     return Seen(
         _table(stage, columns, draws)
-        + "\n\nIn each line with a cut, all kept tokens grew by the same factor. So their sum is 1 again.",
+        + "\n\nIn each line with a cut, all kept tokens grew by the same factor. Their sum is 1 again.",
         1 if alike and all(map(all, grown)) else 0 if not any(map(any, grown)) else 2,
     )
 
@@ -152,7 +152,7 @@ def _table(stage: Stage, columns: Sequence[int], draws: Sequence[Draw]) -> str:
     lines = [f"   {'':<{NAME_WIDTH}}" + "".join(f"{_heading(stage, token):>{COLUMN}}" for token in columns)]
     for draw in draws:
         shares = [
-            f"{draw.now[token]:.1%}" if token in draw.now else "cut" if len(draw.now) < MAX_LOGPROBS else "-"
+            _share(draw.now[token]) if token in draw.now else "cut" if len(draw.now) < MAX_LOGPROBS else "-"
             for token in columns
         ]
         name = draw.title
@@ -162,6 +162,11 @@ def _table(stage: Stage, columns: Sequence[int], draws: Sequence[Draw]) -> str:
         lines.append(f"   {name:<{NAME_WIDTH}}" + "".join(f"{share:>{COLUMN}}" for share in shares))
     note = f"\n\n{UNLISTED}" if any(line.endswith("-") or " - " in line for line in lines) else ""
     return "\n".join(lines) + note
+
+
+def _share(share: float) -> str:
+    """Returns a probability with as many digits as the ratios of two probabilities need."""
+    return "100%" if share > 0.99995 else f"{share:.2%}"
 
 
 def _heading(stage: Stage, token: int) -> str:

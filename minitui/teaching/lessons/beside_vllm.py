@@ -21,7 +21,7 @@ from minitui.viewmodel.runs import Run
 FILE = Path(__file__).parents[1] / "vllm.trace"
 SHARES = (0.27, 0.42, 0.17)  # of the pool, for the prompts
 REPLY = 60  # tokens
-FIGURES = ("preempted in step (from 1)", "tokens computed again", "blocks evicted")
+FIGURES = ("preempted in step (from 1)", "its computed tokens", "still cached when it resumed", "computed again")
 
 
 async def submit(stage: Stage) -> list[Session]:
@@ -44,17 +44,16 @@ async def same_load(stage: Stage) -> Seen:
     await stage.answers(chats)
     await stage.gate()
     await stage.settle()
-    lines = [f"   {'':<27}{vllm.run_name:>14}{stage.view.run_name:>10}"]
+    lines = [f"   {'':<28}{vllm.run_name:>14}{stage.view.run_name:>10}"]
     for title, theirs, ours in zip(FIGURES, _figures(vllm), _figures(stage.view), strict=True):
-        lines.append(f"   {title:<27}{theirs:>14}{ours:>10}")
+        lines.append(f"   {title:<28}{theirs:>14}{ours:>10}")
     plans = _plans(vllm), _plans(stage.view)
     alike = sum(a == b for a, b in zip(*plans, strict=False))
     youngest = all(_preempted(view) == [max(view.lanes.lanes)] for view in (vllm, stage.view))
     return Seen(
         f"In {alike} of {count(max(map(len, plans)), 'step')}, both schedulers planned the same decodes and prompt "
         "tokens. "
-        + "Both preempted the youngest request. When it resumed, some of its blocks were still cached." * youngest
-        + "\n" + "\n".join(lines)
+        + "Both preempted the youngest request." * youngest + "\n" + "\n".join(lines)
     )  # fmt: skip
 
 
@@ -67,9 +66,14 @@ def _plans(view: View) -> list[tuple[int, list[tuple[int, int]]]]:
 
 def _figures(view: View) -> tuple[str, ...]:
     """Returns the values of FIGURES for a run."""
-    figures = Run(view).figures
-    steps = [event.step - view.steps.first + 1 for event in view.events.since(0) if event.kind == "preempt"]
-    return ", ".join(map(str, steps)) or "-", f"{figures.twice:,}", f"{figures.evicted or 0:,}"
+    events = view.events.since(0)
+    preempted = next((event for event in events if event.kind == "preempt"), None)
+    if preempted is None:
+        return ("-",) * len(FIGURES)
+    after = (event for event in events if event.request == preempted.request and event.seq > preempted.seq)
+    cached = next((event.record[4] for event in after if event.kind in ("hit", "miss")), 0)
+    again = Run(view).figures.twice or 0
+    return tuple(f"{number:,}" for number in (preempted.step - view.steps.first + 1, cached + again, cached, again))
 
 
 def _preempted(view: View) -> list[int]:

@@ -13,7 +13,7 @@ from minitui.viewmodel.board import Candidate, Candidates
 
 QUESTION = "What is temperature?"
 HOT = 2.5  # the temperature of the replies with a seed
-REPLY, GIVEN = 9, 4  # tokens of such a reply, and of its beginning that becomes part of a prompt
+REPLY, GIVEN = 6, 3  # tokens of such a reply, and of its beginning that becomes part of a prompt
 TIMES = 3  # in the prediction, one token is so many times as likely as another
 CLOSING = {"top_k": KEPT}
 MIN_P = 0.1  # of a closing question
@@ -38,23 +38,31 @@ async def same_seed(stage: Stage) -> Seen:
     await stage.step(2)
     together = await draw(stage, SEED)
     end = await draw(stage, SEED, alone[:GIVEN])
-    replies = [("alone", alone), (f"with {len(crowd)} others", together), (f"from token {GIVEN + 1} on", end)]
-    replies += [(f"seed {seed}", await draw(stage, seed)) for seed in (SEED + 1, SEED + 2)]
-    lines = [f"   {name:<18}{_short(stage, tokens)}" for name, tokens in replies]
+    before = " " * (len(_joined(stage, alone[:GIVEN])) + 1)  # the end stands below the end of the first reply
+    replies = [(f"seed {seed}", await draw(stage, seed)) for seed in (SEED + 1, SEED + 2)]
+    lines = [
+        f"   {name:<17}{_joined(stage, tokens)}"
+        for name, tokens in (("alone", alone), (f"with {len(crowd)} others", together))
+    ]
+    lines.append(f"   {f'from token {GIVEN + 1} on':<17}{before}{_joined(stage, end)}")
+    lines += [f"   {name:<17}{_joined(stage, tokens)}" for name, tokens in replies]
     if alone != together:
         return Seen("\n".join(lines) + "\n\nThe first two replies differ: the next page says why.")
+    same_end = end == alone[GIVEN:]
+    third = (
+        " The third is the end of the first: the tokens had the same positions in the text, so they got the same noise."
+    )
     return Seen(
-        f"With seed {SEED}, then with other seeds (“|” separates tokens):\n   {'temperature':<18}{HOT:g}\n"
+        f"With seed {SEED}, then with other seeds (“|” separates tokens):\n   {'temperature':<17}{HOT:g}\n"
         + "\n".join(lines)
-        + "\nThe second reply is equal to the first: no other request can change the noise. The third is the end of "
-        "the first: the tokens had the same positions in the text, so they got the same noise.",
-        0 if end == alone[GIVEN:] else 1 if end == alone[:-GIVEN] else 2,
+        + "\nThe second reply is equal to the first: other requests do not change the noise."
+        + third * same_end,
+        0 if same_end else 1 if end == alone[:-GIVEN] else 2,
     )  # fmt: skip
 
 
-def _short(stage: Stage, tokens: list[int]) -> str:
-    text = "|".join(text_of(stage, token) for token in tokens).replace("\n", " ")
-    return text if len(text) < 39 else text[:38] + "…"
+def _joined(stage: Stage, tokens: list[int]) -> str:
+    return "|".join(text_of(stage, token) for token in tokens).replace("\n", " ")
 
 
 async def close(stage: Stage) -> None:
@@ -92,40 +100,38 @@ LESSON = Lesson(
         Page(
             "The order of the stages",
             """
-            The model gives a logit for each token (L0 Tokens). In this engine, the sampler chooses one token in 8
-            stages:
+            The model gives a logit for each token (L0 Tokens). In this engine, the sampler chooses a token in 8 stages:
 
               1 forbid and favour  forbids tokens; logit_bias adds a number to a logit
-              2 min_tokens         forbids the end token below this length
-              3 penalties          lower the logits of tokens that have occurred
-              4 temperature        divides the logits: below 1, likely tokens gain
+              2 min_tokens         forbids end tokens in a shorter reply
+              3 penalties          change the logits of tokens that have occurred
+              4 temperature        divides the logits: below 1, the likeliest gains
               5 top_k              keeps the k likeliest tokens, and cuts the others
-              6 top_p              keeps the likeliest tokens that together reach p
+              6 top_p              keeps the likeliest tokens until their sum reaches p
               7 min_p              cuts tokens below p × the largest probability
               8 draw               draws one of the tokens that are left
 
             Stage 1 forbids words (bad_words), all tokens outside a list (allowed_token_ids), or tokens that break a
-            given form, such as JSON (grammar). Temperature 0 is greedy: the token with the largest logit is taken. The
-            order differs between engines: vLLM applies min_p before top_k.
+            given form, such as JSON (grammar). Temperature 0 is greedy: after stage 3, the token with the largest logit
+            is taken. vLLM applies min_p before top_k.
             """,
             code="engine.worker.sampler:Sampler.sample",
         ),
         Page(
             "Temperature",
             f"""
-            The bars show how likely each token is as the first token of a reply to “{UNKNOWN}”. The model has learned
-            no reply to this prompt, so several first tokens are likely. Each picture is a request with another
-            temperature.
+            The bars show the likeliest first tokens of a reply to “{UNKNOWN}”, and how likely each is. Each picture is
+            a request with another temperature.
 
-            If the logits of two tokens differ by 1, one token is e = 2.7 times as likely as the other. If they differ
-            by 2, it is e × e times as likely. Temperature {SHARP} divides each logit by {SHARP}: this doubles each
-            difference.
+            If the logits of two tokens differ by 1, one token is e (about 2.7) times as likely as the other. If they
+            differ by 2, it is e × e times as likely. Temperature {SHARP} divides each logit by {SHARP}: this doubles
+            each difference.
             """,
             panel="candidates",
             code="engine.worker.sampler:Sampler.sample",
             run=temperatures,
             predict=Prediction(
-                f"One token is {TIMES} times as likely as another token. And at temperature {SHARP}?",
+                f"At temperature 1, one token is {TIMES} times as likely as another. And at temperature {SHARP}?",
                 (f"still {TIMES} times", f"{2 * TIMES} times", f"{TIMES * TIMES} times"),
                 (
                     "the temperature would change no probability. But it doubles the difference of the two logits.",
@@ -162,14 +168,14 @@ LESSON = Lesson(
         Page(
             "Three penalties",
             """
-            A penalty lowers the logits of tokens that have occurred, for example:
+            These penalties lower the logits of tokens that have occurred:
 
               repetition_penalty 1.2  prompt or reply: logit / 1.2 (negative: × 1.2)
               presence_penalty 1      reply: logit - 1
               frequency_penalty 0.5   reply: logit - 0.5 × occurrences
 
-            Four requests, one without a penalty, may use three words only. The experiment gives all replies one
-            beginning: the first word several times, the second once.
+            Four requests, one without a penalty, may use three words only. The experiment tries until all four replies
+            begin alike: with the first word several times, the second once.
             """,
             panel="words",
             code="engine.worker.sampler:Sampler._apply_penalties",
@@ -187,11 +193,12 @@ LESSON = Lesson(
         Page(
             "Repeating a reply",
             f"""
-            To draw a token, this sampler adds a random number (Gumbel noise) to each logit, and takes the token with
-            the largest sum. On average, a token with a probability of 30 % has the largest sum in 30 % of the draws.
+            To draw a token, this sampler adds a random number (Gumbel noise) to each logit, and takes the
+            token with the largest sum. On average, a token with a probability of 30 % has the largest sum in 30 % of
+            the draws.
 
-            A request may have a seed, to repeat its reply. This engine computes the noise from the seed, the position
-            in the whole text, and each token's id.
+            With a seed, a request can repeat its reply. This engine computes the noise from the seed, the position in
+            the whole text, and each token's id.
 
             A request with seed {SEED} runs alone, and then beside other requests. A third request has the first {GIVEN}
             tokens of the reply at the end of its prompt.
@@ -219,13 +226,15 @@ LESSON = Lesson(
             In this engine, the noise of a token does not depend on the batch or on the cache. A request without a seed
             gets a random seed. The seed is recorded, so a reply can be sampled again with the same noise.
 
-            One thing can still change the reply: rounding. A forward pass rounds its sums. A rounded sum depends on the
-            order in which its terms are added, most of all if each number has only 16 bits. On a GPU, this order
-            usually changes with the number of tokens in a step. vLLM has a mode that keeps the order (batch
-            invariance). If two tokens are almost equally likely, rounding may decide between them. The tests of this
-            engine compare tokens in double precision (64 bits). There, rounding practically never decides.
+            Rounding can still change the reply. A forward pass rounds its sums. A rounded sum can depend on the order
+            in which its terms are added. Numbers of 16 bits are rounded more than numbers of 32 bits. On a GPU, the
+            order can change with the number of tokens in a step. vLLM has a mode that keeps the order (batch
+            invariance). If the best two tokens are almost equal after the noise, rounding may decide between them. Many
+            tests of this engine compare tokens in double precision (64 bits). There, rounding practically never
+            decides.
 
-            If the logits of a request are not finite numbers, this request ends with an error. The others continue.
+            If the logits of a request are not finite numbers, this request ends with an error. Requests with finite
+            logits continue.
             """,
             code="engine.kernels.noise:request_keys",
         ),

@@ -152,17 +152,18 @@ LESSON = Lesson(
         Page(
             "A budget of tokens",
             """
-            A step may compute only a limited number of tokens: its budget. With fewer tokens, a step is usually
-            shorter, and each request gets its next token sooner. This engine's scheduler spends the budget in this
+            A step may compute only a limited number of tokens: its budget. A step with fewer tokens is usually shorter.
+            Then each decoding request gets its next token sooner. This engine's scheduler spends the budget in this
             order:
 
-              1 decoding requests   one token each, the oldest first
+              1 decoding requests   one token each, in the order of admission
               2 started prompts     the next part (chunk) of each
               3 the queue           waiting requests, from the front
 
             One forward pass computes all these tokens. A prompt that is longer than the rest of the budget is computed
-            in chunks, in several steps. vLLM mixes prompts and decodes in a step, too. SGLang does this only with
-            --enable-mixed-chunk.
+            in chunks, in several steps. vLLM mixes prompts and decodes in a step, too. But it does not put decodes
+            first: requests that have begun come in the order of admission, then the queue. SGLang mixes prompts and
+            decodes only with --enable-mixed-chunk.
 
             To plan, the scheduler usually needs only the number of a reply's tokens. So it can plan the next step while
             a step still runs (L1 Architecture).
@@ -177,8 +178,8 @@ LESSON = Lesson(
             fills free rows before each step.
 
             This engine batches continuously, here with four rows. Four replies of {", ".join(map(str, LENGTHS[:4]))}
-            tokens start together. Two more replies of {LENGTHS[4]} tokens each wait. A reply of n tokens takes n steps;
-            the first computes its prompt, too.
+            tokens start together. Two more replies of {LENGTHS[4]} tokens each wait. Here, a reply of n tokens takes n
+            steps: the first also computes the prompt.
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._admit",
@@ -197,7 +198,7 @@ LESSON = Lesson(
                     "",
                     f"the last two replies would start after the longest: {max(LENGTHS)} + {LENGTHS[4]} steps. This is "
                     "static batching.",
-                    "a step would compute one request only. But it computes a token for each of four rows.",
+                    "a step would compute one request only. But it computes a token for each row in use.",
                 ),
             ),
         ),
@@ -210,16 +211,16 @@ LESSON = Lesson(
             a prompt is computed.
 
             Here, one reply of each static batch is long: the other three rows are soon empty. With replies of equal
-            length, static batching would need no more steps. But the lengths are not known in advance. In the static
-            run, look for requests that wait although a row is empty.
+            length, static batching would need no more steps. But the lengths are usually not known in advance. In the
+            static run, look for requests that wait although a row is empty.
 
             Compare the steps, the time of the run, and the times to the first token. (p99: 99 % of them are not
             longer.) Both runs compute the same tokens. With continuous batching, they are computed in fewer steps, so
-            an average step computes more tokens and takes longer. How much longer depends on the device (L2 Model and
-            weights). Times vary: other programs run on this machine, too.
+            an average step computes more tokens. How much longer such a step takes depends on the device (L2 Model and
+            weights). Times vary from run to run.
             """,
             panel="runs-steps",
-            run=side_by_side("batching", told=steps_and_time, shown=("steps", "time", "first_p99", "gap_longest")),
+            run=side_by_side("batching", told=steps_and_time, shown=("steps", "time", "first_p99")),
         ),
         Page(
             "A long prompt",
@@ -250,13 +251,13 @@ LESSON = Lesson(
             Three requests decode, and a user pastes a long text. Its prompt has {contrasts.PASTED} tokens. The first
             engine computes the whole prompt in one step. The second engine computes at most 64 tokens in a step.
 
-            Chunks have a price. Each chunk shares its step with the other requests. It also reads the weights again,
-            and the keys and values of the earlier chunks. So the first token of the pasted prompt usually comes later,
-            and the run may take longer. Compare two figures: the longest gap between two tokens, and the time to the
+            Chunks have a price. The prompt takes several steps. Each of them reads the weights, and the keys and values
+            of the earlier chunks. So the first token of the pasted prompt usually comes later, and the run may take
+            longer. Compare two figures: the longest gap between two tokens, and the time to the
             first token of the pasted prompt (first token p99).
 
-            So a small budget is good for running replies, a large budget for new prompts. One way to choose: the
-            largest budget whose steps are not longer than the longest gap that users accept.
+            So a smaller budget is often better for running replies, a larger one for new prompts. One way to choose:
+            the largest budget whose steps are not longer than the longest gap that users accept.
             """,
             panel="runs",
             run=side_by_side("chunked-prefill", shown=("time", "first_p99", "gap_longest")),
@@ -266,8 +267,8 @@ LESSON = Lesson(
             f"""
             A new request waits until the scheduler gives it a row (admits it). In this lesson, it can wait for three
             reasons: first, the budget of the step is used up; second, no row is free; third, too few blocks are
-            available. If several reasons are true, the log of this engine (L1 Architecture) names only the first of
-            them. If the reason changes, the log gets another line.
+            available. Of the waiting requests, the log (L1 Architecture) names only the first, with the first reason
+            that is true. If the reason changes, the log gets another line.
 
             This engine has four rows and a budget of {BUDGET} tokens. Three requests decode, and two more arrive. Each
             of the two has a prompt of {WAITING} tokens.
@@ -291,12 +292,12 @@ LESSON = Lesson(
             "A pool that is too small",
             f"""
             Three requests arrive, one after the other. Their prompts fill most of the pool of {BLOCKS} blocks. The
-            second prompt is by far the longest. Then all three decode, and each takes another block for every 16
+            second prompt is the longest. Then all three decode, and each takes another block for every 16
             tokens. Soon a request needs a block, and no block is free or cached.
 
-            So one of the three has to wait: it releases its row and its blocks. This is preemption. The other two may
-            overwrite the released blocks. Then the lost keys and values must be computed again later. The choice should
-            let each request end at some time, even if new requests arrive again and again.
+            In this engine, one of the three now waits: it releases its row and its blocks. This is preemption. The
+            other two may overwrite the released blocks. Then the lost keys and values are computed again later. The
+            choice should let each request end, even if new requests arrive again and again.
             """,
             panel="lanes",
             code="engine.core.scheduler:Scheduler._preempt",
@@ -316,18 +317,18 @@ LESSON = Lesson(
             "When memory runs out",
             """
             A decode step may need a new block. If no block is free, this engine evicts a cached block. If no block is
-            cached, this engine preempts the youngest running request. By default, vLLM preempts the request that was
-            admitted last: usually the youngest, too. SGLang usually preempts the one with the shortest reply so far.
+            cached, this engine preempts the running request that was admitted last: by default, the youngest. vLLM, by
+            default, also preempts the request that was admitted last. SGLang usually preempts the one with the shortest
+            reply so far.
 
             A preempted request moves to the front of the queue. Its full blocks stay in the tree as cached blocks. The
-            other requests continue to write, and may evict these blocks. When enough blocks are available again, the
-            preempted request resumes. It takes those of its blocks that are still cached. All its other tokens, of the
-            prompt and of the reply, are computed again like one prompt. Then the reply continues where it stopped.
+            other requests need more blocks, so some of these may be evicted. When enough blocks are available again,
+            the preempted request resumes. It takes those of its blocks that are still cached. Its other tokens, of the
+            prompt and of the reply, are computed like one prompt. Then the reply continues where it stopped.
 
             A prompt that can never fit is refused when it arrives: the error names its length and the limit. If a reply
             needs more blocks than the pool has, the reply ends with the reason `length`.
             """,
-            panel="events",
             code="engine.core.scheduler:Scheduler._plan_decodes",
         ),
         Page(
@@ -336,14 +337,14 @@ LESSON = Lesson(
             vLLM's scheduler also has a budget of tokens, a number of rows, and a pool of blocks. Here both schedulers
             have the same budget, rows and pool. Each gets the same three requests before its first step.
 
-            vLLM's run is a recording of its real scheduler. The recording ran without a model: it took the tokens of
-            the replies from this engine. So vLLM's steps have no times: in the picture, a column is one step or several
-            steps. vLLM's run is above. `minitui inspect --connect` shows a running vLLM.
+            vLLM's run is a recording of its real scheduler. No model ran: the tokens of the replies were taken from
+            this engine. The scale above the picture counts steps, not ms. vLLM's run is above. `minitui inspect
+            --connect` shows a running vLLM.
 
             Two differences cannot be seen here. This engine chooses the blocks to evict by its tree of prefixes. vLLM
-            has no tree: it takes the block that became free first, and a request releases its last blocks first. And
-            two requests may compute the same text at the same time, for example equal replies. This engine then keeps
-            one copy of the blocks, vLLM two.
+            has no tree: it evicts the cached block that was released first, and a request releases its last block
+            first. And two requests may compute the same text at the same time, for example equal replies. This engine
+            then keeps one copy of the full blocks, vLLM two.
             """,
             panel="runs-steps",
             code="minitui.vllm.recorder:Recorder.scheduled",

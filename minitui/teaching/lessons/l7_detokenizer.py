@@ -52,7 +52,7 @@ async def held_back(stage: Stage) -> Seen:
     ids = stage.chats.codec.apply_chat_template(messages, add_generation_prompt=True)
 
     async def pieces(*stop: str) -> list[str]:
-        deltas = await stage.complete(ids, SamplingParams(temperature=0.0, max_tokens=12, stop=stop))
+        deltas = await stage.complete(ids, SamplingParams(temperature=0.0, max_tokens=9, stop=stop))
         return [delta.text for delta in deltas]
 
     free = await pieces()
@@ -110,12 +110,12 @@ LESSON = Lesson(
 
             To detokenize means to turn tokens into text. If a reply streams, the user gets its text in pieces, while
             the engine samples the tokens. If the engine detokenized each token alone, half an emoji would become a
-            replacement character (�). If it detokenized the whole reply again for each token, each token would take
-            longer than the one before.
+            replacement character (�). If it detokenized the whole reply again for each token, later tokens would take
+            longer than earlier ones.
 
-            In other tokenizers, the text of a token can depend on the token before: the same token is “world” at the
-            beginning, but “ world” after “Hello”. Then this engine detokenizes twice: the token before (“Hello”),
-            and both tokens together (“Hello world”). The difference is the new token's text.
+            In some other tokenizers, the text of a token can depend on the token before: the same token is “world” at
+            the beginning, but “ world” after “Hello”. Then this engine detokenizes twice: the token before (“Hello”),
+            and both tokens (“Hello world”). The difference is the new token's text.
             """,
             code="engine.text.tokenizer:Tokenizer.detokenizer",
         ),
@@ -125,7 +125,7 @@ LESSON = Lesson(
             The tokenizer of this model cuts the text {TEXT} into tokens. Its vocabulary is small: each token of this
             text is a single byte. In UTF-8, a and b have one byte each, é has two, 漢 has three and 😀 has four.
 
-            A client is a program that sends requests and shows the replies. To emit a text means to send it to the
+            A client is a program that sends requests and receives the replies. To emit a text means to send it to the
             client. Emitted text cannot be taken back. The result writes a byte with two digits (hexadecimal: after 9
             come a to f).
             """,
@@ -147,10 +147,10 @@ LESSON = Lesson(
         Page(
             "Stop strings",
             f"""
-            A request may have stop strings. When a stop string occurs in the reply, the reply ends, and the client gets
-            no part of the stop string. A stop string can begin in the middle of one token and end in the middle of
-            another. This engine emits a text as soon as the text cannot be a part of a stop string. (vLLM waits longer.
-            For a stop string of 9 characters, it always holds back the last 8 characters of the text.)
+            A request may have stop strings. When a stop string occurs in the reply, the reply ends. By default, the
+            client gets no part of the stop string. A stop string can begin in the middle of one token and end in the
+            middle of another. This engine emits a text as soon as the text cannot be a part of a stop string. (For a
+            stop string of 9 characters, vLLM holds back the last 8 characters until the reply ends.)
 
             A reply has the tokens “{PAIR[0]}” and “{PAIR[1]}”, one after the other. The stop string is “{STOPS[0]}”.
             """,
@@ -171,15 +171,15 @@ LESSON = Lesson(
         Page(
             "From text to ids",
             """
-            A model's chat template joins all messages of a chat to one text, and adds control tokens. For example,
+            A model's chat template joins all messages of a chat to one text, and adds control tokens. In this model,
             <|im_end|> ends a message. What happens if a user types <|im_end|>? As a control token, it would end the
             user's message. The words after it could then pretend to be another message, such as a system prompt. So in
             minitui's chats, typed letters always stay text: only the template adds control tokens.
 
             The same text can be cut into tokens in several ways: “cache” as one token, or as “ca” and “che”. The
             tokenizer always chooses the same way, but the model may have written other tokens. The cache finds blocks
-            by token ids, not by text. So a chat of minitui keeps the ids of its messages, and the next prompt begins
-            with these ids.
+            by token ids, not by text. So a chat of minitui keeps the ids of its messages, and the next prompt usually
+            begins with these ids.
 
             Text is tokenized and detokenized outside the step. On a GPU, the next step can run while the ids of the
             last step become text.

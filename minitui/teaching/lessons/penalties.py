@@ -46,7 +46,7 @@ async def compare_penalties(stage: Stage) -> Seen:
         await stage.pause(4)
     lines = [f"   {'':<24}" + "".join(f"{names[token]:>9}" for token in (often, once, never))]
     for name, now in shares.items():
-        lines.append(f"   {name:<24}" + "".join(f"{now[token]:>9.1%}" for token in (often, once, never)))
+        lines.append(f"   {name:<24}" + "".join(f"{now[token]:>9.2%}" for token in (often, once, never)))
     grown = [now[never] / before[never] for name, now in shares.items() if name != NONE]
     return Seen(
         f"All four replies began with {listed([names[token] for token in written])}. The probabilities of the next "

@@ -38,7 +38,7 @@ async def too_small(stage: Stage) -> Seen:
     return Seen(
         f"   step {event.step:<6}{reason}: r{victim} is preempted\n"
         f"   {'':<11}r{victim} releases {blocks} blocks; {written // size} are full and stay cached\n"
-        f"   {'then':<11}other requests take some of the cached blocks\n"
+        f"   {'then':<11}{written // size - kept // size} of the cached blocks are evicted for other requests\n"
         f"   step {resumed:<6}r{victim} resumes: {kept} of its {written} computed tokens are still cached\n"
         f"   {'':<11}the other {lost} are computed again, in {count(steps, 'step')}\n"
         f"   {'':<11}token {written + 1}, sampled before the preemption, is computed now\n"

@@ -72,19 +72,11 @@ def steps_and_time(comparison: Comparison) -> str:
     faster, slower = now.time < (1 - CLEAR) * before.time, now.time > (1 + CLEAR) * before.time
     outcome = "less time" if faster else "more time" if slower else "about as much time"
     names = [run.name for run in comparison.runs]
-    if each[1] > (1 + CLEAR) * each[0]:
-        why = " A step computed more tokens on average."
-    elif each[1] < (1 - CLEAR) * each[0]:
-        why = (
-            " More rows cannot make a step shorter: the speed of this machine varied. Another run may have other "
-            "times, but the same steps."
-        )
-    else:
-        why = ""
+    why = " Probably the speed of this machine varied." if each[1] < (1 - CLEAR) * each[0] else ""
     return (
-        f"With {names[1]}, the run had {now.steps:,} steps instead of {before.steps:,}. This time, they took "
-        f"{outcome}: {duration(now.time)} instead of {duration(before.time)}. One step took {duration(each[1])} on "
-        f"average, instead of {duration(each[0])}.{why}"
+        f"With {names[1]}, the run had {now.steps:,} steps instead of {before.steps:,}, and this time it took "
+        f"{outcome}. A step computed more tokens on average. It took {duration(each[1])} on average, instead of "
+        f"{duration(each[0])}.{why}"
     )
 
 
