@@ -91,8 +91,7 @@ async def score(stage: Stage) -> Seen:
     rows = [(piece, share, _percent(share)) for piece, share in shares]
     return Seen(
         f"One forward pass computed the {len(ids)} prompt tokens. It gave one number for each token of the vocabulary. "
-        "The list shows them as probabilities (the next page says how). The most likely tokens:\n"
-        + stage.bars(rows),
+        "The next page says how these numbers become probabilities. The most likely tokens:\n" + stage.bars(rows),
         2 if sum(chunk[2] for chunk in stage.last_row().chunks) == len(ids) and len(rows) > 1 else 0,
     )
 
@@ -174,43 +173,43 @@ LESSON = Lesson(
         Page(
             "Text becomes tokens",
             """
-            A model computes with numbers. So a text is cut into pieces, the tokens. Each has a number, the token id.
-            All tokens of a model are its vocabulary. (The engine is paused: it is not needed yet.)
+            A model computes with numbers. A tokenizer cuts a text into pieces, the tokens. Each has a number, the token
+            id. All tokens of a model are its vocabulary. (The engine is paused: it is not needed yet.)
 
-            This tokenizer first cuts a text into words and signs. A space belongs to the word after it. Each word is
-            then cut into bytes: a letter has one byte or more. Last, merge rules join neighbouring pieces. The rules
-            have an order: the first that fits two neighbours joins them, again and again, until none fits. Each
-            rule joins a pair that was frequent in texts about programs.
+            This tokenizer first cuts a text into words, numbers and signs. A space before a word belongs to the word.
+            Each part is cut into bytes: a letter has one or more. Last, merge rules join neighbours. The rules have an
+            order: the first rule that fits two neighbours joins them, again and again, until none fits. Each rule joins
+            a pair that was frequent in certain texts.
             """,
             panel="pieces",
             code="minitui.teaching.merges:merges",
             run=cut_up,
             type_in=TYPE,
             predict=Prediction(
-                "How are “prefill” (page 7 explains this word) and “Anna” cut?",
+                "“prefill” was frequent there, “Anna” was not. How are they cut?",
                 (
                     "each is one token", "prefill is one token, Anna has several",
                     "Anna is one token, prefill has several",
                 ),
                 (
-                    "Anna would have to be frequent in the texts of the rules. But those texts are about programs.",
+                    "Anna would have been frequent in those texts. But the texts are about inference engines. (Page 3 "
+                    "says what they are, and page 7 what prefill is.)",
                     "",
                     "a short word would need fewer tokens than a long one. But what counts is how frequent its pairs "
-                    "are in the texts of the rules.",
+                    "were in those texts.",
                 ),
             ),
         ),
         Page(
             "A forward pass",
             """
-            A prompt is a text that a model continues. The continuation is the reply. Tokens such as <|im_start|> mark
-            who speaks in a chat.
+            A prompt is a text that a model continues. The continuation is the reply. Here, tokens such as <|im_start|>
+            mark who speaks in a chat.
 
             A model consists mainly of layers. A layer has many fixed numbers, the weights. Each token id selects a list
             of numbers. These lists go into the first layer. The result of a layer goes into the next layer. A forward
-            pass computes each layer once. A forward pass is never random: the same prompt always gives the same result
-            (apart from rounding). Yet the same question, asked twice, can get two different replies. Page 3 explains
-            why.
+            pass computes each layer once. No forward pass here is random: the same prompt gives the same result (apart
+            from rounding). Yet two replies to the same question can have different first tokens. Page 3 explains why.
             """,
             panel="pieces",
             code="engine.model.decoder:Decoder.forward",
@@ -222,8 +221,8 @@ LESSON = Lesson(
                 (
                     "the same prompt would always give the same reply. But the same question can get a different "
                     "reply.",
-                    "the next token would always be the same, and so would the reply. But a forward pass only says how "
-                    "likely each token is. The next token is drawn later.",
+                    "the first token of a reply would always be the same. But the forward pass only says how likely "
+                    "each token is. The next token is drawn later.",
                     "",
                 ),
             ),
@@ -233,15 +232,15 @@ LESSON = Lesson(
             """
             The forward pass gives one number for each token of the vocabulary: its logit. A higher logit means a more
             likely token. A formula (softmax) turns the logits into probabilities: all are positive, and their sum is 1.
-            Sampling draws one token at random: a token with twice the probability is drawn twice as often. The sampled
-            token is the next token of the reply.
+            Sampling draws one token at random: on average, a token with twice the probability is drawn twice as often.
+            (Settings can change this: L5 Sampler.) The sampled token is the next token of the reply.
 
-            Then the model runs again, with this token as its new input. A reply of 100 tokens needs about 100 forward
-            passes, one after the other: each pass needs the token of the pass before. A reply ends when the model's end
-            token is sampled, or when the reply has the largest length that the user allowed.
+            Then the model runs again, with this token as its new input. A reply of 100 tokens usually needs about 100
+            forward passes, one after the other: each pass needs the token of the pass before. A reply ends, for
+            example, when the model's end token is sampled, or when the reply has the largest length that is allowed.
 
-            The inference engine is the program that runs the model. The engine works in steps, with one forward pass in
-            each step. If several users wait for replies, one step can compute tokens for all of them.
+            The inference engine is the program that runs the model. This engine works in steps, with one forward pass
+            in each step. If several users wait for replies, one step can compute tokens for several of them.
             """,
             code="engine.worker.sampler:Sampler.sample",
         ),
@@ -259,9 +258,9 @@ LESSON = Lesson(
             counts. The sum changes the token's numbers. From the changed numbers, the next layer makes its key and
             value: so both depend on earlier tokens, too.
 
-            A layer does this several times side by side, in heads. Each query head has its own queries and sums. To
-            save memory, several query heads share the keys and values of one KV head. The model of the lessons has 6
-            query heads and 2 KV heads. The head size, the length of a list, is 64.
+            A layer does this several times side by side, in heads. Each query head has its own queries and sums. In
+            many models, several query heads share the keys and values of one KV head: this saves memory. The model of
+            the lessons has 6 query heads and 2 KV heads. The head size, the length of a list, is 64.
             """,
             code="engine.attention.torch_backend:TorchAttention._attend",
         ),
@@ -272,8 +271,8 @@ LESSON = Lesson(
             reply. The panel shows the prompt, and each token of the reply when it is sampled.
 
             To compute a token means: its numbers pass through all layers. Its key and its value in each layer are then
-            known. Later tokens do not change them, and the engine has memory for them. To compute a new token, a layer
-            needs the keys and values of all tokens before it.
+            known. Later tokens do not change them, and the engine has memory for them. To compute a new token here, a
+            layer needs the keys and values of all tokens before it.
             """,
             panel="pieces",
             code="engine.core.engine:Engine.step",
@@ -302,10 +301,10 @@ LESSON = Lesson(
             the reply. The memory for them is the KV cache (K: keys, V: values). The KV cache is divided into blocks.
             Here, a block has room for the keys and values of 16 tokens. All blocks together are the pool.
 
-            When a reply has ended, its keys and values can stay in the pool. They are useful again if a later prompt
-            begins with the same tokens. Such a common beginning is a prefix. If the keys and values of a prefix are
-            still in the pool, the prefix is cached, and the engine does not compute the prefix again. In a chat, this
-            is usual: a chat sends each question together with all earlier messages.
+            When a reply has ended, the keys and values of its request can stay in the pool. They are useful again if a
+            later prompt begins with the same tokens. Such a common beginning is a prefix. If the keys and values of a
+            prefix are still in the pool, the prefix is cached, and the engine need not compute the prefix again. In a
+            chat, this is frequent: each question is usually sent together with all earlier messages.
             """,
             code="engine.attention.kv_pool:KVPool",
         ),
@@ -317,7 +316,7 @@ LESSON = Lesson(
               request    a prompt, the largest length of its reply, and the settings of the sampling
               step       planning, then one forward pass, then sampling
               prefill    the work of computing the tokens of a prompt, usually many in a step
-              decode     the work of computing the newest token of a reply, one in a step
+              decode     the work of computing the newest token of a reply, usually one in a step
               batch      the requests that are computed together
               row        the place of one request in the batch
               host       the CPU, which plans the steps

@@ -27,8 +27,8 @@ async def two_questions(stage: Stage) -> Seen:
     lines += [f"   {'tokens computed':<18}" + "".join(f"{row.tokens:>5}" for row in rows)]
     return Seen(
         "\n".join(lines) + "\n\nThe first step computed the whole prompt of the first request, and sampled the first "
-        "token of its reply. Each later step computed the newest token, and sampled the next one. The last token of a "
-        "reply is not computed: no token follows.\n\n"
+        "token of its reply. Each later step of this request computed its newest token, and sampled the next one. The "
+        "last token of a reply is not computed: no token follows.\n\n"
         "One forward pass can do both, prefill and decode. The step bar shows step "
         f"{second.step} again: {count(second.decodes, 'token')} of the first request, and all "
         f"{prompt} prompt tokens of the second request, r{other}.",
@@ -43,8 +43,8 @@ async def logged(stage: Stage) -> Seen:
     while stage.state().requests:
         await stage.step(1, seconds=0.5)
     rows = (
-        ("all records of this run, in the log", stage.state().seq - records),
-        ("decisions among them, in the panel", stage.view.events.count - events),
+        ("records of this run in the log", stage.state().seq - records),
+        ("those that are decisions: the panel", stage.view.events.count - events),
     )
     return Seen("\n".join(f"   {name:<40}{n:>5}" for name, n in rows))
 
@@ -82,19 +82,19 @@ LESSON = Lesson(
         Page(
             "Seven stages",
             """
-            An inference engine turns requests into replies, in seven stages:
+            This inference engine turns requests into replies, in seven stages:
 
               1 tokenize     engine/text/tokenizer.py   text becomes token ids
               2 schedule     engine/core/scheduler.py   chooses the requests of a step, and how many tokens of each
               3 allocate     engine/core/allocator.py   chooses the memory blocks for these tokens
               4 forward      engine/model/              the model computes these tokens
               5 sample       engine/worker/sampler.py   the next token of each request is chosen
-              6 commit       engine/core/engine.py      counts the computed tokens, adds ids to replies, ends replies
+              6 commit       engine/core/engine.py      adds ids to replies, ends replies
               7 detokenize   engine/text/output.py      ids become text for the user
 
-            Stage 1 runs once for each request. A step runs stages 2 to 6, for all of its requests together. Stage 7
-            comes after the step. If a step computes only a part of a prompt, no token is sampled: stages 5
-            and 7 are left out for this request. A new request can start in any step that has room.
+            Stage 1 comes before the first step of a request. A step runs stages 2 to 6, for all of its requests
+            together. Stage 7 comes after the step. If a step does not reach the end of a prompt, no token is sampled:
+            stages 5 and 7 are left out for this request. A new request can start in any step with room.
             """,
         ),
         Page(
@@ -104,16 +104,16 @@ LESSON = Lesson(
 
               plan     stages 2 and 3, on the host: chooses requests and blocks
               launch   stages 4 and 5: the host starts them, the device computes
-              commit   stage 6, on the host: appends ids, frees blocks of ended replies
+              commit   stage 6, on the host: adds ids, releases blocks of ended replies
 
-            To plan a step, the host must know how many tokens each reply has, but not which tokens. A decode usually
-            adds one token. So with a GPU, the host plans step n+1 while step n still runs. The device keeps the new
-            tokens for step n+1. Two widely used engines, vLLM and SGLang, can do the same. The host also knows when a
-            reply reaches its largest length. An end token is different: step n samples it, but the host sees it only
-            after step n+1 has begun. So step n+1 computes a token too many for this request. The engine throws its
-            result away.
+            To plan a step, the host must know how many tokens each reply has, but usually not which tokens. A decode
+            usually adds one token. So with a GPU, the host can plan step n+1 while step n still runs. The device keeps
+            the new tokens for step n+1. The host also knows when a reply reaches its largest length. An end token is
+            different: step n samples it, but the host sees it only after it has launched step n+1. So step n+1 computes
+            a token too many for this request. The engine throws its result away. Two widely used engines, vLLM and
+            SGLang, can also plan a step while the step before runs.
 
-            On a CPU, this engine runs the three parts one after the other.
+            On a CPU, this engine by default runs the three parts one after the other.
             """,
             code="engine.core.engine:Engine.step",
         ),
@@ -143,17 +143,17 @@ LESSON = Lesson(
         Page(
             "A separate process, and a log",
             """
-            The engine runs in a process of its own, so it never waits for the screen. If the application ends, the
-            engine ends, too.
+            Here, the engine runs in a process of its own, so it need not wait until a screen is drawn. If the
+            application ends, this engine ends, too.
 
-            The engine writes each change of a request, of a block or of the cache to one log, as a record. A snapshot
-            is the whole state at one moment. The panels begin with a snapshot and apply one record after the other, so
-            they know the state at each moment. You can stop the panels and move back in time: key 2 opens the panels
-            (as many as the screen has room for), and there ? lists the keys.
+            The engine writes all changes of requests, blocks and the cache to one log, as records. A snapshot is the
+            whole state at one moment. The panels begin with a snapshot and apply one record after the other, so they
+            know the state after each record. You can stop the panels and move back in time, as far as they keep the
+            records: key 2 opens the panels (as many as the screen has room for), and there ? lists the keys.
 
-            The experiment runs one request. Most records are small, such as a new token. The panel shows only the
-            decisions, the newest first: the step, the event, and what was decided and why. (The tree holds the cached
-            prefixes: L9 Radix cache.)
+            The experiment runs one request. Most of its records say what a step computes, or how long it took: the
+            panel does not show them. The panel shows the decisions, the newest first: the step, the event, and what was
+            decided and why. (The tree is the index of the cached prefixes: L9 Radix cache.)
             """,
             panel="events",
             code="engine.trace.records",

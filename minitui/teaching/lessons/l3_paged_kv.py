@@ -49,7 +49,8 @@ async def two_tables(stage: Stage) -> Seen:
     return Seen(
         "The steps of the first chat, counted from 1:\n"
         + f"{first_steps}\nBoth chats at the end:\n" + "\n".join(lines)
-        + "\nA chat that needs a block gets any free block. So the blocks of a chat are not side by side.",
+        + "\nBoth chats take their blocks from one pool. So neighbours in a block table need not be neighbours in the "
+        "pool.",
         {2: 0, 3: 1, 4: 2}.get(next(step for step, (_, blocks) in enumerate(seen, 1) if blocks > 1)),
     )  # fmt: skip
 
@@ -58,9 +59,9 @@ def _pieces_and_blocks(comparison: Comparison) -> str:
     """Returns what both runs did, in steps: times vary."""
     steps = [run.figures.steps for run in comparison.runs]
     first = [step_of_last_first_token(run) for run in comparison.runs]
-    sooner = "With blocks, no request had to wait. " if first[1] < first[0] else ""
-    equal = "Both runs take equally many steps: the longest reply began in their first step."
-    return sooner + equal * (steps[0] == steps[1])
+    sooner = "With blocks, no reply had to wait. " if first[1] == 1 < first[0] else ""
+    equal = "Both runs end with the longest reply, which began in their first step."
+    return sooner + equal * (steps[0] == steps[1] == max(LENGTHS))
 
 
 def _at_once(run: Run) -> list[tuple[str, int]]:
@@ -93,8 +94,8 @@ async def cost(stage: Stage) -> Seen:
     )  # fmt: skip
     return Seen(
         "Bytes that are needed here:\n" + "\n".join(f"   {name:<36}{n:>12,}" for name, n in rows)
-        + "\n\nThe prompt of this chat is a system prompt and the question “What is the KV cache?”. (A system prompt "
-        "is a text that an application puts at the beginning of each chat.)",
+        + "\n\nThe prompt of this chat contains a system prompt and the question “What is the KV cache?”. (A system "
+        "prompt is a text that an application puts at the beginning of a chat.)",
         {512: 0, 4096: 1}.get(token, 2),
     )
 
@@ -119,8 +120,8 @@ async def two_endings(stage: Stage) -> Seen:
     was = ", then ".join(STATES[state] for state in states)
     return Seen(
         "\n".join([head, *rows]) + f"\nThe blocks of the system prompt were {was}. When a chat ended, full blocks that "
-        "no other chat held became cached: a later prompt may begin with the same tokens. The last block was not full, "
-        "so this block became free. (vLLM counts cached blocks as free, too.)",
+        "no other chat held became cached: a later prompt may begin with the same tokens. The last block of each chat "
+        "was not full. So it became free. (vLLM counts cached blocks as free, too.)",
         (CACHED, ACTIVE, FREE).index(ends[1]),
     )
 
@@ -150,15 +151,15 @@ LESSON = Lesson(
         Page(
             "Why a cache, why blocks",
             """
-            Attention needs the keys and values of all earlier tokens: the KV cache keeps them. Without the cache, each
-            step would compute the whole text again.
+            Attention needs the keys and values of earlier tokens: the KV cache keeps them. Without the cache, each step
+            would compute the whole text again.
 
-            The length of a reply is not known in advance. Each request could get one piece of memory, large enough for
-            its longest possible reply. But most replies are shorter: a large part of the piece would stay empty. vLLM
-            took an idea from operating systems: the memory (the pool) is divided into blocks of equal size. A block has
-            room for 16 tokens here and often in vLLM. When the last block of a request is full, the next token needs
-            another block: any free block of the pool. Only the empty end of a last block is wasted: here at most 15
-            tokens. Larger blocks waste more. Smaller blocks are more blocks to keep track of.
+            The length of a reply is usually not known in advance. Each request could get one piece of memory, large
+            enough for its longest possible reply. If the reply is shorter, a part of the piece stays empty. vLLM took
+            an idea from operating systems: the memory (the pool) is divided into blocks of equal size. A block has room
+            for 16 tokens here and often in vLLM. When the last block of a request is full, the next token needs another
+            block: any free block of the pool. Only the empty end of a last block is wasted: here at most 15 tokens of a
+            request. Larger blocks can waste more. Smaller blocks are more blocks to keep track of.
 
             The text of a request is divided into logical blocks: 0, 1, 2 … A block of the pool is a physical block. The
             block table of the request names the physical block of each logical block.
@@ -200,13 +201,13 @@ LESSON = Lesson(
         Page(
             "What a token costs",
             """
-            For each token, most models store a key and a value in each KV head:
+            For each token, many models store a key and a value in each KV head:
 
               bytes per token = 2 x layers x KV heads x head size x bytes per number
 
             The 2 is for key and value; queries are not stored. For Qwen3-8B in 16 bits: 2 x 36 x 8 x 128 x 2 = 147,456
-            bytes. A chat of 8,192 tokens needs 1.2 GB. A GPU of 24 GB with 16 GB of weights has room for at most six
-            such chats. So memory often limits the number of running requests.
+            bytes. A chat of 8,192 tokens needs 1.2 GB. If 8 GB are left beside the weights, six such chats fit (without
+            a common prefix). So memory can limit the number of running requests.
             """,
             code="engine.model.config:ModelConfig.kv_bytes_per_token",
             run=cost,
@@ -276,16 +277,16 @@ LESSON = Lesson(
         Page(
             "No reservation",
             """
-            In this pool, a request may start if there are enough free or cached blocks for its prompt. This engine and
-            vLLM reserve no blocks for the reply. SGLang reserves an estimate.
+            In this pool, a request may start if there are enough free or cached blocks for its prompt (and room in the
+            step: L6 Scheduler). This engine and vLLM reserve no blocks for the reply. SGLang reserves an estimate.
 
             Example: four requests may have 192 tokens each, prompt and reply together. With a reservation, they would
             fill this pool of 768 tokens. But if each request ends with only 20 tokens, they use two blocks each:
             8 blocks of 48.
 
-            The price: all running requests together may need more blocks than the pool has. Then cached blocks are
-            evicted, the least recently used first. If no cached block is left, a running request has to release its
-            blocks and to wait (L6 Scheduler).
+            If no block is free, cached blocks are evicted, the least recently used first. The price of starting without
+            a reservation: the running requests together may need more blocks than the pool has. Then one of them has to
+            release its blocks and to wait.
             """,
             code="engine.core.scheduler:Scheduler._obstacle",
         ),
@@ -314,5 +315,5 @@ LESSON = Lesson(
             lambda stage: f"{_missing(stage)}; the token after them needs another block",
         ),
     ),
-    {"kv_blocks": 48},
+    {"kv_blocks": 48, "device": "cpu"},  # on a GPU, a number of the KV cache would have 2 bytes
 )

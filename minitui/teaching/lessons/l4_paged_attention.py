@@ -73,7 +73,7 @@ async def close(stage: Stage) -> None:
 
 def _keys(stage: Stage) -> str:
     n = stage.state().computed(stage.youngest())
-    return f"{n + 1}: {n} keys are already in the cache, and the step stores the query's own key before attention reads"
+    return f"{n + 1}: the {n} keys that are already in the cache, and the key of the query's own token"
 
 
 def _next_slot(stage: Stage) -> str:
@@ -99,13 +99,11 @@ LESSON = Lesson(
               slot  =  table[p // 16] * 16  +  p % 16
 
             The division without its rest, p\xa0//\xa016, is the logical block. The rest, p\xa0%\xa016, is the place
-            in the block. Each layer first stores the keys and values of all tokens of the step in their slots.
-            Then attention reads.
+            in the block. On a CPU, each layer first stores all keys and values of the step. Then attention reads them.
 
-            Attention finds the slots with the block table. The simplest code here first copies the keys and values of
-            each request into one tensor. (No copy is needed if the slots follow one another.) Then PyTorch computes the
-            attention. A GPU kernel, a program on the GPU, reads block by block through the
-            table, without a copy. The same tests check both ways.
+            Attention finds the slots with the block table. The simplest code here usually first copies the keys and
+            values of each request into one tensor. Then PyTorch computes the attention. A GPU kernel is a program on
+            the GPU. The kernels here read the pool through the table, without a copy. Tests compare both ways.
             """,
             code="engine.attention.torch_backend:TorchAttention._slots",
         ),
@@ -136,9 +134,9 @@ LESSON = Lesson(
         Page(
             "Causal attention after a cache hit",
             f"""
-            A token sees itself and earlier tokens, never later tokens: attention is causal. A query and a key have the
-            number of their token, from 0. The panel has a line for each query, with a mark for each key that the query
-            sees. If a step computes a whole prompt, the marks are a triangle (the mask).
+            Here, a token sees itself and earlier tokens, never later tokens: attention is causal. A query and a key
+            have the number of their token, from 0. The panel has a line for each query, with a mark for each key that
+            the query sees. If a step computes a whole prompt, the marks are a triangle (the mask).
 
             If the beginning of a prompt is cached, the step computes only the other tokens. The panel first shows a
             prompt of {FIRST} tokens, of which none is cached, and then a longer prompt.
@@ -154,7 +152,7 @@ LESSON = Lesson(
                     f"the first query would be query 0. But the first {CACHED} tokens are cached, so the first query "
                     f"of the step is query {CACHED}.",
                     "",
-                    "a token would see later tokens. But when the model writes a reply, later tokens do not exist yet.",
+                    "a token would see later tokens. But attention is causal.",
                 ),
             ),
         ),
@@ -162,17 +160,16 @@ LESSON = Lesson(
             "Padding and the null block",
             """
             The block tables of all requests in a batch get the same width here. The unused entries are padding. They
-            refer to block 0, the null block, which no request holds. A kernel may read the null block, because
-            attention multiplies the values of padding by 0. The numbers in the null block are always finite, so the
-            product is 0. (With NaN, "not a number", this would fail: 0 times NaN is NaN.) Free blocks may contain any
-            numbers. A test fills free blocks with NaN and checks that no result changes. vLLM has a null block, too,
-            and SGLang a slot for padding.
+            refer to block 0, the null block, which no request holds. The GPU kernels here know the length of each
+            request, and skip the padding. The simplest code (page 1) reads values in the null block as padding, and
+            multiplies them by 0. So these values must be finite: 0 times NaN ("not a number") is NaN. Free blocks may
+            contain any numbers. A test fills free blocks with NaN and checks that no result is NaN. vLLM has a null
+            block, too, and SGLang a slot for padding.
 
-            In a decode step, a request has one new token, but attention reads all keys and values of the request: on a
-            GPU, reading takes most of attention's time. In the prefill of a long prompt, many new tokens use each key
-            that is read: arithmetic takes most of the time. So this engine by default has one GPU kernel for decode and
-            another for prefill. vLLM can use one kernel for both: FlashAttention takes any number of queries for each
-            request.
+            In a decode step, a request usually has one new token, but attention reads the keys and values of all its
+            tokens. In the prefill of a long prompt, many new tokens use each key that is read: so there is more
+            arithmetic for each key. This engine has one GPU kernel of its own for decode and another for prefill. vLLM
+            can use one kernel for both: FlashAttention takes any number of queries for each request.
             """,
             code="engine.attention.torch_backend:TorchAttention._plan_decodes",
         ),
