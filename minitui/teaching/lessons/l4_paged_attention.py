@@ -136,7 +136,7 @@ LESSON = Lesson(
             f"""
             Here, a token sees itself and earlier tokens, never later tokens: attention is causal. A query and a key
             have the number of their token, from 0. The panel has a line for each query, with a mark for each key that
-            the query sees. If a step computes a whole prompt, the marks are a triangle (the mask).
+            the query sees. If a step computes a whole prompt, the marks are a triangle.
 
             If the beginning of a prompt is cached, the step computes only the other tokens. The panel first shows a
             prompt of {FIRST} tokens, of which none is cached, and then a longer prompt.
