@@ -482,6 +482,10 @@ def test_the_numbers_in_the_questions_are_those_of_the_engine(outcome: Callable[
     assert sum(map(int, re.findall(r"\+ (\d+) tokens of", waiting))) == l6_scheduler.WAITING, waiting
     lookup = outcome(9).seen["The same beginning, another question"].text
     assert f"its {tree_walk.LONG} prompt tokens" in lookup and f"differs at token {tree_walk.SAME}." in lookup, lookup
+    room = "".join(outcome(9).beside["What is evicted, and when"].values())
+    assert f"C needs {tree_walk.NEEDED} blocks; {tree_walk.ROOM} of {l9_radix.BLOCKS} are free." in room, room
+    assert tree_walk.CACHED_A + tree_walk.CACHED_B + tree_walk.ROOM == l9_radix.BLOCKS
+    assert f"all {tree_walk.CACHED_B} blocks of B" in outcome(9).seen["What is evicted, and when"].text
 
 
 def test_the_figures_in_the_text_are_those_of_the_pool_on_screen(outcome: Callable[[int], Taught]) -> None:

@@ -46,7 +46,7 @@ async def disconnect(stage: Stage) -> Seen:
         "\n".join(f"   {name:<36}{n:>4}" for name, n in rows) + "\n\nThe full blocks of the aborted request stayed in "
         "the cache. Only the block that it was filling became free. The other request also holds the shared blocks, "
         f"with the system prompt, and went on. The {prompt - cached} computed tokens are the end of the prompt: "
-        "their block was not full, so it was never cached.",
+        "they do not fill a block, and only full blocks are found.",
         {prompt: 0, prompt - shared * size: 1, prompt - prompt // size * size: 2}.get(prompt - cached),
     )
 
@@ -65,8 +65,8 @@ async def crowd(stage: Stage) -> Seen:
         ("steps until all replies had ended", figures.steps),
     )
     return Seen(
-        "\n".join(f"   {name:<36}{n:>6,}" for name, n in rows) + f"\n\nEach of the {len(metrics)} clients sent one "
-        "request and read one reply. No client had to know of the others.",
+        "\n".join(f"   {name:<36}{n:>6,}" for name, n in rows) + f"\n\nEach of the {len(metrics)} chats sent one "
+        "request and read one reply. No chat had to know of the others.",
     )
 
 
@@ -87,31 +87,33 @@ LESSON = Lesson(
             "Client, server, engine",
             """
             `minitui serve` offers this engine over HTTP: a client sends a request, and the server sends a response with
-            the reply. Server and engine are two processes on one machine. In this lesson, only page 2 starts a server.
-            Its main endpoints (addresses):
+            the reply. The server and the engine are separate processes on one machine. The server's main endpoints
+            (addresses):
 
-              /v1/chat/completions, /v1/responses     the APIs of OpenAI
-              /v1/messages                            the API of Anthropic
+              /v1/chat/completions, /v1/responses     like OpenAI's APIs
+              /v1/messages                            like Anthropic's API
               /generate, /tokenize, /detokenize       simpler endpoints
-              /v1/models, /health, /ready, /metrics   for monitoring
-              /minitui/...                            records and control, for minitui chat --connect
+              /health, /ready, /metrics               for monitoring
+              /minitui/...                            for minitui chat --connect
 
-            The server tokenizes and checks each request first. An invalid request (a negative temperature, a prompt
-            that can never fit) is refused with an error that names the field. An unknown field is ignored, and the
-            header X-Minitui-Warning of the response names the field.
+            The server turns the text of a request into tokens. If a field is not valid, such as a negative temperature,
+            the request is refused, and the error names the field. An unknown field of /v1/chat/completions is ignored,
+            and the header X-Minitui-Warning of the response names it.
+
+            Only page 2 starts a server. On the other pages, chats stand for clients.
             """,
             code="minitui.server.service:Service",
         ),
         Page(
             "A request with curl",
             f"""
-            The experiment starts the HTTP server on the engine of this lesson. Then curl, a program for HTTP requests,
-            asks “{QUESTION}” twice, each time for {TOKENS} tokens: first for the whole reply, then with "stream": true.
-            The panel shows the commands and the server's responses, without some fields.
+            The experiment starts the HTTP server. Then curl, a program for HTTP requests, asks “{QUESTION}” twice,
+            each time for {TOKENS} tokens: first for the whole reply, then with "stream": true. The panel leaves some
+            fields out.
 
             The second response is a stream: it stays open until the reply ends. For new text, the server writes an
-            event, a line that begins with “data:”. The stop string {quoted(STOP)} (L7 Detokenizer) does not occur
-            in the reply.
+            event, a line that begins with “data:”. Here tokens come slowly. Both requests set the stop string
+            {quoted(STOP)} (L7 Detokenizer). The reply has only its token {quoted(HELD)}.
             """,
             panel="wire",
             code="minitui.server.chat",
@@ -135,9 +137,9 @@ LESSON = Lesson(
         Page(
             "One queue for all",
             """
-            Clients know nothing of each other. All their requests go into one queue of the engine. By default, the
-            engine admits the oldest request first. All requests that have a row are computed in the same steps, so
-            several clients get text at the same time. A client whose request waits sees no text yet.
+            Clients know nothing of each other. Their requests go into one queue of the engine. By default, the
+            engine admits the oldest request first. One step can compute tokens of all requests that have a row, so
+            several clients get text at the same time. Until a request has a row, its client sees no text.
 
             Here 8 requests arrive at once. The engine has four rows. Each reply has 6 tokens. Look for the step in
             which the waiting requests begin.
@@ -148,12 +150,12 @@ LESSON = Lesson(
         Page(
             "A client disconnects",
             """
-            A client may close its connection in the middle of a reply. The engine then aborts the request before its
-            next step.
+            A client may close its connection in the middle of a reply. When the server notices this, it tells the
+            engine. The engine aborts the request before it plans another step.
 
-            Here two requests with the same system prompt get replies. Then the second client disconnects. Soon it sends
-            the same prompt again, while the first request still runs. The experiment begins with a new engine, so the
-            panel counts from 0.
+            Here two chats with the same system prompt get replies. Then the second chat is cancelled: to the engine,
+            this is the same. Soon the chat sends the same prompt again, while the first request still runs. The
+            experiment uses a new engine with enough free blocks.
             """,
             panel="occupancy",
             code="engine.core.engine:Engine.abort",
@@ -173,17 +175,18 @@ LESSON = Lesson(
         Page(
             "Limits and failures",
             f"""
-            An HTTP response begins with a number, the status. If too many requests wait, the status is 429 (too many
-            requests), and the response says when to try again (Retry-After). While the model loads, the status is 503
-            (not available). If a client reads nothing for a long time, the server ends its stream.
+            An HTTP response begins with a line that has a number, the status. If too many requests run or wait, the
+            status is 429 (too many requests), and the response says when to try again (Retry-After). While the model
+            loads, the status is 503 (not available). If the server cannot send a client's text for a long time, it
+            ends the stream.
 
             If a step raises an exception, the requests of that step end with an error, and this engine continues. If
-            the GPU itself fails, /health reports the failure, and the server starts a new engine process. Until this
-            process is ready, the status is 503.
+            the GPU itself fails, the engine process ends. /health reports this, and the server tries to start a new
+            process. Until the new process is ready, the status is 503.
 
-            Two figures describe the speed for one user: the time to the first token (mainly queue and prefill), and the
-            time per token (without drafts, about the duration of a step). More rows shorten the queue, but usually make
-            each step longer: in L2 Model and weights, a decode step of {LARGE.name} on the {GPU.name} took
+            Two figures describe the speed for one user: the time to the first token, with the wait in the queue and the
+            prefill, and the time per token after it. More rows can shorten the queue, but usually make each step
+            longer: in L2 Model and weights, a decode step of {LARGE.name} on the {GPU.name} took
             {ms(LARGE.decode[1])} ms with 1 row, and {ms(LARGE.decode[64])} ms with 64.
             """,
             code="minitui.server.errors",

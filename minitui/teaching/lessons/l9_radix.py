@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.trace.views import SHARED
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.lessons.side_by_side import side_by_side
-from minitui.teaching.lessons.tree_walk import LONG, SAME, touch_and_evict, walk
+from minitui.teaching.lessons.tree_walk import CACHED_A, CACHED_B, LONG, NEEDED, ROOM, SAME, touch_and_evict, walk
 from minitui.teaching.scenarios import QUESTIONS
 from minitui.teaching.stage import Stage
 from minitui.text import match_reasons
@@ -26,9 +26,9 @@ async def shared_system_prompt(stage: Stage) -> Seen:
     rows = [(name, float(n), f"{n:,} tokens") for name, n in counts.items()]
     return Seen(
         "The common beginning was computed once, for all six:\n\n"
-        f"{stage.bars(rows)}\n\nWhen the scheduler planned the first prompt, it added the prompt's blocks to the tree. "
-        "So the other five found them in the same step. vLLM shares within a step, too. SGLang adds the blocks of a "
-        "prompt to its tree after their step.",
+        f"{stage.bars(rows)}\n\nWhen the scheduler planned the first prompt, it added the prompt's full blocks to the "
+        "tree. So the other five found them in the same step. vLLM can share within a step, too. In SGLang, only later "
+        "steps find a prompt's new blocks.",
         {PROMPTS: 0, PROMPTS - SYSTEM: 1, PROMPTS - 5 * SYSTEM: 2, PROMPTS - 6 * SYSTEM: 3}.get(figures.computed),
     )
 
@@ -58,18 +58,18 @@ LESSON = Lesson(
         Page(
             "What can be shared",
             """
-            The keys and values of a token depend on this token and on all tokens before. They do not depend on later
-            tokens. So two prompts with the same beginning have the same keys and values for this beginning, apart from
-            rounding. Computing them once is enough.
+            In the models of this engine, the keys and values of a token can depend on this token, its position and all
+            tokens before. They do not depend on later tokens. So two prompts with the same beginning have the same keys
+            and values for this beginning, apart from rounding. Computing them once is enough.
 
-            Two prompts that begin differently cannot share a later passage without changing the result, even if the
-            passage is the same in both: its keys and values depend on the text before.
+            Two prompts may begin differently and have the same passage later. The passage's keys and values depend on
+            the text before it. So sharing them can change the result.
 
-            Sharing saves prefill: the first token comes sooner, and the device has more time for other requests.
-            Sharing saves memory: several requests can hold one copy of a common beginning. Sharing alone does not make
-            decode steps faster: each request still reads all its keys and values. A special kernel can read a shared
-            beginning once for several requests (cascade attention, an option of vLLM). The reply is the same as without
-            the cache, apart from rounding (L5 Sampler).
+            Sharing saves prefill: the device computes fewer tokens, so the first token usually comes sooner. Sharing
+            saves memory: several requests can hold one copy of a common beginning. Sharing alone does not change the
+            work of a decode step: each request still reads the same keys and values. A special kernel can read a shared
+            beginning once for several requests (cascade attention, an option of vLLM). The probabilities of the next
+            token are the same as without the cache, apart from rounding (L5 Sampler).
             """,
         ),
         Page(
@@ -80,13 +80,13 @@ LESSON = Lesson(
             At each node, it looks for the child that begins with the prompt's next block. If only the first blocks of a
             node are equal, the node is split: the equal blocks become the parent, the others its child.
 
-            Only full blocks are shared, and a shared block is never written again. A block that is not full belongs to
-            one request. The last token of a prompt is always computed, even if its keys and values are cached: the
-            first token of the reply is drawn from its logits, and logits are not stored.
+            Only full blocks are shared. The tokens of a block in the tree do not change. A block that is not full
+            belongs to one request. The last token of a prompt is always computed, even if its keys and values are
+            cached: the first token of the reply is drawn from its logits, and logits are not stored.
 
-            The tree is SGLang's idea (RadixAttention). There, a block has one token, unless kernels need more. vLLM
-            has no tree. It finds a full block by its hash: a number computed from the hash of the block before, this
-            block's token ids, and inputs such as images. So equal beginnings have equal hashes.
+            The tree is SGLang's idea (RadixAttention). There, a block often has one token. vLLM has no tree. It finds
+            a full block by its hash: a number computed from the hash of the block before, this block's token ids, and
+            inputs such as images. So equal beginnings have equal hashes.
             """,
             code="engine.core.radix:RadixTree.match",
         ),
@@ -151,12 +151,13 @@ LESSON = Lesson(
         ),
         Page(
             "What is evicted, and when",
-            """
-            When a request ends, its full blocks stay in the tree until room is needed. A block that a request holds is
-            never evicted.
+            f"""
+            When a reply is complete, its full blocks stay in the tree until room is needed. A block that a request
+            holds is never evicted.
 
-            Chats A and B have different prompts. They are used in the order A, B, A. Then chat C comes with a long
-            text. C needs more blocks than are free.
+            Chats A and B have different prompts. They are used in the order A, B, A. Then {CACHED_A} blocks of A and
+            {CACHED_B} of B are cached, and {ROOM} blocks are free. Now chat C comes with a long text. C needs
+            {NEEDED} blocks.
             """,
             panel="blocks",
             code="engine.core.radix:RadixTree.evict",
@@ -164,8 +165,7 @@ LESSON = Lesson(
             predict=Prediction(
                 "Which blocks are evicted?",
                 (
-                    "A's, then the first of B's", "B's, then the first of A's", "B's, then the last of A's",
-                    "none: C waits",
+                    "all of A's", "B's, then the first of A's", "B's, then the last of A's", "none: C waits",
                 ),
                 (
                     "the chat that came first would lose its blocks first. But A was used after B, and the engine "
@@ -181,16 +181,16 @@ LESSON = Lesson(
         Page(
             "Why a hit ends",
             f"""\
-In Chat, the line under every reply says how much of the prompt came from the cache, and why the rest did not. Tokens
-are counted from 0. Token n is the first token that was not found:
+In Chat, the line under a reply says how much of the prompt came from the cache, and why the rest did not. Tokens are
+counted from 0. In “token n”, n is the first token that was not found:
 
 {match_reasons()}
 
 Only full blocks come from the cache. With blocks of 16 tokens, “differs at token 141” means that 8 blocks were taken:
 tokens 0 to 127.
 
-To use the cache well, begin a prompt with the text that never changes. Put the text that changes at the end. If one
-token at the beginning of a system prompt changes, such as a date, no later token comes from the cache.
+To use the cache well, begin a prompt with the text that never changes. Put the text that changes at the end. If a
+date at the beginning of a system prompt changes, new prompts share nothing after the date with old prompts.
 """,
             panel="events",
         ),

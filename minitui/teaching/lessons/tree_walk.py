@@ -13,6 +13,7 @@ from minitui.text import count, match_reason
 from minitui.viewmodel.board import TreeBlocks, TreeLine
 
 SAME, LONG = 141, 152  # in the question of `walk`: equal tokens at the beginning of both prompts, tokens of the second
+CACHED_A, CACHED_B, ROOM, NEEDED = 5, 3, 48, 53  # in the question of `touch_and_evict`: blocks of A, B, none, C
 
 Prefix = tuple[int, ...]  # the tokens from the root to the end of a block: what a cached block stands for
 
@@ -121,7 +122,7 @@ async def walk(stage: Stage) -> Seen:
     return Seen(
         f"The engine's record of the hit: r{id} took {cached} of its {prompt} prompt tokens from the tree. Why not "
         f"more? The engine says: {match_reason(record[5], record[6])}. This token is in the middle of a block, and "
-        "only full blocks are shared.\n\nThe lookup split the node: the common part became the parent, which both "
+        "only full blocks are shared.\n\nThe engine split the node: the common part became the parent, which both "
         "requests hold. Below the parent, each prompt has a child of its own. “+” marks new blocks: "
         "a block of the second prompt, and a block that the first chat has just filled.",
         {0: 0, record[6]: 1, record[6] // size * size: 2, prompt - 1: 3}.get(cached),
@@ -172,9 +173,9 @@ async def touch_and_evict(stage: Stage) -> Seen:
     others = [block.number for block in lost if block.number not in theirs]
     return Seen(
         f"The least recently used blocks were evicted first: all {len(theirs)} blocks of B. A came first, but was used "
-        "again after B. Then A lost its last blocks. Its first blocks are still useful: a prompt that begins like A "
-        "finds them.\n\nSo this engine evicts only leaves (nodes without children), from their ends, and only as many "
-        "blocks as are needed.",
+        f"again after B. Then A lost its last {count(len(others), 'block')}. A's first blocks are still useful: a "
+        "prompt that begins like A finds them.\n\nThis engine evicts only leaves (nodes without children), from their "
+        "ends, and only as many blocks as are needed.",
         None if not others or set(theirs) - {block.number for block in lost} else
         1 if mine[0] in others else 2 if others == mine[-len(others):] else None,
     )  # fmt: skip
