@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any
 
 import pytest
@@ -194,3 +195,22 @@ def test_a_column_of_several_steps_shows_each_prompt(batching: View) -> None:
     alone = {int(span.begin // each) for span in spans} - prompts
     assert prompts and alone
     assert {at for at, mark in enumerate(steps) if mark == glyphs().prefill} == prompts
+
+
+@pytest.mark.parametrize("ascii", [False, True])
+@pytest.mark.parametrize("width", [14, 18, 30, 60])
+def test_each_prefill_leaves_a_mark_however_short_it_is(batching: View, width: int, ascii: bool) -> None:
+    use_ascii(ascii)
+    panel = RunsInSteps()
+    rows = of_run(drawn(panel, batching, width, 24), "continuous")
+    run, each = Run(batching), panel.scale.ms
+    lanes = {row.split()[0]: row[panel._label :] for row in rows if row.startswith("r")}
+    short = 0
+    for lane in run.lanes:
+        moments = {int(span.begin // each) for span in run.phases("steps", lane) if span.begin == span.end}
+        for span in run.phases("steps", lane):
+            inside = range(int(span.begin // each), ceil(span.end / each))
+            if span.kind == "prefill" and not moments & {*inside}:
+                assert glyphs().prefill in {lanes[f"r{lane.id}"][x] for x in inside}
+                short += span.end - span.begin < each / 2
+    assert short or width > 14, "the narrowest picture has prefills of less than half a column"

@@ -50,7 +50,8 @@ only decodes. Each row below is a request: it waits, its prompt is computed, it 
 finishes. The longest gap between two tokens of a request is marked if it is more than three times as long as its median
 gap. The nth row of one run and the nth row of the other are the nth request; up and down choose a pair.
 
-If a column is several steps, the row of steps shows a prompt in it as soon as one of them computed one.
+If a column is several steps, the row of steps shows a prompt in it as soon as one of them computed one. A request's
+prefill has at least one column.
 
 Pauses and slow motion do not count. A time without work is drawn as at most one second.
 

@@ -1,6 +1,7 @@
 """Draws spans of time (viewmodel/spans.py) as cells of a track, and the scale above the tracks.
 
-A cell shows the span that fills the largest part of the cell. A moment, such as a preemption, is always shown.
+A cell shows the span that fills the largest part of the cell. A moment, such as a preemption, is always shown. On the
+track of a request, each prefill has a cell, too, unless a moment is there.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def track(
 ) -> list[Run]:
     """Returns the cells of a track. `labels`: the texts for a span, longest first; the first that fits is drawn."""
     runs: list[Run] = []
-    for first, end, at in _cells(spans, scale):
+    for first, end, at in _cells(spans, scale, always="prefill" if request else ""):
         width = end - first
         if at is None:
             text, label, style = " " * width, "", "ink"
@@ -102,8 +103,9 @@ def track(
     return runs
 
 
-def _cells(spans: Sequence[Span], scale: Scale) -> list[tuple[int, int, int | None]]:
-    """Returns (first column, end, index of the span shown there) for runs of cells; None: no span."""
+def _cells(spans: Sequence[Span], scale: Scale, always: str) -> list[tuple[int, int, int | None]]:
+    """Returns (first column, end, index of the span shown there) for runs of cells; None: no span. `always`: spans of
+    this kind have a cell, however short they are."""
     shown: list[int | None] = [None] * scale.columns
     filled = [0.0] * scale.columns
     for at, span in enumerate(spans):
@@ -116,6 +118,11 @@ def _cells(spans: Sequence[Span], scale: Scale) -> list[tuple[int, int, int | No
             amount = min(end, x + 1) - max(begin, x) if end > begin else 2.0  # a moment takes precedence
             if amount > filled[x]:
                 shown[x], filled[x] = at, amount
+    for at in [at for at, span in enumerate(spans) if span.kind == always and at not in shown]:
+        span = spans[at]
+        x = int(((span.begin + span.end) / 2 - scale.left) // scale.ms)  # the cell with its larger part
+        if 0 <= x < scale.columns and filled[x] <= 1.0:
+            shown[x] = at
     runs, first = [], 0
     for x in range(1, scale.columns + 1):
         if x == scale.columns or shown[x] != shown[first]:
