@@ -103,7 +103,7 @@ LESSON = Lesson(
             The model gives a logit for each token (L0 Tokens). In this engine, the sampler chooses a token in 8 stages:
 
               1 forbid and favour  forbids tokens; logit_bias adds a number to a logit
-              2 min_tokens         forbids end tokens in a shorter reply
+              2 min_tokens         forbids end tokens until the reply is this long
               3 penalties          change the logits of tokens that have occurred
               4 temperature        divides the logits: below 1, the likeliest gains
               5 top_k              keeps the k likeliest tokens, and cuts the others
@@ -197,8 +197,8 @@ LESSON = Lesson(
             token with the largest sum. On average, a token with a probability of 30 % has the largest sum in 30 % of
             the draws.
 
-            With a seed, a request can repeat its reply. This engine computes the noise from the seed, the position in
-            the whole text, and each token's id.
+            Equal requests with the same seed usually get the same reply. This engine computes the noise from seed,
+            position in the whole text, and token id.
 
             A request with seed {SEED} runs alone, and then beside other requests. A third request has the first {GIVEN}
             tokens of the reply at the end of its prompt.

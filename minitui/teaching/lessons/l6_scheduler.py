@@ -156,13 +156,13 @@ LESSON = Lesson(
             Then each decoding request gets its next token sooner. This engine's scheduler spends the budget in this
             order:
 
-              1 decoding requests   one token each, in the order of admission
+              1 decoding requests   one token each, in the order of their start
               2 started prompts     the next part (chunk) of each
               3 the queue           waiting requests, from the front
 
             One forward pass computes all these tokens. A prompt that is longer than the rest of the budget is computed
             in chunks, in several steps. vLLM mixes prompts and decodes in a step, too. But it does not put decodes
-            first: requests that have begun come in the order of admission, then the queue. SGLang mixes prompts and
+            first: started requests come in the order of their start, then the queue. SGLang mixes prompts and
             decodes only with --enable-mixed-chunk.
 
             To plan, the scheduler usually needs only the number of a reply's tokens. So it can plan the next step while

@@ -75,7 +75,7 @@ def steps_and_time(comparison: Comparison) -> str:
     why = " Probably the speed of this machine varied." if each[1] < (1 - CLEAR) * each[0] else ""
     return (
         f"With {names[1]}, the run had {now.steps:,} steps instead of {before.steps:,}, and this time it took "
-        f"{outcome}. A step computed more tokens on average. It took {duration(each[1])} on average, instead of "
+        f"{outcome}. On average, a step computed more tokens. It took {duration(each[1])} instead of "
         f"{duration(each[0])}.{why}"
     )
 
