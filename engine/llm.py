@@ -131,8 +131,8 @@ class LLM:
         total, tokens, started = len(open_samples), 0, self.engine.log.now()
         while open_samples:
             deltas, stopped = self._outputs.process(self.engine.step())
-            for request_id in stopped:
-                self.engine.abort(request_id, "stop")
+            for request_id, tokens_shown in stopped:
+                self.engine.abort(request_id, "stop", tokens_shown)
             for delta in deltas:
                 tokens += len(delta.ids)
                 collector, index = open_samples[delta.request_id]

@@ -167,12 +167,13 @@ class Engine:
             rules = "bad_words" if request.params.allowed_token_ids is None else "allowed_token_ids"
             raise InvalidRequest(reason, "min_tokens" if least else rules)
 
-    def abort(self, request_id: int, reason: str = "abort") -> bool:
-        """End a request in any state. Returns False if there is no such request."""
+    def abort(self, request_id: int, reason: str = "abort", output_tokens: int | None = None) -> bool:
+        """End a request in any state. Returns False if there is no such request. `output_tokens`: see
+        Scheduler.finish."""
         request = self.scheduler.requests.get(request_id)
         if request is None:
             return False
-        self.scheduler.finish(request, reason)
+        self.scheduler.finish(request, reason, output_tokens)
         return True
 
     @property

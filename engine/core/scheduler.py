@@ -116,15 +116,17 @@ class Scheduler:
         self.log.append("submit", request.id, request.group, request.prompt_len, request.max_total)
         request.submitted_at, request.submitted_work = self.log.t, self.log.worked()
 
-    def finish(self, request: Request, reason: str) -> None:
-        """End a request in any state; later steps may use its blocks and its row. Idempotent."""
+    def finish(self, request: Request, reason: str, output_tokens: int | None = None) -> None:
+        """End a request in any state; later steps may use its blocks and its row. Idempotent. `output_tokens`: of the
+        reply, if a stop string ends it before the last drawn token (None: all are in the reply)."""
         if request.state is RequestState.FINISHED:
             return
         if request.state is RequestState.RUNNING:
             self._leave(request)
         else:
             self.waiting.remove(request)
-        clock = self.log.append("finish", request.id, reason, len(request.ids) - request.prompt_len)
+        drawn = len(request.ids) - request.prompt_len
+        clock = self.log.append("finish", request.id, reason, drawn if output_tokens is None else output_tokens)
         self.cache.release(request, clock)
         request.state = RequestState.FINISHED
         request.finish_reason = reason

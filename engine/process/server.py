@@ -305,8 +305,8 @@ class EngineServer:
         if not emitted:
             return
         deltas, stopped = self.outputs.process(emitted)
-        for request_id in stopped:
-            self.engine.abort(request_id, "stop")
+        for request_id, tokens_shown in stopped:
+            self.engine.abort(request_id, "stop", tokens_shown)
         self._emit(deltas)
 
     def _emit(self, deltas: list[Delta]) -> None:

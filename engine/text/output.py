@@ -83,10 +83,11 @@ class OutputProcessor:
         rest = stream.held + (stream.detokenizer.flush() if stream.detokenizer is not None else "")
         return Delta(request_id, rest, [], reason, self._metrics(stream))
 
-    def process(self, emitted: list[Emitted]) -> tuple[list[Delta], list[int]]:
-        """Returns the deltas of one commit, and the ids of the requests that must end because of a stop string."""
+    def process(self, emitted: list[Emitted]) -> tuple[list[Delta], list[tuple[int, int]]]:
+        """Returns the deltas of one commit, and the requests that must end because of a stop string: (id, tokens of
+        the reply). The commit may have appended more tokens to the request."""
         deltas: list[Delta] = []
-        stopped: list[int] = []
+        stopped: list[tuple[int, int]] = []
         for item in emitted:
             stream = self._streams.get(item.request.id)
             if stream is None:
@@ -100,7 +101,7 @@ class OutputProcessor:
             if item.prompt_logprobs:
                 delta.prompt_logprobs = item.prompt_logprobs
             if self._advance(stream, item, delta):
-                stopped.append(item.request.id)
+                stopped.append((item.request.id, stream.drawn))
                 delta.finish_reason = "stop"
             if delta.finish_reason:
                 delta.metrics = self._metrics(stream)

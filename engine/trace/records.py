@@ -39,7 +39,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     #   "empty" (no cached text has the same beginning), "evicted" (the rest was evicted; `at` is the step)
     "preempt": ("request", "reason", "blocks"),  # releases its blocks and returns to the head of the queue
     "requeue": ("request", "reason"),  # like preempt, after a failed step: the request's results in flight are dropped
-    "finish": ("request", "reason", "output_tokens"),  # stop | length | abort | error: ...; releases row and blocks
+    "finish": ("request", "reason", "output_tokens"),  # stop | length | abort | error: ...; releases row and blocks.
+    #   The tokens of the reply: without those that the last commit appended after a stop string
     # --- blocks and the tree
     "alloc": ("request", "blocks"),  # private blocks, appended to the request's table
     "hold": ("request", "node", "dropped"),  # the request's table becomes the blocks on the path to `node`, and then

@@ -105,7 +105,9 @@ class _Converter:
             name, args = f"admitted ({fields[2]})", {"row": fields[1]}
         elif kind == "match":
             _, tokens, stop, at, detail = fields
-            name = f"hit: {tokens} tokens" if tokens else "miss"
+            lane = self.lanes.lanes.get(fields[0])
+            again = lane is not None and lane.preemptions > 0
+            name = f"{'cached again' if again else 'hit'}: {tokens} tokens" if tokens else "miss"
             args = {"why the match ended": match_reason(stop, at, tokens > 0), "detail": detail}
         elif kind in ("preempt", "requeue"):
             name, args = "preempted", {"reason": fields[1]}

@@ -141,10 +141,15 @@ class Recorder:
             self._bookmark_first("eviction", f"first eviction: {count(record[4], 'block')}")
         elif kind == "preempt":
             self._bookmark_first("preemption", f"first preemption: r{record[3]} releases {count(record[5], 'block')}")
-        elif kind == "match" and record[4] > 0:
+        elif kind == "match" and record[4] > 0 and not self._resumed(record[3]):
             self._bookmark_first("hit", f"first hit: r{record[3]} takes {record[4]} tokens from the tree")
         elif kind == "fail":
             self._bookmark_first("failure", f"step {record[3]} failed")
+
+    def _resumed(self, request: int) -> bool:
+        """True if the request takes its own blocks again after a preemption: this is no hit, as in all figures."""
+        assert self._state is not None
+        return self._state.requests[request].preemptions > 0
 
     def _bookmark_first(self, kind: str, text: str) -> None:
         """Write a bookmark for the first event of a kind."""

@@ -173,7 +173,13 @@ def _arrival(lane: Lane | None) -> str:
     text = f" · {count(lane.prompt_tokens, 'prompt token')}"
     if lane.waited_ms is None:
         return text
-    return f"{text} · waited {duration(lane.waited_ms)}{paused_words(lane.paused_s * 1e3)}"
+    paused_ms = lane.paused_s * 1e3
+    if paused_ms < SHORTEST_PAUSE_MS:
+        return f"{text} · waited {duration(lane.waited_ms)}"
+    return (
+        f"{text} · it waited {duration(lane.waited_ms)} in the queue, "
+        f"and the engine was paused or slowed for another {duration(paused_ms)}"
+    )
 
 
 def paused_words(paused_ms: float) -> str:

@@ -153,31 +153,35 @@ def test_tokens_after_a_stop_string_inside_accepted_drafts_are_neither_shown_nor
         def flush(self) -> str:
             return ""
 
-    def answer(tokens: int, stop: tuple[str, ...] = ()) -> tuple[str, int, int]:
+    def answer(tokens: int, stop: tuple[str, ...] = (), least: int = 0) -> tuple[str, int, int]:
         engine = make_engine(checkpoint, speculative_tokens=tokens)
         outputs = OutputProcessor(Letters(), engine.log)
         ids = [7, 8, 9, 10, 11] * 4
         bias = {id: 60.0 if id == 9 else 50.0 for id in (7, 8, 9)}
-        params = SamplingParams(temperature=0.0, max_tokens=40, logit_bias=bias, ignore_eos=True, stop=stop, seed=1)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=40, logit_bias=bias, ignore_eos=True, stop=stop, min_tokens=least, seed=1
+        )  # fmt: skip
         request = engine.add_request(ids, params)
         outputs.open(request)
         text, told = "", 0
         while engine.has_work:
             deltas, stopped = outputs.process(engine.step())
-            for id in stopped:
-                engine.abort(id, "stop")
+            for id, shown in stopped:
+                engine.abort(id, "stop", shown)
             text += "".join(delta.text for delta in deltas)
             told += sum(len(delta.ids) for delta in deltas)
             metrics = [delta.metrics for delta in deltas if delta.metrics]
         assert metrics[-1]["output_tokens"] == told
+        (finish,) = (record for record in engine.log.drain() if record[2] == "finish")
+        assert finish[4] == ("stop" if stop else "length") and finish[5] == told
         return text, told, metrics[-1]["accepted_tokens"]
 
     whole, count, _ = answer(0)
     assert count == 40
     for at in range(10, 20):
         stop = (whole[at : at + 3],)
-        expected = answer(0, stop)
-        assert answer(6, stop)[:2] == expected[:2] and expected[0] == whole[: whole.index(stop[0])]
+        expected = answer(0, stop, at)
+        assert answer(6, stop, at)[:2] == expected[:2] and expected[0] == whole[: whole.index(stop[0], at - 2)]
     assert answer(6)[2] > 20, "nothing was accepted: the test says nothing"
 
 

@@ -520,3 +520,23 @@ def test_a_minute_ends_while_the_engine_is_idle_as_in_the_panels(
         saved = f"the cache saved {panels.saved_in_the_last_minute:,} prompt tokens in the last minute"
         assert told[0].text.startswith(saved) and told[0].t == pytest.approx(begin + 62.0)
     assert list(live.idle(200.0)) == [], "nothing happened since"
+
+
+def test_a_request_that_takes_its_own_blocks_again_after_a_preemption_is_no_hit(tmp_path: Path) -> None:
+    engine, path = make_engine(), tmp_path / "again.trace"
+    recorder = Recorder(path)
+    recorder.begin(INFO, engine.snapshot())
+    for first in range(1, 7):  # no two prompts begin alike
+        engine.add_request([first] * 24, SamplingParams(max_tokens=40, seed=first, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    recorder.feed(engine.log.drain())
+    recorder.close()
+    reader = TraceReader(path)
+    assert [record for record in reader.records() if record[2] == "match" and record[4] > 0]
+    bookmarks = " ".join(text for _, text in reader.bookmarks)
+    assert "first preemption" in bookmarks and "first hit" not in bookmarks
+    events = json.loads(export(path, "perfetto", tmp_path / "a.json").read_text())["traceEvents"]
+    names = {event["name"].split(":")[0] for event in events if event["ph"] == "i"}
+    assert "cached again" in names and "hit" not in names
+    assert recorded_view(reader).hit_rate in (None, 0.0)

@@ -220,8 +220,8 @@ class FakeSource(Source):
     def take_step(self) -> None:
         """One step of the engine; its tokens go to the streams."""
         deltas, stopped = self.outputs.process(self.engine.step())
-        for request_id in stopped:
-            self.engine.abort(request_id, "stop")
+        for request_id, tokens_shown in stopped:
+            self.engine.abort(request_id, "stop", tokens_shown)
         for delta in deltas:
             self.streams[delta.request_id].news.put_nowait(delta)
         self._flush()
