@@ -80,7 +80,7 @@ async def compare_in_app(contrast: Contrast, app: CompareApp, restart: Restart, 
         app.story = text
 
     stage = Stage(
-        app.source, app.chats, app.feed, app.system, say, app.select_session, restart=restart, beat=0.0,
+        app.source, app.feed, app.chats, app.system, say, app.select_session, restart=restart, beat=0.0,
         held=lambda: app.feed.frozen,
     )  # fmt: skip
     app.asking = stage

@@ -33,8 +33,8 @@ async def play_in_app(demo: Demo, app: MinituiApp, restart: Restart | None, beat
     app.play_again = again
 
     stage = Stage(
-        app.source, app.chats, app.feed, app.system, say, app.select_session, app.switch_mode, restart,
-        beat, bar=glyphs().active, held=lambda: app.feed.frozen, keys=True,
+        app.source, app.feed, app.chats, app.system, say, app.select_session, app.switch_mode, restart,
+        beat=beat, bar=glyphs().active, held=lambda: app.feed.frozen, keys=True,
     )  # fmt: skip
     app.asking = stage
     app.set_focus(None)

@@ -41,7 +41,7 @@ class LessonApp(MinituiApp):
 
     async def _begin(self) -> None:
         self.stage = Stage(
-            self.source, self.chats, self.feed, self.system, lambda text: None, self.select_session, lambda mode: None,
+            self.source, self.feed, self.chats, self.system, lambda text: None, self.select_session, lambda mode: None,
             self.restart, bar=glyphs().active, held=lambda: self.feed.frozen, home=self.lesson.options,
         )  # fmt: skip
         # The screen begins the lesson at its next paint. `_open` is not called here: it would return to the first page.

@@ -125,7 +125,7 @@ async def teach(one: Lesson, source: LocalSource, restart: Restart) -> Taught:
     assert chats.codec is not None
     feed.view.ids_to_text = chats.codec.decode
     stage = Stage(
-        source, chats, feed, choose_model(None).system, lambda text: None, restart=restart, beat=0.0, home=one.options
+        source, feed, chats, choose_model(None).system, lambda text: None, restart=restart, beat=0.0, home=one.options
     )
     taught = Taught()
     for page in one.pages:

@@ -92,7 +92,7 @@ async def play(demo: Demo, source: Heard) -> Told:
     feed = Updater(source, View())
     await feed.sync()
     said: list[str] = []
-    stage = Stage(source, chats, feed, choose_model(None).system, said.append, restart=restart, beat=0.0)
+    stage = Stage(source, feed, chats, choose_model(None).system, said.append, restart=restart, beat=0.0)
     await demo.play(stage)
     stage.state()
     assert not feed.dropped

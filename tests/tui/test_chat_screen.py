@@ -481,7 +481,7 @@ async def test_letters_answer_a_demos_prediction_and_are_keys_again_afterwards()
     async with running() as (app, pilot, _screen):
         await press(pilot, "escape")
         said: list[str] = []
-        app.asking = stage = Stage(app.source, app.chats, app.feed, "", said.append, keys=True)
+        app.asking = stage = Stage(app.source, app.feed, app.chats, "", said.append, keys=True)
         asked = asyncio.create_task(stage.predict("Whose blocks go first?", ["Alpha", "Bravo"]))
         await until(pilot, lambda: stage.open_choices == 2)
         assert "Press a b; space gives more time." in said[-1]
@@ -499,7 +499,7 @@ async def test_a_demo_waits_while_it_is_held_and_nobody_else_steps_its_engine():
     async with running() as (app, pilot, _screen):
         await press(pilot, "escape")
         held = lambda: app.feed.frozen  # noqa: E731
-        app.asking = stage = Stage(app.source, app.chats, app.feed, "", lambda text: None, held=held, keys=True)
+        app.asking = stage = Stage(app.source, app.feed, app.chats, "", lambda text: None, held=held, keys=True)
         await press(pilot, "p")
         assert app.feed.frozen and not app.gated, "p means: wait"
         reading = asyncio.create_task(stage.pause(0.05))
