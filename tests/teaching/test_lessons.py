@@ -490,6 +490,7 @@ def test_the_numbers_in_the_questions_are_those_of_the_engine(outcome: Callable[
 
 def test_the_figures_in_the_text_are_those_of_the_pool_on_screen(outcome: Callable[[int], Taught]) -> None:
     blocks = lesson(3).options["kv_blocks"]
+    assert lesson(3).options["device"] == "cpu", "its question says 4 bytes; on a GPU, the cache has numbers of 2 bytes"
     text = " ".join(" ".join(page.text.split()) for page in lesson(3).pages)
     assert f"here {blocks}." in text and "In this pool, a request may start" in text, "a large pool has a watermark"
     assert f"pool of {16 * blocks} tokens." in text and f"two blocks each: 8 blocks of {blocks}" in text

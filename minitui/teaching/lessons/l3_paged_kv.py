@@ -120,8 +120,8 @@ async def two_endings(stage: Stage) -> Seen:
     was = ", then ".join(STATES[state] for state in states)
     return Seen(
         "\n".join([head, *rows]) + f"\nThe blocks of the system prompt were {was}. When a chat ended, full blocks that "
-        "no other chat held became cached: a later prompt may begin with the same tokens. The last block of each chat "
-        "was not full. So it became free. (vLLM counts cached blocks as free, too.)",
+        "no other chat held became cached: a later prompt may begin with the same tokens. The two last blocks were not "
+        "full: they became free. (vLLM counts cached blocks as free, too.)",
         (CACHED, ACTIVE, FREE).index(ends[1]),
     )
 

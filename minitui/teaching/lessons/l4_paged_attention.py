@@ -114,9 +114,9 @@ LESSON = Lesson(
             Other chats have used and released blocks before, so the free blocks are no longer in order. The block table
             of this chat begins with the blocks {TABLE[0]} and {TABLE[1]}.
 
-            The panels show one query of the last step. Query 5 is the query of token 5. The query reads one key
-            after the other: the panels show the slot and the block of each key. (A kernel reads many keys at the same
-            time. The pool begins with block 1: page 4 explains block 0.)
+            The panels show one query of the last step. Query 5 is the query of token 5. The panels show the keys of the
+            query one after the other, each with its slot and its block. (A kernel reads many keys at the same time. The
+            panel begins with block 1: page 4 explains block 0.)
             """,
             panel="slot",
             run=find_slots,
