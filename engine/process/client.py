@@ -17,13 +17,10 @@ import contextlib
 import os
 import pickle
 import signal
-import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,16 +29,16 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.params import SamplingParams
+from engine.process import child
+from engine.process.child import CLOSE_S
 from engine.process.commands import MAX_UNSENT, Command, Outbox
 from engine.process.heartbeat import TICK_S, Condition, Watch
 from engine.process.stream import Stream
+from engine.process.unread import UnreadRecords
+from engine.process.waiting import Waiting
 from engine.progress import Progress
 from engine.text import early_tokenizer
-from engine.text.output import Delta
 from engine.trace.records import Packet, Record, packets
-
-MAX_RECORDS = 200_000  # if more records wait for the reader, the oldest are dropped
-CLOSE_S = 4.0  # seconds; a process that takes longer to end is killed
 
 
 class EngineStream(Stream):
@@ -66,19 +63,15 @@ class EngineClient:
         self.info: dict[str, Any] = {}
         self.error: str | None = None  # why the engine has ended, as a sentence; None: it has not ended
         self._loop = asyncio.get_running_loop()
+        self._waiting = Waiting(self._loop)
         # The next fields belong to the process that was started last; `_generation` counts the starts.
         self._process: subprocess.Popen[bytes] | None = None
         self._outbox: Outbox | None = None
         self._watch: Watch | None = None
         self._ticks: asyncio.Task[None] | None = None
-        self._ready: asyncio.Future[dict[str, Any]] | None = None
-        self._streams: dict[int, EngineStream] = {}
-        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._records = UnreadRecords()
         self._closing = False
         self._generation = 0
-        self._packets: deque[Packet] = deque()
-        self._waiting = 0  # records in _packets
-        self._lock = threading.Lock()  # guards _packets, _waiting and _generation
         self._tag = 0
         self._on_progress = on_progress
         self._on_death: list[Callable[[str], None]] = []
@@ -116,39 +109,24 @@ class EngineClient:
         """
         self.kill()
         self._disconnect()
-        self._fail_waiting(EngineDead("the engine was started again"))
-        ours, theirs = socket.socketpair()
-        environment = dict(os.environ)
-        # The engine's waiting threads sleep instead of spinning, because the user interface needs the cores.
-        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        environment.setdefault("KMP_BLOCKTIME", "0")
-        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+        self._waiting.fail(EngineDead("the engine was started again"))
         try:
-            self.log_file.parent.mkdir(parents=True, exist_ok=True)
-            with theirs, self.log_file.open("ab") as log:
-                process = subprocess.Popen(
-                    # -P: do not import files of the current directory by accident.
-                    [sys.executable, "-P", "-m", "engine.process.server", str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()],
-                    start_new_session=True, env=environment,
-                )  # fmt: skip
+            process, connection = child.start(self.log_file)
         except OSError as error:
-            ours.close()
             self.error = f"the engine process could not be started with the log file {self.log_file}: {error}"
             raise EngineError(self.error) from error
-        connection = Connection(ours.detach())
         self._process, self._outbox, self._watch = process, Outbox(connection), Watch(process.pid)
-        ready = self._ready = self._loop.create_future()
+        ready = self._waiting.for_start()
         self.error = None
         self._closing = False
-        with self._lock:
-            self._generation += 1
-        self.drain_packets()
+        self._generation += 1
+        self._records = UnreadRecords()
         self._ticks = asyncio.ensure_future(self._tick(self._watch))
         self._send("start", 0, self.config)
         threading.Thread(
-            target=self._read, args=(connection, process, self._watch, self._generation), name="engine", daemon=True
-        ).start()
+            target=self._read, args=(connection, process, self._watch, self._records, self._generation), name="engine",
+            daemon=True,
+        ).start()  # fmt: skip
         try:
             self.info = {**await ready, "log_file": str(self.log_file)}
         except (asyncio.CancelledError, EngineError):
@@ -161,7 +139,10 @@ class EngineClient:
             await asyncio.sleep(TICK_S)
             watch.tick()
 
-    def _read(self, connection: Connection, process: subprocess.Popen[bytes], watch: Watch, generation: int) -> None:
+    def _read(
+        self, connection: Connection, process: subprocess.Popen[bytes], watch: Watch, records: UnreadRecords,
+        generation: int,
+    ) -> None:  # fmt: skip
         """Run the reader thread: read the socket, keep the records, and pass other messages to the event loop."""
         reason = ""
         try:
@@ -169,7 +150,7 @@ class EngineClient:
                 message = pickle.loads(connection.recv_bytes())
                 watch.heard()
                 if message[0] in ("news", "packed"):
-                    self._keep(packets(message[2]) if message[0] == "news" else message[2], generation)
+                    records.add(packets(message[2]) if message[0] == "news" else message[2])
                     if not message[1]:
                         continue
                     message = ("news", message[1])
@@ -189,55 +170,17 @@ class EngineClient:
         with contextlib.suppress(RuntimeError):  # the loop may be closed
             self._loop.call_soon_threadsafe(self._ended, status, reason, generation)
 
-    def _keep(self, new: list[Packet], generation: int) -> None:
-        """Keep packets; drop the oldest if there are too many, which leaves a gap in the sequence numbers."""
-        with self._lock:
-            if generation != self._generation:
-                return
-            self._packets.extend(new)
-            self._waiting += sum(map(len, new))
-            while self._waiting > MAX_RECORDS:
-                self._waiting -= len(self._packets.popleft())
-
     def _deliver(self, message: tuple[Any, ...], generation: int) -> None:
         if generation != self._generation:
             return
-        kind, *rest = message
-        if kind == "news":
-            for packed in rest[0]:
-                tag = packed[0]
-                stream = self._streams.get(tag)
-                if stream is not None:
-                    delta = Delta(*packed)
-                    delta.request_id = stream.request_id or 0
-                    if delta.finish_reason:
-                        del self._streams[tag]
-                    stream.put(delta)
-        elif kind == "accepted":
-            stream = self._streams.get(rest[0])
-            if stream is not None:
-                stream.accept(rest[1], rest[2])
-        elif kind == "refused":
-            stream = self._streams.pop(rest[0], None)
-            if stream is not None:
-                stream.put(InvalidRequest(rest[1], rest[2]))
-        elif kind == "answer":
-            future = self._calls.pop(rest[0], None)
-            if future is not None and not future.done():
-                if rest[1]:
-                    future.set_result(rest[2])
-                else:
-                    future.set_exception(InvalidRequest(rest[2], "control"))
-        elif kind == "progress":
-            if self.config.load_tokenizer and (directory := rest[0].get("model_dir")):
-                early_tokenizer.begin(directory)  # users of this client need it to encode prompts
-            if self._on_progress is not None:
-                self._on_progress(rest[0])
-        elif self._ready is not None and not self._ready.done():
-            if kind == "ready":
-                self._ready.set_result(rest[0])
-            elif kind == "failed":
-                self._ready.set_exception(EngineError(rest[0]))
+        if message[0] != "progress":
+            self._waiting.deliver(message)
+            return
+        progress = message[1]
+        if self.config.load_tokenizer and (directory := progress.get("model_dir")):
+            early_tokenizer.begin(directory)  # users of this client need it to encode prompts
+        if self._on_progress is not None:
+            self._on_progress(progress)
 
     def _ended(self, status: int, reason: str, generation: int) -> None:
         """Report to all waiting streams and calls that the process has ended."""
@@ -250,7 +193,7 @@ class EngineClient:
             how = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
             why = f": {reason}" if reason else ""
             self.error = f"the engine process ended {how}{why}; its log is {self.log_file}"
-        self._fail_waiting(EngineDead(self.error))
+        self._waiting.fail(EngineDead(self.error))
         if not self._closing:
             for callback in self._on_death:
                 callback(self.error)
@@ -263,22 +206,6 @@ class EngineClient:
         if self._ticks is not None:
             self._ticks.cancel()
             self._ticks = None
-
-    def _fail_waiting(self, error: EngineError) -> None:
-        """Raise `error` in `launch` and in every open stream and call."""
-        if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(error)
-            self._ready.exception()  # mark it as retrieved, because the waiting task may have been cancelled
-        self._end_streams(error)
-        calls, self._calls = list(self._calls.values()), {}
-        for future in calls:
-            if not future.done():
-                future.set_exception(error)
-
-    def _end_streams(self, error: EngineError) -> None:
-        streams, self._streams = list(self._streams.values()), {}
-        for stream in streams:
-            stream.put(error)
 
     def _send(self, kind: str, tag: int, *arguments: Any) -> None:
         """Queue a command without waiting. Raises InvalidRequest if it cannot pack the command or the queue is full."""
@@ -308,7 +235,7 @@ class EngineClient:
         self._tag += 1
         stream = EngineStream(self, self._tag)
         self._send("submit", self._tag, list(ids), params, group, sample_index, priority, cache_salt)
-        self._streams[self._tag] = stream
+        self._waiting.streams[self._tag] = stream
         return stream
 
     async def control(self, action: str, **arguments: Any) -> Any:
@@ -320,8 +247,7 @@ class EngineClient:
         """
         self._tag += 1
         self._send("call", self._tag, action, arguments)
-        future = self._calls[self._tag] = self._loop.create_future()
-        return await future
+        return await self._waiting.for_answer(self._tag)
 
     async def snapshot(self) -> dict[str, Any]:
         """Returns the engine's state; `seq`: the number of its last record.
@@ -336,10 +262,7 @@ class EngineClient:
 
     def drain_packets(self) -> list[Packet]:
         """Returns the records since the last drain as packets, for a reader that unpacks them later."""
-        with self._lock:
-            drained, self._waiting = list(self._packets), 0
-            self._packets.clear()
-        return drained
+        return self._records.drain()
 
     async def restart(self) -> None:
         """End the process and start a new one with the same configuration."""
@@ -353,9 +276,9 @@ class EngineClient:
         Raises EngineError if the new engine cannot start.
         """
         self._send("start", 0, config)
-        self._end_streams(InvalidRequest("another engine replaced this one"))
+        self._waiting.end_streams(InvalidRequest("another engine replaced this one"))
         self.config = config
-        ready = self._ready = self._loop.create_future()
+        ready = self._waiting.for_start()
         self.info = {**await ready, "log_file": str(self.log_file)}
         self.drain_packets()  # drop the records of the previous engine
 
@@ -371,18 +294,10 @@ class EngineClient:
             deadline = time.monotonic() + CLOSE_S
             while process.poll() is None and time.monotonic() < deadline:
                 await asyncio.sleep(0.01)
-        _end(process)
+        child.end(process)
 
     def kill(self) -> None:
         """Kill the process and its children at once. Safe at any time, also without a running loop."""
         self._closing = True
         if self._process is not None:
-            _end(self._process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a system call may delay the end of the process
-            process.wait(timeout=CLOSE_S)
+            child.end(self._process)

@@ -27,7 +27,7 @@ from engine.core.radix import Key, Node, RadixTree
 from engine.core.scheduler import SchedulerConfig
 from engine.core.step import StepPlan, StepResult
 from engine.params import SamplingParams
-from engine.process.server import on_the_wire
+from engine.process.writer import on_the_wire
 from engine.text.output import OutputProcessor
 from engine.trace.records import RecordLog
 

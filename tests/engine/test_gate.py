@@ -13,7 +13,7 @@ import pytest
 from engine.core.engine import Engine
 from engine.errors import InvalidRequest
 from engine.params import SamplingParams
-from engine.process.server import EngineServer
+from engine.process.loop import EngineLoop
 from engine.trace.records import Record
 from tests.engine.test_scheduler_simulation import make_engine
 
@@ -170,7 +170,7 @@ def test_in_slow_motion_the_engine_sends_during_the_delay_and_no_step_takes_long
     engine.gate.set_pace(2)
     commands.put(("submit", 1, ([1, 2, 3], SamplingParams(max_tokens=12, ignore_eos=True), "", 0, 0, ""), None))
     built = SimpleNamespace(engine=engine, tokenizer=None)
-    EngineServer(built, commands, SlowWriter(), SimpleNamespace(begin=lambda task: None)).run()  # type: ignore[arg-type]
+    EngineLoop(built, commands, SlowWriter(), SimpleNamespace(begin=lambda task: None)).run()  # type: ignore[arg-type]
     emit_ms = [record[5] / 1e3 for record in records if record[2] == "parts"]
     assert len(emit_ms) >= 11 and median(emit_ms) < 10
     assert engine.log.held > 0.02 * 10

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from engine.errors import EngineDead
-from engine.process.server import FEW, on_the_wire
+from engine.process.writer import FEW, on_the_wire
 from engine.trace.records import PACKET, packets
 from engine.trace.state import State
 from engine.trace.views import ACTIVE, CACHED, FREE, SHARED
