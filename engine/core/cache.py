@@ -14,7 +14,8 @@ import numpy as np
 
 from engine.core.allocator import BlockAllocator
 from engine.core.copies import Copies
-from engine.core.radix import Match, Node, RadixTree, block_key
+from engine.core.node import Match, Node, block_key
+from engine.core.radix import RadixTree
 from engine.core.request import Request
 from engine.trace.records import CLEARED, RecordLog
 from engine.trace.views import Waste

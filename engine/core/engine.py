@@ -291,7 +291,7 @@ class Engine:
                 }
                 for n in tree.nodes.values() if n.parent is not None
             },
-            "pending": tree.pending_blocks(),
+            "pending": tree.pending.by_block(),
             "free": runs_of(self.cache.allocator.free_blocks),
             "waste": asdict(self.cache.waste),
         }  # fmt: skip

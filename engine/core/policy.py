@@ -12,7 +12,7 @@ from collections import deque
 from itertools import islice
 
 from engine.core.cache import KVCache
-from engine.core.radix import block_key
+from engine.core.node import block_key
 from engine.core.request import Request, RequestState
 from engine.trace.records import RecordLog
 

@@ -9,110 +9,22 @@ Ownership: the tree keeps the blocks of a node, and the requests that hold the n
 these requests. A request holds the whole path from the root, so a node has at least as many users as its children
 together. If no request holds a node, no request holds the nodes below it: all of them can be evicted, leaves first.
 
-A block is *pending* from the planning to the commit of the step that writes it. Later steps may read it, because the
-device runs steps in order. If the step fails, `withdraw` removes the block and all blocks below it.
+If a step fails, `withdraw` removes the blocks that the step was to write (engine/core/pending.py) and all blocks below
+them.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import chain, islice
 
 from engine.core.allocator import BlockAllocator
 from engine.core.evicted import EvictedPrefixes
+from engine.core.node import Key, Match, Node, block_key, common_tokens
+from engine.core.pending import PendingBlocks
 from engine.trace.records import RecordLog
 
-Key = tuple[int, ...]  # the token ids of one block
 MAX_COMPARED = 64  # a missing block is compared with at most this many siblings, to find the first token that differs
-
-
-class SaltedKey(tuple[int, ...]):
-    """The key of the first block of a request with a cache salt. It equals only keys with the same salt."""
-
-    salt: str
-
-    def __new__(cls, ids: Iterable[int], salt: str) -> SaltedKey:
-        key = super().__new__(cls, ids)
-        key.salt = salt
-        return key
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SaltedKey) and self.salt == other.salt and tuple.__eq__(self, other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash((self.salt, tuple(self)))
-
-
-def block_key(ids: list[int], index: int, size: int, salt: str) -> Key:
-    """Return the key of block `index` of a sequence. Only the first block has the salt: the others are below it."""
-    key = tuple(ids[index * size : (index + 1) * size])
-    return SaltedKey(key, salt) if salt and not index else key
-
-
-class Node:
-    """A run of blocks.
-
-    `keys[i]` are the tokens of `blocks[i]`; `hashes[i]` is the hash of the whole prefix up to and including
-    these tokens. `last_used` is the sequence number of the last record that used the node.
-    """
-
-    __slots__ = ("blocks", "children", "hashes", "id", "keys", "last_used", "parent", "users")
-
-    def __init__(self, id: int, parent: Node | None, keys: list[Key], blocks: list[int], users: int, clock: int):
-        self.id = id
-        self.parent = parent
-        self.keys = keys
-        self.blocks = blocks
-        self.children: dict[Key, Node] = {}
-        self.users = users
-        self.last_used = clock
-        self.hashes: list[int] = []
-
-    @property
-    def end_hash(self) -> int:
-        """The hash of the whole prefix up to the end of this node."""
-        return self.hashes[-1] if self.hashes else 0
-
-    @property
-    def evictable(self) -> bool:
-        return self.users == 0 and not self.children and self.parent is not None
-
-    @property
-    def same_child(self) -> Node | None:
-        """The only child, if this node can be merged with it: the same requests hold both.
-
-        Each request that holds a child holds its parent too, so equal counts mean the same requests. If no request
-        holds the two, they must have the same age: then the order of evictions does not change.
-        """
-        if len(self.children) != 1 or self.parent is None:
-            return None
-        (child,) = self.children.values()
-        same = self.users == child.users and (self.users or self.last_used == child.last_used)
-        return child if same else None
-
-    def path(self) -> Iterator[Node]:
-        """Yield this node and its ancestors, without the root."""
-        node: Node = self
-        while node.parent is not None:
-            yield node
-            node = node.parent
-
-
-@dataclass(slots=True)
-class Match:
-    """The blocks of a sequence that were found in the tree. The last node may match in part."""
-
-    node: Node  # the last node that matched as a whole
-    part: Node | None  # the child of `node` that matched only in its first `part_blocks` blocks; None: no such child
-    part_blocks: int
-    blocks: list[int]  # all blocks that matched, in order
-    stop: str  # why the match ended: whole | differs | ends | short | empty | evicted (see engine/trace/records.py)
-    at: int  # index of the first token that did not match; for "evicted", the step of the eviction
 
 
 class RadixTree:
@@ -127,8 +39,7 @@ class RadixTree:
         self.step = -1  # the step that is being planned; it is remembered with each eviction
         self.prefixes: set[int] = set()  # `hashes` of all nodes
         self._next_id = 1
-        self._pending: dict[int, int] = {}  # block -> the step that writes it
-        self._pending_of: dict[int, list[int]] = {}  # step -> the blocks that it writes
+        self.pending = PendingBlocks()
         self._oldest: list[tuple[int, int]] = []  # heap of (last_used, node id); stale entries are skipped
         self.evicted = EvictedPrefixes()
 
@@ -170,7 +81,7 @@ class RadixTree:
         if step is not None:
             return Match(node, part, n, blocks, "evicted", step)
         others = [part.keys[n]] if part is not None else list(islice(node.children, MAX_COMPARED))
-        common = max((_common(key, other) for other in others if other[0] == key[0]), default=0)
+        common = max((common_tokens(key, other) for other in others if other[0] == key[0]), default=0)
         stop = "differs" if common or (depth and others) else "ends" if depth else "empty"
         return Match(node, part, n, blocks, stop, depth * self.block_size + common)
 
@@ -227,8 +138,7 @@ class RadixTree:
             self.prefixes.add(end)
         self.allocator.tree_add(blocks)
         if step >= 0:
-            self._pending.update(dict.fromkeys(blocks, step))
-            self._pending_of.setdefault(step, []).extend(blocks)
+            self.pending.add(blocks, step)
         return leaf
 
     def _split(self, node: Node, n: int) -> Node:
@@ -316,9 +226,7 @@ class RadixTree:
         dropped, first = node.blocks[keep:], node.keys[0]
         self.prefixes.difference_update(node.hashes[keep:])
         del node.keys[keep:], node.blocks[keep:], node.hashes[keep:]
-        if self._pending:
-            for block in dropped:
-                self._pending.pop(block, None)
+        self.pending.discard(dropped)
         self.allocator.tree_drop(dropped)
         if not keep:
             del parent.children[first]
@@ -332,17 +240,12 @@ class RadixTree:
             heapq.heapify(self._oldest)
         heapq.heappush(self._oldest, (node.last_used, node.id))
 
-    # ---- pending blocks
+    # ---- steps that end
 
     def settle(self, step: int) -> None:
         """Mark the blocks of a committed step as written."""
-        blocks = self._pending_of.pop(step, None)
-        if blocks is None:
-            return
-        for block in blocks:
-            if self._pending.get(block) == step:
-                del self._pending[block]
-        self.log.append("settle", step)
+        if self.pending.settle(step):
+            self.log.append("settle", step)
 
     def invalidated_by(self, step: int) -> tuple[list[tuple[Node, int]], set[int]]:
         """Return the nodes that a failed step makes invalid, and the blocks to remove.
@@ -352,7 +255,7 @@ class RadixTree:
         """
         kept: dict[Node, int] = {}
         for node in self.nodes.values():
-            valid = next((i for i, block in enumerate(node.blocks) if self._pending.get(block, -1) >= step), None)
+            valid = next((i for i, block in enumerate(node.blocks) if self.pending.step_of(block) >= step), None)
             if valid is not None:
                 kept[node] = valid
         stack = list(kept)
@@ -366,7 +269,7 @@ class RadixTree:
 
     def withdraw(self, step: int, invalid: list[tuple[Node, int]]) -> None:
         """Remove the invalid blocks that `invalidated_by(step)` found. No request may hold them any more."""
-        self._pending_of.pop(step, None)
+        self.pending.forget(step)
         self.log.append("withdraw", step, [(node.id, keep) for node, keep in invalid])
         for node, keep in invalid:
             self._cut(node, keep)
@@ -375,10 +278,6 @@ class RadixTree:
         for node, keep in invalid:  # after all cuts, because one record reports them
             if not keep and node.parent is not None and self.nodes.get(node.parent.id) is node.parent:
                 self._merge(node.parent)
-
-    def pending_blocks(self) -> dict[int, int]:
-        """Return the pending blocks, each with the step that writes it."""
-        return dict(self._pending)
 
     # ---- checking
 
@@ -405,18 +304,6 @@ class RadixTree:
             assert node.same_child is None, f"node {node.id} is not merged with its child"
             assert not node.evictable or (node.last_used, node.id) in self._oldest, f"leaf {node.id} cannot be evicted"
         assert self.prefixes == {prefix for node in self.nodes.values() for prefix in node.hashes}
-        assert self._pending.keys() <= seen, "a pending block is not in the tree"
+        assert self.pending.by_block().keys() <= seen, "a pending block is not in the tree"
         in_tree = sum(self.allocator.in_tree(b) for b in range(self.allocator.num_blocks))
         assert in_tree == len(seen), f"{in_tree} blocks are marked as in the tree, {len(seen)} are in nodes"
-
-
-def _common(a: Key, b: Key) -> int:
-    """Return the number of equal tokens at the beginning of two keys of the same length; 0 if their salts differ."""
-    n = 0
-    if getattr(a, "salt", "") != getattr(b, "salt", ""):
-        return n
-    for x, y in zip(a, b, strict=True):
-        if x != y:
-            break
-        n += 1
-    return n

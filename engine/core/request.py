@@ -10,7 +10,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from engine.core.ngrams import Lookup
-    from engine.core.radix import Node
+    from engine.core.node import Node
 from engine.params import SamplingParams
 
 

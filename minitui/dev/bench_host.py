@@ -23,7 +23,8 @@ from typing import Any
 
 from engine.core.allocator import BlockAllocator
 from engine.core.engine import Engine
-from engine.core.radix import Key, Node, RadixTree
+from engine.core.node import Key, Node
+from engine.core.radix import RadixTree
 from engine.core.scheduler import SchedulerConfig
 from engine.core.step import StepPlan, StepResult
 from engine.params import SamplingParams

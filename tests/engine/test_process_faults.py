@@ -142,7 +142,7 @@ async def test_what_cannot_be_packed_is_refused_where_it_is_asked(client: Engine
         client.submit(PROMPT, forged(regex=lambda: 0))
     with pytest.raises(InvalidRequest, match="built-in types"):
         await client.control("pace", factor=lambda: 0)
-    assert not client._streams and not client._calls
+    assert not client._waiting.streams and not client._waiting._calls
     await answers(client)
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine.core.engine import Engine
-from engine.core.radix import Node
+from engine.core.node import Node
 from engine.core.request import Request
 from engine.core.scheduler import SchedulerConfig
 from engine.core.step import StepPlan
