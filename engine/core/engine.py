@@ -8,7 +8,7 @@ commit of a step, or after the commit.
     3 allocate     plan:   take the blocks for the KV of these tokens (engine/core/cache.py)
     4 forward      launch: the model computes these tokens (engine/worker/runner.py)
     5 sample       launch: a token is drawn from the logits (engine/worker/sampler.py)
-    6 commit       commit: append ids, detect ends, publish and free blocks, write records
+    6 commit       commit: append ids, detect ends, publish and free blocks (engine/core/commit.py)
     7 detokenize   after:  ids become text (engine/text/output.py); with overlap, the next step runs meanwhile
 
 The host plans and commits, and the device computes. With `overlap`, the engine commits step n-1 and plans step n+1
@@ -19,20 +19,19 @@ lengths of the sequences in a step depend on the ids that the previous step drew
 from __future__ import annotations
 
 import logging
-import secrets
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple, Protocol
 
 from engine.core.cache import KVCache
+from engine.core.commit import Committer
 from engine.core.gate import Gate
-from engine.core.masks import dead_end
+from engine.core.intake import Intake
 from engine.core.request import Grammar, Grammars, Request
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.step import Emitted, Scheduled, StepPlan, StepResult
 from engine.core.step_clock import LAUNCH, PLAN, StepClock, StepTimes
-from engine.core.token_rules import TokenRules
 from engine.errors import DeviceLost, InvalidRequest, loses_device
 from engine.params import SamplingParams
 from engine.trace.records import RecordLog
@@ -82,14 +81,13 @@ class Engine:
         self.log = log or RecordLog()
         self.cache = KVCache(runner.num_blocks, runner.block_size, self.log, prefix_caching)
         self.scheduler = Scheduler(config, self.cache, self.log)
+        self.committer = Committer(self.scheduler)
         self.gate = Gate(self.log)
         self.clock = StepClock(self.log, runner.synchronous)
-        # Some checkpoints have end ids outside the model's vocabulary, which have no logit.
-        self.eos_ids = frozenset(token for token in eos_ids if 0 <= token < runner.vocab_size)
         # The number of steps in flight when step() returns. It is 0 with speculation, because the lengths and drafts of
         # a step depend on the ids that the previous step drew.
         self.delay = 1 if overlap and not config.speculative_tokens else 0
-        self._grammars = grammars  # None: replies cannot be constrained
+        self._intake = Intake(self.scheduler.limit_for, runner.vocab_size, eos_ids, grammars)
         self._flight: deque[InFlight] = deque()
         self._next_id = 1
 
@@ -108,64 +106,15 @@ class Engine:
         full.
         """
         try:
-            request = self._request(ids, params, group, sample_index)
-            _check_type("priority", priority, int)
-            _check_type("cache_salt", cache_salt, str)
-            request.priority, request.cache_salt = priority, cache_salt
+            request = self._intake.make(
+                self._next_id, ids, params, group, sample_index, priority=priority, cache_salt=cache_salt
+            )
             self.scheduler.add(request)
         except InvalidRequest as error:
             self.log.append("refuse", group if isinstance(group, str) else "", str(error))
             raise
         self._next_id += 1
         return request
-
-    def _request(self, ids: list[int], params: SamplingParams, group: str, sample_index: int) -> Request:
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequest(f"the sampling parameters are of type {type(params).__name__}, not SamplingParams")
-        _check_type("group", group, str)
-        if not isinstance(sample_index, int) or not 0 <= sample_index < 1 << 31:
-            raise InvalidRequest(f"sample_index is {_short(sample_index)}: it must be a whole number, 0 or more", "n")
-        params.validate(self.runner.vocab_size)
-        _check_ids(ids, self.runner.vocab_size)
-        max_total = self.scheduler.limit_for(len(ids), params)
-        request = Request(
-            id=self._next_id, ids=list(ids), params=params, group=group, sample_index=sample_index,
-            seed=secrets.randbits(63) if params.seed is None else params.seed, max_total=max_total,
-            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids),
-            prompt_len=len(ids), grammar=self._grammar(params),
-        )  # fmt: skip
-        if params.min_tokens or isinstance(request.grammar, TokenRules):
-            self._check_first_draw(request)
-        return request
-
-    def _grammar(self, params: SamplingParams) -> Grammar | None:
-        """Return the masks of a reply, or None if every token is always allowed."""
-        grammar, words = None, []
-        if params.structured or params.bad_words:
-            if self._grammars is None:
-                field = "json_schema" if params.structured else "bad_words"
-                raise InvalidRequest("replies cannot be constrained: this engine has no tokenizer", field)
-            if params.structured:
-                grammar = self._grammars.compile(params)
-            if params.bad_words:
-                words = self._grammars.words(params.bad_words)
-        if words or params.allowed_token_ids is not None:
-            return TokenRules(params, words, self.runner.vocab_size, grammar)
-        return grammar
-
-    def _check_first_draw(self, request: Request) -> None:
-        """Refuse a request whose masks allow no token for the first draw."""
-        least = request.params.min_tokens
-        if least and len(request.stop_ids) >= self.runner.vocab_size:
-            raise InvalidRequest(
-                f"min_tokens is {least}, but each of the {self.runner.vocab_size:,} token ids ends "
-                "the reply: set min_tokens to 0 or name fewer stop_token_ids",
-                "min_tokens",
-            )
-        reason = dead_end(request)
-        if reason:
-            rules = "bad_words" if request.params.allowed_token_ids is None else "allowed_token_ids"
-            raise InvalidRequest(reason, "min_tokens" if least else rules)
 
     def abort(self, request_id: int, reason: str = "abort", output_tokens: int | None = None) -> bool:
         """End a request in any state. Returns False if there is no such request. `output_tokens`: see
@@ -224,7 +173,7 @@ class Engine:
         except Exception as error:
             return self._failed(scheduled, error)
         self.clock.arrive(times, result)
-        emitted = self.scheduler.commit(scheduled, result)
+        emitted = self.committer.commit(scheduled, result)
         wall_s = self.clock.record(times, plan, result, emitted)
         if result.expert_load is not None:
             self.log.append("experts", plan.step, result.expert_load)
@@ -234,7 +183,7 @@ class Engine:
     def _failed(self, scheduled: Scheduled, error: Exception) -> list[Emitted]:
         """End the requests of a step that raised an error. Other requests continue, unless the device is lost."""
         logger.exception("step %d failed", scheduled.plan.step)
-        emitted = self.scheduler.fail(scheduled, f"{type(error).__name__}: {error}")
+        emitted = self.committer.fail(scheduled, f"{type(error).__name__}: {error}")
         if isinstance(error, DeviceLost):
             raise error
         if loses_device(error):
@@ -295,27 +244,3 @@ class Engine:
             "free": runs_of(self.cache.allocator.free_blocks),
             "waste": asdict(self.cache.waste),
         }  # fmt: skip
-
-
-def _check_type(name: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise InvalidRequest(f"{name} is of type {type(value).__name__}: it must be of type {kind.__name__}", name)
-
-
-def _check_ids(ids: list[int], vocab_size: int) -> None:
-    if not isinstance(ids, Sequence):
-        raise InvalidRequest(f"the prompt is of type {type(ids).__name__}: it must be a list of ids")
-    if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < vocab_size)):
-        return  # half the time of the loop, which looks for the first bad id
-    for position, token in enumerate(ids):
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise InvalidRequest(
-                f"token {position} of the prompt is {_short(token)}; this model's ids are 0 to {vocab_size - 1:,}"
-            )
-
-
-def _short(value: object) -> str:
-    """Return a number below 1e18 as text. For other values, return the type: their text may be long, or `str` may
-    raise an exception."""
-    number = isinstance(value, (int, float)) and abs(value) < 1e18
-    return str(value) if number else f"of type {type(value).__name__}"

@@ -7,8 +7,7 @@ cached blocks are evicted first, then the youngest request is preempted. The ful
 the tree until they are evicted.
 
 `plan()` may plan step n+1 while step n runs: planning needs the lengths of sequences, which are known before step n
-has drawn its ids. `commit()` takes the ids of the oldest step that is not committed. A request may have finished,
-failed, been aborted or been requeued since that step was planned: then its entry is void and is skipped.
+has drawn its ids. The ids are committed later (engine/core/commit.py).
 
 With speculation (engine/core/speculation.py), drafts use the part of the budget that decodes and chunks do not use. A
 request with drafts is not planned again before these drafts are committed, because its length depends on how many of
@@ -23,17 +22,14 @@ from dataclasses import dataclass
 
 from engine.config import POLICIES
 from engine.core.cache import KVCache
-from engine.core.masks import dead_end
 from engine.core.plan_writer import Entry, PlanWriter
 from engine.core.policy import ORDERS
 from engine.core.request import Request, RequestState
 from engine.core.speculation import PromptLookup
-from engine.core.step import Emitted, Scheduled, StepResult, TokenLogprobs
+from engine.core.step import Scheduled
 from engine.errors import InvalidRequest
 from engine.params import SamplingParams
 from engine.trace.records import RecordLog
-
-NOT_FINITE = "the model's logits were not finite numbers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +65,7 @@ class Scheduler:
         self._last_wait: tuple[int, str] | None = None  # the request and the obstacle in the last "wait" record
         self._writer = PlanWriter(cache, log)
         self._watermark = int(config.watermark * cache.allocator.total)
-        self._lookup = PromptLookup(config.speculative_tokens) if config.speculative_tokens else None
+        self.lookup = PromptLookup(config.speculative_tokens) if config.speculative_tokens else None
         self._order = ORDERS[config.policy](cache, log) if config.policy in ORDERS else None
 
     # ---- the queue
@@ -133,6 +129,19 @@ class Scheduler:
         request.epoch += 1  # its work in flight is void
         del self.requests[request.id]
 
+    def settle(self, step: int) -> None:
+        """Note that a step is committed: its blocks are written, and its preempted requests may be admitted again."""
+        self._committed = step
+        self.cache.tree.settle(step)
+
+    def requeue(self, request: Request, step: int) -> None:
+        """Put a running request back in the queue, because its blocks may depend on `step`, which failed."""
+        self._leave(request)
+        request.epoch += 1  # its work in flight is void
+        request.last_step = -1
+        clock = self.log.append("requeue", request.id, f"its blocks may depend on step {step}, which failed")
+        self._put_back(request, clock)
+
     def _leave(self, request: Request) -> None:
         """Remove a request from `running`; later steps may use its row."""
         self.running.remove(request)
@@ -194,12 +203,12 @@ class Scheduler:
         request is preempted.
         """
         drafts: dict[int, list[int]] = {}
-        if self._lookup is None:
+        if self.lookup is None:
             return drafts
         size = self.cache.block_size
-        self._lookup.begin_step()
+        self.lookup.begin_step()
         for i, (request, start, _) in enumerate(entries[:num_decoding]):
-            draft = self._lookup.draft(request, start, budget)
+            draft = self.lookup.draft(request, start, budget)
             if draft and not self.cache.grow(request, start + 1 + len(draft)):
                 draft = draft[: len(request.table) * size - start - 1]
             if draft:
@@ -307,9 +316,10 @@ class Scheduler:
         """Release a request's row and blocks, and put it at the head of the queue; its token in flight stays valid."""
         self._leave(request)
         clock = self.log.append("preempt", request.id, reason, len(request.table))
-        self._requeue(request, clock)
+        self._put_back(request, clock)
 
-    def _requeue(self, request: Request, clock: int) -> None:
+    def _put_back(self, request: Request, clock: int) -> None:
+        """Release the blocks of a request that left `running`, and put it at the head of the queue."""
         request.lost = max(request.lost, request.planned)
         self.cache.release(request, clock)
         request.decoding = False
@@ -317,125 +327,3 @@ class Scheduler:
         request.preemptions += 1
         request.state = RequestState.PREEMPTED
         self.waiting.appendleft(request)
-
-    # ---- commit
-
-    def commit(self, scheduled: Scheduled, result: StepResult) -> list[Emitted]:
-        """Append the ids that a step drew, end finished replies, and publish the blocks that are now written."""
-        plan = scheduled.plan
-        self._committed = plan.step
-        self.cache.tree.settle(plan.step)
-        emitted: list[Emitted] = []
-        size, running = self.cache.block_size, RequestState.RUNNING
-        bad, extras = set(result.bad), bool(result.logprobs or result.prompt_logprobs)
-        ends, samples = (plan.starts + plan.q_lens).tolist(), plan.samples.tolist()
-        checked = self._accept_drafts(scheduled, result) if plan.num_drafted else {}
-        entries = zip(scheduled.requests, scheduled.epochs, ends, samples, result.ids, strict=True)
-        for i, (request, epoch, end, sampled, drawn) in enumerate(entries):
-            if request.epoch != epoch:
-                continue  # void: the request ended or was requeued while this step was in flight
-            token: int | None = None
-            reason = masked = ""
-            if i in checked:
-                *accepted, drawn = checked[i]
-                emitted += self._append_accepted(request, accepted, result, i)
-                end = len(request.ids)
-                if drawn < 0:
-                    bad.add(i)
-            failed = request.grammar.failed if sampled and request.grammar is not None else ""
-            if sampled and i not in bad and not failed:
-                token = drawn
-                request.ids.append(token)
-                if token in request.stop_ids or (request.grammar is not None and request.grammar.advance(token)):
-                    reason = "stop"
-                elif len(request.ids) >= request.max_total:
-                    reason = "length"
-            elif sampled:
-                masked = failed or dead_end(request)
-                reason = f"error: {masked or NOT_FINITE}"
-            if end // size > (request.shared_blocks or len(request.contents)) and request.state is running:
-                self.cache.publish_committed(request, end)
-            if reason:
-                leaf = request.node
-                self.finish(request, reason)
-                if i in bad and leaf is not None and not masked:
-                    self.cache.forget(leaf)  # the KV of this leaf may contain NaN
-            if token is not None or reason or extras:
-                item = Emitted(request, token, reason, result.arrived_us)
-                if extras:
-                    item.logprobs = result.logprobs[i][-1] if i in result.logprobs else None
-                    item.prompt_logprobs = _new_prompt_logprobs(request, int(plan.starts[i]), result, i)
-                emitted.append(item)
-        return emitted
-
-    def _accept_drafts(self, scheduled: Scheduled, result: StepResult) -> dict[int, list[int]]:
-        """Return the tokens of each entry with drafts: its accepted drafts, then the token that was drawn after them.
-
-        The first draft that differs from the token drawn at its position, or that is a stop token, is rejected. All
-        drafts after it are rejected too.
-        """
-        assert self._lookup is not None
-        checked: dict[int, list[int]] = {}
-        counts: list[tuple[int, int, int]] = []
-        for entry, draft in scheduled.plan.drafts():
-            request, draws = scheduled.requests[entry], result.checked[entry]
-            if request.epoch != scheduled.epochs[entry]:
-                continue
-            wrong = (i for i, token in enumerate(draft) if token != draws[i] or token in request.stop_ids)
-            accepted = next(wrong, len(draft))
-            checked[entry] = draws[: accepted + 1]
-            if entry in result.logprobs:
-                del result.logprobs[entry][accepted + 1 :]
-            request.drafted = 0
-            self._lookup.learn(request, len(draft), accepted)
-            if request.state is RequestState.RUNNING:
-                counts.append((request.id, len(draft), accepted))
-        if counts:
-            self.log.append("accept", scheduled.plan.step, counts)
-        return checked
-
-    @staticmethod
-    def _append_accepted(request: Request, accepted: list[int], result: StepResult, entry: int) -> list[Emitted]:
-        """Append accepted drafts, whose KV is computed already; return one output for each."""
-        request.ids += accepted
-        if request.state is RequestState.RUNNING:
-            request.planned += len(accepted)
-        logprobs, at = result.logprobs.get(entry), result.arrived_us
-        return [
-            Emitted(request, token, arrived_us=at, logprobs=logprobs[i] if logprobs else None)
-            for i, token in enumerate(accepted)
-        ]
-
-    def fail(self, scheduled: Scheduled, error: str) -> list[Emitted]:
-        """End the requests of a failed step, withdraw its blocks, and requeue the requests that use these blocks."""
-        plan = scheduled.plan
-        self.log.append("fail", plan.step, error)
-        emitted = []
-        invalid, blocks = self.cache.tree.invalidated_by(plan.step)
-        for request, epoch in zip(scheduled.requests, scheduled.epochs, strict=True):
-            if request.epoch == epoch:
-                emitted.append(Emitted(request, None, f"error: {error}"))
-                self.finish(request, f"error: {error}")
-        for request in [r for r in reversed(self.running) if not blocks.isdisjoint(r.table)]:
-            self._leave(request)
-            request.epoch += 1
-            request.last_step = -1
-            clock = self.log.append("requeue", request.id, f"its blocks may depend on step {plan.step}, which failed")
-            self._requeue(request, clock)
-        self.cache.tree.withdraw(plan.step, invalid)
-        for request in self.running:
-            self.cache.resend_table(request)  # the table changes of the failed plan may not have reached the device
-        return emitted
-
-
-def _new_prompt_logprobs(request: Request, start: int, result: StepResult, entry: int) -> list[TokenLogprobs] | None:
-    """Return the prompt logprobs of the chunk at `start`, without those that were returned before.
-
-    After a preemption, the same prompt positions are computed again.
-    """
-    found = result.prompt_logprobs.get(entry)
-    if found is None:
-        return None
-    new = found[max(0, request.prompt_logprobs_given - start) :]
-    request.prompt_logprobs_given += len(new)
-    return new

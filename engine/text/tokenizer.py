@@ -16,18 +16,15 @@ import tokenizers
 
 from engine.eos import eos_ids
 from engine.errors import CheckpointError, InvalidRequest, PromptTooLong
-from engine.fields import Fields, shown
-from engine.files import read_json_if_there, read_text
-from engine.params import SamplingParams
-from engine.text.added_tokens import SPECIAL_NAMES, add_tokens, text_of
-from engine.text.chat_template import LONGEST_SOURCE, ChatTemplate
+from engine.text.added_tokens import add_tokens
+from engine.text.chat_template import ChatTemplate
 from engine.text.detokenizer import Decoding, Detokenizer
 from engine.text.markers import MarkedDetokenizer, Markers
+from engine.text.tokenizer_config import TokenizerConfig
 from engine.text.tokenizer_file import LONG_TEXT, encode, load
 
 Message = dict[str, Any]
 
-GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 OF_TRANSFORMERS = (("tokenize", True), ("return_dict", False), ("return_tensors", None))  # its arguments and our values
 PRIVATE_USE = range(0xE000, 0xF900)  # characters without a standard meaning
 # The mark of a chat consists of random PRIVATE_USE characters. It is put into the names of control tokens in messages,
@@ -51,18 +48,16 @@ class Tokenizer:
     def __init__(self, directory: str | Path) -> None:
         """Raises CheckpointError if tokenizer.json is missing or broken."""
         self.directory = directory = Path(directory)
-        self._config = self._fields("tokenizer_config.json").raw
-        if "added_tokens_decoder" not in self._config:  # older versions name special tokens in another file
-            self._config |= self._fields("special_tokens_map.json").raw
+        self._config = TokenizerConfig(directory)
         self._tokenizer = self._loaded()
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._control_ids = {token.content: token_id for token_id, token in added.items() if token.special}
-        self._names = {name: self._special(name) for name in SPECIAL_NAMES if self._config.get(name)}
+        self._names = self._config.special_names()
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        self.generation = self._find_generation()
+        self.generation = self._config.generation(self.vocab_size)
         self.eos_ids = self._find_eos_ids()
-        self.chat_template = self._find_template()
+        self.chat_template = self._config.chat_template()
         self.context: int | None = None
         self._decoding = Decoding(self._tokenizer, self.special_ids)
         self._markers = Markers(self._tokenizer.token_to_id, lambda ids: self._decoding.decode(ids, False))
@@ -241,58 +236,13 @@ class Tokenizer:
 
     def _loaded(self) -> tokenizers.Tokenizer:
         tokenizer = load(self.directory / "tokenizer.json")
-        add_tokens(tokenizer, self.directory, self._config)
+        add_tokens(tokenizer, self.directory, self._config.fields)
         return tokenizer
-
-    def _fields(self, name: str) -> Fields:
-        path = self.directory / name
-        return Fields(path, read_json_if_there(path))
-
-    def _special(self, name: str) -> str:
-        """Returns the text of a special token, which tokenizer_config.json has as a string or as {"content": text}."""
-        token = self._config[name]
-        content = text_of(token)
-        if content is None:
-            raise CheckpointError(
-                f"the tokenizer of {self.directory} has {name} = {shown(token)}: it must be a string, or an object "
-                "with content"
-            )
-        return content
-
-    def _find_generation(self) -> dict[str, Any]:
-        fields = self._fields("generation_config.json")
-        found = {key: fields.raw[key] for key in GENERATION_DEFAULTS if fields.raw.get(key) is not None}
-        if isinstance(found.get("top_k"), int):
-            found["top_k"] = min(found["top_k"], self.vocab_size)
-        if not fields.flag("do_sample", True):
-            found["temperature"] = 0.0
-        try:
-            SamplingParams(**found).validate(self.vocab_size)
-        except InvalidRequest as error:
-            raise CheckpointError(f"{fields.path} recommends invalid settings: {error}; correct or delete it") from None
-        return found
 
     def _find_eos_ids(self) -> tuple[int, ...]:
         ids = eos_ids(self.directory)
         named = self._tokenizer.token_to_id(self._names["eos_token"]) if "eos_token" in self._names else None
         return ids if named is None or named in ids else (*ids, named)
-
-    def _find_template(self) -> str | None:
-        path = self.directory / "chat_template.jinja"
-        if path.exists():
-            return read_text(path, LONGEST_SOURCE)
-        template = self._config.get("chat_template") or self._fields("chat_template.json").raw.get("chat_template")
-        if isinstance(template, list):  # several templates with names
-            template = {str(item.get("name")): item.get("template") for item in template if isinstance(item, dict)}
-        if isinstance(template, dict):
-            template = template.get("default") or next(iter(template.values()), None)
-        if template is not None and (not isinstance(template, str) or len(template) > LONGEST_SOURCE):
-            found = f"{len(template):,} characters" if isinstance(template, str) else type(template).__name__
-            raise CheckpointError(
-                f"the chat template of {self.directory} is {found}; it must be a string of at most {LONGEST_SOURCE:,} "
-                "characters"
-            )
-        return template
 
 
 def _up_to_last_message(rendered: str, messages: list[Message]) -> str:

@@ -17,7 +17,7 @@ from engine.progress import Progress
 from engine.worker.inputs import Draws, Inputs, drawing_tokens, logit_rows
 from engine.worker.launch import LaunchedStep, PromptLogprobs
 from engine.worker.loaded import LoadedModel
-from engine.worker.sampler import Logprobs, pick_logprobs
+from engine.worker.logprobs import Logprobs, pick_logprobs
 
 LOGPROB_ROWS = 256  # for prompt logprobs: number of positions whose logits are in memory at the same time
 

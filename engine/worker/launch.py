@@ -11,7 +11,7 @@ import torch
 
 from engine.core.step import StepResult
 from engine.model.group import CollectiveTime
-from engine.worker.sampler import Logprobs
+from engine.worker.logprobs import Logprobs
 
 
 class DrawnLogprobs(NamedTuple):

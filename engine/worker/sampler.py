@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from engine.core.request import Grammar
-from engine.core.step import RowSettings, TokenLogprobs
+from engine.core.step import RowSettings
 from engine.kernels.noise import gumbel, host_gumbel, request_keys
 from engine.kernels.row_settings import (
     FREQUENCY,
@@ -27,7 +27,8 @@ from engine.kernels.row_settings import (
     TEMPERATURE,
     TOP_P,
 )
-from engine.worker.upload import to_host
+from engine.worker.logprobs import Logprobs, pick_logprobs
+from engine.worker.vocabulary_rows import VocabularyRows
 
 Upload = Callable[[np.ndarray], torch.Tensor]
 
@@ -54,37 +55,6 @@ class Wants:
 
 
 @dataclass(slots=True)
-class Logprobs:
-    """Log-probabilities of l tokens: before grammar, bias, penalties and temperature change the logits, or after all
-    changes and cuts (`logprobs_mode` of EngineConfig)."""
-
-    token: torch.Tensor  # [l]  the log-probability of each token
-    rank: torch.Tensor  # int64 [l]  the rank of each token; 1: the most likely token
-    top: torch.Tensor  # [l, n]  the log-probabilities of the n most likely tokens at the same position
-    top_ids: torch.Tensor  # int64 [l, n]  the ids of these n tokens
-
-    @staticmethod
-    def joined(parts: list[Logprobs]) -> Logprobs:
-        names = ("token", "rank", "top", "top_ids")
-        return Logprobs(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
-
-    def fetched(self) -> Logprobs:
-        """Start copies to pinned memory on the host, and return them."""
-        return Logprobs(*map(to_host, (self.token, self.rank, self.top, self.top_ids)))
-
-    def listed(self, tokens: list[int], counts: list[int]) -> list[TokenLogprobs]:
-        """Returns a TokenLogprobs for each of `tokens`; entry i lists the counts[i] most likely tokens.
-
-        Call this only after the copies of `fetched` have arrived on the host.
-        """
-        own, rank, top, ids = self.token.tolist(), self.rank.tolist(), self.top.tolist(), self.top_ids.tolist()
-        return [
-            TokenLogprobs(token, own[i], rank[i], list(zip(ids[i][:n], top[i][:n], strict=True)))
-            for i, (token, n) in enumerate(zip(tokens, counts, strict=True))
-        ]
-
-
-@dataclass(slots=True)
 class Drawn:
     """The s draws of a step, on the device."""
 
@@ -92,39 +62,6 @@ class Drawn:
     bad: torch.Tensor  # bool [s]: the logits were not finite, or the masks allowed no token: the id is meaningless
     logprob_rows: np.ndarray  # indices of the draws that asked for logprobs
     logprobs: Logprobs | None
-
-
-class VocabularyRows:
-    """A tensor with a line [vocab_size] for each batch row that needs it. The tensor doubles when no line is free."""
-
-    def __init__(self, max_rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.lines = torch.zeros((0, vocab_size), dtype=dtype, device=device)
-        self._line_of = np.full(max_rows, -1, dtype=np.int64)
-        self._free: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self.lines) - len(self._free)
-
-    def claim(self, row: int) -> torch.Tensor:
-        """Returns the line of `row`, filled with zeros, as a view [vocab_size]."""
-        line = int(self._line_of[row])
-        if line < 0:
-            if not self._free:
-                old, width = self.lines.shape
-                more = max(old, 4)
-                self.lines = torch.cat((self.lines, self.lines.new_zeros((more, width))))
-                self._free = list(range(old + more - 1, old - 1, -1))
-            line = self._line_of[row] = self._free.pop()
-        return self.lines[line].zero_()
-
-    def release(self, row: int) -> None:
-        if self._line_of[row] >= 0:
-            self._free.append(int(self._line_of[row]))
-            self._line_of[row] = -1
-
-    def of(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the index of each row's line, as int64."""
-        return self._line_of[rows]
 
 
 class Sampler:
@@ -355,11 +292,3 @@ def descending(values: torch.Tensor, width: int) -> torch.Tensor:
         ascending = np.sort(values.numpy(), axis=-1)  # vectorised: 20 times as fast as torch's sort on a CPU
         return torch.from_numpy(ascending[:, : -width - 1 : -1].copy())
     return values.sort(descending=True).values if full else values.topk(width).values
-
-
-def pick_logprobs(logprobs: torch.Tensor, tokens: torch.Tensor, top: int) -> Logprobs:
-    """Returns the Logprobs of `tokens` (int64 [l]) from logprobs [l, V], with the `top` most likely tokens."""
-    own = logprobs.gather(1, tokens[:, None])
-    rank = (logprobs > own).sum(-1) + 1
-    best = logprobs.topk(min(top, logprobs.shape[-1]), -1)
-    return Logprobs(own[:, 0], rank, best.values, best.indices)

@@ -138,7 +138,7 @@ def _step_cost(rows: int, delay: int, records: bool) -> StepCost:
     outputs = OutputProcessor(None, engine.log)
     for request in engine.scheduler.running:
         outputs.open(request)
-    plans, commits = _timed(engine.scheduler, "plan"), _timed(engine.scheduler, "commit")
+    plans, commits = _timed(engine.scheduler, "plan"), _timed(engine.committer, "commit")
     whole, emits = [], []
     with _no_collections():
         for _ in range(STEPS):

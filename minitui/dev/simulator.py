@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.core.cache import KVCache
+from engine.core.commit import Committer
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.step import Scheduled, StepResult
@@ -148,6 +149,7 @@ class Stress:
             self.cache,
             self.log,
         )
+        self.committer = Committer(self.scheduler)
         self.words = Words()
         self.closed = False  # the gate
         self.pace = 1.0
@@ -221,7 +223,7 @@ class Stress:
             request for i, request in enumerate(requests)
             if plan.samples[i] and request.in_flight and len(request.ids) == request.prompt_len
         ]  # fmt: skip
-        emitted = self.scheduler.commit(scheduled, self._draw(scheduled))
+        emitted = self.committer.commit(scheduled, self._draw(scheduled))
         for request in first:
             submitted, admitted = self._submitted[request.id]
             prefill_ms = (self.now - admitted) * 1e3

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.core.commit import NOT_FINITE
 from engine.core.engine import Engine
 from engine.core.request import Request
-from engine.core.scheduler import NOT_FINITE, SchedulerConfig
+from engine.core.scheduler import SchedulerConfig
 from engine.core.step import RowSettings
 from engine.errors import InvalidRequest
 from engine.params import SamplingParams

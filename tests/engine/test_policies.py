@@ -56,7 +56,7 @@ def documents(policy: str, requests: int, every: float = 0.03) -> Outcome:
         scheduled = engine.scheduler.plan()
         assert scheduled is not None
         now[0] += STEP_S + TOKEN_S * scheduled.plan.num_tokens
-        for emitted in engine.scheduler.commit(scheduled, engine.runner.launch(scheduled.plan, {}).wait()):
+        for emitted in engine.committer.commit(scheduled, engine.runner.launch(scheduled.plan, {}).wait()):
             first.setdefault(emitted.request.id, now[0])
     engine.check()
     waits = [first[request.id] - arrivals[i][0] for i, request in enumerate(came)]
@@ -206,6 +206,6 @@ def test_the_lowest_number_is_admitted_first_and_equal_ones_in_order_of_arrival(
         scheduled = engine.scheduler.plan()
         assert scheduled is not None
         admitted += [request.id for request in engine.scheduler.running if request.id not in admitted]
-        engine.scheduler.commit(scheduled, engine.runner.launch(scheduled.plan, {}).wait())
+        engine.committer.commit(scheduled, engine.runner.launch(scheduled.plan, {}).wait())
     expected = sorted(range(1, 13), key=lambda i: (numbers[i - 1], i))
     assert admitted == expected and admitted != sorted(admitted)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from engine.core import host_pauses, step_clock
+from engine.core.commit import Committer
 from engine.core.engine import Engine
-from engine.core.scheduler import Scheduler, SchedulerConfig
+from engine.core.scheduler import SchedulerConfig
 from engine.core.step import StepPlan, StepResult
 from engine.params import SamplingParams
 
@@ -85,15 +86,15 @@ def test_a_delay_counts_for_the_step_whose_parts_contain_it(overlap: bool, monke
         return found
 
     monkeypatch.setattr(host_pauses.HostPauses, "_read_delays", delays)
-    commit, late = Scheduler.commit, {4: 7.0, 5: 9.0}
+    commit, late = Committer.commit, {4: 7.0, 5: 9.0}
 
-    def delayed(scheduler: Scheduler, scheduled: Any, result: Any) -> Any:
+    def delayed(committer: Committer, scheduled: Any, result: Any) -> Any:
         pause = late.get(scheduled.plan.step, 0.0)
         runner.now += pause
         unread.append(pause)
-        return commit(scheduler, scheduled, result)
+        return commit(committer, scheduled, result)
 
-    monkeypatch.setattr(Scheduler, "commit", delayed)
+    monkeypatch.setattr(Committer, "commit", delayed)
     parts, _ = recorded(runner, overlap, monkeypatch)
     found = {part[3]: (part[4] / 1e6 - COMMIT, part[11] / 1e6) for part in parts[1:]}
     assert found[5] == (7.0, 7.0) and found[6] == (9.0, 9.0)

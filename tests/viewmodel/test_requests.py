@@ -61,7 +61,7 @@ def played(seed: int, kind: str) -> Truth:
     truth.load = load
     engine = load.engine
     truth.snapshots.append(engine.snapshot())
-    commit, append = engine.scheduler.commit, engine.log.append
+    commit, append = engine.committer.commit, engine.log.append
 
     def noted(scheduled: Any, result: Any) -> Any:
         items = commit(scheduled, result)
@@ -75,7 +75,7 @@ def played(seed: int, kind: str) -> Truth:
         truth.records.append((seq, engine.log.t, kind, *fields))
         return seq
 
-    engine.scheduler.commit, engine.log.append = noted, kept  # type: ignore[method-assign]
+    engine.committer.commit, engine.log.append = noted, kept  # type: ignore[method-assign]
     record = engine.clock.record
 
     def clocked(times: Any, plan: Any, *results: Any) -> float:
