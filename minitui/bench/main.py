@@ -75,8 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command with `arguments` (None: the arguments of this process) and exits."""
     given = sys.argv[1:] if arguments is None else arguments
     if any(one == "--url" or one.startswith("--url=") for one in given):
-        from minitui.bench.load import HELP as LOAD_HELP
-        from minitui.bench.load import LoadOptions, load
+        from minitui.bench.load.main import load
+        from minitui.bench.load.options import HELP as LOAD_HELP
+        from minitui.bench.load.options import LoadOptions
 
         run(LoadOptions, load, arguments, "minitui bench", LOAD_HELP)
     run(Options, measure, arguments, "minitui bench", HELP)
