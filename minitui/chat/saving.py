@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from minitui.chat.chat_file import StoreError
 from minitui.chat.conversation import Session
-from minitui.chat.store import Store, StoreError
+from minitui.chat.store import Store
 
 RETRY_S = 5.0
 
@@ -63,7 +64,7 @@ class Saver:
 
     def _write(self, store: Store, session: Session, first: int) -> None:
         """Writes the chat and its messages from position `first` on. If `first` is 0, also deletes removed messages."""
-        with store.together():
+        with store.file.together():
             store.save_chat(session)
             for position, message in list(enumerate(session.messages))[first:]:
                 store.save_message(session.id, position, message)

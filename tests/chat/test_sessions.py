@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import InvalidRequest
+from minitui.chat.chat_file import StoreError
 from minitui.chat.conversation import Message, Sampling, Session
 from minitui.chat.describe import describe_answer, split_thinking
 from minitui.chat.prompt import continue_prompt
 from minitui.chat.sessions import Chats
-from minitui.chat.store import Store, StoreError
+from minitui.chat.store import Store
 from tests.support.chat_file import open_chats
 from tests.support.fake_client import END, START, ByteCodec, FakeSource
 
