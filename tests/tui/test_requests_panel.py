@@ -24,7 +24,8 @@ from minitui.tui.widgets.base import Opened
 from minitui.tui.widgets.details import Details, SelectedBlock
 from minitui.tui.widgets.event_search import Search
 from minitui.tui.widgets.events import Events
-from minitui.tui.widgets.requests import COLUMNS, RequestTable
+from minitui.tui.widgets.request_columns import COLUMNS
+from minitui.tui.widgets.requests import RequestTable
 from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.timeline import RequestTimeline
 from minitui.tui.widgets.timings import StepTimings

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from textual.binding import Binding
@@ -11,6 +10,7 @@ from textual.binding import Binding
 from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs, selected
+from minitui.tui.widgets.request_columns import COLUMNS
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, first_rows, fit
 from minitui.tui.widgets.timeline import TimelineOpened
 from minitui.viewmodel.model import View
@@ -18,7 +18,6 @@ from minitui.viewmodel.request_words import as_long, first_token_words, why_firs
 from minitui.viewmodel.requests import RequestFigures, Requests, by_longest_gap, by_longest_wait, longest
 from minitui.viewmodel.stalls import Reason, explain_gap, gap_words
 
-Value = float | str | None
 STATES = {"decode": "decode", "prefill": "prefill", "waits": "waiting", "preempted": "bad", "error": "bad"}
 WHY_FROM = 24  # cells; a narrower column of causes is left out
 FOOT = 3  # rows for the longest gap and the longest wait for a first token in words; a narrow panel has two more
@@ -34,49 +33,11 @@ def _cause(reason: Reason, width: int) -> str:
     return str(replace(reason, causes=tuple(replace(c, name=c.name.partition(" (")[0]) for c in reason.causes)))
 
 
-@dataclass(frozen=True, slots=True)
-class Heading:
-    """A column. `rank`: columns with the lowest rank get their place first. Numbers are aligned to the right."""
-
-    name: str
-    width: int
-    rank: int
-    value: Callable[[RequestFigures], Value]
-    text: Callable[[Value], str] = lambda value: f"{value:,}"
-    words: bool = False
-
-
 def _so_far(figures: RequestFigures, column: str) -> bool:
     """True if the figure of this column still grows: the request waits for its first token, or for its next one."""
     if column == "longest":
         return figures.longest is not None and figures.longest.so_far
     return figures.waits_ms is not None and (column == "first" or (column == "queue" and figures.state == "waits"))
-
-
-def _ms(value: Value) -> str:
-    return ms(float(value or 0.0))
-
-
-COLUMNS = (
-    Heading("request", 9, 0, lambda row: row.id, lambda value: f"r{value}", words=True),
-    Heading("state", 10, 0, lambda row: row.state, str, words=True),
-    Heading("chat", 14, 6, lambda row: row.group, words=True),  # the picture shows the name of the group
-    Heading("prompt", 7, 1, lambda row: row.prompt_tokens),
-    Heading("cached", 7, 1, lambda row: row.cached_tokens),
-    Heading("queue", 8, 3, lambda row: row.queue_ms, _ms),
-    Heading("prefill", 8, 3, lambda row: row.prefill_ms, _ms),
-    Heading("first", 7, 1, lambda row: row.first_so_far_ms, _ms),
-    Heading("tokens", 7, 5, lambda row: row.gaps.tokens if row.gaps is not None else None),
-    Heading("p50", 7, 2, lambda row: row.gaps.p50 if row.gaps is not None else None, _ms),
-    Heading("p99", 7, 1, lambda row: row.gaps.p99 if row.gaps is not None else None, _ms),
-    Heading("longest", 8, 0, lambda row: row.longest.ms if row.longest is not None else None, _ms),
-    Heading("tok/s", 7, 2, lambda row: row.gaps.tok_s if row.gaps is not None else None, lambda value: f"{value:,.0f}"),
-    Heading("blocks", 7, 2, lambda row: row.blocks),
-    Heading("preempt", 8, 3, lambda row: row.preemptions),
-    Heading("twice", 7, 4, lambda row: row.recomputed_tokens),
-    Heading("reused", 7, 4, lambda row: row.reused_tokens),
-    Heading("evicted", 8, 6, lambda row: row.after_evictions),
-)
 
 
 class RequestTable(LinePanel):
