@@ -81,7 +81,7 @@ class Rig:
         self.ballast = [[] for _ in range(BALLAST)]  # type: ignore[var-annotated]
         self._late: dict[str, float] = {}
         scheduler, runner = engine.scheduler, engine.runner
-        for owner, name in ((scheduler, "plan"), (runner, "launch"), (scheduler, "commit")):
+        for owner, name in ((scheduler, "plan"), (runner, "launch"), (engine.committer, "commit")):
             setattr(owner, name, self._delayed(name, getattr(owner, name)))
         self._on_gpu = on_gpu
 

@@ -45,14 +45,14 @@ class Timed:
 def recorded(runner: Timed, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
     """Returns the records "parts" and "time" of one request's steps."""
     engine = Engine(runner, SchedulerConfig(max_num_seqs=2), overlap=overlap)
-    for name, seconds in (("plan", PLAN), ("commit", COMMIT)):
-        original = getattr(engine.scheduler, name)
+    for owner, name, seconds in ((engine.scheduler, "plan", PLAN), (engine.committer, "commit", COMMIT)):
+        original = getattr(owner, name)
 
         def slow(*args: Any, original: Any = original, seconds: float = seconds) -> Any:
             runner.now += seconds
             return original(*args)
 
-        monkeypatch.setattr(engine.scheduler, name, slow)
+        monkeypatch.setattr(owner, name, slow)
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=8, ignore_eos=True))
     while engine.has_work:
         engine.step()
