@@ -22,12 +22,11 @@ from textual.widget import Widget
 from minitui.tui.glyphs import ASCII, Glyphs, glyphs, to_ascii
 from minitui.tui.line_filters import VisibleLines
 from minitui.tui.theme import Palette, palette
-from minitui.tui.widgets.rows import Line, Row, Run, Runs, cells, clip, plain, runs_width
+from minitui.tui.widgets.frame import exact, has_room, in_frame
+from minitui.tui.widgets.rows import Line, Run, Runs, cells, plain
 from minitui.viewmodel.model import View
 
 NARROWEST = 8  # cells; narrower panels are blank
-EDGE = 6  # cells of the lower edge that a legend cannot have
-LEGEND_GAP = 2  # cells between two entries of a legend below the picture
 
 
 def paragraphs(text: str) -> str:
@@ -163,7 +162,7 @@ class LinePanel(Widget, can_focus=True):
     def drawn(self, view: View, width: int, height: int) -> list[Runs]:
         """Returns the rows of `framed` as they are drawn: blank in a very narrow panel, in ASCII with `--ascii`."""
         if width < NARROWEST:
-            return [_exact((), width)] * height
+            return [exact((), width)] * height
         rows = self.framed(view, width, height)
         if glyphs() is ASCII:
             return [Line((to_ascii(text), style) for text, style in row) for row in rows]
@@ -173,39 +172,12 @@ class LinePanel(Widget, can_focus=True):
         """Returns the picture with its frame: exactly `height` rows of exactly `width` cells."""
         if self.frame == "none":
             body = self.picture(view, width, height).rows[:height]
-            return [_exact(row, width) for row in body] + [_exact((), width)] * (height - len(body))
-        inner_width, inner_height = width - 4, max(0, height - 2)
-        picture = self.picture(view, inner_width, inner_height)
-        line = "accent" if self.has_focus else "frame"
-        left, right = ("│ ", line), (" │", line)
-        if glyphs().rule == "-":
-            left, right = ("| ", line), (" |", line)
-        rows: list[Runs] = [self._edge(picture, width, top=True, line=line)]
-        body = picture.rows[:inner_height] + [()] * (inner_height - len(picture.rows))
-        if runs_width(picture.legend) > width - EDGE:
-            body = _with_legend(body, picture.legend, inner_width)
-        rows += [(left, *_exact(row, inner_width), right) for row in body]
-        if height > 1:
-            rows.append(self._edge(picture, width, top=False, line=line))
-        return rows
-
-    def _edge(self, picture: Picture, width: int, *, top: bool, line: str) -> Runs:
-        rule = glyphs().rule
-        corners = ("╭╮" if top else "╰╯") if rule != "-" else "++"
-        row = Row(corners[0] + rule, line)
-        if top:
-            title = picture.title or self.TITLE
-            taken = row.width + cells(title) + 2 + runs_width(picture.note) + 4
-            if picture.note and picture.brief and taken > width:
-                title = picture.brief
-            row.add(clip(f" {title} ", width - 4), "bold accent" if self.has_focus else "bold ink")
-        side = picture.note if top else picture.legend
-        room = width - row.width - 4
-        if side and runs_width(side) <= room:
-            row.to(width - 4 - runs_width(side), rule, line)
-            row.add(" ", line).extend(side).add(" ", line)
-        row.to(width - 1, rule, line).add(corners[1], line)
-        return row.done(width)
+            return [exact(row, width) for row in body] + [exact((), width)] * (height - len(body))
+        picture = self.picture(view, width - 4, max(0, height - 2))
+        title = picture.title or self.TITLE
+        if picture.note and picture.brief and not has_room(title, picture.note, width):
+            title = picture.brief
+        return in_frame(picture.rows, title, picture.note, picture.legend, width, height, self.has_focus)
 
     # ---- Textual
 
@@ -286,36 +258,6 @@ class ScrollPanel(LinePanel):
         """Scroll by lines; down is positive."""
         self.top += lines
         self.repaint()
-
-
-def _with_legend(body: list[Runs], legend: list[Run], width: int) -> list[Runs]:
-    """Returns the rows with the legend in the last ones, if these are empty. Used if the frame has no room for it."""
-    lines = [Row()]
-    for entry in _entries(legend):
-        if lines[-1].width and lines[-1].width + LEGEND_GAP + runs_width(entry) > width:
-            lines.append(Row())
-        lines[-1].to(lines[-1].width + LEGEND_GAP if lines[-1].width else 0).extend(entry)
-    kept = len(body) - len(lines)
-    if kept < 1 or any(plain(row).strip() for row in body[kept:]):
-        return body
-    return [*body[:kept], *(line.done(width) for line in lines)]
-
-
-def _entries(legend: list[Run]) -> list[list[Run]]:
-    """Returns the entries of a legend, without the spaces between them."""
-    entries: list[list[Run]] = [[]]
-    for run in legend:
-        if run[0].strip():
-            entries[-1].append(run)
-        else:
-            entries.append([])
-    return [entry for entry in entries if entry]
-
-
-def _exact(row: Runs, width: int) -> Runs:
-    if type(row) is Line or runs_width(row) == width:
-        return row
-    return Row().extend(row).done(width)
 
 
 def _difference(before: Runs, after: Runs) -> tuple[int, int]:
