@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy as np
 from engine.trace.records import Record
 from engine.trace.state import State
 from engine.trace.views import ACTIVE, CACHED, FREE, SHARED, NodeView, RequestView
+from minitui.viewmodel.last_tables import LastTable, LastTables
 
 STATE_NAMES = {FREE: "free", ACTIVE: "active", SHARED: "shared", CACHED: "cached"}
 LONG_AGO = -1e9
@@ -27,19 +27,7 @@ _ALLOC, _EXTEND, _INSERT, _SETTLE, _HOLD, _MATCH, _SPLIT, _MERGE, _EVICT, _STORE
     State.CHANGES[kind]
     for kind in ("alloc", "extend", "insert", "settle", "hold", "match", "split", "merge", "evict", "store", "withdraw")
 )
-GROUPS_KEPT = 512
-LAST_BLOCKS_KEPT = 4_000_000  # blocks in the last tables of all groups together
 EVICTED_IDS_KEPT = 40  # token ids that are kept per eviction, from the first: the event quotes their text
-
-
-@dataclass(frozen=True, slots=True)
-class LastTable:
-    """The block table of the last request of a group, when this request finished (record `seq`)."""
-
-    request: int
-    table: list[int]
-    computed: int
-    seq: int
 
 
 # Sequence number, engine time and kind of a record, request (for "evict": node), blocks. A flat tuple of numbers and
@@ -65,8 +53,7 @@ class AnnotatedState:
         self._writers: dict[int, int] = {}  # pending block -> the request that computes it
         self.step_began = LONG_AGO  # engine time of the first record of the last step
         self._between_steps = True
-        self.last_tables: dict[str, LastTable] = {}  # by group
-        self._last_blocks = 0  # blocks in last_tables
+        self.last_tables = LastTables()
         self._codes = np.zeros(n, np.uint8)
         self._coded_at = -1
 
@@ -171,21 +158,11 @@ class AnnotatedState:
         self.block_events.append((*record[:4], *request.table))
         released = self.state.computed(request), len(request.table)
         if record[2] == "finish":
-            # The new entry must become the last: the entries are in the order in which the requests finished.
-            self._forget_table(request.group)
-            self.last_tables[request.group] = LastTable(
-                request.id, request.table, self.state.computed(request), record[0]
+            self.last_tables.add(
+                request.group, LastTable(request.id, request.table, self.state.computed(request), record[0])
             )
-            self._last_blocks += len(request.table)
-            while len(self.last_tables) > GROUPS_KEPT or self._last_blocks > LAST_BLOCKS_KEPT:
-                self._forget_table(next(iter(self.last_tables)))
         State.CHANGES[record[2]](self.state, record)
         return released
-
-    def _forget_table(self, group: str) -> None:
-        last = self.last_tables.pop(group, None)
-        if last is not None:
-            self._last_blocks -= len(last.table)
 
     def _store(self, record: Record) -> None:
         _STORE(self.state, record)
@@ -270,7 +247,7 @@ class AnnotatedState:
         other._changed, other._saved, other._born = self._changed[:], self._saved[:], self._born[:]
         other.node_changed = dict(self.node_changed)
         other._writers = dict(self._writers)
-        other.last_tables, other._last_blocks = dict(self.last_tables), self._last_blocks
+        other.last_tables = self.last_tables.copy()
         other.step_began, other._between_steps = self.step_began, self._between_steps
         return other
 

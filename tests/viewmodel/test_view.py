@@ -597,11 +597,11 @@ def test_slow_motion_does_not_lower_the_speed():
 
 def test_the_table_of_a_finished_request_stays_with_the_present_use_of_its_blocks():
     stress, view, records = followed(SMALL, 700)
-    assert view.shown.last_tables
+    assert list(view.shown.last_tables)
     in_tree = {b for node in stress.cache.tree.nodes.values() for b in node.blocks}
     given = {record[0]: record[4] for record in records if record[2] == "alloc"}
     seen = set()
-    for last in view.shown.last_tables.values():
+    for last in view.shown.last_tables:
         for block in last.table:
             reused = any(seq > last.seq and block in blocks for seq, blocks in given.items())
             held = stress.cache.allocator.holders(block) > 0
