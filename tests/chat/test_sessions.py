@@ -468,7 +468,7 @@ async def test_after_a_failure_of_the_chat_file_all_chats_are_saved(tmp_path, mo
     one, two, gone = chats.new(SYSTEM), chats.new(SYSTEM), chats.new(SYSTEM)
     chats.send(gone, "first of all")
     await answered(gone)
-    monkeypatch.setattr(store, "together", failing)
+    monkeypatch.setattr(store.file, "together", failing)
     for session in (one, two):
         chats.send(session, "Is this kept?")
     await answered(one, two)
@@ -493,7 +493,7 @@ async def test_an_unsaved_chat_is_reopened_as_it_was_when_it_was_closed(tmp_path
     chats.send(chat, "first")
     await answered(chat)
     with monkeypatch.context() as full:
-        full.setattr(store, "together", failing)
+        full.setattr(store.file, "together", failing)
         chats.send(chat, "second")
         await answered(chat)
         chats.close(chat)
@@ -508,7 +508,7 @@ async def test_an_empty_chat_closed_while_the_file_fails_blocks_no_other(tmp_pat
     chat = chats.new(SYSTEM)
     with monkeypatch.context() as full:
         full.setattr(store, "close_chat", lambda id: failing().__enter__())
-        full.setattr(store, "together", failing)
+        full.setattr(store.file, "together", failing)
         chats.close(chats.new(SYSTEM))
         chats.send(chat, "Is this kept?")
         await answered(chat)
