@@ -40,11 +40,11 @@ def narrate(view: View, step: int) -> str:
 
 
 def why_long(view: View, row: StepRow) -> str:
-    """Returns "expected 6.9 ms, +83.9: garbage collection 80.1" for a slow step, or for one that prompts made long;
-    else an empty string."""
+    """Returns "expected 6.9 ms, +83.9: garbage collection 80.1" for a slow step, for one that prompts made long, or for
+    one whose measured parts took longer than expected, as other such steps vary; else an empty string."""
     model = view.models.of(row.step)
     found = explain(row, model) if model is not None else None
-    return why_slow(row, model) if found is not None and found.long else ""
+    return why_slow(row, model, always=True) if found is not None and (found.long or found.varied) else ""
 
 
 def computed(view: View, row: StepRow, left_out: Collection[int] = ()) -> list[str]:

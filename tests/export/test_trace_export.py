@@ -34,6 +34,7 @@ from minitui.viewmodel.recorded import recorded_view
 from minitui.viewmodel.request_teller import RequestTeller
 from minitui.viewmodel.requests import Requests, by_longest_gap
 from minitui.viewmodel.spans import LAUNCH_OR_WAIT, NOT_REPORTED, Timeline
+from minitui.viewmodel.story import tell
 from minitui.viewmodel.teller import Teller
 from tests.support.fake_client import ByteCodec, FakeSource
 from tests.support.golden import GOLDEN, INFO, make_engine, play
@@ -353,7 +354,8 @@ def test_the_lines_of_a_recording_name_the_causes_of_its_slow_steps_from_the_fir
     assert re.search(r", \+14\.\d: launch 13\.\d, rest 1\.\d+$", first), "as in the texts of gaps"
     assert re.search(r"35\.9 ms · .* launch of next step 346 \(497 prefill tokens\) \(measured: launch 3", steps["345"])
     assert re.search(r"36\.6 ms · .* launch of next step 363 \(474 prefill tokens\) \(measured: launch 3", steps["362"])
-    assert re.search(r" · 2\.48 ms after step 57, device 2\d\.\d ms$", steps["58"]), "it was launched before"
+    before = r"2\.48 ms after step 57, device 2\d\.\d ms · expected 1\.12 ms, \+1\.36: device \(cause unknown\) "
+    assert re.search(before, steps["58"]), "as in the details, though other steps vary as much"
     # its texts are not recorded: what is evicted next has a number, and its blocks in the order of eviction
     reader, view = TraceReader(find_trace("h200-8b")), View()
     view.reset(reader.part(0).snapshot)
@@ -361,6 +363,22 @@ def test_the_lines_of_a_recording_name_the_causes_of_its_slow_steps_from_the_fir
     node = EvictionOrder(view.live.state).nodes[0]
     named = rf"evicted next: 1\. node {node.id} · blocks {node.blocks[-1]}\b.* \({len(node.ids)} tokens\); 2\. node "
     assert re.search(named, "\n".join(told["h200-8b"]))
+
+
+def test_tail_and_markdown_name_what_took_longer_within_the_usual_variation_as_the_details_do(tmp_path: Path) -> None:
+    told: list[str] = []
+    tail_trace(find_trace("h200-8b"), told.append)
+    markdown = export(find_trace("h200-8b"), "md", tmp_path / "a.md").read_text()
+    lines = {found[1]: line for line in told if (found := re.search(r" step (\d+)  r?\d", line))}
+    view, seen = recorded_view(TraceReader(find_trace("h200-8b"))), 0
+    for step in range(view.steps.last + 1):
+        (details,) = [text for name, text in tell(view, "step", step).lines if name == "took"] or [""]
+        why = details.partition("; ")[2]
+        if "," in why and not why.endswith("usual variation") and str(step) in lines:
+            assert why in lines[str(step)], (why, lines[str(step)])
+            seen += 1
+            assert why in markdown
+    assert seen > 20
 
 
 def test_of_equally_long_gaps_the_lines_and_the_table_name_the_same_one() -> None:
