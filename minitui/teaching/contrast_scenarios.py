@@ -85,7 +85,7 @@ async def cache_on_off(stage: Stage) -> None:
         ("cache on", with_cache.computed, f"{with_cache.computed:,} computed, {with_cache.cached:,} shared"),
     ]
     stage.say(
-        f"The prompts ({with_cache.prompt_tokens:,} tokens) and the replies were the same. "
+        f"Both runs had the same prompts, with {with_cache.prompt_tokens:,} tokens. "
         f"The cache saved {with_cache.share_cached:.0%} of the prefill.\n{stage.bars(rows)}\n"
         f"The prompts took {duration(without.prefill_ms)} without the cache and {duration(with_cache.prefill_ms)} with "
         "it. One step computed the first request's blocks. The other five requests shared them in that step."
@@ -131,7 +131,7 @@ async def chunked_prefill(stage: Stage) -> None:
         f"The longest wait of a writing chat for its next token, while {tokens:,} prompt tokens were computed:\n"
         f"{stage.bars(rows)}\n"
         f"The first token of the long prompt itself came after {duration(in_chunks)} instead of {duration(whole)}"
-        + (": its chunks share steps with decoding requests." if in_chunks > whole else ".")
+        f", in {chunks} steps instead of one."
     )
 
 
@@ -162,8 +162,8 @@ async def batching(stage: Stage) -> None:
     less = times[1] * static.steps > times[0] * continuous.steps
     stage.say(
         f"The same {sum(LENGTHS)} tokens in the same four rows:\n{stage.bars(rows)}\n{step_times} "
-        "Continuous batching keeps the rows full, so it needs fewer steps."
-        + " The time differs less: steps with more rows take longer, and all wait while a prompt is computed." * less
+        "Continuous batching gives a free row to the next request at once, so here it needs fewer steps."
+        + " The time differs less than the number of steps." * less
     )
 
 
@@ -173,8 +173,8 @@ async def batching(stage: Stage) -> None:
 async def speculation(stage: Stage) -> None:
     """Writes the same reply without and with speculation, which copies drafts from the text and checks them."""
     stage.say(
-        "A chat asks a question, and then the same question again. The second reply repeats the first, token for "
-        "token. Without speculation, each token still needs its own step."
+        "A chat asks a question, and then the same question again, so the second reply may repeat the first. Without "
+        "speculation, each token still needs its own step."
     )
     await stage.pause(2)
     contrast = CONTRASTS["speculation"]
@@ -193,7 +193,7 @@ async def speculation(stage: Stage) -> None:
         f"them, at most {EngineConfig.speculative_tokens}, are drafts: guesses of the next tokens. The next step "
         "computes the last token and the drafts, and samples a token after each of them. Each draft is compared with "
         "the token sampled for its place. The drafts before the first difference are accepted. So, apart from "
-        "rounding, the reply stays the same. Only the number of steps changes."
+        "rounding, the reply stays the same, but it can need fewer steps."
     )
     await stage.pause(4)
     await stage.predict(
@@ -221,6 +221,6 @@ async def speculation(stage: Stage) -> None:
     right = 2 if drafting.steps < without.steps // 4 else 1 if drafting.steps < without.steps else 0
     stage.say(
         f"{stage.verdict(right)}The same {tokens} tokens of the second reply:\n{stage.bars(rows)}\n"
-        f"{drafting.accepted} of {drafting.drafted} drafts were accepted. {times} A reply without repetition gets a "
-        "little slower. After rejected drafts, a request gets fewer drafts."
+        f"{drafting.accepted} of {drafting.drafted} drafts were accepted. {times} A reply without repetition can get "
+        "slower. If its drafts fail again and again, a request gets fewer drafts."
     )

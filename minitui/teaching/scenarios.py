@@ -71,7 +71,7 @@ async def shared_prefix(stage: Stage) -> None:
     stage.say(
         f"One step computed the {one.prompt_tokens} prompt tokens. They fill {one.prompt_tokens // size} blocks of "
         f"{size} tokens, which are now in the radix tree. The remaining {one.prompt_tokens % size} tokens are in "
-        "another block, which is not shared. Chat 1 writes its reply, one token in each step."
+        "another block. It is not full, so it is not shared. Chat 1 writes its reply, one token in each step."
     )
     stage.look("inspect")
     await stage.step(6, seconds=0.4)
@@ -152,7 +152,8 @@ async def eviction(stage: Stage) -> None:
     match = metrics["match"]
     stage.say(
         f"Then {first} asks its first question again: {metrics['cached_tokens']} of its {metrics['prompt_tokens']} "
-        f"prompt tokens are still cached. The engine gives the reason: {match_reason(match['stop'], match['at'])}."
+        f"prompt tokens are still cached. The engine gives the reason: "
+        f"{match_reason(match['stop'], match['at'], metrics['cached_tokens'] > 0)}."
     )
 
 
@@ -204,7 +205,7 @@ async def preemption(stage: Stage) -> None:
     stage.say(
         f"{stage.verdict(ids.index(record[3]))}Why: {record[4]}. So r{record[3]}, the youngest, releases its "
         f"{record[5]} blocks and waits at the head of the queue. The tokens of its reply are kept. Its full blocks "
-        "stay in the tree until other requests need the memory. Evicted blocks are computed again, like a prompt."
+        "stay in the tree until other requests need the memory. What is not in the tree then is computed again."
     )
     await stage.pause(4)
     await stage.slow(0.03)
@@ -213,7 +214,7 @@ async def preemption(stage: Stage) -> None:
     preempted = " and ".join(f"r{id} {_times(times[id])}" for id in sorted(ids, reverse=True) if times[id])
     stage.say(
         f"Each of the four replies has {metrics[0]['output_tokens']} tokens. Preempted: {preempted}. A preempted "
-        "request computes its evicted blocks again and continues with the next token."
+        "request computes again what is no longer cached, and continues with the next token."
     )
 
 

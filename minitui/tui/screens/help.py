@@ -65,18 +65,18 @@ Two runs of the same work under two settings, on one clock: both begin at the le
   tab            the lanes, or the figures of both runs
   S              save new runs as recordings, for minitui compare A.trace B.trace""",
     "chat": f"""\
-One engine answers all chats here at the same time. Each step computes one token for every chat that is being answered.
-The rest of the step's token budget goes to prompts that are not computed yet.
+One engine answers all chats here. A step can compute the next tokens of many chats. The rest of the step's token budget
+goes to prompts that are not computed yet.
 
-A prompt is divided into blocks of 16 tokens. Attention needs the keys and values of these tokens (the KV cache); they
-are kept in a pool of blocks. A radix tree records the text of each block, so a second prompt with the same beginning
-reuses the blocks instead of computing them. The line under each answer says how many tokens of its prompt came from the
-cache, and why the rest did not:
+A prompt is divided into blocks of tokens; a block usually has 16. Attention needs the keys and values of these tokens
+(the KV cache); they are kept in a pool of blocks. A radix tree records the text of each full block, so a second prompt
+with the same beginning can reuse the blocks instead of computing them. The line under an answer says how many tokens of
+its prompt came from the cache, and why the rest did not:
 
 {match_reasons()}
 
-The chips on the right are this chat's block table. Each chip is one block of 16 positions; its number is the block in
-the pool. Two chats with the same number share that memory.
+The chips on the right are this chat's block table. Each chip is one block; its number is the block in the pool. Two
+chats with the same number share that memory.
 
 {SAVED}
 
@@ -97,9 +97,9 @@ The engine records what it does, step by step. This screen is computed from thos
                  not while the engine is paused, and without the delay of slow motion. (After such a delay the
                  processor's caches are cold: a step of a small model on a CPU can take two or three times as long.)
                  "Since step 2,509": no earlier records are known
-  step           what one step computes: one token for each decoding request, and chunks of prompts
+  step           what one step computes: tokens of decoding requests, and chunks of prompts
   KV blocks      the pool: free, cached (only in the tree), active (one request), shared (several requests); the waste
-  block table    positions → blocks of the selected request; the last block is partly filled
+  block table    positions → blocks of the selected request; the last block may be partly filled
   radix tree     the cached texts: the requests that use them, the tokens saved, the order of eviction
   lanes          waiting and running requests over time
   timings        decode, mixed and prefill steps; the slowest steps and why; whether the host or the device limits
@@ -123,10 +123,10 @@ One sentence says what the step did and why. Below it are the step, the blocks a
 The other keys of a presenter's remote have no effect here.""",
     "replicas": """\
 Several servers answer these chats. The first question of a chat goes to its home replica. A hash of the system prompt
-selects it; a chat without system prompt uses a hash of the question. So chats with the same beginning share one cache.
-Later questions go to the replica that wrote the last answer, because its cache holds the conversation. A replica with
-at least four requests, and with more than 1.25 times the mean of all replicas, is skipped. The question then goes to
-the next replica in the order of the hash.
+selects it; a chat without system prompt uses a hash of the question. So chats with the same system prompt usually share
+one cache. Later questions go to the replica that wrote the last answer, because its cache may hold the conversation. A
+replica with at least four requests, and with more than 1.25 times the mean of all replicas, is skipped. The question
+then goes to the next replica in the order of the hash.
 
   up, down   choose a replica; the lines under the table describe it
   enter      show this replica in the panels of the other screens; pressed again, the panels follow the current chat

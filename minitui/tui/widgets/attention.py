@@ -21,7 +21,7 @@ class Attention(LinePanel):
 
     TITLE = "Who sees whom"
     help_text = paragraphs("""\
-Causal attention. Each line is a query of the step, each column a key. A query sees the keys of all tokens up to its
+Causal attention. Each line is a query of the step, each column a key. A query can see the keys of the tokens up to its
 own. If the whole prompt is computed in one step, the picture is a triangle. If the beginning of the prompt is cached,
 its keys are there, but it has no queries in this step: the picture is a rectangle with a slanted end. The numbers on
 the left are the positions of the queries, the numbers above the positions of the keys.""")

@@ -32,7 +32,7 @@ class BlockMap(LinePanel):
     TITLE = "KV blocks"
     NUMBERS = False  # each cell has the number of its block, if there is room
     help_text = paragraphs("""\
-The pool of KV memory, one cell per block. A block holds the keys and values of 16 tokens, for all layers. A free block
+The pool of KV memory, one cell per block. A block holds the keys and values of some tokens, usually 16. A free block
 is unused. An active block belongs to one request. A shared block is read by several requests whose texts begin with
 the same tokens. A cached block is held by no request; the tree keeps it for prompts that begin with the same text,
 and evicts it when blocks are needed. A large map (z) describes the selected block:

@@ -25,9 +25,9 @@ class BlockTable(LinePanel):
 
     TITLE = "Block table"
     help_text = paragraphs("""\
-Paging. A request numbers its tokens 0, 1, 2, …; tokens 0 to 15 are its logical block 0, and so on. The table shows,
-under each logical block, the physical block that stores it. A request can use any free block, so memory is
-never fragmented. ×4: four requests have this block in their tables and read it. Only the last block is written to.""")
+Paging. A request numbers its tokens 0, 1, 2, …; with blocks of 16 tokens, tokens 0 to 15 are its logical block 0, and
+so on. The table shows, under each logical block, the physical block that stores it. A request can use any free block,
+so free blocks need not lie side by side. ×4: four requests have this block in their tables and read it.""")
     BINDINGS: ClassVar = [
         Binding("left", "move(-1)", "block before", show=False, id="table.left"),
         Binding("right", "move(1)", "block after", show=False, id="table.right"),

@@ -34,8 +34,8 @@ class CachedTexts(RadixTree):
     EMPTY = "no event has named a text yet"
     help_text = paragraphs("""\
 The texts in the server's prefix cache, computed from its KV events. Each node is a run of tokens whose keys and values
-are in the pool; the nodes on a path from the top form a text. A new text appears when the server has computed its
-blocks, and disappears when the server removes them. The events do not tell which requests use a node.""")
+are in the pool; the nodes on a path from the top form a text. A new text appears when the server reports that it stores
+its blocks, and disappears when the server removes them. The events do not tell which requests use a node.""")
 
     def _columns(self, width: int) -> tuple[tuple[str, int], ...]:
         return (("tokens", 7),)

@@ -37,7 +37,7 @@ class BatchLanes(LinePanel):
     TITLE = "Batch lanes"
     help_text = paragraphs("""\
 Continuous batching. Each line is a request, each column one or more steps. A request first waits, then its prompt is
-prefilled (many tokens per step), then it decodes one token in every step until it finishes. Requests join and leave
+prefilled (many tokens per step), then it decodes until it finishes. Requests join and leave
 between any two steps; no request waits for the slowest request of a batch. The first row is the time: -2 s is two
 seconds before the last step. The second row has a bar for the duration of each step; for a column of several steps,
 of the slowest. A full bar is the longest duration in sight; the last row says how long it is. × means preempted: the

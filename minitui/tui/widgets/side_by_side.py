@@ -46,7 +46,7 @@ class SideBySide(LinePanel):
     help_text = paragraphs("""\
 Two runs of the engine on one clock. Both begin at the left edge, and a column is the same time in both, so the shorter
 run is the faster one. The row of steps shows what the steps of a run computed: only prompts, prompts and decodes, or
-only decodes. Each row below is a request: it waits, its prompt is computed, it decodes one token in each step, it
+only decodes. Each row below is a request: it waits, its prompt is computed, it decodes, it
 finishes. The longest gap between two tokens of a request is marked if it is more than three times as long as its median
 gap. The nth row of one run and the nth row of the other are the nth request; up and down choose a pair.
 

@@ -43,13 +43,14 @@ class StepTimings(LinePanel):
 
     TITLE = "Timings"
     help_text = paragraphs("""\
-Decoding reads all weights to make one token for each request: it is memory-bound, and a few more requests cost little.
-Prefill computes many tokens at once: it is compute-bound. A mixed step does both, and every request in it waits for the
-whole step: this is why long prompts are cut into chunks. One step in a hundred takes longer than p99. The table is
-about the steps of the last ten seconds: the title says how many. It has the time that a step took ("took ms"), with a
-kind's share of the time. Where steps overlap, it has the device's times ("device ms") and shares of the device's time,
-because the time between two results includes the launch of the next step. The chart and the list of the slowest steps
-always have the time that a step took ("took"), and the list has the device's time beside it where there is room.
+Decoding usually waits for memory: it reads the weights for few tokens, so a few more requests often cost little. A long
+prefill computes many tokens at once, and usually waits for computation. A mixed step does both, and every request in it
+waits for the whole step: this is a reason to cut long prompts into chunks. One step in a hundred takes longer than p99.
+The table is about the steps of the last ten seconds: the title says how many. It has the time that a step took ("took
+ms"), with a kind's share of the time. Where steps overlap, it has the device's times ("device ms") and shares of the
+device's time, because the time between two results includes the launch of the next step. The chart and the list of the
+slowest steps always have the time that a step took ("took"), and the list has the device's time beside it where there
+is room.
 
 A step's time begins with the results of the step before: it contains the commit of that step and, with overlap, the
 plan and the launch of the next step. Pauses and slow motion do not count. A prefill is launched kernel by kernel, so

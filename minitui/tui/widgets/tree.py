@@ -48,8 +48,8 @@ class RadixTree(LinePanel):
     EMPTY = "no prompt has filled a block yet"
     help_text = paragraphs("""\
 The prefix cache. Each node is a run of tokens whose keys and values are in the pool; the nodes on a path from the top
-form a text. A new prompt follows the tree as far as its tokens match, uses the blocks of the matching tokens, and
-computes only the rest. Users: the requests that hold the node now. Saved: the prompt tokens that new requests took from
+form a text. A new prompt follows the tree as far as its tokens match, uses the full blocks of these tokens, and
+computes the rest. Users: the requests that hold the node now. Saved: the prompt tokens that new requests took from
 the node instead of computing them. What a preempted request takes again is not saved: the request had computed these
 tokens itself. Nodes without users can be evicted; evict # is the order of eviction: least recently
 used leaf first. The nodes with the numbers 1 to 4 are always shown below the tree. When few blocks are free, a line

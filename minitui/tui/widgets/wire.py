@@ -32,7 +32,7 @@ class WireLines(LinePanel):
     back = 0  # lines below the picture
     help_text = paragraphs("""\
 A request to the server, as a command that you can type, and the lines of the answer. Lines that begin with “data:” are
-server-sent events: each is a piece of the answer, sent as soon as it is known. Fields that say nothing about the
+server-sent events: the server sends them while the answer grows. Fields that say nothing about the
 answer, such as its id, are left out.""")
 
     def picture(self, view: View, width: int, height: int) -> Picture:
