@@ -34,7 +34,7 @@ class Reading:
         self.asked = False
         self.prepared = False  # the panels show the run that the closing questions ask about
         self.disturbed = False  # not any more: the engine has run on since then
-        self._end: tuple[int, int] = (-1, -1)  # of the closing run: see `_end_of`
+        self._end: tuple[int, int, frozenset[int]] = (-1, -1, frozenset())  # of the closing run: see `_end_of`
         self.question = 0  # index of the current closing question
         self.answers: list[str] = []  # to the closing questions, as read from the closing run
         self.revealed: set[int] = set()  # the questions whose answers are shown
@@ -184,6 +184,7 @@ class Reading:
             stage.hurried = False
 
 
-def _end_of(view: View) -> tuple[int, int]:
-    """Returns the numbers of the newest request and of the last step."""
-    return max(view.lanes.lanes, default=-1), view.live.state.step
+def _end_of(view: View) -> tuple[int, int, frozenset[int]]:
+    """Returns the numbers of the newest request and of the last step, and the requests that have not ended."""
+    state = view.live.state
+    return max(view.lanes.lanes, default=-1), state.step, frozenset(state.requests)

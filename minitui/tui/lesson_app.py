@@ -68,6 +68,13 @@ class LessonApp(MinituiApp):
         if mode == "chat":
             self.say("ctrl+g, then 0: back to the lesson; L: all lessons")
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Allow Escape to cancel an answer only in the chats: a running experiment needs the answers to its questions,
+        and would have another result without them."""
+        if action == "escape" and self.current_mode != "chat":
+            return False
+        return super().check_action(action, parameters)
+
     def action_choose_lesson(self) -> None:
         """Offer a list of the lessons, beginning at the current one. The engine restarts with the options of the chosen
         lesson."""

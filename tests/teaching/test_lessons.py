@@ -1228,6 +1228,30 @@ async def test_the_lesson_can_be_changed_while_a_run_of_a_comparison_has_request
         await until(room.pilot, lambda: room.reading.lesson is LESSONS[9], 5.0)
 
 
+async def test_escape_does_not_change_the_result_of_an_experiment() -> None:
+    async with Classroom((80, 24)) as room:
+        assert room.app.stage is not None
+        room.app.stage.beat = 1000.0  # seconds: without keys, the test gives up
+        await room.press("right", "r")
+        await room.until(lambda: "enter next picture" in room.text() and room.app.session.busy)
+        await room.press("escape", "2", "escape", "0", "escape")
+        assert room.app.session.busy, "no answer is cancelled"
+        await room.press("e")
+        await room.until(lambda: 1 in room.reading.seen)
+        assert room.app.session.messages[-1].state != "cancelled"
+
+
+async def test_a_cancelled_answer_takes_the_closing_answers_with_it() -> None:
+    async with Classroom((80, 24)) as room:
+        await room.press(*["right"] * 4)
+        await room.until(lambda: room.reading.prepared)
+        await room.press("enter")
+        assert "1 request" in room.text()
+        room.app.chats.cancel(room.app.session)
+        await room.until(lambda: "Enter runs the end of the lesson again" in room.text())
+        assert "1 request" not in room.text()
+
+
 async def test_leaving_a_page_stops_its_experiment_and_says_so() -> None:
     async with Classroom((80, 24)) as room:
         assert room.app.stage is not None
