@@ -22,6 +22,7 @@ from minitui.tui.screens.base import BaseScreen, Hint
 from minitui.tui.screens.code import CodeScreen
 from minitui.tui.widgets.bar import Bar
 from minitui.tui.widgets.base import LinePanel
+from minitui.tui.widgets.lesson_keys import hints
 from minitui.tui.widgets.lesson_panels import (
     BOTH_ROWS,
     HEIGHTS,
@@ -120,27 +121,7 @@ class LessonScreen(BaseScreen[None]):
         self.text.focus()
 
     def hints(self) -> list[Hint]:
-        """Returns the keys of the current page, then the keys of all pages."""
-        reading, page = self.reading, self.reading.page
-        back = reading.at or neighbour(reading.lesson, -1) is not None
-        hints = [("left/right", "pages") if back else ("right", "next page")]
-        if page is None:
-            answer = [("enter", "run again" if reading.disturbed else "answer")] if reading.can_answer else []
-            hints = [*answer, ("tab", "question"), *hints]
-        else:
-            if reading.running:
-                hints += [] if reading.hurried else [("enter", "next picture"), ("e", "end")]
-            elif reading.asks:
-                hints.append((" ".join(LETTERS[: len(page.predict.choices)]) if page.predict else "", "predict"))
-                hints += [("r", "run")] if reading.asked else []
-            elif page.run is not None:
-                hints.append(("r", "run again") if reading.at in reading.seen else ("enter", "run"))
-            if page.type_in is not None:
-                hints.append(("i", page.type_in.title.lower()))
-            if page.code:
-                hints.append(("v", "code"))
-        step = [] if self.app.idle or reading.running else [("n", "step")]
-        return [*hints, ("L", "lessons"), ("?", "help"), ("q", "quit"), *step, ("2", "inspect")]
+        return hints(self.reading, idle=self.app.idle)
 
     # ---- painting
 

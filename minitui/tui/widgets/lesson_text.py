@@ -13,6 +13,7 @@ from minitui.teaching.reading import Reading
 from minitui.text import count
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import Picture, ScrollPanel
+from minitui.tui.widgets.lesson_keys import fitting_keys, letters, separator
 from minitui.tui.widgets.rows import Row
 from minitui.viewmodel.model import View
 
@@ -75,58 +76,15 @@ class LessonText(ScrollPanel):
         self._below = below
         title = f"{reading.lesson.name} {glyphs().middot} {reading.at + 1} of {reading.pages}"
         above = f"up: {count(self.top, 'more line')}" if self.top else ""
-        legend = [(_keys(reading, width - LEGEND_ENDS, above), "dim")]
+        legend = [(fitting_keys(reading, width - LEGEND_ENDS, above), "dim")]
         if below:
             above = f"up: {count(self.top, 'line')}; " if self.top else ""
             down = f"down, page down: {count(below, 'more line')}"
-            separator = _separator()
-            room = width - LEGEND_ENDS - len(above + down + separator)
-            keys = _keys(reading, room)
-            legend = [(above, "dim"), (down, "accent"), (separator + keys if len(keys) <= room else "", "dim")]
+            gap = separator()
+            room = width - LEGEND_ENDS - len(above + down + gap)
+            keys = fitting_keys(reading, room)
+            legend = [(above, "dim"), (down, "accent"), (gap + keys if len(keys) <= room else "", "dim")]
         return Picture(shown, title, legend=legend)
-
-
-def _keys(reading: Reading, width: int, above: str = "") -> str:
-    """Returns `above` and the page's keys in at most `width` cells; the last keys are left out first."""
-    parts = [above, *_page_keys(reading)] if above else _page_keys(reading)
-    separator = _separator()
-    while len(parts) > 1 and len(separator.join(parts)) > width:
-        parts.pop()
-    return separator.join(parts)
-
-
-def _separator() -> str:
-    return f" {glyphs().middot} "
-
-
-def _page_keys(reading: Reading) -> list[str]:
-    """Returns the keys of the current page, each with its effect; the most important first."""
-    page = reading.page
-    if page is None:
-        forward = neighbour(reading.lesson, 1) is not None
-        answer = ["enter runs again" if reading.disturbed else "enter shows answer"] if reading.can_answer else []
-        return [*answer, "tab next question", "right next lesson" if forward else "L lessons", "left back"]
-    parts = []
-    if page.run is not None:
-        if reading.running:
-            parts += [] if reading.hurried else ["enter next picture", "e end"]
-        elif reading.at in reading.seen:
-            parts.append("r again")
-        elif reading.asks:
-            parts += [f"{' '.join(_letters(page))} predict", *(["r run"] if reading.asked else [])]
-        else:
-            parts.append("enter runs")
-    if page.type_in is not None:
-        parts.append(f"i {page.type_in.title.lower()}")
-    if page.code:
-        parts.append("v code")
-    if reading.at:
-        return [*parts, "left/right pages"]
-    return [*parts, "right next page", *(["left lesson before"] if neighbour(reading.lesson, -1) is not None else [])]
-
-
-def _letters(page: Page) -> str:
-    return LETTERS[: len(page.predict.choices)] if page.predict is not None else ""
 
 
 def _running(reading: Reading) -> str:
@@ -146,10 +104,10 @@ def _hint(reading: Reading, page: Page) -> tuple[str, str]:
         chosen = reading.predicted.get(reading.at) if page.predict is not None else None
         said = f"You chose {LETTERS[chosen]}. " if chosen is not None else ""
         return f"{said}Press enter to run the experiment.", "running"
-    letters = " or ".join(", ".join(_letters(page)).rsplit(", ", 1))
+    choices = " or ".join(", ".join(letters(page)).rsplit(", ", 1))
     if reading.asked:
-        return f"First choose {letters}. Key r runs it without a choice.", "bold accent"
-    return f"Choose {letters}. Then enter runs the experiment.", "running"
+        return f"First choose {choices}. Key r runs it without a choice.", "bold accent"
+    return f"Choose {choices}. Then enter runs the experiment.", "running"
 
 
 def page_lines(reading: Reading, width: int) -> list[tuple[str, str]]:
