@@ -62,6 +62,7 @@ class HostPauses:
         self._files: dict[int, int] = {}  # thread id -> descriptor of the thread's schedstat file
         self._delays: dict[int, int] = {}  # thread id -> total delay in nanoseconds at the last reading
         self._readings = 0
+        self.reading_s = 0.0  # how long the last reading of the delays took
         self._gc_s, self._stops = _Counts.gc_s, _Counts.stops
         if _on_gc not in gc.callbacks:
             gc.callbacks.append(_on_gc)
@@ -69,8 +70,8 @@ class HostPauses:
     def since_last(self, delays: bool = True) -> Pauses:
         """Returns the pauses since the last call.
 
-        `delays`: also read the delays, which takes 3 to 8 microseconds. `delayed_s` then covers the time since the last
-        call that read them. Without `delays`, `delayed_s` is None.
+        `delays`: also read the delays; `reading_s` is then the time that this took, and `delayed_s` covers the time
+        since the last call that read them. Without `delays`, `delayed_s` is None.
         """
         if not delays and _Counts.gc_s == self._gc_s and _Counts.stops == self._stops:
             return NO_PAUSES
@@ -92,7 +93,7 @@ class HostPauses:
         if self._readings % SEARCH_EVERY == 0:
             self._search()
         self._readings += 1
-        longest = 0
+        begin, longest = time.perf_counter(), 0
         for thread, file in list(self._files.items()):
             try:
                 delay = int(os.pread(file, 64, 0).split()[1])
@@ -101,6 +102,7 @@ class HostPauses:
                 continue
             longest = max(longest, delay - self._delays.get(thread, delay))
             self._delays[thread] = delay
+        self.reading_s = time.perf_counter() - begin
         return longest / 1e9 if self._files else None
 
     def __del__(self) -> None:

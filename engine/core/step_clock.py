@@ -23,7 +23,10 @@ COMMIT, EMIT, GATE, PLAN, LAUNCH, WAIT = range(6)  # the parts, in the order of 
 # A step is slow if it takes more than SLOW times the usual time plus SLOW_S seconds: then the host's delays are read.
 SLOW = 1.2
 SLOW_S = 1e-4  # shorter delays are not worth a reading
-READ_AGAIN_S = 1e-3  # the delays are also read after this much work: a slow step must not get the delays of old steps
+# The delays are also read after this much work: a slow step must not get the delays of old steps. On hosts that need
+# long for a reading (sandboxes), they are read less often: readings may take this share of the host's time.
+READ_AGAIN_S = 1e-3
+READ_SHARE = 0.005
 
 
 @dataclass(slots=True)
@@ -144,7 +147,7 @@ class StepClock:
         # No step counts as more than twice the usual time: after a long prefill, a slow decode step must be noticed.
         self._usual_s = usual_s + 0.1 * (min(took_s, 2 * usual_s or took_s) - usual_s)
         self._unread_s += took_s
-        if not slow and self._unread_s < READ_AGAIN_S:
+        if not slow and self._unread_s < max(READ_AGAIN_S, self._pauses.reading_s / READ_SHARE):
             return False
         self._unread_s = 0.0
         return True

@@ -94,7 +94,9 @@ class OutputProcessor:
                 continue  # stopped or aborted while this token was in flight
             delta = Delta(item.request.id, "", [] if item.token_id is None else [item.token_id], item.finish_reason)
             if item.token_id is not None:
-                stream.first_us, stream.last_us = stream.first_us or item.arrived_us, item.arrived_us
+                if not stream.drawn:
+                    stream.first_us = item.arrived_us
+                stream.last_us = item.arrived_us
                 stream.drawn += 1
             if item.logprobs is not None:
                 delta.logprobs = [item.logprobs]

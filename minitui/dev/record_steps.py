@@ -5,7 +5,7 @@
 The models are Qwen3 shapes with random weights; no checkpoint is needed. For each shape:
 
 - "decode" and "prefill": the median time of a step that decodes n rows, and of a step that computes a prompt of n
-  tokens, for n = 1, 2, 4 … The sizes take turns, PASSES times: a slow second of the machine then meets all sizes
+  tokens, for n = 1, 2, 4 … The sizes take turns in random order, so slow moments of the machine meet all sizes
 - "timelines": the records "step", "parts" and "time" of STEPS consecutive decode steps, for each of MODES and ROWS.
   All modes run the same kernels. "eager" launches those that the other modes have captured, one after the other
 - "kernels": the number of kernels of a decode step, and the time in which at least one of them runs, from a profiler.
@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import Annotated, Any
 from unittest.mock import patch
@@ -44,7 +45,7 @@ from minitui.viewmodel.steps import Steps
 CONTEXT = 128  # tokens of a prompt whose reply is decoded
 STEPS = 20  # steps of a timeline, and of each pass of "decode"
 WARM_UP = 8  # steps that are not measured
-PASSES = 5  # over all sizes of "decode"
+PASSES = 5  # over all sizes of "decode"; of a timeline, the one with the median time is kept
 REPEATS = 15  # prompts for each median of "prefill"
 LAUNCHES = 1000  # kernels of each measurement of "launch_us"
 MOST_ROWS = 256
@@ -52,7 +53,7 @@ MOST_PROMPT = 4096
 TIMED = ("step", "parts", "time")  # the records of a timeline
 KV_TOKENS = 65_536  # enough for MOST_ROWS
 ROWS = (1, 64)  # rows of the timelines
-MODES = {"eager": "off", "graphs": "off", "overlap": "on"}  # whether steps overlap
+MODES = {"overlap": "on", "graphs": "off", "eager": "off"}  # whether steps overlap
 
 
 def record_shape(model: str, **options: Any) -> dict[str, Any]:
@@ -147,7 +148,11 @@ class StepRecorder:
         return _costs(_doubling(most), REPEATS, lambda n: [row for row in _steps(self.run(n, 1, 1)) if row.chunks])
 
     def timeline(self, rows: int) -> list[Record]:
-        """Returns the records of STEPS consecutive decode steps."""
+        """Returns the records of STEPS consecutive decode steps: of PASSES runs, those with the median time."""
+        runs = sorted((self._timeline(rows) for _ in range(PASSES)), key=_duration)
+        return runs[PASSES // 2]
+
+    def _timeline(self, rows: int) -> list[Record]:
         records = [record for record in self.run(CONTEXT, rows, 2 * WARM_UP + STEPS) if record[2] in TIMED]
         first = next(row.step for row in _steps(records) if _decodes(row, rows)) + WARM_UP
         return [record for record in records if first <= record[3] < first + STEPS]
@@ -190,6 +195,12 @@ def _steps(records: Iterable[Record]) -> Iterator[StepRow]:
             yield row
 
 
+def _duration(records: list[Record]) -> float:
+    """Returns the time from the end of the first step to the end of the last one, in seconds."""
+    ends = [row.ended or 0.0 for row in _steps(records)]
+    return ends[-1] - ends[0]
+
+
 def _decodes(row: StepRow, n: int) -> bool:
     return row.kind == "decode" and row.decodes == n
 
@@ -200,8 +211,9 @@ def _costs(sizes: Sequence[int], passes: int, measure: Callable[[int], list[Step
     A CPU reports the time of its work as the device's time, too.
     """
     found: dict[int, list[StepRow]] = {n: [] for n in sizes}
+    random = Random(0)
     for done in range(passes + 1):
-        for n in sizes:
+        for n in random.sample(sizes, len(sizes)):
             rows = measure(n)
             found[n] += rows if done else []
     costs = []
