@@ -1,5 +1,5 @@
-"""The recording of a GPU that comes with the lessons: what its steps cost, and the same steps eager, with graphs, and
-with overlap. minitui/dev/record_steps.py makes the file."""
+"""The recording of a GPU that comes with the lessons: what its steps cost, and steps of the same kernels eager, with
+graphs, and with overlap. minitui/dev/record_steps.py makes the file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RecordedModel:
     decode: dict[int, float]  # rows -> ms of a decode step
     prefill: dict[int, float]  # tokens of a prompt -> ms of its step
     timelines: tuple[RecordedTimeline, ...]
-    kernels: dict[int, tuple[float, float]]  # rows -> number of kernels of an eager decode step, ms in which one runs
+    kernels: dict[int, tuple[float, float]]  # rows -> number of kernels of a decode step, ms in which one runs
 
     def timeline(self, mode: str, rows: int) -> RecordedTimeline:
         """Returns the timeline of a mode with this number of rows."""
@@ -61,6 +61,7 @@ class RecordedDevice:
     name: str  # such as "H200"
     read_bytes_per_s: float
     operations_per_s: float
+    launch_us: float  # of one small kernel of PyTorch, by the host
     models: dict[str, RecordedModel]
 
     @property
@@ -75,7 +76,7 @@ def recorded_device() -> RecordedDevice:
     report = json.loads(FILE.read_text(encoding="utf-8"))
     models = {found["model"].rpartition("-")[2]: _model(found) for found in report["models"]}
     name = report["device"].rpartition(" ")[2]
-    return RecordedDevice(name, report["read_bytes_per_s"], report["operations_per_s"], models)
+    return RecordedDevice(name, report["read_bytes_per_s"], report["operations_per_s"], report["launch_us"], models)
 
 
 def _model(found: dict[str, Any]) -> RecordedModel:

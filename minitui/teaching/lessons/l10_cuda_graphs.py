@@ -105,8 +105,8 @@ LESSON = Lesson(
             If the device is a GPU, the host does not compute the forward pass. The host launches kernels: small
             programs, several for each layer, that run on the GPU. A launch and its Python code take the host some
             microseconds, or some tens of microseconds: this depends on the host and on the code. Most kernels for a
-            long prompt run much longer than a launch takes. A decode step of a few tokens has hundreds of launches,
-            too, but each kernel has little work.
+            long prompt run much longer than a launch takes. A decode step of a few tokens has nearly as many
+            launches, but each kernel has little work.
 
             A CUDA graph is a recording of such a sequence of launches, with all arguments. The engine records
             (captures) the graph once. Later, a single call replays the graph. A replay always reads and writes the same
@@ -133,12 +133,12 @@ LESSON = Lesson(
             Decode steps of {SMALL_MODEL.name} with one row, recorded on a GPU ({GPU.name}):
 
               eager    the host launches {SMALL_MODEL.kernels[1][0]:.0f} kernels, one after the other
-              graphs   the host replays two graphs: of the model and of the sampler
+              graphs   the host replays two graphs with the same kernels
 
             The host does not wait for the end of a kernel before the next launch. The device runs one kernel after the
-            other. A profiler measured that all kernels of an eager step together ran for
+            other. A profiler measured that all kernels of a step together ran for
             {ms(SMALL_MODEL.kernels[1][1])} ms. An eager launch, with its Python code, took this host
-            {LAUNCH_US:.0f} microseconds (mean). Many programs take 5 to 10.
+            {LAUNCH_US:.0f} microseconds (mean). A simple kernel of PyTorch took it {GPU.launch_us:.0f}.
 
             In the picture, “wait” means: the host waits for the end of the step.
             """,
@@ -178,7 +178,7 @@ LESSON = Lesson(
             run=larger_model,
             predict=Prediction(
                 f"With graphs, how many times as fast is a step of {LARGE_MODEL.name}?",
-                tuple(f"about {choice:.0f} times" for choice in GAINS),
+                tuple(f"about {_tenths(choice)} times" for choice in GAINS),
                 (
                     "a graph would save more time because it saves more launches. But the kernels of the large model "
                     "must still run, and they take longer.",
@@ -230,7 +230,7 @@ LESSON = Lesson(
             predict=Prediction(
                 f"{LARGEST_BATCH} requests decode. Which graph is replayed?",
                 (
-                    "the graph for 4 requests, then the graph for 1", "none: this step launches kernel by kernel",
+                    "the graph for 4 requests, then the graph for 1", "none: this step is launched kernel by kernel",
                     "the graph for 8 requests",
                 ),
                 (
@@ -252,11 +252,10 @@ LESSON = Lesson(
 
             Steps with many tokens have no graph: their kernels take longer than the launches. At its start, the engine
             measures kernels and launches to find the largest useful graph. Lengths and block tables change, so a graph
-            reads them from its buffers. vLLM captures whole decode steps, too, if its attention kernels allow this. Of
-            small steps with prompts, it captures all but attention.
+            reads them from its buffers.
 
-            With graphs, a decode step of a large model with a small batch mostly reads: all weights, and the keys and
-            values of the batch.
+            vLLM captures forward passes, not sampling. It captures the whole pass of a decode step, if its attention
+            kernels allow this. Of small steps with prompts, it captures all but attention.
             """,
             code="engine.worker.cuda_graphs:DecodeGraphs.launch",
         ),

@@ -253,9 +253,8 @@ LESSON = Lesson(
             the roofline. Each row needs one operation for each byte of weights. So on the {GPU.name}, reading the
             weights takes longer than arithmetic up to about {GPU.operations_per_byte:.0f} rows.
 
-            The measured steps are nearer to the sum. A step runs many small programs (kernels) one after the other:
-            while one reads keys and values, no weights are multiplied. Within a kernel, reading and arithmetic overlap
-            in part.
+            Measured steps take longer than that. A step runs many small programs (kernels) one after the other: while
+            one reads keys and values, no weights are multiplied. And few kernels read or compute at full speed.
             """,
         ),
         Page(
@@ -283,7 +282,8 @@ LESSON = Lesson(
             guesses the next tokens of a reply (drafts). One step computes the last token and the drafts, and samples a
             token after each of them. Each draft is compared with the token sampled for its place. The drafts before the
             first difference are accepted, and the sampled token takes the place of the first wrong one. So the reply
-            has only sampled tokens, as without drafts. vLLM and SGLang also check drafts in one step.
+            has only sampled tokens, as without drafts. vLLM and SGLang also check drafts in one step. For random
+            sampling (L5 Sampler), vLLM has another rule.
 
             Here, drafts are copied from the text (prompt lookup). The engine takes the last three tokens, and searches
             the earlier text for the same three tokens. The tokens after them are the drafts. In each run, a

@@ -110,7 +110,11 @@ async def prompt_tokens(stage: Stage) -> Seen:
     _draw(stage, title, "tokens", here, recorded)
     table = _told(here, "prefill", ("ms of a prompt's step", "1 token"), PROMPTS[-1])
     flat = f"On the {GPU.name}, {MANY} prompt tokens take about as long as one, and {PROMPTS[-1]:,} take much longer."
-    return Seen(f"{table}\n\n{flat}")
+    one = (
+        "One prompt token took longer than one row of a decode step (page 5): a prompt's step runs other kernels, with "
+        "places for at least 16 tokens."
+    )
+    return Seen(f"{table}\n\n{flat} {one}")
 
 
 def _prompt(stage: Stage, tokens: int, seed: int) -> list[int]:
@@ -156,10 +160,7 @@ def _draw(stage: Stage, title: str, unit: str, here: dict[int, float], recorded:
 def _here(here: dict[int, float]) -> str:
     """Returns what is to be said about the curve of this machine."""
     sooner = _factor(here, MANY) > _factor(GPU.models["8B"].decode, MANY)
-    return (
-        " Here, already a few more rows take longer: this machine computes fewer operations in the time of reading one "
-        "byte."
-    ) * sooner
+    return (" Here, already a few more rows take longer.") * sooner
 
 
 def _factor(points: dict[int, float], n: int) -> float:
