@@ -89,7 +89,7 @@ LESSON = Lesson(
               3 allocate     engine/core/allocator.py   chooses the memory blocks for these tokens
               4 forward      engine/model/              the model computes these tokens
               5 sample       engine/worker/sampler.py   the next token of each request is chosen
-              6 commit       engine/core/engine.py      adds ids to replies, ends replies
+              6 commit       engine/core/commit.py      adds ids to replies, ends replies
               7 detokenize   engine/text/output.py      ids become text for the user
 
             Stage 1 comes before the first step of a request. A step runs stages 2 to 6, for all of its requests
