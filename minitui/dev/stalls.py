@@ -51,7 +51,7 @@ BALLAST = 1_000_000  # objects that a garbage collection visits
 NAMES = {  # kind of the stall -> how the cause begins, as a regular expression
     "plan": "plan", "launch": "launch", "commit": "commit", "emit": "output and commands",
     "collection": "garbage collection", "stop": "process stopped", "program": "another program on the core",
-    "prompt": r"(device in the )?prefill of r|launch of next step [\d,]+ \(prefill of ",
+    "prompt": r"(device in the )?prefill of r|launch of next step [\d,]+ \(prefill of |output and commands \(r\d+ came",
     "pool": "queue after a preemption|computing ", "device": "device",
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ steps overlap, the plan and the launch of the next step. The names of causes say
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -216,7 +216,7 @@ def _host_parts(window: Windows, row: StepRow, model: CostModel, lacking: bool) 
              for i, work in ((-1, window.before), (0, window.work), (1, window.ahead))}  # fmt: skip
     found = [
         _Part(f"commit of {_named(steps, row.step - 1, row.step)}", took["commit"], usual[-1]["commit"], "commit"),
-        _Part(EMIT, took["emit"], model.emit, "emit"),
+        _Part(f"{EMIT}{_came(steps.came(row.step))}", took["emit"], model.emit, "emit"),
     ]
     for name in PLANNED:
         if window.here[0]:
@@ -247,6 +247,14 @@ def _named(steps: Steps, step: int, seen_from: int) -> str:
     """Returns "next step 57", or "previous step 55 (prefill of r12)"."""
     row = steps.get(step)
     return neighbour(step, seen_from) + (f" (prefill of {prefilled(row)})" if row is not None and row.chunks else "")
+
+
+def _came(requests: Sequence[tuple[int, int]]) -> str:
+    """Returns " (r12 came with 16,000 prompt tokens)"; empty without requests. `requests`: with their tokens."""
+    if not requests:
+        return ""
+    tokens = sum(tokens for _, tokens in requests)
+    return f" ({listed([request for request, _ in requests])} came with {count(tokens, 'prompt token')})"
 
 
 def neighbour(step: int, seen_from: int) -> str:

@@ -44,7 +44,8 @@ def why_long(view: View, row: StepRow) -> str:
     one whose measured parts took longer than expected, as other such steps vary; else an empty string."""
     model = view.models.of(row.step)
     found = explain(row, model) if model is not None else None
-    return why_slow(row, model, always=True) if found is not None and (found.long or found.varied) else ""
+    told = found is not None and (found.long or found.varied)
+    return why_slow(row, model, always=bool(found and found.varied)) if told else ""
 
 
 def computed(view: View, row: StepRow, left_out: Collection[int] = ()) -> list[str]:

@@ -65,6 +65,8 @@ class Steps:
         self._decoding: dict[int, int] = {}  # request -> n: before step s, n + s of its tokens have been computed
         self._prompts: dict[int, int] = {}  # request -> number of its tokens when its prefill ends
         self._chunks: list[list[Chunk] | None] = [None] * capacity
+        self._new: list[tuple[int, int]] = []  # requests that came since the last timing, with their prompt tokens
+        self._came: dict[int, tuple[tuple[int, int], ...]] = {}  # step -> requests that came in its time
         self._drafts: dict[int, array[int]] = {}  # step -> the fields of all its Drafts, in one flat array
         self._nan = float("nan")
         self._views: dict[str, np.ndarray] = {}
@@ -126,14 +128,20 @@ class Steps:
         self.last = step
         if step - self.first >= self.capacity:
             self.first = step - self.capacity + 1
-            if self._drafts:
-                self._drafts.pop(self.first - 1, None)
+            self._drafts.pop(self.first - 1, None)
+            self._came.pop(self.first - 1, None)
+
+    def _fold_submit(self, record: Record) -> None:
+        self._new.append((record[3], record[5]))
 
     def _fold_time(self, record: Record) -> None:
         seq, t, _kind, step, plan_us, launch_us, commit_us, wall_ms, device_ms, _ = record
+        came, self._new = self._new, []
         i = step % self.capacity
         if self._step[i] != step:
             return
+        if came:
+            self._came[step] = tuple(came)
         self.last_ended = step
         self._plan[i], self._commit[i] = plan_us / 1e3, commit_us / 1e3
         self._launch[i] = self._nan if launch_us is None else launch_us / 1e3
@@ -225,9 +233,9 @@ class Steps:
             self._comm[step % self.capacity] = ms
 
     _FOLDS: ClassVar[dict[str, Callable[[Steps, Record], None]]] = {
-        "step": _fold_step, "time": _fold_time, "parts": _fold_parts, "comm": _fold_comm, "draft": _fold_draft,
-        "accept": _fold_accept, "finish": _fold_release, "preempt": _fold_release, "requeue": _fold_release,
-        "fail": _fold_fail, "gate": _fold_gate, "pace": _fold_pace,
+        "step": _fold_step, "time": _fold_time, "parts": _fold_parts, "comm": _fold_comm, "submit": _fold_submit,
+        "draft": _fold_draft, "accept": _fold_accept, "finish": _fold_release, "preempt": _fold_release,
+        "requeue": _fold_release, "fail": _fold_fail, "gate": _fold_gate, "pace": _fold_pace,
     }  # fmt: skip
 
     def __contains__(self, step: int) -> bool:
@@ -281,6 +289,10 @@ class Steps:
     def _drafts_of(self, step: int) -> tuple[Draft, ...]:
         fields = self._drafts.get(step, array("q"))
         return tuple(zip(fields[::3], fields[1::3], fields[2::3], strict=True))
+
+    def came(self, step: int) -> tuple[tuple[int, int], ...]:
+        """Returns the requests that came in the time of a step, with the number of their prompt tokens."""
+        return self._came.get(step, ())
 
     def drafts_of(self, request: int, first: int, last: int) -> tuple[int, int]:
         """Returns (tokens drafted, tokens accepted) for a request in the kept steps from `first` to `last`."""

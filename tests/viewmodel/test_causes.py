@@ -72,6 +72,8 @@ def run(
             stalls[step] = kind, ms
             where = kind if kind in parts else "wait" if kind == "device" else rng.choice(("plan", "launch", "emit"))
             parts[where] += ms
+            if kind == "emit" and step % (2 * stalls_every) == 0:
+                history.fold((step, t, "submit", 100_000 + step, "chat", 16_000, 16_100))
             device += ms if kind == "device" else 0.0
             if kind in pauses:
                 pauses[kind] = 1 if kind == "stop" else ms
@@ -210,6 +212,19 @@ def test_stalls_of_known_kinds_are_named_and_none_is_invented(seed: int) -> None
         else:
             assert not told.slow, (step, told)
     assert named >= 0.95 * len(stalls), (named, len(stalls))
+
+
+def test_a_prompt_that_came_while_output_and_commands_took_long_is_named() -> None:
+    history, stalls = run(0, stalls_every=12)
+    model = fit(history, history.last)
+    assert model is not None
+    names: dict[bool, set[str]] = {True: set(), False: set()}
+    for step, (kind, _) in stalls.items():
+        causes = [cause.name for cause in explained(history, step, model).causes if cause.key == "emit"]
+        if kind == "emit" and causes:
+            came = step % 24 == 0
+            names[came].add(causes[0].replace(f"r{100_000 + step} ", "r1 "))
+    assert names == {True: {"output and commands (r1 came with 16,000 prompt tokens)"}, False: {"output and commands"}}
 
 
 def test_on_a_busy_core_the_other_program_is_named_and_prompts_are_not_blamed_for_its_time() -> None:

@@ -64,7 +64,7 @@ def played(
         monkeypatch.setattr(owner, name, wrapped)
 
     timed(engine.scheduler, "plan", "plan", PLAN)
-    timed(engine.scheduler, "commit", "commit", COMMIT)
+    timed(engine.committer, "commit", "commit", COMMIT)
     launch = runner.launch
 
     def launching(*args: Any) -> Any:
