@@ -42,8 +42,8 @@ class ForwardMeta:
     Token i of a sequence attends to that sequence's keys 0 … seq_len − q_len + i. Each layer writes the keys and values
     of all T tokens to the cache before attention reads the cache.
 
-    Padding entries (of the block table, or of a batch padded to the size of a CUDA graph) refer to block 0, the null
-    block.
+    The entries of the block table after a sequence's last block are padding: 0 (the null block), or a block of another
+    sequence. The entries of a batch that is padded to the size of a CUDA graph have a length of 0.
     """
 
     positions: torch.Tensor  # int64 [T]     absolute position of each token in its sequence

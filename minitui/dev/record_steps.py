@@ -42,7 +42,7 @@ from minitui.bench.shapes import MEASURED, SIZES, write_config
 from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.steps import Steps
 
-CONTEXT = 128  # tokens of a prompt whose reply is decoded
+PROMPT = 128  # tokens of a prompt whose reply is decoded
 STEPS = 20  # steps of a timeline, and of each pass of "decode"
 WARM_UP = 8  # steps that are not measured
 PASSES = 5  # over all sizes of "decode"; of a timeline, the one with the median time is kept
@@ -66,7 +66,7 @@ def record_shape(model: str, **options: Any) -> dict[str, Any]:
             if mode == "overlap":
                 names = ("model", "parameters", "dtype", "attention", "kv_bytes_per_token")
                 found |= {name: recorder.info[name] for name in names}
-                found |= {"context": CONTEXT, "decode": recorder.decode_costs(), "prefill": recorder.prefill_costs()}
+                found |= {"context": _context(), "decode": recorder.decode_costs(), "prefill": recorder.prefill_costs()}
     return found
 
 
@@ -84,7 +84,7 @@ def _engine(model: str, mode: str, **options: Any) -> Iterator[StepRecorder]:
             overlap=MODES[mode], **options,
         )  # fmt: skip
     recorder = StepRecorder(llm)
-    recorder.run(CONTEXT, 8)
+    recorder.run(PROMPT, 8)
     yield recorder
     llm.engine.check()
     llm.close()
@@ -139,7 +139,7 @@ class StepRecorder:
         return _costs(sizes, PASSES, self._decode_steps)
 
     def _decode_steps(self, n: int) -> list[StepRow]:
-        found = [row for row in _steps(self.run(CONTEXT, n, 2 * WARM_UP + STEPS)) if _decodes(row, n)]
+        found = [row for row in _steps(self.run(PROMPT, n, 2 * WARM_UP + STEPS)) if _decodes(row, n)]
         return found[WARM_UP:][-STEPS:]
 
     def prefill_costs(self) -> list[dict[str, Any]]:
@@ -153,13 +153,13 @@ class StepRecorder:
         return runs[PASSES // 2]
 
     def _timeline(self, rows: int) -> list[Record]:
-        records = [record for record in self.run(CONTEXT, rows, 2 * WARM_UP + STEPS) if record[2] in TIMED]
+        records = [record for record in self.run(PROMPT, rows, 2 * WARM_UP + STEPS) if record[2] in TIMED]
         first = next(row.step for row in _steps(records) if _decodes(row, rows)) + WARM_UP
         return [record for record in records if first <= record[3] < first + STEPS]
 
     def kernels(self, rows: int) -> dict[str, float]:
         """Returns the mean number of kernels of an eager decode step, and the ms in which at least one of them runs."""
-        self._add(CONTEXT, rows, greedy(2 * WARM_UP + STEPS))
+        self._add(PROMPT, rows, greedy(2 * WARM_UP + STEPS))
         for _ in range(WARM_UP + 4):  # prefill included
             self._engine.step()
         self._engine.drain()
@@ -224,6 +224,11 @@ def _costs(sizes: Sequence[int], passes: int, measure: Callable[[int], list[Step
             "device_ms": round(median(device), 4) if device else None,
         })  # fmt: skip
     return costs
+
+
+def _context() -> int:
+    """Returns the mean length of a row's text in the measured steps of "decode", in tokens."""
+    return round(PROMPT + 2 * WARM_UP + (STEPS - 1) / 2)
 
 
 def _doubling(most: int) -> list[int]:

@@ -62,6 +62,7 @@ async def write_handout(
     async with plain_stage(
         source, sampling, load, system=system, say=lambda text: None, restart=restart, beat=0.0
     ) as stage:
+        stage.show = lambda session: stage.view.select("group", session.id)  # as in the app
         info = stage.source.info
         handout = Handout()
         handout.lessons += [

@@ -43,7 +43,7 @@ class RecordedModel:
     name: str
     weights_gb: float  # of all parameters
     kv_bytes_per_token: int
-    context: int  # tokens of each row's text in a measured decode step
+    context: int  # tokens of each row's text in a measured decode step (mean)
     decode: dict[int, float]  # rows -> ms of a decode step
     prefill: dict[int, float]  # tokens of a prompt -> ms of its step
     timelines: tuple[RecordedTimeline, ...]

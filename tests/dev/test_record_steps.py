@@ -17,7 +17,7 @@ from minitui.viewmodel.steps import Steps
 def test_costs_and_timelines_of_a_small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapes.SIZES, "tiny", (64, 96, 2, 8, True))
     monkeypatch.setitem(shapes.QWEN3, "vocab_size", 2_000)
-    small = {"CONTEXT": 8, "MOST_ROWS": 8, "MOST_PROMPT": 16, "ROWS": (1, 3), "STEPS": 5, "REPEATS": 3, "PASSES": 2}
+    small = {"PROMPT": 8, "MOST_ROWS": 8, "MOST_PROMPT": 16, "ROWS": (1, 3), "STEPS": 5, "REPEATS": 3, "PASSES": 2}
     small["KV_TOKENS"] = 512
     for name, value in small.items():
         monkeypatch.setattr(record_steps, name, value)

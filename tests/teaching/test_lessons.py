@@ -287,7 +287,7 @@ def test_the_costs_of_many_rows_add_up(outcome: Callable[[int], Taught]) -> None
     page = next(page for page in lesson(2).pages if page.title == "What a step must read and compute")
     found = re.findall(r"^ +(\w.*?)((?: +\d+\.\d\d){4})$", page.text, re.M)
     lines = {title: values.split() for title, values in found}
-    texts = 64 * 128 * 2 * 36 * 8 * 128 * 2  # bytes: rows, tokens, keys and values, layers, heads, head size, bfloat16
+    texts = 64 * 154 * 2 * 36 * 8 * 128 * 2  # bytes: rows, tokens, keys and values, layers, heads, head size, bfloat16
     speed = 15.1e9 / float(lines["read the weights: 15.1 GB, once"][2])  # bytes in a ms
     assert float(lines["read keys and values of all rows"][2]) == pytest.approx(texts / speed, abs=0.01)
     values = [[float(value) for value in line] for line in lines.values()]

@@ -37,9 +37,8 @@ async def host_share(stage: Stage) -> Seen:
     timings = stage.timings()
     device_note = (
         "This engine runs on a GPU: a decode step replays a graph." if _on_gpu(stage)
-        else "This engine runs on a CPU: the CPU is both the host and the device. So it never does the work of both at "
-        "the same time, and there are no graphs. No kernels are launched: “launch” is here the host's work around the "
-        "forward pass."
+        else "This engine runs on a CPU, which is both the host and the device. The engine does their work in turn. "
+        "There are no graphs and no launches of kernels: “launch” is here the host's work around the forward pass."
     )  # fmt: skip
     return Seen(
         f"In this run a decode step took {ms(timings.decode.p50)} ms (median). Plan, launch and commit took "
@@ -62,7 +61,7 @@ async def batch_sizes(stage: Stage) -> Seen:
     return Seen(
         f"{'These steps replayed' if gpu else 'On a GPU, these steps would replay'}:\n\n" + "\n".join(lines)
         + "\n\nA batch uses the smallest graph that is large enough. The other places of the graph are padding: they "
-        "belong to no request and point to the null block, and their results are ignored.",
+        "belong to no request and have length 0, and their results are ignored.",
         {4: 0, 5: 1, 8: 2}[served[-1][1]],
     )
 
@@ -109,16 +108,15 @@ LESSON = Lesson(
             launches, but each kernel has little work.
 
             A CUDA graph is a recording of such a sequence of launches, with all arguments. The engine records
-            (captures) the graph once. Later, a single call replays the graph. A replay always reads and writes the same
-            addresses. So the inputs of a step are copied into fixed buffers, and the KV pool never moves.
+            (captures) the graph once. Later, a single call replays the graph. A replay always has the same arguments,
+            addresses too. So the inputs of a step are copied into fixed buffers, and the KV pool never moves.
             """,
             code="engine.worker.cuda_graphs",
         ),
         Page(
             "Host and device",
             """
-            The timings panel has two numbers in its line “per step”: the mean time that the host works in a step, and
-            the mean time that the device works.
+            The timings panel has two mean times per step: how long the host works, and how long the device works.
 
             The pictures of the next pages have two tracks, one for the host and one for the device. Time runs to the
             right, and a filled cell means work. If both tracks are filled, the host works while the device computes:
@@ -135,10 +133,10 @@ LESSON = Lesson(
               eager    the host launches {SMALL_MODEL.kernels[1][0]:.0f} kernels, one after the other
               graphs   the host replays two graphs with the same kernels
 
-            The host does not wait for the end of a kernel before the next launch. The device runs one kernel after the
-            other. A profiler measured that all kernels of a step together ran for
-            {ms(SMALL_MODEL.kernels[1][1])} ms. An eager launch, with its Python code, took this host
-            {LAUNCH_US:.0f} microseconds (mean). A simple kernel of PyTorch took it {GPU.launch_us:.0f}.
+            The host does not wait for the end of a kernel before the next launch. The device runs the kernels in this
+            order. By a profiler, all kernels of a step together ran for {_tenths(SMALL_MODEL.kernels[1][1])} ms. An
+            eager launch, with its Python code, took this host {LAUNCH_US:.1f} microseconds (mean). A simple kernel of
+            PyTorch took it {GPU.launch_us:.0f}.
 
             In the picture, “wait” means: the host waits for the end of the step.
             """,
@@ -154,7 +152,7 @@ LESSON = Lesson(
                 (
                     "",
                     f"the launches would take no time. But {SMALL_MODEL.kernels[1][0]:.0f} launches take "
-                    f"{SMALL_MODEL.kernels[1][0]:.0f} × {LAUNCH_US:.0f} microseconds.",
+                    f"{SMALL_MODEL.kernels[1][0]:.0f} × {LAUNCH_US:.1f} microseconds.",
                     "the host would wait for each kernel before the next launch. But it launches the next kernel while "
                     "this one runs.",
                 ),
@@ -168,8 +166,8 @@ LESSON = Lesson(
                                       {SMALL_MODEL.name:>10} {LARGE_MODEL.name:>9}
               weights, GB             {SMALL_MODEL.weights_gb:>10.1f} {LARGE_MODEL.weights_gb:>9.0f}
               kernels                 {SMALL_MODEL.kernels[1][0]:>10.0f} {LARGE_MODEL.kernels[1][0]:>9.0f}
-              time of all kernels, ms {ms(SMALL_MODEL.kernels[1][1]):>10} {ms(LARGE_MODEL.kernels[1][1]):>9}
-              microseconds a launch   {LAUNCH_US:>10.0f} {LARGE_LAUNCH_US:>9.0f}
+              time of all kernels, ms {_tenths(SMALL_MODEL.kernels[1][1]):>10} {_tenths(LARGE_MODEL.kernels[1][1]):>9}
+              microseconds a launch   {LAUNCH_US:>10.1f} {LARGE_LAUNCH_US:>9.1f}
 
             With graphs, a step of {SMALL_MODEL.name} was {gain(SMALL_MODEL):.1f} times as fast. With faster
             launches, this factor would be smaller. The picture shows steps of {LARGE_MODEL.name}.
@@ -220,7 +218,7 @@ LESSON = Lesson(
             "A ladder of sizes",
             """
             A graph is captured for a fixed number of requests, and a replay always computes this number. Each replay
-            reads all weights. But a batch may have any number of requests. A graph for each number would need much time
+            reads the weights. But a batch may have any number of requests. A graph for each number would need much time
             and memory. So this engine captures graphs for a ladder of sizes: 1, 2, 4, 8, then multiples of 16 up to
             128, then multiples of 32.
             """,
@@ -234,7 +232,7 @@ LESSON = Lesson(
                     "the graph for 8 requests",
                 ),
                 (
-                    "two replays would read all weights twice. A larger graph with empty places costs much less.",
+                    "two replays would read the weights twice. A larger graph with empty places costs much less.",
                     "the host would launch hundreds of kernels. Empty places in a larger graph cost much less: the "
                     "weights are read once in any case (L2 Model and weights).",
                     "",
@@ -254,7 +252,7 @@ LESSON = Lesson(
             measures kernels and launches to find the largest useful graph. Lengths and block tables change, so a graph
             reads them from its buffers.
 
-            vLLM captures forward passes, not sampling. It captures the whole pass of a decode step, if its attention
+            vLLM captures layers, not logits or sampling. It captures all layers of a decode step, if its attention
             kernels allow this. Of small steps with prompts, it captures all but attention.
             """,
             code="engine.worker.cuda_graphs:DecodeGraphs.launch",
@@ -277,7 +275,7 @@ LESSON = Lesson(
         Check(
             "How long do plan, launch and commit take on the host?",
             "timings",
-            "the timings: the line “per step”.",
+            "the timings: the host's mean time per step.",
             _host,
         ),
     ),

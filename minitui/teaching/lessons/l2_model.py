@@ -154,8 +154,8 @@ LESSON = Lesson(
             """
             A model comes as a checkpoint: files with named tensors. A tensor is a list of numbers, a matrix, or a stack
             of matrices. This engine checks every name and shape before it copies the first number. A missing tensor, an
-            unknown tensor or a wrong shape is an error that names the tensor. The engine skips the tensors that are
-            known to change no result. All other tensors are copied directly to their places.
+            unknown tensor or a wrong shape is an error that names the tensor. The engine skips the tensors that it
+            does not need. Most others are copied directly to their places.
 
             A layer computes queries, keys and values with three matrices. The engine joins them to one matrix, because
             one large multiplication is usually faster than three smaller ones. It joins the first two matrices of the
@@ -194,7 +194,7 @@ LESSON = Lesson(
             "The cost of reading weights",
             f"""
             To compute a token with a model of this kind, the device reads all matrices of all layers and the last
-            matrix from its memory, once. Attention also reads the keys and values of all earlier tokens. With short
+            matrix, once. Attention also reads the keys and values of all earlier tokens. With short
             texts, these are few.
 
             The {GPU.name} is a GPU. In our measurement, it read {GPU.read_bytes_per_s / 1e12:.1f} TB in a
@@ -231,8 +231,8 @@ LESSON = Lesson(
             panel="costs",
             run=rows,
             predict=Prediction(
-                f"Qwen3-8B runs on the {GPU.name}; each row has a text of 128 tokens. Compared with one row, a step of "
-                f"{MANY} rows takes …",
+                f"Qwen3-8B runs on the {GPU.name}; each row's text has about {MODEL.context} tokens. Compared with one "
+                f"row, a step of {MANY} rows takes …",
                 (f"{MANY} times as long", f"about {MANY // 4} times as long", "less than twice as long"),
                 (
                     "the device would read all weights again for each row. But it reads them once for all rows.",
@@ -245,7 +245,7 @@ LESSON = Lesson(
         Page(
             "What a step must read and compute",
             f"""
-            Decode steps of {MODEL.name} on the {GPU.name}; each row has a text of {MODEL.context} tokens:
+            Decode steps of {MODEL.name} on the {GPU.name}; each row's text has about {MODEL.context} tokens:
 
               {costs_table(" " * 14)}
 
@@ -261,11 +261,11 @@ LESSON = Lesson(
             "A prompt of many tokens",
             f"""
             A step that computes a prompt reads each weight once, too. More prompt tokens add arithmetic, as more rows
-            do. So the {GPU.operations_per_byte:.0f} of the page before also holds for prompt tokens on the {GPU.name}.
+            do. So about the same limit holds for prompt tokens on the {GPU.name} as for rows.
             With fewer tokens, reading the weights takes longer than arithmetic, and a token more costs little. With
             many more tokens, arithmetic takes most of the time, and the time grows with the length.
 
-            The number depends on the device. It is smaller if a device computes fewer operations while it reads a byte.
+            The limit depends on the device. It is smaller if a device computes fewer operations while it reads a byte.
             Then the time begins to rise with shorter prompts.
 
             The experiment measures prompts of {PROMPTS[0]} to {PROMPTS[-1]:,} tokens here. Compare where the curves
@@ -283,7 +283,7 @@ LESSON = Lesson(
             token after each of them. Each draft is compared with the token sampled for its place. The drafts before the
             first difference are accepted, and the sampled token takes the place of the first wrong one. So the reply
             has only sampled tokens, as without drafts. vLLM and SGLang also check drafts in one step. For random
-            sampling (L5 Sampler), vLLM has another rule.
+            sampling (L5 Sampler), they have another rule.
 
             Here, drafts are copied from the text (prompt lookup). The engine takes the last three tokens, and searches
             the earlier text for the same three tokens. The tokens after them are the drafts. In each run, a

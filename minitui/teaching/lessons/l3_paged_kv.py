@@ -212,7 +212,7 @@ LESSON = Lesson(
             code="engine.model.config:ModelConfig.kv_bytes_per_token",
             run=cost,
             predict=Prediction(
-                "In keys and values, a number has 4 bytes here (in weights 2: bf16). There are 4 layers and 2 KV heads "
+                "In keys and values, a number has 4 bytes here. There are 4 layers and 2 KV heads "
                 "of size 64. A token needs …",
                 ("512 bytes", "4,096 bytes", "12,288 bytes"),
                 (
@@ -278,7 +278,7 @@ LESSON = Lesson(
             "No reservation",
             """
             In this pool, a request may start if there are enough free or cached blocks for its prompt (and room in the
-            step: L6 Scheduler). This engine and vLLM reserve no blocks for the reply. SGLang reserves an estimate.
+            step: L6 Scheduler). This engine and vLLM reserve no blocks for its reply. SGLang reserves an estimate.
 
             Example: four requests may have 192 tokens each, prompt and reply together. With a reservation, they would
             fill this pool of 768 tokens. But if each request ends with only 20 tokens, they use two blocks each:

@@ -159,8 +159,8 @@ LESSON = Lesson(
         Page(
             "Padding and the null block",
             """
-            The block tables of all requests in a batch get the same width here. The unused entries are padding. They
-            refer to block 0, the null block, which no request holds. The GPU kernels here know the length of each
+            The block tables of all requests in a batch get the same width here. The unused entries are padding.
+            Block 0 is the null block, which no request holds. The GPU kernels here know the length of each
             request, and skip the padding. The simplest code (page 1) reads values in the null block as padding, and
             multiplies them by 0. So these values must be finite: 0 times NaN ("not a number") is NaN. Free blocks may
             contain any numbers. A test fills free blocks with NaN and checks that no result is NaN. vLLM has a null

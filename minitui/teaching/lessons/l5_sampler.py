@@ -197,8 +197,8 @@ LESSON = Lesson(
             token with the largest sum. On average, a token with a probability of 30 % has the largest sum in 30 % of
             the draws.
 
-            Equal requests with the same seed usually get the same reply. This engine computes the noise from seed,
-            position in the whole text, and token id.
+            Equal requests with the same seed usually get the same reply. In one reply, the noise comes from
+            seed, position in the whole text, and token id.
 
             A request with seed {SEED} runs alone, and then beside other requests. A third request has the first {GIVEN}
             tokens of the reply at the end of its prompt.
@@ -224,7 +224,8 @@ LESSON = Lesson(
             "What can still change a reply",
             """
             In this engine, the noise of a token does not depend on the batch or on the cache. A request without a seed
-            gets a random seed. The seed is recorded, so a reply can be sampled again with the same noise.
+            gets a random seed. This seed is returned with the reply, so the reply can be sampled again with the same
+            noise.
 
             Rounding can still change the reply. A forward pass rounds its sums. A rounded sum can depend on the order
             in which its terms are added. Numbers of 16 bits are rounded more than numbers of 32 bits. On a GPU, the

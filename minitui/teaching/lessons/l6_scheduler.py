@@ -214,10 +214,10 @@ LESSON = Lesson(
             length, static batching would need no more steps. But the lengths are usually not known in advance. In the
             static run, look for requests that wait although a row is empty.
 
-            Compare the steps, the time of the run, and the times to the first token. (p99: 99 % of them are not
-            longer.) Both runs compute the same tokens. With continuous batching, they are computed in fewer steps, so
-            an average step computes more tokens. How much longer such a step takes depends on the device (L2 Model and
-            weights). Times vary from run to run.
+            Compare the steps, the time of the run, and the times to the first token. (p99: nearly the longest.) Both
+            runs compute the same tokens. With continuous batching, they are computed in fewer steps, so an average step
+            computes more tokens. How much longer such a step takes depends on the device (L2 Model and weights). Times
+            vary from run to run.
             """,
             panel="runs-steps",
             run=side_by_side("batching", told=steps_and_time, shown=("steps", "time", "first_p99")),
@@ -253,8 +253,8 @@ LESSON = Lesson(
 
             Chunks have a price. The prompt takes several steps. Each of them reads the weights, and the keys and values
             of the earlier chunks. So the first token of the pasted prompt usually comes later, and the run may take
-            longer. Compare two figures: the longest gap between two tokens, and the time to the
-            first token of the pasted prompt (first token p99).
+            longer. Compare two figures: the longest gap between two tokens, and first token p99, which is nearly the
+            time to the first token of the pasted prompt.
 
             So a smaller budget is often better for running replies, a larger one for new prompts. One way to choose:
             the largest budget whose steps are not longer than the longest gap that users accept.
@@ -327,7 +327,7 @@ LESSON = Lesson(
             prompt and of the reply, are computed like one prompt. Then the reply continues where it stopped.
 
             A prompt that can never fit is refused when it arrives: the error names its length and the limit. If a reply
-            needs more blocks than the pool has, the reply ends with the reason `length`.
+            needs more blocks than the pool has, its reply ends with the reason `length`.
             """,
             code="engine.core.scheduler:Scheduler._plan_decodes",
         ),

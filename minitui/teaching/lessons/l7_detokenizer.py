@@ -160,7 +160,7 @@ LESSON = Lesson(
                 f"When does the client get the word “{PAIR[0].strip()}”?",
                 ("at once", "with the next token", "at the end of the reply"),
                 (
-                    "a part of the stop string could be sent: the next token could be “ zebra”. (A request that wants "
+                    "a part of the stop string could be sent: “ zebra” could come next. (A request that wants "
                     "the stop string has the option include_stop_str_in_output.)",
                     "",
                     "the next token would not show whether this is the stop string. But it does: "

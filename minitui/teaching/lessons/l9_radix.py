@@ -68,7 +68,7 @@ LESSON = Lesson(
             Sharing saves prefill: the device computes fewer tokens, so the first token usually comes sooner. Sharing
             saves memory: several requests can hold one copy of a common beginning. Sharing alone does not change the
             work of a decode step: each request still reads the same keys and values. A special kernel can read a shared
-            beginning once for several requests (cascade attention, an option of vLLM). The probabilities of the next
+            beginning once for several requests (cascade attention). The probabilities of the next
             token are the same as without the cache, apart from rounding (L5 Sampler).
             """,
         ),

@@ -79,8 +79,7 @@ async def overlap(stage: Stage) -> Seen:
             (f"{large.name}, {count(1, 'row')}", [large.timeline(mode, 1).step_ms for mode in modes]),
         )
         + "\n\nThe picture shows: without overlap, the device waits for the host after each step. With overlap, the "
-        "next step is launched before the device needs it. So a step takes only as long as the device works, and the "
-        "pause between the two graphs of a step is gone, too.",
+        "next step is launched before the device needs it. So a step takes only as long as the device works.",
         min(range(len(choices)), key=lambda i: abs(choices[i] - one[1].step_ms)),
     )  # fmt: skip
 
@@ -114,7 +113,8 @@ def launch_ms(timeline: RecordedTimeline) -> float:
 
 
 def device_ms(timeline: RecordedTimeline) -> float:
-    """Returns the mean time from the first to the last kernel of a step, of the same steps as `step_ms`."""
+    """Returns the mean time of the device in a step, of the same steps as `step_ms`. If the device was idle before, it
+    contains the time from the begin of the launch to the first kernel."""
     rows = [timeline.steps.get(step) for step in timeline.steps_kept[1:]]
     return mean(row.device_ms for row in rows if row is not None and row.device_ms is not None)
 
@@ -133,7 +133,7 @@ def _group(model: RecordedModel, rows: int, modes: Sequence[str], steps: float, 
     runs = []
     for timeline in timelines:
         eager = timeline.mode == EAGER
-        device = f"kernels {ms(model.kernels[rows][1])} by profiler" if eager else f"device {ms(device_ms(timeline))}"
+        device = f"kernels {model.kernels[rows][1]:.1f} by profiler" if eager else f"device {ms(device_ms(timeline))}"
         line = f"{ms(timeline.step_ms)} ms a step, {device}"  # as wide as the narrowest panel
         runs.append(RecordedRun(timeline.mode, timeline.steps, line, eager, _typical(timeline, span)))
     return name or count(rows, "row"), span, tuple(runs)

@@ -111,8 +111,8 @@ async def prompt_tokens(stage: Stage) -> Seen:
     table = _told(here, "prefill", ("ms of a prompt's step", "1 token"), PROMPTS[-1])
     flat = f"On the {GPU.name}, {MANY} prompt tokens take about as long as one, and {PROMPTS[-1]:,} take much longer."
     one = (
-        "A prompt's step runs other kernels than a decode step, with places for at least 16 tokens. So one prompt "
-        "token takes longer than one row."
+        "There, a prompt's step runs other kernels than a decode step, with places for at least 16 tokens: one reason "
+        "why one prompt token takes longer than one row."
     )
     return Seen(f"{table}\n\n{flat} {one}")
 
