@@ -25,7 +25,7 @@ from minitui.tui.widgets.rows import plain
 from minitui.visible import visible
 
 ROWS = 16  # of a picture; HEIGHTS has smaller ones
-TALLER = {"gpu": 22, "attention": 20}
+OTHER = {"gpu": 22, "attention": 20, "timings": 10}  # higher, Timings has a list in place of the means per step
 WHOLE_LINE = 1 << 20  # a paragraph is one line: the reader's program wraps it
 SUFFIXES = (".md", ".pdf")
 
@@ -149,7 +149,7 @@ def _pictures(panel: str, stage: Stage) -> list[Part]:
 
 def _picture(name: str, stage: Stage) -> Picture:
     small = HEIGHTS.get(name, ROWS)
-    height = TALLER.get(name, small if small < 5 else max(small, ROWS))
+    height = OTHER.get(name, small if small < 5 else max(small, ROWS))
     picture = PANELS[name]().picture(stage.view, COLUMNS, height)
     rows = picture.rows[:height]
     while rows and not plain(rows[-1]).strip():

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from engine.errors import EngineError
-from minitui.export.handout import check_file, write_handout
+from minitui.export.handout import _picture, check_file, write_handout
 from minitui.export.handout_parts import Part, Picture, to_markdown
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.stage import Stage
+from minitui.trace.bundled import find_trace
+from minitui.trace.reader import TraceReader
+from minitui.tui.widgets.rows import plain
+from minitui.viewmodel.recorded import recorded_view
 from tests.support.fake_client import ByteCodec, FakeSource
 from tests.support.sampling import sampling
 
@@ -107,3 +112,10 @@ def test_a_file_that_cannot_be_written_is_told_before_the_experiments(tmp_path: 
         check_file(tmp_path / "class.docx")
     with pytest.raises(EngineError, match="there is no directory"):
         check_file(tmp_path / "none" / "class.md")
+
+
+def test_the_timings_have_the_means_per_step_which_a_lesson_asks_for() -> None:
+    view = recorded_view(TraceReader(find_trace("small-pool")))
+    view.frame(0.0)
+    rows = [plain(row) for row in _picture("timings", cast(Stage, SimpleNamespace(view=view))).rows]
+    assert any(row.startswith("host") and "ms per step" in row for row in rows), rows
