@@ -135,10 +135,10 @@ LESSON = Lesson(
 
             The host does not wait for the end of a kernel before the next launch. The device runs the kernels in this
             order. By a profiler, all kernels of a step together ran for {_tenths(SMALL_MODEL.kernels[1][1])} ms. An
-            eager launch, with its Python code, took this host {LAUNCH_US:.1f} microseconds (mean). The launch of a
-            simple PyTorch kernel took it {GPU.launch_us:.0f}.
+            eager launch, with its Python code, took this host {LAUNCH_US:.1f} microseconds (mean). A launch of a simple
+            PyTorch kernel took {GPU.launch_us:.0f}.
 
-            In the picture, “wait” means: the host waits for the end of the step.
+            In the picture, “wait” means that the host waits for the end of the step.
             """,
             panel="gpu",
             run=eager_and_graphs,
