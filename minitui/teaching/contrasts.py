@@ -7,7 +7,7 @@ arrive together.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ QUESTIONS = (
     "What is prefill?", "What is a block table?",
 )  # fmt: skip
 LENGTHS = (12, 110, 12, 12, 96, 12, 16, 20)  # tokens of the replies: in each four, one is long
+EQUAL = 24  # tokens of each reply, where all have the same length
 WRITERS = 3
 PASTED_LINES, PASTED = 40, 711  # of the long prompt: lines of its text, and tokens
 PIECE, PIECES = 192, 4  # one-piece allocation: tokens of a piece, and pieces in the memory
@@ -92,7 +93,16 @@ async def long_paste(stage: Stage) -> list[Session]:
 
 async def eight_replies(stage: Stage) -> list[Session]:
     """Eight chats want replies of different lengths."""
-    sessions = [stage.chat("", f"limit {n}", max_tokens=n, whole=True) for n in LENGTHS]
+    return await _replies(stage, LENGTHS)
+
+
+async def eight_equal_replies(stage: Stage) -> list[Session]:
+    """Eight chats want replies of the same length."""
+    return await _replies(stage, [EQUAL] * len(LENGTHS))
+
+
+async def _replies(stage: Stage, lengths: Sequence[int]) -> list[Session]:
+    sessions = [stage.chat("", f"limit {n}", max_tokens=n, whole=True) for n in lengths]
     stage.show(sessions[0])
     await stage.gate()
     for session in sessions:
@@ -148,6 +158,11 @@ CONTRASTS = {
         Setting("static batching", {"scheduling_policy": "static"}),
         Setting("continuous batching", {"scheduling_policy": "fcfs"}),
         max(LENGTHS), {"kv_blocks": 64, "max_num_seqs": 4, "no_prefix_caching": True},
+    ),
+    "rows": Contrast(
+        f"eight replies of {EQUAL} tokens at once, with two rows and with eight", eight_equal_replies,
+        Setting("2 rows", {"max_num_seqs": 2}), Setting("8 rows", {"max_num_seqs": 8}),
+        EQUAL, {"kv_blocks": 64, "no_prefix_caching": True},
     ),
     "chunked-prefill": Contrast(
         "a long prompt beside three running replies, computed in one step and in chunks of 64 tokens", long_paste,

@@ -177,8 +177,8 @@ def _arrival(lane: Lane | None) -> str:
     if paused_ms < SHORTEST_PAUSE_MS:
         return f"{text} · waited {duration(lane.waited_ms)}"
     return (
-        f"{text} · it waited {duration(lane.waited_ms)} in the queue, "
-        f"and the engine was paused or slowed for another {duration(paused_ms)}"
+        f"{text} · waited {duration(lane.waited_ms)} "
+        f"(and {duration(paused_ms)} more while the engine was paused or slowed)"
     )
 
 

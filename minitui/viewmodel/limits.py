@@ -21,7 +21,7 @@ from minitui.viewmodel.steps import Steps
 LIMIT_STEPS = 1_000  # the last steps that decide
 HALF = 0.5  # the share of the time from which on the device, or other programs, limit
 COVERED = 0.9  # of the steps: if the delays are known for fewer, it is told for how many
-WITHOUT, OTHERWISE = "when no other program has the core, ", "otherwise, "  # the same, whole and in a narrow panel
+WITHOUT, OTHERWISE = "in the rest of the time, ", "in the rest, "  # beside other programs; the same in a narrow panel
 LEAST_OTHERS = 0.005  # a smaller share of other programs is 0 % in words, and not told
 
 
@@ -93,16 +93,16 @@ class Limit:
 
     @property
     def _waits(self) -> str:
-        """Returns "86 % of the time", or "80 to 86 % of that time" beside other programs."""
+        """Returns "86 % of the time", or "80 to 86 % of the rest" beside other programs."""
         least, most = (f"{100 * share:.0f}" for share in self.waits or (0.0, 0.0))
-        whose = "that" if worth_telling(self.others) else "their" if self.which else "the"
-        return f"{least if least == most else f'{least} to {most}'} % of {whose} time"
+        whole = "the rest" if worth_telling(self.others) else "their time" if self.which else "the time"
+        return f"{least if least == most else f'{least} to {most}'} % of {whole}"
 
     def told(self, width: int = 1_000) -> Told:
         """Returns "the device limits the speed", ": the host waits for it 86 % of the time · last 743 steps"; if
         narrow, less. For a part of the steps: "the host limits the speed of steps that launch prompts",
-        " (53 steps, 29 % of the time): it waits ...". Beside other programs: "when no other program has the core, the
-        device limits the speed", ": ..."."""
+        " (53 steps, 29 % of the time): it waits ...". Beside other programs: "in the rest of the time, the device
+        limits the speed", ": ..."."""
         rest, share = worth_telling(self.others), f"{100 * self.share:.0f} % of the time"
         steps = self.which and f" steps that launch{self.which.removeprefix('launching')}"
         if self.by is None:

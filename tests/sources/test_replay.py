@@ -272,7 +272,7 @@ async def test_a_replay_says_what_was_said_during_the_recording_also_about_pause
         ]  # fmt: skip
 
     texts = "\n".join(said(recorded)[0])
-    assert "and the engine was paused or slowed for another 5,000 ms" in texts
+    assert "(and 5,000 ms more while the engine was paused or slowed)" in texts
     assert "slow motion" in texts and "the engine is paused" in texts
     waited = max(Requests().figures(recorded), key=lambda row: row.paused_ms)
     assert waited.paused_ms >= 5000 and waited.queue_ms is not None and waited.queue_ms < 5000

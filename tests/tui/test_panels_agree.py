@@ -116,7 +116,7 @@ def test_a_pause_does_not_vanish_from_what_a_request_waited() -> None:
     view = View()
     view.lanes, view.events = lanes, events
     text = view.event_text(events.since(0)[0])
-    assert "it waited 3.00 ms in the queue, and the engine was paused or slowed for another 60.0 s" in text
+    assert "waited 3.00 ms (and 60.0 s more while the engine was paused or slowed)" in text
 
 
 def test_with_prediction_no_eviction_passes_without_a_question_or_a_word() -> None:

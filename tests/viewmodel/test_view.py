@@ -539,7 +539,7 @@ def test_time_in_a_paused_engine_does_not_count_as_waiting():
     told(61.5, ("admit", 1, 0, "new"), ("match", 1, 0, "empty", 0, ""))
     assert lanes.lanes[1].waited_ms == pytest.approx(500)
     admitted = next(event for event in view.events.since(0) if event.kind == "admit")
-    waited = "it waited 500 ms in the queue, and the engine was paused or slowed for another 60.0 s"
+    waited = "waited 500 ms (and 60.0 s more while the engine was paused or slowed)"
     assert view.event_text(admitted).endswith(waited)
     assert lanes.lanes[2].waited_ms is None
 

@@ -35,7 +35,7 @@ PROMPT = list(range(40, 100))
 @pytest.mark.parametrize("lost", [False, True], ids=["all messages", "lost messages"])
 @pytest.mark.parametrize("name", recorded())
 def test_every_count_table_hit_and_step_is_vllms(name: str, lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's recorded calls, played into the recorder, give vLLM's numbers of that time after each call."""
+    """vLLM's recorded calls, played into the recorder, give vLLM's numbers of the rest after each call."""
     monkeypatch.setenv("MINITUI_VLLM_CHECK", "1")
     run = recorded()[name]
     scheduler = make_scheduler(run["info"], Direct)

@@ -174,7 +174,7 @@ LESSON = Lesson(
             "Text becomes tokens",
             """
             A model computes with numbers. A tokenizer cuts a text into pieces, the tokens. Each has a number, the token
-            id. All tokens of a model are its vocabulary. (The engine is paused: it is not needed yet.)
+            id. All tokens of a model are its vocabulary. (The top line says PAUSED: the model is not needed yet.)
 
             This tokenizer first cuts a text into words, numbers and signs. A space before a word belongs to the word.
             Each part is cut into bytes: a letter has one or more. Last, merge rules join neighbours. The rules have an
@@ -208,8 +208,8 @@ LESSON = Lesson(
 
             A model consists mainly of layers. A layer has many fixed numbers, the weights. Each token id selects a list
             of numbers. These lists go into the first layer. The result of a layer goes into the next layer. A forward
-            pass computes each layer once. No forward pass here is random: the same prompt gives the same result (apart
-            from rounding). Yet two replies to the same question can have different first tokens. Page 3 explains why.
+            pass computes each layer once. No forward pass here is random. Yet two replies to the same question can have
+            different first tokens. Page 3 explains why.
             """,
             panel="pieces",
             code="engine.model.decoder:Decoder.forward",
@@ -235,9 +235,10 @@ LESSON = Lesson(
             Sampling draws one token at random: on average, a token with twice the probability is drawn twice as often.
             (Settings can change this: L5 Sampler.) The sampled token is the next token of the reply.
 
-            Then the model runs again, with this token as its new input. A reply of 100 tokens usually needs about 100
-            forward passes, one after the other: each pass needs the token of the pass before. A reply ends, for
-            example, when the model's end token is sampled, or when the reply has the largest length that is allowed.
+            Then the model runs again: it now continues the text with this token at its end. A reply of 100 tokens
+            usually needs about 100 forward passes, one after the other: each pass needs the token of the pass before. A
+            reply ends, for example, when the model's end token is sampled, or when the reply has the largest length
+            that is allowed.
 
             The inference engine is the program that runs the model. This engine works in steps, with one forward pass
             in each step. If several users wait for replies, one step can compute tokens for several of them.
@@ -301,10 +302,11 @@ LESSON = Lesson(
             the reply. The memory for them is the KV cache (K: keys, V: values). The KV cache is divided into blocks.
             Here, a block has room for the keys and values of 16 tokens. All blocks together are the pool.
 
-            When a reply has ended, the keys and values of its request can stay in the pool. They are useful again if a
-            later prompt begins with the same tokens. Such a common beginning is a prefix. If the keys and values of a
-            prefix are still in the pool, the prefix is cached, and the engine need not compute the prefix again. In a
-            chat, this is frequent: each question is usually sent together with all earlier messages.
+            When a reply has ended, the keys and values of prompt and reply can stay in the pool. They are useful again
+            if a later prompt begins with the same tokens. Such a common beginning is a prefix. If the keys and values
+            of a prefix are still in the pool, the prefix is cached, and the engine need not compute the prefix again.
+            (This engine keeps only full blocks.) In a chat, this is frequent: each question is usually sent together
+            with all earlier messages.
             """,
             code="engine.attention.kv_pool:KVPool",
         ),

@@ -15,6 +15,7 @@ from minitui.teaching.lessons.recorded_timelines import (
     overlap,
     overlap_choices,
 )  # fmt: skip
+from minitui.teaching.lessons.step_costs import MODEL_READS
 from minitui.teaching.recorded_steps import recorded_device
 from minitui.teaching.stage import Stage
 from minitui.text import count, ms
@@ -131,7 +132,7 @@ LESSON = Lesson(
             Decode steps of {SMALL_MODEL.name} with one row, recorded on a GPU ({GPU.name}):
 
               eager    the host launches {SMALL_MODEL.kernels[1][0]:.0f} kernels, one after the other
-              graphs   the host replays two graphs with the same kernels
+              graphs   the host replays these kernels as two graphs (model, sampler)
 
             The host does not wait for the end of a kernel before the next launch. The device runs the kernels in this
             order. By a profiler, all kernels of a step together ran for {_tenths(SMALL_MODEL.kernels[1][1])} ms. An
@@ -164,12 +165,12 @@ LESSON = Lesson(
             On the same host, {SMALL_MODEL.name} and {LARGE_MODEL.name} decode one row. Their eager steps:
 
                                       {SMALL_MODEL.name:>10} {LARGE_MODEL.name:>9}
-              weights, GB             {SMALL_MODEL.weights_gb:>10.1f} {LARGE_MODEL.weights_gb:>9.0f}
+              weights read, GB        {SMALL_MODEL.weights_gb:>10.1f} {MODEL_READS / 1e9:>9.1f}
               kernels                 {SMALL_MODEL.kernels[1][0]:>10.0f} {LARGE_MODEL.kernels[1][0]:>9.0f}
               time of all kernels, ms {_tenths(SMALL_MODEL.kernels[1][1]):>10} {_tenths(LARGE_MODEL.kernels[1][1]):>9}
               microseconds a launch   {LAUNCH_US:>10.1f} {LARGE_LAUNCH_US:>9.1f}
 
-            With graphs, a step of {SMALL_MODEL.name} was {gain(SMALL_MODEL):.1f} times as fast. With faster
+            With graphs, a step of {SMALL_MODEL.name} was {gain(SMALL_MODEL):.2f} times as fast. With faster
             launches, this factor would be smaller. The picture shows steps of {LARGE_MODEL.name}.
             """,
             panel="gpu",
@@ -253,7 +254,7 @@ LESSON = Lesson(
             reads them from its buffers.
 
             vLLM captures layers, not logits or sampling. It captures all layers of a decode step, if its attention
-            kernels allow this. Of small steps with prompts, it captures all but attention.
+            kernels allow this. In small steps with prompts, it captures everything but attention.
             """,
             code="engine.worker.cuda_graphs:DecodeGraphs.launch",
         ),

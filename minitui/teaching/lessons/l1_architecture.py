@@ -93,8 +93,8 @@ LESSON = Lesson(
               7 detokenize   engine/text/output.py      ids become text for the user
 
             Stage 1 comes before the first step of a request. A step runs stages 2 to 6, for all of its requests
-            together. Stage 7 comes after the step. If a step does not reach the end of a prompt, no token is sampled:
-            stages 5 and 7 are left out for this request. A new request can start in any step with room.
+            together. Stage 7 comes after the step. A new request can start in any step that has room.
+            If a prompt takes several steps, stages 5 and 7 come only with its last one.
             """,
         ),
         Page(
@@ -107,11 +107,11 @@ LESSON = Lesson(
               commit   stage 6, on the host: adds ids, releases blocks of ended replies
 
             To plan a step, the host must know how many tokens each reply has, but usually not which tokens. A decode
-            usually adds one token. So with a GPU, the host can plan step n+1 while step n still runs. The device keeps
-            the new tokens for step n+1. The host also knows when a reply reaches its largest length. An end token is
-            different: step n samples it, but the host sees it only after it has launched step n+1. So step n+1 computes
-            a token too many for this request. The engine throws its result away. Two widely used engines, vLLM and
-            SGLang, can also plan a step while the step before runs.
+            usually adds one token. So with a GPU, the host can plan step n+1 while step n still runs. The new tokens
+            stay on the device: they are the input of step n+1. The host also knows when a reply reaches its largest
+            length. An end token is different: step n samples it, but the host sees it only after it has launched step
+            n+1. So step n+1 computes a token too many for this request. The engine throws its result away. vLLM and
+            SGLang, two widely used engines, can also plan ahead.
 
             On a CPU, this engine by default runs the three parts one after the other.
             """,

@@ -198,8 +198,9 @@ LESSON = Lesson(
             texts, these are few.
 
             The {GPU.name} is a GPU. In our measurement, it read {GPU.read_bytes_per_s / 1e12:.1f} TB in a
-            second from its memory. {MODEL.name} (8B: about 8 billion weights) has {LAYERS} layers. For one token, the
-            model needs {MODEL_READS / 1e9:.1f} GB of weights: all but the embedding table, of which it needs one line.
+            second from its memory. {MODEL.name} (8B: about 8 billion weights) has {LAYERS} layers. Each
+            weight has 2 bytes. The embedding table is not the last matrix here, and a token needs only one line of it.
+            So a token needs {MODEL_READS / 1e9:.1f} GB of weights.
             In the panel, p50 is the median time. Of 100 steps, 99 are not longer than p99.
             """,
             panel="timings",
@@ -253,8 +254,8 @@ LESSON = Lesson(
             the roofline. Each row needs one operation for each byte of weights. So on the {GPU.name}, reading the
             weights takes longer than arithmetic up to about {GPU.operations_per_byte:.0f} rows.
 
-            Measured steps take longer than that. A step runs many small programs (kernels) one after the other: while
-            one reads keys and values, no weights are multiplied. And few kernels read or compute at full speed.
+            Measured steps take longer than that. A step runs many small programs (kernels) one after the other. While
+            one only reads, the device's arithmetic has nothing to do. And few kernels read or compute at full speed.
             """,
         ),
         Page(
@@ -280,9 +281,9 @@ LESSON = Lesson(
             """
             With a large model on a GPU, a few more tokens in a step cost little. Speculation uses this: the engine
             guesses the next tokens of a reply (drafts). One step computes the last token and the drafts, and samples a
-            token after each of them. Each draft is compared with the token sampled for its place. The drafts before the
-            first difference are accepted, and the sampled token takes the place of the first wrong one. So the reply
-            has only sampled tokens, as without drafts. vLLM and SGLang also check drafts in one step. For random
+            token after each of them. Example: the drafts are “a b c”, and the samples at the same places are “a x …”.
+            The draft “a” is accepted, “x” takes the place of “b”, and “c” is thrown away. So the reply has only sampled
+            tokens, as without drafts. vLLM and SGLang also check drafts in one step. For random
             sampling (L5 Sampler), they have another rule.
 
             Here, drafts are copied from the text (prompt lookup). The engine takes the last three tokens, and searches
@@ -300,7 +301,7 @@ LESSON = Lesson(
             The vector from the embedding table does not contain the position of its token. Most models put it into the
             queries and keys (RoPE): they take the numbers of a query or a key in pairs. Each pair is a point, which
             turns by an angle that grows with the position. How well a key fits a query then depends also on the
-            distance of their tokens. Keys are stored after that.
+            distance of their tokens. The pool has the turned keys.
 
             Two prompts can share a cached block only if they are equal from their first token to the end of the block.
             Otherwise the result would change: from the second layer on, keys and values are computed from vectors that

@@ -174,8 +174,8 @@ LESSON = Lesson(
               presence_penalty 1      reply: logit - 1
               frequency_penalty 0.5   reply: logit - 0.5 × occurrences
 
-            Four requests, one without a penalty, may use three words only. The experiment tries until all four replies
-            begin alike: with the first word several times, the second once.
+            Four requests may use only three words. One request has no penalty, each of the others has one of them. All
+            four replies begin alike, with one word several times and another once. Then the bars show what comes next.
             """,
             panel="words",
             code="engine.worker.sampler:Sampler._apply_penalties",

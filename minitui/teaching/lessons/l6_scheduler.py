@@ -266,9 +266,9 @@ LESSON = Lesson(
             "Waiting, with a reason",
             f"""
             A new request waits until the scheduler gives it a row (admits it). In this lesson, it can wait for three
-            reasons: first, the budget of the step is used up; second, no row is free; third, too few blocks are
-            available. Of the waiting requests, the log (L1 Architecture) names only the first, with the first reason
-            that is true. If the reason changes, the log gets another line.
+            reasons: the budget of the step is used up, no row is free, or too few blocks are available. The log (L1
+            Architecture) has the reason of the first request in the queue: if several are true, the one that comes
+            first in this list. A changed reason is a new line.
 
             This engine has four rows and a budget of {BUDGET} tokens. Three requests decode, and two more arrive. Each
             of the two has a prompt of {WAITING} tokens.
@@ -337,14 +337,13 @@ LESSON = Lesson(
             vLLM's scheduler also has a budget of tokens, a number of rows, and a pool of blocks. Here both schedulers
             have the same budget, rows and pool. Each gets the same three requests before its first step.
 
-            vLLM's run is a recording of its real scheduler. No model ran: the tokens of the replies were taken from
-            this engine. The scale above the picture counts steps, not ms. vLLM's run is above. `minitui inspect
-            --connect` shows a running vLLM.
+            vLLM's run is above: a recording of its real scheduler. No model ran: the tokens of the replies were taken
+            from this engine. The picture counts steps, not ms. `minitui inspect --connect` shows a running vLLM.
 
             Two differences cannot be seen here. This engine chooses the blocks to evict by its tree of prefixes. vLLM
             has no tree: it evicts the cached block that was released first, and a request releases its last block
-            first. And two requests may compute the same text at the same time, for example equal replies. This engine
-            then keeps one copy of the full blocks, vLLM two.
+            first. So both keep the beginning of a text longest. And two requests may compute the same text at the same
+            time, for example equal replies. This engine then keeps one copy of the full blocks, vLLM two.
             """,
             panel="runs-steps",
             code="minitui.vllm.recorder:Recorder.scheduled",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from engine.trace.views import CACHED
+from minitui.teaching.contrasts import EQUAL
 from minitui.teaching.lessons.curl import HELD, QUESTION, STOP, TOKENS, request
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, fresh
+from minitui.teaching.lessons.side_by_side import side_by_side, waits_and_gaps
 from minitui.teaching.merges import quoted
 from minitui.teaching.recorded_steps import recorded_device
 from minitui.teaching.scenarios import paste
@@ -112,8 +114,8 @@ LESSON = Lesson(
             fields out.
 
             The second response is a stream: it stays open until the reply ends. For new text, the server writes an
-            event, a line that begins with “data:”. Here tokens come slowly. Both requests set the stop string
-            {quoted(STOP)} (L7 Detokenizer). The reply has only its token {quoted(HELD)}.
+            event, a line that begins with “data:”. Slow motion keeps tokens in separate events. Both requests
+            set the stop string {quoted(STOP)} (L7 Detokenizer). The reply has only its beginning, {quoted(HELD)}.
             """,
             panel="wire",
             code="minitui.server.chat",
@@ -148,6 +150,24 @@ LESSON = Lesson(
             run=crowd,
         ),
         Page(
+            "How many rows?",
+            f"""
+            Two figures describe the speed for one user: the time to the first token, with the wait in the queue and the
+            prefill, and the time per token after it.
+
+            With more rows, fewer requests wait in the queue. But a step then computes tokens of more requests, so it
+            usually takes longer, and so does each token. How much longer depends on the device: in L2 Model and
+            weights, a decode step of {LARGE.name} on the {GPU.name} took {ms(LARGE.decode[1])} ms with 1 row, and
+            {ms(LARGE.decode[64])} ms with 64. The number of rows is a setting of the engine.
+
+            Here eight requests arrive at once, each for {EQUAL} tokens. The first engine has two rows, the second has
+            eight. Compare first token p99, nearly the longest time to a first token, and token gap p50, the median time
+            between two tokens of a reply.
+            """,
+            panel="runs",
+            run=side_by_side("rows", told=waits_and_gaps, shown=("time", "first_p99", "gap_p50")),
+        ),
+        Page(
             "A client disconnects",
             """
             A client may close its connection in the middle of a reply. When the server notices this, it tells the
@@ -174,7 +194,7 @@ LESSON = Lesson(
         ),
         Page(
             "Limits and failures",
-            f"""
+            """
             An HTTP response begins with a line that has a number, the status. If too many requests run or wait, the
             status is 429 (too many requests), and the response says when to try again (Retry-After). While the model
             loads, the status is 503 (not available). If the server cannot send a client's text for a long time, it
@@ -183,11 +203,6 @@ LESSON = Lesson(
             If a step raises an exception, the requests of that step end with an error, and this engine continues. If
             the GPU itself fails, the engine process ends. /health reports this, and the server tries to start a new
             process. Until the new process is ready, the status is 503.
-
-            Two figures describe the speed for one user: the time to the first token, with the wait in the queue and the
-            prefill, and the time per token after it. More rows can shorten the queue, but usually make each step
-            longer: in L2 Model and weights, a decode step of {LARGE.name} on the {GPU.name} took
-            {ms(LARGE.decode[1])} ms with 1 row, and {ms(LARGE.decode[64])} ms with 64.
             """,
             code="minitui.server.errors",
         ),

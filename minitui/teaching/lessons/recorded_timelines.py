@@ -51,7 +51,7 @@ async def larger_model(stage: Stage) -> Seen:
     rows = []
     for model in models:
         eager, graphs = (model.timeline(mode, 1).step_ms for mode in (EAGER, GRAPHS))
-        rows.append(f"   {model.name:<12}{ms(eager):>7}{ms(graphs):>8}{gain(model):>16.1f}")
+        rows.append(f"   {model.name:<12}{ms(eager):>7}{ms(graphs):>8}{gain(model):>16.2f}")
     choices = gain_choices(models[1], large)
     return Seen(
         f"   {'ms of a step':<12}{EAGER:>7}{GRAPHS:>8}{'eager / graphs':>16}\n" + "\n".join(rows)
@@ -79,7 +79,8 @@ async def overlap(stage: Stage) -> Seen:
             (f"{large.name}, {count(1, 'row')}", [large.timeline(mode, 1).step_ms for mode in modes]),
         )
         + "\n\nThe picture shows: without overlap, the device waits for the host after each step. With overlap, the "
-        "next step is launched before the device needs it. So a step takes only as long as the device works.",
+        "next step is launched before the device needs it. So a step takes only as long as the device works. The "
+        "steps in L2 Model and weights are with overlap.",
         min(range(len(choices)), key=lambda i: abs(choices[i] - one[1].step_ms)),
     )  # fmt: skip
 

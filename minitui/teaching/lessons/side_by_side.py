@@ -80,6 +80,17 @@ def steps_and_time(comparison: Comparison) -> str:
     )
 
 
+def waits_and_gaps(comparison: Comparison) -> str:
+    """Returns how long the first tokens and the tokens after them took in both runs."""
+    found = {one.quantity.name: one for one in comparison.differences}
+    (_, now), first, gap = (run.name for run in comparison.runs), found["first_p99"], found["gap_p50"]
+    return (
+        f"With {now}, first token p99 was {first.quantity.text(first.second)} instead of "
+        f"{first.quantity.text(first.first)}, and the median time between two tokens of a reply was "
+        f"{gap.quantity.text(gap.second)} instead of {gap.quantity.text(gap.first)}."
+    )
+
+
 def most_running(view: View) -> int:
     """Returns the largest number of requests that decoded in one step."""
     steps = view.steps

@@ -28,7 +28,7 @@ MODEL = GPU.models["8B"]
 LOOKED_UP = 151_936 * 4_096  # parameters of the model's embedding table: a token reads one line of it
 MODEL_READS = MODEL.weights_gb * 1e9 - LOOKED_UP * BYTES["bfloat16"]  # bytes of weights, for a step
 DIGITS = 2  # after the point, in the table of costs: the numbers shown add up
-TOLD = (1, 16, MANY, ROWS[-1])  # rows in the table of costs
+TOLD = (1, 4, MANY, ROWS[-1])  # rows in the table of costs
 
 
 class Costs(NamedTuple):
@@ -111,8 +111,8 @@ async def prompt_tokens(stage: Stage) -> Seen:
     table = _told(here, "prefill", ("ms of a prompt's step", "1 token"), PROMPTS[-1])
     flat = f"On the {GPU.name}, {MANY} prompt tokens take about as long as one, and {PROMPTS[-1]:,} take much longer."
     one = (
-        "There, a prompt's step runs other kernels than a decode step, with places for at least 16 tokens: one reason "
-        "why one prompt token takes longer than one row."
+        "There, one prompt token takes longer than one row of a decode step. One reason: for a prompt, this engine "
+        "always computes at least 16 tokens, with other kernels."
     )
     return Seen(f"{table}\n\n{flat} {one}")
 

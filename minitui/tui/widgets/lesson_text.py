@@ -21,8 +21,8 @@ MAX_TEXT_WIDTH = 100  # columns; longer lines are hard to read
 PREDICT = "Predict: "
 LEGEND_ENDS = 2  # cells of the text's width that its legend cannot have
 DISTURBED = "The panels have changed. Enter runs the end of the lesson again."
-EARLIER = "The panel shows this run. Since then the engine has run another page; key r runs this page again."
-CLOSED = "The panels show the run of these questions. Since then the engine has run another page."
+EARLIER = "The panel shows this run. Since then another page has used the engine; key r runs this page again."
+CLOSED = "The panels show the run of these questions. Since then another page has used the engine."
 
 
 class LessonText(ScrollPanel):
