@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.trace.views import CACHED
-from minitui.teaching.contrasts import EQUAL
+from minitui.teaching.contrasts import EQUAL, ROWS
 from minitui.teaching.lessons.curl import HELD, QUESTION, STOP, TOKENS, request
 from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen, fresh
 from minitui.teaching.lessons.side_by_side import side_by_side, waits_and_gaps
@@ -165,7 +165,7 @@ LESSON = Lesson(
             between two tokens of a reply.
             """,
             panel="runs",
-            run=side_by_side("rows", told=waits_and_gaps, shown=("time", "first_p99", "gap_p50")),
+            run=side_by_side(ROWS, told=waits_and_gaps, shown=("time", "first_p99", "gap_p50")),
         ),
         Page(
             "A client disconnects",

@@ -21,10 +21,10 @@ SHOWN = ("steps", "time", "computed", "first_p99", "gap_longest", "accepted")
 
 
 def side_by_side(
-    name: str, answer: Answer | None = None, told: Callable[[Comparison], str] | None = None,
+    contrast: str | Contrast, answer: Answer | None = None, told: Callable[[Comparison], str] | None = None,
     shown: Sequence[str] = SHOWN, counted: Callable[[Run], Sequence[tuple[str, int]]] | None = None,
 ) -> Callable[[Stage], Awaitable[Seen]]:
-    """Returns an experiment that runs a contrast.
+    """Returns an experiment that runs a contrast: one of CONTRASTS, by its name, or another one.
 
     `answer` reads the right choice of the prediction from it. `told` returns what to say about it, in place of the
     largest differences. `shown`: the names of the quantities in the table. `counted` returns more lines of the table:
@@ -32,7 +32,7 @@ def side_by_side(
     """
 
     async def run(stage: Stage) -> Seen:
-        chosen = find_contrast(name)
+        chosen = find_contrast(contrast) if isinstance(contrast, str) else contrast
         outcome = await run_contrast(_with_all_options(chosen), stage)
         comparison = Comparison.of(stage.view, key_of(outcome.infos))
         sentence = told(comparison) if told is not None else comparison.sentence
