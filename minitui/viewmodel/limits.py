@@ -21,7 +21,7 @@ from minitui.viewmodel.steps import Steps
 LIMIT_STEPS = 1_000  # the last steps that decide
 HALF = 0.5  # the share of the time from which on the device, or other programs, limit
 COVERED = 0.9  # of the steps: if the delays are known for fewer, it is told for how many
-WITHOUT, OTHERWISE = "in the rest of the time, ", "in the rest, "  # beside other programs; the same in a narrow panel
+WITHOUT, OTHERWISE = "apart from that, ", "else, "  # beside other programs; the same in a narrow panel
 LEAST_OTHERS = 0.005  # a smaller share of other programs is 0 % in words, and not told
 
 
@@ -52,7 +52,7 @@ class OtherPrograms:
         share = f"{100 * self.share:.0f} % of the time"
         why = f"{': they had the core' if self.limit else ''} for {share}"
         brief = "other programs limit" if self.limit else "other programs"
-        part = _known(self.known, self.steps)
+        part = f" (measured in {self.known:,} of {self.steps:,} steps)" * (self.known < COVERED * self.steps)
         whys = [why + part + _last(self.steps), why + part, why]
         texts = [*((self.what, why) for why in whys), *[(brief, why)] * self.limit]
         return _fitting(width, [*texts, (brief, f": {share}")])
@@ -101,8 +101,8 @@ class Limit:
     def told(self, width: int = 1_000) -> Told:
         """Returns "the device limits the speed", ": the host waits for it 86 % of the time · last 743 steps"; if
         narrow, less. For a part of the steps: "the host limits the speed of steps that launch prompts",
-        " (53 steps, 29 % of the time): it waits ...". Beside other programs: "in the rest of the time, the device
-        limits the speed", ": ..."."""
+        " (53 steps, 29 % of the time): it waits ...". Beside other programs: "apart from that, the device limits
+        the speed", ": ..."."""
         rest, share = worth_telling(self.others), f"{100 * self.share:.0f} % of the time"
         steps = self.which and f" steps that launch{self.which.removeprefix('launching')}"
         if self.by is None:

@@ -50,7 +50,7 @@ def recorded(work: float, wait: float, delayed: float | None, read: Callable[[in
     return view
 
 
-WITHOUT = "in the rest of the time, "
+WITHOUT = "apart from that, "
 
 
 @pytest.mark.parametrize(
@@ -66,25 +66,25 @@ WITHOUT = "in the rest of the time, "
          ["another program had the core for 30 % of the time",
           f"{WITHOUT}the device limits the speed: the host waits for it 86 to 100 % of the rest"],
          ["another program had the core for 30 % of the time",
-          "in the rest, the device limits: the host waits for it 86 to 100 % of the rest"]),
+          "else, the device limits: the host waits for it 86 to 100 % of the rest"]),
         # a host that waits for 60 % of the time, of which others may have most
         (4.0, 6.0, 4.0, [None],
          ["another program had the core for 40 % of the time",
           f"{WITHOUT}it is unknown whether the host or the device limits the speed: "
           "the host waits for the device 33 to 100 % of the rest"],
          ["another program had the core for 40 % of the time",
-          "in the rest, it is unknown whether the host or the device limits the speed",
+          "else, it is unknown whether the host or the device limits the speed",
           "  the host waits for the device 33 to 100 % of the rest"]),
         (9.0, 1.0, 4.0, ["host"],
          ["another program had the core for 40 % of the time",
           f"{WITHOUT}the host limits the speed: it waits for the device only 0 to 17 % of the rest"],
          ["another program had the core for 40 % of the time",
-          "in the rest, the host limits: it waits 0 to 17 % of the rest"]),
+          "else, the host limits: it waits for the device only 0 to 17 % of the rest"]),
         (0.0, 10.0, 7.0, ["other_programs", "device"],
          ["other programs limit the speed: they had the core for 70 % of the time",
           f"{WITHOUT}the device limits the speed: the host waits for it 100 % of the rest"],
          ["other programs limit the speed: they had the core for 70 % of the time",
-          "in the rest, the device limits: the host waits for it 100 % of the rest"]),
+          "else, the device limits the speed: the host waits for it 100 % of the rest"]),
     ],
 )  # fmt: skip
 def test_other_programs_are_told_from_the_host_and_the_device(
@@ -94,10 +94,10 @@ def test_other_programs_are_told_from_the_host_and_the_device(
     lines = [f"{line} · last 159 steps" for line in words]
     assert ["".join(one.told()) for one in limits(view.steps, view.horizon)] == lines
     assert summary(view)[-len(lines) :] == lines
-    rows = [row.rstrip() for row in drawn(StepTimings(), view, 77, 30)]
+    rows = [row.rstrip() for row in drawn(StepTimings(), view, 76, 30)]
     at = next(i for i, row in enumerate(rows) if row.startswith((brief or words)[0]))
     assert [row.removesuffix(" · last 159 steps") for row in rows[at : at + len(brief or words)]] == (brief or words)
-    for width in (77, 118):
+    for width in (76, 118):
         texts = ["".join(one.told(width)) for one in limits(view.steps, view.horizon)]
         assert all(any(row.startswith(text) for row in drawn(Waterfall(), view, width, 30)) for text in texts)
     found = summary_json(view)["limits"]
@@ -125,7 +125,7 @@ def test_steps_that_launch_prompts_and_the_others_have_their_number_and_share_of
     for panel in (StepTimings(), Waterfall()):
         rows = drawn(panel, view, 150, 30)
         assert all(any(row.startswith(text) for row in rows) for text in words), panel
-    rows = [row.rstrip() for row in drawn(StepTimings(), view, 77, 30)]  # a reason has a row of its own there
+    rows = [row.rstrip() for row in drawn(StepTimings(), view, 76, 30)]  # a reason has a row of its own there
     (claim, why), (second, because) = (re.sub(r"\d+ steps, ", "", line).split(":") for line in words)
     at = rows.index(claim.replace("the speed of ", ""))
     assert rows[at + 1 : at + 4] == [f" {why}", second, f" {because}"]
@@ -145,7 +145,8 @@ def test_a_reading_of_the_delays_is_for_all_steps_since_the_one_before_and_none_
         assert {one["other_programs"] for one in summary_json(view)["limits"]} == {share}
     known = "(other programs: known for 50 of 159 steps)"
     assert "known for" not in " ".join(summary(third))
-    assert f"another program had the core for 30 % of the time {known} · last 159 steps" in summary(ended)
+    measured = "another program had the core for 30 % of the time (measured in 50 of 159 steps)"
+    assert f"{measured} · last 159 steps" in summary(ended)
     words = f"the device limits the speed: the host waits for it 90 % of the time {known}"
     assert f"{words} · last 159 steps" in summary(alone)
     assert any(row.startswith(words) for row in drawn(StepTimings(), alone, 118, 30))
@@ -157,7 +158,7 @@ def test_a_narrow_line_is_a_sentence() -> None:
     prompts, decodes = "launching prompts", "launching no prompts"
     unknown, known = (0.3, 0.9), (0.8, 0.9)
     for width, limit, words in (
-        (46, Limit("", 100, unknown, 0.3), "in the rest, what limits the speed is unknown"),
+        (44, Limit("", 100, unknown, 0.3), "else, it is unknown what limits the speed"),
         (44, Limit(prompts, 100, unknown, 0.3, 53, 0.6), "what limits 60 % of the time is unknown"),
         (62, Limit(prompts, 100, unknown, 0.0, 53, 0.6), "it is unknown what limits steps that launch prompts"),
         (44, Limit(decodes, 100, known, 0.3, 53, 0.6), "device limits steps that launch no prompts"),
@@ -172,7 +173,7 @@ def test_the_means_of_host_and_device_say_whether_they_include_other_programs() 
     for name in ("small-pool", "h200-8b"):
         for delayed in (0.0, 3.0):
             view, seen = recorded(1.0, 9.0, delayed, name=name), set()
-            for width in (77, 118):
+            for width in (76, 118):
                 for height in range(7, 13):
                     means = [row for row in drawn(StepTimings(), view, width, height) if re.match("host|per step", row)]
                     assert all(("with other programs" in row) == (delayed > 0) for row in means), (width, means)

@@ -174,7 +174,7 @@ LESSON = Lesson(
             "Text becomes tokens",
             """
             A model computes with numbers. A tokenizer cuts a text into pieces, the tokens. Each has a number, the token
-            id. All tokens of a model are its vocabulary. (The top line says PAUSED: the model is not needed yet.)
+            id. All tokens of a model are its vocabulary. (If the top line says PAUSED: the model is not needed yet.)
 
             This tokenizer first cuts a text into words, numbers and signs. A space before a word belongs to the word.
             Each part is cut into bytes: a letter has one or more. Last, merge rules join neighbours. The rules have an

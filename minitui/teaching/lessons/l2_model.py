@@ -137,12 +137,12 @@ LESSON = Lesson(
             The model represents each token by a vector: a list of numbers. The token id selects the vector from the
             embedding table. Then the vector passes through the layers. Each layer has two parts: first attention, then
             the MLP, a few large matrices with a simple function between them. Each part adds its output to the vector.
-            In most models, each part begins with a norm (RMSNorm), which gives all vectors about the same size. After
-            the layers, another norm and a matrix compute the logits.
+            In most models, each part begins with a norm (RMSNorm), which scales the numbers of each vector to a similar
+            size. After the layers, another norm and a matrix compute the logits.
 
-            Llama 3, Mistral, Qwen2, Qwen3 and other families of models differ only in details: some add numbers
-            (biases) after a matrix, some have norms for queries and keys, some use the embedding table as the last
-            matrix, too. So this engine has one file for all of them.
+            Llama 3, Mistral, Qwen2, Qwen3 and other families of models differ only in details. For example, some add
+            numbers (biases) after a matrix, some have norms for queries and keys, some use the embedding table as the
+            last matrix, too. So this engine has one file for all of them.
 
             In these models, a token uses numbers of other tokens only in attention. Everything else is computed for
             each token alone. So tokens of different requests can be computed in one forward pass.
@@ -252,10 +252,11 @@ LESSON = Lesson(
 
             A device can read and compute at the same time. So at best, a step takes as long as the longer of the two:
             the roofline. Each row needs one operation for each byte of weights. So on the {GPU.name}, reading the
-            weights takes longer than arithmetic up to about {GPU.operations_per_byte:.0f} rows.
+            weights takes longer than arithmetic up to about {GPU.operations_per_byte:.0f} rows. Keys and values add to
+            the reading.
 
             Measured steps take longer than that. A step runs many small programs (kernels) one after the other. While
-            one only reads, the device's arithmetic has nothing to do. And few kernels read or compute at full speed.
+            one only reads, the device's arithmetic has nothing to do. Within a kernel, both overlap in part.
             """,
         ),
         Page(
@@ -264,10 +265,10 @@ LESSON = Lesson(
             A step that computes a prompt reads each weight once, too. More prompt tokens add arithmetic, as more rows
             do. So about the same limit holds for prompt tokens on the {GPU.name} as for rows.
             With fewer tokens, reading the weights takes longer than arithmetic, and a token more costs little. With
-            many more tokens, arithmetic takes most of the time, and the time grows with the length.
+            many more tokens, arithmetic takes most of the time, and the time grows at least as fast as the length.
 
             The limit depends on the device. It is smaller if a device computes fewer operations while it reads a byte.
-            Then the time begins to rise with shorter prompts.
+            Then the time begins to rise at fewer prompt tokens.
 
             The experiment measures prompts of {PROMPTS[0]} to {PROMPTS[-1]:,} tokens here. Compare where the curves
             begin to rise.
@@ -300,11 +301,11 @@ LESSON = Lesson(
             """
             The vector from the embedding table does not contain the position of its token. Most models put it into the
             queries and keys (RoPE): they take the numbers of a query or a key in pairs. Each pair is a point, which
-            turns by an angle that grows with the position. How well a key fits a query then depends also on the
-            distance of their tokens. The pool has the turned keys.
+            turns around the origin by an angle that grows with the position. How well a key fits a query then depends
+            also on the distance of their tokens. The pool has the turned keys.
 
             Two prompts can share a cached block only if they are equal from their first token to the end of the block.
-            Otherwise the result would change: from the second layer on, keys and values are computed from vectors that
+            Otherwise the result could change: from the second layer on, keys and values are computed from vectors that
             depend on all earlier tokens.
 
             L0 Tokens explains query heads and KV heads. If several query heads share one KV head, this is grouped-query

@@ -67,7 +67,7 @@ def _pieces_and_blocks(comparison: Comparison) -> str:
 def _at_once(run: Run) -> list[tuple[str, int]]:
     return [
         ("requests at once, at most", most_running(run.view)),
-        ("last reply begins in step", step_of_last_first_token(run)),
+        ("last reply begins in step (from 1)", step_of_last_first_token(run)),
     ]
 
 
@@ -206,14 +206,14 @@ LESSON = Lesson(
               bytes per token = 2 x layers x KV heads x head size x bytes per number
 
             The 2 is for key and value; queries are not stored. For Qwen3-8B in 16 bits: 2 x 36 x 8 x 128 x 2 = 147,456
-            bytes. A chat of 8,192 tokens needs 1.2 GB. If 8 GB are left beside the weights, six such chats fit (without
-            a common prefix). So memory can limit the number of running requests.
+            bytes. A chat of 8,192 tokens needs 1.2 GB. If 8 GB are left beside the weights, six such chats fit. So
+            memory can limit the number of running requests.
             """,
             code="engine.model.config:ModelConfig.kv_bytes_per_token",
             run=cost,
             predict=Prediction(
-                "In keys and values, a number has 4 bytes here. There are 4 layers and 2 KV heads "
-                "of size 64. A token needs …",
+                "In keys and values, a number has 4 bytes here. (The top line is about weights.) 4 layers "
+                "have 2 KV heads of size 64. A token needs …",
                 ("512 bytes", "4,096 bytes", "12,288 bytes"),
                 (
                     "only one KV head of one layer would store its key and value: 2 x 64 x 4 bytes.",

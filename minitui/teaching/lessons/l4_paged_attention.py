@@ -103,7 +103,7 @@ LESSON = Lesson(
 
             Attention finds the slots with the block table. The simplest code here usually first copies the keys and
             values of each request into one tensor. Then PyTorch computes the attention. A GPU kernel is a program on
-            the GPU. The kernels here read the pool through the table, without a copy. Tests compare both ways.
+            the GPU. minitui's GPU kernels read the pool through the table, without a copy. Tests compare both ways.
             """,
             code="engine.attention.torch_backend:TorchAttention._slots",
         ),
@@ -114,9 +114,9 @@ LESSON = Lesson(
             Other chats have used and released blocks before, so the free blocks are no longer in order. The block table
             of this chat begins with the blocks {TABLE[0]} and {TABLE[1]}.
 
-            The panels show one query of the last step. Query 5 is the query of token 5. The panels show the keys of the
-            query one after the other, each with its slot and its block. (A kernel reads many keys at the same time.)
-            The panel begins with block 1; block 0 is for padding (page 4).
+            The panels show one query of the last step. Query 5 is the query of token 5. The panels show the keys that
+            this query reads, one after the other, each with its slot and its block. (A kernel reads many keys at the
+            same time.) The panel begins with block 1; block 0 is for padding (page 4).
             """,
             panel="slot",
             run=find_slots,
@@ -160,11 +160,11 @@ LESSON = Lesson(
             "Padding and the null block",
             """
             The block tables of all requests in a batch get the same width here. The unused entries are padding. Block 0
-            is the null block: no request ever gets it. The GPU kernels here know the length of each request, and skip
-            the padding. The simplest code (page 1) reads values of the null block as padding, and multiplies them by 0.
-            So these values must be finite: 0 times NaN ("not a number") is NaN. The other blocks may contain any
-            numbers while they are free. A test fills free blocks with NaN and checks that no result is NaN. vLLM has a
-            null block, too, and SGLang a slot for padding.
+            is the null block: no request ever gets it. minitui's GPU kernels know the length of each request, and skip
+            the padding. The simplest code (page 1) reads values of the null block as padding, and adds them with the
+            weight 0. So these values must be finite: 0 times NaN ("not a number") is NaN. The other blocks may contain
+            any numbers while they are free. A test fills free blocks with NaN and checks that no result is NaN. vLLM
+            has a null block, too, and SGLang a slot for padding.
 
             In a decode step, a request usually has one new token, but attention reads the keys and values of all its
             tokens. In the prefill of a long prompt, many new tokens use each key that is read: so there is more

@@ -197,8 +197,8 @@ LESSON = Lesson(
             token with the largest sum. On average, a token with a probability of 30 % has the largest sum in 30 % of
             the draws.
 
-            Equal requests with the same seed usually get the same reply. In one reply, the noise comes from
-            seed, position in the whole text, and token id.
+            Equal requests with the same seed usually get the same reply. The noise depends on seed, position in the
+            whole text, and token id.
 
             A request with seed {SEED} runs alone, and then beside other requests. A third request has the first {GIVEN}
             tokens of the reply at the end of its prompt.
@@ -228,8 +228,8 @@ LESSON = Lesson(
             noise.
 
             Rounding can still change the reply. A forward pass rounds its sums. A rounded sum can depend on the order
-            in which its terms are added. Numbers of 16 bits are rounded more than numbers of 32 bits. On a GPU, the
-            order can change with the number of tokens in a step. vLLM has a mode that keeps the order (batch
+            in which its terms are added. Numbers of 16 bits are rounded more than numbers of 32 bits. The order can
+            change with the number of tokens in a step, above all on a GPU. vLLM has a mode that keeps the order (batch
             invariance). If the best two tokens are almost equal after the noise, rounding may decide between them. Many
             tests of this engine compare tokens in double precision (64 bits). There, rounding practically never
             decides.

@@ -115,7 +115,7 @@ async def fifth_waits(stage: Stage) -> Seen:
         "\n".join(lines) + "\n"
         f"   step {ended[0].step:<6}{count(len(ended), 'running request')} finished\n"
         f"   step {admitted.step:<6}r{ids[1]} is admitted\n"
-        "In the first step, budget and rows were used up: the log named the budget. Then budget was left, but "
+        "First, budget and rows were used up: the log named the budget. Then budget was left, but "
         f"r{ids[0]} had the last row.",
         REASONS.index(tuple(reasons)) if tuple(reasons) in REASONS else None,
     )
@@ -152,7 +152,7 @@ LESSON = Lesson(
         Page(
             "A budget of tokens",
             """
-            A step may compute only a limited number of tokens: its budget. A step with fewer tokens is usually shorter.
+            A step may compute only a limited number of tokens: its budget. A step with fewer tokens is often shorter.
             Then each decoding request gets its next token sooner. This engine's scheduler spends the budget in this
             order:
 
@@ -340,10 +340,11 @@ LESSON = Lesson(
             vLLM's run is above: a recording of its real scheduler. No model ran: the tokens of the replies were taken
             from this engine. The picture counts steps, not ms. `minitui inspect --connect` shows a running vLLM.
 
-            Two differences cannot be seen here. This engine chooses the blocks to evict by its tree of prefixes. vLLM
-            has no tree: it evicts the cached block that was released first, and a request releases its last block
-            first. So both keep the beginning of a text longest. And two requests may compute the same text at the same
-            time, for example equal replies. This engine then keeps one copy of the full blocks, vLLM two.
+            Some differences cannot be seen here, such as the order of page 1. This engine chooses the blocks to evict
+            by its tree of prefixes. vLLM has no tree: it evicts the cached block that was released first, and a request
+            releases its last block first. So both keep the beginning of a text longest. And two requests may compute
+            the same text at the same time, for example equal replies. This engine then keeps one copy of the full
+            blocks, vLLM two.
             """,
             panel="runs-steps",
             code="minitui.vllm.recorder:Recorder.scheduled",

@@ -150,7 +150,7 @@ LESSON = Lesson(
             A request may have stop strings. When a stop string occurs in the reply, the reply ends. By default, the
             client gets no part of the stop string. A stop string can begin in the middle of one token and end in the
             middle of another. This engine emits a text as soon as the text cannot be a part of a stop string. (For a
-            stop string of 9 characters, vLLM holds back the last 8 characters until the reply ends.)
+            stop string of 9 characters, vLLM always holds back the newest 8 characters.)
 
             A reply has the tokens “{PAIR[0]}” and “{PAIR[1]}”, one after the other. The stop string is “{STOPS[0]}”.
             """,

@@ -109,13 +109,12 @@ LESSON = Lesson(
         Page(
             "A request with curl",
             f"""
-            The experiment starts the HTTP server. Then curl, a program for HTTP requests, asks “{QUESTION}” twice,
-            each time for {TOKENS} tokens: first for the whole reply, then with "stream": true. The panel leaves some
-            fields out.
+            The experiment starts the HTTP server. Then curl, a program for HTTP requests, asks “{QUESTION}” twice:
+            first for the whole reply, then with "stream": true. The panel does not show all fields.
 
-            The second response is a stream: it stays open until the reply ends. For new text, the server writes an
-            event, a line that begins with “data:”. Slow motion keeps tokens in separate events. Both requests
-            set the stop string {quoted(STOP)} (L7 Detokenizer). The reply has only its beginning, {quoted(HELD)}.
+            The second response stays open until the reply ends (a stream). For new text, the server writes an event, a
+            line that begins with “data:”. The engine is slowed down, so no two tokens share an event. Both requests set
+            the stop string {quoted(STOP)} (L7 Detokenizer). Only {quoted(HELD)} occurs in the reply.
             """,
             panel="wire",
             code="minitui.server.chat",

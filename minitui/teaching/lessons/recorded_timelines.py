@@ -79,8 +79,8 @@ async def overlap(stage: Stage) -> Seen:
             (f"{large.name}, {count(1, 'row')}", [large.timeline(mode, 1).step_ms for mode in modes]),
         )
         + "\n\nThe picture shows: without overlap, the device waits for the host after each step. With overlap, the "
-        "next step is launched before the device needs it. So a step takes only as long as the device works. The "
-        "steps in L2 Model and weights are with overlap.",
+        "next step is launched before the device needs it. Here, the host needs less time than the device: so a "
+        "step takes only as long as the device works. The steps in L2 Model and weights are with overlap.",
         min(range(len(choices)), key=lambda i: abs(choices[i] - one[1].step_ms)),
     )  # fmt: skip
 

@@ -92,7 +92,7 @@ async def rows(stage: Stage) -> Seen:
     _draw(stage, title, "rows", here, recorded)
     factor = _factor(recorded["8B"], MANY)
     table = _told(here, "decode", ("ms of a decode step", "1 row"), ROWS[-1])
-    text = f"{table}\n\nThe next page says where the time goes.{_here(here)}"
+    text = f"{table}\n\nThe next page says where the time goes."
     return Seen(text, 2 if factor < 2 else 1 if factor < MANY / 2 else 0)
 
 
@@ -111,8 +111,8 @@ async def prompt_tokens(stage: Stage) -> Seen:
     table = _told(here, "prefill", ("ms of a prompt's step", "1 token"), PROMPTS[-1])
     flat = f"On the {GPU.name}, {MANY} prompt tokens take about as long as one, and {PROMPTS[-1]:,} take much longer."
     one = (
-        "There, one prompt token takes longer than one row of a decode step. One reason: for a prompt, this engine "
-        "always computes at least 16 tokens, with other kernels."
+        "There, one prompt token takes longer than one row of a decode step. One reason: a prompt's step runs other "
+        "kernels."
     )
     return Seen(f"{table}\n\n{flat} {one}")
 
@@ -155,12 +155,6 @@ def _draw(stage: Stage, title: str, unit: str, here: dict[int, float], recorded:
     shown = {size: {n: points[n] for n in sizes} for size, points in recorded.items()}
     curves = [Curve(HERE, here), *(Curve(f"{GPU.name} {size}", points) for size, points in shown.items())]
     stage.view.put(Curves(title, unit, sizes, tuple(curves)))
-
-
-def _here(here: dict[int, float]) -> str:
-    """Returns what is to be said about the curve of this machine."""
-    sooner = _factor(here, MANY) > _factor(GPU.models["8B"].decode, MANY)
-    return (" Here, already a few more rows take longer.") * sooner
 
 
 def _factor(points: dict[int, float], n: int) -> float:
