@@ -153,7 +153,7 @@ LESSON = Lesson(
 
             The experiment runs one request. Most of its records say what a step computes, or how long it took: the
             panel does not show them. The panel shows the decisions, the newest first: the step, the event, and what was
-            decided and why. (It names a tree: the index of the cached prefixes, L9 Radix cache.)
+            decided and why. (Its tree is the index of cached prefixes: L9 Radix cache.)
             """,
             panel="events",
             code="engine.trace.records",

@@ -114,7 +114,7 @@ LESSON = Lesson(
 
             The second response stays open until the reply ends (a stream). For new text, the server writes an event, a
             line that begins with “data:”. The engine is slowed down, so no two tokens share an event. Both requests set
-            the stop string {quoted(STOP)} (L7 Detokenizer). Only {quoted(HELD)} occurs in the reply.
+            the stop string {quoted(STOP)} (L7 Detokenizer). The reply has only {quoted(HELD)}.
             """,
             panel="wire",
             code="minitui.server.chat",
