@@ -28,7 +28,7 @@ class NoPicture:
 def test_the_texts_give_the_time_in_which_the_device_works_with_graphs() -> None:
     for play, size in ((recorded_timelines.eager_and_graphs, SMALL), (recorded_timelines.larger_model, LARGE)):
         text = asyncio.run(play(cast(Any, NoPicture()))).text
-        found = re.search(r"works ([\d.]+) ms in a step", text)
+        found = re.search(r"works at most ([\d.]+) ms in a step", text)
         assert found is not None, text
         model = recorded_device().models[size]
         assert abs(float(found[1]) - device_ms(model.timeline(GRAPHS, 1))) < 0.01

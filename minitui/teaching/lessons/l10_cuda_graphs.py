@@ -104,12 +104,12 @@ LESSON = Lesson(
             """
             If the device is a GPU, the host does not compute the forward pass. The host launches kernels: small
             programs, several for each layer, that run on the GPU. A launch and its Python code take the host some
-            microseconds, or some tens of microseconds: this depends on the host and on the code. Most kernels for a
-            long prompt run much longer than a launch takes. A decode step of a few tokens has nearly as many
-            launches, but each kernel has little work.
+            microseconds, or some tens of microseconds: this depends on the host and on the code. Many kernels for a
+            long prompt run much longer than a launch takes. A decode step of a few tokens has nearly as many launches,
+            but each kernel has little work.
 
             A CUDA graph is a recording of such a sequence of launches, with all arguments. The engine records
-            (captures) the graph once. Later, a single call replays the graph. A replay always has the same arguments,
+            (captures) the graph once. Later, a single call replays the graph. Here, a replay has the same arguments,
             addresses too. So the inputs of a step are copied into fixed buffers, and the KV pool never moves.
             """,
             code="engine.worker.cuda_graphs",
@@ -191,10 +191,10 @@ LESSON = Lesson(
         Page(
             "Overlap",
             f"""
-            Without overlap, the device has no work while the host commits a step, plans the next step and launches it.
-            With overlap, the host plans and launches the next step while the device computes this one. For this, the
-            host needs only the number of the new tokens, not their ids (L1 Architecture). The next step reads the ids
-            from the memory of the device.
+            Without overlap, the device has no work while the host commits a step and plans the next one. With overlap,
+            the host plans and launches the next step while the device computes this one. For this, the host usually
+            needs the number of new tokens, not their ids (L1 Architecture). The next step reads the ids from the memory
+            of the device.
 
             The recording has steps of {SMALL_MODEL.name} with graphs and one row. Without overlap, a step took
             {ms(OVERLAP_MS[2])} ms. In at least {ms(OVERLAP_MS[2] - OVERLAP_MS[1])} ms of this time, the device had no
@@ -210,8 +210,8 @@ LESSON = Lesson(
                     "the device would compute two steps at the same time. But a step needs the tokens of the step "
                     "before.",
                     "",
-                    "the host would need the new tokens before it can launch the next step. But it needs only their "
-                    "number.",
+                    "the host would need the new tokens before it can launch the next step. But it usually needs "
+                    "only their number.",
                 ),
             ),
         ),
@@ -254,7 +254,7 @@ LESSON = Lesson(
             reads them from its buffers.
 
             vLLM captures layers, not logits or sampling. It captures all layers of a decode step, if its attention
-            kernels allow this. In small steps with prompts, it captures everything but attention.
+            kernels allow this. In small steps with prompts, it does not capture attention.
             """,
             code="engine.worker.cuda_graphs:DecodeGraphs.launch",
         ),

@@ -255,17 +255,17 @@ LESSON = Lesson(
             weights takes longer than arithmetic up to about {GPU.operations_per_byte:.0f} rows. Keys and values add to
             the reading.
 
-            Measured steps take longer than that. A step runs many small programs (kernels) one after the other. While
-            one only reads, the device's arithmetic has nothing to do. Within a kernel, both overlap in part.
+            Measured steps take longer than that. One reason: a step runs many programs (kernels) one after the other.
+            While one only reads, the device's arithmetic has nothing to do. Within a kernel, both overlap in part.
             """,
         ),
         Page(
             "A prompt of many tokens",
             f"""
             A step that computes a prompt reads each weight once, too. More prompt tokens add arithmetic, as more rows
-            do. So about the same limit holds for prompt tokens on the {GPU.name} as for rows.
-            With fewer tokens, reading the weights takes longer than arithmetic, and a token more costs little. With
-            many more tokens, arithmetic takes most of the time, and the time grows at least as fast as the length.
+            do. So about the same limit holds for prompt tokens on the {GPU.name} as for rows. With fewer tokens,
+            reading the weights takes longer than arithmetic, and a token more costs little. With many more tokens, most
+            of the time is arithmetic: twice the tokens take about twice as long, or longer.
 
             The limit depends on the device. It is smaller if a device computes fewer operations while it reads a byte.
             Then the time begins to rise at fewer prompt tokens.

@@ -37,7 +37,7 @@ async def eager_and_graphs(stage: Stage) -> Seen:
         )
         + f"\n\nThe picture shows: the launches of the {kernels:.0f} kernels take nearly the whole eager step, and the "
         "device has pauses between the kernels. The graphs have the same kernels, but the host launches them with two "
-        f"calls. Then the host mostly waits for the device, which works {ms(device)} ms in a step.",
+        f"calls. Then the host mostly waits for the device, which works at most {ms(device)} ms in a step.",
         min(range(3), key=lambda i: abs(expected[i] - eager.step_ms)),
     )  # fmt: skip
 
@@ -57,8 +57,8 @@ async def larger_model(stage: Stage) -> Seen:
         f"   {'ms of a step':<12}{EAGER:>7}{GRAPHS:>8}{'eager / graphs':>16}\n" + "\n".join(rows)
         + f"\n\nWithout graphs, the {large.kernels[1][0]:.0f} launches take nearly the whole step of {large.name}. "
         "With graphs, its kernels take nearly the whole step, because they must still read all weights: the device "
-        f"works {ms(device_ms(large.timeline(GRAPHS, 1)))} ms in a step. The small model has fewer weights to read, so "
-        "a graph saves a larger share of its step.",
+        f"works at most {ms(device_ms(large.timeline(GRAPHS, 1)))} ms in a step. The small model has fewer weights to "
+        "read, so a graph saves a larger share of its step.",
         min(range(len(choices)), key=lambda i: abs(choices[i] - gain(large))),
     )  # fmt: skip
 
@@ -74,7 +74,7 @@ async def overlap(stage: Stage) -> Seen:
         _table(
             modes,
             (f"{small.name}, {count(1, 'row')}", [line.step_ms for line in one]),
-            ("  its device works", [device_ms(line) for line in one]),
+            ("  device, at most", [device_ms(line) for line in one]),
             (f"{small.name}, {count(MANY, 'row')}", [small.timeline(mode, MANY).step_ms for mode in modes]),
             (f"{large.name}, {count(1, 'row')}", [large.timeline(mode, 1).step_ms for mode in modes]),
         )
