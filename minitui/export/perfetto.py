@@ -105,9 +105,8 @@ class _Converter:
             name, args = f"admitted ({fields[2]})", {"row": fields[1]}
         elif kind == "match":
             _, tokens, stop, at, detail = fields
-            lane = self.lanes.lanes.get(fields[0])
-            again = lane is not None and lane.preemptions > 0
-            name = f"{'cached again' if again else 'hit'}: {tokens} tokens" if tokens else "miss"
+            hit = "cached again" if self.lanes.resumed(fields[0]) else "hit"
+            name = f"{hit}: {tokens} tokens" if tokens else "miss"
             args = {"why the match ended": match_reason(stop, at, tokens > 0), "detail": detail}
         elif kind in ("preempt", "requeue"):
             name, args = "preempted", {"reason": fields[1]}

@@ -157,9 +157,8 @@ class History:
 
     def _step(self, record: Record) -> None:
         self.rates.advance(record[1])
-        lanes = self.lanes.lanes
         prefill = sum(n for _id, _start, n, _samples in record[4])
-        resumed = sum(n for id, _start, n, _samples in record[4] if id in lanes and lanes[id].preemptions)
+        resumed = sum(n for id, _start, n, _samples in record[4] if self.lanes.resumed(id))
         self.rates.add_step(self.steps.decoded(record[3]), prefill, prefill - resumed)
         self.trends.advance(self.rates.now)
         self.trends.level("queue", record[8])
@@ -186,8 +185,7 @@ class History:
         lanes.fold(record, rates.now)
         if kind == "match":
             self.trends.advance(rates.now)
-            lane = lanes.lanes.get(record[3])
-            again = lane is not None and lane.preemptions > 0
+            lane, again = lanes.lanes.get(record[3]), lanes.resumed(record[3])
             rates.add("resumed" if again else "cached", record[4])
             if lane is not None and lane.prompt_tokens > 0 and not again:
                 self.trends.add("hit of a prompt", min(100.0, 100 * max(0, record[4]) / lane.prompt_tokens))

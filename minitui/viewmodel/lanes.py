@@ -69,6 +69,11 @@ class Lanes:
         for lane in self.active.values():
             lane.forget_before(step)
 
+    def resumed(self, request: int) -> bool:
+        """True if a request was preempted before: what it computes or takes from the cache now, it had before."""
+        lane = self.lanes.get(request)
+        return lane is not None and lane.preemptions > 0
+
     def around(self, step: int) -> list[Lane]:
         """Returns the lanes of the requests that may have waited or run in this step."""
         return [lane for lane in (*self.active.values(), *self.ended_since(step)) if lane.submitted_step <= step]

@@ -118,7 +118,8 @@ def _cells(spans: Sequence[Span], scale: Scale, always: str) -> list[tuple[int, 
             amount = min(end, x + 1) - max(begin, x) if end > begin else 2.0  # a moment takes precedence
             if amount > filled[x]:
                 shown[x], filled[x] = at, amount
-    for at in [at for at, span in enumerate(spans) if span.kind == always and at not in shown]:
+    seen = set(shown)
+    for at in [at for at, span in enumerate(spans) if span.kind == always and at not in seen]:
         span = spans[at]
         x = int(((span.begin + span.end) / 2 - scale.left) // scale.ms)  # the cell with its larger part
         if 0 <= x < scale.columns and filled[x] <= 1.0:
