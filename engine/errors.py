@@ -20,7 +20,11 @@ class InvalidRequest(EngineError, ValueError):
 
 
 class PromptTooLong(InvalidRequest):
-    """The prompt alone has more tokens than the model's context."""
+    """The prompt alone has more tokens than the model's context. `tokens`: how many were counted; it may have more."""
+
+    def __init__(self, tokens: int, context: int) -> None:
+        super().__init__(f"the chat has more than {context:,} tokens, the size of the context: shorten it", "messages")
+        self.tokens, self.context = tokens, context
 
 
 class EngineDead(EngineError):

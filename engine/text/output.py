@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 class Delta:
     """The new output of one request: its new token ids (including an end token) and the new text that clients can show.
 
-    The last delta has a `finish_reason` (stop, length, abort or "error: …") and `metrics`.
+    The last delta has a `finish_reason` (stop, length, abort or "error: …") and `metrics`; the `metrics` of the first
+    one have only `cached_tokens`.
     """
 
     request_id: int
@@ -40,7 +41,7 @@ class Delta:
 
         Empty fields at the end are left out. Pickling a thousand tuples takes 0.3 ms, a thousand deltas 2.1 ms.
         """
-        if self.finish_reason or self.logprobs or self.prompt_logprobs:
+        if self.finish_reason or self.metrics or self.logprobs or self.prompt_logprobs:
             return (
                 self.request_id, self.text, self.ids, self.finish_reason, self.metrics, self.logprobs,
                 self.prompt_logprobs,
@@ -96,6 +97,7 @@ class OutputProcessor:
             if item.token_id is not None:
                 if not stream.drawn:
                     stream.first_us = item.arrived_us
+                    delta.metrics = {"cached_tokens": item.request.cached_tokens}
                 stream.last_us = item.arrived_us
                 stream.drawn += 1
             if item.logprobs is not None:

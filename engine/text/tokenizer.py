@@ -201,10 +201,7 @@ class Tokenizer:
         for start in range(0, len(text) - length, length):
             count += len(encode(self._tokenizer, text[start : start + length], False)) - CUT_TOKENS
             if count > self.context:
-                raise PromptTooLong(
-                    f"the chat has more than {self.context:,} tokens, the size of the context: shorten it",
-                    "messages",
-                )
+                raise PromptTooLong(count, self.context)
 
     def _encode_marked(self, rendered: str, mark: str) -> list[int]:
         """Return the ids of a rendered chat. The mark is before each character of a control token's name in a message.

@@ -46,12 +46,13 @@ class ApiError(Exception):
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None,
-        headers: dict[str, str] | None = None,
+        headers: dict[str, str] | None = None, details: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
+        """`details`: what clients of Anthropic's API read besides the message."""
         super().__init__(message)
         message = message.encode("utf-8", "replace").decode()  # the message may quote lone surrogates of the request
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = headers or {}
+        self.headers, self.details = headers or {}, details
 
     @property
     def body(self) -> dict[str, Any]:
@@ -63,12 +64,32 @@ class ApiError(Exception):
         kind = ANTHROPIC_TYPES.get(self.status) or ("api_error" if self.status >= 500 else "invalid_request_error")
         unnamed = self.param is not None and self.param not in self.message  # this format has only the message
         message = f"{self.param}: {self.message}" if unnamed else self.message
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        details = {"details": self.details} if self.details else {}
+        return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
     def response(self, path: str) -> JSONResponse:
         """Returns the answer in the format of the API to which the request's path belongs."""
         body = self.anthropic_body if path.startswith(ANTHROPIC) else self.body
         return JSONResponse(body, self.status, self.headers)
+
+
+class ContextExceeded(ApiError):
+    """A prompt leaves no room for a reply. `counted`: False if it may have more than `tokens` tokens."""
+
+    def __init__(self, field: str, tokens: int, most: int, counted: bool = True) -> None:
+        more = "" if counted else "more than "
+        super().__init__(
+            400,
+            f"{field} has {more}{tokens:,} tokens; the context for prompt and reply is {most:,}: shorten the prompt",
+            field, "context_length_exceeded",
+        )  # fmt: skip
+        self._tokens, self._longest = tokens, most - 1
+
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        # Anthropic's sentence: its clients read the two numbers, and then shorten the conversation.
+        message = f"prompt is too long: {self._tokens} tokens > {self._longest} maximum"
+        return {"type": "error", "error": {"type": "invalid_request_error", "message": message}}
 
 
 def as_api_error(error: Exception) -> ApiError:

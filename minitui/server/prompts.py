@@ -13,22 +13,10 @@ from engine.errors import InvalidRequest, PromptTooLong
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_messages import for_template
 from minitui.server.chat_schema import ChatMessage
-from minitui.server.errors import ApiError
+from minitui.server.errors import ContextExceeded
 
 CHARACTERS_PER_TOKEN = 8  # an upper limit: real texts have fewer on average
 MARGIN = 16  # tokens: cutting a text can add a few tokens where it is cut
-
-
-def too_long(field: str, tokens: int, most: int, more: str = "") -> ApiError:
-    """Returns the error for a prompt that leaves no room for a reply.
-
-    `more`: "more than " if only the beginning of the prompt was counted.
-    """
-    return ApiError(
-        400,
-        f"{field} has {more}{tokens:,} tokens; the context for prompt and reply is {most:,}: shorten the prompt",
-        field, "context_length_exceeded",
-    )  # fmt: skip
 
 
 def encode(
@@ -36,7 +24,8 @@ def encode(
 ) -> list[int]:
     """Returns the ids of a prompt. If its text spells out a control token, the ids contain that control token.
 
-    `last`: return only this many ids, the last ones. Raises ApiError if the prompt is much longer than `most` tokens.
+    `last`: return only this many ids, the last ones. Raises ContextExceeded if the prompt is much longer than `most`
+    tokens.
     """
     if last is not None:
         text = text[-(last + MARGIN) * CHARACTERS_PER_TOKEN :]  # only the end matters
@@ -58,8 +47,8 @@ def conversation(
     """Returns the ids of a conversation. `generate`: add the generation prompt.
 
     `values`: variables of the template, and further arguments of `Tokenizer.apply_chat_template`. `last`: return only
-    this many ids, the last ones. Raises InvalidRequest if the template fails, and ApiError if the conversation is much
-    longer than `most` tokens.
+    this many ids, the last ones. Raises InvalidRequest if the template fails, and ContextExceeded if the conversation
+    is much longer than `most` tokens.
     """
     template = values.get("chat_template") or tokenizer.chat_template or ""
     plain, tools = for_template([message.plain() for message in messages], tools, template)
@@ -72,7 +61,7 @@ def conversation(
         ids = tokenizer.apply_chat_template(plain, generate, any_length=last is not None, **values)
         return ids if last is None else ids[-last:]
     except PromptTooLong as error:
-        raise ApiError(400, str(error), "messages", "context_length_exceeded") from error
+        raise ContextExceeded("messages", error.tokens, error.context, counted=False) from error
     except InvalidRequest:
         raise
     except (RecursionError, ValueError, TypeError, ArithmeticError, LookupError) as error:
@@ -83,5 +72,6 @@ def conversation(
 def _check_beginning(tokenizer: Tokenizer, text: str, most: int | None, field: str) -> None:
     if most is None or len(text) <= most * CHARACTERS_PER_TOKEN:
         return
-    if len(tokenizer.encode(text[: most * CHARACTERS_PER_TOKEN], add_special_tokens=False)) > most + MARGIN:
-        raise too_long(field, most, most, "more than ")
+    tokens = len(tokenizer.encode(text[: most * CHARACTERS_PER_TOKEN], add_special_tokens=False))
+    if tokens > most + MARGIN:
+        raise ContextExceeded(field, tokens - MARGIN, most, counted=False)

@@ -27,10 +27,9 @@ from engine.text import early_tokenizer
 from engine.text.structured import Grammars
 from engine.text.tokenizer import Tokenizer
 from minitui.server.broadcast import Broadcast
-from minitui.server.errors import ApiError
+from minitui.server.errors import ApiError, ContextExceeded
 from minitui.server.http_metrics import HttpMetrics
 from minitui.server.metrics import Metrics
-from minitui.server.prompts import too_long
 from minitui.server.settings import ServerSettings
 from minitui.trace.recorder import Recording
 
@@ -319,7 +318,7 @@ class Service:
             if not ids:
                 raise ApiError(400, f"{field} is empty; at least one token is needed", field)
             if len(ids) >= longest:
-                raise too_long(field, len(ids), longest)
+                raise ContextExceeded(field, len(ids), longest)
             if not 0 <= min(ids) <= max(ids) < vocabulary:
                 raise ApiError(400, f"{field} has a token id outside the model's range, 0 to {vocabulary - 1:,}", field)
         if params.structured and self._grammars is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+import re
+from typing import Any, Literal
 
 import pytest
 
@@ -22,6 +23,7 @@ SCHEMA: dict[str, Any] = {"type": "object", "properties": {"kind": {"enum": ["fr
 TOOL: dict[str, Any] = {"name": "count_blocks", "description": "How many blocks there are.", "input_schema": SCHEMA}
 CALL = '<tool_call>\n{"name": "count_blocks", "arguments": {"kind": "free"}}\n</tool_call>'
 ALL_KINDS = {"guided_choice": [f"<think>\nhmm\n</think>\n\nOK.{CALL}"], "tools": [TOOL]}
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "17"}
 ASK: dict[str, Any] = {"model": "tutor", "messages": QUESTION, "max_tokens": 200}
 
 
@@ -224,14 +226,19 @@ def test_the_anthropic_client_reads_messages_streams_and_counts(client: Any, ser
 
     for fields in ({}, ALL_KINDS, {"max_tokens": 1}):
         Message.model_validate(ask(server, **fields))  # `client` itself would accept anything
-    whole = client.messages.create(**ASK)
-    with client.messages.stream(**ASK) as stream:
-        text = "".join(stream.text_stream)
+    asked = {**ASK, "system": "Be short and say what is in the cache. " * 3}
+    whole = client.messages.create(**asked)
+    with client.messages.stream(**asked) as stream:
+        events = list(stream)
+        text = "".join(event.text for event in events if event.type == "text")
         final = stream.get_final_message()
+        begun = events[0].message.usage
     assert text == final.content[0].text == whole.content[0].text and final.stop_reason == "end_turn"
+    assert begun.cache_read_input_tokens == final.usage.cache_read_input_tokens > 0
+    assert begun.input_tokens == final.usage.input_tokens
     assert final.usage.cache_read_input_tokens + final.usage.input_tokens == whole.usage.input_tokens + (
         whole.usage.cache_read_input_tokens)  # fmt: skip
-    counted = client.messages.count_tokens(model="tutor", messages=QUESTION)
+    counted = client.messages.count_tokens(model="tutor", messages=QUESTION, system=asked["system"])
     assert counted.input_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
     assert [model.id for model in client.models.list()] == ["tutor"]
 
@@ -261,3 +268,68 @@ def test_errors_are_the_anthropic_clients_own(client: Any) -> None:
     ):  # fmt: skip
         with pytest.raises(kind, match=words):
             client.messages.create(**{**ASK, **fields})
+
+
+# ---- conversations that the client does not send whole
+
+
+def test_the_tool_runners_send_the_whole_conversation_after_a_refused_thread(client: Any, server: Running) -> None:
+    from anthropic import beta_tool
+
+    @beta_tool
+    def count_blocks(kind: Literal["free", "cached"]) -> str:
+        """Count the blocks of the pool.
+
+        Args:
+            kind: free or cached.
+        """
+        asked.append(kind)
+        return "17"
+
+    asked: list[str] = []
+    refused = server.metric("minitui:requests_refused_total")
+    for stream in (False, True):
+        runner = client.beta.messages.tool_runner(
+            model="tutor", max_tokens=60, messages=QUESTION, tools=[count_blocks],
+            tool_choice={"type": "any"}, max_iterations=2, stream=stream,
+        )  # fmt: skip
+        replies = [turn.get_final_message() if stream else turn for turn in runner]
+        assert [reply.stop_reason for reply in replies] == ["tool_use"] * 2
+        first, second = (reply.usage.input_tokens + reply.usage.cache_read_input_tokens for reply in replies)
+        assert second > first + 10, "the second request had only the result of the tool"
+    assert len(asked) >= 2
+    assert server.metric("minitui:requests_refused_total") == refused + 2  # one for each runner
+
+
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+@pytest.mark.parametrize("path", [URL, f"{URL}/count_tokens"])
+def test_a_thread_is_refused_with_the_code_that_clients_know(server: Running, thread: Any, path: str) -> None:
+    asked = {"messages": [{"role": "user", "content": [RESULT]}], "thread": thread}
+    answer = server.post(path, asked)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert "send the whole conversation in messages" in error["message"]
+    more = {"max_tokens": 2} if path == URL else {}
+    assert server.post(path, {"messages": QUESTION, **more, "thread": None}).status_code == 200
+
+
+def test_a_result_without_its_call_is_refused(server: Running) -> None:
+    call = {"type": "tool_use", "id": "toolu_2", "name": "count_blocks", "input": {}}
+    for before in ([], [{"role": "assistant", "content": [call]}]):
+        messages = [*QUESTION, *before, {"role": "user", "content": [{"type": "text", "text": "x"}, RESULT]}]
+        answer = server.post(URL, {**ASK, "messages": messages})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == (
+            f"messages.{len(messages) - 1}.content.1: unexpected `tool_use_id` found in `tool_result` blocks: toolu_1. "
+            "Each `tool_result` block must have a corresponding `tool_use` block in the previous message."
+        )
+
+
+@pytest.mark.parametrize("words", ["cache " * 4200, "cache " * 60_000])
+def test_a_prompt_that_is_too_long_is_told_in_anthropics_words(server: Running, words: str) -> None:
+    answer = server.post(URL, {**ASK, "messages": [{"role": "user", "content": words}]})
+    message = answer.json()["error"]["message"]
+    found = re.fullmatch(r"prompt is too long: (\d+) tokens > (\d+) maximum", message)
+    assert answer.status_code == 400 and found, message
+    assert int(found[1]) > int(found[2]) == server.service.longest - 1

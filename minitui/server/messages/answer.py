@@ -32,6 +32,7 @@ class MessagesAnswer(ItemAnswer):
     def __init__(self, service: Service, request: MessagesRequest) -> None:
         super().__init__(service, request, **request.chat_fields())
         self._id = f"msg_{uuid.uuid4().hex}"
+        self._started = False  # True after message_start
 
     def _message(self, content: list[dict[str, Any]], end: dict[str, Any], usage: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -64,10 +65,14 @@ class MessagesAnswer(ItemAnswer):
     # ---- events
 
     def opening(self) -> Iterator[bytes]:
-        # The number of cached tokens is not known before the engine begins the prompt: message_delta tells it.
-        usage = {"input_tokens": len(self.prompts[0]), "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0,
-                 "output_tokens": 0}  # fmt: skip
-        yield _event("message_start", message=self._message([], {"stop_reason": None, "stop_sequence": None}, usage))
+        return iter(())  # message_start has the number of cached tokens, which is known only with the first token
+
+    def events(self, index: int, part: Output, outputs: list[Output]) -> Iterator[bytes]:
+        if not self._started:
+            self._started = True
+            unfinished = {"stop_reason": None, "stop_sequence": None}
+            yield _event("message_start", message=self._message([], unfinished, self._usage(outputs[0])))
+        yield from super().events(index, part, outputs)
 
     def begin(self, item: Item) -> Iterator[bytes]:
         yield _event("content_block_start", index=item.index, content_block=_block(item, ""))

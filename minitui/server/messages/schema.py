@@ -6,12 +6,13 @@ Unknown fields of a content block or a tool are ignored, for example cache_contr
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from engine.errors import InvalidRequest
 from minitui.server.chat_schema import MAX_MESSAGES, MAX_TOOLS
+from minitui.server.errors import ApiError
 from minitui.server.items import Open, Turns, Typed
 from minitui.server.schema import Sampled, Stop
 
@@ -146,6 +147,17 @@ class Conversation(Sampled):
     cache_control: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
     speed: str | None = Field(None, max_length=64)
+    # Refused, but not as unknown: the SDK's tool runners begin with `thread`, and send everything after this refusal.
+    thread: dict[str, Any] | None = None
+
+    @field_validator("thread")
+    @classmethod
+    def _no_threads(cls, value: Any) -> None:
+        if value is not None:
+            raise ApiError(
+                400, "thread is not supported: send the whole conversation in messages, without thread", "thread",
+                details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+            )  # fmt: skip
 
     @field_validator("messages")
     @classmethod
@@ -154,6 +166,22 @@ class Conversation(Sampled):
         if last.role == "assistant" and not (last.content and last.content[-1].type == "text"):
             raise ValueError("the last message is the assistant's, but does not end with text that can be continued")
         return value
+
+    @model_validator(mode="after")
+    def _results_have_calls(self) -> Self:
+        called: set[str | None] = set()
+        for number, message in enumerate(self.messages):
+            for place, block in enumerate(message.content):
+                if block.type == "tool_use":
+                    called.add(block.id)
+                elif block.type == "tool_result" and block.tool_use_id not in called:
+                    raise ApiError(  # Anthropic's sentence: clients look for it
+                        400,
+                        f"messages.{number}.content.{place}: unexpected `tool_use_id` found in `tool_result` blocks: "
+                        f"{block.tool_use_id}. Each `tool_result` block must have a corresponding `tool_use` block in "
+                        "the previous message.", "messages",
+                    )  # fmt: skip
+        return self
 
     def chat_fields(self) -> dict[str, Any]:
         """Returns the fields of a chat request besides the sampling parameters."""
