@@ -1,0 +1,80 @@
+"""Agent loops: the tool runners of the official clients, and command line agents, against a scripted checkpoint.
+
+MINITUI_AGENTS=DIRECTORY also runs the agents that are installed there:
+npm install --prefix DIRECTORY @openai/codex @anthropic-ai/claude-code opencode-ai
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.paths import QWEN3
+from tests.support.scripted import scripted
+from tests.support.serving import Running, serving
+
+pytestmark = pytest.mark.skipif(not (QWEN3 / "tokenizer.json").is_file(), reason="../shared/qwen3 is not there")
+
+CITY, SENTENCE = "Paris", "It is 17 degrees in Paris."
+QUESTION = "How warm is it in Paris?"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    place = tmp_path_factory.mktemp("agents")
+    model = str(scripted(place, "get_temperature", {"city": CITY}, SENTENCE))
+    with serving(place, {"model": model}, served_names=("scripted",)) as running:
+        yield running
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("api", ["chat", "responses"])
+async def test_openai_agents_calls_the_tool_and_answers(server: Running, api: str, stream: bool) -> None:
+    agents = pytest.importorskip("agents", reason="openai-agents is not installed")
+    import openai
+
+    asked: list[str] = []
+
+    @agents.function_tool
+    def get_temperature(city: str) -> str:
+        """How warm it is in a city."""
+        asked.append(city)
+        return "17"
+
+    kind = agents.OpenAIResponsesModel if api == "responses" else agents.OpenAIChatCompletionsModel
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+        model = kind(model="scripted", openai_client=client)
+        agent = agents.Agent(name="Weather", instructions="Help.", tools=[get_temperature], model=model)
+        config = agents.RunConfig(tracing_disabled=True)
+        if stream:
+            result = agents.Runner.run_streamed(agent, QUESTION, run_config=config)
+            assert "raw_response_event" in [event.type async for event in result.stream_events()]
+        else:
+            result = await agents.Runner.run(agent, QUESTION, run_config=config)
+    assert (asked, result.final_output) == ([CITY], SENTENCE)
+    assert [type(item).__name__ for item in result.new_items] == [
+        "ToolCallItem", "ToolCallOutputItem", "MessageOutputItem"]  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_anthropics_tool_runner_calls_the_tool_and_answers(server: Running, stream: bool) -> None:
+    anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed")
+    asked: list[str] = []
+
+    @anthropic.beta_tool
+    def get_temperature(city: str) -> str:
+        """How warm it is in a city."""
+        asked.append(city)
+        return "17"
+
+    with anthropic.Anthropic(base_url=server.url, api_key="unused", max_retries=0) as client:
+        runner = client.beta.messages.tool_runner(
+            model="scripted", max_tokens=100, tools=[get_temperature], stream=stream,
+            messages=[{"role": "user", "content": QUESTION}],
+        )  # fmt: skip
+        replies = [message.get_final_message() if stream else message for message in runner]
+    assert [reply.stop_reason for reply in replies] == ["tool_use", "end_turn"]
+    assert (asked, replies[-1].content[0].text) == ([CITY], SENTENCE)
+    read = [reply.usage.input_tokens + reply.usage.cache_read_input_tokens for reply in replies]
+    assert read[1] > read[0] + replies[0].usage.output_tokens, "the second prompt lacks the question or the call"
