@@ -250,7 +250,7 @@ def test_a_dropped_stream_frees_its_blocks_and_is_not_stored(server: Running) ->
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Any:
-    openai = pytest.importorskip("openai", reason="the openai client is not installed (extra 'clients')")
+    openai = pytest.importorskip("openai", reason="the openai client is not installed")
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=30)
 
 
@@ -289,7 +289,7 @@ def test_the_openai_client_fills_a_model_of_pydantic(client: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_openai_agents_runs_an_agent_with_a_tool(server: Running, stream: bool) -> None:
-    agents = pytest.importorskip("agents", reason="openai-agents is not installed (extra 'clients')")
+    agents = pytest.importorskip("agents", reason="openai-agents is not installed")
     import openai
 
     asked: list[str] = []

@@ -1,8 +1,8 @@
 """A checkpoint in Qwen3's format that calls one tool, and says one sentence once the conversation has a tool's result.
 
-It has one layer. Attention head i looks i + 1 tokens back. So the nearest marker (the template's last token but one:
-"assistant", or "</think>" without thinking) says how many tokens of the reply exist. The last head has a query of zeros:
-it averages over all tokens, and is above 0 if one of them is "</tool_response>". Each neuron writes one token of a reply.
+It has one layer. Attention head i looks i + 1 tokens back. So the nearest marker ("assistant", or "</think>" without
+thinking; both are the last token but one of a prompt) says how many tokens of the reply exist. The last head has a zero
+query: it averages over all tokens, and is above 0 if one is "</tool_response>". Each neuron writes one token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.paths import QWEN3
 
 HEAD, THETA = 32, 100.0
 CONSTANT, MARKER, RESULT, SEEN, CODE, FOUND = 0, 1, 2, 3, slice(4, 12), 12  # the parts of a hidden state
-LARGE = 64.0  # the constant: beside it the other parts do not change the norm, so normalising divides all by LARGE / unit
+LARGE = 64.0  # the constant: beside it the rest does not change the norm, so normalising divides by LARGE / unit
 
 
 def scripted(directory: Path, name: str, arguments: dict[str, Any], sentence: str) -> Path:
@@ -50,7 +50,8 @@ def scripted(directory: Path, name: str, arguments: dict[str, Any], sentence: st
     v[0, MARKER] = v[1, RESULT] = LARGE / unit
     for step in range(steps):  # the key of `step + 1` tokens back is the query, turned back by as many positions
         angles = (step + 1) * THETA ** (-torch.arange(HEAD // 2) / (HEAD // 2))
-        q[step * HEAD : (step + 1) * HEAD, CONSTANT] = torch.cat([angles.cos() + angles.sin(), angles.cos() - angles.sin()])
+        turned = torch.cat([angles.cos() + angles.sin(), angles.cos() - angles.sin()])
+        q[step * HEAD : (step + 1) * HEAD, CONSTANT] = turned
         o[FOUND + step, step * HEAD] = 1
     o[SEEN, steps * HEAD + 1] = 1
     for neuron, (token, step, seen) in enumerate(script):  # on if the nearest marker is `step + 1` tokens back
