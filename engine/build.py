@@ -60,7 +60,14 @@ def build_engine(
     """
     from engine.text.structured import Grammars
 
-    report = on_progress or (lambda progress: None)
+    notes: list[str] = []
+
+    def report(progress: dict[str, Any]) -> None:
+        if "note" in progress:
+            notes.append(progress["note"])
+        if on_progress is not None:
+            on_progress(progress)
+
     started = time.perf_counter()
     report({"stage": "model", "done": 0, "total": 0, "text": f"looking for {config.model}"})
     directory = resolve_model(
@@ -91,7 +98,7 @@ def build_engine(
         overlap=overlap, prefix_caching=config.enable_prefix_caching, eos_ids=ends,
         grammars=Grammars(tokenizer, model.vocab_size) if tokenizer is not None else None,
     )  # fmt: skip
-    notes = [*limits.notes, *runner.loaded.notes]
+    notes += [*limits.notes, *runner.loaded.notes]
     if not ends:
         notes.append("the checkpoint names no token that ends a reply (eos_token_id), so replies end at max_tokens")
     speculation = None

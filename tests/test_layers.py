@@ -20,7 +20,7 @@ from tests.support.paths import ROOT
 ENGINE_LEVELS = (
     ("errors", "progress"),
     ("fields",),
-    ("files",),
+    ("files", "disk_cache"),
     ("params", "kernels", "trace", "eos"),
     ("config",),
     ("options",),
@@ -53,7 +53,7 @@ LEVEL_OF = {
     for level, folders in enumerate(levels)
     for folder in folders
 }
-KERNELS_NEED = {"torch", "triton", "numpy", "llvmlite", "engine.kernels"}
+KERNELS_NEED = {"torch", "triton", "numpy", "llvmlite", "engine.kernels", "engine.disk_cache"}
 
 
 PRODUCT = ("minitui", "textual", "rich", "typer", "fastapi", "uvicorn")

@@ -6,14 +6,11 @@ asks for this). The directory is kept in the cache; a file that changes gets a n
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from engine.disk_cache import UNPACKED, Damaged
 from engine.errors import CheckpointError
 from engine.fields import Fields
 from engine.files import CONFIG, SINGLE
@@ -33,42 +30,41 @@ REVISION = 3  # increases when the contents of the directories change
 def as_checkpoint(path: Path, on_progress: Progress | None = None, weights: bool = True) -> Path:
     """Returns the checkpoint directory of a GGUF file, or of a model of which `path` is a part.
 
-    The first call for a file writes it.
+    The first call for a file writes it. A directory that was damaged is written again, and `on_progress` gets a note.
 
     `weights`: False writes config.json and the tokenizer only. Raises CheckpointError.
     """
     parts = parts_of(path)
-    states = ((part.resolve(), part.stat()) for part in parts)
-    key = f"{REVISION} {weights} " + " ".join(f"{place} {each.st_size} {each.st_mtime_ns}" for place, each in states)
-    directory = cache_directory() / f"{model_name(path)}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    if directory.is_dir():
-        return directory
+    states = [(part.resolve(), part.stat()) for part in parts]
+    files = [(str(place), each.st_ino, each.st_size, each.st_mtime_ns) for place, each in states]
+    name = UNPACKED.entry_name(model_name(path), REVISION, weights, files)
+    try:
+        if (kept := UNPACKED.find(name)) is not None:
+            return kept
+    except Damaged as error:
+        if on_progress is not None:
+            text, note = f"unpacking {path.name} again", f"{error}: {path} was unpacked again"
+            on_progress({"stage": "weights", "done": 0, "total": 0, "text": text, "note": note})
     header = read_parts(parts)
     fields, tensors = _contents(header)
     tensors = tensors if weights else []
-    files = {CONFIG: fields}
-    files["tokenizer.json"], files["tokenizer_config.json"] = tokenizer_files(header)
-    files["generation_config.json"] = {"eos_token_id": end_tokens(header)}
-    place = None
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        _check_room(directory.parent, sum(output.nbytes for output in tensors), path)
-        place = Path(tempfile.mkdtemp(dir=directory.parent))
-        for name, contents in files.items():
-            (place / name).write_text(json.dumps(contents, ensure_ascii=False), encoding="utf-8")
+    texts = {CONFIG: fields}
+    texts["tokenizer.json"], texts["tokenizer_config.json"] = tokenizer_files(header)
+    texts["generation_config.json"] = {"eos_token_id": end_tokens(header)}
+
+    def unpack(place: Path) -> None:
+        for file, contents in texts.items():
+            (place / file).write_text(json.dumps(contents, ensure_ascii=False), encoding="utf-8")
         if weights:
             write(header, tensors, place / SINGLE, on_progress)
-        place.replace(directory)
+
+    try:
+        return UNPACKED.keep(name, unpack, sum(output.nbytes for output in tensors))
     except OSError as error:
-        if directory.is_dir():  # another process was faster
-            return directory
         raise CheckpointError(
-            f"{path} cannot be unpacked to {directory.parent} ({error}): set XDG_CACHE_HOME to a writable folder"
+            f"{path} cannot be unpacked to the cache ({error}): delete files there, or set XDG_CACHE_HOME to a "
+            "writable folder on a larger disk"
         ) from error
-    finally:
-        if place is not None:
-            shutil.rmtree(place, ignore_errors=True)  # nothing is there if all went well
-    return directory
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -86,17 +82,3 @@ def _contents(header: Header) -> tuple[dict[str, Any], list[Output]]:
     elif packing := four_bits(tensors):
         fields["quantization_config"] = packing
     return fields, tensors
-
-
-def cache_directory() -> Path:
-    """Returns the directory of the unpacked files."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "minitui" / "gguf"
-
-
-def _check_room(place: Path, needed: int, path: Path) -> None:
-    free = shutil.disk_usage(place).free
-    if needed > free:
-        raise CheckpointError(
-            f"{path} takes {needed / 1e9:.2f} GB when it is unpacked to {place}, where {free / 1e9:.2f} GB are free: "
-            "delete files there, or set XDG_CACHE_HOME to a folder on a larger disk"
-        )

@@ -14,7 +14,7 @@ from engine.model.group import Group
 from engine.model.weights import dummy_weights, load_weights
 from engine.progress import Progress
 from engine.worker import kept_weights
-from engine.worker.kept_files import KINDS, file_of
+from engine.worker.kept_files import KINDS, entry_name
 from engine.worker.limits import Limits
 from engine.worker.parameters import in_large_pages
 from engine.worker.quantised import KEPT, describe_kept, kept_matrices, matrices
@@ -47,8 +47,8 @@ def load_model(
             load_weights(slots, files, model_config.tie_word_embeddings, on_progress, model_config.packing)
 
     if kind in KINDS and config.keep_weights and files is not None:
-        path = file_of(config.model or files.name, files, model_config, kind)
-        return kept_weights.load(path, make, fill, on_progress)
+        name = entry_name(config.model or files.name, files, model_config, kind)
+        return kept_weights.load(name, make, fill, on_progress)
     model = in_large_pages(make)[0] if limits.device.type == "cpu" else make()
     fill(model)
     return model, () if kept is None else (describe_kept(model, kept, limits.dtype),)

@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from engine.model.decoder import Decoder
-from engine.worker.kept_reader import ALIGNED
+from engine.worker.kept_files import ALIGNED
 from engine.worker.pages import large_pages
 
 

@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.disk_cache import ROUNDED, UNPACKED, size_of
 from engine.errors import EngineError
 from engine.fields import listed
 from engine.files import checkpoint_files
 from engine.hub.cache import Snapshot, cache_directory, cached_snapshots
 from engine.hub.gguf_files import cached
-from engine.worker.kept_files import directory, forget, kept_files
 from minitui.visible import json_text, visible_line
 
 if TYPE_CHECKING:
     from engine.model.config import ModelConfig
 
+KEPT = {"rounded weights": ROUNDED, "unpacked GGUF files": UNPACKED}
 NO_TOKENIZER = "no: it has no tokenizer.json; save one there with save_pretrained(…) of transformers"
 MARGIN = 1.15  # memory that a model takes on a GPU, as a multiple of its weights
 
@@ -39,7 +40,7 @@ class Model:
 def models(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     forget_kept: Annotated[
-        bool, typer.Option("--forget-kept", help="Remove the rounded weights that are kept for later starts.")
+        bool, typer.Option("--forget-kept", help="Remove what is kept for later starts.")
     ] = False,
 ) -> None:
     """List the models in the local Hugging Face cache, and which of them run here.
@@ -52,11 +53,13 @@ def models(
       minitui chat --model Org/Name-GGUF/name-Q8_0.gguf     a GGUF file of this list
 
     Weights that were rounded for a CPU are kept, so that later starts are quicker: at most 20 GB, those used longest
-    ago are removed first. MINITUI_KEPT_WEIGHTS_GB changes this limit; 0 keeps none.
+    ago are removed first. MINITUI_KEPT_WEIGHTS_GB changes this limit; 0 keeps none. Of unpacked GGUF files 100 GB are
+    kept (MINITUI_UNPACKED_GGUF_GB).
     """
     if forget_kept:
-        count = forget()
-        print(f"removed {count} file{'' if count == 1 else 's'} from {directory()}")
+        for cache in KEPT.values():
+            if count := cache.remove_all():
+                print(f"removed {count} entr{'y' if count == 1 else 'ies'} from {cache.folder}")
         return
     snapshots, files = cached_snapshots(), list(cached().items())
     machine = Machine.here() if snapshots or files else Machine(0.0, 0.0)
@@ -73,10 +76,11 @@ def models(
         for row in rows:
             print(visible_line(f"{row[0]:{name}}  {row[1]:{revision}}  {row[2]:>8}  {row[3]:{family}}  {row[4]}"))
         print(f"{size(sum(m.size or 0 for m in found))} in {cache_directory()}")
-    if not json and (kept := kept_files()):
-        print(f"\nrounded weights, kept in {directory()} (minitui models --forget-kept removes them):")
-        for path in reversed(kept):
-            print(visible_line(f"  {size(path.stat().st_size):>8}  {path.name}"))
+    for what, cache in KEPT.items():
+        if not json and (kept := cache.entries()):
+            print(f"\n{what}, kept in {cache.folder} (minitui models --forget-kept removes them):")
+            for entry in reversed(kept):
+                print(visible_line(f"  {size(size_of(entry)):>8}  {entry.name}"))
 
 
 @dataclass(frozen=True)

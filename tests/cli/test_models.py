@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.disk_cache import ROUNDED, UNPACKED
 from engine.errors import CheckpointError
 from engine.hub.cache import cached_snapshots
 from engine.hub.gguf_files import in_cache
@@ -19,7 +20,6 @@ from engine.hub.resolve import resolve_model
 from engine.model.four_bits import Int4Weight
 from engine.model.hf_config import read_model_config
 from engine.worker import quantised
-from engine.worker.kept_files import directory
 from minitui import tutor
 from minitui.bench.shapes import write_config
 from minitui.cli.models import Machine, complete_model, examine, fit, models
@@ -87,19 +87,20 @@ def test_an_empty_cache_says_how_to_get_a_model(
     assert capsys.readouterr().out == f"no models in {tmp_path}: minitui chat --model Qwen/Qwen3-0.6B downloads one\n"
 
 
-def test_kept_weights_are_listed_and_removed(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory().mkdir(parents=True)
-    for name in "Whole-int8-abc.weights", "Other-int4-\x1b[2J.weights":
-        (directory() / name).write_bytes(bytes(2_500_000))
+def test_what_is_kept_is_listed_and_removed(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for kept, name in (ROUNDED, "Whole-int8-abc"), (ROUNDED, "Other-int4-\x1b[2J"), (UNPACKED, "tiny-123"):
+        (kept.folder / name).mkdir(parents=True)
+        (kept.folder / name / "weights").write_bytes(bytes(2_500_000))
     models()
-    *_, heading, first, second = capsys.readouterr().out.splitlines()
-    assert heading == f"rounded weights, kept in {directory()} (minitui models --forget-kept removes them):"
-    assert {first.split()[-1], second.split()[-1]} == {"Whole-int8-abc.weights", "Other-int4-␛[2J.weights"}
-    assert "2.5 MB" in first
+    *_, heading, first, second, _, unpacked, third = capsys.readouterr().out.splitlines()
+    assert heading == f"rounded weights, kept in {ROUNDED.folder} (minitui models --forget-kept removes them):"
+    assert {first.split()[-1], second.split()[-1]} == {"Whole-int8-abc", "Other-int4-␛[2J"}
+    assert unpacked.startswith(f"unpacked GGUF files, kept in {UNPACKED.folder}") and "2.5 MB  tiny-123" in third
     models(forget_kept=True)
-    assert capsys.readouterr().out == f"removed 2 files from {directory()}\n"
+    removed = f"removed 2 entries from {ROUNDED.folder}\nremoved 1 entry from {UNPACKED.folder}\n"
+    assert capsys.readouterr().out == removed
     models()
-    assert "rounded weights" not in capsys.readouterr().out and not list(directory().iterdir())
+    assert "kept in" not in capsys.readouterr().out and not list(ROUNDED.folder.iterdir())
 
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}

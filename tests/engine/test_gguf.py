@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -14,6 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from engine.build import build_engine
+from engine.config import EngineConfig
 from engine.errors import CheckpointError
 from engine.gguf import families, header, tensors
 from engine.gguf.header import read_header
@@ -161,6 +164,39 @@ def test_a_file_is_unpacked_once_and_a_changed_one_again(tmp_path: Path, cache: 
     path.write_bytes(path.read_bytes() + b"\0")
     assert resolve_model(str(path)) != first
     assert {each.parent for each in cache.rglob("config.json")} == set((cache / "minitui" / "gguf").iterdir())
+
+
+def flip(place: Path) -> None:
+    with (place / "model.safetensors").open("r+b") as file:
+        file.seek(-100, 2)
+        file.write(bytes(50))
+
+
+def delete(place: Path) -> None:
+    (place / "model.safetensors").unlink()
+
+
+def cut_config(place: Path) -> None:
+    os.truncate(place / "config.json", 100)
+
+
+@pytest.mark.parametrize("damage", [flip, delete, cut_config])
+def test_a_damaged_directory_is_unpacked_again(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    path = written(tmp_path / "tutor.gguf")
+    directory = resolve_model(str(path))
+    before = {file.name: file.read_bytes() for file in directory.iterdir() if file.name != "entry.json"}
+    damage(directory)
+    built = build_engine(EngineConfig(str(path), device="cpu", kv_tokens=1024))
+    built.close()
+    (note,) = [note for note in built.info["notes"] if "damaged" in note]
+    assert str(directory) in note and note.endswith(f"{path} was unpacked again")
+    assert {file.name: file.read_bytes() for file in directory.iterdir() if file.name != "entry.json"} == before
+
+
+def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path: Path, cache: Path) -> None:
+    cache.write_text("a file")
+    with pytest.raises(CheckpointError, match=r"cannot be unpacked to the cache.*set XDG_CACHE_HOME to a writable"):
+        resolve_model(str(written(tmp_path / "tutor.gguf")))
 
 
 # ---- a model in several files

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,11 @@ import pytest
 
 from engine import build
 from engine.config import EngineConfig
+from engine.disk_cache import ROUNDED
 from engine.errors import EngineError
 from engine.model.four_bits import Int4Weight
 from engine.model.linear import ByteWeight
-from engine.worker import kept_files, kept_reader, kept_weights, load_model, quantised
+from engine.worker import kept_reader, kept_weights, load_model, quantised
 from tests.support.models import Driver, make_request, make_runner, prompt, reference, save
 from tests.support.packing import FORMATS, quantise
 
@@ -28,8 +30,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of kept weights. All sizes are kept."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(kept_weights, "LEAST", 0)
-    monkeypatch.delenv(kept_files.LIMIT, raising=False)
-    return kept_files.directory()
+    monkeypatch.delenv(ROUNDED.variable, raising=False)
+    return ROUNDED.folder
 
 
 @pytest.fixture
@@ -68,7 +70,8 @@ def test_the_second_start_computes_the_same_without_rounding(
     first, second = make_runner(checkpoint, **options), make_runner(checkpoint, **options)
     assert read == [checkpoint], "the second start must not round"
     (path,) = folder.iterdir()
-    assert path.name.startswith(f"Model-{kind}-") and path.stat().st_size > first.loaded.memory.weights
+    assert path.name.startswith(f"Model-{kind}-")
+    assert (path / "weights").stat().st_size > first.loaded.memory.weights
     assert reply(first) == reply(second)
     assert first.loaded.notes == second.loaded.notes == ()
     assert second.loaded.memory.weights == first.loaded.memory.weights
@@ -142,10 +145,10 @@ def test_other_weights_have_another_file(checkpoint: Path, folder: Path, read: l
 
 def test_it_can_be_switched_off(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_runner(checkpoint, keep_weights=False, **INT8)
-    monkeypatch.setenv(kept_files.LIMIT, "0")
+    monkeypatch.setenv(ROUNDED.variable, "0")
     make_runner(checkpoint, **INT8)
     assert not folder.exists()
-    monkeypatch.setenv(kept_files.LIMIT, "lots")
+    monkeypatch.setenv(ROUNDED.variable, "lots")
     with pytest.raises(EngineError, match="MINITUI_KEPT_WEIGHTS_GB is 'lots': it must be a number of gigabytes"):
         make_runner(checkpoint, **INT8)
 
@@ -154,63 +157,42 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 64)
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def replace_by_text(path: Path) -> None:
-    path.write_text("{}")
-
-
-def replace_by_other_weights(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b"int8-", b"int4-", 1))
+def swap_pages(path: Path) -> None:
+    """The sum of the words stays the same."""
+    data = path.read_bytes()
+    first, second = data[:4096], data[4096:8192]
+    assert first != second
+    path.write_bytes(second + first + data[8192:])
 
 
 @pytest.mark.parametrize("damage,why", [
-    (cut, r"its first line says"), (flip, "its contents have changed"),
-    (replace_by_text, "its first line is not that of such a file"),
-    (replace_by_other_weights, "it belongs to other weights"),
+    (cut, r"weights has [\d,]+ bytes instead of"), (swap_pages, "the contents of weights have changed"),
 ])  # fmt: skip
-def test_a_damaged_file_is_named_and_written_again(
+def test_a_damaged_entry_is_named_and_written_again(
     checkpoint: Path, folder: Path, read: list[Path], damage: Callable[[Path], None], why: str
 ) -> None:
     first = make_runner(checkpoint, **INT8)
-    (path,) = folder.iterdir()
-    damage(path)
+    (entry,) = folder.iterdir()
+    damage(entry / "weights")
     second = make_runner(checkpoint, **INT8)
     (note,) = second.loaded.notes
-    assert str(path) in note and why in note and note.endswith("the weights were rounded again")
+    assert str(entry) in note and re.search(why, note) and note.endswith("the weights were rounded again")
     assert reply(first) == reply(second) == reply(make_runner(checkpoint, **INT8))
-    assert len(read) == 2, "the third start uses the file again"
+    assert len(read) == 2, "the third start uses the entry again"
 
 
-def test_the_files_used_longest_ago_make_room(
-    checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_of_another_size_is_written_again(checkpoint: Path, folder: Path, read: list[Path]) -> None:
+    """As if REVISION had been forgotten."""
     make_runner(checkpoint, **INT8)
-    (path,) = folder.iterdir()
-    size = path.stat().st_size
-    for age, name in (300, "old"), (100, "young"):
-        other = folder / f"{name}{kept_files.SUFFIX}"
-        other.write_bytes(bytes(size))
-        os.utime(other, (path.stat().st_mtime - age,) * 2)
-    abandoned = folder / f"begun{kept_files.UNFINISHED}"
-    abandoned.write_bytes(b"x")
-    os.utime(abandoned, (0, 0))
-    save(reference("qwen3", seed=1), checkpoint)
-    monkeypatch.setenv(kept_files.LIMIT, str(3.5 * size / 1e9))
-    make_runner(checkpoint, **INT8)
-    names = {file.name for file in folder.iterdir()}
-    assert len(names) == 3 and f"young{kept_files.SUFFIX}" in names and path.name in names
-    monkeypatch.setenv(kept_files.LIMIT, str(0.5 * size / 1e9))
-    save(reference("qwen3", seed=2), checkpoint)
+    (entry,) = folder.iterdir()
+    shutil.rmtree(entry)
+    ROUNDED.keep(entry.name, lambda place: (place / "weights").write_bytes(bytes(640)), 640)
     (note,) = make_runner(checkpoint, **INT8).loaded.notes
-    assert "not kept" in note and "MINITUI_KEPT_WEIGHTS_GB allows" in note
+    assert "the weights were rounded again" in note and len(read) == 2
+    assert make_runner(checkpoint, **INT8).loaded.notes == ()
 
 
 def test_a_folder_that_cannot_be_written_is_a_sentence(checkpoint: Path, tmp_path: Path, folder: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     (note,) = make_runner(checkpoint, **INT8).loaded.notes
-    assert "cannot be written" in note and note.endswith("set XDG_CACHE_HOME to a writable folder")
+    assert "are not kept for the next start" in note and "set XDG_CACHE_HOME to a writable folder" in note
