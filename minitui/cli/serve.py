@@ -66,7 +66,7 @@ def serve(
         int, typer.Option(min=0, help="Maximum number of waiting sequences; further requests are refused (429).")
     ] = 128,
     stored_responses: Annotated[
-        int, typer.Option(min=0, help="Maximum number of responses that /v1/responses keeps in memory; 0 keeps none.")
+        int, typer.Option(min=0, help="Maximum number of responses that /v1/responses keeps for each API key; 0: none.")
     ] = 1024,
     max_body_mib: Annotated[int, typer.Option(min=1, help="Maximum size of a request body, in MiB.")] = 4,
     request_timeout: Annotated[float, typer.Option(min=0.1, help="Time limit of an answer, in seconds.")] = 600.0,

@@ -12,6 +12,7 @@ import uuid
 from typing import Any
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minitui.protocol import is_loopback
@@ -73,7 +74,9 @@ class Guard:
 
         try:
             self._check_origin(headers)
-            scope.setdefault("state", {})["role"] = self._check_key(scope, headers)
+            key = _key(headers)
+            scope.setdefault("state", {})["role"] = self._check_key(scope, key)
+            scope["state"]["owner"] = key if self.settings.keys else ""
             # Ranges are ignored, because Starlette's error for an invalid Range does not have OpenAI's format.
             scope["headers"] = [(name, value) for name, value in scope["headers"] if name != b"range"]
             if scope["method"] in ("POST", "PUT", "PATCH"):
@@ -113,10 +116,8 @@ class Guard:
         if origin == "null" or headers.get("sec-fetch-site") in ("cross-site", "same-site"):
             raise ApiError(403, "requests from pages of other sites are refused")
 
-    def _check_key(self, scope: Scope, headers: Headers) -> Role:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")  # Anthropic's header
-        role = self.settings.role_of(given)
+    def _check_key(self, scope: Scope, key: str) -> Role:
+        role = self.settings.role_of(key)
         needed = role_needed(scope["path"], self.settings)
         if role >= needed:
             return role
@@ -154,6 +155,17 @@ class Guard:
             return first.pop() if first else await receive()
 
         return replay
+
+
+def owner_of(request: Request) -> str:
+    """Returns whose request this is: its API key, or "" for all requests to a server without keys."""
+    owner: str = request.scope["state"]["owner"]
+    return owner
+
+
+def _key(headers: Headers) -> str:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")  # the second is Anthropic's
 
 
 def _request_id(headers: Headers) -> str:

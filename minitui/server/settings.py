@@ -43,8 +43,8 @@ class ServerSettings:
     request_s: float = 600.0  # a reply that takes longer than this, time in the queue included, ends with an error
     stalled_reader_s: float = 20.0  # a client that reads nothing for this long is disconnected
     max_watchers: int = 256
-    stored_responses: int = 1024  # responses that /v1/responses keeps for previous_response_id, …
-    stored_bytes: int = 64 << 20  # … and their size together
+    stored_responses: int = 1024  # responses that /v1/responses keeps for each API key …
+    stored_bytes: int = 256 << 20  # … and the size of those of all keys; each key has an equal share
     drain_s: float = 3.0  # after SIGTERM, running replies get this much time to finish
     stalled_engine_s: float = 60.0  # /health answers 503 when one step or command takes longer than this
 

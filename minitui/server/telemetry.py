@@ -25,6 +25,7 @@ from engine.errors import EngineDead
 from engine.params import MAX_LOGPROBS, SamplingParams
 from minitui import __version__, tutor
 from minitui.protocol import TOKENIZER_FILES
+from minitui.server.access import owner_of
 from minitui.server.answer import Answer, Output
 from minitui.server.broadcast import Watcher, encode_snapshot
 from minitui.server.errors import RESPONSES, STREAMED, ApiError
@@ -99,6 +100,10 @@ class Done(BaseModel):
     value: int | None = None
 
 
+AnswerName = tuple[str, str]  # (API key, tag): a key cannot end the requests of others
+Answers = dict[AnswerName, "TokenAnswer"]
+
+
 class TokenAnswer(Answer):
     """Answers a Submission with events. The first has request and seed; the others have text and ids.
 
@@ -107,14 +112,14 @@ class TokenAnswer(Answer):
 
     cancellable = True
 
-    def __init__(self, service: Service, body: Submission, answers: dict[str, TokenAnswer]) -> None:
-        """`answers`: the running answers by tag. This answer adds itself, and removes itself in `close`."""
+    def __init__(self, service: Service, body: Submission, name: AnswerName, answers: Answers) -> None:
+        """`answers`: the running answers. This answer adds itself, and removes itself in `close`."""
         service.check_ready()
-        if body.tag in answers:
+        if name in answers:
             raise ApiError(400, f"tag {body.tag} is in use", "tag")
         super().__init__(service, 1, stream=True)
-        self.body, self._answers = body, answers
-        answers[body.tag] = self
+        self.body, self._name, self._answers = body, name, answers
+        answers[name] = self
 
     async def prepare(self) -> None:
         body, values = self.body, self.body.params.model_dump()
@@ -132,7 +137,7 @@ class TokenAnswer(Answer):
         return iter(())
 
     def close(self) -> None:
-        self._answers.pop(self.body.tag, None)
+        self._answers.pop(self._name, None)
         super().close()
 
 
@@ -149,7 +154,7 @@ Client = Annotated[str | None, Header(alias="X-Minitui-Client", max_length=64)]
 def router(service: Service) -> APIRouter:
     """Returns the endpoints."""
     routes = APIRouter(prefix="/minitui", responses=RESPONSES)
-    answers: dict[str, TokenAnswer] = {}  # the running answers, by tag
+    answers: Answers = {}  # the running ones
 
     @routes.get("/info")
     async def info(request: Request) -> dict[str, Any]:
@@ -210,12 +215,15 @@ def router(service: Service) -> APIRouter:
 
         The last event also has "finish_reason" and "metrics".
         """
-        return await TokenAnswer(service, body, answers).respond(request)
+        return await TokenAnswer(service, body, (owner_of(request), body.tag), answers).respond(request)
 
     @routes.post("/cancel", response_model=Done)
-    async def cancel(body: Cancellation) -> Done:
-        """End the request with this tag: its finish_reason is "abort". The value is the number of requests found."""
-        answer = answers.get(body.tag)
+    async def cancel(body: Cancellation, request: Request) -> Done:
+        """End the request with this tag and API key: its finish_reason is "abort".
+
+        The value is the number of requests found.
+        """
+        answer = answers.get((owner_of(request), body.tag))
         for stream in answer.streams if answer is not None else ():
             stream.cancel()
         return Done(value=0 if answer is None else 1)

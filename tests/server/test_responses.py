@@ -17,7 +17,7 @@ pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
 pytest.importorskip("llguidance", reason="the extra 'structured' is not installed")
 
 from minitui.server.errors import ApiError
-from minitui.server.responses.store import ResponseStore
+from minitui.server.responses.store import ResponseStore, StoredItem
 
 URL = "/v1/responses"
 QUESTION = "What is the KV cache?"
@@ -174,47 +174,232 @@ def test_what_is_not_to_be_stored_cannot_be_continued(server: Running, stream: b
     assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
 
 
-def response_of(name: str, text: str = "") -> dict[str, Any]:
-    return {"id": name, "output": [{"id": f"msg_{name}", "text": text}]}
+def message_of(name: str, text: str = "") -> dict[str, Any]:
+    return {"id": name, "type": "message", "text": text}
+
+
+def response_of(name: str, text: str = "", **more: Any) -> dict[str, Any]:
+    return {"id": name, **more, "output": [message_of(f"msg_{name}", text)]}
+
+
+def pack(name: str, text: str = "") -> StoredItem:
+    return StoredItem.pack(message_of(name, text))
 
 
 def test_the_store_is_bounded_by_count_and_drops_what_was_not_used_for_longest() -> None:
     store = ResponseStore(3, 1 << 20)
     for name in "abc":
-        store.add(response_of(name), [{"said": name}])
-    assert store.history("a") == [{"said": "a"}, {"id": "msg_a", "text": ""}]
+        store.add(response_of(name), [pack(f"in_{name}")])
+    assert [item.id for item in store.conversation("a")] == ["in_a", "msg_a"]
     store.add(response_of("d"), [])
-    with pytest.raises(ApiError, match="the last 3 responses") as caught:
-        store.history("b")
+    with pytest.raises(ApiError, match="the key's last 3 responses") as caught:
+        store.conversation("b")
     assert (caught.value.status, caught.value.param) == (404, "previous_response_id")
-    with pytest.raises(ApiError, match="item 'msg_b'"):
-        store.item("msg_b")
-    assert [store.response(name)["id"] for name in "acd"] == ["a", "c", "d"] and store.item("msg_c")["id"] == "msg_c"
+    for gone in ("msg_b", "in_b"):
+        with pytest.raises(ApiError, match=f"item '{gone}'"):
+            store.item(gone)
+    assert [json.loads(store.response(name))["id"] for name in "acd"] == ["a", "c", "d"]
+    assert store.item("msg_c").plain() == message_of("msg_c") and store.item("in_c").id == "in_c"
 
 
 def test_the_store_is_bounded_by_bytes() -> None:
     store = ResponseStore(1000, 10_000)
     for number in range(100):
-        store.add(response_of(str(number), "x" * 1000), [{"said": "y" * 500}])
+        store.add(response_of(str(number), "x" * 1000), [pack("", "y" * 500)])
         assert 0 < store.used <= 10_000
-    assert len(store) == 10_000 // (store.used // len(store))
+    count = len(store)
+    assert count == 10_000 // (store.used // count)
     store.add(response_of("large", "x" * 10_000), [])  # larger than everything
-    assert len(store) == store.used == 0
-    store.add(response_of("a"), [])
-    store.delete("a")
+    assert len(store) == count, "a response that is not kept pushed out others"
+    for number in range(100 - count, 100):
+        store.delete(str(number))
     assert len(store) == store.used == 0
     nothing = ResponseStore(0, 10_000)
     nothing.add(response_of("a"), [])
     assert len(nothing) == nothing.used == 0
 
 
-def test_a_watcher_may_not_read_what_others_have_asked(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    response = ask(server, max_output_tokens=1)
-    keys = {"the-key-to-watch": Role.WATCH, "the-key-to-chat": Role.CHAT}
-    monkeypatch.setattr(server.service, "settings", dataclasses.replace(server.service.settings, keys=keys))
-    for key, status in (("the-key-to-watch", 403), ("the-key-to-chat", 200), ("nothing-known", 401)):
-        answer = server.get(f"{URL}/{response['id']}", headers={"Authorization": f"Bearer {key}"})
-        assert answer.status_code == status
+def test_responses_share_the_items_of_their_conversation() -> None:
+    store = ResponseStore(1000, 100_000)
+    store.add(response_of("0"), [pack("long", "x" * 50_000)])
+    for number in range(1, 50):
+        store.add(response_of(str(number)), store.conversation(str(number - 1)))
+    assert len(store) == 50 and len(store.conversation("49")) == 51 and store.used < 90_000
+    for number in range(49):
+        store.delete(str(number))
+    assert store.item("long").plain()["text"] == "x" * 50_000
+    store.delete("49")
+    assert store.used == 0
+
+
+def test_an_item_is_found_without_the_rest_of_its_response() -> None:
+    store = ResponseStore(10, 10 << 20)
+    store.add(response_of("a", tools="x" * (1 << 20)), [pack("b", "y" * 1000)])
+    assert len(store.item("msg_a").data) < 100
+    assert len(store.response("a")) > 1 << 20
+
+
+@pytest.mark.parametrize("chain", [False, True], ids=["references", "a chain"])
+def test_stored_items_have_at_most_the_size_of_a_body(server: Running, monkeypatch: Any, chain: bool) -> None:
+    monkeypatch.setattr(server.service, "settings", dataclasses.replace(server.service.settings, max_body=20_000))
+    options = {"max_output_tokens": 1, "truncate_prompt_tokens": 64}
+    first = ask(server, input=[{"role": "user", "content": "x" * 8000}], **options)
+    [said] = server.get(f"{URL}/{first['id']}/input_items").json()["data"]
+    if chain:
+        second = ask(server, input="y" * 8000, previous_response_id=first["id"], **options)
+        third = ask(server, input="z" * 8000, previous_response_id=second["id"], **options)
+        body: dict[str, Any] = {"input": "go", "previous_response_id": third["id"]}
+    else:
+        ask(server, input=[{"type": "item_reference", "id": said["id"]}] * 2, **options)
+        body = {"input": [{"type": "item_reference", "id": said["id"]}] * 50}
+    answer = server.post(URL, {**body, **options})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == ("previous_response_id" if chain else "input")
+    assert re.search(r"have [234]\d{1,2},\d{3} bytes; the limit is 20,000", error["message"])
+
+
+def test_the_items_before_a_response_are_listed_in_pages(server: Running) -> None:
+    said = [{"role": role, "content": text} for role, text in (("developer", "Be kind."), ("user", "a"), ("user", "b"))]
+    first = ask(server, input=said, max_output_tokens=1)
+    second = ask(server, input="c", previous_response_id=first["id"], max_output_tokens=1)
+    url = f"{URL}/{second['id']}/input_items"
+    page = server.get(url).json()
+    assert (page["object"], page["has_more"], len(page["data"])) == ("list", False, 5)
+    assert page["data"][0]["content"][0]["text"] == "c" and page["data"][1] == first["output"][0]
+    assert page["first_id"] == page["data"][0]["id"] and page["last_id"] == page["data"][-1]["id"]
+    upwards = server.get(url, params={"order": "asc", "limit": 2}).json()
+    assert upwards["has_more"] and upwards["data"] == page["data"][:2:-1]
+    rest = server.get(url, params={"order": "asc", "after": upwards["last_id"]}).json()
+    assert rest["data"] == page["data"][2::-1]
+    for wrong in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "msg_0"}):
+        assert server.get(url, params=wrong).status_code == 400
+
+
+def test_a_response_belongs_to_the_key_that_made_it(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {"the-key-to-watch": Role.WATCH, "the-key-of-ann": Role.CHAT, "the-key-of-bob": Role.CHAT}
+    settings = dataclasses.replace(server.service.settings, keys=keys, stored_responses=2)
+    monkeypatch.setattr(server.service, "settings", settings)
+
+    def send(key: str, method: str, path: str = "", **body: Any) -> Any:
+        headers = {"Authorization": f"Bearer the-key-{key}"}
+        return server.http.request(method, URL + path, headers=headers, json={"max_output_tokens": 1, **body})
+
+    made = send("of-ann", "POST", input="x").json()
+    path, item = f"/{made['id']}", made["output"][0]["id"]
+    for _ in range(3):  # fills Bob's share, and only his
+        assert send("of-bob", "POST", input="x").status_code == 200
+    for method, where in (("GET", path), ("GET", f"{path}/input_items"), ("DELETE", path)):
+        answers = {key: send(key, method, where).status_code for key in ("to-watch", "of-bob", "unknown")}
+        assert answers == {"to-watch": 403, "of-bob": 404, "unknown": 401}
+    chained, referring = {"input": "x", "previous_response_id": made["id"]}, {"type": "item_reference", "id": item}
+    for body in (chained, {"input": [referring]}):
+        assert send("of-bob", "POST", **body).status_code == 404
+        assert send("of-ann", "POST", **body).status_code == 200
+    assert send("of-ann", "DELETE", path).status_code == 404, "Ann has made two more, which is all that her share holds"
+
+
+# ---- tools of other types than function
+
+ADD: dict[str, Any] = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
+PATCH: dict[str, Any] = {"type": "custom", "name": "patch", "description": "Changes files.",
+                         "format": {"type": "grammar", "syntax": "lark", "definition": "start: WORD"}}  # fmt: skip
+NAMESPACE = {"type": "namespace", "name": "mcp__tiny", "description": "Small things.", "tools": [ADD, PATCH]}
+
+
+def calling(name: str, arguments: Any) -> dict[str, Any]:
+    """The fields of a request whose reply is this call."""
+    call = json.dumps({"name": name, "arguments": arguments})
+    return {"guided_choice": [f"<tool_call>\n{call}\n</tool_call>"], "input": "go"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_of_a_namespace_are_called_by_both_names(server: Running, stream: bool) -> None:
+    body = {**calling("mcp__tiny__add", {"a": 1}), "tools": [TOOL, NAMESPACE], "stream": stream}
+    answer = server.post(URL, body)
+    response = events_of(answer.text)[-1]["response"] if stream else answer.json()
+    [call] = response["output"]
+    assert (call["type"], call["namespace"], call["name"]) == ("function_call", "mcp__tiny", "add")
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "2"}
+    assert ask(server, input=[result], previous_response_id=response["id"], max_output_tokens=1)
+    plain = ask(server, **calling("count_blocks", {}), tools=[TOOL, NAMESPACE])["output"][0]
+    assert plain["name"] == "count_blocks" and "namespace" not in plain
+
+
+def test_a_custom_tool_is_called_with_a_text(server: Running) -> None:
+    body = {**calling("patch", {"input": 'a "b"\n'}), "tools": [PATCH], "stream": True}
+    events = events_of(server.post(URL, body).text)
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds[2:-1] == ["output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done",
+                           "output_item.done"]  # fmt: skip
+    assert events[2]["item"]["input"] == "" and events[3]["delta"] == events[4]["input"] == 'a "b"\n'
+    [call] = events[-1]["response"]["output"]
+    assert call == events[5]["item"] and (call["type"], call["name"]) == ("custom_tool_call", "patch")
+    assert call["input"] == 'a "b"\n' and call["id"].startswith("ctc_")
+    forced = ask(server, tools=[PATCH, TOOL], tool_choice={"type": "custom", "name": "patch"}, max_output_tokens=40)
+    assert forced["output"][0]["type"] == "custom_tool_call" and not forced["output"][0]["input"].startswith("{")
+
+
+def test_the_model_reads_about_all_tools_and_earlier_calls() -> None:
+    from minitui.server.responses.schema import InputItem, messages
+    from minitui.server.responses.tools import Tool, functions
+
+    found = functions([Tool.model_validate(TOOL), Tool.model_validate(NAMESPACE)])
+    described = {called.function: each["function"] for called, each in found.items()}
+    assert list(described) == ["count_blocks", "mcp__tiny__add", "mcp__tiny__patch"]
+    assert described["mcp__tiny__add"]["description"] == "Small things."
+    assert described["mcp__tiny__patch"]["description"] == "Changes files."
+    assert "lark grammar:\\nstart: WORD" in json.dumps(described["mcp__tiny__patch"]["parameters"])
+    items: list[Any] = [
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"},
+        {"type": "function_call", "call_id": "1", "namespace": "mcp__tiny", "name": "add", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "a"},
+        {"type": "custom_tool_call", "call_id": "2", "name": "patch", "input": "é"},
+        {"type": "custom_tool_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "b"}]},
+        {"type": "local_shell_call", "id": "3", "action": {"type": "exec", "command": ["ls"]}},
+        {"type": "local_shell_call_output", "id": "3", "output": "c"},
+    ]
+    said = messages(None, [InputItem.model_validate(item).plain() for item in items])
+    calls = [message["tool_calls"][0]["function"] for message in said[::2]]
+    assert [(call["name"], json.loads(call["arguments"])) for call in calls] == [
+        ("mcp__tiny__add", {}), ("patch", {"input": "é"}), ("local_shell", {"type": "exec", "command": ["ls"]}),
+    ]  # fmt: skip
+    results = {message["tool_call_id"]: message["content"] for message in said[1::2]}
+    assert results == {"1": "a", "2": "b", "3": "c"}
+
+
+def test_two_tools_with_one_name_are_refused(server: Running) -> None:
+    answer = server.post(URL, {"input": "x", "tools": [NAMESPACE, {**ADD, "name": "mcp__tiny__add"}]})
+    assert answer.status_code == 400 and "two tools have the name 'mcp__tiny__add'" in answer.json()["error"]["message"]
+
+
+def test_allowed_tools_may_name_a_namespace(server: Running) -> None:
+    options: dict[str, Any] = {"tools": [TOOL, NAMESPACE], "temperature": 1.0, "max_output_tokens": 60}
+    for named in ({"type": "namespace", "name": "mcp__tiny"}, {**PATCH, "namespace": "mcp__tiny"}):
+        allowed = {"type": "allowed_tools", "mode": "required", "tools": [named, {"type": "web_search"}]}
+        [call] = ask(server, tool_choice=allowed, **options)["output"]
+        assert call["namespace"] == "mcp__tiny"
+
+
+def test_what_other_servers_run_is_left_out_with_a_notice(server: Running) -> None:
+    """The body is one of Codex, shortened."""
+    said = {"type": "message", "id": "msg_1", "role": "developer", "content": [{"type": "input_text", "text": "Code."}]}
+    items = [
+        said, {**said, "role": "user"}, {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {}},
+        {"type": "compaction", "encrypted_content": "x"}, {**said, "role": "user"},
+    ]  # fmt: skip
+    body = {
+        "input": items, "tools": [TOOL, NAMESPACE, {"type": "web_search", "external_web_access": True}],
+        "tool_choice": "auto", "parallel_tool_calls": True, "reasoning": {"summary": "none"}, "store": False,
+        "include": ["reasoning.encrypted_content"], "prompt_cache_key": "1", "client_metadata": {"a": "b"},
+        "max_output_tokens": 1,
+    }  # fmt: skip
+    answer = server.post(URL, body)
+    assert answer.status_code == 200, answer.text
+    assert [tool["type"] for tool in answer.json()["tools"]] == ["function", "namespace"]
+    left_out = "ignored input items of the types compaction, web_search_call; ignored tools of the types web_search"
+    assert answer.headers["X-Minitui-Warning"].startswith(left_out)
+    alone = server.post(URL, {"input": "x", "tools": [{"type": "web_search"}], "tool_choice": "required"})
+    assert alone.status_code == 400 and "tool_choice needs tools" in alone.json()["error"]["message"]
 
 
 # ---- errors
@@ -258,9 +443,12 @@ def test_the_openai_client_accepts_every_field(client: Any, server: Running) -> 
     from openai.types.responses import Response
 
     chosen = {"type": "function", "name": "count_blocks"}
-    for fields in ({}, ALL_KINDS, {"tools": [TOOL], "tool_choice": chosen, "temperature": 1.0}):
+    others = {**calling("mcp__tiny__patch", {"input": "x"}), "tools": [NAMESPACE, PATCH]}
+    for fields in ({}, ALL_KINDS, {"tools": [TOOL], "tool_choice": chosen, "temperature": 1.0}, others):
         Response.model_validate(ask(server, **fields))  # `client` itself would accept anything
-    assert client.responses.retrieve(ask(server)["id"]).output_text
+    stored = ask(server)["id"]
+    assert client.responses.retrieve(stored).output_text
+    assert [item.content[0].text for item in client.responses.input_items.list(stored)] == [QUESTION]
     with pytest.raises(Exception, match="no stored response"):
         client.responses.retrieve("resp_0")
 

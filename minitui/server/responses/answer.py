@@ -11,22 +11,24 @@ import itertools
 import json
 import time
 import uuid
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Self
 
 from minitui.server.answer import Output
 from minitui.server.errors import ApiError
 from minitui.server.items import Item, ItemAnswer
-from minitui.server.responses.schema import ResponsesRequest, messages
-from minitui.server.responses.store import ResponseStore
+from minitui.server.responses.schema import InputItem, ResponsesRequest, messages
+from minitui.server.responses.store import ResponseStore, StoredItem
+from minitui.server.responses.tools import Called, as_input, functions
 from minitui.server.service import Service
 from minitui.server.sse import event
 
 ECHOED = ("instructions", "max_output_tokens", "max_tool_calls", "metadata", "previous_response_id", "prompt_cache_key",
           "reasoning", "safety_identifier", "text", "tool_choice", "truncation", "user")  # fmt: skip
-IDS = {"text": "msg", "reasoning": "rs", "call": "fc"}  # kind of an item -> prefix of its id
+IDS = {"text": "msg", "reasoning": "rs", "call": "fc", "custom": "ctc"}  # kind of an item -> prefix of its id
 EVENTS = {"text": "response.output_text", "reasoning": "response.reasoning_text",
-          "call": "response.function_call_arguments"}  # fmt: skip
+          "call": "response.function_call_arguments", "custom": "response.custom_tool_call_input"}  # fmt: skip
+WHOLE = {"text": "text", "reasoning": "text", "call": "arguments", "custom": "input"}  # kind -> field of its text
 
 
 class ResponsesAnswer(ItemAnswer):
@@ -37,23 +39,36 @@ class ResponsesAnswer(ItemAnswer):
         "reasoning_effort": "reasoning.effort",
     }  # fmt: skip
 
-    def __init__(self, service: Service, request: ResponsesRequest, store: ResponseStore) -> None:
-        service.check_ready()
-        previous = request.previous_response_id
-        self._history = [
-            *(store.history(previous) if previous is not None else ()),
-            *(store.item(item.id or "") if item.type == "item_reference" else item.plain() for item in request.input),
-        ]
-        self._request, self._store = request, store
+    def __init__(
+        self, service: Service, request: ResponsesRequest, store: ResponseStore, history: Sequence[StoredItem],
+        said: list[dict[str, Any]],
+    ) -> None:  # fmt: skip
+        """`history`: the items of the conversation; `said`: the chat messages that these are."""
+        self._request, self._store, self._history = request, store, history
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._echo = _echo(request)
         self._numbers = itertools.count()
         self._item_ids: list[str] = []
-        super().__init__(
-            service, request, messages=messages(request.instructions, self._history),
-            **request.tool_fields(), **request.format_fields(),
-        )  # fmt: skip
+        offered = functions(request.tools or ())
+        self._called = {called.function: called for called in offered}
+        super().__init__(service, request, messages=said, **request.tool_fields(offered), **request.format_fields())
+
+    @classmethod
+    async def create(cls, service: Service, request: ResponsesRequest, store: ResponseStore) -> Self:
+        """Returns the answer. Raises ApiError if stored items are missing or too large."""
+        service.check_ready()
+        previous, limit = request.previous_response_id, service.settings.max_body
+        items = [
+            *(store.conversation(previous) if previous is not None else ()),
+            *(store.item(item.id or "") if item.type == "item_reference" else item for item in request.input),
+        ]
+        if (size := sum(len(item.data) for item in items if isinstance(item, StoredItem))) > limit:
+            raise ApiError(
+                400, f"the stored items of this conversation have {size:,} bytes; the limit is {limit:,}: begin a new "
+                "conversation, for example with a summary of this one", "previous_response_id" if previous else "input",
+            )  # fmt: skip
+        return cls(service, request, store, *await service.in_thread(_conversation, request.instructions, items))
 
     # ---- the response
 
@@ -99,17 +114,32 @@ class ResponsesAnswer(ItemAnswer):
     # ---- items
 
     def _item(self, item: Item, status: str) -> dict[str, Any]:
+        kind, started = self._kind(item), status == "in_progress"
         if item.index == len(self._item_ids):
-            self._item_ids.append(f"{IDS[item.kind]}_{uuid.uuid4().hex}")
+            self._item_ids.append(f"{IDS[kind]}_{uuid.uuid4().hex}")
         head = {"id": self._item_ids[item.index], "status": status}
-        started = status == "in_progress"
         if item.kind == "call":
-            arguments = "" if started else item.text
-            return {**head, "type": "function_call", "call_id": item.call_id, "name": item.name, "arguments": arguments}
-        content = [] if started else [_part(item.kind, item.text)]
-        if item.kind == "reasoning":
+            called = self._known(item)
+            namespace = {} if called.namespace is None else {"namespace": called.namespace}
+            return {
+                **head, "type": "custom_tool_call" if called.custom else "function_call", "call_id": item.call_id,
+                "name": called.name, **namespace, WHOLE[kind]: "" if started else self._text(item),
+            }  # fmt: skip
+        content = [] if started else [_part(kind, item.text)]
+        if kind == "reasoning":
             return {**head, "type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
         return {**head, "type": "message", "role": "assistant", "content": content}
+
+    def _known(self, item: Item) -> Called:
+        """Returns how the client knows the called function."""
+        return self._called.get(item.name, Called(item.name))
+
+    def _kind(self, item: Item) -> str:
+        """Returns the item's kind; calls of custom tools are a kind of their own."""
+        return "custom" if item.kind == "call" and self._known(item).custom else item.kind
+
+    def _text(self, item: Item) -> str:
+        return as_input(item.text) if self._kind(item) == "custom" else item.text
 
     @staticmethod
     def _status(item: Item) -> str:
@@ -128,11 +158,12 @@ class ResponsesAnswer(ItemAnswer):
             yield self._item_event("response.content_part.added", item, part=_part(item.kind, ""))
 
     def grow(self, item: Item, text: str) -> Iterator[bytes]:
-        yield self._item_event(f"{EVENTS[item.kind]}.delta", item, delta=text, **_no_logprobs(item))
+        delta = self._text(item) if item.kind == "call" else text  # a call arrives whole
+        yield self._item_event(f"{EVENTS[self._kind(item)]}.delta", item, delta=delta, **_no_logprobs(item))
 
     def end(self, item: Item) -> Iterator[bytes]:
-        name = "arguments" if item.kind == "call" else "text"
-        yield self._item_event(f"{EVENTS[item.kind]}.done", item, **{name: item.text}, **_no_logprobs(item))
+        kind = self._kind(item)
+        yield self._item_event(f"{EVENTS[kind]}.done", item, **{WHOLE[kind]: self._text(item)}, **_no_logprobs(item))
         if item.kind != "call":
             yield self._item_event("response.content_part.done", item, part=_part(item.kind, item.text))
         done = self._item(item, self._status(item))
@@ -156,6 +187,14 @@ class ResponsesAnswer(ItemAnswer):
         return event({"type": kind, **fields, "sequence_number": next(self._numbers)}, kind)
 
 
+def _conversation(
+    instructions: str | None, items: Sequence[StoredItem | InputItem]
+) -> tuple[list[StoredItem], list[dict[str, Any]]]:
+    """Returns a conversation as items for the store, and as chat messages."""
+    packed = [item if isinstance(item, StoredItem) else StoredItem.pack(item.plain()) for item in items]
+    return packed, messages(instructions, [item.plain() for item in packed])
+
+
 def _part(kind: str, text: str) -> dict[str, Any]:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
@@ -172,7 +211,7 @@ def _echo(request: ResponsesRequest) -> dict[str, Any]:
     given = {
         **dict.fromkeys(ECHOED), "metadata": {}, "tool_choice": "auto", "truncation": "disabled", **named,
         "text": {"format": {"type": "text"}, **named.get("text", {})},
-        "tools": [tool.model_dump() for tool in request.tools or ()],
+        "tools": [tool.model_dump(exclude=None if tool.tools else {"tools", "format"}) for tool in request.tools or ()],
         "reasoning": {"effort": None, "summary": None, **named.get("reasoning", {})},
     }  # fmt: skip
     try:  # JSON can contain NaN and escaped lone surrogates, which cannot be sent

@@ -6,12 +6,16 @@ tool are ignored; those of the request are treated as in the other endpoints.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from minitui.server.chat_schema import MAX_MESSAGES, MAX_TOOLS
+from minitui.server.chat_schema import MAX_MESSAGES
 from minitui.server.items import Open, Turns, Typed
+from minitui.server.notices import notice
+from minitui.server.responses.tools import Called, ToolChoice, Tools, as_arguments
 from minitui.server.schema import MAX_METADATA, Sampled, StreamOptions
 from minitui.server.strict import at_most
 
@@ -20,9 +24,19 @@ NEEDS = {  # type of an item -> the fields that it needs
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
+    "custom_tool_call": ("call_id", "name", "input"),
+    "custom_tool_call_output": ("call_id", "output"),
+    "local_shell_call": ("call_id", "action"),
+    "local_shell_call_output": ("call_id", "output"),
     "reasoning": (),
     "item_reference": ("id",),
 }
+DROPPED = {  # types of items that tell the model nothing: calls of tools that another server ran, encrypted texts
+    "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "computer_call",
+    "computer_call_output", "shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output",
+    "mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "tool_search_call",
+    "tool_search_output", "additional_tools", "program", "program_output", "compaction", "context_compaction",
+}  # fmt: skip
 REFUSED = {
     "background": "answers are not computed in the background: read a stream instead",
     "conversation": "this server has no conversations: use previous_response_id, or send the whole input",
@@ -36,9 +50,16 @@ def one_text(value: Any) -> Any:
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
-def one_message(value: Any) -> Any:
-    """Returns a single string as a list of one message."""
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+def known_items(value: Any) -> Any:
+    """Returns a single string as a list of one message, and a list without the items that tell the model nothing."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        return value
+    kinds = [item.get("type") if isinstance(item, dict) else None for item in value]
+    if found := sorted({kind for kind in kinds if isinstance(kind, str) and kind in DROPPED}):
+        notice(f"ignored input items of the types {', '.join(found)}")
+    return [item for item, kind in zip(value, kinds, strict=True) if kind not in found]
 
 
 class Part(Open):
@@ -62,7 +83,7 @@ Parts = Annotated[
 
 
 class InputItem(Typed):
-    """A message, a tool call, its result, reasoning, or a reference to an item of a stored response."""
+    """A message, a tool call, its result, reasoning, or a reference to an item of a stored conversation."""
 
     kind = "an item"
     needs = NEEDS
@@ -74,48 +95,26 @@ class InputItem(Typed):
     summary: Parts | None = None
     call_id: str | None = Field(None, max_length=256)
     name: str | None = Field(None, min_length=1, max_length=256)
+    namespace: str | None = Field(None, min_length=1, max_length=256)
     arguments: str | None = None
+    input: str | None = None
+    action: dict[str, Any] | None = None
     output: Parts | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _reference(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("type") is None:  # OpenAI's clients may leave the type out
-            value = {**value, "type": "item_reference" if "id" in value and "role" not in value else "message"}
+    def _complete(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if value.get("type") is None:  # OpenAI's clients may leave the type out
+            return {**value, "type": "item_reference" if "id" in value and "role" not in value else "message"}
+        if str(value["type"]).startswith("local_shell") and value.get("call_id") is None:
+            return {**value, "call_id": value.get("id")}
         return value
 
     def plain(self) -> dict[str, Any]:
         """Returns the item as JSON."""
         return self.model_dump(exclude_none=True)
-
-
-class FunctionTool(Open):
-    type: str = Field(max_length=64)
-    name: str | None = Field(None, min_length=1, max_length=256)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    @model_validator(mode="after")
-    def _is_function(self) -> FunctionTool:
-        if self.type != "function":
-            raise ValueError(f"a tool of type {self.type!r} is not supported: this server has function tools only")
-        if self.name is None:
-            raise ValueError("a function tool needs a name")
-        return self
-
-
-class ToolChoice(Open):
-    type: Literal["function", "allowed_tools"]
-    name: str | None = Field(None, max_length=256)
-    mode: Literal["auto", "required"] = "auto"
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-
-    @model_validator(mode="after")
-    def _names_tools(self) -> ToolChoice:
-        if (self.name if self.type == "function" else self.tools) is None:
-            raise ValueError(f"the type {self.type} needs {'a name' if self.type == 'function' else 'tools'}")
-        return self
 
 
 class TextFormat(Open):
@@ -140,7 +139,7 @@ class TextConfig(Open):
 class Reasoning(Open):
     # No effect, except "none".
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None  # no effect: the reasoning itself is sent
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None  # no effect: the reasoning itself is sent
 
 
 class ResponsesRequest(Sampled):
@@ -149,7 +148,7 @@ class ResponsesRequest(Sampled):
     n: Literal[1] | None = None
     input: Annotated[
         list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
-        BeforeValidator(one_message, json_schema_input_type=str | list[InputItem]),
+        BeforeValidator(known_items, json_schema_input_type=str | list[InputItem]),
     ]  # fmt: skip
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=256)
@@ -157,7 +156,7 @@ class ResponsesRequest(Sampled):
     max_output_tokens: int | None = Field(None, ge=1, le=1 << 31)
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     metadata: Annotated[dict[str, str], at_most(MAX_METADATA), Field(max_length=MAX_METADATA)] | None = None
@@ -175,6 +174,7 @@ class ResponsesRequest(Sampled):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
+    client_metadata: dict[str, Any] | None = None
 
     @field_validator(*REFUSED)
     @classmethod
@@ -197,18 +197,15 @@ class ResponsesRequest(Sampled):
             raise ValueError(REFUSED["top_logprobs"])
         return value
 
-    def tool_fields(self) -> dict[str, Any]:
-        """Returns the fields of a chat request that say which tools the model may call."""
-        tools, choice = self.tools or [], self.tool_choice
+    def tool_fields(self, offered: Mapping[Called, dict[str, Any]]) -> dict[str, Any]:
+        """Returns the fields of a chat request that say which tools the model may call. `offered`: of `functions`."""
+        choice, written = self.tool_choice, list(offered.values())
         wanted: Any = choice
-        if isinstance(choice, ToolChoice) and choice.type == "function":
-            wanted = {"type": "function", "function": {"name": choice.name}}
+        if isinstance(choice, ToolChoice) and choice.type == "allowed_tools":
+            written, wanted = [offered[called] for called in offered if choice.allows(called)], choice.mode
         elif isinstance(choice, ToolChoice):
-            allowed = {tool.get("name") for tool in choice.tools or ()}
-            tools, wanted = [tool for tool in tools if tool.name in allowed], choice.mode
-        written = [
-            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)} for tool in tools
-        ]
+            name = Called(choice.name or "", choice.namespace).function
+            wanted = {"type": "function", "function": {"name": name}}
         return {"tools": written or None, "tool_choice": wanted, "parallel_tool_calls": self.parallel_tool_calls}
 
     def format_fields(self) -> dict[str, Any]:
@@ -234,9 +231,15 @@ def messages(instructions: str | None, items: list[dict[str, Any]]) -> list[dict
         if kind == "message":
             turns.say("system" if item["role"] == "developer" else item["role"], content)
         elif kind == "reasoning":
-            turns.reason(content or _joined(item.get("summary")))
+            if text := content or _joined(item.get("summary")):  # else it is encrypted, for another server
+                turns.reason(text)
         elif kind == "function_call":
-            turns.call(item["call_id"], item["name"], item["arguments"])
+            turns.call(item["call_id"], Called(item["name"], item.get("namespace")).function, item["arguments"])
+        elif kind == "custom_tool_call":
+            name = Called(item["name"], item.get("namespace")).function
+            turns.call(item["call_id"], name, as_arguments(item["input"]))
+        elif kind == "local_shell_call":
+            turns.call(item["call_id"], "local_shell", json.dumps(item["action"], ensure_ascii=False))
         else:
             turns.result(item["call_id"], _joined(item["output"]))
     return turns.messages
