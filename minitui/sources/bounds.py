@@ -82,6 +82,12 @@ class BoundedClient(httpx.AsyncClient):
         return response
 
 
+async def give_turn(began: float) -> None:
+    """Let the event loop do other work for as long as the caller has worked since `began`, as time.monotonic()."""
+    spent = time.monotonic() - began
+    await asyncio.sleep(spent if spent > BRIEF_S else 0.0)  # so a flood of data takes at most half of the time
+
+
 class _Bounded(httpx.AsyncByteStream):
     """A body whose iteration raises Excess when it exceeds its bounds."""
 
@@ -99,9 +105,7 @@ class _Bounded(httpx.AsyncByteStream):
                 raise self._excess(f"only {read:,} bytes in {seconds:g} s")
             handed_out = time.monotonic()
             yield piece
-            spent = time.monotonic() - handed_out
-            if spent > BRIEF_S:
-                await asyncio.sleep(spent)  # so a flood of data takes at most half of the time
+            await give_turn(handed_out)
 
     def _excess(self, what: str) -> Excess:
         return Excess(f"{self._request.url} sent {what}", request=self._request)

@@ -9,7 +9,7 @@
 
 Without the class, for a server that cannot be restarted (`minitui inspect --kv-events`):
 
-    kv_messages.py                   reads the KV events that a server publishes
+    zmtp.py, kv_messages.py          read the KV events that a server publishes
     cached_tree.py, kv_source.py     the tree of cached texts; the connection, replays and the server's figures
 
 `minitui chat --connect http://host:8000` (vLLM's address) finds the telemetry; minitui/sources/vllm.py is its client.

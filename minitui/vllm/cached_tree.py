@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from engine.trace.records import CLEARED, REMOVED
+from engine.trace.views import NodeView
 from minitui.vllm.blocks import Blocks, Inconsistent
 from minitui.vllm.kv_messages import Event, Hash
 
@@ -94,7 +95,7 @@ class CachedTree(Blocks):
         if parent is not None:
             block = self._block_of[parent]
             view = self.state.nodes[self.state.node_of[block]]
-            node = self._node_at_block(view.id, view.blocks.index(block) + 1)
+            node = self._node_at_block(view.id, _place(view, block, 0) + 1)
         view = self.state.nodes[node]
         self._block_of.update(zip(hashes, blocks, strict=True))
         if node and not view.children:
@@ -123,7 +124,7 @@ class CachedTree(Blocks):
                 continue
             node = self.state.node_of[block]
             view = self.state.nodes[node]
-            keep = view.blocks.index(block)
+            keep = _place(view, block, run[1] if node == run[0] else 0)
             if node == run[0] and keep == len(view.blocks) - run[1] - 1:
                 run = (node, run[1] + 1)
                 continue
@@ -149,6 +150,12 @@ class CachedTree(Blocks):
             self._unused.append(self._block_of.pop(hash))
             del self._copies[hash]
         super()._evict(node, n, reason)
+
+
+def _place(view: NodeView, block: int, n: int) -> int:
+    """Returns the index of a block of a node. Most often, `n` blocks follow it; a search takes long in long nodes."""
+    last = len(view.blocks) - 1 - n
+    return last if last >= 0 and view.blocks[last] == block else view.blocks.index(block)
 
 
 def _joined(events: Iterable[Event]) -> Iterator[Event]:

@@ -1,19 +1,21 @@
 """Reads the KV events that vLLM and SGLang publish: msgpack, `[time, [event, …], data parallel rank]`.
 
 An event is a map or an array whose first element or key "type" is its kind. Fields that minitui does not know are
-ignored, because newer versions add some. What is read is bounded and checked: a server may send anything.
+ignored, because newer versions add some. What is read is bounded and checked: a server may send anything. Events are
+read one by one, so the caller can pause between them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
 
-MOST_BYTES = 4 << 20  # of one message
-MOST_HASHES = 100_000  # in one event
+MOST_EVENTS = 1 << 17  # of one message: one for each token of a long prompt, with SGLang's page size of 1
+MOST_ITEMS = 1 << 18  # hashes or tokens of one event
 MAX_BLOCK = 4096  # tokens
 MAX_TOKEN = 1 << 31
 STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
@@ -35,20 +37,42 @@ class Event:
     where: str = ""
 
 
-def read(payload: bytes) -> tuple[float, list[Event], int]:
-    """Returns the time, the events and the rank of one message. Raises ValueError if it is not valid."""
-    if len(payload) > MOST_BYTES:
-        raise ValueError(f"a message has {len(payload):,} bytes")
+def read(payload: bytes) -> tuple[float, Iterator[Event], int]:
+    """Returns the time, the events and the rank of one message. Raises ValueError if it is not valid, and so may the
+    events."""
     try:
-        batch = msgpack.unpackb(payload, strict_map_key=False, max_str_len=4096, max_map_len=1000)
+        reader = _reader(payload)
+        fields, t, found = reader.read_array_header(), reader.unpack(), reader.read_array_header()
+        for _ in range(found if found <= MOST_EVENTS else 0):
+            reader.skip()
+        rank = reader.unpack() if fields > 2 and found <= MOST_EVENTS else None
     except Exception as error:  # msgpack raises errors of many classes
-        raise ValueError(f"a message is not msgpack: {error}") from error
-    if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):
-        raise ValueError("a message is not a list of a time and events")
-    t, rank = batch[0], batch[2] if len(batch) > 2 else None
+        raise ValueError(f"it is not a list of a time and events in msgpack ({error})") from error
+    if found > MOST_EVENTS:
+        raise ValueError(f"it has {found:,} events, and the limit is {MOST_EVENTS:,}")
     if type(t) not in (int, float) or not math.isfinite(t):
-        raise ValueError("a message has no time")
-    return float(t), [_event(event) for event in batch[1]], rank if type(rank) is int and rank >= 0 else 0
+        raise ValueError("it has no time")
+    return float(t), _events(payload), rank if type(rank) is int and rank >= 0 else 0
+
+
+def _reader(payload: bytes) -> Any:
+    reader = msgpack.Unpacker(
+        strict_map_key=False, max_str_len=4096, max_bin_len=4096, max_map_len=1000, max_array_len=MOST_ITEMS
+    )
+    reader.feed(payload)
+    return reader
+
+
+def _events(payload: bytes) -> Iterator[Event]:
+    reader = _reader(payload)
+    reader.read_array_header()
+    reader.skip()
+    for _ in range(reader.read_array_header()):
+        try:
+            event = reader.unpack()
+        except Exception as error:  # a part of it is beyond the limits of `_reader`
+            raise ValueError(f"an event is beyond minitui's limits ({error})") from error
+        yield _event(event)
 
 
 def _event(event: Any) -> Event:
@@ -65,7 +89,7 @@ def _event(event: Any) -> Event:
         return Event(kind[:40], where="events of an unknown kind")
     hashes = values.get("block_hashes", [])
     if kind != "AllBlocksCleared" and not (
-        isinstance(hashes, list) and len(hashes) <= MOST_HASHES and all(type(h) in (int, bytes) for h in hashes)
+        isinstance(hashes, list) and all(type(h) in (int, bytes) for h in hashes)
     ):
         raise ValueError(f"a {kind} event has no valid hashes")
     where = ""

@@ -1,25 +1,19 @@
-"""ZeroMQ sockets for KV events: the connection to a server's publisher, and the search for a publisher."""
+"""Where KV events are published: the addresses that a user gives, and the search for a publisher."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-import zmq
-import zmq.asyncio
-from zmq.utils.monitor import parse_monitor_message
-
 from engine.errors import EngineError
 from minitui.protocol import MOST_RANKS
 from minitui.sources.http import close_client, httpx, load_json, normalise, open_client
-from minitui.vllm.kv_messages import MOST_BYTES
+from minitui.vllm.zmtp import connect
 
-WAITING = 256  # messages that wait in memory; a message has at most MOST_BYTES
 ADDRESS = re.compile(r"tcp://[^\s,*]+:\d{1,5}|ipc://[^\s,]+")
 FIRST_PORT = 5557  # of vLLM and SGLang, without another one in --kv-events-config; data parallel rank n adds n
 FIND_S = 1.0  # the longest wait for one port
@@ -31,38 +25,14 @@ def endpoints(text: str) -> tuple[str, str]:
     events, _, replay = text.partition(",")
     if replay.isdecimal():
         replay = f"{events.rpartition(':')[0]}:{replay}"
-    if not ADDRESS.fullmatch(events) or (replay and not ADDRESS.fullmatch(replay)):
+    if not _is_address(events) or (replay and not _is_address(replay)):
         raise EngineError(f"--kv-events {text!r}: give tcp://HOST:PORT, or tcp://HOST:PORT,tcp://HOST:REPLAY_PORT")
     return events, replay
 
 
-@contextlib.contextmanager
-def open_socket(kind: int, address: str, monitored: bool = False) -> Iterator[tuple[Any, Any]]:
-    """Yields a socket that connects to an address, and the socket of its connection's events (see `joined`)."""
-    socket = zmq.asyncio.Context.instance().socket(kind)
-    monitor = None
-    try:
-        socket.set(zmq.LINGER, 0)
-        socket.set(zmq.RCVHWM, WAITING)
-        socket.set(zmq.MAXMSGSIZE, MOST_BYTES)
-        if "[" in address:
-            socket.set(zmq.IPV6, 1)
-        if monitored:
-            monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        socket.connect(address)
-        yield socket, monitor
-    finally:
-        if monitor is not None:
-            socket.disable_monitor()
-            monitor.close(0)
-        socket.close()
-
-
-async def joined(monitor: Any) -> AsyncIterator[bool]:
-    """Yields True when the peer is a publisher (or a replay endpoint), and False when the connection is lost."""
-    while True:
-        event = parse_monitor_message(await monitor.recv_multipart())
-        yield event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+def _is_address(text: str) -> bool:
+    port = text.rpartition(":")[2]
+    return bool(ADDRESS.fullmatch(text)) and (text.startswith("ipc:") or int(port) < 65536)
 
 
 @dataclass(frozen=True)
@@ -88,7 +58,7 @@ async def find_events(url: str, key: str = "") -> Found:
     told = await _told_by_sglang(normalise(url), key)
     first, most, replay = told or (FIRST_PORT, MOST_RANKS, 0)
     ranks = 0
-    while ranks < most and await _answers(zmq.SUB, f"{address}:{first + ranks}"):
+    while ranks < most and await _answers("SUB", f"{address}:{first + ranks}"):
         ranks += 1
     events, second = f"{address}:{first}", f"{address}:{first + 1}"
     if not ranks:
@@ -96,7 +66,7 @@ async def find_events(url: str, key: str = "") -> Found:
     if told and not replay:
         return Found(events, ranks, "SGLang has no replay endpoint", second)
     replay = replay or first + ranks
-    if await _answers(zmq.DEALER, f"{address}:{replay}"):
+    if await _answers("DEALER", f"{address}:{replay}"):
         return Found(f"{events},{replay}", ranks, "", second)
     return Found(events, ranks, f"no replay endpoint was found at {address}:{replay}", second)
 
@@ -120,10 +90,8 @@ async def _told_by_sglang(url: str, key: str) -> tuple[int, int, int] | None:
     return numbers[0], min(numbers[1], MOST_RANKS), numbers[2]
 
 
-async def _answers(kind: int, address: str) -> bool:
-    with open_socket(kind, address, monitored=True) as (_, monitor), contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(FIND_S):
-            async for found in joined(monitor):
-                if found:
-                    return True
+async def _answers(kind: str, address: str) -> bool:
+    with contextlib.suppress(OSError):
+        async with asyncio.timeout(FIND_S), connect(kind, address):
+            return True
     return False

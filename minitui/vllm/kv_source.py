@@ -13,27 +13,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
-
-import zmq
 
 from engine.errors import EngineError, InvalidRequest
 from engine.hub.resolve import resolve_model
 from engine.text.tokenizer import Tokenizer
 from engine.trace.records import Record
 from minitui.sources.base import Progress
+from minitui.sources.bounds import give_turn
 from minitui.sources.http import httpx, load_json
 from minitui.sources.openai import OpenAISource
 from minitui.sources.vllm import ONLY_WATCHES
 from minitui.vllm.blocks import Inconsistent
 from minitui.vllm.cached_tree import CachedTree
-from minitui.vllm.kv_messages import read
-from minitui.vllm.kv_sockets import endpoints, joined, open_socket
+from minitui.vllm.kv_messages import Event, read
+from minitui.vllm.kv_sockets import endpoints
+from minitui.vllm.zmtp import Connection, Excess, connect
 
 END = b"\xff" * 8  # the number of the last message of a replay
 REPLAY_S = 10.0  # the longest wait for the next message of a replay
+WHOLE_REPLAY_S = 120.0
 AGAIN_S = 0.5  # between two connections
+AT_ONCE = 4096  # events, hashes and tokens between two turns of the event loop
 MOST_REPLAYED = 100_000
 ROOM = 1 << 17  # blocks that the tree can hold if the size of the pool is unknown
 MOST_ROOM = 1 << 21
@@ -86,6 +89,8 @@ class KvSource(OpenAISource):
         self.late = 0  # messages that the server published before, and that are unknown
         self.began_again = ""  # why the tree began again the last time, as a sentence
         self.messages = 0
+        self.refused = 0  # messages, or their rest, that minitui did not take
+        self.why_refused = ""  # the last of them, as the end of a sentence
         self.tree = CachedTree(ROOM, 16)
         self._tokenizer = tokenizer
         self._rank: int | None = None
@@ -147,34 +152,30 @@ class KvSource(OpenAISource):
             self._begin_again("the server was away")
 
     async def _listen(self) -> None:
-        """Receive until cancelled. ZeroMQ does not connect again after a message that is too long."""
+        """Receive until cancelled; connect again when the connection is lost or a message is beyond the limits."""
         while True:
-            with open_socket(zmq.SUB, self.events, monitored=True) as (socket, monitor):
-                receiving = self.keep(self._receive(socket))
-                try:
-                    async for self.joined in joined(monitor):
-                        if not self.joined:
-                            break
-                    self._cut = True
-                finally:
-                    receiving.cancel()
-                await asyncio.wait({receiving})
-                with contextlib.suppress(zmq.Again):  # messages that arrived before
-                    while True:
-                        await self._arrived(await socket.recv_multipart(zmq.NOBLOCK))
+            with contextlib.suppress(OSError):
+                async with connect("SUB", self.events) as publisher:
+                    self.joined = True
+                    try:
+                        await self._receive(publisher)
+                    except Excess as error:
+                        self._refuse(f"it {error}")
+                    finally:
+                        self.joined, self._cut = False, True
             await asyncio.sleep(AGAIN_S)
 
-    async def _receive(self, socket: Any) -> None:
-        socket.subscribe(b"")
+    async def _receive(self, publisher: Connection) -> None:
+        await publisher.send(b"\1")  # subscribe to all topics
         if self.replay:
             await self._ask(self._last + 1)
         while True:
-            await self._arrived(await socket.recv_multipart())
+            frames = await publisher.receive()
+            if len(frames) == 3 and len(frames[1]) == 8:
+                await self._live(int.from_bytes(frames[1], "big"), frames[2])
+            elif frames:
+                self._refuse("it does not consist of a topic, a number of 8 bytes and events")
             await asyncio.sleep(0)  # a waiting message is received without a turn of the event loop
-
-    async def _arrived(self, frames: list[bytes]) -> None:
-        if len(frames) == 3 and len(frames[1]) == 8:
-            await self._live(int.from_bytes(frames[1], "big"), frames[2])
 
     async def _live(self, number: int, payload: bytes) -> None:
         if number <= self._last_live:
@@ -182,21 +183,27 @@ class KvSource(OpenAISource):
         self._last_live = number
         if number > self._last + 1 and self.replay:
             await self._ask(self._last + 1)
-        self._take(number, payload)
+        await self._take(number, payload)
 
     async def _ask(self, number: int) -> None:
         """Take the messages from `number` on from the replay endpoint; without an answer, do nothing."""
-        with open_socket(zmq.DEALER, self.replay) as (socket, _), contextlib.suppress(TimeoutError):
-            await socket.send_multipart([b"", number.to_bytes(8, "big")])
-            for _ in range(MOST_REPLAYED):
-                async with asyncio.timeout(REPLAY_S):
-                    frames = await socket.recv_multipart()
-                if len(frames) < 2 or len(frames[-2]) != 8 or frames[-2] == END:
-                    return
-                self._take(int.from_bytes(frames[-2], "big"), frames[-1])
-                await asyncio.sleep(0)
+        try:
+            async with asyncio.timeout(WHOLE_REPLAY_S), connect("DEALER", self.replay) as endpoint:
+                await endpoint.send(b"", number.to_bytes(8, "big"))
+                for _ in range(MOST_REPLAYED):
+                    async with asyncio.timeout(REPLAY_S):
+                        frames = await endpoint.receive()
+                    if frames and (len(frames) < 2 or len(frames[-2]) != 8 or frames[-2] == END):
+                        return
+                    if frames:
+                        await self._take(int.from_bytes(frames[-2], "big"), frames[-1])
+                    await asyncio.sleep(0)
+        except Excess as error:
+            self._refuse(f"it {error}")
+        except OSError:
+            return
 
-    def _take(self, number: int, payload: bytes) -> None:
+    async def _take(self, number: int, payload: bytes) -> None:
         if number <= self._last:
             return
         lost, self._last = number - self._last - 1, number
@@ -207,6 +214,7 @@ class KvSource(OpenAISource):
             self._begin_again(f"lost messages: {lost:,}")
             self._last, self._last_live, self.late = last, live, number
         self.messages += 1
+        began = time.monotonic()
         try:
             t, events, rank = read(payload)
             self._rank = rank if self._rank is None else self._rank
@@ -214,16 +222,24 @@ class KvSource(OpenAISource):
                 self.tree.left_out[OTHER_RANKS] += 1
                 return
             self._origin = t if self._origin is None else self._origin
-            size = next((event.size for event in events if event.size), self.tree.size)
-            if size != self.tree.size and not self.tree.stored:
-                self._new_tree(size)
-            self.tree.take(t - self._origin, events)
+            for part in in_parts(events):
+                size = next((event.size for event in part if event.size), self.tree.size)
+                if size != self.tree.size and not self.tree.stored:
+                    self._new_tree(size)
+                self.tree.take(t - self._origin, part)
+                await give_turn(began)
+                began = time.monotonic()
         except (ValueError, Inconsistent, RecursionError) as error:
-            self.began_again = reason = f"a message does not fit: {error}"[:200]
+            self._refuse(str(error))
             if self.tree.stored:
                 last, live = self._last, self._last_live
-                self._begin_again(reason)
+                self._begin_again(f"a message does not fit: {error}"[:200])
                 self._last, self._last_live, self.late = last, live, number + 1
+            await give_turn(began)
+
+    def _refuse(self, why: str) -> None:
+        self.refused += 1
+        self.why_refused = why[:200]
 
     def _begin_again(self, reason: str) -> None:
         self._last = self._last_live = -1
@@ -238,6 +254,20 @@ class KvSource(OpenAISource):
         self.tree = CachedTree(self.tree.state.num_blocks, size)
         self.tree.state.seq, self.tree.t = seq + 2, t
         self.tree.write("gate", "open", "")
+
+
+def in_parts(events: Iterable[Event]) -> Iterator[list[Event]]:
+    """Yields the events in lists that take some milliseconds to apply."""
+    part: list[Event] = []
+    size = 0
+    for event in events:
+        part.append(event)
+        size += 1 + len(event.hashes) + len(event.ids)
+        if size >= AT_ONCE:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
 
 
 def pool_of(page: str) -> tuple[int | None, int]:

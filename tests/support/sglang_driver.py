@@ -184,7 +184,7 @@ def compare(core: str, page: int, seed: int, eagle: bool, steps: int) -> tuple[l
         if not (events := driver.step()):
             continue
         payload = msgspec.msgpack.encode(KVEventBatch(ts=1.0, events=events, attn_dp_rank=0))
-        tree.take(0.0, read(payload)[1])
+        tree.take(0.0, list(read(payload)[1]))
         wrong += [f"{core}, pages of {page}, seed {seed}: {text}" for text in driver.differences(tree)]
         kept.append([base64.b64encode(payload).decode(), len(tree), digest(tree)])
     return kept, wrong + [f"left out: {word}" for word in tree.left_out]

@@ -112,7 +112,7 @@ def watched() -> MinituiApp:
 
 
 def cached() -> MinituiApp:
-    pytest.importorskip("zmq", reason="the extra 'vllm' is not installed")
+    pytest.importorskip("msgpack", reason="the extra 'vllm' is not installed")
     from minitui.tui.cache_app import CacheApp
     from minitui.vllm.kv_source import KvSource
 

@@ -8,6 +8,7 @@ import io
 import json
 import lzma
 import random
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -32,8 +33,10 @@ import msgpack
 import zmq
 import zmq.asyncio
 
+from minitui.tui.widgets.cached import CachePool
+from minitui.vllm import zmtp
 from minitui.vllm.cached_tree import UNKNOWN_BEGINNING, CachedTree
-from minitui.vllm.kv_messages import read
+from minitui.vllm.kv_messages import Event, read
 from minitui.vllm.kv_sockets import endpoints, find_events
 from minitui.vllm.kv_source import END, KvSource
 
@@ -240,7 +243,7 @@ async def test_a_restart_shows_when_the_server_returns_even_if_the_numbers_fit()
     "frames", [[b""], [b"", b"x" * 8], [b"", b"x" * 7, b""], [b"", b"x" * 9, b""], [b"t" * 5_000_000, bytes(8), b""]],
     ids=["one", "two", "short number", "long number", "more than the limit"],
 )  # fmt: skip
-async def test_frames_that_are_not_valid_end_nothing(frames: list[bytes]) -> None:
+async def test_frames_that_are_not_valid_are_counted_and_end_nothing(frames: list[bytes]) -> None:
     async with attached(False) as (publisher, source, _):
         await publisher.publish(stored([1]))
         await publisher._events.send_multipart(frames)
@@ -248,6 +251,70 @@ async def test_frames_that_are_not_valid_end_nothing(frames: list[bytes]) -> Non
             while tokens(200, 4) not in texts(source):  # what is published before the connection is up again is lost
                 await publisher.publish(stored([2], first=200))
                 await asyncio.sleep(0.02)
+        assert source.refused == 1 and source.why_refused
+
+
+@pytest.mark.parametrize(
+    ("frames", "why"),
+    [(b"\1\0", "it has more than 8 parts"), (b"\1\xff" + bytes(255), "it has more than 8 parts"),
+     (b"\3\0\0\0\0\0\x10\0\0" + bytes(1 << 20), "it has more than 4,194,304 bytes"),
+     (b"\2" + b"\xff" * 8, "it has more than 4,194,304 bytes")],
+    ids=["parts", "long parts", "bytes", "announced bytes"],
+)  # fmt: skip
+async def test_a_message_without_end_is_refused_before_it_takes_memory(frames: bytes, why: str) -> None:
+    """libzmq waits for the last part without any limit. Here the publisher cannot send more than minitui reads."""
+    sent = [0]
+
+    async def publish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        sent.append(0)
+        with contextlib.suppress(OSError):
+            writer.write(zmtp.GREETING + b"\4\x19\5READY\x0bSocket-Type\0\0\0\3PUB")
+            while True:
+                piece = frames * (1 + 4096 // len(frames))
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0)
+                sent[-1] += len(piece)
+
+    async with asyncio.timeout(60), await asyncio.start_server(publish, "127.0.0.1") as server:
+        api = await FakeServer(models=("tutor",), page=PAGE).start()
+        source = KvSource(
+            api.url, f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", tokenizer=str(model_dir())
+        )
+        await source.start(lambda progress: None)
+        await until(lambda: source.refused >= 2)
+        assert source.why_refused == why and max(sent) < 32 << 20  # what the buffers of the system hold, too
+        await source.close()
+        await api.kill()
+
+
+async def test_a_message_with_too_many_events_is_refused_and_the_screen_says_so() -> None:
+    async with attached(False) as (publisher, source, _):
+        await publisher.publish(raw=msgpack.packb([1.0, [[""]] * 1_300_000]))
+        await publisher.publish(stored([1]))
+        await until(lambda: len(source.tree) == 1)
+        assert source.refused == 1 and source.why_refused == "it has 1,300,000 events, and the limit is 131,072"
+        assert any("1 message refused; the last one because it has" in text for text in CachePool()._sentences(source))
+
+
+async def test_many_events_leave_the_application_its_turns() -> None:
+    async with attached(False) as (publisher, source, _):
+        await publisher.publish(*([""] for _ in range(30_000)), stored([1]))
+        await until(lambda: source.messages == 1)
+        turns = 0
+        while not len(source.tree):
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns > 20
+
+
+def test_the_end_of_a_long_text_is_removed_in_time_that_does_not_depend_on_its_length() -> None:
+    tree = CachedTree(1 << 17, 1)
+    hashes = list(range(100_000))
+    tree.take(0.0, [Event("BlockStored", hashes, None, hashes, 1)])
+    began = time.process_time()
+    tree.take(0.0, [Event("BlockRemoved", hashes[:1000:-1])])
+    assert time.process_time() - began < 5.0 and len(tree) == 1001  # a search for each block takes a minute
 
 
 async def test_what_cannot_be_read_in_time_is_lost_and_the_tree_begins_again() -> None:
@@ -303,7 +370,7 @@ async def test_kv_events_are_found_on_the_usual_ports(monkeypatch: pytest.Monkey
 )  # fmt: skip
 async def test_a_message_that_is_not_valid_ends_nothing(payload: bytes) -> None:
     with pytest.raises(ValueError):
-        read(payload)
+        list(read(payload)[1])
     async with attached(True) as (publisher, source, _):
         await publisher.publish(stored([1]))
         await publisher.publish(raw=payload)
@@ -318,7 +385,7 @@ def test_what_the_tree_does_not_show_is_counted() -> None:
         stored([1], medium="CPU"), stored([2], group_idx=1), {"type": "New"}, stored([3], parent=99),
         stored([4, 5, 6, 7]), stored([8], token_ids=[1]),
     ]  # fmt: skip
-    tree.take(0.0, read(msgpack.packb([1.0, events]))[1])
+    tree.take(0.0, list(read(msgpack.packb([1.0, events]))[1]))
     assert sum(tree.left_out.values()) == 6 and len(tree.left_out) == 6 and len(tree) == 0
 
 
@@ -425,7 +492,7 @@ def test_random_events_give_the_texts_that_are_cached() -> None:
                 hash = pending.pop()
                 parents.pop(hash, None)
                 pending += [child for child, parent in parents.items() if parent == hash]
-        tree.take(float(step), read(msgpack.packb([1.0, [event]]))[1])
+        tree.take(float(step), list(read(msgpack.packb([1.0, [event]]))[1]))
         follower = follower or Follower(State(4000, 2, 0, 0))
         for record in tree.drain():
             follower.take(record)
@@ -436,7 +503,8 @@ def test_random_events_give_the_texts_that_are_cached() -> None:
 def test_after_each_message_of_a_real_run_the_tree_has_the_cached_blocks() -> None:
     tree, cached, messages = CachedTree(420, 16), Counter[Any](), io.BytesIO(lzma.decompress(RECORDED.read_bytes()))
     while length := messages.read(4):
-        t, events, _ = read(messages.read(int.from_bytes(length, "big")))
+        t, read_events, _ = read(messages.read(int.from_bytes(length, "big")))
+        events = list(read_events)
         tree.take(t, events)
         for event in events:
             cached.update(dict.fromkeys(event.hashes, 1 if event.kind == "BlockStored" else -1))
@@ -467,7 +535,7 @@ def test_the_events_of_vllms_own_classes_give_vllms_cache(tmp_path: Path, monkey
         load.run(step)
         batches.append(encode(KVEventBatch(ts=float(step), events=pool.take_events())))
         for batch in batches:
-            tree.take(float(step), read(batch)[1])
+            tree.take(float(step), list(read(batch)[1]))
         batches.clear()
         blocks = pool.cached_block_hash_to_block._cache
         assert set(tree._block_of) == {maybe_convert_block_hash(get_block_hash(key)) for key in blocks}

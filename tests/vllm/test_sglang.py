@@ -71,7 +71,7 @@ def test_recorded_messages_of_sglang_give_its_tree(run: int) -> None:
     recorded = json.loads(lzma.decompress(RECORDED.read_bytes()))[run]
     tree, copies = CachedTree(1 << 12, recorded["page"]), 0
     for payload, pages, texts in recorded["messages"]:
-        tree.take(0.0, read(base64.b64decode(payload))[1])
+        tree.take(0.0, list(read(base64.b64decode(payload))[1]))
         assert (len(tree), digest(tree)) == (pages, texts)
         copies = max(copies, tree.copies)
     assert tree.stored > 150 and tree.removed > 50 and copies and not tree.left_out

@@ -92,6 +92,8 @@ class CachePool(LinePanel, can_focus=False):
             ))  # fmt: skip
         if source.began_again:
             sentences.append(f"The tree began again: {source.began_again}.")
+        if source.refused:
+            sentences.append(f"{count(source.refused, 'message')} refused; the last one because {source.why_refused}.")
         if source.late:
             why = "the server keeps no older ones" if source.replay else "no replay endpoint is given"
             sentences.append(f"{source.late:,} earlier messages are unknown ({why}): older texts are not shown.")
