@@ -52,6 +52,14 @@ def serve(
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Origin of web pages that may use this server, as in https://example.org.")
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="MINITUI_ALLOWED_HOST",
+            help="Without keys, a name in the Host header besides localhost, for a proxy or a container; "
+            "*.example.org allows all names below it.",
+        ),
+    ] = None,
     hide_text: Annotated[
         bool, typer.Option("--hide-text", help="Hide the text of prompts and answers in the telemetry.")
     ] = False,
@@ -96,6 +104,7 @@ def serve(
         keys=gather_keys(api_key or [], chat_key or [], watch_key or []),
         record=record,
         cors_origins=tuple(cors_origin or ()),
+        allowed_hosts=tuple(allowed_host or ()),
         open_metrics=metrics_without_key,
         hide_text=hide_text,
         served_names=tuple(dict.fromkeys(served_model_name or [choice.label])),

@@ -16,20 +16,22 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minitui.protocol import is_loopback
+from minitui.server.encoding import Inflater
 from minitui.server.errors import ApiError, as_api_error
 from minitui.server.notices import HEADER, begin, header
 from minitui.server.origins import authority, is_same_origin
 from minitui.server.service import Service
 from minitui.server.settings import Role, ServerSettings
 
-OPEN = ("/health", "/ping", "/ready", "/version")  # need no key
+OPEN = ("/", "/health", "/ping", "/ready", "/version")  # need no key
 ROLES = {
     "/v1/chat/completions": Role.CHAT, "/v1/completions": Role.CHAT, "/v1/responses": Role.CHAT,
     "/v1/messages": Role.CHAT, "/v1/messages/count_tokens": Role.CHAT, "/generate": Role.CHAT, "/tokenize": Role.CHAT,
     "/detokenize": Role.CHAT, "/minitui/submit": Role.CHAT, "/minitui/cancel": Role.CHAT,
     "/minitui/control": Role.CONTROL,
 }  # fmt: skip
-FORMS = ("", "application/x-www-form-urlencoded")  # read as JSON: `curl -d` sends the second type for every body
+# Read as JSON: `curl -d` sends the second type for every body, and scripts of web pages often the third.
+FORMS = ("", "application/x-www-form-urlencoded", "text/plain")
 
 
 def role_needed(path: str, settings: ServerSettings) -> Role:
@@ -59,6 +61,9 @@ class Guard:
         began, status, notices = time.monotonic(), 0, begin()
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
+        head = scope["method"] == "HEAD"
+        if head:  # the answer of GET without its body; a copy, because the server's own scope must keep the method
+            scope, receive = {**scope, "method": "GET"}, (ended := _Ended())
 
         async def watched_send(message: Message) -> None:
             nonlocal status
@@ -70,6 +75,11 @@ class Guard:
                 message = {**message, "headers": [*message.get("headers", ()), *added]}
                 if status >= 400:
                     self.service.metrics.refusal(status)
+            if head and message["type"] == "http.response.body":
+                if ended.is_set():
+                    return
+                message = {"type": "http.response.body", "body": b""}
+                ended.set()  # an endless stream ends as if its reader had disconnected
             await send(message)
 
         try:
@@ -81,7 +91,7 @@ class Guard:
             scope["headers"] = [(name, value) for name, value in scope["headers"] if name != b"range"]
             if scope["method"] in ("POST", "PUT", "PATCH"):
                 receive = await self._read_body(headers, receive)
-                _set_json_type(scope, headers)
+                _set_plain_json(scope, headers)
             await self.app(scope, receive, watched_send)
         except Exception as error:
             if status:
@@ -101,8 +111,11 @@ class Guard:
             found = authority(host)
             if found is None:
                 raise ApiError(400, "the Host header is not an address such as localhost:8000", code="bad_http")
-            if not is_loopback(found[0]):
-                raise ApiError(403, f"the Host header says {found[0]!r}; without API keys, only localhost is accepted")
+            if not is_loopback(found[0]) and not self.settings.allows_host(found[0]):
+                raise ApiError(
+                    403, f"the Host header says {found[0]!r}; without API keys, only localhost is accepted: "
+                    f"start the server with --allowed-host {found[0]}, or with --api-key",
+                )  # fmt: skip
         origins = headers.getlist("origin")
         if len(origins) > 1:
             raise ApiError(400, "the request has several Origin headers", code="bad_http")
@@ -111,7 +124,7 @@ class Guard:
         if origin and ("*" in allowed or origin in allowed):
             return
         if origin and origin != "null" and not is_same_origin(origin, host):
-            raise ApiError(403, f"requests from pages of {origin!r} are refused")
+            raise ApiError(403, f"requests from pages of {origin!r} are refused: --cors-origin {origin} allows them")
         # same-site: the port or the subdomain differs
         if origin == "null" or headers.get("sec-fetch-site") in ("cross-site", "same-site"):
             raise ApiError(403, "requests from pages of other sites are refused")
@@ -130,22 +143,26 @@ class Guard:
         raise ApiError(403, f"this key has the role {allowed}; {scope['path']} requires {wanted}")
 
     async def _read_body(self, headers: Headers, receive: Receive) -> Receive:
-        """Read the body, within the limits of size and time. Returns a `receive` that delivers the body again."""
+        """Read the body, within the limits of time and of its decompressed size.
+
+        Returns a `receive` that delivers the decompressed body.
+        """
         limit = self.settings.max_body
         announced = headers.get("content-length", "")
         if announced.isdigit() and int(announced) > limit:
             raise _too_large(int(announced), limit)
-        body = bytearray()
+        inflater, body = Inflater(headers), bytearray()
         try:
             async with asyncio.timeout(self.settings.body_s):
                 while True:
                     message = await receive()
                     if message["type"] != "http.request":
                         break  # the caller has disconnected; the endpoint will notice
-                    body += message.get("body", b"")
+                    body += inflater.push(message.get("body", b""), limit + 1 - len(body))
                     if len(body) > limit:
                         raise _too_large(len(body), limit)
                     if not message.get("more_body"):
+                        inflater.end()
                         break
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {self.settings.body_s:g} s") from None
@@ -178,9 +195,19 @@ def _too_large(size: int, limit: int) -> ApiError:
     return ApiError(413, f"the body has at least {size:,} bytes; the limit is {limit:,}", code="body_too_large")
 
 
-def _set_json_type(scope: Scope, headers: Headers) -> None:
-    """Set the content type to JSON if it is missing or is the form type of `curl -d`."""
-    content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type in FORMS:
-        kept: list[Any] = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
-        scope["headers"] = [*kept, (b"content-type", b"application/json")]
+def _set_plain_json(scope: Scope, headers: Headers) -> None:
+    """Describe the body as it is now: decompressed. Set the content type to JSON if it is one of FORMS."""
+    dropped = {b"content-encoding", b"content-length"} if "content-encoding" in headers else set()
+    added: list[Any] = []
+    if headers.get("content-type", "").partition(";")[0].strip().lower() in FORMS:
+        dropped.add(b"content-type")
+        added.append((b"content-type", b"application/json"))
+    scope["headers"] = [pair for pair in scope["headers"] if pair[0] not in dropped] + added
+
+
+class _Ended(asyncio.Event):
+    """A `receive` that reports a disconnect once it is set."""
+
+    async def __call__(self) -> Message:
+        await self.wait()
+        return {"type": "http.disconnect"}

@@ -45,7 +45,7 @@ def create_app(service: Service) -> ASGIApp:
     if not origins:
         return guarded
     return CORSMiddleware(
-        guarded, allow_origins=list(origins), allow_methods=["GET", "POST", "DELETE"],
-        allow_headers=["Authorization", "Content-Type", "X-API-Key", "Anthropic-Version", "X-Request-Id"],
+        guarded, allow_origins=list(origins), allow_methods=["GET", "HEAD", "POST", "DELETE"],
+        allow_headers=["*"],  # those that the page asks for: the official clients send many, and more with each version
         expose_headers=["Retry-After", "X-Request-Id", "X-Minitui-Warning"],
     )  # fmt: skip

@@ -178,6 +178,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         404: "The model or file does not exist.",
         408: "The body did not arrive in time.",
         413: "The body is too large.",
+        415: "The body's Content-Encoding is not supported.",
         429: "The queue is full; see Retry-After.",
         500: "The engine could not finish this request.",
         503: "The engine is loading or being restarted, or the server is stopping.",

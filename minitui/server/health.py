@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 
 from engine.errors import EngineError
@@ -18,6 +18,13 @@ from minitui.server.prometheus import CONTENT_TYPE
 from minitui.server.service import Service
 from minitui.server.settings import PRIVATE
 
+LINKS = {
+    "/docs": "the endpoints", "/v1/models": "the model", "/server_info": "the engine and the server's limits",
+    "/health": "whether it can answer", "/metrics": "for Prometheus",
+}  # fmt: skip
+FRONT = "<!doctype html><title>minitui</title><h1>minitui serves a model here</h1><ul>{}</ul>".format(
+    "".join(f'<li><a href="{path}">{path}</a>: {about}' for path, about in LINKS.items())
+)
 PAGE: dict[str, Any] = {"content": {"text/plain": {"schema": {"type": "string"}}}}
 
 
@@ -44,6 +51,11 @@ def router(service: Service) -> APIRouter:
     """Returns the endpoints."""
     routes = APIRouter()
     refusals: dict[int | str, dict[str, Any]] = {status: RESPONSES[status] for status in (400, 401, 403)}
+
+    @routes.get("/", response_class=HTMLResponse)
+    async def front() -> str:
+        """Returns a page with links to the pages that a browser can show."""
+        return FRONT
 
     @routes.get("/health", response_model=Health, responses={503: {"model": Health}})
     async def health() -> JSONResponse:

@@ -9,6 +9,7 @@ minitui/vllm/pipe.py starts it; environment variables configure it, because vLLM
     MINITUI_API_KEY, MINITUI_CHAT_KEY, MINITUI_WATCH_KEY   as for `minitui serve`; default: vLLM's own keys, because
                              --connect sends one key to vLLM and to the telemetry
     MINITUI_HIDE_TEXT=1      the telemetry has no texts
+    MINITUI_ALLOWED_HOST=…   names in the Host header besides localhost, as of a proxy; only without keys
     MINITUI_RECORD=run.trace writes a recording
 """
 
@@ -59,6 +60,7 @@ def settings_from(environment: dict[str, str], rank: int, port: int) -> ServerSe
     return ServerSettings(
         host=environment.get("MINITUI_TELEMETRY_HOST", "127.0.0.1"), port=port,
         keys=gather_keys([], [], []), record=path_of(record, rank) if record else None,
+        allowed_hosts=tuple(environment.get("MINITUI_ALLOWED_HOST", "").split()),
         hide_text=environment.get("MINITUI_HIDE_TEXT", "") not in ("", "0"),
     )  # fmt: skip
 

@@ -380,7 +380,7 @@ def test_of_ten_thousand_faults_few_are_listed(name: str) -> None:
     assert caught.value.error_count() <= 100
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/xml", "multipart/form-data; boundary=x", "image/png", "/"])
+@pytest.mark.parametrize("kind", ["text/html", "application/xml", "multipart/form-data; boundary=x", "image/png", "/"])
 def test_another_content_type_is_a_400_and_does_not_bypass_the_limits(server: Running, kind: str) -> None:
     answer = server.http.post("/generate", content=b'{"prompt": "x", "max_tokens": 1}', headers={"content-type": kind})
     refused(*told(answer), 400)

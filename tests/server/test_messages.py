@@ -326,9 +326,9 @@ def test_a_result_without_its_call_is_refused(server: Running) -> None:
         )
 
 
-@pytest.mark.parametrize("words", ["cache " * 4200, "cache " * 60_000])
-def test_a_prompt_that_is_too_long_is_told_in_anthropics_words(server: Running, words: str) -> None:
-    answer = server.post(URL, {**ASK, "messages": [{"role": "user", "content": words}]})
+@pytest.mark.parametrize("words", [4200, 60_000])
+def test_a_prompt_that_is_too_long_is_told_in_anthropics_words(server: Running, words: int) -> None:
+    answer = server.post(URL, {**ASK, "messages": [{"role": "user", "content": "cache " * words}]})
     message = answer.json()["error"]["message"]
     found = re.fullmatch(r"prompt is too long: (\d+) tokens > (\d+) maximum", message)
     assert answer.status_code == 400 and found, message

@@ -1,0 +1,171 @@
+"""Requests as browsers, proxies, containers and monitors send them: CORS, Host, encodings of the body, HEAD."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import time
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine.errors import EngineError
+from minitui.server.settings import Role, ServerSettings
+from tests.support.serving import Running
+
+pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
+
+PAGE = "https://class.example"
+TEXT = {"prompt": "The KV cache holds the keys", "add_special_tokens": False}
+FORM = "application/x-www-form-urlencoded"
+
+
+def with_settings(server: Running, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+    monkeypatch.setattr(server.service, "settings", dataclasses.replace(server.service.settings, **settings))
+
+
+# ---- pages of other sites
+
+
+@pytest.fixture
+def asks(server: Running) -> Iterator[Any]:
+    """Asks the preflight question of a browser, and returns the answer."""
+    httpx = pytest.importorskip("httpx")
+    from minitui.server.application import create_app
+
+    service = server.service
+    before = service.settings
+    service.settings = dataclasses.replace(before, cors_origins=(PAGE,))
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(create_app(service)), base_url="http://localhost")
+
+    def ask(origin: str, names: str) -> Any:
+        headers = {"Origin": origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": names}
+        return server.call(client.options("/v1/messages", headers=headers))
+
+    yield ask
+    service.settings = before
+    server.call(client.aclose())
+
+
+def test_an_allowed_page_may_send_every_header_of_the_official_clients(asks: Any) -> None:
+    sent = {  # by openai and anthropic, for Python and JavaScript
+        "accept", "accept-encoding", "anthropic-beta", "anthropic-dangerous-direct-browser-access", "anthropic-version",
+        "authorization", "content-type", "idempotency-key", "openai-organization", "openai-project", "user-agent",
+        "x-api-key", "x-stainless-arch", "x-stainless-async", "x-stainless-helper", "x-stainless-helper-method",
+        "x-stainless-lang", "x-stainless-os", "x-stainless-package-version", "x-stainless-retry-count",
+        "x-stainless-runtime", "x-stainless-runtime-version", "x-stainless-timeout",
+    }  # fmt: skip
+    answer = asks(PAGE, ",".join(sorted(sent)))
+    allowed = {name.strip() for name in answer.headers["access-control-allow-headers"].lower().split(",")}
+    assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == PAGE
+    assert sent <= allowed, sent - allowed
+    refused = asks("https://other.example", "x-stainless-lang")
+    assert refused.status_code == 400 and "access-control-allow-origin" not in refused.headers
+
+
+def test_a_refused_page_is_told_the_option(server: Running) -> None:
+    message = server.get("/v1/models", headers={"Origin": PAGE}).json()["error"]["message"]
+    assert f"--cors-origin {PAGE}" in message
+
+
+# ---- Host
+
+
+def test_a_proxy_s_or_a_container_s_host_can_be_allowed(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def status(host: str) -> int:
+        return server.get("/v1/models", headers={"Host": host}).status_code
+
+    refused = server.get("/v1/models", headers={"Host": "host.docker.internal:8000"})
+    assert refused.status_code == 403
+    assert "--allowed-host host.docker.internal, or with --api-key" in refused.json()["error"]["message"]
+    with_settings(server, monkeypatch, allowed_hosts=("host.docker.internal", "*.Class.example"))
+    allowed = ("host.docker.internal", "Host.Docker.Internal:8000", "a.class.example", "b.a.class.example.")
+    for host in allowed:
+        assert status(host) == 200, host
+    for host in ("docker.internal", "class.example", "evilclass.example", "a.class.example.evil", "evil.example"):
+        assert status(host) == 403, host
+    own = {"Host": "a.class.example", "Origin": "https://a.class.example"}
+    assert server.get("/v1/models", headers=own).status_code == 200
+    assert server.get("/v1/models", headers={**own, "Origin": "https://b.class.example"}).status_code == 403
+
+
+@pytest.mark.parametrize("name", ["*", "https://a.example", "a.example:8000", "*.*.example", ""])
+def test_a_host_that_is_none_is_refused_at_the_start(name: str) -> None:
+    with pytest.raises(EngineError, match=r"without a port.*with API keys, every host is allowed"):
+        ServerSettings(allowed_hosts=(name,))
+
+
+# ---- the body's type and encoding
+
+SENT = {
+    "gzip": gzip.compress, "x-gzip": gzip.compress, "GZIP": gzip.compress, "deflate": zlib.compress,
+    "identity": bytes, "": bytes,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("coding", SENT)
+@pytest.mark.parametrize("kind", ["application/json", "text/plain", "text/plain;charset=UTF-8", FORM, None])
+def test_a_body_is_read_however_it_is_packed(server: Running, coding: str, kind: str | None) -> None:
+    headers = {"Content-Encoding": coding} | ({"Content-Type": kind} if kind else {})
+    body = SENT[coding](json.dumps(TEXT).encode())
+    answer = server.http.post("/tokenize", content=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert answer.json() == server.post("/tokenize", TEXT).json()
+
+
+@pytest.mark.parametrize(("coding", "body", "words"), [
+    ("br", b"x", "'br' is not supported"), ("gzip, gzip", gzip.compress(b"{}"), "is not supported"),
+    ("gzip", b"{}", "is not valid gzip"), ("gzip", gzip.compress(b"{}")[:-3], "its end is missing"),
+    ("gzip", gzip.compress(b"{}") * 2, "bytes after its end"), ("gzip", b"", "its end is missing"),
+])  # fmt: skip
+def test_a_damaged_or_unknown_encoding_is_the_callers_error(
+    server: Running, coding: str, body: bytes, words: str
+) -> None:
+    answer = server.http.post("/tokenize", content=body, headers={"Content-Encoding": coding})
+    assert answer.status_code == (415 if "supported" in words else 400)
+    assert words in answer.json()["error"]["message"]
+
+
+def test_a_zip_bomb_is_refused_at_the_limit_of_the_inflated_size(server: Running) -> None:
+    import tracemalloc
+
+    packed = gzip.compress(b" " * (64 << 20), 1)
+    assert len(packed) < server.service.settings.max_body
+    tracemalloc.start()
+    try:
+        began = time.monotonic()
+        answer = server.http.post("/tokenize", content=packed, headers={"Content-Encoding": "gzip"})
+        assert time.monotonic() - began < 5
+        assert tracemalloc.get_traced_memory()[1] < 40 << 20
+    finally:
+        tracemalloc.stop()
+    assert answer.status_code == 413 and "the limit is 4,194,304" in answer.json()["error"]["message"]
+
+
+# ---- HEAD, and the first page
+
+
+def test_head_is_get_without_the_body(server: Running) -> None:
+    for path in ("/", "/health", "/v1/models", "/metrics", "/openapi.json", "/minitui/tokenizer/tokenizer.json"):
+        whole, head = server.get(path), server.http.head(path)
+        assert (head.status_code, head.content) == (200, b""), path
+        assert head.headers["content-type"] == whole.headers["content-type"]
+    assert server.http.head("/nothing").status_code == 404 and server.http.head("/generate").status_code == 405
+    watching = len(server.service.broadcast.watchers)
+    assert server.http.head("/minitui/records").status_code == 200
+    server.wait_until(lambda: len(server.service.broadcast.watchers) <= watching, what="its stream lives on")
+
+
+def test_the_first_page_links_what_a_browser_can_show(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    import re
+
+    page = server.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    links = re.findall('href="([^"]+)"', page.text)
+    assert "/docs" in links and "/metrics" in links
+    assert all(server.get(link).status_code == 200 for link in links)
+    with_settings(server, monkeypatch, keys={"a-key-of-the-tests": Role.CONTROL})
+    assert server.get("/").status_code == 200
