@@ -1,6 +1,6 @@
 """Defines the metrics of /metrics. They have vLLM's names, so vLLM's dashboards also work for this server.
 
-Metrics that vLLM does not have begin with "minitui:".
+Metrics that vLLM does not have begin with "minitui_".
 
 Most metrics are computed from the engine's records, so they include requests whose client has disconnected. answer.py
 reports the generated tokens and, for each request, its n, its max_tokens and the length of its longest sample.
@@ -39,10 +39,10 @@ class Metrics:
         self.awake = Gauge("vllm:engine_sleep_state", "1 for the present state, else 0; absent without an engine.",
                            "sleep_state")  # fmt: skip
         self.usage = Gauge("vllm:kv_cache_usage_perc", "Share of KV blocks that requests use, 0 to 1.")
-        self.cached = Gauge("minitui:kv_cache_cached_perc", "Share of KV blocks that are cached but unused, 0 to 1.")
-        self.unused = Gauge("minitui:kv_cache_unused_slots", "Slots of the requests' blocks that hold no token.")
+        self.cached = Gauge("minitui_kv_cache_cached_ratio", "Share of KV blocks that are cached but unused, 0 to 1.")
+        self.unused = Gauge("minitui_kv_cache_unused_slots", "Slots of the requests' blocks that hold no token.")
         self.again = Gauge(
-            "minitui:tokens_computed_again", "Tokens computed more than once since the engine began, by cause.", "cause"
+            "minitui_tokens_computed_again", "Tokens computed more than once since the engine began, by cause.", "cause"
         )
         self.cache_config = Info("vllm:cache_config_info", "The configuration of the KV cache.")
         self.old_usage = Gauge("vllm:gpu_cache_usage_perc", "Older name of kv_cache_usage_perc.")
@@ -74,11 +74,11 @@ class Metrics:
             "vllm:request_success_total", "Requests that finished, by reason.", "finished_reason", REASONS
         )
         self.refused = Counter(
-            "minitui:requests_refused_total", "HTTP answers with a status of 400 and above, by status.", "status",
+            "minitui_requests_refused_total", "HTTP answers with a status of 400 and above, by status.", "status",
             ("400", "429", "503"),
         )
-        self.lost = Counter("minitui:records_lost_total", "Engine records lost because they came too fast.")
-        self.restarts = Counter("minitui:engine_restarts_total", "Restarts of the engine process.")
+        self.lost = Counter("minitui_records_lost_total", "Engine records lost because they came too fast.")
+        self.restarts = Counter("minitui_engine_restarts_total", "Restarts of the engine process.")
         self.ttft = Histogram("vllm:time_to_first_token_seconds", "Seconds until the first token.", LATENCY)
         self.tpot = Histogram(
             "vllm:time_per_output_token_seconds", "Mean seconds between tokens of a request.", PER_TOKEN

@@ -301,7 +301,7 @@ def test_a_dead_engine_is_reported_and_restarted(server: Running) -> None:
     server.wait_until(lambda: server.get("/ready").status_code == 200, 30)
     assert server.service.broadcast.engine_count == before + 1
     assert server.post(CHAT, {**ASK, "max_tokens": 2}).status_code == 200
-    assert server.metric("minitui:engine_restarts_total") == 1
+    assert server.metric("minitui_engine_restarts_total") == 1
     stream.close()
 
 

@@ -117,7 +117,7 @@ def test_overload_loses_no_request_without_a_sentence_and_bounds_the_wait(server
 
     full = run(server, requests=places, rate=math.inf, output_tokens=24)
     assert full["answered"] == places
-    refused = server.metric("minitui:requests_refused_total")
+    refused = server.metric("minitui_requests_refused_total")
     rate = full["requests_per_s"] * times
     service.admit = watched  # type: ignore[method-assign]
     try:
@@ -129,7 +129,7 @@ def test_overload_loses_no_request_without_a_sentence_and_bounds_the_wait(server
     assert figures["answered"] + figures["not_answered"].get("refused (429)", 0) == len(outcomes) == sent, figures
     missed = [outcome for outcome in outcomes if outcome.error]
     assert missed and all("the limit is 16: try again later" in outcome.detail for outcome in missed)
-    assert server.metric("minitui:requests_refused_total") == refused + len(missed)
+    assert server.metric("minitui_requests_refused_total") == refused + len(missed)
     assert figures["output_tokens"] == 24 * figures["answered"] and figures["answered"] >= places
     assert most <= places
     server.wait_idle()

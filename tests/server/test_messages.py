@@ -287,7 +287,7 @@ def test_the_tool_runners_send_the_whole_conversation_after_a_refused_thread(cli
         return "17"
 
     asked: list[str] = []
-    refused = server.metric("minitui:requests_refused_total")
+    refused = server.metric("minitui_requests_refused_total")
     for stream in (False, True):
         runner = client.beta.messages.tool_runner(
             model="tutor", max_tokens=60, messages=QUESTION, tools=[count_blocks],
@@ -298,7 +298,7 @@ def test_the_tool_runners_send_the_whole_conversation_after_a_refused_thread(cli
         first, second = (reply.usage.input_tokens + reply.usage.cache_read_input_tokens for reply in replies)
         assert second > first + 10, "the second request had only the result of the tool"
     assert len(asked) >= 2
-    assert server.metric("minitui:requests_refused_total") == refused + 2  # one for each runner
+    assert server.metric("minitui_requests_refused_total") == refused + 2  # one for each runner
 
 
 @pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])

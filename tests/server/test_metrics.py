@@ -139,3 +139,41 @@ def test_the_process_and_its_http_requests_are_measured(server: Running) -> None
     assert len(names) == len(set(names)) and "python_info" in names
     if sys.platform == "linux":
         assert value("process_resident_memory_bytes") > 10e6 and value("process_open_fds") > 3
+
+
+# The rules of `promtool check metrics` for the name, the type, the help text and the labels of a metric.
+TYPES = ("gauge", "counter", "summary", "histogram", "untyped", "info")
+NOT_BASE = re.compile("(pico|nano|micro|milli|centi|kilo|kibi|mega|mebi|giga|gibi|tera)(seconds|bytes|joules)|"
+                      "minutes|hours|days|weeks|bits|perc|percent")  # fmt: skip
+ABBREVIATIONS = {"s", "ms", "us", "ns", "sec", "b", "kb", "mb", "gb", "tb", "pb", "m", "h", "d"}
+
+
+def lint(name: str, kind: str, about: str, labels: set[str]) -> list[str]:
+    """Returns the broken rules."""
+    parts = name.split("_")
+    rules = {
+        "no help text": not about,
+        "a counter ends in _total, nothing else does": (kind == "counter") != name.endswith("_total"),
+        "only histograms and summaries have _bucket, _count and _sum": name.endswith(("_bucket", "_count", "_sum")),
+        "only histograms have the label le, only summaries quantile": bool({"le", "quantile"} & labels),
+        "the type is in the name": bool(set(parts) & set(TYPES)) and kind in parts,
+        "a colon is for recording rules": ":" in name,
+        "snake_case": any(re.search("[a-z][A-Z]", each) for each in (name, *labels)),
+        "a base unit": any(map(NOT_BASE.fullmatch, parts)),
+        "an abbreviated unit": bool(set(parts) & ABBREVIATIONS),
+    }
+    return [rule for rule, broken in rules.items() if broken]
+
+
+def test_our_own_names_follow_prometheus_rules(server: Running) -> None:
+    parser = pytest.importorskip("prometheus_client.parser", reason="the extra 'serve' is not installed")
+    families = {}
+    for family in parser.text_string_to_metric_families(server.get("/metrics").text):
+        name = f"{family.name}_total" if family.type == "counter" else family.name  # the parser takes the suffix off
+        labels = {key for sample in family.samples for key in sample.labels}
+        own = labels - ({"le"} if family.type == "histogram" else {"quantile"} if family.type == "summary" else set())
+        families[name] = (family.type, family.documentation, own)
+    ours = {name: facts for name, facts in families.items() if not name.startswith("vllm:")}
+    assert {"minitui_requests_refused_total", "http_requests_total", "minitui_kv_cache_cached_ratio"} <= set(ours)
+    assert {name: found for name, facts in ours.items() if (found := lint(name, *facts))} == {}
+    assert lint("minitui:x_perc", "gauge", "", {"le"}) and lint("x_counter_ms", "counter", "x", {"aB"})
