@@ -67,32 +67,40 @@ class Turns:
     """Builds the messages of a chat request from the items of a conversation."""
 
     def __init__(self) -> None:
-        self.messages: list[Message] = []
+        self._messages: list[Message] = []  # the content of a system message: its texts
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages so far."""
+        return [
+            {**message, "content": "\n\n".join(message["content"])} if message["role"] == "system" else message
+            for message in self._messages
+        ]
 
     def say(self, role: str, text: str) -> None:
         """Add a text. The assistant's text joins reasoning that precedes it; system texts in a row become one."""
-        last = self.messages[-1] if self.messages else {}
+        last = self._messages[-1] if self._messages else {}
         if role == "assistant" and last.get("role") == role and not last["content"] and "tool_calls" not in last:
             last["content"] = text
         elif role == "system" and last.get("role") == role:
-            last["content"] += f"\n\n{text}"
+            last["content"].append(text)
         else:
-            self.messages.append({"role": role, "content": text})
+            self._messages.append({"role": role, "content": [text] if role == "system" else text})
 
     def reason(self, text: str) -> None:
         """Add reasoning of the assistant."""
-        self.messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+        self._messages.append({"role": "assistant", "content": "", "reasoning_content": text})
 
     def call(self, call_id: str, name: str, arguments: str) -> None:
         """Add a tool call. It joins the reasoning, text and calls that precede it."""
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": ""})
+        if not self._messages or self._messages[-1]["role"] != "assistant":
+            self._messages.append({"role": "assistant", "content": ""})
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        self.messages[-1].setdefault("tool_calls", []).append(call)
+        self._messages[-1].setdefault("tool_calls", []).append(call)
 
     def result(self, call_id: str, text: str) -> None:
         """Add the result of a tool call."""
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        self._messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
 
 class ItemAnswer(ChatAnswer):

@@ -25,7 +25,7 @@ def at_most(count: int) -> BeforeValidator:
 class Strict(BaseModel):
     """A part of a request body."""
 
-    reports_unknown: ClassVar[bool] = True  # False: its unknown fields are ignored without a notice
+    reports_unknown: ClassVar[bool] = True  # False: unknown fields in it are ignored without a notice
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
 
     @model_validator(mode="before")

@@ -24,12 +24,14 @@ def tell_of_unknown_fields(body: BaseModel, raw: Any) -> None:
 
 
 def _unknown(value: Any, raw: Any, path: str = "") -> Iterator[str]:
+    if not getattr(value, "reports_unknown", True):
+        return
     if isinstance(value, BaseModel) and isinstance(raw, dict):
         known = {field.alias or name: name for name, field in type(value).model_fields.items()}
         for key, item in raw.items():
             if key in known:
                 yield from _unknown(getattr(value, known[key]), item, f"{path}{key}.")
-            elif getattr(value, "reports_unknown", True):
+            else:
                 yield f"{path}{key}"
     elif isinstance(value, list) and isinstance(raw, list) and value and isinstance(value[0], BaseModel):
         for item, raw_item in zip(value, raw, strict=False):

@@ -246,6 +246,21 @@ def test_every_path_wants_its_role(server: Running, monkeypatch: Any) -> None:
     assert info["role"] == "chat" and "model_dir" not in info and "log_file" not in info
 
 
+def test_a_key_cannot_end_the_requests_of_another(server: Running, monkeypatch: Any) -> None:
+    keys = {"the-key-of-ann": Role.CHAT, "the-key-of-bob": Role.CHAT}
+    monkeypatch.setattr(server.service, "settings", ServerSettings(keys=keys))
+    ann, bob = ({"headers": {"Authorization": f"Bearer {key}"}} for key in keys)
+    body = {"tag": "a", "ids": [5], "params": {"max_tokens": 3000, "ignore_eos": True}}
+    with server.http.stream("POST", "/minitui/submit", json=body, **ann) as answer:
+        lines = answer.iter_lines()
+        assert '"request"' in next(lines)
+        assert server.post("/minitui/cancel", {"tag": "a"}, **bob).json() == {"value": 0}
+        same_tag = server.post("/minitui/submit", {**body, "params": {"max_tokens": 1}}, **bob)
+        assert same_tag.status_code == 200 and '"length"' in same_tag.text
+        assert server.post("/minitui/cancel", {"tag": "a"}, **ann).json() == {"value": 1}
+        assert any('"abort"' in line for line in lines)
+
+
 @pytest.mark.parametrize("headers", [
     {"Host": "evil.example"}, {"Origin": "https://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"},
 ])  # fmt: skip

@@ -77,7 +77,7 @@ class FunctionTool(Typed):
 class Tool(FunctionTool):
     needs = NEEDS
 
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None  # of a namespace
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None  # of a namespace
 
     def functions(self) -> Iterator[tuple[Called, dict[str, Any]]]:
         """Yields each function: how the client knows it, and its form in a chat request."""
@@ -90,17 +90,20 @@ class Tool(FunctionTool):
 
 
 def _supported(value: Any) -> Any:
-    """Returns the list without the tools that this server does not have."""
+    """Returns the list without the tools that this server does not have. Raises ValueError for too many tools."""
     if not isinstance(value, list):
         return value
+    inner = [tool["tools"] for tool in value if isinstance(tool, dict) and isinstance(tool.get("tools"), list)]
+    if (count := len(value) + sum(map(len, inner))) > MAX_TOOLS:
+        raise ValueError(f"it has {count:,} tools, with those of its namespaces; the limit is {MAX_TOOLS}")
     kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in value]
     dropped = [isinstance(kind, str) and kind not in NEEDS for kind in kinds]
-    if names := sorted({str(kind)[:64] for kind, drop in zip(kinds, dropped, strict=True) if drop})[:10]:
+    if names := sorted({str(kind)[:64] for kind, drop in zip(kinds, dropped, strict=True) if drop}):
         notice(f"ignored tools of the types {', '.join(names)}: this server has function, custom and namespace tools")
     return [tool for tool, drop in zip(value, dropped, strict=True) if not drop]
 
 
-Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS), BeforeValidator(_supported)]
+Tools = Annotated[list[Tool], Field(fail_fast=True), BeforeValidator(_supported)]
 
 
 class ToolChoice(Open):
