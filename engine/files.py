@@ -26,6 +26,7 @@ OTHER_KINDS = {  # a file beside which there is no config.json -> what the direc
 }
 INSIDE = ("*", "snapshots/*")  # where a directory that was named by mistake may hold a checkpoint
 JSON_BYTES = 64 << 20  # the index of a model with 100,000 tensors takes 10 MB
+JSON_PARTS = 4_000_000  # that index has 400,000; Python takes a second and 250 MB for this many
 TOKENIZER_BYTES = 256 << 20  # the largest published tokenizer.json takes 34 MB
 
 
@@ -72,10 +73,21 @@ def read_text(path: Path, most: int) -> str:
         raise CheckpointError(f"{path} cannot be read as UTF-8 ({error}): download it again") from error
 
 
+def json_parts(document: bytes) -> int:
+    """Return the number of quotation marks, lists and objects of a JSON document, which tells what it costs to read."""
+    return sum(document.count(sign) for sign in (b"[", b"{", b'"'))
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file of a checkpoint. Raises CheckpointError, which names the file and the fault."""
     try:
         text = read_text(path, JSON_BYTES)
+        parts = json_parts(text.encode())
+        if parts > JSON_PARTS:
+            raise CheckpointError(
+                f"{path} has {parts:,} quotation marks, lists and objects, and the limit is {JSON_PARTS:,}: it cannot "
+                "be the checkpoint's file; download it again"
+            )
         value = json.loads(text)
         if "\\ud" in text.lower():  # raise UnicodeEncodeError (a ValueError) now if the text has a lone surrogate
             json.dumps(value, ensure_ascii=False).encode("utf-8")

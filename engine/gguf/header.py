@@ -21,7 +21,7 @@ VERSIONS = (2, 3)
 LARGEST_HEADER = 256 << 20  # bytes; that of a model with 260,000 tokens and their merges has 20 million
 LONGEST_STRING = 4 << 20  # bytes; the longest chat templates have 30,000
 MOST_ENTRIES = 4_096  # of the metadata
-MOST_ITEMS = 4 << 20  # of an array; the largest vocabularies have 260,000 tokens
+MOST_ITEMS = 1 << 21  # of all arrays; 260,000 tokens, with their types, scores and 520,000 merges, are 1.3 million
 MOST_TENSORS = 100_000
 MOST_DIMENSIONS = 4
 MOST_NUMBERS = 65_536  # of a tensor that holds settings
@@ -92,7 +92,7 @@ def read_header(path: Path) -> Header:
 class _Reader:
     def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
         self._path, self._file, self._size = path, file, size
-        self._taken = 0  # bytes of the header
+        self._taken = self._items = 0  # bytes of the header, items of arrays in it
 
     def header(self) -> Header:
         if self._take(4) != MAGIC:
@@ -150,7 +150,8 @@ class _Reader:
             value = self._number(self._format(kind))
             return float(str(np.float32(value))) if kind == FLOAT else value  # 0.22, not 0.2199999988079071
         inner, count = self._number("<I"), self._number("<Q")
-        self._limit("items in an array", count, MOST_ITEMS)
+        self._items += count
+        self._limit("items in its arrays", self._items, MOST_ITEMS)
         if inner == STRING:
             return [self._string() for _ in range(count)]
         one = self._format(inner)
@@ -163,8 +164,9 @@ class _Reader:
         return NUMBERS[kind]
 
     def _string(self) -> str:
-        length = self._number("<Q")
-        self._limit("bytes in a string", length, LONGEST_STRING)
+        length = int.from_bytes(self._take(8), "little")  # not `_number`: there are a million strings
+        if length > LONGEST_STRING:
+            self._limit("bytes in a string", length, LONGEST_STRING)
         return self._take(length).decode("utf-8", "replace")
 
     def _number(self, form: str) -> Any:
@@ -175,10 +177,10 @@ class _Reader:
             raise self._error(f"has {found:,} {what}, and the limit is {most:,}: download it again")
 
     def _take(self, count: int) -> bytes:
-        data = self._file.read(count)
         self._taken += count
         if self._taken > LARGEST_HEADER:
             raise self._error(f"has a header of more than {LARGEST_HEADER:,} bytes: download it again")
+        data = self._file.read(count)
         if len(data) < count:
             raise self._error(f"ends within its header, at byte {self._size:,}: download it again")
         return data

@@ -30,7 +30,7 @@ PATTERNS = {  # tokenizer.ggml.pre -> the expression that splits a text into wor
 WHOLE_WORDS = (*LLAMA_3, "tekken")  # words of the vocabulary are not merged; BOS is the default
 NFC = ("qwen2", "deepseek-r1-qwen")
 LONGEST_PIECE = 1_024  # characters
-MOST_CHARACTERS = 16 << 20  # of all pieces; Gemma's have 2 million
+MOST_CHARACTERS = 4 << 20  # of all pieces; Gemma's have 2 million
 SPACE = "▁"
 TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|return|>", "<|call|>")
 
@@ -108,8 +108,12 @@ def _sentence_pieces(header: Header, tokens: list[str], types: list[int]) -> dic
     scores: list[float] = header.get("tokenizer.ggml.scores", list)
     if len(scores) != len(tokens) or not _all(float, scores):
         raise header.error("has not one score for each token: download it again")
-    if sum(map(len, tokens)) > MOST_CHARACTERS or max(map(len, tokens), default=0) > LONGEST_PIECE:
+    if max(map(len, tokens)) > LONGEST_PIECE:
         raise header.error(f"has tokens of more than {LONGEST_PIECE:,} characters: download it again")
+    if (characters := sum(map(len, tokens))) > MOST_CHARACTERS:
+        raise header.error(
+            f"has tokens of {characters:,} characters in all, and the limit is {MOST_CHARACTERS:,}: download it again"
+        )
     vocab = {token: i for i, token in enumerate(tokens)}
     merges: list[tuple[float, int, list[str]]] = []
     for token, i in vocab.items():

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.files import json_parts
 from minitui.protocol import is_loopback
 from minitui.sources.bounds import BoundedClient, Excess, httpx
 
@@ -167,7 +168,7 @@ def unreachable(url: str, error: Exception) -> EngineDead:
 def load_json(text: str | bytes) -> Any:
     """Returns the value of a server's JSON document. Raises EngineError if it is not JSON, too large or too deep."""
     document = text.encode("utf-8", "replace") if isinstance(text, str) else text
-    parts = sum(document.count(sign) for sign in (b"[", b"{", b'"'))
+    parts = json_parts(document)
     if parts > MAX_VALUES:
         raise EngineError(f"the server sent a JSON document of {parts:,} parts; the limit is {MAX_VALUES:,}")
     try:

@@ -28,6 +28,7 @@ Line = list[Span]
 TONES = ("text", "strong", "em", "code", "link", "heading", "bullet", "quote", "rule", "fence", "strike")
 BULLETS = "•◦▪"
 LONG_BLOCK = 1_500  # characters; an unfinished block beyond this is shown as plain text
+LONG_TEXT = 50_000  # characters; the time of the parser may grow with their square
 _RUNS = re.compile(r"\s+|\S+").findall
 _LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+$").findall  # only the line ends that the parser knows
 
@@ -40,7 +41,9 @@ def _parser() -> MarkdownIt:
 
 
 def render(text: str, width: int) -> list[Line]:
-    """Returns the lines of the Markdown document, wrapped to `width` cells."""
+    """Returns the lines of the Markdown document, wrapped to `width` cells; beyond LONG_TEXT, it is not interpreted."""
+    if len(text) > LONG_TEXT:
+        return plain(text.strip("\n"), width)
     text = visible(text)
     if not text.strip():
         return []
@@ -56,6 +59,14 @@ def plain(text: str, width: int, tone: str = "text") -> list[Line]:
     for row in visible(text).expandtabs(4).split("\n"):
         lines += wrap([(row, tone)], max(width, 8))
     return lines
+
+
+def shortened(text: str, most: int) -> str:
+    """Returns a text without its middle if it has more than `most` characters; a line says how many are left out."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n\n… {len(text) - most:,} characters are not shown …\n\n{text[len(text) - half :]}"
 
 
 class Streamed:

@@ -16,6 +16,7 @@ import torch
 from engine.config import EngineConfig
 from engine.eos import eos_ids
 from engine.errors import CheckpointError, EngineError
+from engine.files import read_json
 from engine.model.config import ModelConfig
 from engine.model.families import MODEL_TYPES
 from engine.model.hf_config import read_model_config
@@ -185,6 +186,12 @@ def test_a_config_that_cannot_be_used_is_refused_in_one_sentence(
         read(tmp_path, changes)
     assert str(tmp_path / "config.json") in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_millions_of_empty_lists_is_refused_before_it_takes_memory(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b'{"a": [' + b"[]," * 5_000_000 + b"1]}")
+    with pytest.raises(CheckpointError, match=r"has 5,000,004 quotation marks, lists and objects, and the limit is"):
+        read_json(tmp_path / "config.json")
 
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}

@@ -20,6 +20,7 @@ from engine.config import EngineConfig
 from engine.errors import CheckpointError
 from engine.gguf import families, header, tensors
 from engine.gguf.header import read_header
+from engine.gguf.tokenizer import tokenizer_files
 from engine.hub.resolve import resolve_model
 from engine.llm import LLM
 from engine.model.four_bits import Int4Weight
@@ -331,7 +332,12 @@ def test_a_file_without_a_language_model_is_named(kind: str, what: str, tmp_path
         (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), "tensors, and the limit is"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60), "entries of metadata, and the limit is"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 60), "bytes in a string, and the limit is"),
-        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 4, 1 << 60), "items in an array, and the limit"),
+        (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 4, 1 << 60), "items in its arrays, and the limit"),
+        (
+            b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 2, 1, b"k", 9, 0, 2_000_000) + bytes(2_000_000)
+            + struct.pack("<Q1sIIQ", 1, b"l", 9, 8, 2_000_000) + bytes(16_000_000),
+            "has 4,000,000 items in its arrays, and the limit is 2,097,152",
+        ),
         (b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"k", 77), "a value of type 77"),
         (b"GGUF" + struct.pack("<IQQQ1sIQQIQ", 3, 1, 0, 1, b"t", 1, 64, 0, 0, 0)[:-12], "ends within its header"),
         (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 64, 0, 0), "within the tensor 't'"),
@@ -356,6 +362,14 @@ def test_tensors_that_overlap_and_longer_headers_are_refused(tmp_path: Path, mon
     monkeypatch.setattr(header, "LARGEST_HEADER", 60)
     with pytest.raises(CheckpointError, match=r"bad\.gguf has a header of more than 60 bytes"):
         read_header(path)
+
+
+def test_pieces_of_more_characters_than_any_vocabulary_has_are_refused() -> None:
+    """Each place where a piece could be cut is tried, so their time grows with the characters."""
+    fields = {"model": "llama", "tokens": [f"{i:05}" + "a" * 1000 for i in range(5000)], "scores": [0.0] * 5000}
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+    with pytest.raises(CheckpointError, match="has tokens of 5,025,000 characters in all, and the limit is 4,194,304"):
+        tokenizer_files(header.Header(Path("x.gguf"), metadata, {}))
 
 
 def test_scales_that_are_not_finite_are_named(tmp_path: Path) -> None:

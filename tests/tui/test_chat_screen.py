@@ -42,6 +42,7 @@ from minitui.tui.widgets.prompt import Prompt
 from minitui.tui.widgets.session_tabs import SessionTabs
 from minitui.tui.widgets.status_bar import StatusBar
 from minitui.tui.widgets.top_bar import TopBar
+from minitui.tui.widgets.transcript import MOST_SHOWN, Transcript
 from minitui.tui.widgets.tree import RadixTree
 from tests.support.chat_file import open_chats
 from tests.support.driving import drawn, press, settled, type_text, until
@@ -196,6 +197,23 @@ async def test_a_second_chat_with_the_same_system_prompt_shows_tokens_from_the_c
         cached = app.session.messages[-1].metrics["cached_tokens"]
         assert cached >= shared // 16 * 16
         assert f"{cached} of " in screen.transcript.text.replace("\n", " ")
+
+
+async def test_a_chat_with_huge_messages_is_shown_in_part_and_says_how_much_is_left_out():
+    """The whole would take minutes. The newest messages have the room first."""
+    texts = ["old " * 3_000_000, "**word** " * 30_000, "short", "[" * 10_000_000]
+    messages = [Message(("user", "assistant")[i % 2], text) for i, text in enumerate(texts)]
+    async with running() as (app, pilot, screen):
+        app.session.messages[:] = messages
+        transcript = screen.query_one(Transcript)
+        await until(pilot, lambda: "9,700,000 characters are not shown" in transcript.text)
+        text = transcript.text
+        assert sum(map(len, text.split())) < 2 * MOST_SHOWN
+        missing = [n for n in ("12,000,000", "270,000", "5") if f"… {n} characters are not shown …" not in text]
+        assert not missing
+        app.session.messages.append(Message("user", "a new question"))
+        transcript.sync()
+        assert transcript.text.endswith("a new question\n") and "9,750,000 characters" in transcript.text
 
 
 async def test_one_key_replays_the_system_prompt_in_a_new_chat_and_tells_the_hit():

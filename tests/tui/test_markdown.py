@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from minitui.tui.markdown import LONG_BLOCK, TONES, Line, Streamed, plain, render, wrap
+from minitui.tui.markdown import LONG_BLOCK, TONES, Line, Streamed, plain, render, shortened, wrap
 
 DOCUMENT = """# Paging
 
@@ -109,6 +109,18 @@ def test_wrapping_keeps_spans_and_breaks_at_spaces():
 
 def test_plain_text_is_shown_as_it_is():
     assert text_of(plain("  two  spaces\n\n**no** markup", 40)) == "  two  spaces\n\n**no** markup"
+
+
+def test_a_text_beyond_the_parsers_limit_is_shown_as_it_is_written():
+    """Its time grows with the square of the open brackets."""
+    assert render("[" * 400_000, 100) == [[("[" * 100, "text")]] * 4_000
+    assert render("**a**\n" * 10_000, 40) == [[("**a**", "text")]] * 10_000
+
+
+def test_a_shortened_text_keeps_its_beginning_and_its_end():
+    assert shortened("a" * 10, 10) == "a" * 10
+    assert shortened("abc" + "x" * 5_000 + "def", 6) == "abc\n\n… 5,000 characters are not shown …\n\ndef"
+    assert shortened("x" * 20, 0) == "\n\n… 20 characters are not shown …\n\n"
 
 
 def test_a_list_of_two_hundred_items_streams_at_a_cost_that_stays_small():

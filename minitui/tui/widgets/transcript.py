@@ -23,6 +23,8 @@ from minitui.tui.widgets.rows import Run, plain
 
 LABEL = 9  # cells of the column with the speaker
 WIDEST = 96  # the most cells of text in a line: longer lines are hard to read
+MOST_SHOWN = 300_000  # characters of a chat, those of its newest messages first; they take about half a second
+ROOM_STEP = 50_000  # an older message shows fewer characters each time the newer ones have so many more
 
 TONE_STYLES = {  # the style of each of markdown.TONES
     "text": "ink", "strong": "bold ink", "em": "ink", "code": "hit", "link": "underline hit", "heading": "bold hit",
@@ -101,11 +103,12 @@ class Transcript(ScrollView, can_focus=True):
             return
         self._shown = state
         rows = list(self._head(width))
-        for index, message in enumerate(self.session.messages):
-            if index >= len(self._blocks):
-                self._blocks.append(_Block())
-            rows += self._message_rows(self._blocks[index], message, width)
-        del self._blocks[len(self.session.messages) :]
+        messages = self.session.messages
+        self._blocks += [_Block() for _ in messages[len(self._blocks) :]]
+        del self._blocks[len(messages) :]
+        rooms = _rooms([len(message.text) for message in messages])
+        for block, message, room in zip(self._blocks, messages, rooms, strict=True):
+            rows += self._message_rows(block, message, room, width)
         if self.session.note:
             rows += [self._label("", "dim", line, "hit") for line in markdown.plain(self.session.note, width)]
         self._show_rows(rows)
@@ -141,28 +144,29 @@ class Transcript(ScrollView, can_focus=True):
         assert self.session is not None
         if not self.session.messages:
             return self.welcome(width)
-        lines = _plain(self.session.system or "(no system prompt)", width)
+        lines = _plain(markdown.shortened(self.session.system, ROOM_STEP) or "(no system prompt)", width)
         if len(lines) > 2:
             lines = [lines[0], [(lines[1][0][0][: width - 3] + f" {glyphs().dots}", "text")]]
         return [self._label("system" if i == 0 else "", "pool", line, "dim") for i, line in enumerate(lines)] + [[]]
 
-    def _message_rows(self, block: _Block, message: Message, width: int) -> list[list[Run]]:
+    def _message_rows(self, block: _Block, message: Message, room: int, width: int) -> list[list[Run]]:
         paused = message.busy and self.paused
-        key = (id(message), message.version, message.state, message.unfolded, len(message.text), paused)
+        size = len(message.text)
+        key = (id(message), message.version, message.state, message.unfolded, size, min(size, room), paused)
         if key == block.key:
             return block.rows
         if block.key[:1] != key[:1]:
             block.streamed = None
         block.key = key
         if message.role == "user":
-            lines = markdown.plain(message.text, width)
+            lines = markdown.plain(markdown.shortened(message.text, room), width)
             block.rows = [self._label("you" if i == 0 else "", "hit", line, "bold ink") for i, line in enumerate(lines)]
         else:
-            block.rows = self._answer_rows(block, message, width)
+            block.rows = self._answer_rows(block, message, room, width)
         block.rows.append([])
         return block.rows
 
-    def _answer_rows(self, block: _Block, message: Message, width: int) -> list[list[Run]]:
+    def _answer_rows(self, block: _Block, message: Message, room: int, width: int) -> list[list[Run]]:
         thinking, answer, open_ = split_thinking(message.text)
         rows: list[list[Run]] = []
         g = glyphs()
@@ -173,16 +177,16 @@ class Transcript(ScrollView, can_focus=True):
             action = "folds" if message.unfolded else "unfolds"
             rows.append(self._runs([(f"{mark} {state} {words} {g.middot} t {action}", "dim")]))
             if message.unfolded:
-                lines = markdown.plain(thinking, width - 2)
+                lines = markdown.plain(markdown.shortened(thinking, room), width - 2)
                 rows += [self._runs([("  " + text, "dim") for text, _ in line]) for line in lines]
             if answer:
                 rows.append([])
         if message.busy:
             block.streamed = block.streamed or markdown.Streamed(width)
-            lines = [list(line) for line in block.streamed.update(answer)] or [[]]
+            lines = [list(line) for line in block.streamed.update(markdown.shortened(answer, room))] or [[]]
             lines[-1].append((g.active, "bullet") if message.text else (self._waiting_text(message), "dim"))
         else:
-            lines, block.streamed = markdown.render(answer, width), None
+            lines, block.streamed = markdown.render(markdown.shortened(answer, room), width), None
         rows += [self._runs([(text, TONE_STYLES.get(tone, "ink")) for text, tone in line]) for line in lines]
         if not message.busy and (footer := describe_answer(message)):
             if lines:
@@ -268,6 +272,15 @@ class Transcript(ScrollView, can_focus=True):
     def notify_style_update(self) -> None:
         super().notify_style_update()
         self._strips.clear()
+
+
+def _rooms(sizes: list[int]) -> list[int]:
+    """Returns how many characters each message may show: the newest first, MOST_SHOWN in all."""
+    rooms, room = [], MOST_SHOWN
+    for size in reversed(sizes):
+        rooms.append(room // ROOM_STEP * ROOM_STEP)
+        room = max(0, room - size)
+    return rooms[::-1]
 
 
 def _restyle(strip: Strip, start: int, end: int, style: Style) -> Strip:
