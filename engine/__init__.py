@@ -10,26 +10,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import CheckpointError, EngineDead, EngineError, InvalidRequest
-from engine.params import SamplingParams, StructuredOutputsParams
+from engine.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from engine.async_llm import AsyncLLM
+    from engine.async_llm import AsyncLLM, AsyncLLMEngine
+    from engine.beam_search import BeamSearchOutput, BeamSearchParams
     from engine.llm import LLM
+    from engine.llm_engine import LLMEngine
+    from engine.options import AsyncEngineArgs, EngineArgs, FlexibleArgumentParser
     from engine.outputs import CompletionOutput, Logprob, RequestOutput
+    from engine.prompts import TextPrompt, TokensPrompt
 
 __all__ = [
-    "LLM", "AsyncLLM", "CheckpointError", "CompletionOutput", "EngineDead", "EngineError", "InvalidRequest", "Logprob",
-    "RequestOutput", "SamplingParams", "StructuredOutputsParams",
+    "LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchOutput", "BeamSearchParams", "CheckpointError",
+    "CompletionOutput", "EngineArgs", "EngineDead", "EngineError", "FlexibleArgumentParser", "InvalidRequest",
+    "LLMEngine", "Logprob", "RequestOutput", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams",
+    "TextPrompt", "TokensPrompt",
 ]  # fmt: skip
 
 # These modules are imported only when they are used: importing torch takes a second, and tokenizers 0.1 s.
 MODULE_OF = {
-    "LLM": "engine.llm", "AsyncLLM": "engine.async_llm", "RequestOutput": "engine.outputs",
-    "CompletionOutput": "engine.outputs", "Logprob": "engine.outputs",
+    "LLM": "llm", "LLMEngine": "llm_engine", "AsyncLLM": "async_llm", "AsyncLLMEngine": "async_llm",
+    "EngineArgs": "options", "AsyncEngineArgs": "options", "FlexibleArgumentParser": "options",
+    "TextPrompt": "prompts", "TokensPrompt": "prompts", "BeamSearchParams": "beam_search",
+    "BeamSearchOutput": "beam_search", "RequestOutput": "outputs", "CompletionOutput": "outputs",
+    "Logprob": "outputs",
 }  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name in MODULE_OF:
-        return getattr(import_module(MODULE_OF[name]), name)
+        return getattr(import_module(f"engine.{MODULE_OF[name]}"), name)
     raise AttributeError(f"module 'engine' has no attribute {name!r}")

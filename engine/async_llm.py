@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
+from dataclasses import asdict
 from typing import Any
 
 from engine.errors import EngineError, InvalidRequest
-from engine.options import engine_config
+from engine.options import EngineArgs, engine_config
 from engine.outputs import Collector, RequestOutput
 from engine.params import SamplingParams
 from engine.process.client import EngineClient
@@ -33,6 +34,11 @@ class AsyncLLM:
         self._starting = asyncio.Lock()
         self._streams: dict[str, list[Stream]] = {}  # request id -> the streams of its samples
         self._prompts = 0
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> AsyncLLM:
+        """Returns an AsyncLLM with these options."""
+        return cls(**asdict(engine_args))
 
     async def start(self) -> EngineClient:
         """Start the process, unless it runs, and wait until the model is loaded. Raises EngineError if it cannot."""
@@ -62,8 +68,9 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
         """Yields the reply so far to one prompt, after each new text; the last output is `finished`.
 
-        The arguments are those of LLM.generate. `request_id`: the name for `abort`; None: a number. If the caller
-        leaves the iteration, the request ends.
+        params.output_kind chooses: the reply so far, only what is new, or only the last output. The arguments are
+        those of LLM.generate. `request_id`: the name for `abort`; None: a number. If the caller leaves the iteration,
+        the request ends.
         """
         check_names("generate", others)
         client = await self.start()
@@ -71,6 +78,7 @@ class AsyncLLM:
         if not isinstance(params, SamplingParams):
             kind = type(params).__name__
             raise InvalidRequest(f"sampling_params is of type {kind}: it must be SamplingParams", "sampling_params")
+        params = params.clone()  # the caller may change its own
         params.validate(client.info["vocab_size"])
         found = await asyncio.to_thread(read, prompt, self._tokenizer, add_special_tokens)
         name = str(self._prompts) if request_id is None else request_id
@@ -89,7 +97,8 @@ class AsyncLLM:
             merged = Merged(streams)
             async for index, delta in merged:
                 collector.add(index, delta)
-                yield collector.snapshot()
+                if (output := collector.take()) is not None:
+                    yield output
         finally:
             if merged is not None:
                 merged.cancel()
@@ -111,6 +120,16 @@ class AsyncLLM:
         """Returns the settings that the checkpoint's generation_config.json recommends."""
         return SamplingParams(**(await self.start()).info["generation"])
 
+    async def pause_generation(self, *, mode: str = "keep") -> None:
+        """Pause the engine between two steps. All requests stay and continue after resume_generation."""
+        if mode != "keep":
+            raise InvalidRequest(f"mode is {mode!r}: it must be 'keep', all requests stay; abort() ends one", "mode")
+        await (await self.start()).control("pause")
+
+    async def resume_generation(self) -> None:
+        """Let a paused engine run."""
+        await (await self.start()).control("resume")
+
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Returns True, as in vLLM."""
         await (await self.start()).control("clear_cache")
@@ -125,3 +144,6 @@ class AsyncLLM:
         """End the process at once. Safe without a running event loop."""
         if self._client is not None:
             self._client.kill()
+
+
+AsyncLLMEngine = AsyncLLM  # its older name in vLLM

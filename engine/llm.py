@@ -8,16 +8,16 @@ with LLM("Qwen/Qwen3-0.6B") as llm:
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
-from engine.build import build_engine
+from engine.beam_search import BeamSearchOutput, BeamSearchParams, search
 from engine.errors import InvalidRequest
-from engine.options import engine_config
-from engine.outputs import Collector, RequestOutput
-from engine.params import SamplingParams
-from engine.prompts import Message, Prompt, as_list, check_names, conversation, each_params, needed, read
-from engine.text.output import OutputProcessor
+from engine.llm_engine import LLMEngine
+from engine.outputs import RequestOutput
+from engine.params import RequestOutputKind, SamplingParams
+from engine.prompts import Message, as_list, check_names, conversation, each_params, needed, read
 from engine.text.tokenizer import Tokenizer
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -27,10 +27,9 @@ class LLM:
     """A model and its engine. Keyword arguments are the fields of EngineConfig, or vLLM's names (engine/options.py)."""
 
     def __init__(self, model: str, **options: Any) -> None:
-        built = build_engine(engine_config(model, options))
-        self.engine, self.tokenizer, self.info = built.engine, built.tokenizer, built.info
-        self.close = built.close  # also ends the processes of the ranks other than 0
-        self._outputs = OutputProcessor(self.tokenizer, self.engine.log)
+        self.llm_engine = LLMEngine(model, **options)
+        self.engine, self.tokenizer = self.llm_engine.engine, self.llm_engine.tokenizer
+        self.info, self.close = self.llm_engine.info, self.llm_engine.close
         self._prompts = 0  # how many were added; this is the next request_id
 
     def __enter__(self) -> LLM:
@@ -60,18 +59,29 @@ class LLM:
         params = each_params(sampling_params, len(batch), self.get_default_sampling_params())
         if priority is not None and len(priority) != len(batch):
             raise InvalidRequest(f"there are {len(batch)} prompts and {len(priority)} priorities", "priority")
-        collectors: list[Collector] = []
-        open_samples: dict[int, tuple[Collector, int]] = {}
+        engine, names, shown = self.llm_engine, [], sys.stderr.isatty() if use_tqdm is None else use_tqdm
         try:
-            for number, (given, each) in enumerate(zip(batch, params, strict=True)):
-                prompt = read(given, self.tokenizer, add_special_tokens)
-                collectors.append(self._add(prompt, each, 0 if priority is None else priority[number], open_samples))
-            self._run(open_samples, sys.stderr.isatty() if use_tqdm is None else use_tqdm)
+            for number, (prompt, each) in enumerate(zip(batch, params, strict=True)):
+                names.append(str(self._prompts))
+                self._prompts += 1
+                if isinstance(each, SamplingParams):
+                    each = each.clone(output_kind=RequestOutputKind.FINAL_ONLY)
+                engine.add_request(
+                    names[-1], prompt, each, add_special_tokens=add_special_tokens,
+                    priority=0 if priority is None else priority[number],
+                )  # fmt: skip
+            done = self._run(shown)
         finally:
-            for request_id in open_samples:  # after an error or Ctrl+C, end the open requests
-                self._outputs.close(request_id, "abort")
-                self.engine.abort(request_id)
-        return [collector.output for collector in collectors]
+            engine.abort_request(names)  # after an error or Ctrl+C, end the open requests
+        return [done[name] for name in names]
+
+    def beam_search(
+        self, prompts: Any, params: BeamSearchParams, use_tqdm: bool = False, **others: Any
+    ) -> list[BeamSearchOutput]:
+        """Returns the most likely replies to one or several prompts, in the forms that `generate` takes."""
+        check_names("beam_search", others)
+        found = [read(prompt, self.tokenizer) for prompt in as_list(prompts)]
+        return search(lambda batch, each: self.generate(batch, each, use_tqdm), found, params, self.tokenizer)
 
     def chat(
         self, messages: list[Message] | list[list[Message]], sampling_params: Params = None,
@@ -107,41 +117,18 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Returns True, as in vLLM."""
-        self.engine.clear_cache()
-        return True
+        return self.llm_engine.reset_prefix_cache()
 
-    def _add(
-        self, prompt: Prompt, params: SamplingParams, priority: int, open_samples: dict[int, tuple[Collector, int]]
-    ) -> Collector:
-        if not isinstance(params, SamplingParams):
-            kind = type(params).__name__
-            raise InvalidRequest(f"sampling_params contains a {kind}: it must be SamplingParams", "sampling_params")
-        params.validate(self.engine.runner.vocab_size)  # add_request validates too, but with n = 0 it is not called
-        collector = Collector(str(self._prompts), prompt, params, self.tokenizer)
-        self._prompts += 1
-        for index in range(params.n):
-            request = self.engine.add_request(
-                prompt.ids, params, sample_index=index, priority=priority, cache_salt=prompt.cache_salt
-            )
-            self._outputs.open(request)
-            open_samples[request.id] = (collector, index)
-        return collector
-
-    def _run(self, open_samples: dict[int, tuple[Collector, int]], show: bool) -> None:
-        total, tokens, started = len(open_samples), 0, self.engine.log.now()
-        while open_samples:
-            deltas, stopped = self._outputs.process(self.engine.step())
-            for request_id, tokens_shown in stopped:
-                self.engine.abort(request_id, "stop", tokens_shown)
-            for delta in deltas:
-                tokens += len(delta.ids)
-                collector, index = open_samples[delta.request_id]
-                collector.add(index, delta)
-                if delta.finish_reason:
-                    del open_samples[delta.request_id]
-            self.engine.log.trim()
+    def _run(self, show: bool) -> dict[str, RequestOutput]:
+        """Returns the outputs of all open requests, by name."""
+        engine, done = self.llm_engine, dict[str, RequestOutput]()
+        total, before, started = engine.get_num_unfinished_requests(), engine.generated_tokens, time.monotonic()
+        while engine.has_unfinished_requests():
+            done |= {output.request_id: output for output in engine.step()}
             if show:
-                done, rate = total - len(open_samples), tokens / max(1e-9, self.engine.log.now() - started)
-                sys.stderr.write(f"\r{done}/{total} replies, {tokens:,} tokens, {rate:,.0f} tok/s ")
+                tokens = engine.generated_tokens - before
+                rate = tokens / max(1e-9, time.monotonic() - started)
+                sys.stderr.write(f"\r{len(done)}/{total} replies, {tokens:,} tokens, {rate:,.0f} tok/s ")
         if show:
             sys.stderr.write("\n")
+        return done

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.core.step import TokenLogprobs
-from engine.params import SamplingParams
+from engine.params import RequestOutputKind, SamplingParams
 from engine.prompts import Prompt
 from engine.text.output import Delta
 from engine.text.tokenizer import Tokenizer
@@ -103,8 +103,19 @@ class Collector:
                 output.num_cached_tokens = sample.metrics.get("cached_tokens")
                 output.metrics = self._times(sample.metrics)
 
-    def snapshot(self) -> RequestOutput:
-        """Returns a copy of the output, which later deltas do not change."""
+    def take(self) -> RequestOutput | None:
+        """Returns what params.output_kind wants after a delta: the reply so far, the news, or the whole reply (else
+        None). Later deltas do not change it."""
+        if self._params.output_kind is RequestOutputKind.FINAL_ONLY:
+            return self.output if self.output.finished else None
+        taken = self._copy()
+        if self._params.output_kind is RequestOutputKind.DELTA:
+            for sample in self.output.outputs:
+                sample.text, sample.token_ids = "", []
+                sample.logprobs = None if sample.logprobs is None else []
+        return taken
+
+    def _copy(self) -> RequestOutput:
         samples = [
             replace(sample, token_ids=list(sample.token_ids), logprobs=None if sample.logprobs is None
                     else list(sample.logprobs))

@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass, replace
+from enum import Enum
 from types import UnionType
 from typing import Any
 
@@ -17,6 +18,16 @@ MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 1024
 LONGEST_BAD_WORD = 256  # characters
 CONSTRAINTS = ("json_schema", "regex", "choice", "grammar")
+
+
+class RequestOutputKind(Enum):
+    """What the outputs of a reply that is still growing contain."""
+
+    CUMULATIVE = 0  # the reply so far
+    DELTA = 1  # what is new since the last output
+    FINAL_ONLY = 2  # there is one output: the whole reply
+
+
 TYPES: dict[str, tuple[type | UnionType, str]] = {  # field -> (its type, the type in words)
     "logit_bias": (dict | None, "a dict of token id to bias"),
     "ignore_eos": (bool, "a bool"),
@@ -26,6 +37,7 @@ TYPES: dict[str, tuple[type | UnionType, str]] = {  # field -> (its type, the ty
     "regex": (str | None, "a string"),
     "disable_additional_properties": (bool, "a bool"),
     "grammar": (str | None, "a string"),
+    "output_kind": (RequestOutputKind, "a RequestOutputKind"),
 }
 
 
@@ -63,9 +75,11 @@ class StructuredOutputsParams:
         return dict(given) | ({} if closed is None else {"disable_additional_properties": closed})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SamplingParams:
     """How a reply is drawn and when it ends. Names, meanings and defaults are the same as in vLLM.
+
+    The fields can be changed; a request has a copy of its own.
 
     Logits are processed in this order: grammar mask, `allowed_token_ids` and `bad_words`, `logit_bias`, `min_tokens`,
     penalties, `temperature`, `top_k`, `top_p`, `min_p`, then a draw by Gumbel-max. `temperature=0` is an exact argmax.
@@ -98,12 +112,16 @@ class SamplingParams:
     choice: tuple[str, ...] = ()
     disable_additional_properties: bool = True  # objects of json_schema have only the properties that it declares
     grammar: str | None = None  # a context-free grammar in the notation of Lark or llama.cpp (GBNF)
-    # Arguments, not fields. structured_outputs sets the fields of one constraint; the other two are refused.
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # LLM: always FINAL_ONLY
+    # Arguments, not fields. structured_outputs sets the fields of one constraint; the next two are refused, and the
+    # last two have no effect.
     structured_outputs: InitVar[StructuredOutputsParams | dict[str, Any] | None] = None
     guided_decoding: InitVar[Any] = None
     logits_processors: InitVar[Any] = None
+    detokenize: InitVar[bool] = True
+    spaces_between_special_tokens: InitVar[bool] = True
 
-    def __post_init__(self, structured_outputs: Any, guided_decoding: Any, logits_processors: Any) -> None:
+    def __post_init__(self, structured_outputs: Any, guided_decoding: Any, logits_processors: Any, *_: Any) -> None:
         if guided_decoding is not None:
             raise InvalidRequest("guided_decoding is vLLM's old name: use structured_outputs", "guided_decoding")
         if logits_processors:
@@ -119,16 +137,16 @@ class SamplingParams:
             value = getattr(self, name)
             if isinstance(value, str):
                 value = (value,)
-            object.__setattr__(self, name, tuple(value or ()))
+            setattr(self, name, tuple(value or ()))
         if self.stop_token_ids is None:
-            object.__setattr__(self, "stop_token_ids", ())
+            self.stop_token_ids = ()
         for name in ("stop_token_ids", "allowed_token_ids"):  # of numpy or torch, too
             if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, tuple(plain_ids(value)))
+                setattr(self, name, tuple(plain_ids(value)))
         if self.top_k == -1:
-            object.__setattr__(self, "top_k", 0)
+            self.top_k = 0
         if self.seed == -1:
-            object.__setattr__(self, "seed", None)
+            self.seed = None
 
     def _constrain(self, given: Any) -> None:
         if isinstance(given, dict):
@@ -148,7 +166,7 @@ class SamplingParams:
                     f"structured_outputs and {self.constraint} constrain the reply in two ways: use only one",
                     "structured_outputs",
                 )
-            object.__setattr__(self, name, value)
+            setattr(self, name, value)
 
     def clone(self, **changes: Any) -> SamplingParams:
         """Returns a copy with some fields changed, such as `params.clone(temperature=0)`."""

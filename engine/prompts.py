@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from engine.errors import InvalidRequest
 from engine.options import refuse_unknown
@@ -29,6 +29,21 @@ NOT_IN_CHAT = {
     "documents": 'use chat_template_kwargs={"documents": …}',
     "enable_thinking": 'use chat_template_kwargs={"enable_thinking": …}',
 }
+
+
+class TextPrompt(TypedDict):
+    """A prompt as a text."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ ENGINE_LEVELS = (
     ("fields",),
     ("files", "disk_cache"),
     ("params", "kernels", "trace", "eos"),
-    ("config",),
+    ("config", "sampling_params"),
     ("options",),
     ("core", "attention"),
     ("model", "text"),
@@ -31,8 +31,8 @@ ENGINE_LEVELS = (
     ("hub",),
     ("prompts",),
     ("build", "outputs"),
-    ("llm", "process"),
-    ("async_llm",),
+    ("llm_engine", "beam_search", "process"),
+    ("llm", "async_llm"),
 )
 MINITUI_LEVELS = (
     ("text", "visible", "lifeline", "protocol", "settings", "tutor"),

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import tokenizers
 
@@ -25,7 +25,7 @@ from engine.text.tokenizer_file import LONG_TEXT, encode, load
 
 Message = dict[str, Any]
 
-OF_TRANSFORMERS = (("tokenize", True), ("return_dict", False), ("return_tensors", None))  # its arguments and our values
+OF_TRANSFORMERS = (("return_dict", False), ("return_tensors", None))  # its arguments and our values
 PRIVATE_USE = range(0xE000, 0xF900)  # characters without a standard meaning
 # The mark of a chat consists of random PRIVATE_USE characters. It is put into the names of control tokens in messages,
 # so that these names stay text. No message contains it by chance.
@@ -86,15 +86,24 @@ class Tokenizer:
         """Returns the bytes of a token. They may be only a part of a character."""
         return self._decoding.token_bytes(token_id)
 
+    @overload
+    def apply_chat_template(
+        self, messages: list[Message], add_generation_prompt: bool = ..., *, tokenize: Literal[True] = ..., **more: Any
+    ) -> list[int]: ...
+    @overload
+    def apply_chat_template(
+        self, messages: list[Message], add_generation_prompt: bool = ..., *, tokenize: Literal[False], **more: Any
+    ) -> str: ...
     def apply_chat_template(
         self, messages: list[Message], add_generation_prompt: bool = True, *, continue_final_message: bool = False,
-        chat_template: str | None = None, any_length: bool = False, **template: Any,
-    ) -> list[int]:  # fmt: skip
+        chat_template: str | None = None, any_length: bool = False, tokenize: bool = True, **template: Any,
+    ) -> list[int] | str:  # fmt: skip
         """Returns the ids of a conversation. With `add_generation_prompt`, the model continues them with a reply.
 
         continue_final_message   end the ids after the last message's content, so that the model continues this message
         chat_template            the source of a template that replaces the checkpoint's
         any_length               do not check `context`, because the caller cuts the ids
+        tokenize                 False: return the text. If it is encoded, control tokens in messages get their ids
         template                 further arguments for the template (tools, enable_thinking, …)
 
         Only the template can add control tokens: names of control tokens in a message are plain text. Raises
@@ -103,7 +112,7 @@ class Tokenizer:
         if any(template.pop(name, default) is not default for name, default in OF_TRANSFORMERS):
             raise InvalidRequest(
                 f"{', '.join(name for name, _ in OF_TRANSFORMERS)} are not arguments of this tokenizer: "
-                "apply_chat_template returns a list of ids, which generate() takes; render_chat returns the text",
+                "apply_chat_template returns a list of ids, which generate() takes, or a text (tokenize=False)",
                 "chat_template_kwargs",
             )
         generate = add_generation_prompt and not continue_final_message
@@ -122,6 +131,8 @@ class Tokenizer:
             rendered = _up_to_last_message(rendered, shown)
         if not any_length:
             self._check_length(rendered.replace(mark, "") if mark else rendered)
+        if not tokenize:
+            return rendered.replace(mark, "") if mark else rendered
         return self._encode_marked(rendered, mark) if mark else encode(self._tokenizer, rendered, False)
 
     def render_chat(

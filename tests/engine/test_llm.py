@@ -1,8 +1,9 @@
-"""LLM: the engine in-process, under the names vLLM's users know."""
+"""LLM and LLMEngine: the engine in-process, under the names that vLLM's users know."""
 
 from __future__ import annotations
 
 import shutil
+import warnings
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import tokenizers
 import torch
 
 from engine import LLM, AsyncLLM, EngineError, InvalidRequest, SamplingParams, StructuredOutputsParams
+from engine.options import engine_config
+from engine.params import RequestOutputKind
 from engine.process.server import MAX_WAITING
 from minitui.tutor import model_dir
 
@@ -203,8 +206,8 @@ def test_unknown_names_are_errors_and_vllms_name_the_equivalent(llm: LLM) -> Non
         llm.generate("a", GREEDY, lora_request=object())
     with pytest.raises(TypeError, match="chat_template_kwargs"):
         llm.chat(ASKED, GREEDY, enable_thinking=True)
-    with pytest.raises(InvalidRequest, match="render_chat"):
-        llm.get_tokenizer().apply_chat_template(ASKED, tokenize=False)
+    with pytest.raises(InvalidRequest, match="tokenize=False"):
+        llm.get_tokenizer().apply_chat_template(ASKED, return_tensors="pt")
     assert llm.generate("a", GREEDY, lora_request=None)
 
 
@@ -227,29 +230,68 @@ def test_an_output_has_vllms_fields(llm: LLM) -> None:
 
 
 def test_without_parameters_the_checkpoints_own_are_used(llm: LLM) -> None:
-    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0)
+    params = llm.get_default_sampling_params()
+    assert params == SamplingParams(temperature=0.0)
     assert (
         llm.chat(ASKED)[0].outputs[0].token_ids
         == llm.chat(ASKED, SamplingParams(temperature=0))[0].outputs[0].token_ids
     )
+    params.max_tokens, params.stop = 3, "nothing"  # type: ignore[assignment]
+    assert len(llm.chat(ASKED, params)[0].outputs[0].token_ids) == 3 and params.stop == "nothing"
+    assert llm.get_default_sampling_params().max_tokens == 16
 
 
 def test_vllms_options_are_accepted_or_refused_with_the_equivalent() -> None:
     options = {
         "quantization": None, "dtype": "half", "load_format": "dummy", "max_num_seqs": 7, "trust_remote_code": False,
-        "tokenizer": None, "seed": None, "swap_space": 4, "enable_prefix_caching": None,
+        "tokenizer": None, "seed": None, "enable_prefix_caching": None, "num_gpu_blocks_override": 20,
     }  # fmt: skip
-    with LLM(model=str(model_dir()), device="cpu", num_blocks=16, **options) as llm:
+    with LLM(model=str(model_dir()), device="cpu", **options) as llm:
         assert llm.info["dtype"] == "float16" and llm.info["max_num_seqs"] == 7 and llm.info["dummy_weights"]
-        assert llm.info["quantization"] == "none" and llm.info["prefix_caching"]
+        assert llm.info["quantization"] == "none" and llm.info["prefix_caching"] and llm.info["num_blocks"] == 20
     for name, value, sentence in (
-        ("trust_remote_code", True, "never runs"),
         ("load_format", "gguf", "safetensors"),
-        ("speculative_config", {"method": "ngram"}, "prompt-lookup"),
-        ("num_gpu_blocks_override", 5, "num_blocks"),
+        ("speculative_config", {"method": "eagle", "model": "x"}, "only ngram"),
+        ("hf_overrides", {"rope_theta": 5}, "config.json"),
+        ("tokenizer", "another", "model's directory"),
     ):
         with pytest.raises(EngineError, match=sentence):
-            LLM(str(model_dir()), **{name: value})
+            engine_config(str(model_dir()), {name: value})
+    assert engine_config("org/name", {"revision": "v2"}).model == "org/name@v2"
+    assert engine_config(str(model_dir()), {"revision": "v2"}).model == str(model_dir())
+
+
+def test_options_without_effect_are_a_notice_once() -> None:
+    with warnings.catch_warnings(record=True) as notices:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            engine_config("m", {"trust_remote_code": True, "swap_space": 4, "enable_expert_parallel": False})
+    texts = [str(notice.message) for notice in notices]
+    assert len(texts) == 2 and "never runs" in texts[0] and "swap_space=4 has no effect" in texts[1]
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_an_engine_is_driven_step_by_step(llm: LLM, kind: RequestOutputKind) -> None:
+    engine, params = llm.llm_engine, GREEDY.clone(n=2, logprobs=0, output_kind=kind)
+    whole = llm.generate("What is a token?", params)[0]
+    engine.add_request("a", "What is a token?", params)
+    with pytest.raises(InvalidRequest, match="in use"):
+        engine.add_request("a", [5], params)
+    engine.add_request("gone", [5, 6], params.clone(max_tokens=1000))
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += [output for output in engine.step() if output.request_id == "a"]
+        engine.abort_request("gone")
+    assert not llm.engine.has_work and outputs[-1].finished and engine.get_num_unfinished_requests() == 0
+    assert (len(outputs) == 1) == (kind is RequestOutputKind.FINAL_ONLY)
+    for index, sample in enumerate(whole.outputs):
+        parts = [output.outputs[index] for output in outputs]
+        if kind is not RequestOutputKind.DELTA:
+            assert (parts[-1].text, parts[-1].token_ids) == (sample.text, sample.token_ids)
+        else:
+            assert "".join(part.text for part in parts) == sample.text
+            assert [token for part in parts for token in part.token_ids] == sample.token_ids
+            assert [each for part in parts for each in part.logprobs or ()] == sample.logprobs
 
 
 def test_a_seed_of_minus_one_is_random(llm: LLM) -> None:

@@ -1,0 +1,112 @@
+"""LLMEngine adds requests one by one and runs step by step, in this process. Its methods have their names in vLLM.
+
+engine = LLMEngine("Qwen/Qwen3-0.6B")
+engine.add_request("a", "The capital of France is", SamplingParams(max_tokens=20))
+while engine.has_unfinished_requests():
+    for output in engine.step():
+        print(output.outputs[0].text)  # the reply so far
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from engine.build import build_engine
+from engine.errors import InvalidRequest
+from engine.options import EngineArgs, engine_config
+from engine.outputs import Collector, RequestOutput
+from engine.params import SamplingParams
+from engine.prompts import read
+from engine.text.output import OutputProcessor
+
+
+class LLMEngine:
+    """A model and its engine. The options are those of LLM."""
+
+    def __init__(self, model: str, **options: Any) -> None:
+        built = build_engine(engine_config(model, options))
+        self.engine, self.tokenizer, self.info = built.engine, built.tokenizer, built.info
+        self.close = built.close  # also ends the processes of the ranks other than 0
+        self.generated_tokens = 0
+        self._outputs = OutputProcessor(self.tokenizer, self.engine.log)
+        self._samples: dict[int, tuple[Collector, int]] = {}  # by the number of the engine's request
+        self._numbers: dict[str, list[int]] = {}  # of the samples of an open request
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLMEngine:
+        """Returns an LLMEngine with these options."""
+        return cls(**asdict(engine_args))
+
+    def add_request(
+        self, request_id: str, prompt: Any, params: SamplingParams, *, add_special_tokens: bool = True,
+        priority: int = 0,
+    ) -> None:  # fmt: skip
+        """Add a request, in a form that LLM.generate takes. Raises InvalidRequest."""
+        if not isinstance(params, SamplingParams):
+            kind = type(params).__name__
+            raise InvalidRequest(f"sampling_params contains a {kind}: it must be SamplingParams", "sampling_params")
+        if request_id in self._numbers:
+            raise InvalidRequest(f"request_id {request_id!r} is in use: another request with this name has not ended",
+                                 "request_id")  # fmt: skip
+        params = params.clone()  # the caller may change its own
+        params.validate(self.engine.runner.vocab_size)  # the engine validates too, but with n = 0 it is not called
+        found = read(prompt, self.tokenizer, add_special_tokens)
+        collector = Collector(request_id, found, params, self.tokenizer)
+        numbers: list[int] = []
+        self._numbers[request_id] = numbers
+        try:
+            for index in range(params.n):
+                request = self.engine.add_request(
+                    found.ids, params, sample_index=index, priority=priority, cache_salt=found.cache_salt
+                )
+                self._outputs.open(request)
+                self._samples[request.id] = (collector, index)
+                numbers.append(request.id)
+        except BaseException:
+            self.abort_request([request_id])
+            raise
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; return the outputs of the requests that have news, as params.output_kind wants them."""
+        deltas, stopped = self._outputs.process(self.engine.step())
+        for number, tokens_shown in stopped:
+            self.engine.abort(number, "stop", tokens_shown)
+        changed: dict[str, Collector] = {}
+        for delta in deltas:
+            collector, index = self._samples[delta.request_id]
+            collector.add(index, delta)
+            self.generated_tokens += len(delta.ids)
+            changed[collector.output.request_id] = collector
+            if delta.finish_reason:
+                del self._samples[delta.request_id]
+        self.engine.log.trim()
+        outputs = []
+        for request_id, collector in changed.items():
+            if collector.output.finished:
+                del self._numbers[request_id]
+            if (output := collector.take()) is not None:
+                outputs.append(output)
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        """Returns True if step() has something to do."""
+        return bool(self._numbers)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Returns the number of requests that have not ended."""
+        return len(self._numbers)
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """End requests; there are no further outputs of them. Requests that have ended are left out."""
+        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            for number in self._numbers.pop(request_id, ()):
+                if self._samples.pop(number, None) is not None:
+                    self._outputs.close(number, "abort")
+                    self.engine.abort(number)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. Returns True, as in vLLM."""
+        self.engine.clear_cache()
+        return True

@@ -1,0 +1,296 @@
+"""Scripts in the shapes of vLLM's offline examples run with another import.
+
+Each function is a script: its imports are vLLM's with `engine` in place of the module's name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from minitui.tutor import model_dir
+
+PROMPTS = ["Hello, my name is", "The capital of France is", "The future of AI is"]
+TALK = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What is a block?"}]
+TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+SCRIPTS: list[Callable[[str], Any]] = []
+
+
+def script(function: Callable[[str], Any]) -> Callable[[str], Any]:
+    SCRIPTS.append(function)
+    return function
+
+
+@script
+def basic(model: str) -> None:
+    from engine import LLM, SamplingParams
+
+    llm = LLM(model=model)
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.8, top_p=0.95))
+    assert [output.prompt for output in outputs] == PROMPTS and all(output.outputs[0].text for output in outputs)
+
+
+@script
+def basic_with_the_models_own_sampling(model: str) -> None:
+    from engine import LLM
+
+    llm = LLM(model=model)
+    sampling_params = llm.get_default_sampling_params()
+    assert len(llm.generate(PROMPTS, sampling_params)) == 3
+
+
+@script
+def generate_with_arguments_of_the_command_line(model: str) -> None:
+    from engine import LLM, EngineArgs, FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    group = parser.add_argument_group("Engine arguments")
+    EngineArgs.add_cli_args(group)
+    group.set_defaults(model=model)
+    parser.add_argument("--max-tokens", type=int)
+    args = vars(parser.parse_args(["--max-tokens", "5", "--max_model_len", "200", "--trust-remote-code"]))
+    max_tokens = args.pop("max_tokens")
+    llm = LLM(**args)
+    sampling_params = llm.get_default_sampling_params()
+    sampling_params.max_tokens = max_tokens
+    sampling_params.top_k = -1
+    sampling_params.ignore_eos = True
+    assert len(llm.generate(PROMPTS, sampling_params)[0].outputs[0].token_ids) == 5
+
+
+@script
+def chat_with_arguments_of_the_command_line(model: str) -> None:
+    from engine import LLM, EngineArgs, SamplingParams
+
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    parser.set_defaults(model=model)
+    args = parser.parse_args(["--enforce-eager"])
+    llm = LLM(**vars(args))
+    params = SamplingParams(max_tokens=5)
+    assert len(llm.chat(TALK, params, use_tqdm=False)) == 1
+    assert len(llm.chat([TALK] * 10, params, use_tqdm=True)) == 10
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert llm.chat([TALK], params, chat_template=template)[0].prompt == "Be short.What is a block?"
+
+
+@script
+def chat_with_tools(model: str) -> None:
+    from engine import LLM
+    from engine.sampling_params import SamplingParams
+
+    llm = LLM(model=model, tokenizer_mode="mistral", config_format="mistral", load_format="mistral")
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "What time is it?"}]
+    params = SamplingParams(max_tokens=16, temperature=0.0)
+    messages.append({"role": "assistant", "content": llm.chat(messages, params, tools=[TOOL])[0].outputs[0].text})
+    messages.append({"role": "tool", "content": "noon", "tool_call_id": "123456789"})
+    assert "now" in (llm.chat(messages, params, tools=[TOOL])[0].prompt or "")
+
+
+@script
+def structured_outputs(model: str) -> None:
+    pytest.importorskip("llguidance", reason="the extra 'structured' is not installed")
+    from engine import LLM, SamplingParams
+    from engine.sampling_params import StructuredOutputsParams
+
+    llm = LLM(model=model, max_model_len=100)
+    schema = {"type": "object", "properties": {"kind": {"enum": ["a", "b"]}}, "required": ["kind"]}
+    grammar = 'root ::= "SELECT " column\ncolumn ::= "col_1 " | "col_2 "'
+    for given in ({"choice": ["yes", "no"]}, {"regex": r"\w+@\w+\.com\n"}, {"json": schema}, {"grammar": grammar}):
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(**given), stop=["\n"])
+        assert llm.generate(prompts="Classify this.", sampling_params=params)[0].outputs[0].text
+
+
+@script
+def prefix_caching(model: str) -> None:
+    from engine import LLM, SamplingParams
+
+    prefix = "You are an expert school principal who writes clear questions for teachers. " * 4
+    prompts, params = [prefix + prompt for prompt in PROMPTS], SamplingParams(temperature=0.0)
+    regular = LLM(model=model, gpu_memory_utilization=0.4)
+    expected = [output.outputs[0].text for output in regular.generate(prompts, params)]
+    del regular
+    cached = LLM(model=model, enable_prefix_caching=True, gpu_memory_utilization=0.4)
+    cached.generate(prompts[0], params)
+    outputs = cached.generate(prompts, params)
+    assert [output.outputs[0].text for output in outputs] == expected and outputs[1].num_cached_tokens
+    assert cached.reset_prefix_cache()
+
+
+@script
+def an_engine_step_by_step(model: str) -> None:
+    from engine import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(["--model", model])))
+    waiting = [
+        (PROMPTS[0], SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1)),
+        (PROMPTS[1], SamplingParams(temperature=0.8, top_k=5, presence_penalty=0.2)),
+        (PROMPTS[2], SamplingParams(n=2, temperature=0.8, top_p=0.95, frequency_penalty=0.1)),
+    ]
+    number, finished = 0, list[RequestOutput]()
+    while waiting or engine.has_unfinished_requests():
+        if waiting:
+            prompt, params = waiting.pop(0)
+            engine.add_request(str(number), prompt, params)
+            number += 1
+        finished += [output for output in engine.step() if output.finished]
+    assert sorted(len(output.outputs) for output in finished) == [1, 1, 2]
+
+
+@script
+def a_stream_of_the_asynchronous_engine(model: str) -> None:
+    from engine import AsyncEngineArgs, AsyncLLM
+    from engine.sampling_params import RequestOutputKind, SamplingParams
+
+    async def main() -> None:
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, enforce_eager=True))
+        try:
+            params = SamplingParams(max_tokens=8, seed=42, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+            tokens: list[int] = []
+            async for output in engine.generate(request_id="one", prompt=PROMPTS[0], sampling_params=params):
+                for completion in output.outputs:
+                    tokens += completion.token_ids
+            assert output.finished and len(tokens) == 8
+        finally:
+            engine.shutdown()
+
+    asyncio.run(main())
+
+
+@script
+def pause_and_resume(model: str) -> None:
+    from engine import AsyncEngineArgs, AsyncLLM, SamplingParams
+
+    async def main() -> None:
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, enforce_eager=True))
+        seen: list[int] = []
+
+        async def read() -> Any:
+            params = SamplingParams(max_tokens=300, ignore_eos=True)
+            async for output in engine.generate(request_id="r", prompt=PROMPTS[0], sampling_params=params):
+                seen.append(len(output.outputs[0].token_ids))
+            return output
+
+        try:
+            reading = asyncio.create_task(read())
+            while len(seen) < 5:
+                await asyncio.sleep(0.001)
+            await engine.pause_generation(mode="keep")
+            client = await engine.start()
+            known = len((await client.snapshot())["requests"])
+            before = (await client.snapshot())["step"]
+            await asyncio.sleep(0.05)
+            assert known == 1 and (await client.snapshot())["step"] == before and not reading.done()
+            await engine.resume_generation()
+            assert (await reading).finished and seen[-1] == 300
+        finally:
+            engine.shutdown()
+
+    asyncio.run(main())
+
+
+@script
+def reproducibility(model: str) -> None:
+    from engine import LLM, SamplingParams
+
+    llm = LLM(model=model, seed=42)
+    params = SamplingParams(temperature=0.8, top_p=0.95, seed=42)
+    first, again = (
+        [output.outputs[0].token_ids for output in llm.generate(PROMPTS, sampling_params=params)] for _ in range(2)
+    )
+    assert first == again
+
+
+@script
+def speculative_decoding(model: str) -> None:
+    from engine import LLM, SamplingParams, TokensPrompt
+
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 5, "prompt_lookup_min": 2}
+    llm = LLM(
+        model=model, trust_remote_code=True, tensor_parallel_size=1, enable_chunked_prefill=True, enforce_eager=False,
+        gpu_memory_utilization=0.8, speculative_config=config, disable_log_stats=False, max_model_len=512,
+        max_num_seqs=None, limit_mm_per_prompt={"image": 5}, disable_chunked_mm_input=True,
+    )  # fmt: skip
+    ids = [llm.get_tokenizer().encode(text, add_special_tokens=False) for text in PROMPTS]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    outputs = llm.generate([TokensPrompt(prompt_token_ids=each) for each in ids], sampling_params=params)
+    assert sum(output.outputs[0].metrics["accepted_tokens"] for output in outputs) > 0
+    assert llm.info["speculation"] == {"method": "prompt-lookup", "tokens": 3}
+
+
+@script
+def one_rank_of_several(model: str) -> None:
+    from engine import LLM, SamplingParams
+
+    llm = LLM(
+        model=model, tensor_parallel_size=1, enforce_eager=True, enable_expert_parallel=True, max_num_seqs=64,
+        trust_remote_code=False, distributed_executor_backend="mp", max_model_len=None, quantization=None,
+        compilation_config={"level": 3},
+    )  # fmt: skip
+    assert len(llm.generate(PROMPTS, SamplingParams(max_tokens=[16, 20][1]))) == 3
+
+
+@script
+def random_weights(model: str) -> None:
+    from engine import LLM, RequestOutput, SamplingParams
+
+    llm = LLM(model=model, load_format="dummy", enforce_eager=True, cpu_offload_gb=10, swap_space=4)
+    outputs: list[RequestOutput] = llm.generate(PROMPTS, SamplingParams(temperature=0.8, top_p=0.95))
+    assert len(outputs) == 3
+
+
+@script
+def beam_search(model: str) -> None:
+    from engine import LLM, BeamSearchParams, TextPrompt
+
+    outputs = LLM(model=model).beam_search(
+        [TextPrompt(prompt=prompt) for prompt in PROMPTS], BeamSearchParams(beam_width=3, max_tokens=4)
+    )
+    assert all(output.sequences[0].text.startswith(prompt) for output, prompt in zip(outputs, PROMPTS, strict=True))
+
+
+@script
+def a_chat_rendered_by_the_tokenizer(model: str) -> None:
+    from engine import LLM, SamplingParams
+
+    llm = LLM(model)
+    tokenizer = llm.get_tokenizer()
+    text = tokenizer.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer.apply_chat_template(TALK, add_generation_prompt=True)
+    params = SamplingParams(max_tokens=5, temperature=0, detokenize=True)
+    outputs = [llm.generate(text, params), llm.generate({"prompt_token_ids": ids}, params), llm.chat(TALK, params)]
+    assert outputs[0][0].prompt_token_ids == ids
+    assert len({tuple(output.outputs[0].token_ids) for [output] in outputs}) == 1
+
+
+@script
+def options_as_a_dict(model: str) -> None:
+    from engine import LLM, EngineArgs, SamplingParams
+
+    engine_args = EngineArgs(model=model, max_model_len=128, max_num_seqs=2, limit_mm_per_prompt={"image": 1})
+    engine_args.max_num_seqs = 3
+    llm = LLM(**(asdict(engine_args) | {"seed": 7}))
+    assert llm.info["max_num_seqs"] == 3
+    params = [SamplingParams(max_tokens=length) for length in (2, 3, 4)]
+    outputs = llm.generate([{"prompt": prompt} for prompt in PROMPTS], params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [2, 3, 4]
+
+
+@script
+def logprobs_of_the_prompt_and_the_reply(model: str) -> None:
+    from engine import LLM, SamplingParams
+
+    llm = LLM(model=model, max_logprobs=20)
+    [output] = llm.generate("The future", SamplingParams(max_tokens=2, logprobs=5, prompt_logprobs=0))
+    assert output.prompt_logprobs and output.prompt_logprobs[0] is None and len(output.outputs[0].logprobs or ()) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.* has no effect:UserWarning")
+@pytest.mark.parametrize("run", SCRIPTS, ids=lambda run: run.__name__)
+def test_a_script_for_vllm_runs(run: Callable[[str], Any]) -> None:
+    run(str(model_dir()))
