@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import EngineError
+from engine.worker import quantised
 from minitui import tutor
-from minitui.cli.verify import NEW_TOKENS, Reference, _same_tokens, run_verify
+from minitui.cli import verify
+from minitui.cli.verify import NEW_TOKENS, PROMPTS, Reference, _same_tokens, run_verify
 from tests.support.families import checkpoint
 from tests.support.gguf_files import HELD, add_tokenizer, write_gguf
 from tests.support.images import save_layouts, with_images
@@ -101,6 +105,85 @@ def test_a_random_checkpoint_of_a_family_passes(kind: str, tmp_path: Path, capsy
     checkpoint(kind, 1, tmp_path, vocab_size=with_the_tutor_s_tokenizer(tmp_path))
     code = run_verify(str(tmp_path), "float64", "cpu", as_json=True)
     assert code == 0, capsys.readouterr().out
+
+
+Plant = Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]
+
+
+def leaf(tensors: dict[str, torch.Tensor], name: str) -> str:
+    return f"model.layers.1.{name}.weight"
+
+
+def swap(tensors: dict[str, torch.Tensor], one: str, other: str) -> None:
+    one, other = leaf(tensors, one), leaf(tensors, other)
+    tensors[one], tensors[other] = tensors[other], tensors[one]
+
+
+FAULTS: dict[str, tuple[str, Plant]] = {  # name -> the family in which it is planted, and how
+    "eps times 1.5": ("qwen3", lambda config, _: config.update(rms_norm_eps=1.5e-6)),
+    "theta off by 1e-4": ("qwen3", lambda config, _: config.update(rope_theta=10_001.0)),
+    "no norm of queries": ("qwen3", lambda _, t: t[leaf(t, "self_attn.q_norm")].fill_(1)),
+    "no norm of keys": ("qwen3", lambda _, t: t[leaf(t, "self_attn.k_norm")].fill_(1)),
+    "gate and up swapped": ("qwen3", lambda _, t: swap(t, "mlp.gate_proj", "mlp.up_proj")),
+    "a number of a norm": ("qwen3", lambda _, t: t[leaf(t, "input_layernorm")].view(-1)[3].mul_(1.001)),
+    "scores scaled by 1.001": ("gemma2", lambda config, _: config.update(
+        query_pre_attn_scalar=config["query_pre_attn_scalar"] * 1.002)),
+    "soft cap of logits": ("gemma2", lambda config, _: config.update(
+        final_logit_softcapping=(config["final_logit_softcapping"] or 30.0) + 0.01)),
+    "a window one wider": ("gemma2", lambda config, _: config.update(sliding_window=config["sliding_window"] + 1)),
+    "residual times 1.001": ("granite", lambda config, _: config.update(
+        residual_multiplier=config["residual_multiplier"] * 1.001)),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Reference]]:
+    """A family's random checkpoint, and what transformers computes for two short prompts."""
+
+    @cache
+    def get(kind: str) -> tuple[Path, Reference]:
+        directory = tmp_path_factory.mktemp(kind)
+        more = {"residual_multiplier": 0.22} if kind == "granite" else {}
+        checkpoint(kind, 1, directory, vocab_size=with_the_tutor_s_tokenizer(directory), **more)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(verify, "PROMPTS", PROMPTS[:2])
+            patch.setattr(verify, "NEW_TOKENS", 4)
+            return directory, verify.run_reference(directory, torch.float64, torch.device("cpu"))
+
+    return get
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_small_fault_is_found(
+    name: str, sound: Callable[[str], tuple[Path, Reference]], tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The engine gets the checkpoint with the fault, and transformers the sound one."""
+    kind, plant = FAULTS[name]
+    source, reference = sound(kind)
+    monkeypatch.setattr(verify, "NEW_TOKENS", 4)
+    directory = tmp_path / "m"
+    shutil.copytree(source, directory)
+    (check, *_) = verify.compare(directory, reference, "float64", "cpu")
+    assert check.passed, check.detail
+    config, tensors = json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
+    plant(config, tensors)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (check, *_) = verify.compare(directory, reference, "float64", "cpu")
+    assert not check.passed, check.detail
+
+
+def test_memory_decides_about_float64(monkeypatch: Any, capsys: Any) -> None:
+    """Without it, the tolerance is a multiple of the difference that transformers has from itself."""
+    monkeypatch.setattr(verify, "PROMPTS", PROMPTS[:1])
+    for free, name in (1 << 40, "float64"), (0, "float32"):
+        monkeypatch.setattr(quantised, "free_memory", lambda free=free: free)
+        monkeypatch.setattr(verify, "run_reference", lambda _, dtype, *__: pytest.fail(str(dtype)))
+        with pytest.raises(pytest.fail.Exception, match=name):
+            run_verify(str(tutor.model_dir()), "auto", "cpu", as_json=True)
+    assert Reference([], [], [], noise=3e-5).tolerance("float32") == pytest.approx(3e-4)
+    assert Reference([], [], [], noise=9.0).tolerance("float32") == 1e-2
+    assert Reference([], [], []).tolerance("bfloat16") == 0.05
 
 
 def with_the_tutor_s_tokenizer(directory: Path) -> int:
