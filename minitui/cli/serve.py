@@ -70,6 +70,9 @@ def serve(
     trust_request_chat_template: Annotated[
         bool, typer.Option("--trust-request-chat-template", help="Let requests replace the model's chat template.")
     ] = False,
+    ignore_unknown_fields: Annotated[
+        bool, typer.Option("--ignore-unknown-fields", help="Ignore unknown fields of requests, instead of an error.")
+    ] = False,
     max_waiting: Annotated[
         int, typer.Option(min=0, help="Maximum number of waiting sequences; further requests are refused (429).")
     ] = 128,
@@ -106,6 +109,7 @@ def serve(
         cors_origins=tuple(cors_origin or ()),
         allowed_hosts=tuple(allowed_host or ()),
         open_metrics=metrics_without_key,
+        ignore_unknown_fields=ignore_unknown_fields,
         hide_text=hide_text,
         served_names=tuple(dict.fromkeys(served_model_name or [choice.label])),
         trust_request_template=trust_request_chat_template,

@@ -7,7 +7,7 @@
     service.py       owns the engine client: loading, restart, admission, drain
     broadcast.py     sends the engine's records to all watchers
     metrics.py       the values of /metrics; prometheus.py writes them as text; http_metrics.py: those of HTTP requests
-    strict.py        the base classes of requests; unknown.py finds the fields that are ignored
+    strict.py        the base classes of requests; unknown.py refuses unknown fields
     notices.py       tells callers what was ignored: the header X-Minitui-Warning
     schema.py        the fields that requests share; chat_schema.py, text_schema.py, constraints.py: the other fields
     reply_schema.py  the fields of answers

@@ -22,6 +22,7 @@ from minitui.server.notices import HEADER, begin, header
 from minitui.server.origins import authority, is_same_origin
 from minitui.server.service import Service
 from minitui.server.settings import Role, ServerSettings
+from minitui.server.unknown import ignoring
 
 OPEN = ("/", "/health", "/ping", "/ready", "/version")  # need no key
 ROLES = {
@@ -59,6 +60,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         began, status, notices = time.monotonic(), 0, begin()
+        ignoring.set(self.settings.ignore_unknown_fields)
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
         head = scope["method"] == "HEAD"

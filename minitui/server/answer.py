@@ -247,7 +247,8 @@ class OpenAIAnswer(Answer):
     def scheduling(self, body: Sampled) -> dict[str, Any]:
         """Returns the arguments of EngineClient.submit for the request's priority and cache salt."""
         if body.priority and self.service.config.scheduling_policy != "priority":
-            notice("priority has no effect: this server was not started with --scheduling-policy priority")
+            sentence = "priority has no effect: leave it out, or start the server with --scheduling-policy priority"
+            raise ApiError(400, sentence, "priority")
         return {"priority": body.priority or 0, "cache_salt": body.cache_salt or ""}
 
     def token_ids(self, body: Sampled, output: Output) -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from engine.params import MAX_LOGPROBS
 from engine.text.chat_template import LONGEST_SOURCE
 from minitui.server.schema import MAX_METADATA, Sampled
-from minitui.server.strict import Strict, at_most
+from minitui.server.strict import Open, Strict, at_most
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
@@ -18,7 +18,7 @@ NOT_TEXT = {"image_url": "images", "input_image": "images", "image": "images", "
             "audio_url": "audio", "video_url": "videos", "file": "files", "input_file": "files"}  # fmt: skip
 
 
-class TextPart(Strict):
+class TextPart(Open):
     type: Literal["text", "input_text", "output_text", "refusal"] = "text"
     text: str
 
@@ -33,19 +33,19 @@ class TextPart(Strict):
         return value
 
 
-class CalledFunction(Strict):
+class CalledFunction(Open):
     name: str = Field(min_length=1, max_length=256)
     arguments: str
 
 
-class ToolCall(Strict):
+class ToolCall(Open):
     id: str = Field(max_length=256)
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None
 
 
-class ChatMessage(Strict):
+class ChatMessage(Open):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = Field(None, max_length=256)
@@ -54,12 +54,7 @@ class ChatMessage(Strict):
     reasoning_content: str | None = None
     reasoning: str | None = None  # another name of reasoning_content
     function_call: CalledFunction | None = None  # the form of tool_calls before 2023-11; its results have role function
-    # Fields of an answer that clients send back with the message; no effect.
-    id: str | None = None
-    refusal: str | None = None
-    annotations: list[Any] | None = None
     audio: None = None
-    provider_specific_fields: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _has_content(self) -> ChatMessage:
@@ -86,6 +81,8 @@ class ChatMessage(Strict):
 
 
 class Function(Strict):
+    ignored = frozenset({"cache_control"})
+
     name: str = Field(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.-]+$")  # OpenAI: 64, Anthropic: 128
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -93,6 +90,8 @@ class Function(Strict):
 
 
 class Tool(Strict):
+    ignored = frozenset({"cache_control"})
+
     type: Literal["function"]
     function: Function
 
@@ -144,6 +143,12 @@ class ResponseFormat(Strict):
 
 class ChatRequest(Sampled):
     """POST /v1/chat/completions."""
+
+    ignored = Sampled.ignored | {"prediction", "prompt_cache_options"}
+    refused: ClassVar = {
+        **Sampled.refused, "audio": "this server's models write text only",
+        "web_search_options": "this server runs no tools itself",
+    }  # fmt: skip
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: int | None = Field(None, ge=1, le=1 << 31)

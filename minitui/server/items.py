@@ -22,7 +22,7 @@ from minitui.server.errors import ApiError, as_api_error
 from minitui.server.reply_parser import END_THINK
 from minitui.server.schema import Sampled
 from minitui.server.service import Service
-from minitui.server.strict import Strict
+from minitui.server.strict import Open
 
 Message = dict[str, Any]
 
@@ -37,12 +37,6 @@ class Item:
     call_id: str = ""
     text: str = ""
     complete: bool = True  # False: the reply reached its length limit inside this item
-
-
-class Open(Strict):
-    """A part of a request whose unknown fields are ignored without a notice: these APIs often get new fields."""
-
-    reports_unknown: ClassVar[bool] = False
 
 
 class Typed(Open):

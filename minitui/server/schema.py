@@ -1,6 +1,6 @@
 """Defines the fields that several requests share. Types are strict: "5" is not a number.
 
-Unknown fields are ignored, and the caller gets a notice (unknown.py). Some fields that clients send are accepted but
+Unknown fields are refused (unknown.py). Some fields that clients send are accepted but
 have no effect; comments mark them.
 
 A body may have a million faults, and collecting all of them would take longer than a reply. So checking a list stops at
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -49,6 +49,12 @@ class StreamOptions(Strict):
 
 class Sampled(Body):
     """Sampling parameters, and the other fields that chats and completions share. null means the default."""
+
+    refused: ClassVar = dict.fromkeys(
+        ("use_beam_search", "length_penalty", "early_stopping", "best_of", "documents", "echo",
+         "return_tokens_as_token_ids"),
+        "leave it out",
+    )  # their defaults are accepted: clients of vLLM send them
 
     model: str | None = Field(None, max_length=512)
     n: int | None = Field(None, ge=1, le=MAX_SEQUENCES)

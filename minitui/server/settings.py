@@ -38,6 +38,7 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()  # sites whose pages may use this server: "https://example.org", or "*"
     allowed_hosts: tuple[str, ...] = ()  # names in the Host header besides localhost; "*.example.org": all below it
     open_metrics: bool = False  # /metrics needs no key
+    ignore_unknown_fields: bool = False  # of requests; else they are refused
     hide_text: bool = False  # token ids of prompts and replies are masked in the telemetry
     max_body: int = 4 << 20
     body_s: float = 30.0  # a request's body must arrive within this time

@@ -1,12 +1,13 @@
-"""The base classes of request bodies: types are strict ("5" is not a number), and unknown fields are ignored."""
+"""The base classes of request bodies: types are strict ("5" is not a number), and unknown fields are refused."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ModelWrapValidatorHandler, model_validator
 
-from minitui.server.unknown import tell_of_unknown_fields
+from minitui.server.unknown import check_unknown_fields
 
 MAX_FIELDS = 100  # in one object; the largest valid request has about 75
 
@@ -25,7 +26,9 @@ def at_most(count: int) -> BeforeValidator:
 class Strict(BaseModel):
     """A part of a request body."""
 
-    reports_unknown: ClassVar[bool] = True  # False: unknown fields in it are ignored without a notice
+    refuses_unknown: ClassVar[bool] = True
+    ignored: ClassVar[frozenset[str]] = frozenset()  # fields that clients send, without effect here
+    refused: ClassVar[Mapping[str, str]] = {}  # fields that would change the reply, but are not supported -> the reason
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
 
     @model_validator(mode="before")
@@ -36,12 +39,21 @@ class Strict(BaseModel):
         return value
 
 
+class Open(Strict):
+    """A part of a request whose unknown fields are ignored.
+
+    These are parts that clients send back as they got them from this or another server, with its additions.
+    """
+
+    refuses_unknown: ClassVar[bool] = False
+
+
 class Body(Strict):
-    """A whole request body. The caller is told which fields are unknown, in the body and in its parts."""
+    """A whole request body. Unknown fields, in the body and in its parts, are refused."""
 
     @model_validator(mode="wrap")
     @classmethod
-    def _tell(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _check(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         body = handler(value)
-        tell_of_unknown_fields(body, value)
+        check_unknown_fields(body, value)
         return body

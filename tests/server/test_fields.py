@@ -1,4 +1,4 @@
-"""The fields that vLLM's, SGLang's and older OpenAI clients send: each is obeyed, or ignored with a notice."""
+"""The fields that vLLM's, SGLang's and older OpenAI clients send: each is obeyed or refused."""
 
 from __future__ import annotations
 
@@ -62,32 +62,106 @@ def ids_of(server: Running, words: str) -> list[int]:
 # ---- unknown fields
 
 
-def test_unknown_fields_are_ignored_with_a_header_and_one_log_line(
+SPELLINGS = {  # path -> (a request, with a field that this server does not know; the name in the error)
+    CHAT: ({"messages": [QUESTION], "temprature": 1}, "temprature (did you mean temperature?)"),
+    TEXT: ({"prompt": "x", "max_token": 1}, "max_token (did you mean max_tokens?)"),
+    "/v1/responses": ({"input": "x", "instruction": "y"}, "instruction (did you mean instructions?)"),
+    "/v1/messages": ({"messages": [QUESTION], "max_tokens": 1, "sytem": "y"}, "sytem (did you mean system?)"),
+    "/v1/messages/count_tokens": ({"messages": [QUESTION], "colour": "red"}, "colour"),
+    "/generate": ({"prompt": "x", "seeds": 1}, "seeds (did you mean seed?)"),
+    "/tokenize": ({"prompt": "x", "colour": "red"}, "colour"), "/detokenize": ({"tokens": [5], "colour": 1}, "colour"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", SPELLINGS)
+def test_an_unknown_field_is_refused(server: Running, path: str) -> None:
+    body, name = SPELLINGS[path]
+    answer = server.post(path, body)
+    assert answer.status_code == 400, answer.text
+    assert f"unknown field {name}: leave it out" in answer.json()["error"]["message"]
+    assert server.post(path, {key: None if key in name else value for key, value in body.items()}).status_code == 200
+
+
+@pytest.mark.parametrize(("path", "fields", "name"), [
+    (CHAT, {"response_format": {"type": "json_object", "json_scheme": {}}}, "response_format.json_scheme"),
+    (CHAT, {"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
+    (CHAT, {"tools": [{**TOOLS[0], "function": {"name": "f", "paramaters": {}}}]}, "tools.function.paramaters"),
+    (CHAT, {"stream_options": {"include_usages": True}}, "stream_options.include_usages"),
+    ("/v1/responses", {"text": {"formats": {}}}, "text.formats"),
+    ("/v1/messages", {"output_config": {"formatt": {}}}, "output_config.formatt"),
+])  # fmt: skip
+def test_so_is_one_in_a_part_that_shapes_the_reply(server: Running, path: str, fields: Any, name: str) -> None:
+    start = {"input": "x"} if path == "/v1/responses" else {"messages": [QUESTION], "max_tokens": 1}
+    error = server.post(path, {**start, **fields}).json()["error"]
+    assert f"unknown field {name} (did you mean" in error["message"]
+
+
+def test_unknown_fields_of_messages_are_ignored(server: Running) -> None:
+    """Clients send back what other servers added to their messages."""
+    parts = [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]
+    said = {"role": "assistant", "content": "y", "reasoning_details": []}
+    messages = [QUESTION, said, {**QUESTION, "content": parts}]
+    answer = server.post(CHAT, {"messages": messages, "max_tokens": 1})
+    assert answer.status_code == 200 and "X-Minitui-Warning" not in answer.headers, answer.text
+
+
+@pytest.mark.parametrize(("path", "name", "value", "default"), [
+    (CHAT, "use_beam_search", True, False), (CHAT, "length_penalty", 0.5, 1.0), (TEXT, "best_of", 2, 1),
+    (CHAT, "audio", {"voice": "x"}, None), (CHAT, "web_search_options", {"x": 1}, {}), (TEXT, "documents", [{}], []),
+    ("/v1/messages", "compaction", {"type": "x"}, None), ("/v1/messages", "mcp_servers", [{"url": "x"}], []),
+    ("/v1/responses", "context_management", [{"type": "compaction"}], []),
+])  # fmt: skip
+def test_what_would_change_the_reply_is_refused_unless_it_is_the_default(
+    server: Running, path: str, name: str, value: Any, default: Any
+) -> None:
+    start = {TEXT: {"prompt": "x"}, "/v1/responses": {"input": "x", "max_output_tokens": 1}}.get(path)
+    body = start or {"messages": [QUESTION], "max_tokens": 1}
+    refused = server.post(path, {**body, name: value})
+    assert refused.status_code == 400 and f"{name} is not supported: " in refused.json()["error"]["message"]
+    assert server.post(path, {**body, name: default}).status_code == 200
+
+
+def test_every_field_of_the_official_clients_has_its_decision() -> None:
+    """A new version of a client has new fields: each is obeyed, ignored or refused with its reason."""
+    pytest.importorskip("openai"), pytest.importorskip("anthropic")
+    from anthropic.types import message_create_params as messages
+    from anthropic.types.beta import message_create_params as beta
+    from openai.types import completion_create_params as completions
+    from openai.types.chat import completion_create_params as chats
+    from openai.types.responses import response_create_params as responses
+
+    from minitui.server.chat_schema import ChatRequest
+    from minitui.server.messages.schema import MessagesRequest
+    from minitui.server.responses.schema import ResponsesRequest
+    from minitui.server.text_schema import CompletionRequest
+
+    undecided = {"moderation"}  # refused as unknown: this server moderates nothing
+    for request, params in (
+        (ChatRequest, chats.CompletionCreateParamsBase), (CompletionRequest, completions.CompletionCreateParamsBase),
+        (ResponsesRequest, responses.ResponseCreateParamsBase), (MessagesRequest, messages.MessageCreateParamsBase),
+        (MessagesRequest, beta.MessageCreateParamsBase),
+    ):  # fmt: skip
+        known = {field.alias or name for name, field in request.model_fields.items()}
+        decided = known | request.ignored | {*request.refused} | undecided
+        assert params.__required_keys__ | params.__optional_keys__ <= decided, params
+
+
+def test_the_operator_can_let_unknown_fields_be_ignored(
     server: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notices, "_logged", set())
-    message = {**QUESTION, "mood": "good"}
-    body = {"messages": [message, message], "max_tokens": 2, "temprature": 1, "a\x1b[31m\r\nb": 1}
-    expected = "ignored unknown fields messages.mood, temprature, a?[31m??b"
+    settings = dataclasses.replace(server.service.settings, ignore_unknown_fields=True)
+    monkeypatch.setattr(server.service, "settings", settings)
+    body = {"messages": [QUESTION], "max_tokens": 2, "colour": 1, "a\x1b[31m\r\nb": 1}
+    expected = "ignored unknown fields colour, a?[31m??b"
     for _ in range(2):
         answer = server.post(CHAT, body)
-        assert answer.status_code == 200
-        assert answer.headers["X-Minitui-Warning"] == expected
+        assert (answer.status_code, answer.headers["X-Minitui-Warning"]) == (200, expected)
     logged = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
     assert logged == [f"notice to a caller: {expected}"]
     blank = server.post("/tokenize", {"prompt": "x", "": 1, " ": 2, "y ": 3, f"{'z' * 63} z": 4})
     assert blank.headers["X-Minitui-Warning"] == f'ignored unknown fields "", y, {"z" * 63}'
-    stream = server.post(CHAT, {**body, "stream": True})
-    assert stream.headers["X-Minitui-Warning"] == expected
-    known = server.post(CHAT, {"messages": [QUESTION], "max_tokens": 2, "store": True, "verbosity": "low"})
-    assert "X-Minitui-Warning" not in known.headers
-
-
-@pytest.mark.parametrize("path", ["/generate", TEXT, "/tokenize", "/detokenize"])
-def test_so_are_those_of_other_endpoints(server: Running, path: str) -> None:
-    fields = {"tokens": [5]} if path == "/detokenize" else {"prompt": "x"}
-    answer = server.post(path, {**fields, "colour": "red"})
-    assert answer.status_code == 200 and answer.headers["X-Minitui-Warning"] == "ignored unknown field colour"
+    assert server.post(CHAT, {**body, "use_beam_search": True}).status_code == 400
 
 
 def test_a_body_full_of_unknown_fields_costs_little_and_fills_no_log(
@@ -95,9 +169,14 @@ def test_a_body_full_of_unknown_fields_costs_little_and_fills_no_log(
 ) -> None:
     monkeypatch.setattr(notices, "_logged", set())
     monkeypatch.setattr(notices, "MAX_LOGGED", 3)
-    messages = [{**QUESTION, **{f"f{number}": 1 for number in range(90)}}] * 60
+    tools = [{**TOOLS[0], **{f"f{number}": 1 for number in range(90)}}] * 12
+    body = {"messages": [QUESTION], "tools": tools, "max_tokens": 1}
+    refused = server.post(CHAT, body).json()["error"]["message"]
+    assert len(refused) < 400 and ", ..." in refused
+    settings = dataclasses.replace(server.service.settings, ignore_unknown_fields=True)
+    monkeypatch.setattr(server.service, "settings", settings)
     for number in range(6):
-        answer = server.post(CHAT, {"messages": messages, "max_tokens": 1, f"g{number}": 1, f"{'x' * 300}{number}": 1})
+        answer = server.post(CHAT, {**body, f"g{number}": 1, f"{'x' * 300}{number}": 1})
         assert answer.status_code == 200
         assert len(answer.headers["X-Minitui-Warning"]) < 400 and ", ..." in answer.headers["X-Minitui-Warning"]
     assert len([r for r in caplog.records if "ignored" in r.getMessage()]) <= 3
@@ -414,7 +493,7 @@ def test_a_salt_separates_the_cached_prefixes(server: Running) -> None:
 
 def test_a_priority_needs_a_server_that_sorts_by_it(tmp_path: Path, server: Running) -> None:
     answer = server.post(TEXT, {"prompt": "x", "max_tokens": 1, "priority": 5})
-    assert "--scheduling-policy priority" in answer.headers["X-Minitui-Warning"]
+    assert answer.status_code == 400 and "--scheduling-policy priority" in answer.json()["error"]["message"]
     with serving(tmp_path, engine={"scheduling_policy": "priority"}) as other:
         answer = other.post(TEXT, {"prompt": "x", "max_tokens": 1, "priority": 5})
         assert answer.status_code == 200 and "X-Minitui-Warning" not in answer.headers

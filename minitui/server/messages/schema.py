@@ -1,20 +1,22 @@
 """The fields of POST /v1/messages, and their translation to chat messages.
 
-Unknown fields of a content block or a tool are ignored, for example cache_control: every prompt is cached here.
+Unknown fields of a message, a content block or a tool are ignored, for example cache_control: every prompt is cached
+here.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from engine.errors import InvalidRequest
 from minitui.server.chat_schema import MAX_MESSAGES, MAX_TOOLS
 from minitui.server.errors import ApiError
-from minitui.server.items import Open, Turns, Typed
+from minitui.server.items import Turns, Typed
 from minitui.server.schema import Sampled, Stop
+from minitui.server.strict import Open, Strict
 
 MAX_USER = 256  # characters of metadata.user_id that the records keep
 NEEDS = {  # type of a content block -> the fields that it needs
@@ -96,7 +98,7 @@ class ToolDefinition(Open):
         return {"type": "function", "function": {**function, "parameters": self.input_schema}}
 
 
-class ToolChoice(Open):
+class ToolChoice(Strict):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = Field(None, min_length=1, max_length=256)
     disable_parallel_tool_use: bool | None = None
@@ -114,7 +116,9 @@ class ToolChoice(Open):
         return "required" if self.type == "any" else self.type
 
 
-class Thinking(Open):
+class Thinking(Strict):
+    ignored = frozenset({"display", "block_binding"})
+
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(None, ge=0, le=1 << 31)  # no effect
 
@@ -123,18 +127,29 @@ class Metadata(Open):
     user_id: str | None = None
 
 
-class OutputFormat(Open):
+class OutputFormat(Strict):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Open):
+class OutputConfig(Strict):
+    ignored = frozenset({"task_budget"})
+
     effort: str | None = Field(None, max_length=64)  # no effect
     format: OutputFormat | None = None
 
 
 class Conversation(Sampled):
     """The fields that /v1/messages and /v1/messages/count_tokens share."""
+
+    ignored = Sampled.ignored | {
+        "anthropic_beta", "anthropic_version", "betas", "billing_policy", "diagnostics", "fallback_credit_token",
+        "fallbacks", "inference_geo", "user_profile_id", "workspace_id",
+    }  # fmt: skip
+    refused: ClassVar = {
+        **Sampled.refused, "compaction": "this server does not summarize conversations",
+        **dict.fromkeys(("container", "mcp_servers"), "this server runs no tools itself: run them in the client"),
+    }  # fmt: skip
 
     n: Literal[1] | None = None
     messages: Annotated[list[InputMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
@@ -211,15 +226,6 @@ class MessagesRequest(Conversation):
     stop_sequences: Stop = None
     metadata: Metadata | None = None
     service_tier: str | None = Field(None, max_length=64)  # no effect
-    container: str | dict[str, Any] | None = None
-    mcp_servers: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-
-    @field_validator("container", "mcp_servers")
-    @classmethod
-    def _not_supported(cls, value: Any) -> Any:
-        if value:
-            raise ValueError("this server runs no tools itself: describe them in tools, and run them in the client")
-        return value
 
     def chat_fields(self) -> dict[str, Any]:
         user = self.metadata.user_id[:MAX_USER] if self.metadata and self.metadata.user_id else None

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from minitui.server.chat_schema import MAX_MESSAGES
-from minitui.server.items import Open, Turns, Typed
+from minitui.server.items import Turns, Typed
 from minitui.server.notices import notice
 from minitui.server.responses.tools import Called, ToolChoice, Tools, as_arguments
 from minitui.server.schema import MAX_METADATA, Sampled, StreamOptions
-from minitui.server.strict import at_most
+from minitui.server.strict import Open, Strict, at_most
 
 TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 NEEDS = {  # type of an item -> the fields that it needs
@@ -117,7 +117,7 @@ class InputItem(Typed):
         return self.model_dump(exclude_none=True)
 
 
-class TextFormat(Open):
+class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = Field(None, min_length=1, max_length=64)
     description: str | None = None
@@ -131,12 +131,14 @@ class TextFormat(Open):
         return self
 
 
-class TextConfig(Open):
+class TextConfig(Strict):
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None  # no effect
 
 
-class Reasoning(Open):
+class Reasoning(Strict):
+    ignored = frozenset({"context", "generate_summary", "mode"})
+
     # No effect, except "none".
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed", "none"] | None = None  # no effect: the reasoning itself is sent
@@ -144,6 +146,10 @@ class Reasoning(Open):
 
 class ResponsesRequest(Sampled):
     """POST /v1/responses."""
+
+    refused: ClassVar = {
+        **Sampled.refused, "context_management": "this server does not shorten conversations: send fewer items",
+    }  # fmt: skip
 
     n: Literal[1] | None = None
     input: Annotated[

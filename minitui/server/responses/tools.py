@@ -17,8 +17,9 @@ from pydantic_core import from_json
 
 from minitui.server.chat_schema import MAX_TOOLS
 from minitui.server.errors import ApiError
-from minitui.server.items import Open, Typed
+from minitui.server.items import Typed
 from minitui.server.notices import notice
+from minitui.server.strict import Open
 
 Needs = dict[str, tuple[str, ...]]  # type of a tool -> the fields that it needs
 

@@ -99,8 +99,7 @@ LESSON = Lesson(
               /minitui/...                            for minitui chat --connect
 
             The server turns the text of a request into tokens. If a field is not valid, such as a negative temperature,
-            the request is refused, and the error names the field. An unknown field of /v1/chat/completions is ignored,
-            and the header X-Minitui-Warning of the response names it.
+            the request is refused, and the error names the field. A request with an unknown field is refused, too.
 
             Only page 2 starts a server. On the other pages, chats stand for clients.
             """,
