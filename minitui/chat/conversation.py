@@ -102,6 +102,7 @@ class Session:
     parent: str | None = None
     named: bool = False  # True: the user chose the title, so questions do not change it
     note: str = ""  # shown under the transcript
+    primed: bool = False  # a request of another chat computed the prompt of this replay, because the cache had nothing
     request: int | None = None  # the engine's request id of the current or last answer
     created: float = field(default_factory=time.time)
     closed: bool = False

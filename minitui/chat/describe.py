@@ -34,7 +34,7 @@ def describe_answer(message: Message) -> list[tuple[str, str]]:
         parts.append((message.error, "bad"))
     if not m:
         return parts
-    if message.state == "cancelled" and not m.get("output_tokens"):
+    if message.state == "cancelled" and not message.error and not m.get("output_tokens"):
         return [("cancelled before its first token", "bad")]
     if m.get("ttft_ms") is not None:
         parts.append((f"first token {duration(m['ttft_ms'])}", "dim"))
@@ -66,12 +66,13 @@ def describe_answer(message: Message) -> list[tuple[str, str]]:
     return parts
 
 
-def replay_note(metrics: dict[str, Any], block_size: int | None) -> str:
-    """Returns how much of the prompt of a chat that replays another one came from the cache."""
+def replay_note(metrics: dict[str, Any], block_size: int | None, primed: bool = False) -> str:
+    """Returns how much of the prompt of a chat that replays another one came from the cache. `primed`: see Session."""
     cached, total = metrics.get("cached_tokens"), metrics.get("prompt_tokens")
     if cached is None or total is None or not block_size:
         return "replayed; this server does not report how much of the prompt came from its cache"
+    first = "the cache had nothing of this prompt, so a first request computed it. Then " if primed else ""
     return (
-        f"replayed: {cached:,} of {total:,} prompt tokens came from the cache ({cached // block_size} blocks "
+        f"{first}replayed: {cached:,} of {total:,} prompt tokens came from the cache ({cached // block_size} blocks "
         f"of {block_size}); {total - cached:,} tokens were computed"
     )

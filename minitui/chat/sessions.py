@@ -22,10 +22,11 @@ from minitui.chat.conversation import LONGEST_TITLE, Message, Sampling, Session,
 from minitui.chat.prompt import Codec, Prompt, continue_prompt
 from minitui.chat.saving import Saver
 from minitui.chat.store import Store
-from minitui.sources.base import Source
+from minitui.sources.base import Source, Stream
 
 logger = logging.getLogger("minitui")
 SAVE_EVERY_S = 1.0  # interval between saves of an unfinished answer
+ACCEPTED_S = 0.1  # a question waits this long for the engine to accept the question before it
 MOST_RESTORED = 9  # chats that `restore` reopens: more tabs are hard to use
 
 
@@ -40,7 +41,9 @@ class Chats:
         self.sessions: list[Session] = []
         self.codec: Codec | None = None  # set by `use`, once the checkpoint is known
         self._usable = asyncio.Event()
+        self._order = asyncio.Lock()  # questions reach the engine in the order in which they were sent
         self.on_end: Callable[[Session], None] = lambda session: None
+        self.begins_in_cache: Callable[[list[int]], bool | None] = lambda ids: None  # of a prompt; None: unknown
         self.left_out = ""  # sentences about the chats that `restore` did not reopen
 
     def use(self, codec: Codec) -> None:
@@ -61,11 +64,12 @@ class Chats:
         """Returns a new chat with all messages of `session`, even an unfinished answer. Both chats share blocks."""
         fork = self.new(session.system, f"fork of #{self.number(session)}", session)
         fork.named = False
-        fork.messages = [replace(m, state="cancelled" if m.busy else m.state) for m in session.messages]
+        fork.messages = [replace(m) for m in session.messages]
+        _mark_cut_short(fork, "copied before the answer was complete")
         fork.ids, fork.ids_model = list(session.ids), session.ids_model
         fork.parent = session.id
         origin = f"#{self.number(session)} {session.title}"
-        fork.note = f"forked from {origin}: the next question reuses the blocks of the messages above"
+        fork.note = f"forked from {origin}: the next question reuses the blocks of it that the cache still has"
         self.saver.save(fork, everything=True)
         return fork
 
@@ -145,10 +149,11 @@ class Chats:
         questions = [message for session in self.sessions for message in session.questions]
         return [m.text for m in sorted(questions, key=lambda m: m.created)]
 
-    def send(self, session: Session, text: str) -> None:
+    def send(self, session: Session, text: str, like: Session | None = None) -> None:
         """Saves and sends a question; the answer starts when the engine is ready.
 
-        Raises InvalidRequest while an earlier answer is unfinished.
+        `like`: a chat with the same prompt. If nothing of the prompt is in the cache, a request of that chat computes
+        it before. Raises InvalidRequest while an earlier answer is unfinished.
         """
         if session.busy:
             raise InvalidRequest(
@@ -160,7 +165,14 @@ class Chats:
         session.messages.append(Message("assistant", state="queued"))
         session.note = ""
         self.saver.save(session, everything=True)
-        session._task = asyncio.get_running_loop().create_task(self._answer(session, session.messages[-1]))
+        session._task = asyncio.get_running_loop().create_task(self._answer(session, session.messages[-1], like))
+
+    def replay(self, source: Session, text: str) -> Session:
+        """Asks the question in a new chat with the system prompt of `source`; returns this chat."""
+        session = self.new(source.system, f"replay of #{self.number(source)}", source)
+        session.named = False
+        self.send(session, text, None if source.busy else source)
+        return session
 
     def send_all(self, text: str) -> list[Session]:
         """Sends the question in every idle chat; returns these chats."""
@@ -196,23 +208,23 @@ class Chats:
             self._end(session, session.messages[-1], "cancelled")
         return True
 
-    def cancel_all(self) -> None:
-        """Ends and saves every unfinished answer; called before the application closes."""
+    def cancel_all(self, error: str = "") -> None:
+        """Ends and saves every unfinished answer: as cancelled, or with the error that ended it."""
         for session in self.sessions:
-            self._stop(session)
+            self._stop(session, error)
         if stop := getattr(self.codec, "stop_rendering", None):
             stop()  # a thread that waits for a rendered template would delay the exit of this process
         self.saver.retry_now()
 
-    def _stop(self, session: Session) -> None:
-        """Ends the chat's answer without waiting for the engine."""
+    def _stop(self, session: Session, error: str = "") -> None:
+        """Ends the chat's answer without waiting for the engine. `error`: see `cancel_all`."""
         if session.busy:
             if session._stream is not None:
                 with contextlib.suppress(EngineError):
                     session._stream.cancel()
             if session._task is not None:
                 session._task.cancel()
-            self._end(session, session.messages[-1], "cancelled")
+            self._end(session, session.messages[-1], "error" if error else "cancelled", error)
 
     def prompt(self, session: Session) -> Prompt:
         """Returns the next prompt, from the template and the kept ids."""
@@ -222,17 +234,45 @@ class Chats:
         kept = session.ids if session.ids_model == self.model else []
         return continue_prompt(rendered, kept, self.codec)
 
-    async def _answer(self, session: Session, message: Message) -> None:
-        try:
+    async def _submit(self, session: Session, like: Session | None) -> tuple[Prompt, Stream]:
+        """Sends the chat's next prompt after all prompts that were sent before. `like`: see `send`."""
+        async with self._order:
             await self.source.ready()
             await self._usable.wait()
             # The template and the encoding take milliseconds and would block drawing in this event loop.
             prompt = await asyncio.to_thread(self.prompt, session)
             params = session.sampling.params(self.source.info.get("generation") or {})
-            stream = session._stream = self.source.submit(prompt.ids, params, group=session.id)
+            computed = like is not None and self.begins_in_cache(prompt.ids) is False
+            if computed:
+                assert like is not None
+                params, group = replace(params, max_tokens=1), like.id
+                session.primed = True
+            else:
+                group = session.id
+            stream = session._stream = self.source.submit(prompt.ids, params, group=group)
+            accepted = asyncio.ensure_future(stream.started())
+            try:
+                await asyncio.wait([accepted], timeout=ACCEPTED_S)
+            except asyncio.CancelledError:
+                accepted.cancel()
+                raise
+        try:
+            session.request = await accepted
+        finally:
+            accepted.cancel()
+        if not computed:
+            return prompt, stream
+        async for _ in stream:
+            pass
+        if session._cancelled:
+            raise asyncio.CancelledError
+        return await self._submit(session, None)
+
+    async def _answer(self, session: Session, message: Message, like: Session | None) -> None:
+        try:
+            prompt, stream = await self._submit(session, like)
             reply: list[int] = []
             saved = time.monotonic()
-            session.request = await stream.started()
             async for delta in stream:
                 now = time.monotonic()
                 message.state = "running"
@@ -271,7 +311,10 @@ class Chats:
             if reason == "length":  # max_tokens is reached, or the context or the pool is full
                 most = session.sampling.max_tokens
                 message.metrics["full"] = most is None or message.metrics.get("output_tokens", most) < most
-            self._end(session, message, "cancelled" if reason == "abort" else "done")
+            if reason == "abort" and not session._cancelled:
+                self._end(session, message, "error", "the engine ended this answer before it was complete")
+            else:
+                self._end(session, message, "cancelled" if reason == "abort" else "done")
 
     def _end(self, session: Session, message: Message, state: str, error: str = "") -> None:
         if not message.busy:

@@ -36,6 +36,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON obj
     """List what this machine can run, and which optional parts are installed.
 
     With --json, "fits" has the kinds of weights that fit into the memory, each with the least time of a token in ms;
+    "weights" is the kind that a bfloat16 checkpoint gets by itself ("none": "dtype");
     "modules" has versions. null means not known, or not installed.
     """
     found = examine()
@@ -72,6 +73,7 @@ def examine() -> dict[str, Any]:
         "ranks": _backends(),
         "device": "cuda" if gpus else "cpu",
         "dtype": "bfloat16" if gpus else "float32",
+        "weights": "none" if gpus else _bundled_weights(),
         "modules": modules,
         "read_gb_per_s": None if speed is None else speed / 1e9,
         # Model -> the kinds of weights that fit, with the milliseconds in which the weights are read (None: unknown).
@@ -104,7 +106,8 @@ def report(found: dict[str, Any]) -> list[str]:
     if len(found["gpus"]) > 1 and "nccl" in found["ranks"]:
         lines.append(f"--tensor-parallel-size 2 to {len(found['gpus'])} splits a model over several GPUs (NCCL)")
     if not found["gpus"]:
-        lines.append("no NVIDIA GPU that torch can use: models run on the CPU, in float32")
+        some = "" if found["weights"] == "none" else f"; weights of bfloat16 checkpoints are in {found['weights']}"
+        lines.append(f"no NVIDIA GPU that torch can use: models run on the CPU, in float32{some}")
     lines += ["", "What runs here:", "  the bundled model: yes  (minitui chat)"]
     for name, fits in found["fits"].items():
         text = ", ".join(kind if ms is None else f"{kind} {ms:.0f} ms" for kind, ms in fits.items())
@@ -164,6 +167,19 @@ def _gpu_kinds() -> dict[str, tuple[float, float]]:
 
     kinds = {"bfloat16": "none", "fp8": "fp8"} if eight_bits() else {"bfloat16": "none"}
     return {name: itemsizes(kind, torch.bfloat16) for name, kind in kinds.items()}
+
+
+def _bundled_weights() -> str:
+    """Returns the kind of weights that the bundled model, a bfloat16 checkpoint, has on this CPU; "none": float32."""
+    import torch
+
+    from engine.config import EngineConfig
+    from engine.model.hf_config import read_model_config
+    from engine.worker.quantised import choose
+    from minitui import tutor
+
+    config = read_model_config(tutor.model_dir())
+    return choose(EngineConfig(), config, torch.device("cpu"), "float32")[0]
 
 
 def _cpu_kinds() -> dict[str, tuple[float, float]]:

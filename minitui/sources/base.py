@@ -31,6 +31,7 @@ class Source(ABC):
     """
 
     log_file: Path | None = None  # the log of an engine process on this machine
+    missing = "the engine is starting"  # why there is no state yet, as a sentence
 
     def __init__(self) -> None:
         self.info: dict[str, Any] = {}  # facts about the engine; empty before `start`

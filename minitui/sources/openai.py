@@ -96,6 +96,7 @@ class CompletionStream(Stream):
         self._pieces = 0
         self._usage: dict[str, Any] = {}
         self._limit = AnswerLimit(url)
+        self._ended_here = False  # `cancel` was called
         self._task = source.keep(self._read(path, body, headers or {}))
 
     async def _read(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
@@ -126,6 +127,9 @@ class CompletionStream(Stream):
                 f"{self._url} does not answer like an OpenAI-compatible server ({error}): is the address right?"
             ))  # fmt: skip
         except asyncio.CancelledError:
+            if not self._ended_here:
+                self.put(EngineDead(f"the connection to {self._url} was closed"))
+                raise
             self._cancelled()
             self._end("abort")
 
@@ -158,6 +162,7 @@ class CompletionStream(Stream):
 
     def cancel(self) -> None:
         """Close the connection, which ends the request. Does nothing if the request has ended."""
+        self._ended_here = True
         self._task.cancel()
 
 

@@ -102,6 +102,8 @@ class RemoteStream(Stream):
 class RemoteSource(Source):
     """The source for one minitui server."""
 
+    missing = "connecting to the server"
+
     def __init__(
         self, url: str, key: str = "", cache: Path | None = None, give_up_s: float = GIVE_UP_S, watching: bool = True
     ) -> None:

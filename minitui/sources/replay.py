@@ -32,6 +32,8 @@ RECORDS_BEFORE = 50_000  # a seek begins this many records earlier, or more: the
 class ReplaySource(Source):
     """Plays a trace. After `seek`, the caller must take a new `snapshot`."""
 
+    missing = "the recording is being read"
+
     def __init__(self, path: str | Path, speed: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self.path = Path(path)

@@ -37,6 +37,8 @@ class ReplicaSource(Source):
     `shown`: the replica in the panels.
     """
 
+    missing = "connecting to the servers"
+
     def __init__(
         self, servers: Sequence[str | Engine], key: str = "", model: str = "", exact: bool = True,
         cache: Path | None = None,

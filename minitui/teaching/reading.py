@@ -32,6 +32,7 @@ class Reading:
         self.by_hand = False  # each pause of the running experiment waits for a key
         # The reader wanted to run this page's experiment without a prediction, or an answer before the engine is ready.
         self.asked = False
+        self.waits = False  # the page's experiment runs as soon as the engine is ready
         self.prepared = False  # the panels show the run that the closing questions ask about
         self.disturbed = False  # not any more: the engine has run on since then
         self._end: tuple[int, int, frozenset[int]] = (-1, -1, frozenset())  # of the closing run: see `_end_of`
@@ -61,16 +62,16 @@ class Reading:
             self.progress.mark_read(self.lesson, self.at)
         turned, self.at = at != self.at, at
         if turned:
-            self.asked = False
+            self.asked = self.waits = False
             if self.page is None:
                 self.progress.mark_read(self.lesson, at)
         return turned
 
     @property
     def can_predict(self) -> bool:
-        """True if the page asks for a prediction, and no experiment has shown the answer yet."""
-        seen = self.seen.get(self.at)
-        return self.page is not None and self.page.predict is not None and (seen is None or seen.answer is None)
+        """True if the page asks for a prediction, and no experiment shows the answer or has shown it."""
+        seen, predict = self.seen.get(self.at), self.page.predict if self.page is not None else None
+        return predict is not None and not self.running and (seen is None or seen.answer is None)
 
     @property
     def asks(self) -> bool:

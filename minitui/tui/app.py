@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 from textual.binding import Binding, BindingType
 from textual.css.query import NoMatches
 from textual.screen import ModalScreen
-from textual.widgets import TextArea
 
 from engine.errors import EngineError
 from minitui.chat.conversation import Session
@@ -23,7 +22,6 @@ from minitui.chat.prompt import Codec
 from minitui.chat.sessions import Chats
 from minitui.settings import Settings
 from minitui.sources.base import Source
-from minitui.teaching.prediction import LETTERS
 from minitui.tui.actions import ACTIONS
 from minitui.tui.app_base import AppBase
 from minitui.tui.commands import Commands
@@ -69,8 +67,6 @@ class MinituiApp(AppBase):
                 tooltip="Return to the shell; fg continues"),
         Binding("ctrl+c", "interrupt", "Copy or quit", id="interrupt", show=False, priority=True,
                 tooltip="Copy the selected text; if none is selected, press twice to quit"),
-        *(Binding(a, f"guess({i})", f"Guess {a}", id=f"guess.{a}", show=False, priority=True, system=True,
-                  tooltip="Works while a demo asks for a prediction") for i, a in enumerate(LETTERS)),
     ]  # fmt: skip
 
     def __init__(
@@ -94,7 +90,7 @@ class MinituiApp(AppBase):
         self._frames = 0
         self._hang_reported = False
         self._names: dict[str, str] = {}
-        chats.on_end = self._answered
+        chats.on_end, chats.begins_in_cache = self._answered, lambda ids: self.view.begins_in_cache(ids)
         chats.saver.on_unsaved = partial(self.say, error=True)
         source.on_death(self._engine_ended)
 
@@ -110,19 +106,19 @@ class MinituiApp(AppBase):
             self._guard.attach(self)
 
     async def _start(self, again: bool = False) -> None:
-        self.progress = {"text": "starting the engine"}
+        self.progress = {"text": self.source.missing}
         try:
             await (self.source.restart if again else self.source.start)(self._on_progress)
             codec = await asyncio.to_thread(self._load_codec, self.source.info)
         except EngineError as error:
             self.progress = None
-            self.chats.cancel_all()  # no engine will answer the waiting questions
+            self.chats.cancel_all(f"The engine could not start: {error}")  # no engine will answer waiting questions
             self._show_engine_down("The engine could not start", str(error))
             return
         self.progress = None
-        self.chats.use(codec)
         self.view.ids_to_text = partial(codec.decode, skip_special_tokens=False)
         await self.feed.sync()
+        self.chats.use(codec)  # the waiting questions are sent now: a replay looks into the cache first
         gc.collect()
         set_thresholds()
         gc.freeze()  # later collections skip the objects that exist now
@@ -194,10 +190,10 @@ class MinituiApp(AppBase):
         self.commands.run(action, argument)
 
     def submit(self, text: str) -> None:
-        if text.startswith("/"):
-            self.commands.run_slash(text)
-            return
-        self.ask_question(text)
+        if not text.startswith("/"):
+            self.ask_question(text)
+        elif not self.commands.run_slash(text):
+            self.focus_prompt(text)
 
     def focus_prompt(self, text: str | None = None) -> None:
         self.switch_mode("chat")
@@ -301,25 +297,13 @@ class MinituiApp(AppBase):
         metrics = session.messages[-1].metrics
         if session.id in self.replays and metrics:
             self.replays.remove(session.id)
-            session.note = replay_note(metrics, self.source.info.get("block_size"))
+            session.note = replay_note(metrics, self.source.info.get("block_size"), session.primed)
 
     # ---- actions of the bindings
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Allow the guess keys only while a demo asks for a prediction, outside dialogs and the prompt, and to cancel
-        an answer only where there are chats."""
-        if action == "escape":
-            return self.has_chats
-        if action != "guess":
-            return super().check_action(action, parameters)
-        free = len(self.screen_stack) == 1 and not isinstance(self.focused, TextArea)
-        choices = self.asking.open_choices if self.asking is not None else 0
-        return free and choices > int(str(parameters[0]))
-
-    def action_guess(self, choice: int) -> None:
-        """Pass the prediction to the demo."""
-        if self.asking is not None:
-            self.asking.guess(choice)
+        """Allow to cancel an answer only where there are chats."""
+        return self.has_chats if action == "escape" else super().check_action(action, parameters)
 
     def action_do(self, action: str) -> None:
         """Run one of ACTIONS. In a dialog do nothing: the first of two quick presses may have opened it."""

@@ -7,11 +7,14 @@ would form a cycle.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from textual import events
+from textual.binding import Binding, BindingType
 from textual.driver import Driver
 from textual.filter import LineFilter
+from textual.widgets import TextArea
 
 from engine.errors import EngineError
 from engine.process.heartbeat import Condition
@@ -21,11 +24,12 @@ from minitui.chat.describe import PAUSED
 from minitui.chat.sessions import Chats
 from minitui.settings import Settings
 from minitui.sources.base import Source
+from minitui.teaching.prediction import LETTERS
 from minitui.teaching.stage import Stage
 from minitui.tui.actions import ACTIONS, BY_ID, NEED_CONTROL, Action, key_label
 from minitui.tui.frame_limiter import FrameLimiter, draw_sooner
 from minitui.tui.glyphs import use_ascii
-from minitui.tui.key_reading import noting_keys
+from minitui.tui.key_reading import LOST_S, KeyDone, KeyOrder, escape_and_keys, noting_keys
 from minitui.tui.line_filters import AsciiLines, VisibleLines
 from minitui.tui.notices import Notices
 from minitui.tui.strips import keep_no_lines
@@ -51,6 +55,11 @@ class AppBase(Notices):
         ("chat", "1 Chat"), ("inspect", "2 Inspect"), ("lecture", "3 Lecture"),
     )  # fmt: skip
 
+    BINDINGS: ClassVar[list[BindingType]] = [
+        *(Binding(a, f"guess({i})", f"Guess {a}", id=f"guess.{a}", show=False, priority=True, system=True,
+                  tooltip="Works while a prediction is asked for") for i, a in enumerate(LETTERS)),
+    ]  # fmt: skip
+
     def __init__(
         self,
         source: Source,
@@ -64,17 +73,20 @@ class AppBase(Notices):
         super().__init__()
         keep_no_lines()
         draw_sooner()
+        escape_and_keys()
         self.source, self.chats, self.settings = source, chats, settings
         self.system, self.speaker = system, speaker
         self.known_questions = known_questions or []
         self.view = View()
+        self.view.missing = source.missing
         self.feed = Updater(source, self.view)
         self.frame_limiter = FrameLimiter()
         self.session: Session = chats.sessions[-1] if chats.sessions else chats.new(system)
         self.session.note = chats.left_out or self.session.note
-        self.progress: dict[str, Any] | None = {"text": "starting the engine"}  # None: the engine is not starting
+        self.progress: dict[str, Any] | None = {"text": source.missing}  # None: the engine is not starting
         self.replays: list[str] = []  # ids of chats that /replay made: each reports its cache hit when its answer ends
         self.asking: Stage | None = None  # the demo that runs now; it controls the engine and asks for predictions
+        self._keys = KeyOrder()
         self._drawn_moment: tuple[int, str] | None = None  # (selection, time) of the last picture
         self.story = ""  # text of a demo or a recording, shown under the top bar
         for theme in THEMES:
@@ -106,6 +118,21 @@ class AppBase(Notices):
         """Returns the key of an action, as printed on the keyboard. The table [keys] of settings.toml can change it."""
         return key_label(self.settings.keys.get(action, BY_ID[action].key))
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Allow the guess keys only while a demo or a screen asks for a prediction, outside dialogs and the prompt."""
+        if action != "guess":
+            return super().check_action(action, parameters)
+        free = len(self.screen_stack) == 1 and not isinstance(self.focused, TextArea)
+        return free and getattr(self._asks(), "open_choices", 0) > int(str(parameters[0]))
+
+    def _asks(self) -> Any:
+        """Returns the demo that asks for a prediction, else the screen."""
+        return self.asking if self.asking is not None and self.asking.open_choices else self.screen
+
+    def action_guess(self, choice: int) -> None:
+        """Pass the prediction to the demo or the screen."""
+        self._asks().guess(choice)
+
     def run_command(self, action: str, argument: str = "") -> None:
         """Run one of ACTIONS; an error is shown as a sentence."""
         raise NotImplementedError
@@ -130,6 +157,11 @@ class AppBase(Notices):
     def gated(self) -> bool:
         """True if the engine is paused between two steps."""
         return self.view.live.state.gate == "closed"
+
+    @property
+    def waits_for_user(self) -> bool:
+        """True if the engine is paused until the user lets it run; a demo lets it run itself."""
+        return self.gated and self.asking is None
 
     @property
     def answer_waits(self) -> bool:
@@ -203,7 +235,7 @@ class AppBase(Notices):
                 self.view.present()
             self.view.select("group", self.session.id)
         except EngineError as error:
-            paused = f". {PAUSED}" if self.gated and self.session.busy else ""
+            paused = f". {PAUSED}" if self.waits_for_user and self.session.busy else ""
             self.say(f"{error}{paused}", error=True)
             self.focus_prompt(text)
 
@@ -272,11 +304,37 @@ class AppBase(Notices):
         return noting_keys(super().get_driver_class(), lambda: self.feed.note_key())
 
     async def on_event(self, event: events.Event) -> None:
-        """Handle an event. A key delays the folding of records, so that the effect of the key is shown first."""
+        """Handle an event. A key delays the folding of records, so that the effect of the key is shown first. It waits
+        until the key before it has taken effect."""
         if isinstance(event, events.Key):
             self.feed.note_handled()
             self.set_timer(KEY_DRAWN_S, self._draw_key)
-        await super().on_event(event)
+        if not isinstance(event, events.Key | events.Paste) or event.is_forwarded:
+            await super().on_event(event)
+        else:
+            self._keys.waiting.append(event)
+            await self._pass_next()
+
+    async def _pass_next(self) -> None:
+        """Pass the keys and pasted texts that wait to the widget with the focus, each after the one before."""
+        while self._keys.waiting and not self._keys.pending and self.screen_stack:  # no screen: the application ends
+            target = self.focused or self.screen
+            await super().on_event(self._keys.waiting.popleft())
+            self._keys.follow(target)
+        if self._keys.waiting and self._keys.limited != self._keys.number:
+            self._keys.limited = self._keys.number
+            self.set_timer(LOST_S, partial(self._lose, self._keys.number))
+
+    async def _lose(self, key: int) -> None:
+        """Stop waiting for this key: its path has ended."""
+        if key == self._keys.number:
+            self._keys.open = None
+            await self._pass_next()
+
+    async def on_key_done(self, message: KeyDone) -> None:
+        message.stop()
+        self._keys.came(message)
+        await self._pass_next()
 
     def _draw_key(self) -> None:
         """After a key that selects something or travels in time, draw without waiting for the next frame."""

@@ -60,12 +60,10 @@ class ChatCommands:
         if asked is None:  # nothing is cached yet: this chat computes the system prompt, and the new chat reuses it
             asked = FIRST_QUESTION
             self.app.chats.send(source, asked)
-        replay = self.app.chats.new(source.system, f"replay of #{self.app.chats.number(source)}", source)
-        replay.named = False
-        self.app.chats.send(replay, asked)
+        replay = self.app.chats.replay(source, asked)
         replay.note = (
-            f"same system prompt and first question as chat {self.app.chats.number(source)}: the line under the answer "
-            "says how much of the prompt came from the cache"
+            f"asks the first question of chat {self.app.chats.number(source)} again, with the same system prompt: the "
+            "line under the answer says how much of the prompt came from the cache"
         )
         self.app.replays.append(replay.id)
         self.app.select_session(replay)
@@ -176,7 +174,7 @@ class ChatCommands:
     def _set_system(self, session: Session, text: str) -> None:
         self.app.chats.set_system(session, text)
         self.app.say(
-            "the next turn begins with the new system prompt: its tokens are new, so nothing is found in the cache"
+            "the next turn begins with the new system prompt: the cached blocks of this chat do not match it"
         )
 
     def do_ask(self, word: str) -> None:

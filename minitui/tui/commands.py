@@ -25,22 +25,24 @@ UNTIL = {
 }
 MODES = {"chat", "lecture", "replicas"}  # actions that show the screen of the same name
 CONTROLS = {"step", "step10", "until", "slow", "slower", "faster"}  # refused while a demo controls the engine
-NOT_IN_PALETTE = {"palette", "slash", "write", "go"}
+NOT_IN_PALETTE = {"palette", "slash", "write", "keys", "go"}
 
 
 class Commands(ChatCommands):
     """One method per action, named `do_<id>`; its argument is the text after the slash command."""
 
-    def run(self, action: str, argument: str = "") -> None:
-        """Run an action; an error is shown on the screen."""
+    def run(self, action: str, argument: str = "") -> bool:
+        """Run an action; an error is shown on the screen. Returns False after an error."""
         try:
             self._check(action)
             if action in MODES:
                 self.app.open_mode(action)
             else:
                 getattr(self, f"do_{action}")(argument.strip())
+            return True
         except EngineError as error:
             self.app.say(str(error), error=True)
+            return False
 
     def _check(self, action: str) -> None:
         reason = self.app.reason_against(BY_ID[action])
@@ -49,21 +51,22 @@ class Commands(ChatCommands):
         if action in CONTROLS and self.app.asking is not None:
             raise EngineError("the demo controls the engine: space pauses the demo; this command works after the demo")
 
-    def run_slash(self, text: str) -> None:
-        """Run "/fork", "/rename paging" or "/2" (chat 2). A command can be shortened if it stays unambiguous."""
+    def run_slash(self, text: str) -> bool:
+        """Run "/fork", "/rename paging" or "/2" (chat 2). A command can be shortened if it stays unambiguous. Returns
+        False after an error."""
         name, _, argument = text[1:].partition(" ")
         if whole_number(name) is not None:
-            self.run("go", name)
-            return
+            return self.run("go", name)
         fits = [a for slash, a in BY_SLASH.items() if slash == name] or [
             a for a in self.app.actions if a.slash and name and a.slash.startswith(name)
         ]
         if len(fits) == 1:
-            self.run(fits[0].id, argument)
-        elif fits:
+            return self.run(fits[0].id, argument)
+        if fits:
             self.app.say(f"/{name} is ambiguous: " + ", ".join(f"/{a.slash}" for a in fits), error=True)
         else:
             self.app.say(f"there is no command /{name}: type / for a list of commands", error=True)
+        return False
 
     # --- several servers
 
@@ -147,7 +150,7 @@ class Commands(ChatCommands):
 
     def do_reset(self, _: str) -> None:
         if not self.app.feed.live:
-            raise EngineError("the engine is starting: try again in a moment")
+            raise EngineError(f"{self.app.view.missing}: try again in a moment")
         self.app.run_worker(self.app.start_over(), group="start", exclusive=True)
 
     def do_restart(self, _: str) -> None:
@@ -159,7 +162,7 @@ class Commands(ChatCommands):
     def _control(self, call: Coroutine[Any, Any, Any], runs: bool = False) -> None:
         """Send a command to the engine: now, or as soon as the engine has started. `runs`: it lets the engine run."""
         if not self.app.source.info and self.app.source.error is None:
-            self.app.say("the engine is starting: the command is sent when the engine has started")
+            self.app.say(f"{self.app.view.missing}: the command is sent as soon as this has ended")
 
         async def guarded() -> None:
             try:

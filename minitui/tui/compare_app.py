@@ -99,6 +99,8 @@ async def compare_in_app(contrast: Contrast, app: CompareApp, restart: Restart, 
 class TwoRecordings(Source):
     """Two recordings, read whole. `first` and `second` are their views after `start`."""
 
+    missing = "the recordings are being read"
+
     def __init__(self, readers: tuple[TraceReader, TraceReader], names: tuple[str, str]) -> None:
         super().__init__()
         self.readers, self._names = readers, names

@@ -79,6 +79,7 @@ class Explanation:
     tolerance: float  # a smaller excess makes no step slow; pauses in it are named
     causes: tuple[Cause, ...] = ()
     unexplained: float = 0.0
+    untold: bool = False  # `expected` is without prompts, because no other steps tell their time
     varied: tuple[Cause, ...] = ()  # measured parts that took longer than expected, of an excess within `tolerance`
     beside: BesidePrompts | None = None
 
@@ -130,7 +131,8 @@ def explain(row: StepRow, model: CostModel) -> Explanation | None:
         Prefill(row.step + i, float(cost[0]), _prefill_parts(window, row, i))
         for i, cost in times.prefill.items() if cost[0] > 0
     ]  # fmt: skip
-    found = Explanation(took, expected, tuple(prefills), tolerance, beside=beside)
+    untold = bool(times.untold[0]) and beside is None
+    found = Explanation(took, expected, tuple(prefills), tolerance, beside=beside, untold=untold)
     if excess <= found.variation or (excess <= tolerance and parts is None):
         return found
     if parts is None:

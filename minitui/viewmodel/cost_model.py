@@ -79,12 +79,13 @@ class Windows:
 @dataclass(frozen=True, slots=True)
 class Expected:
     """Expected times of windows, in ms. `prefill`: what prompts cost: {-1: those of the step before, 0: of the step,
-    1: of the next step} -> the part of `total`; 0 if the fit does not determine this cost. `lacking`: bool, the host's
-    time for prompts is then not in `total`."""
+    1: of the next step} -> the part of `total`; 0 if the fit does not determine this cost. `untold`: bool, there
+    are such prompts; `total` is then without them. `lacking`: bool, the same for the host's time only."""
 
     total: np.ndarray
     prefill: dict[int, np.ndarray]
     lacking: np.ndarray
+    untold: np.ndarray
 
     @property
     def with_prefill(self) -> np.ndarray:
@@ -116,7 +117,7 @@ class CostModel:
         if self.whole is not None:
             total, cost = self.whole.of(windows.work), self.whole.of(windows.work * prompts)
             known = (self.whole.error(windows.work * prompts) <= DETERMINED * cost) & self._seen(windows.work)
-            return Expected(total - cost * ~known, {0: cost * known}, ~known)
+            return Expected(total - cost * ~known, {0: cost * known}, ~known, ~known)
         assert self.device is not None
         fits = {**self.host, "device": self.device}
         before, own, ahead = (
@@ -144,7 +145,7 @@ class CostModel:
         known &= np.where(by_host, self._seen(windows.before) & self._seen(launched), self._seen(windows.work))
         of_host = {i: ms / np.maximum(all_less, 1e-9) for i, ms in host_less.items()}
         prefill = {i: cost * known * np.where(by_host, share, i == 0) for i, share in of_host.items()}
-        return Expected(total - cost * ~known, prefill, by_host & ~known)
+        return Expected(total - cost * ~known, prefill, by_host & ~known, ~known)
 
     def knows(self, step: int) -> bool:
         """True if fitted steps tell what the decoding rows of this step cost: some had as many rows, or their numbers

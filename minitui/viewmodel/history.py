@@ -40,6 +40,7 @@ class History:
         self.dropped_at = 0.0  # when records were missing the last time, by the caller's clock
         self.gap = False  # records are missing: `reset` with a snapshot is needed
         self.loaded = False
+        self.missing = "the engine is starting"  # why nothing is loaded yet
         self.origin = 0.0  # engine time in seconds from which displayed times count: of the first snapshot, or record
         self._begin(AnnotatedState(EMPTY))
 

@@ -188,6 +188,14 @@ class View(Moment):
             return max(running or requests)
         return next((lane.id for lane in reversed(self.lanes.ended) if lane.finish_step <= self.horizon), None)
 
+    def begins_in_cache(self, ids: Sequence[int]) -> bool | None:
+        """Returns whether the engine's cache has the first block of a prompt; None: unknown, or there is no cache."""
+        state = self.live.state
+        if not self.loaded or not self.caching:
+            return None
+        first = array("i", ids[: state.block_size])
+        return any(state.nodes[child].ids[: state.block_size] == first for child in state.nodes[0].children)
+
     # ---- words
 
     @property

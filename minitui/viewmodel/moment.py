@@ -222,21 +222,40 @@ class Moment(History):
         tokens = decodes + accepted if what == "decode" else int(self.steps.prefilled(at).sum())
         return tokens / seconds if seconds else 0.0
 
+    def total(self, name: str) -> int:
+        """Returns the tokens of one of Rates.TOTALS from the begin of the history to the moment of the picture."""
+        totals = self.rates.totals if self._travelled is None else self._travelled.marks
+        return int(totals[f"total {name}"])
+
+    @property
+    def saved(self) -> int:
+        """Prompt tokens that new requests took from the cache."""
+        return self.total("cached")
+
+    @property
+    def resumed(self) -> int:
+        """Tokens that preempted requests took from the cache again."""
+        return self.total("resumed")
+
+    @property
+    def hit_rate(self) -> float | None:
+        """The share of new requests' prompt tokens that came from the cache; None: no tokens."""
+        return _share(self.saved, self.total("missed"))
+
     @property
     def saved_in_the_last_minute(self) -> int:
-        """Prompt tokens that new requests took from the cache in the last minute of working time."""
+        """The same as `saved`, in the last minute of working time."""
         return int(self.recent("cached", round(60 / BUCKET)).sum())
 
     @property
     def resumed_in_the_last_minute(self) -> int:
-        """Tokens that preempted requests took from the cache again in the last minute of working time."""
+        """The same as `resumed`, in the last minute of working time."""
         return int(self.recent("resumed", round(60 / BUCKET)).sum())
 
     @property
-    def hit_rate(self) -> float | None:
-        """The share of new requests' prompt tokens that came from the cache in the last minute; None: no tokens."""
-        saved, computed = self.saved_in_the_last_minute, self.recent("missed", round(60 / BUCKET)).sum()
-        return saved / (saved + computed) if saved + computed else None
+    def hit_rate_in_the_last_minute(self) -> float | None:
+        """The same as `hit_rate`, in the last minute of working time."""
+        return _share(self.saved_in_the_last_minute, int(self.recent("missed", round(60 / BUCKET)).sum()))
 
     @property
     def knows_the_last_minute(self) -> bool:
@@ -251,7 +270,12 @@ class Moment(History):
     @property
     def last_minute(self) -> str:
         """Returns "in the last minute"; "since step 1,204" if the history is shorter and begins with this step."""
-        return "in the last minute" if self.knows_the_last_minute else f"since step {self.steps.begin:,}"
+        return "in the last minute" if self.knows_the_last_minute else self.since_begin
+
+    @property
+    def since_begin(self) -> str:
+        """Returns "since step 1,204": the history begins with this step."""
+        return f"since step {self.steps.begin:,}"
 
     @property
     def dropped_s(self) -> float:
@@ -267,3 +291,7 @@ class Moment(History):
                 if len(found) == most:
                     break
         return found
+
+
+def _share(saved: int, computed: int) -> float | None:
+    return saved / (saved + computed) if saved + computed else None

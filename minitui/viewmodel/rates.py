@@ -24,12 +24,15 @@ class Rates:
     SUMS = ("decode", "prefill", "cached", "missed", "resumed", "steps", "drafted", "accepted", "device_ms", "host_ms")
     LEVELS = ("running", "waiting", "used")  # each bucket keeps the last value
     MARKED = ("decode", "prefill", "cached", "missed", "resumed", "worst_ms")
+    TOTALS = ("cached", "missed", "resumed")  # also summed since the history began
 
     def __init__(self) -> None:
         names = (*self.SUMS, *self.LEVELS, "worst_ms")
         self._columns = {name: array("d", [0.0]) * BUCKETS_KEPT for name in names}
         # What the bucket being filled had at the end of each step: other steps end later in the same bucket.
-        self._marks = {name: array("d", [0.0]) * STEPS_KEPT for name in (*self.MARKED, "now")}
+        totals = [f"total {name}" for name in self.TOTALS]
+        self._marks = {name: array("d", [0.0]) * STEPS_KEPT for name in (*self.MARKED, *totals, "now")}
+        self.totals = dict.fromkeys(totals, 0.0)
         self.now = 0.0  # working time since the history began, in seconds
         self.t = 0.0  # the engine time up to which working time is counted
         self._stretched = 0.0  # seconds of slow motion still to be excluded
@@ -78,6 +81,8 @@ class Rates:
 
     def add(self, name: str, value: float) -> None:
         self._columns[name][self._slot] += value
+        if name in self.TOTALS:
+            self.totals[f"total {name}"] += value
 
     def level(self, name: str, value: float) -> None:
         self._columns[name][self._slot] = value
@@ -89,7 +94,7 @@ class Rates:
         columns["steps"][slot] += 1
         if prefill:
             columns["prefill"][slot] += prefill
-            columns["missed"][slot] += missed
+            self.add("missed", missed)
 
     def add_durations(
         self, took_ms: float, wall_ms: float, host_ms: float, device_ms: float | None, delayed_ms: float | None = None
@@ -114,11 +119,13 @@ class Rates:
         i = step % STEPS_KEPT
         for name in self.MARKED:
             self._marks[name][i] = self._columns[name][self._slot]
+        for name, total in self.totals.items():
+            self._marks[name][i] = total
         self._marks["now"][i] = self.now
 
     def marked(self, step: int) -> dict[str, float]:
-        """Returns what the bucket in which a step ended had at the end of the step, for each name of MARKED; and
-        "now": the working time at the end of the step."""
+        """Returns what the bucket in which a step ended had at the end of the step, for each name of MARKED; the
+        totals then, as "total cached"; and "now": the working time at the end of the step."""
         return {name: marks[step % STEPS_KEPT] for name, marks in self._marks.items()}
 
     def gate(self, closed: bool) -> None:

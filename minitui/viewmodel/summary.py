@@ -22,7 +22,8 @@ def summary(view: View) -> list[str]:
     state, live = view.live.state, view.live
     saved = count(view.saved_in_the_last_minute, "prompt token")
     working = " (idle time counts, pauses do not)" if view.knows_the_last_minute else ""
-    share = f": {100 * view.hit_rate:.1f} % of all" if view.hit_rate is not None else ""
+    rate = view.hit_rate_in_the_last_minute
+    share = f": {100 * rate:.1f} % of all" if rate is not None else ""
     resumed = view.resumed_in_the_last_minute
     again = f"; resumed requests took {count(resumed, 'token')} from the cache again" if resumed else ""
     nodes = "; ".join(_node(node) for node in view.tree.evicted_next(live, view.decode))
@@ -39,10 +40,11 @@ def summary(view: View) -> list[str]:
 def summary_json(view: View) -> dict[str, Any]:
     """Returns the summary as plain data; null for what is unknown. "text" has its sentences."""
     evicted, found = view.tree.evicted_next(view.live, view.decode), limits(view.steps, view.horizon)
+    rate = view.hit_rate_in_the_last_minute
     return {
         "after_step": view.steps.committed, "last_s": exact(view.last_minute_s),
         "saved_prompt_tokens": view.saved_in_the_last_minute,
-        "hit_rate": None if view.hit_rate is None else round(view.hit_rate, 4),
+        "hit_rate": None if rate is None else round(rate, 4),
         "tokens_cached_after_preemption": view.resumed_in_the_last_minute,
         "free_blocks_first": view.live.state.counts[FREE],
         "evicted_next": [{"node": node.node, "tokens": node.tokens, "name": _name(node)} for node in evicted],

@@ -164,7 +164,7 @@ def why_briefly(row: StepRow, model: CostModel | None) -> str:
     if (beside := explanation.beside) is not None and beside.ms > WORTH * explanation.expected:
         parts.append((beside.ms, f"{'before' if beside.ahead else 'with'} prompts {ms(beside.ms)}"))
     told = [text for _, text in sorted(parts, reverse=True)]
-    expected = f"expected {ms(explanation.expected)} ms"
+    expected = "expected time unknown" if explanation.untold else f"expected {ms(explanation.expected)} ms"
     if not excess:  # all parts are in the expected time
         return f"{expected}: {', '.join(told)}" if told else expected
     return ", ".join(told)
@@ -175,6 +175,8 @@ def usual_words(row: StepRow, model: CostModel | None) -> str:
     to explain; else an empty string."""
     found = explain(row, model) if model is not None else None
     if found is None or found.beside is not None or _excess(found) or found.prefill > WORTH * found.expected:
+        return ""
+    if found.untold:
         return ""
     faster = found.took < (1 - TOLERANCE) * found.expected
     compared = "faster than" if faster else f"within {100 * TOLERANCE:.0f} % of"
@@ -226,8 +228,9 @@ def why_slow(row: StepRow, model: CostModel | None, always: bool = False) -> str
     if (beside := explanation.beside) is not None:
         text += f", usual {beside.usual}"
         text += f"; {beside.next_step(row.step)}" if beside.ahead else ""
-    elif row.chunks and not model.reports and not explanation.prefills:
-        text += f" without its {count(row.prefill_tokens, 'prefill token')}"
+    elif explanation.untold or (row.chunks and not model.reports and not explanation.prefills):
+        of = f"its {count(row.prefill_tokens, 'prefill token')}" if row.chunks else "the prompts of the step beside it"
+        text += f" without {of}, whose time is unknown"
     for prefill in explanation.prefills:
         computed = model.steps.get(prefill.step)
         if computed is None or (prefill.step != row.step and prefill.ms <= WORTH * explanation.expected):

@@ -7,6 +7,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 from hypothesis import given
@@ -353,6 +354,70 @@ async def test_when_the_engine_dies_the_answer_so_far_stays_and_says_so():
     chats.retry(session)
     while not session.messages[-1].text:
         await asyncio.sleep(0.001)
+    chats.cancel_all()
+
+
+async def test_questions_reach_the_engine_in_the_order_in_which_they_were_sent(monkeypatch):
+    chats = await chats_on(FakeSource())
+    first, second, whole = chats.new(SYSTEM), chats.new(SYSTEM), chats.prompt
+
+    def slow_for_the_first(session):
+        time.sleep(0.05 * (session is first))
+        return whole(session)
+
+    monkeypatch.setattr(chats, "prompt", slow_for_the_first)
+    chats.send(first, "Why?")
+    chats.send(second, "Why?")
+    await answered(first, second)
+    assert first.request < second.request
+    assert second.messages[-1].metrics["cached_tokens"] > first.messages[-1].metrics["cached_tokens"] == 0
+
+
+async def test_only_what_was_cancelled_here_is_said_to_be_cancelled():
+    source = FakeSource(lambda prompt: "z" * 2000, speed=0.001)
+    chats = await chats_on(source)
+    ended, cancelled, waiting = (chats.new(SYSTEM) for _ in range(3))
+    for session in (ended, cancelled):
+        chats.send(session, "go on")
+    while not (ended.messages[-1].text and cancelled.messages[-1].text):
+        await asyncio.sleep(0.001)
+    source.abort(ended._stream)  # not by this chat
+    chats.cancel(cancelled)
+    await answered(ended, cancelled)
+    assert (ended.state, cancelled.state) == ("error", "cancelled")
+    assert ended.messages[-1].error == "the engine ended this answer before it was complete"
+    chats.send(waiting, "why")
+    chats.cancel_all("The engine could not start: no memory")
+    assert (waiting.state, waiting.messages[-1].error) == ("error", "The engine could not start: no memory")
+
+
+async def test_a_replay_computes_its_prompt_first_if_the_cache_has_nothing_of_it():
+    chats = await chats_on(source := FakeSource())
+    session = chats.new(SYSTEM)
+    chats.send(session, "Why?")
+    await answered(session)
+    chats.begins_in_cache = lambda ids: True
+    await answered(chats.replay(session, "Why?"))
+    assert [record[2] for record in source.drain_records()].count("submit") == 2
+    await source.control("clear_cache")
+    source.drain_records()
+    chats.begins_in_cache = lambda ids: False
+    replay = chats.replay(session, "Why?")
+    await answered(replay)
+    submitted = [(record[4], record[5]) for record in source.drain_records() if record[2] == "submit"]
+    prompt = replay.messages[-1].metrics["prompt_tokens"]
+    assert submitted == [(session.id, prompt), (replay.id, prompt)], "the first request is one of the replayed chat"
+    assert replay.messages[-1].metrics["cached_tokens"] > 0 and replay.primed
+    assert len(session.messages) == 2, "its own conversation is as it was"
+
+
+async def test_the_copy_of_an_unfinished_answer_is_not_said_to_be_cancelled():
+    chats = await chats_on(FakeSource(lambda prompt: "z" * 2000, speed=0.001))
+    session = chats.new(SYSTEM)
+    chats.send(session, "go on")
+    copied = chats.fork(session).messages[-1]
+    assert not copied.busy and describe_answer(copied) == [("copied before the answer was complete", "bad")]
+    assert session.busy
     chats.cancel_all()
 
 

@@ -223,14 +223,15 @@ def test_old_logs_are_tidied_away(tmp_path, monkeypatch):
 def test_doctor_says_what_runs_here_and_what_to_install():
     found = {
         "minitui": "0.1.0", "python": "3.11", "torch": "2.13", "platform": "Linux", "cpu_cores": 2, "memory_gib": 8.0,
-        "gpus": [], "fits": {"Qwen3-0.6B": {"float32": 80.4, "int8": 20.1}, "Qwen3-8B": {}},
+        "gpus": [], "weights": "bf16", "fits": {"Qwen3-0.6B": {"float32": 80.4, "int8": 20.1}, "Qwen3-8B": {}},
         "read_gb_per_s": 30.0, "models": ["Qwen/Qwen3-0.6B"],
         "incomplete_models": {"Qwen/Qwen3-4B": ["model.safetensors"]},
         "modules": {**dict.fromkeys(EXTRAS), "llguidance": "1.0"},
         "terminal": {"columns": 70, "rows": 20, "colours": "256", "utf8": False}, "files": {"Settings": "x"},
     }  # fmt: skip
     text = "\n".join(report(found))
-    assert "no NVIDIA GPU" in text
+    assert "models run on the CPU, in float32; weights of bfloat16 checkpoints are in bf16" in text
+    assert "bf16" not in "\n".join(report({**found, "weights": "none"}))
     assert "Qwen3-0.6B   float32 80 ms, int8 20 ms" in text
     assert "memory is read at 30 GB/s" in text
     assert "Qwen3-8B     no" in text

@@ -228,6 +228,24 @@ async def test_a_wrong_model_and_an_unreachable_server_give_sentences(server: Ru
         await source.close()
 
 
+async def test_only_an_answer_that_was_cancelled_ends_as_cancelled() -> None:
+    from minitui.sources.openai import OpenAISource
+
+    silent = await asyncio.start_server(lambda reader, writer: reader.read(), "127.0.0.1", 0)
+    async with silent:
+        source = OpenAISource(f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}", model="m")
+        source.info = {"model": "m"}
+        prompt = source.codec.apply_chat_template([{"role": "user", "content": "why"}])
+        cancelled, lost = (source.submit(prompt, SamplingParams()) for _ in range(2))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        assert [delta.finish_reason async for delta in cancelled] == ["abort"]
+        await source._stop()  # as a restart does
+        with pytest.raises(EngineDead, match="was closed"):
+            await lost.started()
+        await source.close()
+
+
 async def test_the_application_chats_and_shows_the_metrics_in_a_line(server: Running) -> None:
     from minitui.settings import Settings
     from minitui.sources.openai import OpenAISource

@@ -32,6 +32,8 @@ async def settled(min_sleep: float = 0.0, max_sleep: float = 10.0) -> None:
     pilot's.
     """
     app, end = active_app.get(), time.monotonic() + max_sleep
+    while (keys := getattr(app, "_keys", None)) is not None and keys.waiting and time.monotonic() < end:
+        await asyncio.sleep(0.005)  # the screen of the key before may be gone
     for _ in range(ROUNDS):
         if not app.is_running or not app.screen_stack or time.monotonic() > end:
             return

@@ -1133,8 +1133,12 @@ async def test_a_lesson_goes_on_where_it_was_left(tmp_path: Path) -> None:
 async def test_a_lesson_is_read_while_its_engine_starts() -> None:
     async with Classroom((80, 24), loaded=False) as room:
         await room.until(lambda: "Some text." in room.text())
-        await room.press("right", "b", "enter")
-        assert "The engine is starting. Please wait." in room.text()
+        await room.press("right", "enter")
+        assert "First choose a" in room.text(), "also before the engine is there"
+        await room.press("b")
+        assert "You chose b. Press enter to run the experiment." in room.text()
+        await room.press("enter")
+        assert "The engine is starting. Then the experiment runs." in room.text()
         assert not room.reading.running and room.reading.predicted == {1: 1}
         await room.press("v")
         await room.until(lambda: isinstance(room.app.screen, CodeScreen))
@@ -1143,10 +1147,8 @@ async def test_a_lesson_is_read_while_its_engine_starts() -> None:
         assert isinstance(room.app.screen, CodeScreen), "nothing is taken from the reader"
         await room.press("escape")
         await room.up()
-        assert room.reading.at == 1 and "Press enter to run" in room.text()
-        await room.press("enter")
         await room.until(lambda: 1 in room.reading.seen)
-        assert "You said b" in room.text()
+        assert room.reading.at == 1 and "You said b" in room.text(), "enter is not pressed again"
     async with Classroom((80, 24), loaded=False) as room:
         await room.press(*["right"] * 4)
         assert "The engine is starting." in room.text()
@@ -1154,6 +1156,18 @@ async def test_a_lesson_is_read_while_its_engine_starts() -> None:
         assert "The engine is starting. Then the answer is shown." in room.text()
         await room.up()
         await room.until(lambda: room.reading.revealed)
+
+
+async def test_a_prediction_stays_while_its_experiment_runs() -> None:
+    async with Classroom((80, 24)) as room:
+        await room.press("right", "b")
+        assert room.reading.predicted == {1: 1}
+        room.reading.running = True
+        await room.press("a")
+        assert room.reading.predicted == {1: 1} and not room.reading.can_predict
+        room.reading.running = False
+        await room.press("a")
+        assert room.reading.predicted == {1: 0}
 
 
 async def test_the_reader_types_a_text_for_an_experiment() -> None:

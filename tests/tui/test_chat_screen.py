@@ -142,7 +142,7 @@ async def test_what_is_asked_of_the_engine_while_it_loads_is_done_when_it_is_the
         app.submit("/slow 20")
         app.submit("/pause")
         app.submit("early")
-        await _said(app, pilot, "sent when the engine has started")
+        await _said(app, pilot, "the engine is starting: the command is sent as soon as this has ended")
         assert app.pace == 1 and not source.info
         source.loaded.set()
         await until(pilot, lambda: app.pace == 20 and app.gated)
@@ -229,6 +229,29 @@ async def test_one_key_replays_the_system_prompt_in_a_new_chat_and_tells_the_hit
             f"replayed: {metrics['cached_tokens']} of {metrics['prompt_tokens']} prompt tokens came from the cache"
             in note
         )
+
+
+async def test_a_replay_shows_a_hit_also_after_the_cache_was_emptied():
+    async with running() as (app, pilot, screen):
+        await ask(app, pilot, "What is a block table?")
+        await press(pilot, "escape", "X")
+        await until(pilot, lambda: any("the cache is empty" in n.message for n in app._notifications))
+        assert len(app.view.live.state.nodes) == 1
+        await press(pilot, "r")
+        await until(pilot, lambda: "replayed" in app.session.note)
+        assert app.session.messages[-1].metrics["cached_tokens"] > 0
+        assert "so a first request computed it. Then replayed:" in " ".join(screen.transcript.text.split())
+
+
+async def test_a_demo_lets_the_engine_run_itself():
+    async with running() as (app, pilot, screen):
+        await until(pilot, lambda: app.progress is None)
+        await app.source.control("pause")
+        app.asking = Stage(app.source, app.feed, app.chats, "", lambda text: None)
+        app.chats.send(app.session, "why")
+        await until(pilot, lambda: app.gated and "queued" in screen.transcript.text)
+        app.asking = None
+        await until(pilot, lambda: "The engine is paused: /resume lets it run." in screen.transcript.text)
 
 
 async def test_completion_offers_what_the_model_knows():
@@ -727,6 +750,7 @@ async def test_an_engine_that_cannot_start_says_why():
     async with running(FakeSource(start_error="there is not enough memory for this model")) as (app, pilot, _screen):
         await until(pilot, lambda: isinstance(app.screen, EngineDownDialog))
         assert "not enough memory" in "".join(str(s.render()) for s in app.screen.query("Static"))
+        assert not app.session.messages or app.session.state == "error"
         await press(pilot, "q")
     assert app.return_code == 1
 
@@ -868,7 +892,7 @@ async def test_a_chat_that_is_not_shown_costs_the_screen_nothing():
 
 
 async def test_unknown_commands_and_wrong_arguments_are_sentences():
-    async with running() as (app, pilot, _screen):
+    async with running() as (app, pilot, screen):
         for command, words in (
             ("/nonsense", "no command"),
             ("/slow fast", "factor"),
@@ -883,6 +907,7 @@ async def test_unknown_commands_and_wrong_arguments_are_sentences():
             await pilot.pause()
             shown = [n.message for n in app._notifications]
             assert any(words in message for message in shown), (command, shown)
+            assert screen.prompt.text == command, "it can be corrected"
 
 
 async def _said(app: MinituiApp, pilot: Pilot[Any], words: str) -> None:

@@ -248,6 +248,27 @@ async def test_predict_asks_before_it_shows():
         assert narrate(app.view, question.step)[:30] in " ".join(why.text.replace("│", " ").split())
 
 
+async def test_a_letter_answers_the_question_and_the_panel_says_whether_it_was_right():
+    async with opened((100, 34)) as (app, pilot, frames):
+        await pilot.press("n", "d")
+        await frames()
+        why = app.screen.query_one(Why)
+        for _ in range(400):
+            await pilot.press("n")
+            await frames()
+            if why.question is not None:
+                break
+        question = why.question
+        assert question is not None and "answer" in "\n".join(lines(app))
+        await pilot.press("abc"[question.answer])
+        await frames()
+        assert why.question is None and app.view.horizon == question.step and len(app.screen_stack) == 1
+        assert f"You said {'abc'[question.answer]}: correct." in "\n".join(lines(app))
+        await pilot.press("n")
+        await frames()
+        assert "You said" not in "\n".join(lines(app))
+
+
 async def test_while_the_engine_runs_the_sentence_is_of_the_last_step_that_did_more():
     async with opened((100, 34)) as (app, _, frames):
         await frames(40)

@@ -102,6 +102,38 @@ def test_every_row_has_exactly_the_width_of_the_panel(panel, load):
                     assert all(plain(row).isascii() for row in rows), [plain(r) for r in rows if not plain(r).isascii()]
 
 
+def test_before_the_state_is_known_a_panel_claims_nothing_about_it():
+    view = View()
+    view.missing = "the recording is being read"
+    needing = [kind for kind in PANELS if kind.NEEDS_STATE]
+    assert len(needing) > 12
+    for kind in needing:
+        shown = "\n".join(plain(row) for row in kind().drawn(view, 60, 8))
+        assert view.missing in shown and not re.search(r"\d|empty|\byet\b", shown), (kind, shown)
+
+
+def test_after_the_history_was_cleared_the_step_bar_says_where_it_begins():
+    _, before = stress_view(CLASSROOM, 2.0, 20)
+    view = View()
+    view.reset(before.live.state.snapshot())
+    assert f"no step since step {view.live.state.step:,}: here the history begins" in body(StepBar(), view, 90, 4)[0]
+
+
+def test_an_idle_hour_does_not_empty_what_the_cache_saved():
+    _, view = stress_view(CLASSROOM, 4.0, 40)
+    saved, rate = view.saved, view.hit_rate
+    assert saved == view.saved_in_the_last_minute > 0 and rate == view.hit_rate_in_the_last_minute
+    view.rates.advance(view.rates.t + 3_600)
+    assert view.saved_in_the_last_minute == 0 and view.hit_rate_in_the_last_minute is None
+    assert (view.saved, view.hit_rate) == (saved, rate)
+    foot = body(RadixTree(), view, 120, 20)[-1]
+    assert f"{saved:,} prompt tokens saved since step 0, 0 in the last minute" in foot
+    vital = next(vital for vital in vitals(view, 20) if vital.label == "hit rate")
+    assert vital.value == f"{100 * rate:.1f}" and vital.units[0] == "% of prompt tokens since step 0"
+    middle = view.horizon // 2
+    assert view.travel_to(middle) and view.saved < saved
+
+
 BOARDS = [
     Pieces("Merge 1 of 2", ("a", " wörld", "<f0 9f>", "\x1b[31m", "x" * 90), "rule 3", lit=frozenset({1})),
     Pieces("The text so far", ("What", " is") * 60, "120 tokens", prompt=4, ids=tuple(range(1000, 1120))),

@@ -25,7 +25,7 @@ from minitui.viewmodel.step_parts import parts_of
 from minitui.viewmodel.step_row import PARTS
 from minitui.viewmodel.step_times import rows_of, step_times
 from minitui.viewmodel.steps import Steps
-from minitui.viewmodel.timing import summarise, why_slow
+from minitui.viewmodel.timing import summarise, usual_words, why_briefly, why_slow
 
 NAMES = {  # the kind of a stall -> the cause
     "gc": "garbage collection", "program": "another program on the core", "stop": "process stopped", "plan": "plan",
@@ -399,6 +399,25 @@ def test_a_step_does_not_explain_itself() -> None:
         assert told.expected < told.took / 3 and not told.prefills
         assert told.causes[0].name.startswith("device in the prefill of ") and told.unexplained < 1.0
     assert len(prompts) == 2
+
+
+def test_an_expected_time_that_lacks_the_prompt_says_so() -> None:
+    """Two prompts of different lengths among decode steps: no other step tells what they cost."""
+    history = Steps()
+    for step in range(60):
+        tokens = {20: 64, 40: 250}.get(step, 0)
+        wall = 5.0 + 0.3 * tokens
+        history.fold((step, 0.1 * step, "step", step, [(9, 0, tokens, False)] * bool(tokens), [], [], 4 + tokens, 0))
+        history.fold((step, 0.1 * step, "time", step, 100, 100, 100, wall, None, "mixed" if tokens else "decode"))
+    models = CostModels(history)
+    for step, tokens in ((20, 64), (40, 250)):
+        row, model = history.get(step), models.of(step)
+        assert row is not None and explained(history, step, model).untold
+        lacking = f"expected 5.00 ms without its {tokens} prefill tokens, whose time is unknown, +"
+        assert why_slow(row, model).startswith(lacking) and "expected" not in why_briefly(row, model)
+        assert usual_words(row, model) == ""
+    decode = history.get(30)
+    assert decode is not None and why_slow(decode, models.of(30)) == "expected 5.00 ms"
 
 
 def test_the_device_is_blamed_for_prompts_of_unknown_cost_beside_decodes() -> None:

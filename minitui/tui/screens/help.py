@@ -116,7 +116,8 @@ One sentence says what the step did and why. Below it are the step, the blocks a
 
   n, page down    run the next step, then pause the engine; after going back, show the next step
   comma, page up  show the previous step; the engine's state does not change
-  d               predict: you are asked about an arrival, an eviction or a preemption before it is shown
+  d               predict: you are asked about an arrival, an eviction or a preemption before it is shown; a, b
+                  and c answer, n shows the step
   u               run until an admission, a hit, an eviction, a preemption, a finish, or a slow step
   < and >         slower, faster: slow motion shows every step without a pause
 

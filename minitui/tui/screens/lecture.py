@@ -12,6 +12,7 @@ from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
 
+from minitui.teaching.prediction import verdict
 from minitui.tui.actions import BY_ID
 from minitui.tui.screens.base import BaseScreen, Hint
 from minitui.tui.widgets.bar import Bar
@@ -153,6 +154,18 @@ class LectureScreen(BaseScreen[None]):
         self._why.question, self._asked_from = None, -1
         view.present()
 
+    @property
+    def open_choices(self) -> int:
+        """The number of choices of the question that is shown; 0 if there is none."""
+        return len(self._why.question.choices) if hasattr(self, "_why") and self._why.question is not None else 0
+
+    def guess(self, choice: int) -> None:
+        """Show the step, and whether the choice was right."""
+        if (question := self._why.question) is not None:
+            self._why.verdict = (question.step, verdict(choice, question.answer))
+            self._reveal(self.app.view)
+            self.paint(self.app.view)
+
     # ---- messages and actions
 
     def on_opened(self, message: Opened) -> None:
@@ -188,7 +201,7 @@ class LectureScreen(BaseScreen[None]):
         predicting = self._why.predicting = not self._why.predicting
         if not predicting and self._asked_from >= 0:
             self._reveal(self.app.view)
-        asking = "before a step with something to predict, you are asked; n then shows the step"
+        asking = "before a step with something to predict, you are asked: a letter answers, n shows the step"
         notice = asking if predicting else "steps are shown without a question"
         self.notify(notice, timeout=3, markup=False)
 

@@ -39,6 +39,7 @@ from minitui.tui.widgets.top_bar import TopBar
 from minitui.tui.widgets.wire import WireLines
 from minitui.viewmodel.model import View
 
+NOTHING = "no picture yet: the experiment has not run"
 WIDE = 120  # columns; if the screen is at least this wide, panels are beside the text, otherwise below it
 
 
@@ -92,6 +93,7 @@ class LessonScreen(BaseScreen[None]):
         super().__init__()
         self.stage: Stage | None = None
         self._nothing = View()  # before a page's experiment has run, its panels show no earlier experiment
+        self._nothing.missing = NOTHING
 
     @property
     def reading(self) -> Reading:
@@ -133,6 +135,9 @@ class LessonScreen(BaseScreen[None]):
         self.stage, self.reading.ready = stage, True
         if self.reading.page is None:
             self._open_page()
+        elif self.reading.waits:
+            self.reading.waits = False
+            self._start()
 
     def paint(self, view: View) -> None:
         """Show the text and its panels; called once per frame while this screen is visible."""
@@ -255,7 +260,7 @@ class LessonScreen(BaseScreen[None]):
             reading.next_picture(self.stage)
         elif reading.page is not None and reading.at in reading.seen:
             return
-        elif self.stage is not None and reading.asks:
+        elif reading.asks:
             reading.asked = True
             self.text.to_experiment()
         else:
@@ -287,8 +292,9 @@ class LessonScreen(BaseScreen[None]):
         reading, stage = self.reading, self.stage
         if reading.running:
             return  # the page says that an experiment is running
-        if stage is None:  # the page says that the engine is starting
+        if stage is None:  # the page says that the experiment or the answer comes when the engine is ready
             reading.asked = reading.page is None
+            reading.waits = reading.page is not None and reading.page.run is not None
         elif reading.page is None:
             stage.state()
             reading.look(stage.view)

@@ -23,7 +23,7 @@ from minitui.tui.glyphs import ASCII, Glyphs, glyphs, to_ascii
 from minitui.tui.line_filters import VisibleLines
 from minitui.tui.theme import Palette, palette
 from minitui.tui.widgets.frame import exact, has_room, in_frame
-from minitui.tui.widgets.rows import Line, Run, Runs, cells, plain
+from minitui.tui.widgets.rows import Line, Run, Runs, cells, plain, wrapped
 from minitui.viewmodel.model import View
 
 NARROWEST = 8  # cells; narrower panels are blank
@@ -89,6 +89,7 @@ class LinePanel(Widget, can_focus=True):
 
     FRAME: ClassVar[str] = "box"
     TITLE: ClassVar[str] = ""
+    NEEDS_STATE: ClassVar[bool] = False  # True: before the engine's state is known, the panel only says why it is not
     DEFAULT_CSS = "LinePanel { background: $ground; color: $ink; }"
     view: View  # the view of the last paint; the attribute does not exist before the first paint
     # Textual lays the screen out again when this size has changed, because a widget may then need scrollbars. A panel
@@ -171,13 +172,18 @@ class LinePanel(Widget, can_focus=True):
     def framed(self, view: View, width: int, height: int) -> list[Runs]:
         """Returns the picture with its frame: exactly `height` rows of exactly `width` cells."""
         if self.frame == "none":
-            body = self.picture(view, width, height).rows[:height]
+            body = self._picture(view, width, height).rows[:height]
             return [exact(row, width) for row in body] + [exact((), width)] * (height - len(body))
-        picture = self.picture(view, width - 4, max(0, height - 2))
+        picture = self._picture(view, width - 4, max(0, height - 2))
         title = picture.title or self.TITLE
         if picture.note and picture.brief and not has_room(title, picture.note, width):
             title = picture.brief
         return in_frame(picture.rows, title, picture.note, picture.legend, width, height, self.has_focus)
+
+    def _picture(self, view: View, width: int, height: int) -> Picture:
+        if self.NEEDS_STATE and not view.loaded:
+            return Picture(wrapped(view.missing, "dim", width))
+        return self.picture(view, width, height)
 
     # ---- Textual
 

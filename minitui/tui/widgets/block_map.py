@@ -30,6 +30,7 @@ class BlockMap(LinePanel):
     """Arrows move over the cells, Enter zooms to one block per cell and then opens a block, c changes the colouring."""
 
     TITLE = "KV blocks"
+    NEEDS_STATE = True
     NUMBERS = False  # each cell has the number of its block, if there is room
     help_text = paragraphs("""\
 The pool of KV memory, one cell per block. A block holds the keys and values of some tokens, usually 16. A free block
@@ -72,8 +73,6 @@ tokens.""")
     # ---- the picture
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        if not view.loaded:
-            return Picture([Row().add("the engine is starting", "dim").done(width)], title="KV blocks")
         shown = view.shown
         pool = occupancy.lead(shown)
         head = [pool.extend(occupancy.bar(shown, max(0, width - pool.width))).done(width)]

@@ -24,6 +24,7 @@ class BlockTable(LinePanel):
     """The block table of the selected request, or of the newest running request. Left, right and a click select one."""
 
     TITLE = "Block table"
+    NEEDS_STATE = True
     help_text = paragraphs("""\
 Paging. A request numbers its tokens 0, 1, 2, …; with blocks of 16 tokens, tokens 0 to 15 are its logical block 0, and
 so on. The table shows, under each logical block, the physical block that stores it. A request can use any free block,

@@ -31,6 +31,7 @@ class CachedTexts(RadixTree):
     """The tree of cached texts. Its figures are only those that the events contain."""
 
     TITLE = "Cached texts"
+    NEEDS_STATE = False
     EMPTY = "no event has named a text yet"
     help_text = paragraphs("""\
 The texts in the server's prefix cache, computed from its KV events. Each node is a run of tokens whose keys and values

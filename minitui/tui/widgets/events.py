@@ -46,6 +46,7 @@ class Events(LinePanel):
     """Up and down choose an event and select its request or node, f and / filter, Enter opens the details."""
 
     TITLE = "Events"
+    NEEDS_STATE = True
     help_text = paragraphs("""\
 Every decision of the engine with its reason, the newest at the top: which request was admitted and how long it had
 waited; how many tokens a prompt took from the tree, and why not all of them; which blocks were evicted and for which

@@ -25,6 +25,7 @@ class ExpertMap(LinePanel):
     """Up and down choose a layer; the last row names its hottest experts."""
 
     TITLE = "Experts"
+    NEEDS_STATE = True
     help_text = paragraphs("""\
 A layer of a mixture-of-experts model has many small MLPs in place of one, and a router sends each token to a few of
 them. Each line is a layer, each cell an expert; the height of its bar shows its recent load. A bar of middle height is

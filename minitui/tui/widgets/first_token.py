@@ -15,6 +15,7 @@ class FirstTokens(LinePanel, can_focus=False):
     """One bar per request, the newest at the top; its parts are the times in the queue and in prefill."""
 
     TITLE = "First token, ms"
+    NEEDS_STATE = True
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         items = view.first_tokens.until(view.shown.state.seq)[-height:][::-1]

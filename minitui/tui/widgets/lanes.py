@@ -35,6 +35,7 @@ class BatchLanes(LinePanel):
     """Up and down choose a request, left and right a step; [ and ] set the steps per column; PageUp/PageDown scroll."""
 
     TITLE = "Batch lanes"
+    NEEDS_STATE = True
     help_text = paragraphs("""\
 Continuous batching. Each line is a request, each column one or more steps. A request first waits, then its prompt is
 prefilled (many tokens per step), then it decodes until it finishes. Requests join and leave

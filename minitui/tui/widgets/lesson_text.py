@@ -98,9 +98,9 @@ def _running(reading: Reading) -> str:
 
 def _hint(reading: Reading, page: Page) -> tuple[str, str]:
     """Returns the line, with its style, that says what the reader does next on a page with an experiment."""
-    if not reading.ready:
-        return "The engine is starting. Please wait.", "running"
     if not reading.asks:
+        if reading.waits:
+            return "The engine is starting. Then the experiment runs.", "running"
         chosen = reading.predicted.get(reading.at) if page.predict is not None else None
         said = f"You chose {LETTERS[chosen]}. " if chosen is not None else ""
         return f"{said}Press enter to run the experiment.", "running"

@@ -24,7 +24,7 @@ class Loading(Bar):
     def picture(self, view: View, width: int, height: int) -> Picture:
         progress = self.app.progress or {}
         done, total = progress.get("done") or 0, progress.get("total") or 0
-        text = str(progress.get("text") or progress.get("stage") or "starting the engine")
+        text = str(progress.get("text") or progress.get("stage") or self.app.source.missing)
         row = Row(fit(text, width - 6), "dim")
         if not total:
             return Picture([row.done(width)])

@@ -105,12 +105,11 @@ class Occupancy(LinePanel, can_focus=False):
     """The bar and the numbers of blocks in one line, and the waste in a second line, for small screens."""
 
     FRAME = "none"
+    NEEDS_STATE = True
     DEFAULT_CSS = "Occupancy { height: 2; }"
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         shown = view.shown
-        if not view.loaded:
-            return Picture([Row("KV pool: the engine is starting", "dim").done(width)])
         words = Row(" ").extend(legend(shown)).add(f"of {shown.total:,}", "dim")
         head = lead(shown)
         room = width - head.width - words.width

@@ -13,6 +13,7 @@ class PromptOrigin(LinePanel, can_focus=False):
     """Shows the prompt of the selected request, else of the newest running request, else of the last finished one."""
 
     TITLE = "Prompt: cached or computed"
+    NEEDS_STATE = True
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         id = view.subject()

@@ -44,6 +44,7 @@ class RequestTable(LinePanel):
     """Up and down choose a request, left and right sort by another column, Enter opens the timeline."""
 
     TITLE = "Requests"
+    NEEDS_STATE = True
     help_text = paragraphs("""\
 One line for each request that runs, waits, or finished recently. All times are in milliseconds; pauses and slow
 motion do not count. "first" is the time to first token: queue + prefill. "+" marks a wait or a gap that has not

@@ -36,6 +36,7 @@ class StepBar(LinePanel, can_focus=False):
     """Shows the bar with a line of text: in a frame, or in one or two lines without a frame."""
 
     TITLE = "Step"
+    NEEDS_STATE = True
     DEFAULT_CSS = "StepBar { height: auto; }"
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
@@ -51,8 +52,8 @@ class StepBar(LinePanel, can_focus=False):
         elif view.last_frame.count:
             text, bar, title = self._mean(view, width), _mean_bar(view, width, budget), "Steps"
         else:
-            never = view.shown.state.step < 0
-            words = "no step to show yet" if never else "no step since minitui connected"
+            last = view.shown.state.step
+            words = f"no step since step {last:,}: here the history begins" if last >= 0 else "no step to show yet"
             text = Row(words, "dim").done(width)
             bar = Row(glyphs().unused * width, "faint").done(width)
             title = "Step"

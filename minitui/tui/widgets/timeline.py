@@ -45,6 +45,7 @@ class RequestTimeline(LinePanel):
     """Left and right choose a token, up and down a longer or shorter gap, Enter goes back in time to its step."""
 
     TITLE = "Timeline"
+    NEEDS_STATE = True
     help_text = paragraphs("""\
 The gap before each token of one request: the selected one, else the newest. A column is one arrival of tokens; with
 more arrivals than columns, a column shows the longest of several gaps. The colour is that of the step in which the

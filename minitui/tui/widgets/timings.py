@@ -42,6 +42,7 @@ class StepTimings(LinePanel):
     """The panel of timings. Enter opens the details of the slowest step."""
 
     TITLE = "Timings"
+    NEEDS_STATE = True
     help_text = paragraphs("""\
 Decoding usually waits for memory: it reads the weights for few tokens, so a few more requests often cost little. A long
 prefill computes many tokens at once, and usually waits for computation. A mixed step does both, and every request in it

@@ -45,6 +45,7 @@ class RadixTree(LinePanel):
     """The tree panel. Up and down select a node, f folds it, e shows every node, / searches, Enter shows details."""
 
     TITLE = "Radix tree"
+    NEEDS_STATE = True
     EMPTY = "no prompt has filled a block yet"
     help_text = paragraphs("""\
 The prefix cache. Each node is a run of tokens whose keys and values are in the pool; the nodes on a path from the top
@@ -54,9 +55,9 @@ the node instead of computing them. What a preempted request takes again is not 
 tokens itself. Nodes without users can be evicted; evict # is the order of eviction: least recently
 used leaf first. The nodes with the numbers 1 to 4 are always shown below the tree. When few blocks are free, a line
 names the blocks that the next allocations take: first the free blocks, then the last blocks of node 1, and so on. The
-last line says how many prompt tokens the cache saved in the last minute, and how many tokens preempted requests took
-again. Working time counts: a minute does not pass while the engine is paused or while slow motion delays its steps.
-It passes while the engine is idle. "Since step 2,509": the history begins with this step, less than a minute ago. ◌
+last line says how many prompt tokens the cache saved, and how many tokens preempted requests took again. "Since step
+2,509": the history begins with this step. If there is room, the line also has the tokens of the last minute of working
+time: pauses and the delay of slow motion do not count, idle time does. ◌
 marks a node of which the running step still computes blocks. A large
 panel (z) also has the whole text of the selected node.""")
     BINDINGS: ClassVar = [
@@ -238,14 +239,16 @@ panel (z) also has the whole text of the selected node.""")
         row = Row()
         if hidden:
             row.add(f"+{count(hidden, 'node')}", "ink").add(" · ", "dim")
-        words, saved, when = f"{count(evictable, 'token')} evictable", view.saved_in_the_last_minute, view.last_minute
-        resumed = f" · {view.resumed_in_the_last_minute:,} again after preemptions"
+        words, saved, when = f"{count(evictable, 'token')} evictable", view.saved, view.since_begin
+        minute = f", {view.saved_in_the_last_minute:,} in the last minute" if view.knows_the_last_minute else ""
+        resumed = f" · {view.resumed:,} again after preemptions"
         texts = [
             (words + " · ", f"{count(saved, 'prompt token')} saved {when}" + resumed),
             ("", f"{saved:,} saved {when}" + resumed),
-        ] if view.resumed_in_the_last_minute else []  # fmt: skip
+        ] if view.resumed else []  # fmt: skip
         texts += [
-            (words + " in total · ", f"{count(saved, 'prompt token')} saved {when}"),
+            (words + " in total · ", f"{count(saved, 'prompt token')} saved {when}{minute}"),
+            (words + " · ", f"{count(saved, 'prompt token')} saved {when}"),
             (words + " · ", f"{saved:,} saved {when}"),
             ("", f"{count(saved, 'prompt token')} saved {when}"),
             ("", f"{saved:,} saved {when}"),

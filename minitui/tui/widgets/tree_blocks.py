@@ -23,6 +23,7 @@ class NodeBlocks(LinePanel):
     """A row for each node: the beginning of its text, and its blocks."""
 
     TITLE = "Tree, block by block"
+    NEEDS_STATE = True
     help_text = paragraphs("""\
 The prefix tree. A row is a node: the beginning of its text, and the numbers of its blocks in the pool. A child is below
 its parent, to the right. The sign before a number says what the block is: compared now, equal to a block of the prompt,

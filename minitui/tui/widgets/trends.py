@@ -31,6 +31,7 @@ class TrendCharts(LinePanel):
     """Left and right move the cursor, up and down change the span, Enter goes back in time to the cursor."""
 
     TITLE = "Trends"
+    NEEDS_STATE = True
     help_text = paragraphs("""\
 One chart for each figure, over 15 seconds, 1 minute, 5 minutes, 30 minutes or 2 hours: at first the shortest span that
 shows the whole run. In each column the solid part is p50, the

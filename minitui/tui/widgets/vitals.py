@@ -39,10 +39,9 @@ def vitals(view: View, n: int) -> list[Vital]:
     free, active, shared, _cached = shown.counts
     total = max(1, shown.total)
     hit_rate = f"{100 * view.hit_rate:.1f}" if view.hit_rate is not None else glyphs().dash
-    when, seconds = view.last_minute, view.last_minute_s
-    whole = ["% of prompt tokens, 60 s"] if view.knows_the_last_minute else []
-    span = [f"% in {seconds:.{int(seconds < 10)}f} s"] if seconds >= 0.1 else []
-    since = (f"% of prompt tokens {when}", *whole, f"% {when}", *span)
+    when, minute = view.since_begin, view.hit_rate_in_the_last_minute if view.knows_the_last_minute else None
+    since = [f"% of prompt tokens {when}, {100 * minute:.1f} % in 60 s"] if minute is not None else []
+    since += [f"% of prompt tokens {when}", f"% {when}"]
     held = 100 * (active + shared) / total
     median = view.timings.median_ms
     waiting = len(shown.state.queue)
@@ -103,6 +102,7 @@ class Vitals(LinePanel, can_focus=False):
     """
 
     TITLE = "Engine"
+    NEEDS_STATE = True
     FRAME = "none"
     DEFAULT_CSS = "Vitals { height: 2; }"
 

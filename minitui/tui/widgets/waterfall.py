@@ -43,6 +43,7 @@ class Waterfall(AxisPanel):
     """Left and right move the cursor, [ and ] change the scale, page up and page down move the picture."""
 
     TITLE = "Waterfall"
+    NEEDS_STATE = True
     help_text = paragraphs("""\
 Time runs to the right; the scale is in milliseconds from the left edge. The time of the left edge is in seconds since
 the first record that the application knows; in a recording, since its beginning, as in the bar at the bottom. The row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
+from minitui.teaching.prediction import LETTERS
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Run, Runs, clean
@@ -19,9 +20,11 @@ class Why(LinePanel, can_focus=False):
     step that did more than decode. A `question` replaces the explanation until its answer is shown."""
 
     TITLE = "Why"
+    NEEDS_STATE = True
 
     question: Question | None = None
     predicting = False  # True: ask a question before each step
+    verdict = (-1, "")  # the step that was predicted last, and whether the prediction was right
     _last = (-1, "")  # while the engine runs: the step explained last, and the explanation
 
     def picture(self, view: View, width: int, height: int) -> Picture:
@@ -43,7 +46,8 @@ class Why(LinePanel, can_focus=False):
 
     def _sentence(self, view: View) -> tuple[int, str, list[Run]]:
         if view.exact:
-            return view.horizon, narrate(view, view.horizon), []
+            note: list[Run] = [(self.verdict[1], "accent")] if self.verdict[0] == view.horizon else []
+            return view.horizon, narrate(view, view.horizon), note
         last = self._last[0]
         for step in range(view.horizon, max(last, view.horizon - LOOK_BACK), -1):
             if notable(view, step):
@@ -58,10 +62,12 @@ class Why(LinePanel, can_focus=False):
     def _ask(self, question: Question, width: int) -> Picture:
         rows = _wrapped(question.text, "bold accent", width, 99)
         choices = Row("  ")
-        for letter, choice in zip("abc", question.choices, strict=False):
+        for letter, choice in zip(LETTERS, question.choices, strict=False):
             choices.add(f" {letter} ", "bold on-fill on accent").add(f" {clean(choice)}   ")
         rows.append(choices.done(width))
-        return Picture(rows, title="Predict", legend=[("n", "ink"), (" reveals", "dim")])
+        return Picture(rows, title="Predict", legend=[
+            (" ".join(LETTERS[: len(question.choices)]), "ink"), (" answer  ", "dim"), ("n", "ink"), (" reveals", "dim")
+        ])  # fmt: skip
 
 
 def _wrapped(text: str, style: str, width: int, height: int) -> list[Runs]:

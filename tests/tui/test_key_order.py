@@ -1,0 +1,58 @@
+"""Keys that arrive in one packet take effect in their order, as if they had been pressed one after the other."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from textual._xterm_parser import XTermParser
+
+from minitui.tui.app import MinituiApp
+from tests.support.driving import until
+from tests.tui.test_chat_screen import ask, running
+
+
+def send(app: MinituiApp, packet: str) -> None:
+    """Let the application read these bytes of a terminal at once."""
+    parser = XTermParser()
+    for event in [*parser.feed(packet), *_rest(parser)]:
+        app.post_message(event)
+
+
+def _rest(parser: XTermParser) -> list:
+    time.sleep(0.11)  # after this time, an escape is a key, not the begin of a sequence
+    return list(parser.tick())
+
+
+async def test_tab_and_enter_in_one_packet_send_the_completed_question() -> None:
+    async with running() as (app, pilot, _):
+        send(app, "what is a b\t\r")
+        await until(pilot, lambda: app.session.messages)
+        assert app.session.messages[0].text == "What is a block table?"
+
+
+@pytest.mark.parametrize("before", ["", "x"])
+async def test_escape_and_a_letter_in_one_packet_are_two_keys(before: str) -> None:
+    async with running() as (app, pilot, screen):
+        await ask(app, pilot, "why")
+        send(app, f"{before}\x1br")
+        await until(pilot, lambda: len(app.chats.sessions) == 2 and not app.session.busy)
+        assert screen.prompt.text == before, "the letter is a key, not text"
+        send(app, "\x1b2")
+        await until(pilot, lambda: app.current_mode == "inspect")
+
+
+async def test_keys_after_a_key_that_opens_a_dialog_go_to_the_dialog() -> None:
+    async with running() as (app, pilot, screen):
+        await until(pilot, lambda: app.progress is None)
+        send(app, "\x1b:rename\rpaging\r")
+        await until(pilot, lambda: app.session.title.endswith("paging") and len(app.screen_stack) == 1)
+        assert not screen.prompt.text and not app.session.messages
+
+
+async def test_a_key_whose_screen_is_gone_does_not_stop_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as (app, pilot, screen):
+        await until(pilot, lambda: app.progress is None)
+        monkeypatch.setattr(app._keys, "came", lambda done: None)  # as if no key reached the end of its path
+        send(app, "ab")
+        await until(pilot, lambda: screen.prompt.text == "ab", 5.0)
