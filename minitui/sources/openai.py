@@ -213,6 +213,8 @@ class OpenAIStream(CompletionStream):
 class OpenAISource(Source):
     """One OpenAI-compatible server. `models`: the model names that the server lists."""
 
+    missing = "connecting to the server"
+
     def __init__(self, url: str, key: str = "", model: str = "", codec: TextCodec | None = None) -> None:
         """`model`: the model to use; by default the first in the server's list.
 

@@ -40,7 +40,7 @@ _TABLE = {
                  "sends one prompt to all chats."),
         Action("replay", "Replay the system prompt", key="r", slash="replay", footer="replay",
             help="Ask the first question again in a new chat with the same system prompt, and show how much of the "
-                 "prompt came from the cache."),
+                 "prompt came from the cache. If the cache has nothing of it, a first request computes it."),
         Action("all", "Send to all", key="A", slash="all", takes="text", help="Send one prompt to every chat at once."),
         Action("cancel", "Cancel the answer", slash="cancel",
             help="End the answer that is being written; the text so far stays."),

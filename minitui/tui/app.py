@@ -215,7 +215,7 @@ class MinituiApp(AppBase):
         self.switch_mode(mode)
 
     def ask_text(
-        self, title: str, text: str, then: Callable[[str], None], lines: bool = False, selected: bool = False
+        self, title: str, text: str, then: Callable[[str], object], lines: bool = False, selected: bool = False
     ) -> None:
         dialog = TextDialog(title, text, lines, selected)
         self.push_screen(dialog, lambda answer: then(answer) if answer is not None else None)

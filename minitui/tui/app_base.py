@@ -267,7 +267,7 @@ class AppBase(Notices):
         raise NotImplementedError
 
     def ask_text(
-        self, title: str, text: str, then: Callable[[str], None], lines: bool = False, selected: bool = False
+        self, title: str, text: str, then: Callable[[str], object], lines: bool = False, selected: bool = False
     ) -> None:
         """Ask for a text, and call `then` with it; not after Escape. `lines` allows several lines. `selected`: typing
         replaces `text`."""

@@ -243,6 +243,15 @@ async def test_a_replay_shows_a_hit_also_after_the_cache_was_emptied():
         assert "so a first request computed it. Then replayed:" in " ".join(screen.transcript.text.split())
 
 
+async def test_a_replay_of_a_chat_that_another_engine_answered_shows_a_hit():
+    async with running(FakeSource(loads_at_once=False)) as (app, pilot, _screen):
+        app.session.messages += [Message("user", "What is a block table?"), Message("assistant", "It maps.", "done")]
+        await press(pilot, "escape", "r")  # as after --resume, before the engine has started
+        app.source.loaded.set()
+        await until(pilot, lambda: "replayed" in app.session.note)
+        assert app.session.messages[-1].metrics["cached_tokens"] > 0 and app.session.primed
+
+
 async def test_a_demo_lets_the_engine_run_itself():
     async with running() as (app, pilot, screen):
         await until(pilot, lambda: app.progress is None)
