@@ -28,6 +28,8 @@ from typing import Any
 
 from engine.errors import EngineError
 
+LARGEST = 1 << 20  # bytes of the file; reading so many takes about a second
+
 
 class SettingsError(EngineError):
     """A settings file or data directory cannot be used. The message says what is wrong and what is valid."""
@@ -92,10 +94,12 @@ def load(path: Path | None = None) -> Settings:
     try:
         if path.exists() and not path.is_file():
             raise OSError("it is not a regular file")  # reading a FIFO or a device might not end
+        if path.exists() and (size := path.stat().st_size) > LARGEST:
+            raise OSError(f"it has {size:,} bytes, and the limit is {LARGEST:,}")
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return Settings()
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise SettingsError(f"{path} cannot be read: {error}. Correct it, or rename it to use the defaults.") from None
     settings = Settings()
     chat = data.pop("chat", {})

@@ -6,6 +6,8 @@ The checks are plain ASGI middleware, so that endpoints notice a disconnect at o
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
 import re
 import time
 import uuid
@@ -25,6 +27,7 @@ from minitui.server.settings import Role, ServerSettings
 from minitui.server.unknown import ignoring
 
 OPEN = ("/", "/health", "/ping", "/ready", "/version")  # need no key
+ASK = 'Basic realm="API key as the password, any user name", charset="UTF-8"'  # a browser then asks its user
 ROLES = {
     "/v1/chat/completions": Role.CHAT, "/v1/completions": Role.CHAT, "/v1/responses": Role.CHAT,
     "/v1/messages": Role.CHAT, "/v1/messages/count_tokens": Role.CHAT, "/generate": Role.CHAT, "/tokenize": Role.CHAT,
@@ -86,8 +89,9 @@ class Guard:
 
         try:
             self._check_origin(headers)
-            key = _key(headers)
-            scope.setdefault("state", {})["role"] = self._check_key(scope, key)
+            key, typed = _key(headers)
+            is_page = "text/html" in headers.get("accept", "")
+            scope.setdefault("state", {})["role"] = self._check_key(scope, key, typed, is_page)
             scope["state"]["owner"] = key if self.settings.keys else ""
             # Ranges are ignored, because Starlette's error for an invalid Range does not have OpenAI's format.
             scope["headers"] = [(name, value) for name, value in scope["headers"] if name != b"range"]
@@ -131,18 +135,22 @@ class Guard:
         if origin == "null" or headers.get("sec-fetch-site") in ("cross-site", "same-site"):
             raise ApiError(403, "requests from pages of other sites are refused")
 
-    def _check_key(self, scope: Scope, key: str) -> Role:
+    def _check_key(self, scope: Scope, key: str, typed: bool, is_page: bool) -> Role:
         role = self.settings.role_of(key)
         needed = role_needed(scope["path"], self.settings)
+        if typed and self.settings.keys:
+            role = min(role, Role.WATCH)  # a browser sends it with every request, also with those that pages cause
         if role >= needed:
             return role
         if role == Role.NOBODY:
             raise ApiError(
-                401, "this server needs an API key: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
-                code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
+                401, "this server needs an API key: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'; in a "
+                "browser, give the key as the password, with any user name",
+                code="invalid_api_key", headers={"WWW-Authenticate": ASK if is_page else "Bearer"},
             )  # fmt: skip
         allowed, wanted = role.name.lower(), needed.name.lower()
-        raise ApiError(403, f"this key has the role {allowed}; {scope['path']} requires {wanted}")
+        given = "a key in a browser" if typed else "this key"
+        raise ApiError(403, f"{given} has the role {allowed}; {scope['path']} requires {wanted}")
 
     async def _read_body(self, headers: Headers, receive: Receive) -> Receive:
         """Read the body, within the limits of time and of its decompressed size.
@@ -182,9 +190,18 @@ def owner_of(request: Request) -> str:
     return owner
 
 
-def _key(headers: Headers) -> str:
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")  # the second is Anthropic's
+def _key(headers: Headers) -> tuple[str, bool]:
+    """Returns the caller's key, and True if a person typed it as a password into a browser."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return given.strip(), False
+    if (key := headers.get("x-api-key")) is not None:  # Anthropic's
+        return key, False
+    if scheme.lower() != "basic":
+        return "", False
+    with contextlib.suppress(ValueError):
+        return base64.b64decode(given.strip(), validate=True).decode().partition(":")[2], True
+    return "", True
 
 
 def _request_id(headers: Headers) -> str:

@@ -9,6 +9,7 @@ from starlette.types import ASGIApp
 from minitui import __version__
 from minitui.server import chat, completions, errors, health, telemetry, tokenize
 from minitui.server.access import OPEN, Guard
+from minitui.server.docs import add_docs
 from minitui.server.messages import endpoints as messages
 from minitui.server.responses import endpoints as responses
 from minitui.server.service import Service
@@ -17,7 +18,7 @@ from minitui.server.service import Service
 def create_api(service: Service) -> FastAPI:
     """Returns the endpoints without access checks; their OpenAPI document is at /openapi.json."""
     api = FastAPI(
-        title="minitui", version=__version__, docs_url="/docs", redoc_url=None, redirect_slashes=False,
+        title="minitui", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False,
         description="An LLM inference engine with telemetry, OpenAI's and Anthropic's endpoints, POST /generate.",
     )  # fmt: skip
     errors.install(api)
@@ -25,6 +26,7 @@ def create_api(service: Service) -> FastAPI:
         api.include_router(part.router(service))
     if service.settings.keys:
         _document_keys(api, service)
+    add_docs(api)
     return api
 
 

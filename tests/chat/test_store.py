@@ -126,6 +126,8 @@ def test_missing_settings_are_the_defaults(tmp_path):
         ("[chat]\nseed = 'x'", "chat.seed"),
         ("[keys]\nfreeze = 8", "keys.freeze"),
         ("= 3", "cannot be read"),
+        ("a = " + "[" * 5_000, "cannot be read"),
+        ("#" * 1_100_000, "cannot be read: it has 1,100,000 bytes, and the limit is 1,048,576"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(tmp_path, text, named):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import re
 from pathlib import Path
 
 import pytest
@@ -35,11 +37,36 @@ def test_version_and_server_info_describe_the_server(server: Running) -> None:
     assert "/" not in str(info.get("model_dir", "")) and "log_file" not in info and str(Path.cwd()) not in str(info)
 
 
-def test_the_endpoints_are_documented_in_a_page(server: Running) -> None:
+def test_the_endpoints_are_documented_in_a_page_that_loads_nothing(server: Running) -> None:
     page = server.get("/docs")
-    assert page.status_code == 200 and "/openapi.json" in page.text
-    paths = server.get("/openapi.json").json()["paths"]
-    assert {"/health", "/ping", "/version", "/server_info", "/metrics"} <= set(paths)
+    assert page.status_code == 200 and "default-src 'none'" in page.headers["Content-Security-Policy"]
+    assert not re.search(r"<script|<link|src=|@import|https?://|//cdn", page.text)
+    document = server.get("/openapi.json").json()
+    assert {"/health", "/ping", "/version", "/server_info", "/metrics"} <= set(document["paths"])
+    links, places = set(re.findall(r'href="#([^"]+)"', page.text)), set(re.findall(r'id="([^"]+)"', page.text))
+    assert links <= places and set(document["components"]["schemas"]) <= places
+    for path, operations in document["paths"].items():
+        assert all(f"<code>{method.upper()} {path}</code>" in page.text for method in operations)
+    assert "<code>max_tokens</code><td>integer or null" in page.text
+
+
+def test_a_browser_gets_in_with_the_key_as_the_password_and_only_reads(tmp_path: Path) -> None:
+    """A browser sends a password with each request, so a page that misuses it must not get the key's whole role."""
+    with serving(tmp_path, keys={KEY: Role.CONTROL}) as running:
+        asked = running.get("/docs", headers={"Accept": "text/html"})
+        assert asked.status_code == 401 and asked.headers["WWW-Authenticate"].startswith("Basic ")
+        assert running.get("/docs").headers["WWW-Authenticate"] == "Bearer"  # a program cannot ask its user
+
+        def given(password: str, path: str, **headers: str) -> int:
+            word = base64.b64encode(f"me:{password}".encode()).decode()
+            return running.get(path, headers={"Authorization": f"Basic {word}", **headers}).status_code
+
+        assert given(KEY, "/docs") == given(KEY, "/openapi.json") == given(KEY, "/metrics") == 200
+        assert given("wrong", "/docs") == 401 and given(KEY, "/v1/responses/resp_1") == 403
+        assert given(KEY, "/docs", Origin="http://evil.example") == 403
+        assert given("wrong", "/docs", **{"x-api-key": KEY}) == 200
+        for word in ("=", "%%%", "//79"):  # the last is not UTF-8
+            assert running.get("/docs", headers={"Authorization": f"Basic {word}"}).status_code == 401
 
 
 @pytest.mark.parametrize("opened", [False, True])
