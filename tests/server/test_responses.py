@@ -271,6 +271,9 @@ def test_the_items_before_a_response_are_listed_in_pages(server: Running) -> Non
     assert upwards["has_more"] and upwards["data"] == page["data"][:2:-1]
     rest = server.get(url, params={"order": "asc", "after": upwards["last_id"]}).json()
     assert rest["data"] == page["data"][2::-1]
+    again = ask(server, input=[{"type": "item_reference", "id": page["first_id"]}] * 3, max_output_tokens=1)
+    once = server.get(f"{URL}/{again['id']}/input_items", params={"limit": 1}).json()
+    assert once["data"] == page["data"][:1] and not once["has_more"]
     for wrong in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "msg_0"}):
         assert server.get(url, params=wrong).status_code == 400
 
@@ -335,7 +338,8 @@ def test_a_custom_tool_is_called_with_a_text(server: Running) -> None:
     [call] = events[-1]["response"]["output"]
     assert call == events[5]["item"] and (call["type"], call["name"]) == ("custom_tool_call", "patch")
     assert call["input"] == 'a "b"\n' and call["id"].startswith("ctc_")
-    forced = ask(server, tools=[PATCH, TOOL], tool_choice={"type": "custom", "name": "patch"}, max_output_tokens=40)
+    chosen = {"type": "custom", "name": "patch"}
+    forced = ask(server, tools=[PATCH, TOOL], tool_choice=chosen, temperature=0, max_output_tokens=200)
     assert forced["output"][0]["type"] == "custom_tool_call" and not forced["output"][0]["input"].startswith("{")
 
 

@@ -71,7 +71,8 @@ def router(service: Service) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
     ) -> ItemList:  # fmt: skip
         """Returns the items of the conversation before a stored response, in pages."""
-        items = stored_for(request).history(name)[:: 1 if order == "asc" else -1]
+        once = {item.id: item for item in stored_for(request).history(name)}  # an item may be referred to repeatedly
+        items = list(once.values())[:: 1 if order == "asc" else -1]
         ids = [item.id for item in items]
         if after is not None and after not in ids:
             raise ApiError(400, f"the response has no input item {after[:80]!r}", "after")
