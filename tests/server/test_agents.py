@@ -1,7 +1,7 @@
 """Agent loops: the tool runners of the official clients, and command line agents, against a scripted checkpoint.
 
 MINITUI_AGENTS=DIRECTORY also runs the agents that are installed there:
-npm install --prefix DIRECTORY @openai/codex @anthropic-ai/claude-code opencode-ai
+npm install --prefix DIRECTORY @openai/codex @anthropic-ai/claude-code opencode-ai @qwen-code/qwen-code
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -87,7 +88,7 @@ def test_anthropics_tool_runner_calls_the_tool_and_answers(server: Running, stre
 
 # ---- command line agents
 
-AGENTS = Path(os.environ.get("MINITUI_AGENTS") or "none") / "node_modules" / ".bin"
+BIN = Path(os.environ.get("MINITUI_AGENTS") or "none").absolute() / "node_modules" / ".bin"
 MCP_SERVER = """
 import json, sys
 TOOL = {"name": "get_temperature", "description": "How warm it is in a city.",
@@ -105,14 +106,13 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.skipif(not (AGENTS / "codex").exists(), reason="MINITUI_AGENTS names no directory with Codex")
-@pytest.mark.parametrize("tool", ["exec_command", "mcp__weather__get_temperature"])
-def test_codex_calls_a_tool_and_answers(tmp_path: Path, tool: str) -> None:
+@pytest.mark.skipif(not (BIN / "codex").exists(), reason="MINITUI_AGENTS names no directory with Codex")
+def test_codex_calls_a_tool_of_an_mcp_server_and_answers(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
     (tmp_path / "weather.py").write_text(MCP_SERVER)
-    arguments = {"cmd": "echo 17"} if tool == "exec_command" else {"city": CITY}
-    engine = {"model": str(scripted(tmp_path, tool, arguments, SENTENCE)), "num_blocks": 2048}
+    model = scripted(tmp_path, "mcp__weather__get_temperature", {"city": CITY}, SENTENCE)
+    engine = {"model": str(model), "num_blocks": 2048}
     with serving(tmp_path, engine, served_names=("scripted",)) as running:
         options = {
             "model": "scripted", "model_provider": "minitui", "approval_policy": "never",
@@ -122,11 +122,75 @@ def test_codex_calls_a_tool_and_answers(tmp_path: Path, tool: str) -> None:
         }  # fmt: skip
         given = [word for name, value in options.items() for word in ("-c", f"{name}={json.dumps(value)}")]
         told = subprocess.run(
-            [AGENTS / "codex", "exec", "--json", "--skip-git-repo-check", *given, QUESTION], cwd=tmp_path, timeout=120,
+            [BIN / "codex", "exec", "--json", "--skip-git-repo-check", *given, QUESTION], cwd=tmp_path, timeout=120,
             env={**os.environ, "CODEX_HOME": str(home)}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
         )  # fmt: skip
     items = [event["item"] for event in map(json.loads, told.stdout.splitlines()) if event["type"] == "item.completed"]
     called, answered = items[-2:]
-    assert called["type"] == ("command_execution" if tool == "exec_command" else "mcp_tool_call"), told
+    assert called["type"] == "mcp_tool_call", told
     assert called["status"] == "completed" and "17" in json.dumps(called)
     assert (answered["type"], answered["text"]) == ("agent_message", SENTENCE)
+
+class Agent(NamedTuple):
+    """A program that is installed in MINITUI_AGENTS, and its tool that runs a command."""
+
+    tool: str
+    arguments: dict[str, Any]
+    command: list[str]
+    variables: dict[str, str]  # SERVER stands for the server's address
+    files: dict[str, str]  # below the home directory
+
+
+ASKED, COPY = "Copy note.txt to copy.txt.", "cp note.txt copy.txt"
+AGENTS = {
+    "codex": Agent(
+        "exec_command", {"cmd": COPY}, ["exec", "--skip-git-repo-check", "-s", "danger-full-access", ASKED], {},
+        {".codex/config.toml": (
+            'model = "scripted"\nmodel_provider = "minitui"\n\n[model_providers.minitui]\nname = "minitui"\n'
+            'base_url = "SERVER/v1"\nwire_api = "responses"\n'
+        )},
+    ),
+    "claude": Agent(
+        "Bash", {"command": COPY, "description": "Copy"}, ["-p", ASKED, "--allowedTools", "Bash"],
+        {"ANTHROPIC_BASE_URL": "SERVER", "ANTHROPIC_API_KEY": "any", "ANTHROPIC_MODEL": "scripted",
+         "ANTHROPIC_SMALL_FAST_MODEL": "scripted", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}, {},
+    ),
+    "opencode": Agent(
+        "bash", {"command": COPY, "description": "Copy"}, ["run", ASKED], {},
+        {".config/opencode/opencode.json": json.dumps({
+            "model": "minitui/scripted",
+            "provider": {"minitui": {
+                "npm": "@ai-sdk/openai-compatible", "options": {"baseURL": "SERVER/v1"}, "models": {"scripted": {}},
+            }},
+        })},
+    ),
+    "qwen": Agent(
+        "run_shell_command", {"command": COPY, "is_background": False}, ["--auth-type", "openai", "-y", ASKED],
+        {"OPENAI_BASE_URL": "SERVER/v1", "OPENAI_API_KEY": "any", "OPENAI_MODEL": "scripted"}, {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", AGENTS)
+def test_a_command_line_agent_runs_its_tool_and_ends(tmp_path: Path, name: str) -> None:
+    if not (BIN / name).exists():
+        pytest.skip(f"MINITUI_AGENTS names no directory with {name}")
+    agent = AGENTS[name]
+    model, home, work = (tmp_path / part for part in ("model", "home", "work"))
+    for directory in (model, home, work):
+        directory.mkdir()
+    (work / "note.txt").write_text("17")
+    scripted(model, agent.tool, agent.arguments, SENTENCE)
+    with serving(tmp_path, {"model": str(model), "num_blocks": 4096}, served_names=("scripted",)) as running:
+        for path, text in agent.files.items():
+            (home / path).parent.mkdir(parents=True, exist_ok=True)
+            (home / path).write_text(text.replace("SERVER", running.url))
+        variables = {key: value.replace("SERVER", running.url) for key, value in agent.variables.items()}
+        ran = subprocess.run(
+            [BIN / name, *agent.command], cwd=work, env={"PATH": os.environ["PATH"], "HOME": str(home), **variables},
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=500,
+        )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert (work / "copy.txt").read_text() == "17" and SENTENCE in ran.stdout, ran.stdout
