@@ -82,7 +82,7 @@ WANTED = (
 RANKS = {"tp_rank", "pp_rank", "moe_ep_rank"}  # SGLang labels: each rank of an engine reports the engine's values
 REPEATED = {"sglang:num_running_reqs", "sglang:num_queue_reqs"}  # a total, and a line for each priority
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_LABEL = re.compile(r'\b(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 def read_samples(text: str, engine: int | None = None) -> dict[str, list[float]]:

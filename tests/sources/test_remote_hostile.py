@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import time
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -213,6 +214,15 @@ async def test_bench_takes_no_flood_for_an_answer() -> None:
         async with hostile(post=endless(OK, chunk(piece))) as url, open_client(url) as client:
             outcome = await asyncio.wait_for(send(client, Planned(0.0, {}, True), 0.0), 60)
             assert said in outcome.detail and outcome.error
+
+
+def test_labels_of_a_metric_are_read_in_time_that_grows_with_their_length() -> None:
+    from minitui.sources.server_metrics import read_samples
+
+    began = time.process_time()
+    for labels in ("a" * 60_000, 'a="b",' * 10_000, 'a="\\"' * 15_000, "} " * 30_000):
+        assert read_samples("vllm:num_requests_running{" + labels + "} 1")
+    assert time.process_time() - began < 5.0  # with their square, the first takes half a minute
 
 
 # ---- telemetry
