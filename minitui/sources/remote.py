@@ -42,7 +42,7 @@ LOADING_S = 600.0  # the longest wait for a server that loads its model
 DEFAULTS = SamplingParams()
 NOT_SENT = (  # /minitui/submit accepts all other fields of SamplingParams (minitui/server/telemetry.py)
     "n", "logit_bias", "stop_token_ids", "include_stop_str_in_output", "prompt_logprobs", "json_schema", "regex",
-    "choice", "grammar", "disable_additional_properties",
+    "choice", "grammar", "disable_additional_properties", "output_kind",
 )  # fmt: skip
 
 
