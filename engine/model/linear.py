@@ -3,12 +3,10 @@
 Matrices of 4-bit numbers are in engine/model/four_bits.py.
 
 Decoding reads every weight in each step, so on a CPU memory bandwidth limits its speed. An int8 matrix has a quarter
-of the bytes of a float32 matrix. Processors have special instructions (VNNI) for products of 8-bit integers, so each
-row of activations is rounded to 8 bits too (W8A8, dynamic, symmetric). Each row of weights and of activations has its
-own scale, as in LLM.int8() (Dettmers et al. 2022), but there is no separate path for outliers.
-
-For one row of activations, a matrix of 6,144 x 1,024 takes 0.30 ms in int8 and 1.6 ms in float32
-(engine/kernels/MEASURED.md).
+of the bytes of a float32 matrix. Compiled kernels (engine/kernels/cpu/product.py) round each row of activations to 8
+bits too (W8A8, dynamic, symmetric). Each row of weights and of activations has its own scale, as in LLM.int8()
+(Dettmers et al. 2022), but there is no separate path for outliers. torch keeps activations in float32: its sums have
+another order in a batch, and its product of 8-bit integers is wrong without VNNI (engine/kernels/MEASURED.md).
 """
 
 from __future__ import annotations
@@ -149,9 +147,8 @@ class Int8Weight(Int8Rows):
         return self.values[ids] * self.scale[ids, None]
 
     def product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        values, scale = quantise_rows(x)
-        product = torch._int_mm(values, self.values.t()).float().mul_(self.scale)
-        return torch.mul(product, scale[:, None], out=product if out is None else out)
+        """Does not round x: then a difference of 1e-7 between two orders of sums would become a step of 1 / 127."""
+        return widened_product(x, self.values, out).mul_(self.scale)
 
 
 class Bf16Weight(ByteWeight):
@@ -173,13 +170,7 @@ class Bf16Weight(ByteWeight):
         return self.values[ids].float()
 
     def product(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Widens some rows of the weight at a time: they stay in the processor's cache until their product is done."""
-        out = x.new_empty(len(x), len(self.values)) if out is None else out
-        step = max(1, WIDENED // self.values.shape[1])
-        for first in range(0, len(self.values), step):
-            part = self.values[first : first + step].float()
-            out[:, first : first + step] = torch.mm(part, x.t()).t()  # MKL computes few rows faster in columns
-        return out
+        return widened_product(x, self.values, out)
 
 
 class Fp8Weight(GpuWeight):
@@ -232,6 +223,16 @@ class Fp8Blocks(GpuWeight):
 
 
 Matrix = Any  # torch.Tensor or ByteWeight; not declared as a union, because GPU kernels accept only tensors
+
+
+def widened_product(x: torch.Tensor, values: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """Returns x · valuesᵀ. Widens some rows of the values at a time: they stay in the processor's cache until then."""
+    out = x.new_empty(len(x), len(values)) if out is None else out
+    step = max(1, WIDENED // values.shape[1])
+    for first in range(0, len(values), step):
+        part = values[first : first + step].to(x.dtype)
+        out[:, first : first + step] = torch.mm(part, x.t()).t()  # MKL computes few rows faster in columns
+    return out
 
 
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

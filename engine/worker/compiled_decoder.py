@@ -97,13 +97,13 @@ class CompiledDecoder:
     def __init__(
         self, decoder: Decoder, pool: KVPool, quantization: str, block_size: int, max_length: int
     ) -> None:
-        from engine.kernels.cpu.library import GROUPED, model_kernels
+        from engine.kernels.cpu.library import ANY_ROWS, model_kernels
 
         self._decoder, self._pool, self._max_length = decoder, pool, max_length
         self._products = _products(quantization, decoder)
         self._kernels = model_kernels(_shapes(decoder.config, self._products, block_size))
         self._threads = torch.get_num_threads()
-        self._any_rows = self._products[0] in GROUPED
+        self._any_rows = self._products[0] in ANY_ROWS
         self._tile = tokens_in_a_tile(decoder.config)
         self._after = 6 if self._any_rows else 3  # calls of a layer after its attention, in a step with prompts
         widths = decoder.layers[0].qkv.shape[0], decoder.config.mlp_width, decoder.head.shape[0]
@@ -214,8 +214,7 @@ class CompiledDecoder:
 
     def _calls(self, b: Buffers, prompts: bool) -> Calls:
         """Returns the calls of all layers. prompts: of steps that not only decode, and without the output matrix."""
-        from engine.kernels.cpu.grouped import PREPARE
-        from engine.kernels.cpu.product import Before
+        from engine.kernels.cpu.product import PREPARE, Before
 
         decoder, pool = self._decoder, self._pool
         calls = Calls(self._kernels)
@@ -260,17 +259,17 @@ class CompiledDecoder:
 
 def tokens_in_a_tile(config: ModelConfig) -> int:
     """Returns the number of tokens that a tile of the attention of prompts has; 0: there is no such kernel."""
-    from engine.kernels.cpu.library import widest_vector
+    from engine.kernels.cpu.features import features
     from engine.kernels.cpu.prompt_attention import tokens_per_tile
 
-    return tokens_per_tile(widest_vector(), (config.num_heads, config.num_kv_heads))
+    return tokens_per_tile(features().lanes, (config.num_heads, config.num_kv_heads))
 
 
 def tile_floats(config: ModelConfig, length: int) -> int:
-    from engine.kernels.cpu.library import widest_vector
+    from engine.kernels.cpu.features import features
     from engine.kernels.cpu.prompt_attention import tile_scratch_floats
 
-    return tile_scratch_floats(widest_vector(), config.head_dim, length)
+    return tile_scratch_floats(features().lanes, config.head_dim, length)
 
 
 def _number(field: Any) -> int:

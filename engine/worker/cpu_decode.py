@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from engine.attention.base import AttentionBackend
 from engine.attention.kv_pool import KVPool
 from engine.model.decoder import Decoder, DenseMLP
-from engine.model.linear import INT8_MAX, Int8Weight, Matrix
+from engine.model.linear import ByteWeight, Matrix
 from engine.model.traits import lacking
 
-TINY = float(np.finfo(np.float32).tiny)
 KEPT_SIZES = 8  # buffers are kept for at most this many different numbers of sequences
 
 
@@ -82,10 +81,9 @@ class CPUDecode:
     @staticmethod
     def supports(decoder: Decoder) -> bool:
         """Returns True if the class can run the model with float32 activations and keys."""
-        known = isinstance(decoder.layers[0].qkv, (torch.Tensor, Int8Weight))
+        known = isinstance(decoder.layers[0].qkv, (torch.Tensor, ByteWeight))
         return known and not lacking(decoder.config, "cpu_decode")
 
-    @np.errstate(invalid="ignore")  # NaN becomes an arbitrary int8 number, but its scale is NaN, so the product is NaN
     def logits(
         self, tokens: np.ndarray, positions: np.ndarray, slots: np.ndarray, attention: AttentionBackend
     ) -> torch.Tensor:
@@ -120,8 +118,8 @@ class CPUDecode:
             assert isinstance(layer.mlp, DenseMLP)
             _mlp(c, layer.mlp)
         _norm(c.residual, self._norms[-1], eps, c.x)
-        if isinstance(decoder.head, Int8Weight):
-            return torch.from_numpy(_int8_product(decoder.head, c.x)).view(n, -1)
+        if isinstance(decoder.head, ByteWeight):
+            return decoder.head.product(_rows(c.x_))
         return torch.mm(decoder.head, c.x_).t().contiguous() if n > 1 else torch.mv(decoder.head, c.x_)[None]
 
 
@@ -162,28 +160,20 @@ def _mlp(c: Columns, mlp: DenseMLP) -> None:
 
 def _lookup(embedding: Matrix) -> Callable[[np.ndarray], np.ndarray]:
     """Returns a function: ids [n] -> rows [n, H] of the embedding; one id -> its row [H]."""
-    if not isinstance(embedding, Int8Weight):
+    if not isinstance(embedding, ByteWeight):
         return embedding.numpy().__getitem__
-    values, scale = embedding.values.numpy(), embedding.scale.numpy()
-    return lambda ids: values[ids] * scale[ids, None]
+    return lambda ids: embedding.rows(torch.as_tensor(ids)).numpy()
 
 
-def _int8_product(weight: Int8Weight, x: np.ndarray) -> np.ndarray:
-    """Like Int8Weight.product, with cheaper calls: weight [out, in] · x [in, n] -> [n, out], or · x [in] -> [out]."""
-    rows = x.T if x.ndim > 1 else x[None]
-    scale = np.abs(rows).max(1, keepdims=True)
-    scale /= INT8_MAX
-    values = np.rint(rows / np.maximum(scale, TINY)).astype(np.int8, order="C")
-    sums = torch._int_mm(torch.from_numpy(values), weight.values.t()).numpy()
-    product = np.multiply(sums, scale, dtype=np.float32)
-    product *= weight.scale.numpy()
-    return product if x.ndim > 1 else product[0]
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """Returns [n, features] of x [features, n], or [1, features] of x [features]."""
+    return x.t() if x.dim() > 1 else x[None]
 
 
 def _multiply(weight: Matrix, bias: torch.Tensor | None, x: torch.Tensor, out: torch.Tensor) -> None:
     """out = weight [out, in] · x [in, n] + bias, or weight · x [in] + bias."""
-    if isinstance(weight, Int8Weight):
-        out.numpy().T[:] = _int8_product(weight, x.numpy())
+    if isinstance(weight, ByteWeight):
+        _rows(out).copy_(weight.product(_rows(x)))
     elif x.dim() == 1:
         torch.mv(weight, x, out=out)
     else:
@@ -194,9 +184,8 @@ def _multiply(weight: Matrix, bias: torch.Tensor | None, x: torch.Tensor, out: t
 
 def _add_product(total: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, x: torch.Tensor) -> None:
     """total += weight [out, in] · x [in, n] + bias, or weight · x [in] + bias."""
-    if isinstance(weight, Int8Weight):
-        sums = total.numpy().T
-        sums += _int8_product(weight, x.numpy())
+    if isinstance(weight, ByteWeight):
+        _rows(total).add_(weight.product(_rows(x)))
     elif x.dim() == 1:
         total.addmv_(weight, x)
     else:

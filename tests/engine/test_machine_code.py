@@ -14,6 +14,7 @@ ir = pytest.importorskip("llvmlite.ir")
 from engine.disk_cache import COMPILED  # noqa: E402
 from engine.kernels.cpu import library, machine_code  # noqa: E402  (they need llvmlite)
 from engine.kernels.cpu.emit import I64, PTR, Kernel  # noqa: E402
+from engine.kernels.cpu.features import features  # noqa: E402
 
 if why_not := library.lacks(("float32",)):
     pytest.skip(why_not, allow_module_level=True)
@@ -46,7 +47,7 @@ def computed(factor: int) -> int:
     out, number = b.fields(out=PTR, number=I64)
     b.write(b.mul(number, I64(factor)), out, I64(0), I64)
     b.ret_void()
-    kernels, result = library.Kernels(module), np.zeros(1, dtype=np.int64)
+    kernels, result = library.Kernels(module, features().flags), np.zeros(1, dtype=np.int64)
     call = np.zeros((1, library.FIELDS), dtype=np.int64)
     call[0, :2] = result.ctypes.data, 7
     kernels.run(np.array([kernels.address("multiply")]), call, 1)

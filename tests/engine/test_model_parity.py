@@ -26,6 +26,7 @@ from tests.support.parity import (
     checkpoints_of,
     compiled_or_not,  # noqa: F401 (a fixture)
     decodes_on_a_cpu,
+    needs_kernels,
     our_logits,
     their_logits,
     their_tokens,
@@ -317,7 +318,7 @@ def test_steps_with_prompts_on_a_cpu_compute_what_the_decoder_does(
     name: str, count: int, checkpoints: Checkpoints
 ) -> None:
     """Whole prompts, ends of prompts, and chunks that do not end their prompt, with and without decodes."""
-    pytest.importorskip("llvmlite")
+    needs_kernels()
     _, directory = checkpoints(name)
     chunks = [(0, 9), (11, 3), (6, 7), (4, 5)]
     for ours, plainly in zip(*decodes_on_a_cpu(directory, count, chunks), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from engine.core.step import StepPlan
 from engine.llm import LLM
 from engine.params import SamplingParams
-from engine.worker.compiled_decoder import CompiledDecoder
+from engine.worker.compiled_decoder import KERNELS, CompiledDecoder
 from engine.worker.cpu import CPUSteps
 from tests.support.models import Driver, eager, make_request, make_runner, prompt, reference, save
 
@@ -83,11 +84,46 @@ def step_logits(runner: Any, plan: StepPlan) -> torch.Tensor:
         return steps.forward(plan, steps.build_inputs(plan))[0]
 
 
+PROCESSORS = ["this", "vnni", "avx512", "avx2", "none", "without llvmlite", "without GNU OpenMP"]
+
+
+def needs_kernels(kind: str = "none") -> None:
+    """Skip the test if this machine has no compiled kernels for this kind of weights."""
+    pytest.importorskip("llvmlite")
+    from engine.kernels.cpu.library import lacks
+
+    if why_not := lacks(KERNELS[kind]):
+        pytest.skip(why_not)
+
+
+@pytest.fixture(params=PROCESSORS)
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run on each kind of processor that this one can be, and on machines without one of the kernels' libraries.
+
+    Other processors than x86, and macOS, run what "none" and the last two run, or the kernels that "this" compiles.
+    """
+    name = request.param
+    if name == "without llvmlite":
+        monkeypatch.setitem(sys.modules, "llvmlite", None)
+        return name
+    llvm = pytest.importorskip("llvmlite.binding")
+    from engine.kernels.cpu import library
+
+    if name == "without GNU OpenMP":
+        monkeypatch.setattr(library, "OPENMP", ("GOMP_that_no_library_has",))
+    elif name != "this":
+        needed = {"vnni": "avx512vnni", "avx512": "avx512bw", "avx2": "avx2", "none": None}[name]
+        if needed and not llvm.get_host_cpu_features().get(needed):
+            pytest.skip(f"this processor has no {needed}")
+        monkeypatch.setenv("MINITUI_CPU", name)
+    return name
+
+
 @pytest.fixture(params=["compiled", "numpy"])
 def compiled_or_not(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode steps on a CPU by compiled kernels, or without them."""
     if request.param == "compiled":
-        pytest.importorskip("llvmlite")
+        needs_kernels()
     else:
         monkeypatch.setattr(CompiledDecoder, "why_not", lambda *_: "switched off")
 

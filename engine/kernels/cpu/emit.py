@@ -145,6 +145,24 @@ class Kernel(ir.IRBuilder):
             found = ir.Function(self.module, ir.FunctionType(F32, [F32, self.floats]), name)
         return self.call(found, [F32(-0.0), vector], fastmath=ANY_ORDER)
 
+    def integer_totals(self, vectors: list[Any]) -> Any:
+        """Returns the sum of the lanes of each vector, as a vector; of one vector, as a number."""
+        lanes = vectors[0].type.count
+        if len(vectors) == 1:
+            return self.intrinsic(f"llvm.vector.reduce.add.v{lanes}i32", I32, vectors[0])
+
+        def half(one: Any, other: Any, first: int, step: int, count: int) -> Any:
+            order = [first + step * i for i in range(count)]
+            return self.shuffle_vector(one, other, ir.Constant(ir.VectorType(I32, count), order))
+
+        while lanes > len(vectors):
+            lanes //= 2
+            vectors = [self.add(half(each, each, 0, 1, lanes), half(each, each, lanes, 1, lanes)) for each in vectors]
+        while len(vectors) > 1:
+            pairs = zip(vectors[::2], vectors[1::2], strict=True)
+            vectors = [self.add(half(*pair, 0, 2, lanes), half(*pair, 1, 2, lanes)) for pair in pairs]
+        return vectors[0]
+
     def largest(self, vector: Any) -> Any:
         """Returns the largest lane, or NaN if there is one."""
         return self.intrinsic(f"llvm.vector.reduce.fmaximum.v{self.lanes}f32", F32, vector)

@@ -13,11 +13,14 @@ from typing import Any
 
 from llvmlite import ir
 
+from engine.kernels.cpu.byte_products import dot
 from engine.kernels.cpu.emit import F32, I8, I16, I32, I64, Kernel
 from engine.kernels.cpu.grouped import LANES, Call
 
 PART = 32  # numbers of f(x) with a common scale, and the smallest group of weights
-ROWS = {"avx512": (8, 4, 2, 1), "avx2": (2, 1), "dotprod": (4, 2, 1)}  # rows of x in registers at a time
+ROWS = {  # products of bytes -> rows of x in registers at a time
+    "vnni": (8, 4, 2, 1), "avx512": (4, 2, 1), "avx2": (2, 1), "dotprod": (4, 2, 1), "plain": (2, 1),
+}  # fmt: skip
 
 
 class FourBitForm:
@@ -25,10 +28,10 @@ class FourBitForm:
 
     together = LANES
 
-    def __init__(self, processor: str, offsets: bool) -> None:
-        """processor: a key of ROWS; offsets: whether groups of weights have offsets."""
-        self._processor, self._offsets = processor, offsets
-        self.rows = ROWS[processor]
+    def __init__(self, kind: str, offsets: bool) -> None:
+        """kind: of the products of bytes (Features.dot); offsets: whether groups of weights have offsets."""
+        self._kind, self._offsets = kind, offsets
+        self.rows = ROWS[kind]
 
     def places(self, b: Kernel, base: Any, c: Call) -> Any:
         """Returns the addresses of the bytes [R, K], and of the scale and the sum of each part [R, K / PART]."""
@@ -69,7 +72,7 @@ class FourBitForm:
                     for r in range(rows):
                         k = b.add(b.mul(part, I64(PART)), I64(step * 8 + high * 4))
                         four = b.every(b.load(b.at(x8, b.add(x_at[r], k), I8), typ=I32, align=1), b.ints)
-                        sums[r] = _dot(b, self._processor, sums[r], numbers, four)
+                        sums[r] = dot(b, self._kind, sums[r], numbers, four, signed=False)
             for r in range(rows):
                 at_part = b.add(first_part[r], part)
                 total = b.sitofp(sums[r], b.floats)
@@ -80,36 +83,6 @@ class FourBitForm:
                 totals[str(r)] = b.fma(total, factor, totals[str(r)])
         scale = b.floats_at(c.row_scales, b.mul(block, I64(LANES)))
         return [[b.fmul(totals[str(r)], scale)] for r in range(rows)]
-
-
-def _dot(b: Kernel, processor: str, sums: Any, unsigned: Any, signed: Any) -> Any:
-    """Adds to each lane the sum of 4 products of bytes. Each argument is 16 32-bit integers."""
-    if processor == "avx512":
-        return _bytes_call(b, "llvm.x86.avx512.vpdpbusd.512", 64, sums, unsigned, signed)
-    lanes = 8 if processor == "avx2" else 4
-    found = []
-    for first in range(0, LANES, lanes):
-        chosen = ir.Constant(ir.VectorType(I32, lanes), list(range(first, first + lanes)))
-        part = [b.shuffle_vector(vector, vector, chosen) for vector in (sums, unsigned, signed)]
-        if processor == "dotprod":  # both signed: numbers of 4 bits are below 128
-            found.append(_bytes_call(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", 16, *part))
-            continue
-        wide, words = ir.VectorType(I8, 32), ir.VectorType(I16, 16)
-        pairs = b.intrinsic(
-            "llvm.x86.avx2.pmadd.ub.sw", words, b.bitcast(part[1], wide), b.bitcast(part[2], wide)
-        )  # does not saturate: at most 2 · 15 · 127
-        four = b.intrinsic("llvm.x86.avx2.pmadd.wd", part[0].type, pairs, ir.Constant(words, [1] * 16))
-        found.append(b.add(part[0], four))
-    while len(found) > 1:
-        count = found[0].type.count * 2
-        order = ir.Constant(ir.VectorType(I32, count), list(range(count)))
-        found = [b.shuffle_vector(low, high, order) for low, high in zip(found[::2], found[1::2], strict=True)]
-    return found[0]
-
-
-def _bytes_call(b: Kernel, name: str, count: int, sums: Any, unsigned: Any, signed: Any) -> Any:
-    bytes_ = ir.VectorType(I8, count)
-    return b.intrinsic(name, sums.type, sums, b.bitcast(unsigned, bytes_), b.bitcast(signed, bytes_))
 
 
 def _round_parts(b: Kernel, rows_at: Any, x8: Any, scales: Any, sums: Any, parts: tuple[Any, Any]) -> None:

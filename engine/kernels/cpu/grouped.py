@@ -7,36 +7,14 @@ than a barrier. For many rows a kernel of its own does this before the product, 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from llvmlite import ir
 
-from engine.kernels.cpu.emit import F32, I64, PTR, Kernel
-from engine.kernels.cpu.product import Before, prepare
+from engine.kernels.cpu.emit import F32, I64, Kernel
+from engine.kernels.cpu.product import PREPARE, Before, Call, call_fields, prepare
 
 LANES = 16  # numbers in a vector of sums
-PREPARE = "_prepare"  # the name of the kernel that rounds rows is that of the product with this suffix
-
-
-class Call(NamedTuple):
-    """The fields of a product. The kernel that rounds rows has the same ones; it writes to scratch."""
-
-    weight: Any
-    row_scales: Any  # of the weight
-    x: Any
-    norm: Any  # the norm's weight
-    bias: Any  # [N]
-    out: Any
-    scratch: Any
-    K: Any
-    N: Any
-    R: Any
-    each: Any  # floats of scratch per thread
-    before: Any
-    add: Any  # 1: the product is added to out
-    scales: Any  # of the groups of 4-bit numbers, their offsets, log2 of a group's size in parts
-    offsets: Any
-    shift: Any
 
 
 class Form(Protocol):
@@ -63,12 +41,12 @@ class Form(Protocol):
 def emit_grouped(module: ir.Module, name: str, form: Form, eps: float) -> None:
     """Emit the product, and the kernel that rounds rows for it."""
     b = Kernel(module, name + PREPARE, LANES)
-    c = _call(b)
+    c = call_fields(b)
     _round(b, form, c, c.scratch, b.share(c.R), eps)
     b.ret_void()
 
     b = Kernel(module, name, LANES)
-    c = _call(b)
+    c = call_fields(b)
     ready = b.icmp_signed("==", c.before, I64(Before.READY))
     base = b.select(ready, c.x, b.at(c.scratch, b.mul(b.thread(), c.each), F32))
     with b.if_then(b.not_(ready)):
@@ -84,11 +62,6 @@ def emit_grouped(module: ir.Module, name: str, form: Form, eps: float) -> None:
                     _store(b, form, c, sums, block, b.add(r0, I64(r)))
             done = stop
     b.ret_void()
-
-
-def _call(b: Kernel) -> Call:
-    numbers = ("K", "N", "R", "each", "before", "add", "shift")
-    return Call(*b.fields(**{name: I64 if name in numbers else PTR for name in Call._fields}))
 
 
 def _round(b: Kernel, form: Form, c: Call, base: Any, rows: tuple[Any, Any], eps: float) -> None:

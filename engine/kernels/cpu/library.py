@@ -16,18 +16,21 @@ from llvmlite import ir
 
 from engine.kernels.cpu.attention import emit_attend, emit_rotate
 from engine.kernels.cpu.bf16 import Bf16Form
+from engine.kernels.cpu.byte_products import VECTORS
 from engine.kernels.cpu.emit import I32, I64, PTR, Kernel
+from engine.kernels.cpu.features import Features, features
 from engine.kernels.cpu.four_bit_rounding import emit_rounding
 from engine.kernels.cpu.four_bits import PART, FourBitForm
 from engine.kernels.cpu.grouped import emit_grouped
-from engine.kernels.cpu.machine_code import OPENMP, X86, link
-from engine.kernels.cpu.product import VNNI, emit_product
+from engine.kernels.cpu.machine_code import OPENMP, link
+from engine.kernels.cpu.product import emit_product
 from engine.kernels.cpu.prompt_attention import emit_attend_tiles
 
 LLVM = 22  # the version whose instructions the kernels use
 FIELDS = 16  # numbers in the array of one call; a kernel reads the first ones
 FOUR_BITS = {"int4": False, "int4_offsets": True}  # kernel -> whether groups have offsets
-GROUPED = ("bf16_pairs", *FOUR_BITS)  # kernels for matrices whose rows are stored in groups, for any number of tokens
+GROUPED = ("bf16_pairs", *FOUR_BITS)  # kernels for matrices whose rows are stored in groups
+ANY_ROWS = (*GROUPED, "int8")  # kernels that are fast with any number of tokens
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,6 @@ class KernelShapes:
     qk_norm: bool
 
 
-@cache
-def _features() -> dict[str, bool]:
-    return dict(llvm.get_host_cpu_features())
-
-
 def lacks(weights: Iterable[str]) -> str:
     """Returns what this machine lacks for products with these kinds of matrices; empty if it lacks nothing."""
     if llvm.llvm_version_info[0] != LLVM:  # LLVM ends the process if an instruction has other operands
@@ -58,14 +56,10 @@ def lacks(weights: Iterable[str]) -> str:
     process = ctypes.CDLL(None)
     if missing := [name for name in OPENMP if not hasattr(process, name)]:
         return f"torch's OpenMP library lacks {missing[0]}"
-    if X86 and not _features().get("fma"):
-        return "the processor has no instruction for fused products and sums (FMA)"
-    if "int8" in weights and not (_features().get("avx512vnni") and _features().get("avx512vl")):
-        return "the processor has no AVX-512 VNNI"
-    if {"bf16_pairs", "bf16_rows"} & set(weights) and not _features().get("avx512bf16"):
+    if found := features().lacking():
+        return found
+    if {"bf16_pairs", "bf16_rows"} & set(weights) and "avx512bf16" not in features().names:
         return "the processor has no AVX-512 BF16"
-    if FOUR_BITS.keys() & set(weights) and not _processor():
-        return "the processor has none of AVX-512 VNNI, AVX2 with F16C, and ARM's dot products"
     return ""
 
 
@@ -73,76 +67,71 @@ def why_not(shapes: KernelShapes) -> str:
     """Returns why this machine or these shapes cannot have the kernels; empty if they can."""
     if found := lacks(shapes.weights):
         return found
-    if _lanes(shapes) < 4:
+    if _lanes(shapes, features().lanes) < 4:
         return f"rows of {min(shapes.columns)} numbers, or heads of {shapes.head_dim}, do not fill vectors"
-    if "int8" in shapes.weights and _int8_width(shapes) not in VNNI:
+    if "int8" in shapes.weights and math.gcd(16, *shapes.columns) < 16:
         return f"rows of {min(shapes.columns)} bytes do not fill vectors"
     if FOUR_BITS.keys() & set(shapes.weights) and (odd := [each for each in shapes.columns if each % PART]):
         return f"rows of {odd[0]} numbers are not a multiple of {PART}"
     return ""
 
 
-def _processor() -> str:
-    """Returns which products of bytes the processor has: a key of ROWS (engine/kernels/cpu/four_bits.py), or ""."""
-    has = _features()
-    if X86:
-        return "avx512" if has.get("avx512vnni") and has.get("avx512vl") else "avx2" if has.get("f16c") else ""
-    return "dotprod" if has.get("dotprod") else ""
+def _lanes(shapes: KernelShapes, widest: int, *, attention: bool = True) -> int:
+    """Returns the numbers in a float vector: at most `widest`, and a divisor of everything that is in vectors."""
+    return math.gcd(widest, *shapes.columns, *([shapes.head_dim // 2] if attention else []))
 
 
-def widest_vector() -> int:
-    """Returns the numbers in the processor's widest float vector."""
-    return 16 if _features().get("avx512f") else 8 if _features().get("avx2") else 4
-
-
-def _lanes(shapes: KernelShapes, *, attention: bool = True) -> int:
-    """Returns the numbers in a float vector: at most 16, and a divisor of everything that is in vectors."""
-    return math.gcd(widest_vector(), *shapes.columns, *([shapes.head_dim // 2] if attention else []))
-
-
-def _int8_width(shapes: KernelShapes) -> int:
-    return math.gcd(64, *shapes.columns)
-
-
-@lru_cache(maxsize=8)
 def model_kernels(shapes: KernelShapes) -> Kernels:
     """Compiles the kernels of a model: "rotate", "attend", "attend_tiles", and a product for each kind of weights.
 
     Models of the same shapes share them: a second engine in the process compiles nothing.
     """
+    return _model_kernels(shapes, features())
+
+
+@lru_cache(maxsize=8)
+def _model_kernels(shapes: KernelShapes, has: Features) -> Kernels:
+    return Kernels(emit_model(shapes, has), has.flags)
+
+
+def emit_model(shapes: KernelShapes, has: Features) -> ir.Module:
+    """Returns the module of a model's kernels for a processor."""
     module = ir.Module()
-    lanes, wide = _lanes(shapes), _lanes(shapes, attention=False)
+    lanes, wide = _lanes(shapes, has.lanes), _lanes(shapes, has.lanes, attention=False)
     for weights in shapes.weights:
         if weights in GROUPED:
-            _emit_grouped(module, weights, shapes.eps)
+            _emit_grouped(module, weights, shapes.eps, has)
         else:
-            emit_product(module, weights, weights, wide, _int8_width(shapes), shapes.eps)
+            width = math.gcd(VECTORS[has.dot], *shapes.columns)
+            emit_product(module, weights, weights, wide, width, shapes.eps, has)
     heads, dim = shapes.heads, shapes.head_dim
     emit_rotate(module, "rotate", lanes, heads, dim, shapes.eps, shapes.qk_norm)
     emit_attend(module, "attend", lanes, heads, dim, shapes.scale, shapes.block_size)
-    emit_attend_tiles(module, "attend_tiles", widest_vector(), heads, dim, shapes.scale, shapes.block_size)
-    return Kernels(module)
+    emit_attend_tiles(module, "attend_tiles", has.lanes, heads, dim, shapes.scale, shapes.block_size)
+    return module
 
 
-def linear_kernels(name: str) -> Kernels:
+@cache
+def linear_kernels(name: str, has: Features) -> Kernels:
     """Compiles a product of GROUPED without a norm before it, for any model; and "rounding" to 4 bits."""
     module = ir.Module()
     emit_rounding(module, "rounding")
-    _emit_grouped(module, name, eps=0.0)
-    return Kernels(module)
+    _emit_grouped(module, name, 0.0, has)
+    return Kernels(module, has.flags)
 
 
-def _emit_grouped(module: ir.Module, name: str, eps: float) -> None:
-    form = Bf16Form() if name == "bf16_pairs" else FourBitForm(_processor(), FOUR_BITS[name])
+def _emit_grouped(module: ir.Module, name: str, eps: float, has: Features) -> None:
+    form = Bf16Form() if name == "bf16_pairs" else FourBitForm(has.dot, FOUR_BITS[name])
     emit_grouped(module, name, form, eps)
 
 
 class Kernels:
     """Compiled kernels. Keep this object for as long as the kernels run."""
 
-    def __init__(self, module: ir.Module) -> None:
+    def __init__(self, module: ir.Module, flags: str) -> None:
+        """flags: the processor's features (Features.flags)."""
         _emit_run(module)
-        self._engine = link(module)
+        self._engine = link(module, flags)
         self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._engine.get_function_address("run"))
 
     def address(self, name: str) -> int:

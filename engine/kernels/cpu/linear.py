@@ -5,15 +5,13 @@ CompiledDecoder (engine/worker/compiled_decoder.py) calls the kernels of all lay
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import torch
 
+from engine.kernels.cpu.features import features
 from engine.kernels.cpu.four_bits import PART
-from engine.kernels.cpu.grouped import PREPARE
-from engine.kernels.cpu.library import FIELDS, Kernels, linear_kernels
-from engine.kernels.cpu.product import Before, scratch_floats
+from engine.kernels.cpu.library import FIELDS, linear_kernels
+from engine.kernels.cpu.product import PREPARE, Before, scratch_floats
 
 ROWS_AT_ONCE = 256  # of activations: this limits the scratch memory, and the rounded rows stay in the cache
 
@@ -46,7 +44,7 @@ def _product(name: str, x: torch.Tensor, values: int, scale: int, out: torch.Ten
             ))  # fmt: skip
     fields = np.zeros((len(calls), FIELDS), dtype=np.int64)
     fields[:, : len(calls[0])] = calls
-    compiled = kernels(name)
+    compiled = linear_kernels(name, features())
     functions = np.array([compiled.address(each) for each in (name + PREPARE, name)] * (len(calls) // 2))
     compiled.run(functions, fields, torch.get_num_threads())
 
@@ -57,10 +55,5 @@ def round_to_four_bits(x: torch.Tensor, values: torch.Tensor, scales: torch.Tens
     calls = np.zeros((1, FIELDS), dtype=np.int64)
     length = columns // scales.shape[1] // PART
     calls[0, :6] = x.data_ptr(), values.data_ptr(), scales.data_ptr(), columns, rows, length
-    compiled = kernels("int4")
+    compiled = linear_kernels("int4", features())
     compiled.run(np.array([compiled.address("rounding")], dtype=np.int64), calls, torch.get_num_threads())
-
-
-@cache
-def kernels(name: str) -> Kernels:
-    return linear_kernels(name)

@@ -6,7 +6,6 @@ The code of a file is executed, so the cache is private (engine/disk_cache.py).
 from __future__ import annotations
 
 import ctypes
-import platform
 from contextlib import suppress
 
 import llvmlite
@@ -15,22 +14,18 @@ from llvmlite import ir
 
 from engine.disk_cache import COMPILED, Damaged
 
-X86 = platform.machine() in ("x86_64", "AMD64")
 OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")  # functions of torch's library for threads
 CODE = "code"  # the file of an entry
 
 
-def link(module: ir.Module) -> llvm.ExecutionEngine:
-    """Returns the functions of a module as machine code in memory, from a file or compiled."""
+def link(module: ir.Module, features: str) -> llvm.ExecutionEngine:
+    """Returns the functions of a module as machine code in memory, from a file or compiled. features: LLVM's flags."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     process = ctypes.CDLL(None)
     for name in OPENMP:
         llvm.add_symbol(name, ctypes.cast(getattr(process, name), ctypes.c_void_p).value)
     module.triple = llvm.get_process_triple()
-    features = llvm.get_host_cpu_features().flatten()
-    if X86:
-        features += ",-prefer-256-bit"
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(features))
     engine.add_object_file(llvm.ObjectFileRef.from_data(_machine_code(str(module), features)))
     engine.finalize_object()

@@ -4,23 +4,30 @@ f is nothing, an RMSNorm, or silu(gate) · up. Every thread computes f for all r
 this is quicker than a barrier. Each output is one sum over k in one vector, so it does not depend on R. What torch has
 instead, and why it was not taken: engine/kernels/MEASURED.md.
 
-Integers: each row of f(x) is rounded to 8 bits (engine/model/linear.py). The processor's instruction (VNNI) multiplies
-unsigned by signed bytes. So 128 is added to each weight, and 128 times the sum of the row is subtracted at the end.
+Integers: each row of f(x) is rounded to 8 bits. Some processors multiply unsigned by signed bytes: then 128 is added to
+each weight, and 128 times the sum of the row is subtracted at the end (engine/kernels/cpu/byte_products.py). Sums of
+integers are exact, so int8 products have the same bits on all processors, and are fast with any number of rows.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 
+from engine.kernels.cpu.byte_products import bias, dot
 from engine.kernels.cpu.emit import BF16, F32, I8, I16, I32, I64, PTR, Kernel
+from engine.kernels.cpu.features import Features
 
-GROUPS = ((8, 2), (4, 4), (2, 4), (1, 1))  # (rows of x, rows of the weight) in registers at a time
-BLOCK = 4  # rows of the weight per round of the outer loop
+GROUPS = {  # integers, vectors that fit into registers -> (rows of x, rows of the weight) in registers at a time
+    (False, 32): ((8, 2), (4, 4), (2, 4), (1, 1)), (False, 16): ((4, 2), (2, 2), (1, 1)),
+    (True, 32): ((6, 4), (4, 4), (2, 4), (1, 1)), (True, 16): ((2, 4), (1, 1)),
+}  # fmt: skip
+BLOCK = 4  # rows of the weight per round of the inner loop
+ROWS_AT_ONCE = 64  # rows of x per round of the outer loop: they stay in the cache
+PREPARE = "_prepare"  # the name of the kernel that rounds rows is that of the product with this suffix
 AHEAD = 8192  # bytes; prefetched in the order of addresses, because the hardware expects that order
-VNNI = {64: "512", 32: "256", 16: "128"}  # bytes per vector -> suffix of the instruction
 
 
 class Before(IntEnum):
@@ -29,7 +36,28 @@ class Before(IntEnum):
     NOTHING = 0
     NORM = 1  # RMSNorm with a weight [K]
     SILU = 2  # x is [R, 2 K], gate and up: silu(gate) * up
-    READY = 3  # x is what the kernel that prepares rows has written (engine/kernels/cpu/grouped.py)
+    READY = 3  # x is what the kernel that rounds rows has written
+
+
+class Call(NamedTuple):
+    """The fields of a product. The kernel that rounds rows has the same ones; it writes to scratch."""
+
+    weight: Any
+    row_scales: Any  # of the weight
+    x: Any
+    norm: Any  # the norm's weight
+    bias: Any  # [N]
+    out: Any
+    scratch: Any
+    K: Any
+    N: Any
+    R: Any
+    each: Any  # floats of scratch per thread
+    before: Any
+    add: Any  # 1: the product is added to out
+    scales: Any  # of the groups of 4-bit numbers, their offsets, log2 of a group's size in parts
+    offsets: Any
+    shift: Any
 
 
 def scratch_floats(rows: int, columns: int) -> int:
@@ -40,32 +68,38 @@ def scratch_floats(rows: int, columns: int) -> int:
     return rows * columns + rows * columns // 2 + 2 * rows * (1 + columns // 32) + 64
 
 
-def emit_product(module: ir.Module, name: str, weights: str, lanes: int, width: int, eps: float) -> None:
+def emit_product(module: ir.Module, name: str, weights: str, lanes: int, width: int, eps: float, has: Features) -> None:
     """Emit a kernel. weights: float32, bfloat16, bf16_rows or int8; width: bytes of weights per vector, for int8.
 
     bf16_rows: bfloat16 numbers, and f(x) is rounded to bfloat16, for the processor's products of bfloat16 pairs.
 
+    For int8, another kernel with the same fields rounds rows, as in engine/kernels/cpu/grouped.py.
+
     Fields: weight, its scales, x, the norm's weight, the bias [N], out, scratch, K, N, R, floats of scratch
     per thread, Before, 1 if the product is added to out.
     """
-    b = Kernel(module, name, lanes)
-    weight, scales, x, norm, bias, out, scratch, K, N, R, each, before, add = b.fields(
-        weight=PTR, scales=PTR, x=PTR, norm=PTR, bias=PTR, out=PTR, scratch=PTR, K=I64, N=I64, R=I64, each=I64,
-        before=I64, add=I64,
-    )  # fmt: skip
-    scratch = b.at(scratch, b.mul(b.thread(), each), F32)
     integers, pairs = weights == "int8", weights == "bf16_rows"
-    prepare(b, x, norm, scratch, K, (I64(0), R), before, eps)
-    rows_at = b.select(b.icmp_signed("==", before, I64(Before.NOTHING)), x, scratch)
     if integers:
-        floats = b.mul(R, K)
-        x8 = b.at(scratch, floats, F32)
-        row_scales = b.at(x8, floats, I8)
-        row_sums = b.at(row_scales, R, F32)
-        _round(b, rows_at, x8, row_scales, row_sums, K, R)
-        rows_at = x8
+        b = Kernel(module, name + PREPARE, lanes)
+        c = call_fields(b)
+        _round(b, has, c, c.scratch, b.share(c.R), eps)
+        b.ret_void()
+
+    b = Kernel(module, name, lanes)
+    c = call_fields(b)
+    weight, K, N, R = c.weight, c.K, c.N, c.R
+    own = b.at(c.scratch, b.mul(b.thread(), c.each), F32)
+    if integers:
+        ready = b.icmp_signed("==", c.before, I64(Before.READY))
+        base = b.select(ready, c.x, own)
+        with b.if_then(b.not_(ready)):
+            _round(b, has, c, base, (I64(0), R), eps)
+        rows_at, row_scales, row_sums = _rounded(b, base, K, R)
+    else:
+        prepare(b, c.x, c.norm, own, K, (I64(0), R), c.before, eps)
+        rows_at = b.select(b.icmp_signed("==", c.before, I64(Before.NOTHING)), c.x, own)
     if pairs:
-        x16 = b.at(scratch, b.mul(R, K), F32)
+        x16 = b.at(own, b.mul(R, K), F32)
         round_to_bf16(b, rows_at, x16, (I64(0), b.mul(R, K)))
         rows_at = x16
     bytes_each = {"float32": 4, "bfloat16": 2, "bf16_rows": 2, "int8": 1}[weights]
@@ -83,30 +117,33 @@ def emit_product(module: ir.Module, name: str, weights: str, lanes: int, width: 
         if weights == "bfloat16":
             wide = b.zext(b.read(weight, index, I16, lanes), b.ints)
             return b.bitcast(b.shl(wide, ir.Constant(b.ints, [16] * lanes)), b.floats)
-        found = b.read(weight, index, I8, width)
-        return b.xor(found, ir.Constant(found.type, [0x80] * width))
+        return b.read(weight, index, I8, width)
 
     def accumulate(total: Any, row: Any, w: Any) -> Any:
         if pairs:
             return multiply_pairs(b, total, w, row)
         if not integers:
             return b.fma(row, w, total)
-        return b.intrinsic(f"llvm.x86.avx512.vpdpbusd.{VNNI[width]}", sums, total, w, row)
+        return dot(b, has.dot, total, w, row, signed=True)
 
-    def finish(total: Any, n: Any, r: Any) -> None:
+    def finish(totals: list[Any], n: Any, r: Any) -> None:
+        """Write the outputs of row r from column n on."""
+        count = len(totals)
         if integers:
-            whole = b.intrinsic(f"llvm.vector.reduce.add.v{width // 4}i32", I32, total)
-            whole = b.sub(whole, b.read(row_sums, r, I32))
-            value = b.fmul(b.fmul(b.sitofp(whole, F32), b.read(row_scales, r)), b.read(scales, n))
+            whole, scale = b.read(row_sums, r, I32), b.read(row_scales, r)
+            if count > 1:
+                whole, scale = (b.every(part, ir.VectorType(part.type, count)) for part in (whole, scale))
+            whole = b.sub(b.integer_totals(totals), whole)
+            value = b.fmul(b.fmul(b.sitofp(whole, scale.type), scale), b.read(c.row_scales, n, lanes=count))
         else:
-            value = b.total(total)
-        value = b.fadd(value, b.read(bias, n))
+            value = b.total(totals[0])
+        value = b.fadd(value, b.read(c.bias, n, lanes=count))
         at = b.add(b.mul(r, N), n)
-        with b.if_else(b.icmp_signed("!=", add, I64(0))) as (then, otherwise):
+        with b.if_else(b.icmp_signed("!=", c.add, I64(0))) as (then, otherwise):
             with then:
-                b.write(b.fadd(b.read(out, at), value), out, at)
+                b.write(b.fadd(b.read(c.out, at, lanes=count), value), c.out, at)
             with otherwise:
-                b.write(value, out, at)
+                b.write(value, c.out, at)
 
     def tile(n0: Any, r0: Any, rows: int, columns: int) -> None:
         """Compute `rows` by `columns` outputs, from row r0 and column n0."""
@@ -123,26 +160,48 @@ def emit_product(module: ir.Module, name: str, weights: str, lanes: int, width: 
                 row = b.read(rows_at, index, *kind)
                 for n in range(columns):
                     totals[f"{r} {n}"] = accumulate(totals[f"{r} {n}"], row, ws[n])
-        for r, n in cells:
-            finish(totals[f"{r} {n}"], b.add(n0, I64(n)), b.add(r0, I64(r)))
+        at_once = columns if integers else 1
+        for r, n in cells[::at_once]:
+            finish([totals[f"{r} {n + i}"] for i in range(at_once)], b.add(n0, I64(n)), b.add(r0, I64(r)))
 
-    def all_rows(n0: Any, columns: int) -> None:
-        """Compute `columns` columns of the output."""
-        done: Any = I64(0)
-        for rows, at_once in GROUPS:
+    def all_rows(n0: Any, columns: int, done: Any, last: Any) -> None:
+        """Compute `columns` columns of the output, of the rows from `done` to `last`."""
+        for rows, at_once in GROUPS[integers, has.registers]:
             at_once = min(at_once, columns)
-            end = b.add(done, b.mul(b.sdiv(b.sub(R, done), I64(rows)), I64(rows)))
+            end = b.add(done, b.mul(b.sdiv(b.sub(last, done), I64(rows)), I64(rows)))
             with b.loop(done, end, rows) as (r0, _), b.loop(n0, b.add(n0, I64(columns)), at_once) as (n, _):
                 tile(n, r0, rows, at_once)
             done = end
 
     blocks = b.sdiv(N, I64(BLOCK))
     first, end = (b.mul(block, I64(BLOCK)) for block in b.share(blocks))
-    with b.loop(first, end, BLOCK) as (n0, _):
-        all_rows(n0, BLOCK)
-    with b.if_then(b.icmp_signed("==", end, b.mul(blocks, I64(BLOCK)))), b.loop(end, N) as (n0, _):
-        all_rows(n0, 1)
+    with b.loop(I64(0), R, ROWS_AT_ONCE) as (r0, _):
+        last = b.add(r0, I64(ROWS_AT_ONCE))
+        last = b.select(b.icmp_signed("<", last, R), last, R)
+        with b.loop(first, end, BLOCK) as (n0, _):
+            all_rows(n0, BLOCK, r0, last)
+        with b.if_then(b.icmp_signed("==", end, b.mul(blocks, I64(BLOCK)))), b.loop(end, N) as (n0, _):
+            all_rows(n0, 1, r0, last)
     b.ret_void()
+
+
+def call_fields(b: Kernel) -> Call:
+    numbers = ("K", "N", "R", "each", "before", "add", "shift")
+    return Call(*b.fields(**{name: I64 if name in numbers else PTR for name in Call._fields}))
+
+
+def _rounded(b: Kernel, base: Any, K: Any, R: Any) -> tuple[Any, Any, Any]:
+    """Returns the addresses of rounded rows [R, K], and of their scales and sums [R]. base: f(x) in float32."""
+    x8 = b.at(base, b.mul(R, K), F32)
+    scales = b.at(x8, b.mul(R, K), I8)
+    return x8, scales, b.at(scales, R, F32)
+
+
+def _round(b: Kernel, has: Features, c: Call, base: Any, rows: tuple[Any, Any], eps: float) -> None:
+    """Write f(x) of some rows to `base`, then round it. rows: (first, end)."""
+    prepare(b, c.x, c.norm, base, c.K, rows, c.before, eps)
+    found = b.select(b.icmp_signed("==", c.before, I64(Before.NOTHING)), c.x, base)
+    _round_rows(b, found, *_rounded(b, base, c.K, c.R), c.K, rows, bias(has.dot))
 
 
 def prepare(
@@ -182,10 +241,12 @@ def multiply_pairs(b: Kernel, total: Any, x: Any, y: Any) -> Any:
     return b.intrinsic(f"llvm.x86.avx512bf16.dpbf16ps.{32 * b.lanes}", b.floats, total, x, y)
 
 
-def _round(b: Kernel, rows_at: Any, x8: Any, row_scales: Any, row_sums: Any, K: Any, R: Any) -> None:
-    """Round each row to 8 bits. row_sums: 128 times the sum of each row's bytes. NaN and infinity reach the scale."""
+def _round_rows(
+    b: Kernel, rows_at: Any, x8: Any, row_scales: Any, row_sums: Any, K: Any, rows: tuple[Any, Any], added: int
+) -> None:
+    """Round each row to 8 bits. row_sums: `added` times the sum of a row's bytes. NaN and infinity reach the scale."""
     bytes_, lanes = ir.VectorType(I8, b.lanes), b.lanes
-    with b.loop(I64(0), R) as (r, _):
+    with b.loop(*rows) as (r, _):
         start = b.mul(r, K)
         with b.loop(I64(0), K, lanes, most=b.all_lanes(0)) as (k, found):
             size = b.vector_op("fabs", b.floats_at(rows_at, b.add(start, k)))
@@ -200,4 +261,4 @@ def _round(b: Kernel, rows_at: Any, x8: Any, row_scales: Any, row_sums: Any, K: 
             sums["sum"] = b.add(sums["sum"], whole)
             b.write(b.trunc(whole, bytes_), x8, b.add(start, k), I8)
         total = b.intrinsic(f"llvm.vector.reduce.add.v{lanes}i32", I32, sums["sum"])
-        b.write(b.shl(total, I32(7)), row_sums, r, I32)
+        b.write(b.mul(total, I32(added)), row_sums, r, I32)
