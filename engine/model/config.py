@@ -63,8 +63,9 @@ class Packing:
     method: str
     bits: int = 8
     group_size: int = 0  # inputs with a common scale; 0: all inputs of a row
-    floats: bool = False  # True: the 8-bit numbers are e4m3; False: integers
-    strategy: str = ""  # of 8-bit matrices: a scale for each "tensor", "channel" (row) or "block"
+    floats: bool = False  # True: the 8-bit numbers are e4m3, those of 4 bits e2m1; False: integers
+    # A scale for each "tensor", "channel" (row), "block" or "group"; "tensor_group": and one for the matrix (NVFP4).
+    strategy: str = ""  # "": the numbers are packed integers
     block: tuple[int, int] | None = None
     symmetric: bool = True
     version_2: bool = False  # of gptq

@@ -155,6 +155,8 @@ class Int4Weight(ByteWeight):
         whole = packing.group_size == 0
         if packing.method not in ("awq", "gptq", "compressed-tensors") or packing.bits != 4 or not packing.in_order:
             return None
+        if packing.floats or packing.strategy in ("tensor", "block"):
+            return None
         largest = GROUP if whole else packing.group_size & -packing.group_size  # a power of 2
         if largest < GROUP:
             return None

@@ -8,8 +8,9 @@ from engine.model.hf_schemes import WHERE, format_error, group_size, read_block,
 
 METHODS = {  # quant_method: what is supported
     "fp8": "8-bit floats, with one scale for each block or matrix",
-    "compressed-tensors": "8-bit floats or integers, with one scale for each matrix, row or block; packed 4- or 8-bit "
-    "integers, also with `actorder`; several of these in one checkpoint",
+    "compressed-tensors": "8-bit floats, and integers of 4 or 8 bits, with one scale for each matrix, row, block or "
+    "group; packed 4- or 8-bit integers, also with `actorder`; 4-bit floats (NVFP4, MXFP4); several of these in one "
+    "checkpoint",
     "awq": "4-bit integers, version `gemm`",
     "gptq": "4- or 8-bit integers, also with `desc_act`",
     "modelopt": "`FP8`: 8-bit floats, with one scale for each matrix",
@@ -20,7 +21,7 @@ NEAREST = {  # quant_method that is not supported -> the method of METHODS whose
     "exl2": "gptq", "exl3": "gptq", "auto-round": "gptq", "intel/auto-round": "gptq", "marlin": "gptq",
     "bitnet": "compressed-tensors", "fbgemm_fp8": "compressed-tensors", "torchao": "compressed-tensors",
     "quanto": "compressed-tensors", "quark": "compressed-tensors", "higgs": "compressed-tensors", "mlx": "awq",
-    "fp_quant": "mxfp4", "nvfp4": "mxfp4",
+    "fp_quant": "compressed-tensors", "nvfp4": "compressed-tensors",
 }  # fmt: skip
 
 OWN = {"bitsandbytes": {"load_in_4bit"}, "mlx": {"group_size", "bits"}}  # fields that these write without quant_method

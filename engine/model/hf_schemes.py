@@ -13,6 +13,8 @@ from engine.model.config import LINEAR, ModelConfig, Packing, first_match
 from engine.model.families import ARCHITECTURES
 
 WHERE = " in its quantization_config"
+BYTES = ("tensor", "channel", "block", "group")  # the strategies of numbers that have a byte each
+FP4 = {"nvfp4-pack-quantized": "tensor_group", "mxfp4-pack-quantized": "group"}  # format -> strategy
 MOST_REPETITIONS = 6  # of a target: a hostile one with many takes hours to match
 
 
@@ -101,13 +103,18 @@ def _scheme(fields: Fields, raw: dict[str, Any], group: dict[str, Any], of: str 
             raise format_error(fields, what, "null, 'static', 'weight', 'group' and 'dynamic'")
         size, in_order = group_size(inner, how) if strategy == "group" else 0, order not in ("group", "dynamic")
         return Packing("compressed-tensors", bits, size, symmetric=inner.flag("symmetric", True), in_order=in_order)
-    whole = form in ("float-quantized", "int-quantized", "naive-quantized") and kind in ("float", "int")
-    if whole and bits == 8 and inner.flag("symmetric", True) and strategy in ("tensor", "channel", "block"):
+    symmetric, floats = inner.flag("symmetric", True), kind == "float"
+    if form in ("float-quantized", "int-quantized", "naive-quantized") and strategy in BYTES and (
+        (floats and bits == 8 and symmetric) or (kind == "int" and bits in (4, 8))
+    ):  # fmt: skip
         block = read_block(inner, how.get("block_structure")) if strategy == "block" else None
-        return Packing("compressed-tensors", floats=kind == "float", strategy=strategy, block=block)
+        size = group_size(inner, how) if strategy == "group" else 0
+        return Packing("compressed-tensors", bits, size, floats, strategy, block, symmetric)
+    if floats and bits == 4 and symmetric and FP4.get(form) == strategy:
+        return Packing("compressed-tensors", bits, group_size(inner, how), floats, strategy)
     raise format_error(
         fields, f"format {shown(form)} with {bits} bits, strategy {shown(strategy)}{of}",
-        "8 bits per tensor, channel or block, and packed integers of 4 or 8 bits",
+        "8-bit floats and integers of 4 or 8 bits per tensor, channel, block or group, and 4-bit floats (NVFP4, MXFP4)",
     )  # fmt: skip
 
 

@@ -4,7 +4,8 @@ A quantised matrix is stored as several tensors. The method is the one in quanti
 quantised is seen from the names of the tensors.
 
     fp8                 8-bit floats, one scale per block of (usually) 128 x 128 (DeepSeek, Qwen3-FP8)
-    compressed-tensors  8-bit floats or integers with a scale per matrix, row or block; 4- and 8-bit integers, packed
+    compressed-tensors  8-bit floats or integers with a scale per matrix, row, block or group; 4- and 8-bit integers,
+                        packed or one in a byte; 4-bit floats with a scale per 16 (NVFP4) or 32 numbers (MXFP4)
     awq                 4-bit integers, a scale and a zero point per group of inputs (Lin et al. 2023)
     gptq                4- and 8-bit integers, groups of inputs in any order (Frantar et al. 2022)
     mxfp4               4-bit floats, one exponent per 32 numbers; the experts of gpt-oss (OCP microscaling formats)
@@ -30,6 +31,7 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the positive numbers of e2m1
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the 4-bit numbers of columns 0, 1, 2 … are in a 32-bit word
 NAN_OF_E4M3 = 0x7F
 LARGEST_EXPONENT = 127 + 99  # of MXFP4, which adds 127: 2^99 is below LARGEST_NUMBER
+DIVISOR = "weight_global_scale"  # of the scales of NVFP4
 FLOATS, INTS = ("F64", "F32", "BF16", "F16"), ("I32",)
 
 
@@ -91,10 +93,13 @@ def fault(tensors: Tensors) -> tuple[str, str] | None:
     for suffix, tensor in tensors.items():
         if tensor.dtype == torch.float8_e4m3fn:
             wrong = bool(((tensor.view(torch.uint8) & NAN_OF_E4M3) == NAN_OF_E4M3).any())
+        elif suffix == DIVISOR:
+            wrong = not bool(((tensor.float() >= 1 / LARGEST_NUMBER) & (tensor.float() <= LARGEST_NUMBER)).all())
         elif tensor.is_floating_point():
             wrong = not bool((tensor.float().abs() <= LARGEST_NUMBER).all())
         else:
-            wrong = suffix == "_scales" and bool((tensor > LARGEST_EXPONENT).any())
+            exponents = suffix.endswith(("_scales", "_scale")) and tensor.dtype == torch.uint8
+            wrong = exponents and bool((tensor > LARGEST_EXPONENT).any())
         if wrong:
             return suffix, f"numbers that are not finite or are above {LARGEST_NUMBER:g}"
         if suffix.endswith("g_idx"):
@@ -124,6 +129,8 @@ def packed(packing: Packing, name: str, shape: list[int], held: Container[str]) 
         if f"{stem}qweight" not in held:
             return None
         return (_awq if packing.method == "awq" else _gptq)(packing, rows, columns, f"{stem}g_idx" in held)
+    if f"{stem}weight_packed" in held and packing.floats:
+        return _fp4(packing, rows, columns)
     if f"{stem}weight_packed" in held:
         return _int_packed(packing, rows, columns, f"{stem}weight_g_idx" in held)
     scale = next((each for each in ("weight_scale_inv", "weight_scale") if stem + each in held), None)
@@ -131,34 +138,47 @@ def packed(packing: Packing, name: str, shape: list[int], held: Container[str]) 
 
 
 def _scaled(packing: Packing, rows: int, columns: int, scale: str) -> Packed:
-    """8-bit numbers; a scale for the matrix (1), for each row (rows, 1) or for each block."""
+    """Numbers in bytes; a scale for the matrix (1), for each row (rows, 1), for each block or for each group."""
     down, across = packing.block or (rows, columns)
-    if packing.strategy == "channel":
-        down, across = 1, columns
+    if packing.strategy in ("channel", "group"):
+        down, across = 1, _groups(packing, columns)[1]
     shape = (-(-rows // down), -(-columns // across))
 
     def expand(tensors: Tensors) -> torch.Tensor:
-        return _scale_blocks(tensors["weight"], tensors[scale].view(shape), (down, across))
+        zeros = _blocks_wide(tensors["weight_zero_point"].view(shape), (down, across), rows, columns) if zero else 0
+        return _scale_blocks(tensors["weight"].float() - zeros, tensors[scale].view(shape), (down, across))
+
+    def groups(tensors: Tensors) -> Groups:
+        scales, half = tensors[scale].float().view(shape), 1 << (packing.bits - 1)
+        zeros = tensors["weight_zero_point"].int().view(shape) if zero else torch.zeros(shape, dtype=torch.int32)
+        return Groups(tensors["weight"].int() + half, scales, zeros + half, across)
 
     def scales(tensors: Tensors) -> torch.Tensor:
         return tensors[scale].float().view(shape).expand(rows if kind is not Fp8Blocks else shape[0], -1)
 
     kind: type[ByteWeight] | None = None
-    if packing.block is None:
+    zero = not packing.symmetric
+    if packing.block is None and packing.strategy != "group" and packing.bits == 8 and not zero:
         kind = Fp8Weight if packing.floats else Int8Rows
     elif packing.floats and packing.block == (BLOCK, BLOCK):
         kind = Fp8Blocks
     stored = (1,) if packing.strategy == "tensor" else shape
     types = ("F8_E4M3",) if packing.floats else ("I8",)
-    sources = Source("weight", (rows, columns), types), Source(scale, stored, FLOATS)
-    return Packed(sources, expand, kind=kind, block=packing.block or (1, columns), scales=scales)
+    sources = [Source("weight", (rows, columns), types), Source(scale, stored, FLOATS)]
+    if zero:
+        sources.append(Source("weight_zero_point", stored, ("I8",)))
+    four = groups if packing.bits == 4 and down == 1 else None
+    return Packed(tuple(sources), expand, four, kind, packing.block or (1, columns), scales)
 
 
 def _scale_blocks(numbers: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """Returns the float32 matrix [rows, columns] of numbers that have one scale for each block."""
-    rows, columns = numbers.shape
-    wide = scales.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
-    return numbers.float() * wide
+    return numbers.float() * _blocks_wide(scales, block, *numbers.shape)
+
+
+def _blocks_wide(each: torch.Tensor, block: tuple[int, int], rows: int, columns: int) -> torch.Tensor:
+    """Returns the float32 matrix [rows, columns] that has one number for each block."""
+    return each.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
 
 
 def _fp8_experts(packing: Packing, shape: list[int]) -> Packed:
@@ -255,16 +275,39 @@ def _grouped(sources: tuple[Source, ...], found: Callable[[Tensors], Groups], or
     return Packed(sources, expand, in_order if packing.bits == 4 else None)
 
 
+def _fp4(packing: Packing, rows: int, columns: int) -> Packed:
+    """4-bit floats, two in a byte; the scales are 8-bit floats of which one number divides all, or exponents."""
+    (groups, size), nvidia = _groups(packing, columns), packing.strategy == "tensor_group"
+
+    def expand(tensors: Tensors) -> torch.Tensor:
+        scales = tensors["weight_scale"]
+        wide = scales.float() / tensors[DIVISOR].float() if nvidia else _exponents(scales)
+        return _scale_blocks(_fp4_numbers(tensors["weight_packed"]), wide, (1, size))
+
+    scale = Source("weight_scale", (rows, groups), ("F8_E4M3",) if nvidia else ("U8",))
+    packed = Source("weight_packed", (rows, columns // 2), ("U8",))
+    return Packed((packed, scale, Source(DIVISOR, (1,), FLOATS)) if nvidia else (packed, scale), expand)
+
+
+def _exponents(scales: torch.Tensor) -> torch.Tensor:
+    return torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
+
+
+def _fp4_numbers(packed: torch.Tensor) -> torch.Tensor:
+    """Returns the float32 numbers of bytes that hold two each, the lower bits first."""
+    table = torch.tensor((*FP4, *(-number for number in FP4)), dtype=torch.float32)
+    return table[torch.stack((packed & 15, packed >> 4), -1).flatten(-2).int()]
+
+
 def _mxfp4(shape: list[int]) -> Packed:
     """The experts of gpt-oss [E, in, out]; stored as [E, out, in / 32, 16 bytes], two numbers in a byte."""
     experts, inputs, outputs = shape
 
     def expand(tensors: Tensors) -> torch.Tensor:
-        table = torch.tensor((*FP4, *(-number for number in FP4)), dtype=torch.float32)
         found = torch.empty(experts, outputs, inputs, dtype=torch.bfloat16)  # holds these numbers exactly
         for out, packed, scales in zip(found, tensors["_blocks"], tensors["_scales"], strict=True):
-            numbers = table[torch.stack((packed & 15, packed >> 4), -1).flatten(-2).int()]  # [out, in / 32, 32]
-            out.copy_(torch.ldexp(numbers, scales.int()[..., None] - 127).flatten(1))
+            numbers = _fp4_numbers(packed)  # [out, in / 32, 32]
+            out.copy_((numbers * _exponents(scales)[..., None]).flatten(1))
         return found.transpose(1, 2)
 
     blocks = (experts, outputs, inputs // 32)

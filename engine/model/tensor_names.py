@@ -25,8 +25,9 @@ def is_unused(name: str) -> bool:
     parts = ("vision_tower.", "multi_modal_projector.", "visual.", "mtp.")
     # This engine computes the scales of activations, keys and values itself, if it rounds them at all.
     unused = (
-        ".rotary_emb.inv_freq", ".input_scale", ".input_zero_point", ".activation_scale", ".k_scale", ".v_scale",
-        ".q_scale", ".prob_scale", "k_proj.output_scale", "v_proj.output_scale", "q_proj.output_scale",
+        ".rotary_emb.inv_freq", ".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale",
+        ".k_scale", ".v_scale", ".q_scale", ".prob_scale", "k_proj.output_scale", "v_proj.output_scale",
+        "q_proj.output_scale",
     )  # fmt: skip
     return name.endswith(unused) or name.removeprefix("model.").startswith(parts)
 

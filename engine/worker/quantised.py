@@ -130,7 +130,10 @@ def _as_stored(model: ModelConfig, packing: Packing) -> str:
     """Returns the kind of weights of a CPU that takes the checkpoint's matrices as they are; "" if there is none."""
     if matrices("int4", model) is not KINDS["int4"]:
         return "int4"
-    eight = (each.strategy in ("tensor", "channel") and not each.floats for each in packing.each)
+    eight = (
+        each.strategy in ("tensor", "channel") and each.bits == 8 and each.symmetric and not each.floats
+        for each in packing.each
+    )  # fmt: skip
     return "int8" if all(eight) else ""
 
 
@@ -259,6 +262,8 @@ def check_kept(model: ModelConfig, device: torch.device) -> None:
             raise EngineError(
                 "our kernels for integers support 8 bits with one scale for each matrix or row, not packed integers"
             )
+        if packing.strategy in ("group", "tensor_group") or packing.bits == 4 or not packing.symmetric:
+            raise EngineError("our kernels support 8 bits with a scale per matrix, row or block, and no zero points")
         if not packing.floats and model.experts is not None:
             raise EngineError("our kernels for experts support 8-bit floats, not 8-bit integers")
         if packing.block not in (None, (BLOCK, BLOCK)):

@@ -370,6 +370,9 @@ def test_a_missing_or_misshapen_part_of_a_matrix_is_named(plain: tuple[Any, Path
         ("awq", "scales", float("inf"), "not finite"),
         ("gptq", "g_idx", 6, "groups other than 0 to 5"),
         ("gptq", "g_idx", -1, "groups other than 0 to 5"),
+        ("nvfp4", "weight_scale", float("nan"), "not finite"),
+        ("nvfp4", "weight_global_scale", 0.0, "not finite"),
+        ("mxfp4 of compressed-tensors", "weight_scale", 255, "not finite or are above"),
         ("int4 groups in another order", "weight_g_idx", 6, "groups other than 0 to 5"),
     ],
 )
@@ -383,7 +386,7 @@ def test_hostile_scales_and_groups_are_named(
     tensor = f"model.layers.1.mlp.up_proj.{suffix}"
 
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[tensor].view(-1)[3] = value
+        tensors[tensor].view(-1)[-1] = value
 
     rewrite(tmp_path / "m", spoil)
     with pytest.raises(CheckpointError, match=rf"model.safetensors has .*{what}.* in {tensor}: download it again"):

@@ -122,6 +122,42 @@ def several(groups: list[tuple[dict[str, Any], list[str]]], ignore: list[str]) -
     return {**config, "config_groups": merged, "ignore": ignore}
 
 
+def in_bytes(matrix: torch.Tensor, bits: int, group: int, symmetric: bool) -> Stored:
+    """Integers of which each has a byte. `group`: 0: a scale for each row."""
+    group = group or matrix.shape[1]
+    numbers, scales, zeros = _grouped(matrix, group, bits)
+    half = 1 << bits - 1
+    if symmetric:
+        zeros = torch.full_like(zeros, half)
+        scales = matrix.unflatten(1, (-1, group)).abs().amax(-1) / (half - 1)
+        numbers = (matrix.unflatten(1, (-1, group)) / scales[..., None]).round().flatten(1).int() + half
+    tensors = {"weight": (numbers - half).to(torch.int8), "weight_scale": scales}
+    if not symmetric:
+        tensors["weight_zero_point"] = (zeros - half).to(torch.int8)
+    return tensors, _dense(numbers, scales, zeros, group)
+
+
+def fp4(matrix: torch.Tensor, group: int, nvidia: bool) -> Stored:
+    """4-bit floats: sign, two bits of exponent, one of mantissa; two of them in a byte."""
+    parts = matrix.unflatten(1, (-1, group))
+    wanted = parts.abs().amax(-1) / 6
+    tensors = {}
+    if nvidia:
+        divisor = 448 / wanted.max()
+        tensors["weight_scale"], tensors["weight_global_scale"] = (wanted * divisor).to(E4M3), divisor.view(1)
+        tensors["input_global_scale"] = torch.ones(1)
+        scales = tensors["weight_scale"].float() / divisor
+    else:
+        exponents = wanted.log2().ceil()
+        tensors["weight_scale"], scales = (exponents + 127).to(torch.uint8), 2.0**exponents
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    magnitudes = ((parts / scales[..., None]).abs()[..., None] - values).abs().argmin(-1)
+    codes = (magnitudes + 8 * (parts < 0)).flatten(1)
+    tensors["weight_packed"] = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    signs = torch.where(parts < 0, -1.0, 1.0)
+    return tensors, (values[magnitudes] * signs * scales[..., None]).flatten(1)
+
+
 FP8_ROWS = compressed("float-quantized", type="float", strategy="channel")
 INT8_ROWS = compressed("int-quantized", type="int", strategy="channel")
 INT4_GROUPS = compressed("pack-quantized", type="int", num_bits=4, strategy="group", group_size=16)
@@ -158,6 +194,30 @@ FORMATS: dict[str, tuple[dict[str, Any], Store | dict[str, Store]]] = {
     "int8 groups": (
         compressed("pack-quantized", type="int", strategy="group", group_size=32),
         lambda m: pack_quantized(m, True, 8, 32),
+    ),
+    "int8 groups with zeros": (
+        compressed("pack-quantized", type="int", strategy="group", group_size=32, symmetric=False),
+        lambda m: pack_quantized(m, False, 8, 32),
+    ),
+    "int8 rows with zeros": (
+        compressed("int-quantized", type="int", strategy="channel", symmetric=False),
+        lambda m: in_bytes(m, 8, 0, False),
+    ),
+    "int4 groups in bytes": (
+        compressed("int-quantized", type="int", num_bits=4, strategy="group", group_size=32),
+        lambda m: in_bytes(m, 4, 32, True),
+    ),
+    "int4 groups with zeros in bytes": (
+        compressed("int-quantized", type="int", num_bits=4, strategy="group", group_size=16, symmetric=False),
+        lambda m: in_bytes(m, 4, 16, False),
+    ),
+    "nvfp4": (
+        compressed("nvfp4-pack-quantized", type="float", num_bits=4, strategy="tensor_group", group_size=16),
+        lambda m: fp4(m, 16, True),
+    ),
+    "mxfp4 of compressed-tensors": (
+        compressed("mxfp4-pack-quantized", type="float", num_bits=4, strategy="group", group_size=32),
+        lambda m: fp4(m, 32, False),
     ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "GEMM"}, awq),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True, "sym": False}, gptq),
