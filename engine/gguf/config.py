@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from engine.fields import Fields, shown
 from engine.gguf.families import Family
 from engine.gguf.header import Header
-from engine.model.config import LONGROPE, RopeConfig
+from engine.model.config import LONGROPE
 from engine.model.families import MODEL_TYPES
 from engine.model.hf_config import MOST_LAYERS, ConfigReader
 from engine.model.hf_layers import FULL, SLIDING
@@ -30,7 +32,8 @@ ROPE_FIELDS = {  # of yarn
     "rope.scaling.yarn_beta_slow": "beta_slow", "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
     "attention.temperature_scale": "llama_4_scaling_beta",
 }  # fmt: skip
-LLAMA3_BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+PUBLISHED = 8192, (1.0, 4.0)  # the original context and the bands of all published models of Llama 3
+CLOSE = 1e-4  # of float32 numbers that other programs computed
 SOFTMAX = 1  # the value of expert_gating_func
 FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 OF_ROPE = (FREQUENCIES, LONG, SHORT)  # tensors that become fields of config.json
@@ -120,7 +123,8 @@ def _windows(header: Header, kind: str, family: Family, layers: int, found: dict
 def _rope(header: Header, kind: str, family: Family, head_dim: int) -> dict[str, Any]:
     """Returns rope_parameters, and the context before stretching of longrope."""
     theta = header.get(f"{kind}.rope.freq_base", float, 10_000.0)
-    table = {"rope_theta": theta, **_scaling(header, kind, theta)}
+    rotated = header.get(f"{kind}.rope.dimension_count", int, head_dim)
+    table = {"rope_theta": theta, **_scaling(header, kind, theta, rotated)}
     if table.get("rope_type") == "yarn":
         for key, field in ROPE_FIELDS.items():
             if f"{kind}.{key}" in header.metadata:
@@ -129,7 +133,6 @@ def _rope(header: Header, kind: str, family: Family, head_dim: int) -> dict[str,
             table["mscale"] = table["mscale_all_dim"]
         if family.arch.clamped:
             table["truncate"] = False  # of gpt-oss; the format has no field for it
-    rotated = header.get(f"{kind}.rope.dimension_count", int, head_dim)
     if family.arch.partial_rotary is not None and 0 < rotated < head_dim:
         table["partial_rotary_factor"] = math.nextafter(rotated / head_dim, 1)  # the product is not below `rotated`
     elif rotated != head_dim:
@@ -147,7 +150,7 @@ def _rope(header: Header, kind: str, family: Family, head_dim: int) -> dict[str,
     return found
 
 
-def _scaling(header: Header, kind: str, theta: float) -> dict[str, Any]:
+def _scaling(header: Header, kind: str, theta: float, rotated: int) -> dict[str, Any]:
     scaling = header.metadata.get(f"{kind}.rope.scaling.type", "none")
     factor = header.metadata.get(f"{kind}.rope.scaling.factor", 1.0)
     if LONG in header.tensors or SHORT in header.tensors:
@@ -155,25 +158,52 @@ def _scaling(header: Header, kind: str, theta: float) -> dict[str, Any]:
         attention = header.metadata.get(f"{kind}.rope.scaling.attn_factor")
         return {"rope_type": LONGROPE, "long_factor": long, "short_factor": short, "attention_factor": attention}
     if FREQUENCIES in header.tensors:
-        return {"rope_type": "llama3", **LLAMA3_BANDS, "factor": _llama3_factor(header, theta)}
+        return _llama3(header, theta, rotated)
     if scaling not in ("none", "linear", "yarn"):
         raise header.error(f"stretches positions by {shown(scaling)}: supported are linear and yarn")
     return {"rope_type": "default"} if scaling == "none" else {"rope_type": scaling, "factor": factor}
 
 
-def _llama3_factor(header: Header, theta: float) -> float:
-    """Returns the factor of Llama 3's positions. The file has the divisor of each frequency, not the factor."""
-    import torch  # not at the top: a client reads other files without torch
+def _llama3(header: Header, theta: float, rotated: int) -> dict[str, Any]:
+    """Returns the bands of Llama 3's positions. The file has only what each frequency is divided by.
 
-    from engine.model.rope import inverse_frequencies
+    Frequencies that turn often stay, slow ones are divided by the factor. Between the bands, the share of a frequency
+    that stays grows with its turns per position: the line of these shares gives both bands.
+    """
+    found = np.array(header.numbers(FREQUENCIES))
+    if len(found) != rotated // 2:
+        raise header.error(f"has {len(found)} divisors of frequencies ({FREQUENCIES}), and {rotated // 2} frequencies")
+    if not (np.isfinite(found) & (found >= 1 - CLOSE)).all():
+        raise header.error(f"divides frequencies by numbers below 1 ({FREQUENCIES}): download it again")
+    factor = float(found.max())
+    if factor <= 1 + CLOSE:
+        return {"rope_type": "default"}
+    turns = theta ** -(np.arange(len(found)) / len(found)) / (2 * math.pi)  # per position
+    stays = (1 / found - 1 / factor) / (1 - 1 / factor)
+    slope, offset = _line(turns, stays)
+    low, high = -offset / slope, (1 - offset) / slope  # turns per position
+    whole, any_length = max(1, round(1 / low)), PUBLISHED[0]  # of length and bands, only the products are known
+    likely = whole, (1.0, round(high * whole, 3))
+    for original, bands in PUBLISHED, likely, (any_length, (low * any_length, high * any_length)):
+        share = ((turns * original - bands[0]) / max(bands[1] - bands[0], CLOSE)).clip(0, 1)
+        if np.allclose(1 / found, (1 - share) / factor + share, rtol=CLOSE):
+            return {
+                "rope_type": "llama3", "factor": factor, "low_freq_factor": bands[0], "high_freq_factor": bands[1],
+                "original_max_position_embeddings": original,
+            }  # fmt: skip
+    raise header.error(f"stretches positions in its own way ({FREQUENCIES}): use the checkpoint in safetensors")
 
-    found = torch.tensor(header.numbers(FREQUENCIES))
-    factor, dim = float(found.max()), 2 * len(found)
-    rope = RopeConfig(
-        "llama3", theta, factor, int(LLAMA3_BANDS["original_max_position_embeddings"]),
-        low_freq_factor=LLAMA3_BANDS["low_freq_factor"], high_freq_factor=LLAMA3_BANDS["high_freq_factor"],
-    )  # fmt: skip
-    expected = inverse_frequencies(RopeConfig(theta=theta), dim) / inverse_frequencies(rope, dim)
-    if not torch.allclose(found, expected, rtol=1e-3):
-        raise header.error("stretches positions in its own way (rope_freqs.weight): use the checkpoint in safetensors")
-    return factor
+
+def _line(turns: np.ndarray, stays: np.ndarray) -> tuple[float, float]:
+    """Returns the slope and the offset of the shares between 0 and 1; one of those that fit, if there are too few."""
+    between = (stays > CLOSE) & (stays < 1 - CLOSE)
+    if between.sum() > 1:
+        slope, offset = np.polyfit(turns[between], stays[between], 1)
+        return float(slope), float(offset)
+    fast = float(turns[stays >= 1 - CLOSE].min(initial=2 * turns[0]))
+    slow = float(turns[stays <= CLOSE].max())
+    if not between.any():
+        return 1 / (fast - slow), -slow / (fast - slow)
+    at, share = float(turns[between][0]), float(stays[between][0])
+    slope = max((1 - share) / (fast - at), share / (at - slow))
+    return slope, share - slope * at

@@ -7,6 +7,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from engine.hub.resolve import resolve_model
 from engine.llm import LLM
 from engine.model.four_bits import Int4Weight
 from engine.model.hf_config import read_model_config
+from engine.model.rope import inverse_frequencies
 from engine.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from minitui import tutor
@@ -290,15 +292,43 @@ def test_the_tokenizer_and_the_template_are_the_checkpoint_s(tmp_path: Path) -> 
     assert read_model_config(directory).num_parameters == read_model_config(TUTOR).num_parameters
 
 
-def test_a_stretched_llama_gets_its_factor_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("factor,low,high,original,theta", [
+    (8, 1, 4, 8192, 500_000), (32, 1, 4, 8192, 500_000), (8, 1, 4, 64, 10_000), (8, 1, 1.3, 8192, 500_000),
+    (4, 1, 8, 4096, 10_000), (8, 2, 4, 16384, 500_000), (16, 1.5, 3.7, 5000, 1e6), (8, 1, 1.05, 700, 10_000), (8, 1, 1.5, 700, 10_000),
+    (8, 1, 4, 1 << 20, 10_000),
+])  # fmt: skip
+def test_the_bands_of_a_stretched_llama_are_found(
+    factor: float, low: float, high: float, original: int, theta: float, tmp_path: Path
+) -> None:
+    """The file has only the divisors. Bands with several frequencies between them, with none, without slow ones."""
+
     def llama3(writer: Any) -> None:
-        length = 2 * np.pi * 10_000.0 ** (np.arange(32) / 32)
-        smooth = np.clip((8192 / length - 1) / 3, 0, 1)
-        writer.add_tensor("rope_freqs.weight", (1 / ((1 - smooth) / 8 + smooth)).astype(np.float32))
+        length = 2 * np.pi * theta ** (np.arange(32) / 32)
+        smooth = np.clip((original / length - low) / (high - low), 0, 1)
+        writer.add_tensor("rope_freqs.weight", (1 / ((1 - smooth) / factor + smooth)).astype(np.float32))
+        writer.kv_data[0]["qwen3.rope.freq_base"].value = float(theta)
 
     directory = resolve_model(str(written(tmp_path / "tutor.gguf", change=llama3)), weights=False)
-    rope = json.loads((directory / "config.json").read_text())["rope_parameters"]
-    assert (rope["rope_type"], rope["factor"], rope["low_freq_factor"]) == ("llama3", 8.0, 1.0)
+    found = read_model_config(directory).rope
+    bands = {"low_freq_factor": float(low), "high_freq_factor": float(high), "original_max_position": original}
+    exact = replace(found, factor=float(factor), **bands)
+    torch.testing.assert_close(inverse_frequencies(found, 64), inverse_frequencies(exact, 64), rtol=2e-4, atol=0)
+    if (low, high) == (1, 4) and original < 1 << 20:
+        assert found == exact, "the numbers of published models are found exactly"
+
+
+def test_divisors_that_are_no_bands_are_refused(tmp_path: Path) -> None:
+    for name, divisors, message in (
+        ("ramp", np.linspace(1, 8, 32), "stretches positions in its own way"),
+        ("nan", np.full(32, np.nan), "divides frequencies by numbers below 1"),
+        ("few", np.ones(16), "has 16 divisors of frequencies .*, and 32 frequencies"),
+        ("zero", np.zeros(32), "divides frequencies by numbers below 1"),
+    ):
+        def change(writer: Any, divisors: np.ndarray = divisors) -> None:
+            writer.add_tensor("rope_freqs.weight", divisors.astype(np.float32))
+
+        with pytest.raises(CheckpointError, match=message):
+            resolve_model(str(written(tmp_path / f"{name}.gguf", change=change)), weights=False)
 
 
 # ---- damaged and foreign files

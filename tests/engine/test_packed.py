@@ -91,6 +91,7 @@ FOUR_BITS = {  # groups that our 4-bit form takes as they are
         compressed("pack-quantized", type="int", num_bits=4, strategy="channel"),
         lambda m: pack_quantized(m, group=m.shape[1]),
     ),
+    "in bytes": FORMATS["int4 groups in bytes"],
 }
 
 
@@ -146,6 +147,13 @@ def test_8_bit_integers_are_computed_as_they_are(kind: str, tmp_path: Path) -> N
     found = our_logits(driver, make_request(prompt(0, PROMPT), 0), [PROMPT]).double()
     exact = their_logits(theirs, prompt(0, PROMPT))
     assert (found - exact).norm() < 0.04 * exact.norm(), "the rounding of activations, and of the output matrix"
+
+
+@pytest.mark.parametrize("name", ["int8 rows with zeros", "nvfp4", "mxfp4 of compressed-tensors"])
+def test_what_our_forms_cannot_hold_is_expanded(name: str, plain: tuple[Any, Path], tmp_path: Path) -> None:
+    model, source = plain
+    quantise(type(model)(model.config), source, tmp_path / "m", name)
+    assert make_runner(tmp_path / "m", "auto").loaded.quantization == "none"
 
 
 def test_groups_in_any_order_are_expanded(

@@ -126,7 +126,8 @@ class Converter:
                 writer.add_tensor(f"rope_factors_{length}.weight", np.array(table[f"{length}_factor"], np.float32))
         elif table["rope_type"] == "llama3":
             plain = 1 / table["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
-            low, high, length = table["low_freq_factor"], table["high_freq_factor"], 8192
+            low, high = table["low_freq_factor"], table["high_freq_factor"]
+            length = table["original_max_position_embeddings"]
             smooth = np.clip((length * plain / (2 * np.pi) - low) / (high - low), 0, 1)
             writer.add_tensor("rope_freqs.weight", (1 / ((1 - smooth) / table["factor"] + smooth)).astype(np.float32))
         if self.kind == "ministral3":
