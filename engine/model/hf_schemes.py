@@ -14,7 +14,7 @@ from engine.model.families import ARCHITECTURES
 
 WHERE = " in its quantization_config"
 BYTES = ("tensor", "channel", "block", "group")  # the strategies of numbers that have a byte each
-FP4 = {"nvfp4-pack-quantized": "tensor_group", "mxfp4-pack-quantized": "group"}  # format -> strategy
+FP4 = ("nvfp4-pack-quantized", "tensor_group"), ("mxfp4-pack-quantized", "group")
 MOST_REPETITIONS = 6  # of a target: a hostile one with many takes hours to match
 
 
@@ -110,8 +110,8 @@ def _scheme(fields: Fields, raw: dict[str, Any], group: dict[str, Any], of: str 
         block = read_block(inner, how.get("block_structure")) if strategy == "block" else None
         size = group_size(inner, how) if strategy == "group" else 0
         return Packing("compressed-tensors", bits, size, floats, strategy, block, symmetric)
-    if floats and bits == 4 and symmetric and FP4.get(form) == strategy:
-        return Packing("compressed-tensors", bits, group_size(inner, how), floats, strategy)
+    if floats and bits == 4 and symmetric and (form, strategy) in FP4:
+        return Packing("compressed-tensors", bits, group_size(inner, how), floats, str(strategy))
     raise format_error(
         fields, f"format {shown(form)} with {bits} bits, strategy {shown(strategy)}{of}",
         "8-bit floats and integers of 4 or 8 bits per tensor, channel, block or group, and 4-bit floats (NVFP4, MXFP4)",
