@@ -281,7 +281,7 @@ class Chats:
                 session.ids, session.ids_model = prompt.ids + reply, self.model
                 session._arrivals.append((now, len(delta.ids)))
                 message.touch()
-                if delta.metrics is not None:
+                if delta.finish_reason and delta.metrics is not None:  # the first delta may have a part of them
                     message.metrics = dict(delta.metrics)
                     if prompt.diverges_at is not None:
                         message.metrics["diverged"] = {"at": prompt.diverges_at, "reason": prompt.reason}

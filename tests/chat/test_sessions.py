@@ -350,6 +350,7 @@ async def test_when_the_engine_dies_the_answer_so_far_stays_and_says_so():
     assert session.state == "error"
     assert session.messages[-1].text.startswith("z")
     assert "SIGKILL" in session.messages[-1].error
+    assert [tone for _, tone in describe_answer(session.messages[-1])] == ["bad"], "no figures of a part of an answer"
     await source.restart(lambda progress: None)
     chats.retry(session)
     while not session.messages[-1].text:
