@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple, Protocol
 
@@ -95,26 +95,32 @@ class Engine:
 
     def add_request(
         self, ids: list[int], params: SamplingParams, group: str = "", sample_index: int = 0, *, priority: int = 0,
-        cache_salt: str = "",
+        cache_salt: str = "", compiled: Callable[[], Grammar] | None = None,
     ) -> Request:  # fmt: skip
         """Queue a prompt and return its request.
 
         `priority`: with the policy "priority", requests with a lower number are admitted first. `cache_salt`: cached
-        blocks are shared only between requests with the same salt.
+        blocks are shared only between requests with the same salt. `compiled`: returns the result of `compile`; None:
+        compile the reply's grammar now.
 
         Raises InvalidRequest, and queues nothing, if an argument is invalid, the prompt can never run or the queue is
         full.
         """
         try:
             request = self._intake.make(
-                self._next_id, ids, params, group, sample_index, priority=priority, cache_salt=cache_salt
-            )
+                self._next_id, ids, params, group, sample_index, priority=priority, cache_salt=cache_salt,
+                compiled=compiled,
+            )  # fmt: skip
             self.scheduler.add(request)
         except InvalidRequest as error:
             self.log.append("refuse", group if isinstance(group, str) else "", str(error))
             raise
         self._next_id += 1
         return request
+
+    def compile(self, params: SamplingParams) -> Grammar:
+        """Return the grammar of a reply. Any thread may call this. Raises InvalidRequest if it cannot be compiled."""
+        return self._intake.compile(params)
 
     def abort(self, request_id: int, reason: str = "abort", output_tokens: int | None = None) -> bool:
         """End a request in any state. Returns False if there is no such request. `output_tokens`: see

@@ -28,9 +28,12 @@ class Intake:
 
     def make(
         self, id: int, ids: list[int], params: SamplingParams, group: str, sample_index: int, *, priority: int,
-        cache_salt: str,
+        cache_salt: str, compiled: Callable[[], Grammar] | None = None,
     ) -> Request:  # fmt: skip
-        """Return the request `id`. Raises InvalidRequest if an argument is invalid or the prompt can never run."""
+        """Return the request `id`. Raises InvalidRequest if an argument is invalid or the prompt can never run.
+
+        `compiled`: see Engine.add_request.
+        """
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"the sampling parameters are of type {type(params).__name__}, not SamplingParams")
         _check_type("group", group, str)
@@ -43,7 +46,7 @@ class Intake:
             id=id, ids=list(ids), params=params, group=group, sample_index=sample_index,
             seed=secrets.randbits(63) if params.seed is None else params.seed, max_total=max_total,
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids),
-            prompt_len=len(ids), grammar=self._grammar(params),
+            prompt_len=len(ids), grammar=self._masks(params, compiled),
         )  # fmt: skip
         if params.min_tokens or isinstance(request.grammar, TokenRules):
             self._check_first_draw(request)
@@ -52,17 +55,22 @@ class Intake:
         request.priority, request.cache_salt = priority, cache_salt
         return request
 
-    def _grammar(self, params: SamplingParams) -> Grammar | None:
+    def compile(self, params: SamplingParams) -> Grammar:
+        """Return the grammar that `params` specify. Raises InvalidRequest."""
+        params.validate(self.vocab_size)
+        if self._grammars is None:
+            raise InvalidRequest("replies cannot be constrained: this engine has no tokenizer", "json_schema")
+        return self._grammars.compile(params)
+
+    def _masks(self, params: SamplingParams, compiled: Callable[[], Grammar] | None) -> Grammar | None:
         """Return the masks of a reply, or None if every token is always allowed."""
         grammar, words = None, []
-        if params.structured or params.bad_words:
+        if params.structured:
+            grammar = self.compile(params) if compiled is None else compiled()
+        if params.bad_words:
             if self._grammars is None:
-                field = "json_schema" if params.structured else "bad_words"
-                raise InvalidRequest("replies cannot be constrained: this engine has no tokenizer", field)
-            if params.structured:
-                grammar = self._grammars.compile(params)
-            if params.bad_words:
-                words = self._grammars.words(params.bad_words)
+                raise InvalidRequest("replies cannot be constrained: this engine has no tokenizer", "bad_words")
+            words = self._grammars.words(params.bad_words)
         if words or params.allowed_token_ids is not None:
             return TokenRules(params, words, self.vocab_size, grammar)
         return grammar

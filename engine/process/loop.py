@@ -1,6 +1,7 @@
 """The main thread of the engine process: runs commands and steps, and detokenizes.
 
-Without work the thread blocks on its queue of commands, so an idle engine uses no processor time.
+Without work the thread blocks on its queue of commands, so an idle engine uses no processor time. Grammars are compiled
+in other threads: the steps of other requests do not wait for them.
 """
 
 from __future__ import annotations
@@ -9,10 +10,14 @@ import contextlib
 import logging
 import queue
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.core.request import Grammar
 from engine.errors import DeviceLost, InvalidRequest, loses_device
+from engine.params import SamplingParams
 from engine.process.commands import Command
 from engine.process.heartbeat import IDLE, Heart
 from engine.process.writer import Writer
@@ -21,6 +26,7 @@ from engine.text.output import Delta, OutputProcessor
 logger = logging.getLogger("engine")
 
 FLUSH_S = 0.004  # the longest delay of text and records
+COMPILERS = 2  # grammars that are compiled at once
 MAX_SENTENCE = 1000  # longest text of a refusal, in characters
 
 
@@ -35,6 +41,8 @@ class EngineLoop:
         self.heart = heart
         self._id_of: dict[int, int] = {}  # the client's tag -> request id
         self._tag_of: dict[int, int] = {}
+        self._compilers = ThreadPoolExecutor(COMPILERS, "compile")
+        self._compiling: set[int] = set()  # tags of requests whose grammars are being compiled
         self._deltas: list[tuple[Any, ...]] = []  # packed
         self._next_flush = 0.0
         self._successor: Command | None = None  # the command that asks for another engine
@@ -116,7 +124,11 @@ class EngineLoop:
             if problem is not None:
                 raise problem
             if kind == "submit":
-                self._submit(tag, *arguments)
+                self._receive(tag, *arguments)
+            elif kind == "compiled":
+                if tag in self._compiling:  # it was not aborted meanwhile
+                    self._compiling.remove(tag)
+                    self._submit(tag, *arguments)
             elif kind == "abort":
                 self._abort(tag)
             elif kind == "call":
@@ -144,19 +156,32 @@ class EngineLoop:
             sentence, field = f"the engine could not handle this ({type(error).__name__}: {_text(error)})", kind
         sentence = sentence[:MAX_SENTENCE]
         logger.info("refused: %s", sentence)
-        if kind == "submit":
+        if kind in ("submit", "compiled"):
             self.writer.send("refused", tag, sentence, field)
         elif kind == "call":
             self.writer.send("answer", tag, False, sentence)
         elif kind == "start":
             self.writer.send("failed", sentence)
 
-    def _submit(
-        self, tag: int, ids: list[int], params: Any, group: str, sample_index: int, priority: int, cache_salt: str
-    ) -> None:
-        if tag in self._id_of:
+    def _receive(self, tag: int, ids: list[int], params: Any, *others: Any) -> None:
+        """Submit a request, or compile its grammar first: then the command "compiled" submits it."""
+        if tag in self._id_of or tag in self._compiling:
             raise InvalidRequest(f"the tag {tag} belongs to a request that has not ended", "tag")
-        request = self.engine.add_request(ids, params, group, sample_index, priority=priority, cache_salt=cache_salt)
+        if not (isinstance(params, SamplingParams) and params.structured):
+            self._submit(tag, ids, params, *others)
+            return
+        self._compiling.add(tag)
+        future = self._compilers.submit(self.engine.compile, params)
+        arguments = (ids, params, *others, future.result)
+        future.add_done_callback(lambda _: self.commands.put(Command("compiled", tag, arguments)))
+
+    def _submit(
+        self, tag: int, ids: list[int], params: Any, group: str, sample_index: int, priority: int, cache_salt: str,
+        compiled: Callable[[], Grammar] | None = None,
+    ) -> None:  # fmt: skip
+        request = self.engine.add_request(
+            ids, params, group, sample_index, priority=priority, cache_salt=cache_salt, compiled=compiled
+        )
         try:
             self.outputs.open(request)
         except BaseException:
@@ -166,6 +191,9 @@ class EngineLoop:
         self.writer.send("accepted", tag, request.id, request.seed)
 
     def _abort(self, tag: int) -> None:
+        if tag in self._compiling:
+            self._compiling.remove(tag)
+            self.writer.send("refused", tag, "the request was cancelled before its grammar was compiled", "")
         request_id = self._id_of.get(tag)
         if request_id is None:
             return

@@ -1,89 +1,42 @@
-"""The script of the process that runs a chat template. engine/text/chat_template.py starts it.
+"""The script of the process that renders a chat template, with limits (engine/text/limited_child.py).
 
-A template is a program that comes with a checkpoint. No check in Python can interrupt a long call into C (`'a' *
-10**10`, a sort), so the kernel enforces the limits. RLIMIT_AS limits memory (macOS ignores this limit). A timer limits
-time: its signal ends this process. When the parent ends, the kernel closes the parent's end of a pipe and sends this
-process a signal, which ends it too.
-
-    stdin, a socket    in: a frame with the template, then a frame with the values of each rendering, as JSON
-                       out: READY, then a frame for each rendering
-    arguments          seconds per rendering, bytes of memory, bytes of output, the pipe's file descriptor
+A template is a program that comes with a checkpoint. engine/text/chat_template.py starts this process. The setup is the
+template, and each request has the values of a rendering, both as JSON.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
-import os
-import resource
-import signal
-import struct
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
-from typing import Any, BinaryIO
+from typing import Any
 
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-READY, TEXT, FAILURE = b".", b"=", b"!"
-HEAD = struct.Struct("!cQ")  # kind of frame, length of its contents
+from engine.text.limited_child import FAILURE, TEXT, Answer, serve
+
 LONGEST_MESSAGE = 500  # characters of an error
 
 
-def main() -> None:
-    """Render until the parent closes the socket."""
-    seconds, memory, max_bytes = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    limit(memory)
-    end_with_parent(int(sys.argv[4]))
-    with open(0, "rb") as source, open(0, "wb", closefd=False) as out:
-        send(out, READY, b"")
-        template = None
-        text = json.loads(receive(source))
-        while values := receive(source):
-            signal.setitimer(signal.ITIMER_REAL, seconds)
-            try:
-                compiling = template is None
-                template = template or environment().from_string(text)
-                compiling = False
-                answer = TEXT, b"".join(pieces(template, json.loads(values), max_bytes))
-            except Exception as error:
-                kind = "broken" if compiling else "refused" if isinstance(error, jinja2.TemplateError) else "failed"
-                sentence = str(error)[:LONGEST_MESSAGE]
-                answer = FAILURE, json.dumps([kind, type(error).__name__, sentence]).encode()
-            send(out, *answer)
-            signal.setitimer(signal.ITIMER_REAL, 0)
+def prepare(setup: bytes) -> Callable[[bytes, int], Answer]:
+    """Returns the function that renders the template. The first rendering compiles it, within the limits."""
+    template = None
 
+    def render(values: bytes, longest: int) -> Answer:
+        nonlocal template
+        compiling = template is None
+        try:
+            template = template or environment().from_string(json.loads(setup))
+            compiling = False
+            return TEXT, b"".join(pieces(template, json.loads(values), longest))
+        except Exception as error:
+            kind = "broken" if compiling else "refused" if isinstance(error, jinja2.TemplateError) else "failed"
+            sentence = str(error)[:LONGEST_MESSAGE]
+            return FAILURE, json.dumps([kind, type(error).__name__, sentence]).encode()
 
-def limit(memory: int) -> None:
-    """Set the limits of this process."""
-    for number in (signal.SIGALRM, signal.SIGIO):  # both must end this process, even if the parent ignores them
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    for kind, value in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
-        with contextlib.suppress(ValueError, OSError):  # the system lacks this limit, or a lower limit is set
-            resource.setrlimit(kind, (value, value))
-
-
-def end_with_parent(lifeline: int) -> None:
-    """Let a signal end this process when the other end of the pipe is closed, even during a call into C."""
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)  # SIGIO
-
-
-def receive(source: BinaryIO) -> bytes:
-    """Returns the contents of the next frame; empty if the parent has closed the socket."""
-    head = source.read(HEAD.size)
-    return source.read(HEAD.unpack(head)[1]) if len(head) == HEAD.size else b""
-
-
-def send(out: BinaryIO, kind: bytes, contents: bytes) -> None:
-    """Write a frame."""
-    out.write(HEAD.pack(kind, len(contents)))
-    out.write(contents)
-    out.flush()
+    return render
 
 
 class TooLong(Exception):
@@ -141,4 +94,4 @@ def strftime_now(pattern: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    serve(prepare)

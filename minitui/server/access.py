@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minitui.protocol import is_loopback
+from minitui.server.bodies import check_size
 from minitui.server.encoding import Inflater
 from minitui.server.errors import ApiError, as_api_error
 from minitui.server.notices import HEADER, begin, header
@@ -176,6 +177,7 @@ class Guard:
                         break
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {self.settings.body_s:g} s") from None
+        check_size(body)
         first: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def replay() -> Message:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import re
 import time
 import uuid
@@ -23,6 +24,8 @@ from engine.errors import EngineDead, InvalidRequest
 from engine.params import SamplingParams
 from engine.process.stream import Merged, Stream
 from engine.text.output import Delta
+from engine.text.structured import CANNOT_CONTINUE
+from minitui.server.access import owner_of
 from minitui.server.errors import ApiError
 from minitui.server.notices import notice
 from minitui.server.reply_schema import PromptDetails, Usage
@@ -71,6 +74,8 @@ class Answer:
         self._merged: Merged[Output] | None = None  # of several sequences
         self._deadline = asyncio.get_running_loop().time() + service.settings.request_s
         self._params = SamplingParams()
+        self._owner = ""  # the API key of the request
+        self._constraint = ""  # the field that constrains the reply
         self.prompts: list[list[int]] = []  # their token ids, once they are submitted
 
     # ---- for subclasses
@@ -108,22 +113,28 @@ class Answer:
         `field`: the prompt's field in the request; `names`: the engine's field name -> the request's field name;
         `options`: further arguments of EngineClient.submit.
         """
+        self._constraint = (names or {}).get(params.constraint or "", params.constraint or "")
         try:
-            await self.service.check(prompts, params, field)
+            self.service.check(prompts, params, field)
+            await self._submit(prompts, params, group, **options)
         except InvalidRequest as error:
             own = (names or {}).get(error.field)
             if own is None:
                 raise
             raise InvalidRequest(re.sub(rf"^{error.field}\b", own, str(error)), own) from error
+
+    async def _submit(self, prompts: list[list[int]], params: SamplingParams, group: str, **options: Any) -> None:
         self.service.check_ready()
         client = self.service.client
         self._params, self.prompts = params, prompts
         room = self.service.longest - max(map(len, prompts))
         if params.max_tokens is not None and params.max_tokens > room:
             notice(f"max_tokens is {params.max_tokens:,}, but the context has room for {room:,}: the reply may be cut")
-        self.streams = [
-            client.submit(ids, params, group, sample, **options) for ids in prompts for sample in range(params.n)
-        ]
+        async with self.service.compilation(self._owner) if params.structured else contextlib.nullcontext():
+            for ids, sample in itertools.product(prompts, range(params.n)):
+                self.streams.append(client.submit(ids, params, group, sample, **options))
+                if params.structured:  # the first one compiles the grammar, for all
+                    await self.streams[-1].started()
         for stream in self.streams:
             await stream.started()
 
@@ -135,6 +146,7 @@ class Answer:
         An error before the event stream begins sets the HTTP status.
         """
         streaming = False
+        self._owner = owner_of(request)
         try:
             await unless_disconnected(request.receive, self.prepare())
             if self._stream_events:
@@ -195,6 +207,8 @@ class Answer:
                 sentence = f"the reply took longer than {limit:g} s, this server's limit"
                 raise ApiError(504, sentence, code="timeout") from None
             self.service.metrics.generated.add(len(part.ids))
+            if part.finish_reason.startswith(f"error: {CANNOT_CONTINUE}"):
+                raise ApiError(400, part.finish_reason[7:], self._constraint)
             if part.finish_reason.startswith("error"):
                 raise ApiError(500, f"the engine could not finish this request: {part.finish_reason[7:]}")
             if part.finish_reason == "abort" and not self.cancellable:

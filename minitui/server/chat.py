@@ -14,9 +14,10 @@ from fastapi.responses import Response
 from engine.errors import InvalidRequest
 from engine.params import SamplingParams
 from minitui.server.answer import OpenAIAnswer, Output
+from minitui.server.bodies import Endpoints
 from minitui.server.chat_schema import ChatRequest
 from minitui.server.constraints import Constraint
-from minitui.server.errors import RESPONSES, STREAMED, ApiError
+from minitui.server.errors import STREAMED, ApiError
 from minitui.server.logprobs import chat_logprobs, prompt_logprobs, without_end
 from minitui.server.prompts import conversation
 from minitui.server.reply_parser import THINK, ForcedCallParser, Parts, ReplyParser
@@ -27,7 +28,7 @@ from minitui.server.tools import call_schema
 
 def router(service: Service) -> APIRouter:
     """Returns a router with this endpoint."""
-    routes = APIRouter(responses=RESPONSES)
+    routes = Endpoints(service)
 
     @routes.post("/v1/chat/completions", response_model=OpenAIResponse, responses=STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:

@@ -14,7 +14,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from minitui.server.answer import Answer, OpenAIAnswer, Output, Part, usage_of
-from minitui.server.errors import RESPONSES, STREAMED
+from minitui.server.bodies import Endpoints
+from minitui.server.errors import STREAMED
 from minitui.server.logprobs import (
     Offsets,
     completion_logprobs,
@@ -32,7 +33,7 @@ from minitui.server.text_schema import CompletionRequest, GenerateRequest
 
 def router(service: Service) -> APIRouter:
     """Returns the endpoints."""
-    routes = APIRouter(responses=RESPONSES)
+    routes = Endpoints(service)
 
     @routes.post("/v1/completions", response_model=OpenAIResponse, responses=STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:

@@ -9,6 +9,7 @@ its first fault, and an object with too many fields is refused before its fields
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Self
@@ -129,6 +130,11 @@ class Sampled(Body):
         if self.structured_outputs and self.structured_outputs.disable_additional_properties is not None:
             chosen["disable_additional_properties"] = self.structured_outputs.disable_additional_properties
         chosen |= {constraint.name: constraint.value for constraint in only_one([*self.constraints(), *constraints])}
+        if isinstance(chosen.get("json_schema"), dict):
+            try:
+                chosen["json_schema"] = json.dumps(chosen["json_schema"])  # deep objects cannot be sent to the engine
+            except RecursionError:
+                raise InvalidRequest("json_schema is nested too deeply", "json_schema") from None
         chosen |= {name: value for name, value in more.items() if value is not None}
         if chosen.get("min_tokens", 0) > (max_tokens or 1 << 31):
             raise InvalidRequest(

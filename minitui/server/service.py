@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +25,6 @@ from engine.params import SamplingParams
 from engine.process.client import EngineClient
 from engine.process.heartbeat import Condition
 from engine.text import early_tokenizer
-from engine.text.structured import Grammars
 from engine.text.tokenizer import Tokenizer
 from minitui.server.broadcast import Broadcast
 from minitui.server.errors import ApiError, ContextExceeded
@@ -38,6 +38,8 @@ T = TypeVar("T")
 
 BACKOFF_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)  # the wait before a restart, after the first, second, … death in a row
 STABLE_S = 60.0  # after a run of this length, a death counts as the first again
+COMPILE_WAIT_S = 10.0  # a request whose grammar waits longer for other grammars of its API key is refused
+STUCK_S = 30.0  # /health answers 503 when a text has waited and been encoded for longer than this
 CLOSE_S = 1.0  # when the server stops, the engine gets this much time to end by itself
 MASK_TEXT = "."  # shown for every token of a hidden text
 CHAT_ID = re.compile(r"[0-9a-f]{8}")  # the form of the random ids in minitui/chat/conversation.py
@@ -61,8 +63,9 @@ class Service:
         self.gate_owner: str | None = None  # the watcher that closed the gate or slowed the engine
         self._client: EngineClient | None = None
         self._tokenizer: Tokenizer | None = None
-        self._grammars: Grammars | None = None
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenise")
+        self._jobs: dict[object, float] = {}  # waiting and running jobs of these threads, the oldest first -> its start
+        self._compiling: dict[str, asyncio.Lock] = {}  # API key -> the lock of its compilation
         self._durations: deque[float] = deque(maxlen=64)  # seconds that the last requests took
         self._tasks: set[asyncio.Task[None]] = set()
         self._deaths = 0  # deaths of the engine in a row
@@ -93,7 +96,6 @@ class Service:
         self._tokenizer = await asyncio.to_thread(early_tokenizer.load, client.info["model_dir"])
         self._tokenizer.context = self.longest
         self._tokenizer.start_rendering()
-        self._grammars = Grammars(self._tokenizer, client.info["vocab_size"])
         return self._tokenizer
 
     async def _become_ready(self) -> None:
@@ -229,6 +231,8 @@ class Service:
         if self.state == "loading":
             return False, {"status": "loading", "progress": self.progress}
         long = {"long": condition.long} if condition.long else {}
+        if (age := self.oldest_job_s) > STUCK_S:
+            return False, {"status": "busy", "open": self.open, "long": f"encoding a request for {age:.0f} s"}
         if self.overdue:
             return False, {"status": "busy", "open": self.open, **long}
         return True, {"status": "draining" if self.draining else "ok", "open": self.open, **long}
@@ -289,8 +293,39 @@ class Service:
         return max(1, min(60, math.ceil(mean * self.settings.max_waiting / max(1, self.capacity))))
 
     async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run slow work (a template, a long text) in a thread, off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+        """Run slow work (a template, a long text, a large body) in a thread, off the event loop."""
+        job = object()
+        self._jobs[job] = time.monotonic()
+        context = contextvars.copy_context()  # of the request: it has the notices
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, context.run, work, *arguments)
+        finally:
+            del self._jobs[job]
+
+    @property
+    def oldest_job_s(self) -> float:
+        """How long the oldest job of the threads has waited or run, in seconds."""
+        return time.monotonic() - next(iter(self._jobs.values())) if self._jobs else 0.0
+
+    @contextlib.asynccontextmanager
+    async def compilation(self, owner: str) -> AsyncIterator[None]:
+        """Wait for the place in which an API key compiles one grammar at a time. Raises ApiError 429 if it takes long.
+
+        So the grammars of one key, however costly, leave the other processes free for the other keys.
+        """
+        lock = self._compiling.setdefault(owner, asyncio.Lock())
+        try:
+            async with asyncio.timeout(COMPILE_WAIT_S):
+                await lock.acquire()
+        except TimeoutError:
+            raise ApiError(
+                429, f"other grammars of this API key have been compiled for {COMPILE_WAIT_S:g} s, one at a time: "
+                "try again later", code="compiling", headers={"Retry-After": str(math.ceil(COMPILE_WAIT_S))},
+            ) from None  # fmt: skip
+        try:
+            yield
+        finally:
+            lock.release()
 
     def label(self, user: str | None = None, chat: str = "") -> str:
         """Returns the label of a request in the records. If texts are hidden, this is a chat id of minitui or empty."""
@@ -310,7 +345,7 @@ class Service:
             raise ApiError(404, f"there is no model {name!r}; this server has {known}", "model", code="model_not_found")
         return str(name)
 
-    async def check(self, prompts: list[list[int]], params: SamplingParams, field: str) -> None:
+    def check(self, prompts: list[list[int]], params: SamplingParams, field: str) -> None:
         """Raises ApiError or InvalidRequest, with the name of the field, if the engine cannot run the request."""
         vocabulary, longest = int(self.info["vocab_size"]), self.longest
         params.validate(vocabulary)
@@ -321,8 +356,6 @@ class Service:
                 raise ContextExceeded(field, len(ids), longest)
             if not 0 <= min(ids) <= max(ids) < vocabulary:
                 raise ApiError(400, f"{field} has a token id outside the model's range, 0 to {vocabulary - 1:,}", field)
-        if params.structured and self._grammars is not None:
-            await self.in_thread(self._grammars.compile, params)
 
 
 class Borrowed(Service):

@@ -27,8 +27,9 @@ from minitui import __version__, tutor
 from minitui.protocol import TOKENIZER_FILES
 from minitui.server.access import owner_of
 from minitui.server.answer import Answer, Output
+from minitui.server.bodies import Endpoints
 from minitui.server.broadcast import Watcher, encode_snapshot
-from minitui.server.errors import RESPONSES, STREAMED, ApiError
+from minitui.server.errors import STREAMED, ApiError
 from minitui.server.schema import AllowedTokens, BadWords, Finite, Prompt, Stop
 from minitui.server.service import Service
 from minitui.server.settings import PRIVATE, Role
@@ -153,7 +154,7 @@ Client = Annotated[str | None, Header(alias="X-Minitui-Client", max_length=64)]
 
 def router(service: Service) -> APIRouter:
     """Returns the endpoints."""
-    routes = APIRouter(prefix="/minitui", responses=RESPONSES)
+    routes = Endpoints(service, prefix="/minitui")
     answers: Answers = {}  # the running ones
 
     @routes.get("/info")

@@ -8,7 +8,8 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
 from engine.errors import InvalidRequest
-from minitui.server.errors import RESPONSES, ApiError
+from minitui.server.bodies import Endpoints
+from minitui.server.errors import ApiError
 from minitui.server.prompts import conversation, encode
 from minitui.server.reply_schema import ModelCard, ModelList, Text, Tokens
 from minitui.server.service import Service
@@ -17,7 +18,7 @@ from minitui.server.text_schema import DetokenizeRequest, TokenizeRequest
 
 def router(service: Service) -> APIRouter:
     """Returns a router with these endpoints."""
-    routes = APIRouter(responses=RESPONSES)
+    routes = Endpoints(service)
 
     def card(name: str) -> ModelCard:
         return ModelCard(

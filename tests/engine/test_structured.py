@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from tokenizers import decoders, models
 
 from engine.errors import InvalidRequest
 from engine.params import SamplingParams
+from engine.text import structured
 from engine.text.structured import Grammars
 from engine.text.tokenizer import Tokenizer
 from tests.engine.test_tokenizer import byte_level, write
@@ -140,15 +143,83 @@ def test_what_is_no_grammar_is_refused_at_submission(params: dict[str, Any], fie
     assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
 
 
+COSTLY = r"(?:[\p{L}\p{N}]{1,200})" * 20
+
+
+@pytest.mark.parametrize("params", [{"regex": COSTLY}, {"json_schema": {"type": "string", "pattern": f"^{COSTLY}$"}},
+                                    {"json_schema": wide(1000)}])  # fmt: skip
+def test_a_grammar_that_would_soon_be_too_costly_is_refused_at_submission(
+    params: dict[str, Any], grammars: Grammars
+) -> None:
+    with pytest.raises(InvalidRequest, match=r"it is too costly to apply after a few tokens .*: make it smaller"):
+        grammars.compile(SamplingParams(**params))
+
+
 def test_a_grammar_that_turns_out_too_costly_fails_and_is_not_taken_for_complete(
     tokenizer: Tokenizer, grammars: Grammars
 ) -> None:
-    grammar = grammars.compile(SamplingParams(json_schema=wide(1000)))
-    assert grammar.failed == ""
-    assert grammar.advance(tokenizer.encode("{", add_special_tokens=False)[0]) is False
-    grammar.mask()
+    grammar = grammars.compile(SamplingParams(regex=f"-{{80}}{COSTLY}"))
+    for token in tokenizer.encode("-" * 80 + "abcdefgh" * 8, add_special_tokens=False):
+        grammar.mask()
+        assert grammar.advance(token) is False
     assert "grammar cannot continue: " in grammar.failed
-    assert grammar.advance(tokenizer.encode("}", add_special_tokens=False)[0]) is False
+
+
+AMBIGUOUS = 'start: s\ns: s s | "a" | s s s\n'  # each further "a" takes longer
+
+
+def test_the_masks_of_one_reply_take_a_limited_time(
+    tokenizer: Tokenizer, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structured, "MASK_SECONDS", 0.05)
+    monkeypatch.setattr(structured, "MASK_SECONDS_PER_TOKEN", 0.0001)
+    grammar = grammars.compile(SamplingParams(grammar=AMBIGUOUS))
+    letter = tokenizer.encode("a", add_special_tokens=False)[0]
+    began = time.thread_time()
+    for _ in range(100):
+        grammar.mask()
+        grammar.advance(letter)
+        if grammar.failed:
+            break
+    assert "takes more than 0.1 ms per token: make it simpler" in grammar.failed
+    assert time.thread_time() - began < 5
+
+
+def exponential(patterns: int) -> dict[str, Any]:
+    return {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{10 + i}}}"} for i in range(patterns)]}
+
+
+def test_a_compilation_ends_at_its_limit_of_processor_time_and_others_go_on(grammars: Grammars) -> None:
+    """Without a limit, each further pattern doubles the time and the memory: 29 never end."""
+    grammars.compile(SamplingParams(regex="first"))
+    refusals: list[str] = []
+
+    def attack() -> None:
+        try:
+            grammars.compile(SamplingParams(json_schema=exponential(29)))
+        except InvalidRequest as error:
+            refusals.append(str(error))
+
+    thread = threading.Thread(target=attack)
+    thread.start()
+    while thread.is_alive():
+        grammars.compile(SamplingParams(regex="meanwhile [a-z]+"))
+        thread.join(0.05)
+    grammars.compile(SamplingParams(regex="after"))
+    [refusal] = refusals
+    assert "its compilation did not end within 1 seconds of processor time" in refusal and "make it smaller" in refusal
+
+
+@pytest.mark.parametrize(("schema", "reason"), [
+    ({"anyOf": [{"type": "string", "pattern": f"a{i}"} for i in range(300)]}, "it has 300 patterns; the limit is 256"),
+    ({"type": "object", "patternProperties": {f"a{i}": {} for i in range(300)}}, "it has 300 patterns"),
+    ({"type": "string", "pattern": "a" * 9000}, "a pattern has 9,000 characters; the limit is 8,192"),
+    ({"type": "string", "pattern": "(a{1,10001})"}, "repeats a part 10001 times; the limit is 10,000"),
+    ({"type": "string", "pattern": "a{2,99999999999999999999999}"}, "the limit is 10,000"),
+])  # fmt: skip
+def test_patterns_have_limits(schema: Any, reason: str, grammars: Grammars) -> None:
+    with pytest.raises(InvalidRequest, match=reason):
+        grammars.compile(SamplingParams(json_schema=schema))
 
 
 def test_without_the_library_the_message_says_what_to_install(

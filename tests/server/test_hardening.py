@@ -275,7 +275,7 @@ def test_pages_from_elsewhere_cannot_reach_the_engine(server: Running, headers: 
 
 
 def test_an_unexpected_error_reveals_no_internals_to_the_caller(server: Running, monkeypatch: Any) -> None:
-    async def broken(*_: Any) -> None:
+    def broken(*_: Any) -> None:
         raise RuntimeError("secret detail")
 
     monkeypatch.setattr(server.service, "check", broken)

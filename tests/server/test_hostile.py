@@ -42,10 +42,11 @@ def unharmed(server: Running, caplog: pytest.LogCaptureFixture) -> Iterator[None
 @pytest.fixture
 def untouched(server: Running) -> Iterator[None]:
     client = server.service.client
-    original = client.control
+    original, submit_it = client.control, client.submit
 
-    def submit(*arguments: Any, **options: Any) -> None:
-        raise AssertionError("it reached the engine")
+    def submit(ids: Any, params: Any, *arguments: Any, **options: Any) -> Any:
+        assert params.structured, "it reached the engine"  # the engine's process refuses bad grammars
+        return submit_it(ids, params, *arguments, **options)
 
     def control(action: str, **arguments: Any) -> Any:
         assert action == "snapshot", "it reached the engine"
@@ -448,7 +449,7 @@ SCHEMAS: dict[str, tuple[Any, int]] = {
     "refers to itself and nothing else": ({"$ref": "#"}, 400),
     "two that refer to each other": (
         {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, 400),
-    "a tree without leaves": ({"$defs": {"t": TREE}, "$ref": "#/$defs/t"}, 500),
+    "a tree without leaves": ({"$defs": {"t": TREE}, "$ref": "#/$defs/t"}, 400),
     "a page elsewhere": ({"$ref": "http://127.0.0.1:1/schema.json"}, 400),
     "a file": ({"$ref": "file:///etc/passwd"}, 400),
     "something that is not there": ({"$ref": "#/$defs/nowhere"}, 400),
@@ -460,7 +461,7 @@ SCHEMAS: dict[str, tuple[Any, int]] = {
     "3,000 properties, each optional": (
         {"type": "object", "properties": {f"p{i}": LEAF for i in range(3000)}}, 400),
     "600 properties, each optional": (
-        {"type": "object", "properties": {f"p{i}": LEAF for i in range(600)}}, 500),
+        {"type": "object", "properties": {f"p{i}": LEAF for i in range(600)}}, 400),
     "every combination of 6 of 8": (
         {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": LEAF}} for j in range(6)]} for i in range(8)]}, 400),
     "2 to the power of 40 strings": (
@@ -482,7 +483,7 @@ def test_a_bad_schema_is_refused_and_a_costly_one_costs_others_nothing(server: R
     assert time.monotonic() - started < 5
     if status != 200:
         error = refused(*told(answer), status)
-        assert status == 500 or error["param"] == "response_format"
+        assert error["param"] == "response_format"
     else:
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["finish_reason"] == "length"

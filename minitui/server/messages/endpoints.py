@@ -8,8 +8,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
+from minitui.server.bodies import Endpoints
 from minitui.server.chat import prompt_of
-from minitui.server.errors import RESPONSES, STREAMED
+from minitui.server.errors import STREAMED
 from minitui.server.messages.answer import MessagesAnswer
 from minitui.server.messages.schema import CountRequest, MessagesRequest
 from minitui.server.service import Service
@@ -32,7 +33,7 @@ class TokenCount(BaseModel):
 
 def router(service: Service) -> APIRouter:
     """Returns the endpoints."""
-    routes = APIRouter(responses=RESPONSES)
+    routes = Endpoints(service)
 
     @routes.post("/v1/messages", response_model=Message, responses=STREAMED)
     async def create(body: MessagesRequest, request: Request) -> Response:

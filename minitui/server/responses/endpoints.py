@@ -9,7 +9,8 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from minitui.server.access import owner_of
-from minitui.server.errors import RESPONSES, STREAMED, ApiError
+from minitui.server.bodies import Endpoints
+from minitui.server.errors import STREAMED, ApiError
 from minitui.server.responses.answer import ResponsesAnswer
 from minitui.server.responses.schema import ResponsesRequest
 from minitui.server.responses.store import ResponseStore
@@ -45,7 +46,7 @@ class Deleted(BaseModel):
 
 def router(service: Service) -> APIRouter:
     """Returns the endpoints."""
-    routes = APIRouter(responses=RESPONSES)
+    routes = Endpoints(service)
     stores: dict[str, ResponseStore] = {}  # by API key: no key can read, delete, continue or push out those of others
 
     def stored_for(request: Request) -> ResponseStore:

@@ -1,0 +1,202 @@
+"""Runs a task in a separate process with limits of time and memory: chat templates, and the compilation of grammars.
+
+A task may be a program from elsewhere, and no check in Python can interrupt a long call into C or Rust. So the process
+is killed when it exceeds a limit, and the next request starts it again. It also ends when its parent ends.
+engine/text/limited_child.py is the other side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from engine.errors import EngineError
+from engine.text.limited_child import HEAD
+
+START_SECONDS = 60.0  # for the interpreter to start, on a busy machine
+TIMEOUTS = (-signal.SIGALRM, -signal.SIGPROF)  # exit codes of a process that a timer has ended
+
+
+class Limits(NamedTuple):
+    """The limits of one request."""
+
+    seconds: float  # of time, the start of the process excluded
+    memory: int  # bytes of address space
+    longest: int  # bytes of an answer
+    cpu_seconds: float = 0.0  # of processor time; 0: no limit
+
+
+class LimitExceeded(Exception):
+    """The request has no answer. The text is a predicate: "did not end within 5 seconds"."""
+
+
+class LimitedProcess:
+    """A process that answers requests, one at a time. Its methods may be called from any thread."""
+
+    def __init__(self, script: str, task: str, setup: Callable[[], bytes], limits: Limits) -> None:
+        """The process is not started yet.
+
+        `script`: the name of its file in this directory. `task`: what it does, for errors: "renders chat templates".
+        `setup`: returns what the process receives before its first request.
+        """
+        self._script, self._task, self._setup, self._limits = Path(__file__).with_name(script), task, setup, limits
+        self._turn = threading.Lock()
+        self._starting = threading.Lock()
+        self._process: _Process | None = None
+        self._stops = 0
+
+    def start(self) -> None:
+        """Start the process without waiting for it, so that the first answer is fast."""
+        self._running()
+
+    def stop(self) -> None:
+        """End the process: running and waiting requests raise LimitExceeded. A later request starts it again."""
+        self._stops += 1
+        self.end()
+
+    def end(self) -> None:
+        """End the process, between two requests. The next request starts it again."""
+        if (process := self._process) is not None:
+            process.end()
+
+    def ask(self, request: bytes) -> tuple[bytes, bytes]:
+        """Send a request; return the kind and the contents of the answer.
+
+        Raises LimitExceeded, and EngineError if the process cannot be started.
+        """
+        stops = self._stops
+        with self._turn:
+            if self._stops != stops:
+                raise LimitExceeded("was stopped")
+            process = None
+            try:
+                process = self._running()
+                process.prepare(self._setup)
+                return process.ask(request)
+            except BaseException as error:
+                self.end()  # a late answer would be read as the answer to the next request
+                if isinstance(error, TimeoutError):
+                    raise LimitExceeded(f"did not end within {self._limits.seconds:g} seconds") from None
+                if not isinstance(error, (OSError, EOFError)):
+                    raise
+                if self._stops != stops:
+                    raise LimitExceeded("was stopped") from None
+                if process is not None and process.status in TIMEOUTS:
+                    limit = self._limits.cpu_seconds
+                    kind = f"{limit:g} seconds of processor time" if limit else f"{self._limits.seconds:g} seconds"
+                    raise LimitExceeded(f"did not end within {kind}") from None
+                raise LimitExceeded("ended its process, probably because memory ran out") from None
+
+    def _running(self) -> _Process:
+        with self._starting:
+            if self._process is None or self._process.ended:
+                self.end()
+                self._process = _Process(self._script, self._task, self._limits)
+            return self._process
+
+
+class _Process:
+    """The child process and the socket to it."""
+
+    def __init__(self, script: Path, task: str, limits: Limits) -> None:
+        ours, theirs = socket.socketpair()
+        pipe, lifeline = os.pipe()  # carries no data: its closing ends the child when this process ends
+        # The timers of the child are a second line of defence, except for the limit of processor time.
+        numbers = (limits.seconds + 1, limits.cpu_seconds, limits.memory, limits.longest, pipe)
+        # One thread: each thread of a pool would take address space.
+        path = os.pathsep.join(os.path.abspath(each) for each in sys.path)
+        environment = {**os.environ, "PYTHONPATH": path, "RAYON_NUM_THREADS": "1"}
+        with theirs:
+            try:
+                # -P: do not import from the script's directory. start_new_session: ctrl+c does not reach the child.
+                self._child = subprocess.Popen(
+                    [sys.executable, "-P", str(script), *map(str, numbers)], pass_fds=[pipe], env=environment,
+                    stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:
+                ours.close()
+                os.close(lifeline)
+                raise EngineError(f"the process that {task} could not be started: {error.strerror}") from None
+            finally:
+                os.close(pipe)
+        self._socket, self._task, self._limits = ours, task, limits
+        self._prepared = False
+        self.end = weakref.finalize(self, _kill, self._child, ours, lifeline)
+
+    @property
+    def ended(self) -> bool:
+        """True once the process can no longer be used."""
+        return not self.end.alive or self._child.poll() is not None
+
+    @property
+    def status(self) -> int | None:
+        """The exit code of the ended process."""
+        return self._child.poll()
+
+    def prepare(self, setup: Callable[[], bytes]) -> None:
+        """Wait until the process runs and send it the setup. Raises EngineError."""
+        if self._prepared:
+            return
+        self._until = time.monotonic() + START_SECONDS
+        try:
+            self._receive()
+        except TimeoutError:
+            raise EngineError(
+                f"the process that {self._task} did not start within {START_SECONDS:g} seconds"
+            ) from None
+        except EOFError:
+            if not self.end.alive:  # this process has ended the child
+                raise
+            raise EngineError(
+                f"the process that {self._task} did not start (exit code {self._child.wait()})"
+            ) from None
+        self._send(setup())
+        self._prepared = True
+
+    def ask(self, request: bytes) -> tuple[bytes, bytes]:
+        """Send a request; return the kind and the contents of the answer. Raises TimeoutError, EOFError, OSError."""
+        self._until = time.monotonic() + self._limits.seconds
+        self._send(request)
+        return self._receive()
+
+    def _send(self, contents: bytes) -> None:
+        self._socket.settimeout(self._left())
+        self._socket.sendall(HEAD.pack(b" ", len(contents)) + contents)
+
+    def _receive(self) -> tuple[bytes, bytes]:
+        kind, length = HEAD.unpack(self._read(HEAD.size))
+        if length > self._limits.longest:
+            raise EOFError
+        return kind, self._read(length)
+
+    def _read(self, length: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < length:
+            self._socket.settimeout(self._left())
+            if not (part := self._socket.recv(min(length - len(parts), 1 << 20))):
+                raise EOFError
+            parts += part
+        return bytes(parts)
+
+    def _left(self) -> float:
+        # Never 0: if this process was paused (Ctrl+Z), the answer may have arrived, although the deadline has passed.
+        return max(0.01, self._until - time.monotonic())
+
+
+def _kill(child: subprocess.Popen[bytes], connection: socket.socket, lifeline: int) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)  # wakes a waiting thread
+    child.kill()
+    child.wait()
+    connection.close()
+    os.close(lifeline)
