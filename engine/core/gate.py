@@ -7,7 +7,8 @@ The gate does not influence what a step contains: requests can be added and abor
 from __future__ import annotations
 
 from engine.errors import InvalidRequest
-from engine.trace.records import CLEARED, Record, RecordLog
+from engine.trace.kind import Record, kind_of, named
+from engine.trace.records import CLEARED, RecordLog
 
 MAX_PACE = 1000.0
 EVENTS = {  # an event of "run until" -> the kind of record that can report it
@@ -119,21 +120,22 @@ def _is_number(value: object) -> bool:
 
 
 def fulfils(record: Record, event: str, slower_than_ms: float = 0.0) -> str:
-    """Return a phrase for the screen if this record reports `event` (a key of EVENTS); else an empty string."""
-    if record[2] != EVENTS[event]:
+    """Returns a phrase for the screen if this record reports `event` (a key of EVENTS); else an empty string."""
+    if kind_of(record) != EVENTS[event]:
         return ""
-    if event == "prefill" and record[4]:
-        return f"step {record[3]} prefills r{record[4][0][0]}"
-    if event == "hit" and record[4] > 0:
-        return f"r{record[3]} took {record[4]} tokens from the tree"
-    if event == "slow" and record[7] > slower_than_ms:
-        return f"step {record[3]} took more than {slower_than_ms:g} ms"
+    found = named(record)
+    if event == "prefill" and found.prefills:
+        return f"step {found.step} prefills r{found.prefills[0][0]}"
+    if event == "hit" and found.tokens > 0:
+        return f"r{found.request} took {found.tokens} tokens from the tree"
+    if event == "slow" and found.wall_ms > slower_than_ms:
+        return f"step {found.step} took more than {slower_than_ms:g} ms"
     if event == "admission":
-        return f"r{record[3]} was admitted"
-    if event == "eviction" and record[5] != CLEARED:
-        return f"{record[4]} blocks of node {record[3]} were evicted"
+        return f"r{found.request} was admitted"
+    if event == "eviction" and found.reason != CLEARED:
+        return f"{found.blocks} blocks of node {found.node} were evicted"
     if event == "preemption":
-        return f"r{record[3]} was preempted"
+        return f"r{found.request} was preempted"
     if event == "finish":
-        return f"r{record[3]} finished: {record[4]}"
+        return f"r{found.request} finished: {found.reason}"
     return ""

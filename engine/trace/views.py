@@ -4,8 +4,29 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from engine.trace.kind import (
+    Blocks,
+    Bound,
+    Count,
+    Duration,
+    Match,
+    OrNone,
+    RequestState,
+    Sequence,
+    Text,
+    blocks,
+    bounds_of,
+    count,
+    counts,
+    later,
+    position,
+)  # fmt: skip
 
 FREE, ACTIVE, SHARED, CACHED = range(4)
+
+# A field with a bound is in snapshots. `later`: older recordings lack it, and the field's default applies.
 
 
 @dataclass(slots=True)
@@ -13,23 +34,24 @@ class RequestView:
     """A request that has not finished. `State.computed` returns the number of its tokens with KV."""
 
     id: int
-    group: str
-    prompt_tokens: int
-    max_total: int
-    state: str = "waiting"  # waiting | running | preempted
-    row: int = -1
-    table: list[int] = field(default_factory=list)
-    node: int = 0
-    shared_blocks: int = 0
+    group: Text
+    prompt_tokens: Count
+    max_total: Count
+    state: RequestState = "waiting"
+    row: OrNone = -1
+    table: Blocks = field(default_factory=list)
+    node: Count = 0
+    shared_blocks: Count = 0
     base: int = 0  # number of tokens with KV when the request joined the decoding set (if not decoding: now)
     joined_at: int = -1  # `State.ticks` when the request joined the decoding set; -1: not decoding
-    submitted: float = 0.0
-    admitted: float = 0.0
-    cached_tokens: int = 0  # prompt tokens taken from the cache before any preemption
-    match: tuple[str, int, str] = ("", 0, "")  # stop, at, detail of its last match before any preemption
-    preemptions: int = 0
-    lost: int = 0  # the most tokens with KV that it had at a preemption
-    contents: list[int] = field(default_factory=list)  # without a prefix cache: the numbers of its full blocks' texts
+    submitted: Duration = 0.0
+    admitted: Duration = 0.0
+    cached_tokens: Count = 0  # prompt tokens taken from the cache before any preemption
+    match: Match = ("", 0, "")  # stop, at, detail of its last match before any preemption
+    preemptions: Count = 0
+    lost: Annotated[int, later(count)] = 0  # the most tokens with KV that it had at a preemption
+    # Without a prefix cache: the numbers of its full blocks' texts.
+    contents: Annotated[list[int], later(blocks)] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -43,9 +65,9 @@ class Waste:
     cached text, or the block had the last token of a prompt. Answers and the last token are always computed.
     """
 
-    evicted: int = 0
-    preempted: int = 0
-    duplicate: int = 0
+    evicted: Sequence = 0
+    preempted: Sequence = 0
+    duplicate: Sequence = 0
 
 
 @dataclass(slots=True)
@@ -53,9 +75,16 @@ class NodeView:
     """A node of the tree. `ids` are the tokens of its blocks, in order; an array is cheap to copy."""
 
     id: int
-    parent: int
-    ids: array[int]
-    blocks: list[int]
-    users: int
-    last_used: int
+    parent: Count
+    ids: Annotated[array, counts]
+    blocks: Blocks
+    users: Count
+    last_used: Sequence
     children: list[int] = field(default_factory=list)
+
+
+REQUEST, NODE, WASTE = bounds_of(RequestView), bounds_of(NodeView), bounds_of(Waste)
+BLOCKS: dict[str, Bound] = {  # the fields of blocks in State and in snapshots: dicts of block -> value
+    "pending": position,  # the step that writes the block
+    "copies": later(blocks),  # of a node's block: its copies, the oldest first
+}

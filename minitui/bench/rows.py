@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.llm import LLM
 from engine.params import SamplingParams
-from engine.trace.records import Record
+from engine.trace.kind import Record, kind_of, named, seq_of
 from engine.trace.state import State
 from engine.trace.waste import waste_of
 
@@ -117,12 +117,12 @@ def waste_rows(name: str, state: State, records: list[Record]) -> Iterator[Row]:
     """Yields the waste of a run: unused slots as a mean over its steps, and tokens computed again. Yields nothing if
     the log dropped records. Folds the records into `state`."""
     assert state.waste is not None
-    if not records or records[0][0] != state.seq + 1:
+    if not records or seq_of(records[0]) != state.seq + 1:
         return
     before, unused, slots = asdict(state.waste), 0, 0
     for record in records:
         state.apply(record)
-        if record[2] == "step":
+        if kind_of(record) == "step":
             waste = waste_of(state)
             unused, slots = unused + waste.unused_slots, slots + waste.slots
     share = 100 * unused / max(1, slots)
@@ -137,10 +137,14 @@ def decode_steps(records: list[Record]) -> StepTimes | None:
 
     Returns None if fewer than five steps are left.
     """
-    found = [r[3:] for r in records if r[2] == "time" and r[-1] == "decode"][5:]
+    times = (named(record) for record in records if kind_of(record) == "time")
+    found = [time for time in times if time.work == "decode"][5:]
     if len(found) < 5:
         return None
-    plan, launch, commit, wall, device = (median(float(record[i] or 0.0) for record in found) for i in range(1, 6))
+    plan, launch, commit, wall, device = (
+        median(float(getattr(time, name) or 0.0) for time in found)
+        for name in ("plan_us", "launch_us", "commit_us", "wall_ms", "device_ms")
+    )
     return StepTimes(len(found), plan, launch, commit, wall, device)
 
 

@@ -24,6 +24,7 @@ from engine.core.request import Grammar
 from engine.core.step import StepPlan, StepResult
 from engine.llm import LLM
 from engine.params import SamplingParams
+from engine.trace.kind import kind_of, named
 from minitui.bench.rows import Row, seconds
 
 PROMPT = 600  # tokens
@@ -158,8 +159,8 @@ def _run(llm: LLM, fixed: list[Text]) -> Timed:
     finally:
         engine.runner = runner
     records = engine.log.drain()
-    steps = sum(1 for record in records if record[2] == "step")
-    drafts = [entry for record in records if record[2] == "accept" for entry in record[4]]
+    steps = sum(1 for record in records if kind_of(record) == "step")
+    drafts = [draft for record in records if kind_of(record) == "accept" for draft in named(record).drafts]
     return Timed(
         len(fixed), took / (tokens - 1) * 1e3, (tokens - 1) / (steps - 1), sum(drafted for _, drafted, _ in drafts),
         sum(accepted for *_, accepted in drafts),

@@ -21,7 +21,7 @@ from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core.engine import Engine
 from engine.params import SamplingParams
-from engine.trace.records import Record
+from engine.trace.kind import Reader, Record
 from minitui.trace.recorder import Recorder
 
 FEW = 1000  # number of different tokens in the prompts: with so few, the file is half as large
@@ -68,7 +68,7 @@ def arrivals(traffic: Traffic, vocab_size: int, max_len: int) -> list[Arrival]:
     return made
 
 
-class Notable:
+class Notable(Reader):
     """Finds the extreme steps of a run, which become its bookmarks."""
 
     def __init__(self) -> None:
@@ -77,13 +77,15 @@ class Notable:
     def look(self, records: list[Record]) -> None:
         """Notes the steps with a value larger than all earlier values."""
         for record in records:
-            if record[2] == "step":
-                _, _, _, step, prefills, _joined, _left, tokens, _waiting = record
-                prompt = sum(chunk[2] for chunk in prefills)
-                self._offer("the fullest batch, {:,.0f} requests in one step", len(prefills) + tokens - prompt, step)
-                self._offer("most prompt tokens in one step, {:,.0f}", prompt, step)
-            elif record[2] == "time":
-                self._offer("the slowest step, {:,.1f} ms", record[7], record[3])
+            self.read(record)
+
+    def on_step(self, step: int, prefills: list[tuple[int, int, int, bool]], tokens: int) -> None:
+        prompt = sum(chunk[2] for chunk in prefills)
+        self._offer("the fullest batch, {:,.0f} requests in one step", len(prefills) + tokens - prompt, step)
+        self._offer("most prompt tokens in one step, {:,.0f}", prompt, step)
+
+    def on_time(self, step: int, wall_ms: float) -> None:
+        self._offer("the slowest step, {:,.1f} ms", wall_ms, step)
 
     def _offer(self, text: str, amount: float, step: int) -> None:
         if amount > self._most.get(text, (0, 0))[0]:

@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from engine.llm import LLM
 from engine.params import SamplingParams
-from engine.trace.records import Record
+from engine.trace.kind import Record, kind_of, named
 from minitui.bench.limits import measure_limits
 from minitui.bench.rows import greedy, random_prompts
 from minitui.bench.shapes import MEASURED, SIZES, write_config
@@ -153,9 +153,9 @@ class StepRecorder:
         return runs[PASSES // 2]
 
     def _timeline(self, rows: int) -> list[Record]:
-        records = [record for record in self.run(PROMPT, rows, 2 * WARM_UP + STEPS) if record[2] in TIMED]
+        records = [record for record in self.run(PROMPT, rows, 2 * WARM_UP + STEPS) if kind_of(record) in TIMED]
         first = next(row.step for row in _steps(records) if _decodes(row, rows)) + WARM_UP
-        return [record for record in records if first <= record[3] < first + STEPS]
+        return [record for record in records if first <= named(record).step < first + STEPS]
 
     def kernels(self, rows: int) -> dict[str, float]:
         """Returns the mean number of kernels of an eager decode step, and the ms in which at least one of them runs."""
@@ -188,7 +188,7 @@ def _steps(records: Iterable[Record]) -> Iterator[StepRow]:
     """Yields the steps of some records whose times are known."""
     steps = Steps(1024)
     for record in records:
-        steps.fold(record)
+        steps.read(record)
     for step in range(max(0, steps.first), steps.last + 1):
         row = steps.get(step)
         if row is not None and row.wall_ms is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from engine.trace.kind import Reader, kind_of, named
 from engine.trace.records import CLEARED
 from minitui.text import duration
 from minitui.trace.play_clock import LONGEST_PAUSE
@@ -61,49 +62,67 @@ def _shortened(reader: TraceReader) -> str:
     state = reader.part(0).state
     slow, paused = state.pace > 1, state.gate == "closed"
     for record in reader.records():
-        slow |= record[2] == "pace" and record[3] > 1
-        paused |= record[2] == "gate" and record[3] == "closed"
+        slow |= kind_of(record) == "pace" and named(record).factor > 1
+        paused |= kind_of(record) == "gate" and named(record).state == "closed"
     cut = f"with {'pauses and ' * paused}idle times cut to {LONGEST_PAUSE:g} s"
     return f"without slow motion, {cut}" if slow else cut
 
 
+class _Totals(Reader):
+    """Sums over the records of a recording."""
+
+    def __init__(self, reader: TraceReader) -> None:
+        self.computed = self.cached = self.resumed = self.steps = self.evicted = self.cleared = self.preemptions = 0
+        self._before = reader.step_before
+        self._preempted = {id for id, r in reader.part(0).snapshot["requests"].items() if r["preemptions"]}
+
+    def on_time(self, step: int) -> None:
+        self.steps += step > self._before
+
+    def on_step(self, prefills: list[tuple[int, int, int, bool]]) -> None:
+        self.computed += sum(n for id, _, n, _ in prefills if id not in self._preempted)
+
+    def on_match(self, request: int, tokens: int) -> None:
+        if request in self._preempted:
+            self.resumed += tokens
+        else:
+            self.cached += tokens
+
+    def on_evict(self, blocks: int, reason: str) -> None:
+        if reason == CLEARED:
+            self.cleared += blocks
+        else:
+            self.evicted += blocks
+
+    def on_preempt(self, kind: str, request: int) -> None:
+        self.preemptions += kind == "preempt"
+        self._preempted.add(request)
+
+    on_requeue = on_preempt
+
+
 def _figures(reader: TraceReader, view: View, lanes: dict[int, Lane]) -> list[str]:
     """Returns the totals. Of prompt tokens, those of new requests count, as in `minitui tail` and `compare`."""
-    computed = cached = resumed = steps = evicted = cleared = preemptions = 0
-    preempted = {id for id, request in reader.part(0).snapshot["requests"].items() if request["preemptions"]}
+    totals = _Totals(reader)
     for record in reader.records():
-        kind = record[2]
-        if kind == "time":
-            steps += record[3] > reader.step_before
-        elif kind == "step":
-            computed += sum(n for id, _, n, _ in record[4] if id not in preempted)
-        elif kind == "match" and record[3] in preempted:
-            resumed += record[4]
-        elif kind == "match":
-            cached += record[4]
-        elif kind == "evict" and record[5] == CLEARED:
-            cleared += record[4]
-        elif kind == "evict":
-            evicted += record[4]
-        elif kind in ("preempt", "requeue"):
-            preemptions += kind == "preempt"
-            preempted.add(record[3])
+        totals.read(record)
+    cached, computed = totals.cached, totals.computed
     asked = cached + computed
     twice = sum(lane.recomputed(view.steps.committed) for lane in lanes.values())
     least = "at least " * any(lane.preempted_before for lane in lanes.values())
     run = Run(view)
     whole = run.first <= reader.first_step  # else the first tokens are no longer known
     rows = [
-        ("steps", f"{steps:,}"),
+        ("steps", f"{totals.steps:,}"),
         ("requests", f"{len(lanes):,}"),
         ("prompt tokens computed", f"{computed:,}"),
         ("prompt tokens from the cache", f"{cached:,}" + (f" ({cached / asked:.1%})" if asked else "")),
         *([("tokens computed twice, after a preemption", f"{least}{twice:,}")] if twice or least else []),
-        *([("tokens from the cache again, after a preemption", f"{resumed:,}")] if resumed else []),
+        *([("tokens from the cache again, after a preemption", f"{totals.resumed:,}")] if totals.resumed else []),
         *([("reply tokens", f"{run.figures.replies:,}")] if whole else []),
-        ("blocks evicted", f"{evicted:,}"),
-        *([("blocks cleared", f"{cleared:,}")] if cleared else []),
-        ("preemptions", f"{preemptions:,}"),
+        ("blocks evicted", f"{totals.evicted:,}"),
+        *([("blocks cleared", f"{totals.cleared:,}")] if totals.cleared else []),
+        ("preemptions", f"{totals.preemptions:,}"),
     ]
     return ["", "| | |", "|---|---:|", *(f"| {name} | {value} |" for name, value in rows)]
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.trace.records import Record
+from engine.trace.kind import Reader, Record, kind_of, named, time_of
 from engine.trace.state import State
 from minitui.text import count, exact, match_reason
 from minitui.trace.reader import Part, TraceReader
@@ -37,7 +37,7 @@ NAMES = {
 Event = dict[str, Any]
 
 
-class _Converter:
+class _Converter(Reader):
     """Converts records to events. A section is a part of the recording without a gap."""
 
     def __init__(self, reader: TraceReader) -> None:
@@ -56,7 +56,7 @@ class _Converter:
         self.moments: list[tuple[float, Event]] = []  # marks and counters: engine time, event
         for request in self.state.requests.values():
             self.lanes.adopt(request, self.state.computed(request))
-        self.section_t = part.snapshot["t"] or (part.records[0][1] if part.records else 0.0)
+        self.section_t = part.snapshot["t"] or (time_of(part.records[0]) if part.records else 0.0)
 
     def events(self) -> Iterator[Event]:
         self.origin = self.section_t * 1e3
@@ -73,7 +73,8 @@ class _Converter:
     def _names(self) -> Iterator[Event]:
         info = self.reader.info
         about = f"{info.get('model', 'engine')} on {info.get('device', '?')}"
-        times = any(record[2] == "time" and record[8] is not None for record in self.reader.records())
+        ends = (named(record) for record in self.reader.records() if kind_of(record) == "time")
+        times = any(end.device_ms is not None for end in ends)
         device = "device" if times else "device: the engine does not report its times"
         for pid, name in ((HOST, f"host: {about}"), (DEVICE, device), (REQUESTS, "requests")):
             yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
@@ -84,39 +85,43 @@ class _Converter:
     # ---- records
 
     def _fold(self, record: Record) -> None:
-        kind = record[2]
-        mark = self._mark(kind, record[3:])
+        t = time_of(record)
+        mark = self.read(record)
         if mark is not None:
-            self.moments.append((record[1], {"ph": "i", "s": "t", **mark}))
-        self.steps.fold(record)
-        self.lanes.fold(record, record[1])
+            self.moments.append((t, {"ph": "i", "s": "t", **mark}))
+        self.steps.read(record)
+        self.lanes.read_at(record, t)
         self.state.apply(record)
-        if kind == "time":
-            self.moments += ((record[1], counter) for counter in self._counters())
+        if kind_of(record) == "time":
+            self.moments += ((t, counter) for counter in self._counters())
 
-    def _mark(self, kind: str, fields: tuple[Any, ...]) -> Event | None:
-        """Returns the mark of a decision; None for a record without a mark."""
-        if kind == "evict":
-            name, args = f"evict {count(fields[1], 'block')}", {"node": fields[0], "reason": fields[2]}
-            return {"pid": HOST, "tid": STAGES, "name": name, "args": args}
-        if kind == "fail":
-            return {"pid": HOST, "tid": STAGES, "name": f"step {fields[0]} failed", "args": {"error": fields[1]}}
-        if kind == "admit":
-            name, args = f"admitted ({fields[2]})", {"row": fields[1]}
-        elif kind == "match":
-            _, tokens, stop, at, detail = fields
-            hit = "cached again" if self.lanes.resumed(fields[0]) else "hit"
-            name = f"{hit}: {tokens} tokens" if tokens else "miss"
-            args = {"why the match ended": match_reason(stop, at, tokens > 0), "detail": detail}
-        elif kind in ("preempt", "requeue"):
-            name, args = "preempted", {"reason": fields[1]}
-        elif kind == "wait":
-            name, args = "not admitted", {"reason": fields[1]}
-        else:
-            return None
-        if fields[0] not in self.lanes.lanes:
-            return None
-        return {"pid": REQUESTS, "tid": fields[0], "name": name, "args": args}
+    # These handlers return the mark of a decision.
+
+    def on_evict(self, node: int, blocks: int, reason: str) -> Event:
+        args = {"node": node, "reason": reason}
+        return {"pid": HOST, "tid": STAGES, "name": f"evict {count(blocks, 'block')}", "args": args}
+
+    def on_fail(self, step: int, error: str) -> Event:
+        return {"pid": HOST, "tid": STAGES, "name": f"step {step} failed", "args": {"error": error}}
+
+    def on_admit(self, request: int, row: int, reason: str) -> Event | None:
+        return self._of_request(request, f"admitted ({reason})", row=row)
+
+    def on_match(self, request: int, tokens: int, stop: str, at: int, detail: str) -> Event | None:
+        hit = "cached again" if self.lanes.resumed(request) else "hit"
+        args = {"why the match ended": match_reason(stop, at, tokens > 0), "detail": detail}
+        return self._of_request(request, f"{hit}: {tokens} tokens" if tokens else "miss", **args)
+
+    def on_preempt(self, request: int, reason: str) -> Event | None:
+        return self._of_request(request, "preempted", reason=reason)
+
+    on_requeue = on_preempt
+
+    def on_wait(self, request: int, reason: str) -> Event | None:
+        return self._of_request(request, "not admitted", reason=reason)
+
+    def _of_request(self, request: int, name: str, **args: Any) -> Event | None:
+        return {"pid": REQUESTS, "tid": request, "name": name, "args": args} if request in self.lanes.lanes else None
 
     def _counters(self) -> Iterator[Event]:
         free, active, shared, cached = self.state.counts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.trace.records import as_dict
+from engine.trace.kind import as_dict
 from minitui.text import exact
 from minitui.trace.reader import TraceReader
 from minitui.viewmodel.steps import Steps
@@ -33,7 +33,7 @@ def write_json(reader: TraceReader, path: Path) -> None:
         for i, record in enumerate(reader.records()):
             file.write(",\n" if i else "\n")
             fields = as_dict(record)
-            steps.fold(record)
+            steps.read(record)
             if fields["kind"] == "time" and (took := steps.took_ms(fields["step"])) is not None:
                 fields["took_ms"] = exact(took)
             file.write(json_text(fields))

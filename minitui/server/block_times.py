@@ -7,14 +7,13 @@ from array import array
 from collections.abc import Iterable
 from itertools import groupby
 
-from engine.trace.records import CLEARED, Record
+from engine.trace.kind import Reader, Record
+from engine.trace.records import CLEARED
 from engine.trace.state import State
 from minitui.server.prometheus import Histogram
 
-BLOCK_KINDS = frozenset({"alloc", "hold", "preempt", "requeue", "finish", "evict"})  # the records that `observe` reads
 
-
-class BlockTimes:
+class BlockTimes(Reader):
     """The times of each block's allocation, of its last use and of its last release; NaN if unknown.
 
     `lifetime` and `idle` get a value for each block that is evicted for lack of room, `reuse_gap` for each block that a
@@ -31,28 +30,35 @@ class BlockTimes:
         self._allocated, self._used, self._released = array("d"), array("d"), array("d")
 
     def observe(self, record: Record, state: State) -> None:
-        """Note the times of a record whose kind is one of BLOCK_KINDS; `state` is the state before the record."""
-        _, t, kind, *fields = record
+        """Note the times of a record; `state` is the state before the record."""
+        self._state = state
         if not self._allocated:
             for times in (self._allocated, self._used, self._released):
                 times.extend([math.nan] * state.num_blocks)
-        if kind == "alloc":
-            for block in fields[1]:
-                self._allocated[block] = self._used[block] = t
-        elif kind == "hold":
-            held = state.requests[fields[0]].node
-            for node in state.path(fields[1]):
-                if node.id == held:
-                    break  # the request holds this node and its ancestors already
-                _count(self._reuse_gap, self._used, node.blocks, t)
-                for block in node.blocks:
-                    self._used[block] = t
-        elif kind != "evict":
-            for block in state.requests[fields[0]].table:
-                self._released[block] = t
-        elif fields[2] != CLEARED:
-            blocks = state.nodes[fields[0]].blocks
-            evicted = blocks[len(blocks) - fields[1] :]
+        self.read(record)
+
+    def on_alloc(self, t: float, blocks: list[int]) -> None:
+        for block in blocks:
+            self._allocated[block] = self._used[block] = t
+
+    def on_hold(self, t: float, request: int, node: int) -> None:
+        held = self._state.requests[request].node
+        for view in self._state.path(node):
+            if view.id == held:
+                break  # the request holds this node and its ancestors already
+            _count(self._reuse_gap, self._used, view.blocks, t)
+            for block in view.blocks:
+                self._used[block] = t
+
+    def on_finish(self, t: float, request: int) -> None:
+        for block in self._state.requests[request].table:
+            self._released[block] = t
+
+    on_preempt = on_requeue = on_finish
+
+    def on_evict(self, t: float, node: int, blocks: int, reason: str) -> None:
+        if reason != CLEARED:
+            evicted = self._state.nodes[node].blocks[-blocks:]
             _count(self._lifetime, self._allocated, evicted, t)
             _count(self._idle, self._released, evicted, t)
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from engine.errors import EngineError
 from engine.process.client import EngineClient
-from engine.trace.records import FIELDS, Record
+from engine.trace.kind import KINDS, seq_of
+from engine.trace.records import Record
 from engine.trace.state import State
 from minitui.server.metrics import Metrics
 from minitui.server.sse import KEEP_ALIVE, event
@@ -29,8 +30,8 @@ BUSY_S = 0.05  # seconds between two polls while records arrive
 IDLE_S = 0.2  # seconds between two polls while no records arrive
 KEEP_ALIVE_S = 10.0
 MAX_UNREAD = 8 << 20  # maximum bytes queued for one watcher
-# Kind of record -> the indices of the fields that contain token ids.
-MASKED = {kind: (FIELDS[kind].index("ids"),) for kind in ("insert", "extend", "store")}
+# Kind of record -> the place of the field with token ids.
+MASKED = {name: kind.fields.index("ids") for name, kind in KINDS.items() if "ids" in kind.fields}
 
 
 class Watcher:
@@ -163,11 +164,12 @@ class Broadcast:
             return bool(records)
         new: list[Record] = []
         for record in records:
-            if record[0] <= state.seq:
+            seq = seq_of(record)
+            if seq <= state.seq:
                 continue  # the state already includes this record
-            if record[0] != state.seq + 1:
-                self.metrics.lost.add(record[0] - state.seq - 1)
-                logger.warning("records %d to %d were lost", state.seq + 1, record[0] - 1)
+            if seq != state.seq + 1:
+                self.metrics.lost.add(seq - state.seq - 1)
+                logger.warning("records %d to %d were lost", state.seq + 1, seq - 1)
                 self.state = None  # `_run` requests a snapshot; watchers notice the gap themselves
                 break
             self.metrics.observe(record, state)
@@ -186,7 +188,7 @@ class Broadcast:
     def _mask(self, kind: str, fields: list[Any]) -> list[Any]:
         if self.mask_id is None:
             return fields
-        for place in MASKED.get(kind, ()):
+        if (place := MASKED.get(kind)) is not None:
             fields[place] = [self.mask_id] * len(fields[place])
         if kind in ("refuse", "fail"):  # the reason may quote the prompt
             fields[1] = "hidden"

@@ -100,7 +100,7 @@ def router(service: Service) -> APIRouter:
     async def metrics() -> Any:
         """Returns metrics for Prometheus, with vLLM's names; and of the process and of HTTP requests."""
         service.broadcast.pump()
-        service.metrics.read(service.broadcast.state)
+        service.metrics.measure(service.broadcast.state)
         page = service.metrics.page(service.model) + service.http_metrics.page()
         return PlainTextResponse(page, media_type=CONTENT_TYPE)
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from engine.trace.records import Record
+from engine.trace.kind import Reader, Record
 from engine.trace.state import State
 from engine.trace.views import ACTIVE, CACHED, SHARED, RequestView
 from engine.trace.waste import waste_of
-from minitui.server.block_times import BLOCK_KINDS, BlockTimes
+from minitui.server.block_times import BlockTimes
 from minitui.server.prometheus import Counter, Gauge, Histogram, Info, Metric, page
 
 LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -26,7 +26,7 @@ COMPUTED, FOUND = "local_compute", "local_cache_hit"
 REASONS = ("stop", "length", "abort", "error")
 
 
-class Metrics:
+class Metrics(Reader):
     """All metrics of the server. `observe` updates them from the engine's records."""
 
     def __init__(self) -> None:
@@ -144,55 +144,60 @@ class Metrics:
 
     def observe(self, record: Record, state: State) -> None:
         """Count one record; `state` is the state before the record."""
-        _, t, kind, *fields = record
-        if kind in BLOCK_KINDS:
-            self._block_times.observe(record, state)
-        if kind == "step":
-            self.iteration.observe(fields[4])
-        elif kind == "match":
-            if fields[0] not in self._resumed:
-                self.hits.add(fields[1])
-                self.old_hits.add(fields[1])
-        elif kind == "admit":
-            if fields[0] not in self._resumed:
-                self.queries.add(state.requests[fields[0]].prompt_tokens)
-                self.old_queries.add(state.requests[fields[0]].prompt_tokens)
-        elif kind == "accept":
-            for _, drafted, accepted in fields[1]:
-                self.drafts.add()
-                self.draft_tokens.add(drafted)
-                self.accepted_tokens.add(accepted)
-                for place in range(accepted):
-                    self.accepted_at.add(label_value=str(place))
-        elif kind == "first":
-            request = state.requests.get(fields[0])
-            queue_ms, prefill_ms = fields[1:]
-            self.ttft.observe((queue_ms + prefill_ms) / 1e3)
-            self.queued.observe(queue_ms / 1e3)
-            self.prefill.observe(prefill_ms / 1e3)
-            if request is not None:  # None if the request ended with its first token
-                self._first_at[fields[0]] = t
-                self._prompt_done(request)
-        elif kind == "finish":
-            self._finished(state, t, *fields)
-        elif kind in ("preempt", "requeue"):
-            self.preemptions.add()
-            self._resumed.add(fields[0])
+        self._state = state
+        self._block_times.observe(record, state)
+        self.read(record)
 
-    def _finished(self, state: State, t: float, request_id: int, reason: str, output_tokens: int) -> None:
-        request = state.requests[request_id]
+    def on_step(self, tokens: int) -> None:
+        self.iteration.observe(tokens)
+
+    def on_match(self, request: int, tokens: int) -> None:
+        if request not in self._resumed:
+            self.hits.add(tokens)
+            self.old_hits.add(tokens)
+
+    def on_admit(self, request: int) -> None:
+        if request not in self._resumed:
+            self.queries.add(self._state.requests[request].prompt_tokens)
+            self.old_queries.add(self._state.requests[request].prompt_tokens)
+
+    def on_accept(self, drafts: list[tuple[int, int, int]]) -> None:
+        for _, drafted, accepted in drafts:
+            self.drafts.add()
+            self.draft_tokens.add(drafted)
+            self.accepted_tokens.add(accepted)
+            for place in range(accepted):
+                self.accepted_at.add(label_value=str(place))
+
+    def on_first(self, t: float, request: int, queue_ms: float, prefill_ms: float) -> None:
+        self.ttft.observe((queue_ms + prefill_ms) / 1e3)
+        self.queued.observe(queue_ms / 1e3)
+        self.prefill.observe(prefill_ms / 1e3)
+        view = self._state.requests.get(request)
+        if view is not None:  # None if the request ended with its first token
+            self._first_at[request] = t
+            self._prompt_done(view)
+
+    def on_preempt(self, request: int) -> None:
+        self.preemptions.add()
+        self._resumed.add(request)
+
+    on_requeue = on_preempt
+
+    def on_finish(self, t: float, request: int, reason: str, output_tokens: int) -> None:
+        view = self._state.requests[request]
         self.success.add(label_value="error" if reason.startswith("error") else reason)
-        self.request_prompt.observe(request.prompt_tokens)
+        self.request_prompt.observe(view.prompt_tokens)
         self.request_output.observe(output_tokens)
-        if request.submitted:  # 0 if the request was submitted before the first snapshot
-            self.e2e.observe(t - request.submitted)
-        self._resumed.discard(request_id)
-        first = self._first_at.pop(request_id, None)
-        if output_tokens and request.admitted:
-            self.inference.observe(t - request.admitted)
+        if view.submitted:  # 0 if the request was submitted before the first snapshot
+            self.e2e.observe(t - view.submitted)
+        self._resumed.discard(request)
+        first = self._first_at.pop(request, None)
+        if output_tokens and view.admitted:
+            self.inference.observe(t - view.admitted)
         if first is None:
             if output_tokens:
-                self._prompt_done(request)
+                self._prompt_done(view)
         else:
             self.decode.observe(t - first)
             if output_tokens > 1:
@@ -210,7 +215,7 @@ class Metrics:
         self.sources.add(request.prompt_tokens - found, COMPUTED)
         self.request_computed.observe(request.prompt_tokens - found)
 
-    def read(self, state: State | None) -> None:
+    def measure(self, state: State | None) -> None:
         """Set the gauges from the state. Without an engine, `state` is None, and the gauges are reset."""
         if state is None:
             for gauge in vars(self).values():

@@ -11,10 +11,11 @@ from sys import intern
 from typing import Any
 
 from engine.errors import EngineError
+from engine.trace.kind import MOST, MOST_NUMBER, MOST_RECORDS, kind_of, named, position
 from engine.trace.records import Record
 from engine.trace.state import State
 from minitui.trace import check as trace_check
-from minitui.trace.check import MOST, MOST_BLOCKS, MOST_NUMBER
+from minitui.trace.check import MOST_BLOCKS
 from minitui.trace.follow import Follower
 
 MOST_TEXT = 4_096  # characters of a name or a reason; thousands of such texts are kept
@@ -46,11 +47,12 @@ def records(data: Any) -> list[Record]:
         except ValueError as error:
             raise Refused(str(error)) from error
         if not all(_text(field) for field in record if type(field) is str):
-            raise Refused(f"a text in record {row[0]:,} ({record[2]}) has more than {MOST_TEXT:,} characters")
-        if record[2] == "experts" and sum(len(tokens) for _, tokens in record[4]) > MOST_LOADS:
+            raise Refused(f"a text in record {row[0]:,} ({kind_of(record)}) has more than {MOST_TEXT:,} characters")
+        if kind_of(record) == "experts" and sum(len(tokens) for _, tokens in named(record).load) > MOST_LOADS:
             raise Refused(f"record {row[0]:,} has more than {MOST_LOADS:,} expert loads")
+        seq, t, kind, *fields = record
         # Thousands of records are kept, so all records of a kind share one string.
-        checked.append((*record[:2], intern(record[2]), *record[3:]))
+        checked.append((seq, t, intern(kind), *fields))
     return checked
 
 
@@ -120,7 +122,7 @@ def metrics(given: Any) -> dict[str, Any]:
     if "accepted_tokens" not in figures:
         figures.pop("drafted_tokens", None)
     match = given.get("match")
-    if type(match) is dict and _text(match.get("stop")) and trace_check.FIELD["at"](match.get("at")):
+    if type(match) is dict and _text(match.get("stop")) and position.fits(match.get("at")):
         figures["match"] = {"stop": match["stop"], "at": match["at"], "detail": str(match.get("detail"))[:MOST_TEXT]}
     return figures
 
@@ -135,7 +137,7 @@ def _text(value: Any) -> bool:
 
 
 def _count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= trace_check.MOST_RECORDS
+    return type(value) is int and 0 <= value <= MOST_RECORDS
 
 
 def _number(value: Any) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.errors import EngineDead, EngineError
-from engine.trace.records import Record
+from engine.trace.kind import Record, seq_of
 from minitui.sources import remote_checks
 from minitui.sources.bounds import LARGE, RECORDS
 from minitui.sources.http import (
@@ -137,8 +137,9 @@ class RemoteRecords:
             self._greet(*remote_checks.greeting(data))
             return
         for record in remote_checks.records(data):
-            self._seq = record[0] + self._offset
-            self._unchecked.append((self._seq, *record[1:]))
+            seq, *rest = record
+            self._seq = seq + self._offset
+            self._unchecked.append((self._seq, *rest))
 
     def _greet(self, engine: str, seq: int) -> None:
         """Begin a stream that continues after record `seq` of `engine`. Missed records leave a gap in the numbers."""
@@ -176,10 +177,10 @@ class RemoteRecords:
         try:
             for _ in range(min(AT_ONCE, len(self._unchecked))):
                 record = self._unchecked.popleft()
-                if record[0] <= watch.state.seq:
+                if seq_of(record) <= watch.state.seq:
                     continue
                 self._checked.append(record)
-                if record[0] > watch.state.seq + 1:
+                if seq_of(record) > watch.state.seq + 1:
                     self._watch = None
                     return
                 watch.take(record)

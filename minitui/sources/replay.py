@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from engine.core.gate import EVENTS, MAX_PACE, fulfils
 from engine.errors import InvalidRequest
 from engine.params import SamplingParams
-from engine.trace.records import Record
+from engine.trace.kind import Record, kind_of
 from engine.trace.state import State
 from minitui.sources.base import Progress, Source
 from minitui.trace.bundled import is_bundled
@@ -119,7 +119,8 @@ class ReplaySource(Source):
             self._at += 1
             self._played = max(self._played, due)
             self._seq += 1
-            out.append((self._seq, *record[1:]))
+            _, *rest = record
+            out.append((self._seq, *rest))
             self._state.apply(out[-1])
             self._after(record)
         return out
@@ -266,8 +267,9 @@ class ReplaySource(Source):
 
     def _after(self, record: Record) -> None:
         """While the replay is paused, count steps, and end a run_until at its event."""
-        ended = record[2] in ("time", "fail")
-        self._in_step = not ended if ended or record[2] == "step" else self._in_step
+        kind = kind_of(record)
+        ended = kind in ("time", "fail")
+        self._in_step = not ended if ended or kind == "step" else self._in_step
         if self._finishing:
             self._finishing = not ended
             return

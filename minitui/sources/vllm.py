@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from engine.errors import EngineError, InvalidRequest
 from engine.params import SamplingParams
-from engine.trace.records import Record
+from engine.trace.kind import Reader, Record, kind_of, named
 from minitui.protocol import MOST_RANKS
 from minitui.sources.base import Progress
 from minitui.sources.http import check, close_client, httpx, load_json, normalise, open_client
@@ -122,7 +122,7 @@ def _with_port(url: str, port: int) -> str:
     return f"{parts.scheme}://{host}:{port}"
 
 
-class VllmStream(CompletionStream):
+class VllmStream(CompletionStream, Reader):
     """An answer of vLLM. The records of its request supply the request's id and what vLLM's endpoint does not say."""
 
     def __init__(self, source: VllmSource, body: dict[str, Any], group: str, tokens: int) -> None:
@@ -134,20 +134,23 @@ class VllmStream(CompletionStream):
         super().__init__(source, source.api, source.api_url, "/v1/completions", body, headers)
         self._task.add_done_callback(lambda _: source.forget(self))
 
-    def observe(self, record: Record) -> None:
-        """Take a record of this request."""
-        kind = record[2]
-        if kind == "submit":
-            self.accept(record[3])
-        elif kind == "match" and "match" not in self._metrics:
-            self._metrics["cached_tokens"] = record[4]
-            self._metrics["match"] = dict(zip(("stop", "at", "detail"), record[5:8], strict=True))
-        elif kind == "preempt":
-            self._metrics["preemptions"] += 1
-        elif kind == "first":
-            self._metrics |= {"queue_ms": record[4], "prefill_ms": record[5], "ttft_ms": record[4] + record[5]}
-        elif kind == "finish":
-            self._over.set()
+    # The records of this request:
+
+    def on_submit(self, request: int) -> None:
+        self.accept(request)
+
+    def on_match(self, tokens: int, stop: str, at: int, detail: str) -> None:
+        if "match" not in self._metrics:
+            self._metrics |= {"cached_tokens": tokens, "match": {"stop": stop, "at": at, "detail": detail}}
+
+    def on_preempt(self) -> None:
+        self._metrics["preemptions"] += 1
+
+    def on_first(self, queue_ms: float, prefill_ms: float) -> None:
+        self._metrics |= {"queue_ms": queue_ms, "prefill_ms": prefill_ms, "ttft_ms": queue_ms + prefill_ms}
+
+    def on_finish(self) -> None:
+        self._over.set()
 
     def _take(self, choice: dict[str, Any]) -> None:
         ids, text = choice.get("token_ids") or [], choice.get("text") or ""
@@ -249,21 +252,20 @@ class VllmSource(RemoteSource):
         records = super().drain_records()
         if self._answers:
             for record in records:
-                if record[2] in OBSERVED:
+                if kind_of(record) in VllmStream.READS:
                     self._observe(record)
         return records
 
     def _observe(self, record: Record) -> None:
+        found = named(record)
+        begins = found.kind == "submit"
         for stream in self._answers:
-            if record[2] == "submit" and record[4] == stream.group and stream.request_id is None:
-                stream.observe(record)
-                return
-            if record[2] != "submit" and record[3] == stream.request_id:
-                stream.observe(record)
+            unknown = stream.request_id is None
+            if (unknown and found.group == stream.group) if begins else found.request == stream.request_id:
+                stream.read(record)
                 return
 
 
-OBSERVED = frozenset({"submit", "match", "preempt", "first", "finish"})
 SENT = (  # sent even if they have their defaults: vLLM's own defaults may come from the checkpoint
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens",
 )  # fmt: skip

@@ -7,6 +7,7 @@ from functools import cache
 from statistics import median
 
 from engine.config import EngineConfig
+from engine.trace.kind import kind_of, named
 from minitui.teaching.contrasts import CONTRASTS, LENGTHS, WRITERS, Contrast, ask_again
 from minitui.teaching.figures import Figures
 from minitui.teaching.stage import Stage
@@ -59,10 +60,11 @@ def _recorded_decode_ms(name: str) -> tuple[str, str, dict[int, float]]:
     rows: dict[int, int] = {}  # step -> rows
     times: dict[int, list[float]] = {}
     for record in reader.records():
-        if record[2] == "step" and not record[4]:
-            rows[record[3]] = record[7]
-        elif record[2] == "time" and record[3] in rows:
-            times.setdefault(rows[record[3]], []).append(record[7])
+        kind = kind_of(record)
+        if kind == "step" and not (found := named(record)).prefills:
+            rows[found.step] = found.tokens
+        elif kind == "time" and (found := named(record)).step in rows:
+            times.setdefault(rows[found.step], []).append(found.wall_ms)
     return reader.info["model"], reader.info["device"], {n: median(some) for n, some in times.items()}
 
 

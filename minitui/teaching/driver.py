@@ -177,15 +177,15 @@ class Driver:
         await self.pause(0)
         await self.source.control("run_until", predicate={"event": event})
         await self.until(f"the {event}", lambda: len(self._stops()) > seen)
-        return str(self._stops()[-1].record[4])
+        return str(self._stops()[-1].record.reason)
 
     def _stops(self) -> list[Any]:
         """Returns the events in which `run_until` closed the gate."""
         self.feed.pump()
         return [
             event for event in self.view.events.since(0)
-            if event.record[2] == "gate" and event.record[3] == "closed"
-            and not str(event.record[4]).startswith((RUNNING, "paused", "stepping"))
+            if event.record.kind == "gate" and event.record.state == "closed"
+            and not str(event.record.reason).startswith((RUNNING, "paused", "stepping"))
         ]  # fmt: skip
 
     async def slow(self, seconds: float) -> None:

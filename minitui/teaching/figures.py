@@ -42,7 +42,7 @@ class Figures:
         return cls(
             steps=len(steps),
             computed=sum(row.prefill_tokens for row in steps),
-            cached=sum(event.record[4] for event in view.events.since(seq + 1) if event.kind == "hit"),
+            cached=sum(event.record.tokens for event in view.events.since(seq + 1) if event.kind == "hit"),
             drafted=sum(row.drafted for row in steps),
             accepted=sum(row.accepted for row in steps),
             prefill_ms=sum(row.took_ms or 0.0 for row in steps if row.chunks),

@@ -95,5 +95,5 @@ def _model(found: dict[str, Any]) -> RecordedModel:
 def _steps(records: Iterable[Record]) -> Steps:
     steps = Steps(64)
     for record in records:
-        steps.fold(record)
+        steps.read(record)
     return steps

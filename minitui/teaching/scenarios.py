@@ -136,9 +136,9 @@ async def eviction(stage: Stage) -> None:
     before = {node.id: node for node in stage.state().copy().nodes.values()}
     await stage.run_until("eviction")
     records = [event.record for event in stage.events("evict")]
-    evicted = " and then ".join(f"{record[4]} of {owner(before[record[3]])}" for record in records)
+    evicted = " and then ".join(f"{record.blocks} of {owner(before[record.node])}" for record in records)
     stage.say(
-        f"{stage.verdict(names.index(order[0]))}Evicted blocks: {evicted}, because {records[0][5]}. "
+        f"{stage.verdict(names.index(order[0]))}Evicted blocks: {evicted}, because {records[0].reason}. "
         "Of the blocks that no request holds, the least recently used are evicted first: the order was "
         f"{', '.join(order)}. Alpha asked last, so its blocks are evicted last."
     )
@@ -203,9 +203,9 @@ async def preemption(stage: Stage) -> None:
     await stage.run_until("preemption")
     record = stage.events("preempt")[-1].record
     stage.say(
-        f"{stage.verdict(ids.index(record[3]))}Why: {record[4]}. So r{record[3]}, the youngest, releases its "
-        f"{record[5]} blocks and waits at the head of the queue. The tokens of its reply are kept. Its full blocks "
-        "stay in the tree until other requests need the memory. What is not in the tree then is computed again."
+        f"{stage.verdict(ids.index(record.request))}Why: {record.reason}. So r{record.request}, the youngest, releases "
+        f"its {record.blocks} blocks and waits at the head of the queue. The tokens of its reply are kept. Its full "
+        "blocks stay in the tree until other requests need the memory. What is not in the tree then is computed again."
     )
     await stage.pause(4)
     await stage.slow(0.03)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+from engine.trace.kind import kind_of, named
 from minitui.text import count
 from minitui.trace.reader import TraceError, TraceReader
 
@@ -47,9 +48,11 @@ def watching_speed(reader: TraceReader) -> float:
 def describe(reader: TraceReader) -> str:
     """Returns a description of the recording: model, device, requests, steps, and whether the text is random."""
     info = reader.info
-    kinds = Counter(record[2] for record in reader.records())
+    kinds = Counter(map(kind_of, reader.records()))
     asked = kinds["submit"] + len(reader.part(0).snapshot["requests"])
-    ended = sum(record[2] == "time" and record[3] > reader.step_before for record in reader.records())
+    ended = sum(
+        kind_of(record) == "time" and named(record).step > reader.step_before for record in reader.records()
+    )
     weights = ", random weights" if info.get("dummy_weights") else ""
     text = (
         f"{count(asked, 'request')} to {info['model']} ({info['dtype']}{weights}) on {info['device']}, "

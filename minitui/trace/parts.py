@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.trace.records import Record
+from engine.trace.kind import Record, time_of
 from engine.trace.state import State
 from minitui.trace import check
 from minitui.trace.follow import Follower
@@ -58,7 +58,7 @@ def read_part(path: Path, keyframe: Keyframe, following: Keyframe | None = None)
                 elif line.startswith(b'["r"') and part is not None:
                     for record in _records(part, parse(line)):
                         follower.take(record)
-                        clock = clock or PlayClock(part.snapshot["t"] or record[1], keyframe.played, part.state)
+                        clock = clock or PlayClock(part.snapshot["t"] or time_of(record), keyframe.played, part.state)
                         part.due.append(clock.advance(record))
                         part.records.append(record)
         except ValueError as error:

@@ -5,13 +5,13 @@ So the recording of a lecture replays at the engine's speed, without the lecture
 
 from __future__ import annotations
 
-from engine.trace.records import Record
+from engine.trace.kind import Reader, Record, time_of
 from engine.trace.state import State
 
 LONGEST_PAUSE = 1.0  # seconds of play time
 
 
-class PlayClock:
+class PlayClock(Reader):
     """Computes the play time in seconds: engine time without slow motion, with pauses shortened to LONGEST_PAUSE."""
 
     def __init__(self, t: float, played: float, state: State) -> None:
@@ -24,8 +24,9 @@ class PlayClock:
 
     def advance(self, record: Record) -> float:
         """Advances to a record and returns the record's play time. Call it for every record, in order."""
-        elapsed = max(0.0, record[1] - self._t)
-        self._t = max(self._t, record[1])
+        t = time_of(record)
+        elapsed = max(0.0, t - self._t)
+        self._t = max(self._t, t)
         if self._stretched:
             skipped = min(elapsed, self._stretched)
             self._stretched -= skipped
@@ -33,16 +34,21 @@ class PlayClock:
         if self._closed or not self._live:
             elapsed = min(elapsed, LONGEST_PAUSE)
         self.now += elapsed
-        kind = record[2]
-        if kind == "time":
-            if self._pace > 1:
-                self._stretched += record[7] / 1e3 * (self._pace - 1)
-        elif kind == "submit":
-            self._live += 1
-        elif kind == "finish":
-            self._live -= 1
-        elif kind == "gate":
-            self._closed = record[3] == "closed"
-        elif kind == "pace":
-            self._pace, self._stretched = record[3], 0.0
+        self.read(record)
         return self.now
+
+    def on_time(self, wall_ms: float) -> None:
+        if self._pace > 1:
+            self._stretched += wall_ms / 1e3 * (self._pace - 1)
+
+    def on_submit(self) -> None:
+        self._live += 1
+
+    def on_finish(self) -> None:
+        self._live -= 1
+
+    def on_gate(self, state: str) -> None:
+        self._closed = state == "closed"
+
+    def on_pace(self, factor: float) -> None:
+        self._pace, self._stretched = factor, 0.0

@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.trace.records import Record
+from engine.trace.kind import Record, kind_of, named, time_of
 from minitui.trace import check
 from minitui.trace.lines import GZIP, MOST_VALUES, LineFile, Member, TraceError, parse, wrong_line
 from minitui.trace.parts import Keyframe, Part, read_part
@@ -59,7 +59,8 @@ class TraceReader:
         self._scan()
         self.part(0)
         last = self.part(len(self.keyframes) - 1)
-        self.last_planned = max((r[3] for r in last.records if r[2] == "step"), default=last.keyframe.step)
+        planned = (named(record).step for record in last.records if kind_of(record) == "step")
+        self.last_planned = max(planned, default=last.keyframe.step)
         self.last_step = self._last_ended()  # the later steps were in flight at the end of the recording
         self.seconds = last.due[-1] if last.due else last.keyframe.played
         pool = {"num_blocks": last.snapshot["num_blocks"] - 1, "block_size": last.snapshot["block_size"]}
@@ -108,7 +109,7 @@ class TraceReader:
     def _last_ended(self) -> int:
         """Returns the last step that ended in the recording; the step before the recording if none did."""
         for index in reversed(range(len(self.keyframes))):
-            ended = [record[3] for record in self.part(index).records if record[2] in STEP_ENDS]
+            ended = [named(record).step for record in self.part(index).records if kind_of(record) in STEP_ENDS]
             if ended:
                 return max(*ended, self.step_before)
         return self.step_before
@@ -120,7 +121,7 @@ class TraceReader:
         if step < self.last_step:
             for index in range(self.part_of_step(step), len(self.keyframes)):
                 for count, record in enumerate(self.part(index).records, 1):
-                    if record[2] in STEP_ENDS and record[3] >= step:
+                    if kind_of(record) in STEP_ENDS and named(record).step >= step:
                         return index, count
         index = len(self.keyframes) - 1
         return index, len(self.part(index).records)
@@ -133,7 +134,7 @@ class TraceReader:
     def begin_t(self) -> float:
         """The engine's time at the beginning of the recording, in seconds."""
         first = self.part(0)
-        return first.snapshot["t"] or (first.records[0][1] if first.records else 0.0)
+        return first.snapshot["t"] or (time_of(first.records[0]) if first.records else 0.0)
 
     @property
     def end_t(self) -> float:

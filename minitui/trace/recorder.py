@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError
-from engine.trace.records import CLEARED, Record
+from engine.trace.kind import Reader, Record
+from engine.trace.records import CLEARED
 from engine.trace.state import State
 from minitui.text import count
 from minitui.trace.lines import MOST_VALUES, TraceError
@@ -30,7 +31,7 @@ PRIVATE = ("model_dir", "log_file")  # local paths: left out of the header
 Decode = Callable[[int], bytes]
 
 
-class Recorder:
+class Recorder(Reader):
     """Writes a trace. Call `begin` with the engine's info and a snapshot, `feed` with the records, and then `close`.
 
     Records up to the snapshot are skipped. After a gap nothing is written until `begin` or `resume` gets a new
@@ -85,16 +86,17 @@ class Recorder:
             return
         batch: list[Record] = []
         for record in records:
-            if record[0] <= state.seq:
+            seq, t, kind, *_ = record
+            if seq <= state.seq:
                 continue
-            if record[0] != state.seq + 1:
+            if seq != state.seq + 1:
                 self.waits_for_snapshot = True
                 break
             if self._clock is None:  # the snapshot had no time: the clock starts at the first record
-                self._clock = PlayClock(record[1], self._played, state)
+                self._clock = PlayClock(t, self._played, state)
             self._clock.advance(record)
-            if record[2] in _NOTICED:
-                self._notice(record)
+            if (notice := self.READS.get(kind)) is not None:
+                notice(self, record)
             state.apply(record)
             batch.append(record)
             if len(batch) == BATCH:
@@ -128,23 +130,30 @@ class Recorder:
             self._writer.put(json.dumps(["e", {"records": self.records, "steps": self.steps}]))
         self._writer.close()
 
-    def _notice(self, record: Record) -> None:
-        """Count steps, collect token ids to decode, and bookmark the first event of each kind."""
-        kind = record[2]
-        if kind == "step":
-            self.steps += 1
-        elif kind in ("insert", "extend", "store"):
-            ids = record[6 if kind == "insert" else 5]
-            self._unknown.update(ids)
-            self._ids_since_keyframe += len(ids)
-        elif kind == "evict" and record[5] != CLEARED:
-            self._bookmark_first("eviction", f"first eviction: {count(record[4], 'block')}")
-        elif kind == "preempt":
-            self._bookmark_first("preemption", f"first preemption: r{record[3]} releases {count(record[5], 'block')}")
-        elif kind == "match" and record[4] > 0 and not self._resumed(record[3]):
-            self._bookmark_first("hit", f"first hit: r{record[3]} takes {record[4]} tokens from the tree")
-        elif kind == "fail":
-            self._bookmark_first("failure", f"step {record[3]} failed")
+    # The handlers count steps, collect token ids to decode, and bookmark the first event of each kind.
+
+    def on_step(self) -> None:
+        self.steps += 1
+
+    def on_insert(self, ids: list[int]) -> None:
+        self._unknown.update(ids)
+        self._ids_since_keyframe += len(ids)
+
+    on_extend = on_store = on_insert
+
+    def on_evict(self, blocks: int, reason: str) -> None:
+        if reason != CLEARED:
+            self._bookmark_first("eviction", f"first eviction: {count(blocks, 'block')}")
+
+    def on_preempt(self, request: int, blocks: int) -> None:
+        self._bookmark_first("preemption", f"first preemption: r{request} releases {count(blocks, 'block')}")
+
+    def on_match(self, request: int, tokens: int) -> None:
+        if tokens > 0 and not self._resumed(request):
+            self._bookmark_first("hit", f"first hit: r{request} takes {tokens} tokens from the tree")
+
+    def on_fail(self, step: int) -> None:
+        self._bookmark_first("failure", f"step {step} failed")
 
     def _resumed(self, request: int) -> bool:
         """True if the request takes its own blocks again after a preemption: this is no hit, as in all figures."""
@@ -180,9 +189,6 @@ class Recorder:
         if unknown and self.decode is not None:
             self._known |= unknown
             self._writer.put((self.decode, sorted(unknown)))
-
-
-_NOTICED = frozenset({"step", "insert", "extend", "evict", "preempt", "match", "fail"})
 
 
 class Recording:

@@ -14,6 +14,7 @@ import zlib
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from engine.trace.kind import seq_of
 from engine.trace.state import State
 from minitui.trace.lines import GZIP, LONGEST_LINE, TraceError, snapshot_json
 
@@ -82,8 +83,8 @@ class TraceWriter:
         elif isinstance(item, str):
             self._line(item)
         elif isinstance(item, list):
-            rows = [[round(record[1], 6), *record[2:]] for record in item]
-            self._line(json.dumps(["r", item[0][0], rows], separators=(",", ":")))
+            rows = [[round(t, 6), *rest] for _seq, t, *rest in item]
+            self._line(json.dumps(["r", seq_of(item[0]), rows], separators=(",", ":")))
         elif isinstance(item[1], State):
             self._keyframe(*item)
         else:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from engine.trace.records import Record
+from engine.trace import kinds
+from engine.trace.kind import CHANGES, KINDS, Reader, Record
 from engine.trace.state import State
 from engine.trace.views import ACTIVE, CACHED, FREE, SHARED, NodeView, RequestView
+from minitui.trace.foreign import Store
 from minitui.viewmodel.last_tables import LastTable, LastTables
 
 STATE_NAMES = {FREE: "free", ACTIVE: "active", SHARED: "shared", CACHED: "cached"}
@@ -23,10 +25,6 @@ _PLANNING = frozenset({"admit", "hold", "match", "alloc", "evict", "preempt", "w
 _NOT_IN_HISTORY = frozenset(
     {"alloc", "hold", "insert", "extend", "store", "split", "merge", "full", "settle", "withdraw", "order"}
 )
-_ALLOC, _EXTEND, _INSERT, _SETTLE, _HOLD, _MATCH, _SPLIT, _MERGE, _EVICT, _STORE, _WITHDRAW = (
-    State.CHANGES[kind]
-    for kind in ("alloc", "extend", "insert", "settle", "hold", "match", "split", "merge", "evict", "store", "withdraw")
-)
 EVICTED_IDS_KEPT = 40  # token ids that are kept per eviction, from the first: the event quotes their text
 
 
@@ -35,7 +33,7 @@ EVICTED_IDS_KEPT = 40  # token ids that are kept per eviction, from the first: t
 BlockEvent = tuple[Any, ...]
 
 
-class AnnotatedState:
+class AnnotatedState(Reader):
     """A State and two values for each block. `changed`: the engine time at which the block was last allocated, held,
     released or evicted. `saved`: the prompt tokens that new requests did not compute because the block was in the tree;
     what a preempted request takes again saves nothing that the request had not computed itself."""
@@ -85,9 +83,8 @@ class AnnotatedState:
         self._between_steps = between_steps
         return kept
 
-    def _alloc(self, record: Record) -> None:
-        _ALLOC(self.state, record)
-        seq, t, _kind, request, blocks = record
+    def on_alloc(self, seq: int, t: float, request: int, blocks: list[int]) -> None:
+        kinds.Alloc.apply(self.state, request, blocks)
         self.block_events.append((seq, t, "alloc", request, *blocks))
         changed, saved, born = self._changed, self._saved, self._born
         for block in blocks:  # the block has saved no tokens for its new owner yet
@@ -95,23 +92,24 @@ class AnnotatedState:
             saved[block] = 0
             born[block] = seq
 
-    def _extend(self, record: Record) -> None:
-        _EXTEND(self.state, record)
+    def on_extend(self, node: int, request: int, ids: list[int], blocks: list[int], step: int) -> None:
+        kinds.Extend.apply(self.state, node, request, ids, blocks, step)
         # The node of a growing reply is not highlighted, so node_changed is not set.
-        if record[7] >= 0:
-            writers, request = self._writers, record[4]
-            for block in record[6]:
+        if step >= 0:
+            writers = self._writers
+            for block in blocks:
                 writers[block] = request
 
-    def _insert(self, record: Record) -> None:
-        _seq, t, _kind, node, _parent, request, _ids, blocks, step = record
-        _INSERT(self.state, record)
+    def on_insert(
+        self, t: float, node: int, parent: int, request: int, ids: list[int], blocks: list[int], step: int
+    ) -> None:
+        kinds.Insert.apply(self.state, node, parent, request, ids, blocks, step)
         self.node_changed[node] = t
         if step >= 0:
             self._writers.update(dict.fromkeys(blocks, request))
 
-    def _settle(self, record: Record) -> None:
-        _SETTLE(self.state, record)
+    def on_settle(self, step: int) -> None:
+        kinds.Settle.apply(self.state, step)
         if self._writers:
             pending = self.state.pending
             self._writers = {b: r for b, r in self._writers.items() if b in pending} if pending else {}
@@ -121,92 +119,84 @@ class AnnotatedState:
         for block in blocks:
             changed[block] = t
 
-    def _hold(self, record: Record) -> None:
-        request = self.state.requests[record[3]]
-        start, dropped = request.shared_blocks, record[5]
-        self._touch(request.table[start : start + dropped], record[1])
-        _HOLD(self.state, record)
-        held = request.table[start : request.shared_blocks]
-        self._touch(held, record[1])
+    def on_hold(self, seq: int, t: float, request: int, node: int, dropped: int) -> None:
+        holder = self.state.requests[request]
+        start = holder.shared_blocks
+        self._touch(holder.table[start : start + dropped], t)
+        kinds.Hold.apply(self.state, request, node, dropped)
+        held = holder.table[start : holder.shared_blocks]
+        self._touch(held, t)
         if held:
-            self.block_events.append((record[0], record[1], "hold", record[3], *held))
-        self.node_changed[record[4]] = record[1]
+            self.block_events.append((seq, t, "hold", request, *held))
+        self.node_changed[node] = t
 
-    def _match(self, record: Record) -> int | None:
-        _MATCH(self.state, record)
-        tokens = record[4]
+    def on_match(self, request: int, tokens: int, stop: str, at: int, detail: str) -> int | None:
+        kinds.Match.apply(self.state, request, tokens, stop, at, detail)
         if tokens <= 0:
             return None
-        request = self.state.requests[record[3]]
+        holder = self.state.requests[request]
         size = self.state.block_size
         whole, rest = divmod(tokens, size)
-        end = request.shared_blocks
-        taken = request.table[end - whole : end]
+        end = holder.shared_blocks
+        taken = holder.table[end - whole : end]
         writer = next((self._writers[b] for b in taken if b in self._writers), None) if self._writers else None
-        if request.preemptions:
+        if holder.preemptions:
             return writer
         saved = self._saved
         for block in taken:
             saved[block] += size
         if rest and end > whole:
-            saved[request.table[end - whole - 1]] += rest
+            saved[holder.table[end - whole - 1]] += rest
         return writer
 
-    def _release(self, record: Record) -> tuple[int, int]:
-        request = self.state.requests[record[3]]
-        self._touch(request.table, record[1])
-        self.block_events.append((*record[:4], *request.table))
-        released = self.state.computed(request), len(request.table)
-        if record[2] == "finish":
-            self.last_tables.add(
-                request.group, LastTable(request.id, request.table, self.state.computed(request), record[0])
-            )
-        State.CHANGES[record[2]](self.state, record)
+    def on_finish(self, seq: int, t: float, kind: str, request: int) -> tuple[int, int]:
+        view = self.state.requests[request]
+        self._touch(view.table, t)
+        self.block_events.append((seq, t, kind, request, *view.table))
+        released = self.state.computed(view), len(view.table)
+        if kind == "finish":
+            self.last_tables.add(view.group, LastTable(request, view.table, released[0], seq))
+        KINDS[kind].apply(self.state, request)
         return released
 
-    def _store(self, record: Record) -> None:
-        _STORE(self.state, record)
-        self._touch(record[6], record[1])
-        self.node_changed[record[3]] = record[1]
+    on_preempt = on_requeue = on_finish
 
-    def _split(self, record: Record) -> None:
-        _SPLIT(self.state, record)
-        self.node_changed[record[4]] = record[1]
+    def on_store(self, t: float, node: int, parent: int, ids: list[int], blocks: list[int]) -> None:
+        Store.apply(self.state, node, parent, ids, blocks)
+        self._touch(blocks, t)
+        self.node_changed[node] = t
 
-    def _merge(self, record: Record) -> None:
-        _MERGE(self.state, record)
-        kept, gone = sorted(record[3:])
+    def on_split(self, t: float, node: int, upper: int, blocks: int) -> None:
+        kinds.Split.apply(self.state, node, upper, blocks)
+        self.node_changed[upper] = t
+
+    def on_merge(self, upper: int, lower: int) -> None:
+        kinds.Merge.apply(self.state, upper, lower)
+        kept, gone = sorted((upper, lower))
         self.merged[gone] = kept
         if gone in self.node_changed:
             self.node_changed[kept] = max(self.node_changed.pop(gone), self.node_changed.get(kept, LONG_AGO))
 
-    def _evict(self, record: Record) -> bytes:
-        seq, t, _kind, id, n, _reason = record
+    def on_evict(self, seq: int, t: float, node: int, blocks: int) -> bytes:
         state, changed = self.state, self._changed
-        node = state.nodes[id]
-        start = (len(node.blocks) - n) * state.block_size
+        view = state.nodes[node]
+        start = (len(view.blocks) - blocks) * state.block_size
         # Thousands of evictions are kept: bytes need less memory than a list, and the garbage collector ignores them.
-        ids = node.ids[start : start + EVICTED_IDS_KEPT].tobytes()
-        evicted = _EVICT(state, record)
+        ids = view.ids[start : start + EVICTED_IDS_KEPT].tobytes()
+        evicted = kinds.Evict.apply(state, node, blocks)
         for block in evicted:
             changed[block] = t
-        self.block_events.append((seq, t, "evict", id, *evicted))
+        self.block_events.append((seq, t, "evict", node, *evicted))
         if not start:
-            self.node_changed.pop(id, None)
+            self.node_changed.pop(node, None)
         return ids
 
-    def _withdraw(self, record: Record) -> None:
-        for node, keep in record[4]:
-            self._touch(self.state.nodes[node].blocks[keep:], record[1])
+    def on_withdraw(self, t: float, step: int, nodes: list[tuple[int, int]]) -> None:
+        for node, keep in nodes:
+            self._touch(self.state.nodes[node].blocks[keep:], t)
             if not keep:
                 self.node_changed.pop(node, None)
-        _WITHDRAW(self.state, record)
-
-    OWN: ClassVar[dict[str, Callable[[Any, Record], Any]]] = {
-        "alloc": _alloc, "evict": _evict, "extend": _extend, "insert": _insert, "settle": _settle,
-        "hold": _hold, "match": _match, "finish": _release, "preempt": _release, "requeue": _release,
-        "store": _store, "split": _split, "merge": _merge, "withdraw": _withdraw,
-    }  # fmt: skip
+        kinds.Withdraw.apply(self.state, step, nodes)
 
     # ---- reading
 
@@ -313,8 +303,8 @@ class AnnotatedState:
 _NO_CHANGE: tuple[Callable[[Any, Record], Any] | None, bool, bool, bool] = (None, False, False, True)
 _CHANGES = {
     kind: (
-        AnnotatedState.OWN.get(kind, State.CHANGES.get(kind)), kind in AnnotatedState.OWN, kind in _PLANNING,
+        AnnotatedState.READS.get(kind, CHANGES.get(kind)), kind in AnnotatedState.READS, kind in _PLANNING,
         kind not in _NOT_IN_HISTORY,
     )
-    for kind in {*State.CHANGES, *_PLANNING}
+    for kind in KINDS
 }  # fmt: skip

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from engine.trace.records import Record
+from engine.trace.kind import Record, kind_of, seq_of
 from engine.trace.state import State
 from minitui.viewmodel.cost_model import FIT_STEPS, CostModel, fit
 from minitui.viewmodel.steps import Steps
@@ -116,10 +116,10 @@ def first_steps(snapshot: dict[str, Any], records: Iterable[Record], number: int
     steps.adopt(State.from_snapshot(snapshot))
     seq = snapshot["seq"]
     for record in records:
-        if record[0] != seq + 1:
+        if seq_of(record) != seq + 1:
             break
-        seq = record[0]
-        steps.fold(record)
-        if record[2] == "time" and record[3] in steps and record[3] >= steps.begin + number - 1:
+        seq = seq_of(record)
+        steps.read(record)
+        if kind_of(record) == "time" and steps.last_ended >= steps.begin + number - 1:
             break
     return steps

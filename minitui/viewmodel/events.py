@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
-from engine.trace.records import CLEARED, REMOVED, Record
+from engine.trace.kind import Record, named
+from engine.trace.records import CLEARED
 from minitui.text import count, duration, match_reason
+from minitui.trace.foreign import REMOVED
 from minitui.viewmodel.lane import Lane
 
 EVENTS_KEPT = 20_000
@@ -27,9 +29,14 @@ class Event(NamedTuple):
     kind: str  # one of KINDS
     request: int  # -1: none
     node: int  # -1: none
-    record: Record
+    raw: Record
     evicted: bytes = b""  # the first evicted token ids, as int32
     writer: int = -1  # the request that was still computing the matched blocks
+
+    @property
+    def record(self) -> Any:
+        """The record, with its fields as attributes."""
+        return named(self.raw)
 
 
 class Events:
@@ -46,23 +53,25 @@ class Events:
     def fold_evict(self, record: Record, step: int, ids: bytes) -> None:
         """Add an `evict` record; `ids`: as Event.evicted. `step` is the last planned step."""
         self.count += 1
-        self._items.append((record[0], step + 1, "evict", -1, record[3], record, ids, -1))
+        seq, _t, _kind, node, *_ = record
+        self._items.append((seq, step + 1, "evict", -1, node, record, ids, -1))
 
     def fold(self, record: Record, step: int, writer: int = -1) -> None:
         """Add any other record if it is a decision. `step` is the last planned step; for a finish, the step that
         ends."""
-        kind = record[2]
+        seq, _t, kind, *_ = record
         decision = _RECORDS.get(kind)
         if decision is None:
             return
-        name, planning, has_request = decision
+        name, planning = decision
         self.count += 1
-        at, request = step + planning, record[3] if has_request else -1
-        if kind == "match" and record[4] <= 0:
+        fields = named(record)
+        at, request = step + planning, getattr(fields, "request", -1)
+        if kind == "match" and fields.tokens <= 0:
             name = "miss"
         elif kind == "fail":
-            at = record[3]
-        self._items.append((record[0], at, name, request, -1, record, b"", writer))
+            at = fields.step
+        self._items.append((seq, at, name, request, -1, record, b"", writer))
 
     def forget_before(self, seq: int) -> None:
         """Drop the events of records before `seq`, but keep the last EVENTS_ALWAYS events."""
@@ -101,17 +110,16 @@ class Events:
         return list(islice(events, skip, skip + n))
 
 
-_RECORDS = {  # kind of record -> (kind of event, 1 if it belongs to the step being planned else 0, has a request)
-    "admit": ("admit", 1, True), "match": ("hit", 1, True), "preempt": ("preempt", 1, True),
-    "requeue": ("preempt", 0, True), "finish": ("finish", 0, True),
-    "wait": ("wait", 1, True), "refuse": ("refuse", 0, False), "fail": ("fail", 0, False),
-    "gate": ("pace", 0, False), "pace": ("pace", 0, False),
+_RECORDS = {  # kind of record -> (kind of event, 1 if it belongs to the step being planned else 0)
+    "admit": ("admit", 1), "match": ("hit", 1), "preempt": ("preempt", 1), "requeue": ("preempt", 0),
+    "finish": ("finish", 0), "wait": ("wait", 1), "refuse": ("refuse", 0), "fail": ("fail", 0), "gate": ("pace", 0),
+    "pace": ("pace", 0),
 }  # fmt: skip
 
 
 def looked_up(event: Event) -> int:
     """Returns the number of tokens that a match looked up: the prompt and, after a preemption, the reply so far."""
-    return int(event.record[7].split(" of ")[1].split()[0].replace(",", ""))
+    return int(event.record.detail.split(" of ")[1].split()[0].replace(",", ""))
 
 
 def describe(
@@ -119,51 +127,50 @@ def describe(
 ) -> str:
     """Returns the event as a sentence, or in few words if `short`. `lane`: the lane of its request, if known. `quote`:
     the evicted text; empty: not known. `tok_s`: of a finished request."""
-    kind, fields = event.record[2], event.record[3:]
-    name = f"r{event.request}"
+    record = event.record
+    kind, name = record.kind, f"r{event.request}"
     if kind == "admit":
-        again = fields[2] == "resumed"
+        again = record.reason == "resumed"
         if short:
             return f"{name} again" if again else name
         return f"{name} is admitted again after its preemption" if again else f"{name} is admitted{_arrival(lane)}"
     if kind == "match":
-        _, tokens, stop, at, _detail = fields
-        reason = match_reason(stop, at, tokens > 0)
-        if tokens <= 0:
+        reason = match_reason(record.stop, record.at, record.tokens > 0)
+        if record.tokens <= 0:
             return f"{name}: {reason}" if short else f"{name} takes nothing from the tree · {reason}"
         if short:
-            return f"{name}: {tokens:,} of {looked_up(event):,} cached"
+            return f"{name}: {record.tokens:,} of {looked_up(event):,} cached"
         early = f" (r{event.writer} is still computing them)" if event.writer >= 0 else ""
-        if early and stop == "whole":
+        if early and record.stop == "whole":
             reason = "these are all full blocks"  # not "were cached": they are being computed
-        return f"{name} takes {tokens:,} of {looked_up(event):,} tokens from the tree{early} · {reason}"
+        return f"{name} takes {record.tokens:,} of {looked_up(event):,} tokens from the tree{early} · {reason}"
     if kind == "preempt":
-        text = f"{name} releases {count(fields[2], 'block')}"
-        return text if short else f"{text} and queues again · {fields[1]}"
+        text = f"{name} releases {count(record.blocks, 'block')}"
+        return text if short else f"{text} and queues again · {record.reason}"
     if kind == "requeue":
-        return f"{name} queues again · {fields[1]}"
+        return f"{name} queues again · {record.reason}"
     if kind == "evict":
         if short:
-            return f"{count(fields[1], 'block')}, {fields[2]}"
-        which = {CLEARED: " · on request", REMOVED: ""}.get(fields[2], " · least recently used")
+            return f"{count(record.blocks, 'block')}, {record.reason}"
+        which = {CLEARED: " · on request", REMOVED: ""}.get(record.reason, " · least recently used")
         what = f"“{quote}”" if quote else f"the end of node {event.node}"
-        return f"{what} · {count(fields[1], 'block')} · {fields[2]}{which}"
+        return f"{what} · {count(record.blocks, 'block')} · {record.reason}{which}"
     if kind == "finish":
         if short:
-            return f"{name} {fields[1]}, {count(fields[2], 'token')}"
+            return f"{name} {record.reason}, {count(record.output_tokens, 'token')}"
         speed = f" · {tok_s:,.0f} tok/s" if tok_s else ""
-        return f"{name} finished ({fields[1]}) after {count(fields[2], 'token')}{speed}"
+        return f"{name} finished ({record.reason}) after {count(record.output_tokens, 'token')}{speed}"
     if kind == "wait":
-        return f"{name}: {fields[1]}" if short else f"{name} waits for {fields[1]}"
+        return f"{name}: {record.reason}" if short else f"{name} waits for {record.reason}"
     if kind == "refuse":
-        return f"{fields[0] or 'a request'} · {fields[1]}"
+        return f"{record.group or 'a request'} · {record.reason}"
     if kind == "fail":
-        return f"step {fields[0]:,} · {fields[1]}"
+        return f"step {record.step:,} · {record.error}"
     if kind == "pace":
-        return f"slow motion ×{fields[0]:g}" if fields[0] != 1 else "slow motion off"
-    if fields[0] == "open":
-        return "the engine continues" + (f", {fields[1]}" if fields[1] not in ("", "resumed") else "")
-    return "the engine is paused" + (f" · {fields[1]}" if fields[1] not in ("", "paused") else "")
+        return f"slow motion ×{record.factor:g}" if record.factor != 1 else "slow motion off"
+    if record.state == "open":
+        return "the engine continues" + (f", {record.reason}" if record.reason not in ("", "resumed") else "")
+    return "the engine is paused" + (f" · {record.reason}" if record.reason not in ("", "paused") else "")
 
 
 def _arrival(lane: Lane | None) -> str:

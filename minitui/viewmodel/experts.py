@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.trace.records import Record
+from engine.trace.kind import Reader
 
 KEPT = 240  # records; the engine writes up to four a second
 SUMMED = 8  # records in one ExpertLoad
@@ -29,7 +29,7 @@ class ExpertLoad:
         return np.divide(self.tokens, mean, out=np.zeros(self.tokens.shape), where=mean > 0)
 
 
-class ExpertLoads:
+class ExpertLoads(Reader):
     """The last KEPT `experts` records."""
 
     def __init__(self) -> None:
@@ -40,8 +40,7 @@ class ExpertLoads:
         """True if any expert load was recorded."""
         return bool(self._items)
 
-    def fold(self, record: Record) -> None:
-        _seq, t, _kind, step, load = record
+    def on_experts(self, t: float, step: int, load: list[tuple[int, list[int]]]) -> None:
         layers = tuple(layer for layer, _ in load)
         self._items.append((step, t, layers, np.array([tokens for _, tokens in load], np.int64)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from engine.trace.records import Record
+from engine.trace.kind import Reader
 
 FIRST_TOKENS_KEPT = 256
 
@@ -24,14 +24,13 @@ class FirstToken:
         return self.queue_ms + self.prefill_ms
 
 
-class FirstTokens:
+class FirstTokens(Reader):
     """The FIRST_TOKENS_KEPT most recent times to first token."""
 
     def __init__(self) -> None:
         self.items: deque[FirstToken] = deque(maxlen=FIRST_TOKENS_KEPT)
 
-    def fold(self, record: Record) -> None:
-        seq, _t, _kind, request, queue_ms, prefill_ms = record
+    def on_first(self, seq: int, request: int, queue_ms: float, prefill_ms: float) -> None:
         self.items.append(FirstToken(request, seq, queue_ms, prefill_ms))
 
     def until(self, seq: int) -> list[FirstToken]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from operator import itemgetter
-from typing import Any, ClassVar
+from typing import Any
 
-from engine.trace.records import Record
+from engine.trace.kind import Reader, Record, kind_of, named, seq_of, time_of
 from engine.trace.state import State
 from minitui.viewmodel.annotated_state import AnnotatedState, BlockEvent
 from minitui.viewmodel.cost_models import CostModels
@@ -26,13 +25,13 @@ from minitui.viewmodel.time_travel import PastStates
 from minitui.viewmodel.tokens import TokenTimes
 from minitui.viewmodel.trends import Trends
 
-TIME = itemgetter(1)  # of a record
 EMPTY = State(num_blocks=2, block_size=16, budget=1, max_num_seqs=1)
 BLOCK_EVENTS_KEPT = 20_000
-OF_STEPS = ("parts", "comm", "draft")  # kinds of records that only Steps folds
+OF_STEPS = frozenset({"parts", "comm", "draft"})  # kinds of records that only Steps folds
+TIMINGS = frozenset({"time", "experts"})  # kinds of records that are no decisions
 
 
-class History:
+class History(Reader):
     """Call `reset` with a snapshot, then `fold` with the records after it."""
 
     def __init__(self) -> None:
@@ -60,6 +59,7 @@ class History:
         self.past.begin(live)
         self.gate_reason = ""
         self._dropped: dict[int, int] = {}  # step in flight -> rows whose token is dropped
+        self._found: Any = None  # what AnnotatedState.fold found for the record being folded
         self._result_at = 0.0  # working time of the last `time` record
         self._folded_at: float | None = None  # the caller's clock at the last fold
 
@@ -80,7 +80,7 @@ class History:
         if not records or not self.loaded:
             return
         expected = self.live.state.seq + 1
-        first = records[0][0]
+        first = seq_of(records[0])
         if first < expected:
             records, packed = records[expected - first :], None
             if not records:
@@ -88,29 +88,29 @@ class History:
         elif first > expected:
             self._note_gap(first - expected, now)
             return
-        missing = records[-1][0] - records[0][0] + 1 - len(records)
+        missing = seq_of(records[-1]) - seq_of(records[0]) + 1 - len(records)
         if missing:
             self._note_gap(missing, now)
             return
         if self._folded_at is None:  # rates start at the first record
-            self.origin = self.origin or records[0][1]
-            self.rates.reset(records[0][1], self.live.state.gate == "closed", self.live.state.pace)
+            self.origin = self.origin or time_of(records[0])
+            self.rates.reset(time_of(records[0]), self.live.state.gate == "closed", self.live.state.pace)
         self._folded_at = now
         rest = records
         while rest:
             part, rest = self._to_end_of_bucket(rest)
             self._fold_history(self.live.fold(part))
-            self.rates.advance(part[-1][1])
+            self.rates.advance(time_of(part[-1]))
             self._note_levels()
         self.past.keep(records, self.live, packed)
 
     def _to_end_of_bucket(self, records: list[Record]) -> tuple[list[Record], list[Record]]:
         """Returns the records up to the end of a bucket of the rates, and the others. Levels are noted at the end of
         each bucket, so they do not depend on the number of records that are folded at a time."""
-        end = records[0][1] + self.rates.rest_of_bucket(records[0][1])
-        if records[-1][1] < end:
+        end = time_of(records[0]) + self.rates.rest_of_bucket(time_of(records[0]))
+        if time_of(records[-1]) < end:
             return records, []
-        at = max(1, bisect_left(records, end, key=TIME))
+        at = max(1, bisect_left(records, end, key=time_of))
         return records[:at], records[at:]
 
     def _note_gap(self, records: int, now: float) -> None:
@@ -120,26 +120,33 @@ class History:
 
     def _fold_history(self, records: list[tuple[Record, Any]]) -> None:
         """Fold the records that AnnotatedState.fold returned."""
-        events, lanes, folds = self.events, self.lanes, self._FOLDS
+        events, lanes, steps, reads = self.events, self.lanes, self.steps, self.READS
         for record, found in records:
-            kind = record[2]
+            kind = kind_of(record)
             if kind == "evict":  # the most frequent kind; it belongs to no lane
                 events.fold_evict(record, lanes.step, found)
                 continue
             if kind == "step":
-                self.tokens.before_step(record[3])
-            self.steps.fold(record)
-            if (fold := folds.get(kind)) is not None:
-                fold(self, record)
-            elif kind not in OF_STEPS:
-                self._fold_decision(record, found)
+                self.tokens.before_step(named(record).step)
+            steps.read(record)
+            if kind in OF_STEPS:
+                continue
+            self.rates.advance(time_of(record))
+            if kind not in TIMINGS:
+                step = lanes.ending if kind == "finish" else lanes.step
+                events.fold(record, step, -1 if kind != "match" or found is None else found)
+                lanes.read_at(record, self.rates.now)
+            self._found = found
+            if (read := reads.get(kind)) is not None:
+                read(self, record)
         self.block_log.extend(self.live.block_events)
         self.live.block_events.clear()
 
-    def _time(self, record: Record) -> None:
+    def on_time(
+        self, step: int, plan_us: float, launch_us: float | None, commit_us: float, wall_ms: float,
+        device_ms: float | None,
+    ) -> None:  # fmt: skip
         steps, rates = self.steps, self.rates
-        rates.advance(record[1])
-        _, _, _, step, plan_us, launch_us, commit_us, wall_ms, device_ms, _ = record
         self.lanes.ended_step = step
         took_ms, host_ms = steps.took_ms(step), (plan_us + (launch_us or 0) + commit_us) / 1e3
         delayed_ms = steps.gate_ms(step)
@@ -156,56 +163,51 @@ class History:
         for gap in self.tokens.after_preemptions(step):
             self.trends.add("token gaps", gap)
 
-    def _step(self, record: Record) -> None:
-        self.rates.advance(record[1])
-        prefill = sum(n for _id, _start, n, _samples in record[4])
-        resumed = sum(n for id, _start, n, _samples in record[4] if self.lanes.resumed(id))
-        self.rates.add_step(self.steps.decoded(record[3]), prefill, prefill - resumed)
+    def on_step(self, step: int, prefills: list[tuple[int, int, int, bool]], waiting: int) -> None:
+        prefill = sum(n for _id, _start, n, _samples in prefills)
+        resumed = sum(n for id, _start, n, _samples in prefills if self.lanes.resumed(id))
+        self.rates.add_step(self.steps.decoded(step), prefill, prefill - resumed)
         self.trends.advance(self.rates.now)
-        self.trends.level("queue", record[8])
-        self.lanes.fold_step(record)
+        self.trends.level("queue", waiting)
 
-    def _accept(self, record: Record) -> None:
-        drafted, accepted = sum(draft[1] for draft in record[4]), sum(draft[2] for draft in record[4])
-        self.rates.add("drafted", drafted)
+    def on_accept(self, drafts: list[tuple[int, int, int]]) -> None:
+        accepted = sum(draft[2] for draft in drafts)
+        self.rates.add("drafted", sum(draft[1] for draft in drafts))
         self.rates.add("accepted", accepted)
         self.rates.add("decode", accepted)
-        self.lanes.fold(record, self.rates.now)
 
-    def _experts(self, record: Record) -> None:
-        self.experts.fold(record)
+    def on_experts(self, t: float, step: int, load: list[tuple[int, list[int]]]) -> None:
+        self.experts.on_experts(t, step, load)
 
-    _FOLDS: ClassVar = {"time": _time, "step": _step, "accept": _accept, "experts": _experts}
+    def on_match(self, request: int, tokens: int) -> None:
+        self.trends.advance(self.rates.now)
+        lane, again = self.lanes.lanes.get(request), self.lanes.resumed(request)
+        self.rates.add("resumed" if again else "cached", tokens)
+        if lane is not None and lane.prompt_tokens > 0 and not again:
+            self.trends.add("hit of a prompt", min(100.0, 100 * max(0, tokens) / lane.prompt_tokens))
 
-    def _fold_decision(self, record: Record, found: Any) -> None:
-        """Fold a record about a request, or of the gate or of slow motion."""
-        rates, lanes, kind = self.rates, self.lanes, record[2]
-        step = lanes.ending if kind == "finish" else lanes.step
-        self.events.fold(record, step, -1 if kind != "match" or found is None else found)
-        rates.advance(record[1])
-        lanes.fold(record, rates.now)
-        if kind == "match":
-            self.trends.advance(rates.now)
-            lane, again = lanes.lanes.get(record[3]), lanes.resumed(record[3])
-            rates.add("resumed" if again else "cached", record[4])
-            if lane is not None and lane.prompt_tokens > 0 and not again:
-                self.trends.add("hit of a prompt", min(100.0, 100 * max(0, record[4]) / lane.prompt_tokens))
-        elif kind == "first":
-            self.trends.advance(rates.now)
-            self.trends.add("first token", record[4] + record[5])
-            self.first_tokens.fold(record)
-        elif kind in ("finish", "preempt", "requeue"):
-            computed, blocks = found
-            lanes.release(record, computed, blocks, self.steps.committed)
-            for step in self.tokens.dropped(record[3]) if kind != "preempt" else ():
-                self._dropped[step] = self._dropped.get(step, 0) + 1
-        elif kind == "fail":
-            lanes.ended_step = record[3] - 1  # its requests finish after this record
-        elif kind == "gate":
-            rates.gate(record[3] == "closed")
-            self.gate_reason = record[4]
-        elif kind == "pace":
-            rates.pace(record[3])
+    def on_first(self, seq: int, request: int, queue_ms: float, prefill_ms: float) -> None:
+        self.trends.advance(self.rates.now)
+        self.trends.add("first token", queue_ms + prefill_ms)
+        self.first_tokens.on_first(seq, request, queue_ms, prefill_ms)
+
+    def on_finish(self, kind: str, request: int) -> None:
+        computed, blocks = self._found
+        self.lanes.release(kind, request, computed, blocks, self.steps.committed)
+        for step in self.tokens.dropped(request) if kind != "preempt" else ():
+            self._dropped[step] = self._dropped.get(step, 0) + 1
+
+    on_preempt = on_requeue = on_finish
+
+    def on_fail(self, step: int) -> None:
+        self.lanes.ended_step = step - 1  # its requests finish after this record
+
+    def on_gate(self, state: str, reason: str) -> None:
+        self.rates.gate(state == "closed")
+        self.gate_reason = reason
+
+    def on_pace(self, factor: float) -> None:
+        self.rates.pace(factor)
 
     def _note_levels(self) -> None:
         """Note how many requests run and wait, and how full the pool is."""

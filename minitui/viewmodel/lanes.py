@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import deque
 from itertools import takewhile
 
-from engine.trace.records import Record
+from engine.trace.kind import Reader, Record
 from engine.trace.views import RequestView
 from minitui.viewmodel.lane import DECODING, FINISHED, OPEN, PREEMPTED, PREFILLING, QUEUED, Lane
 from minitui.viewmodel.token_gaps import Earlier, GapStats
@@ -15,7 +15,7 @@ from minitui.viewmodel.token_gaps import Earlier, GapStats
 LANES_KEPT = 4_096  # lanes of finished requests
 
 
-class Lanes:
+class Lanes(Reader):
     """The lanes of the requests in the step history, by id. Of finished requests, only the last LANES_KEPT are kept."""
 
     def __init__(self) -> None:
@@ -33,12 +33,10 @@ class Lanes:
         """The step whose results finish requests now. Where steps overlap, later steps are planned already."""
         return self.step if self.ended_step is None else min(self.ended_step + 1, self.step)
 
-    def fold(self, record: Record, now: float) -> None:
+    def read_at(self, record: Record, now: float) -> None:
         """Fold one record; `now` is its working time."""
         self.now = now
-        handler = self._HANDLERS.get(record[2])
-        if handler is not None:
-            handler(self, record)
+        self.read(record)
 
     def adopt(self, request: RequestView, computed: int) -> None:
         """Add a request from the snapshot with which the history begins; its lane starts at the next step. `computed`
@@ -87,41 +85,41 @@ class Lanes:
         end, begin = (bisect_left(self.ended, step, key=lambda lane: lane.finish_step) for step in (last + 1, first))
         return max(0, end - begin)
 
-    def _submit(self, record: Record) -> None:
-        _seq, _t, _kind, id, group, prompt_tokens, _max_total = record
-        lane = self.lanes[id] = self.active[id] = Lane(
-            id, group, prompt_tokens, self.now, self.step + 1, submitted_t=record[1]
+    def on_submit(self, t: float, request: int, group: str, prompt_tokens: int) -> None:
+        lane = self.lanes[request] = self.active[request] = Lane(
+            request, group, prompt_tokens, self.now, self.step + 1, submitted_t=t
         )
-        self.newest = id
+        self.newest = request
         lane.mark(QUEUED, self.step + 1, OPEN)
 
-    def _admit(self, record: Record) -> None:
-        lane = self.lanes.get(record[3])
+    def on_admit(self, t: float, request: int) -> None:
+        lane = self.lanes.get(request)
         if lane is not None:
             lane.close(self.step)
             lane.running = True
             if lane.admitted is None:
                 lane.admitted = self.now
                 if lane.submitted is not None:
-                    lane.paused_s = max(0.0, record[1] - lane.submitted_t - (self.now - lane.submitted))
+                    lane.paused_s = max(0.0, t - lane.submitted_t - (self.now - lane.submitted))
 
-    def _match(self, record: Record) -> None:
-        lane = self.lanes.get(record[3])
+    def on_match(self, request: int, tokens: int, stop: str, at: int) -> None:
+        lane = self.lanes.get(request)
         # As in the engine's figures, only matches before the first preemption count.
         if lane is not None and lane.preemptions:
-            lane.reused += ((self.step + 1, record[4]),)
+            lane.reused += ((self.step + 1, tokens),)
         elif lane is not None:
-            lane.cached_tokens = min(lane.prompt_tokens, lane.cached_tokens + record[4])
-            lane.stop, lane.stop_at = record[5], record[6]
+            lane.cached_tokens = min(lane.prompt_tokens, lane.cached_tokens + tokens)
+            lane.stop, lane.stop_at = stop, at
 
-    def _again(self, record: Record) -> None:
-        lane = self.lanes.get(record[3])
+    def on_again(self, request: int, tokens: int) -> None:
+        lane = self.lanes.get(request)
         if lane is not None:
-            lane.evicted += ((self.step + 1, record[4]),)
+            lane.evicted += ((self.step + 1, tokens),)
 
-    def fold_step(self, record: Record) -> None:
-        """Fold a `step` record. If the step only continues the decodes of the step before, no lane changes."""
-        _seq, _t, _kind, step, prefills, joined, left, _tokens, _waiting = record
+    def on_step(
+        self, step: int, prefills: list[tuple[int, int, int, bool]], joined: list[int], left: list[int]
+    ) -> None:
+        """If the step only continues the decodes of the step before, no lane changes."""
         self.step = step
         if not (prefills or joined or left):
             return
@@ -145,8 +143,8 @@ class Lanes:
                     self._unnumbered.discard(id)
                     lane.earlier = Earlier(GapStats(start + n - lane.prompt_tokens))
 
-    def _preempt(self, record: Record) -> None:
-        lane = self.lanes.get(record[3])
+    def on_preempt(self, request: int) -> None:
+        lane = self.lanes.get(request)
         if lane is None:
             return
         lane.close(self.step)
@@ -155,46 +153,43 @@ class Lanes:
         lane.mark(PREEMPTED, self.step + 1, self.step + 1)
         lane.mark(QUEUED, self.step + 1, OPEN)
 
-    def release(self, record: Record, computed: int, blocks: int, committed: int) -> None:
-        """Fold a `finish`, `preempt` or `requeue` record. `computed`: the request's tokens with KV, `blocks`: its
-        blocks, both before the record. `committed`: the last step that is committed."""
-        lane = self.lanes.get(record[3])
+    on_requeue = on_preempt
+
+    def release(self, kind: str, request: int, computed: int, blocks: int, committed: int) -> None:
+        """Fold what a `finish`, `preempt` or `requeue` record releases. `computed`: the request's tokens with KV,
+        `blocks`: its blocks, both before the record. `committed`: the last step that is committed."""
+        lane = self.lanes.get(request)
         if lane is None:
             return
         lane.highest = max(lane.highest, computed)
-        if record[2] == "finish":
+        if kind == "finish":
             lane.blocks = blocks
-        elif record[2] == "requeue":  # its tokens in flight are dropped
+        elif kind == "requeue":  # its tokens in flight are dropped
             lane.void += tuple(range(committed + 1, self.step + 1))
 
-    def _first(self, record: Record) -> None:
-        lane = self.lanes.get(record[3])
+    def on_first(self, request: int, queue_ms: float, prefill_ms: float) -> None:
+        lane = self.lanes.get(request)
         if lane is not None:
             lane.first_token = self.now
-            lane.ttft = (record[4], record[5])
+            lane.ttft = (queue_ms, prefill_ms)
 
-    def _finish(self, record: Record) -> None:
-        lane = self.lanes.get(record[3])
+    def on_finish(self, t: float, request: int, reason: str, output_tokens: int) -> None:
+        lane = self.lanes.get(request)
         if lane is None:
             return
         lane.close(self.step)  # its row is in the steps that were planned, whose tokens are dropped
         lane.mark(FINISHED, max(self.ending, 0), max(self.ending, 0))
-        lane.finish_reason, lane.output_tokens = record[4], record[5]
-        lane.finish_step, lane.finished_t = self.ending, record[1]
+        lane.finish_reason, lane.output_tokens = reason, output_tokens
+        lane.finish_step, lane.finished_t = self.ending, t
         self.ended.append(self.active.pop(lane.id))
 
-    def _accept(self, record: Record) -> None:
-        for id, drafted, accepted in record[4]:
+    def on_accept(self, step: int, drafts: list[tuple[int, int, int]]) -> None:
+        for id, drafted, accepted in drafts:
             lane = self.lanes.get(id)
             if lane is not None:
                 lane.drafted += drafted
                 lane.accepted += accepted
                 if accepted:
-                    lane.gain(record[3])
+                    lane.gain(step)
                     lane.taken = array("q") if lane.taken is None else lane.taken
-                    lane.taken.extend((record[3], accepted))
-
-    _HANDLERS = {  # noqa: RUF012  a table of methods, never changed
-        "submit": _submit, "admit": _admit, "match": _match, "step": fold_step, "preempt": _preempt,
-        "requeue": _preempt, "first": _first, "finish": _finish, "accept": _accept, "again": _again,
-    }  # fmt: skip
+                    lane.taken.extend((step, accepted))

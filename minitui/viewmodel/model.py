@@ -225,8 +225,8 @@ class View(Moment):
 
     def event_text(self, event: Event, short: bool = False) -> str:
         """Returns the event as a sentence, or in few words for narrow panels if `short`."""
-        if event.kind == "refuse" and event.record[3]:  # a refused request has no number: name its chat
-            return f"chat {self.group_name(event.record[3])} · {event.record[4]}"
+        if event.kind == "refuse" and event.record.group:  # a refused request has no number: name its chat
+            return f"chat {self.group_name(event.record.group)} · {event.record.reason}"
         lane = self.lanes.lanes.get(event.request)
         if short:
             return describe(event, lane, short=True)

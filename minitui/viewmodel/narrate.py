@@ -61,34 +61,35 @@ def notable(view: View, step: int) -> bool:
 
 def _failures(events: list[Event]) -> list[str]:
     failed = [event for event in events if event.kind == "fail"]
-    return [f"The step failed ({event.record[4]}); its requests finish with this error." for event in failed]
+    return [f"The step failed ({event.record.error}); its requests finish with this error." for event in failed]
 
 
 def _preemptions(events: list[Event]) -> list[str]:
     sentences = []
     for event in events:
-        if event.record[2] == "preempt":
-            reason, blocks = event.record[4], event.record[5]
+        if event.record.kind == "preempt":
+            reason, blocks = event.record.reason, event.record.blocks
             sentences.append(
                 f"The pool is full: {reason}. r{event.request}, the newest running request, is preempted: it releases "
                 f"its {count(blocks, 'block')} and queues again. Its computed tokens stay in the tree until evicted."
             )
-        elif event.record[2] == "requeue":
-            sentences.append(f"r{event.request} queues again: {event.record[4]}.")
+        elif event.record.kind == "requeue":
+            sentences.append(f"r{event.request} queues again: {event.record.reason}.")
     return sentences
 
 
 def _evictions(events: list[Event]) -> list[str]:
     sentences = []
     evictions = [event for event in events if event.kind == "evict"]
-    cleared = sum(event.record[4] for event in evictions if event.record[5] == CLEARED)
+    cleared = sum(event.record.blocks for event in evictions if event.record.reason == CLEARED)
     if cleared:
         sentences.append(f"The cache was cleared: {count(cleared, 'block')} left the tree.")
-    total = sum(event.record[4] for event in evictions) - cleared
+    total = sum(event.record.blocks for event in evictions) - cleared
     if total:
         blocks: Counter[str] = Counter()
         for event in evictions:
-            blocks[event.record[5]] += event.record[4] * (event.record[5] != CLEARED)
+            record = event.record
+            blocks[record.reason] += record.blocks * (record.reason != CLEARED)
         reasons = [reason for reason, n in blocks.most_common() if n]  # of most blocks first
         others = [count(len(reasons) - NAMED, "other request")] if len(reasons) > NAMED else []
         order = "is evicted, the least recently used" if total == 1 else "are evicted, least recently used first"
@@ -104,7 +105,7 @@ def _admissions(view: View, row: StepRow, events: list[Event]) -> list[str]:
     admitted = [event for event in events if event.kind == "admit"]
     for event in admitted[:NAMED]:
         lane = view.lanes.lanes.get(event.request)
-        again = event.record[5] == "resumed"
+        again = event.record.reason == "resumed"
         prompt = _prompt(view, lane, matches.get(event.request), chunks.get(event.request), again)
         sentences.append(f"r{event.request} is admitted{' again after its preemption' if again else ''}{prompt}.")
     more = len(admitted) - NAMED
@@ -140,11 +141,11 @@ def _prompt(
 def _match_text(match: Event, total: int, block_size: int) -> str:
     """Returns the part of the sentence on what the request's prefix match found in the tree."""
     if match.kind == "hit":
-        taken = match.record[4]
+        taken = match.record.tokens
         where = f"being computed by r{match.writer} already" if match.writer >= 0 else "in the tree already"
         return f": the first {taken:,} of its {total:,} tokens are {where} ({count(taken // block_size, 'block')})"
-    stop, at = match.record[5:7]
-    return f": none of its tokens are in the tree ({match_reason(stop, at, matched=False)})"
+    reason = match_reason(match.record.stop, match.record.at, matched=False)
+    return f": none of its tokens are in the tree ({reason})"
 
 
 def _chunks(view: View, row: StepRow, left_out: Collection[int]) -> list[str]:
@@ -223,14 +224,14 @@ def _new_blocks(view: View, row: StepRow, decoding: list[int]) -> str:
 
 
 def _waiting(events: list[Event]) -> list[str]:
-    return [f"r{event.request} waits for {event.record[4]}." for event in events if event.kind == "wait"][-1:]
+    return [f"r{event.request} waits for {event.record.reason}." for event in events if event.kind == "wait"][-1:]
 
 
 def _finishes(events: list[Event]) -> list[str]:
     finished = [event for event in events if event.kind == "finish"]
     sentences = []
     for event in finished[:NAMED]:
-        reason, tokens = event.record[4], event.record[5]
+        reason, tokens = event.record.reason, event.record.output_tokens
         how = FINISHES.get(reason, f"finished ({reason})")
         sentences.append(f"r{event.request} {how} after {count(tokens, 'token')}.")
     more = len(finished) - NAMED

@@ -43,9 +43,9 @@ def why_no_question(view: View, step: int) -> str:
     events = view.events.of_step(step)
     if question_about(view, step) is not None:
         return ""
-    if any(event.record[2] == "preempt" for event in events):
+    if any(event.record.kind == "preempt" for event in events):
         return f"step {step:,} preempts the only running request: there is no choice to predict"
-    evicted = [event for event in events if event.kind == "evict" and event.record[5] != CLEARED]
+    evicted = [event for event in events if event.kind == "evict" and event.record.reason != CLEARED]
     if evicted and any(event.node not in view.shown.state.nodes for event in evicted):
         return f"step {step:,} evicts blocks that it added to the tree: the eviction cannot be predicted"
     if evicted:
@@ -63,7 +63,7 @@ def _question(step: int, text: str, right: str, wrong: list[str]) -> Question | 
 
 
 def _which_is_preempted(view: View, step: int, events: list) -> Question | None:
-    event = next((event for event in events if event.record[2] == "preempt"), None)
+    event = next((event for event in events if event.record.kind == "preempt"), None)
     if event is None:
         return None
     running = sorted(r.id for r in view.shown.state.requests.values() if r.state == "running")
@@ -74,7 +74,7 @@ def _which_is_preempted(view: View, step: int, events: list) -> Question | None:
 
 def _which_is_evicted(view: View, step: int, events: list) -> Question | None:
     state = view.shown.state
-    evicted = (event for event in events if event.kind == "evict" and event.record[5] != CLEARED)
+    evicted = (event for event in events if event.kind == "evict" and event.record.reason != CLEARED)
     event = next((event for event in evicted if event.node in state.nodes), None)
     if event is None:
         return None
@@ -86,7 +86,7 @@ def _which_is_evicted(view: View, step: int, events: list) -> Question | None:
     unheld = [node for node in state.nodes.values() if node.id and not node.users and node.id != event.node]
     unheld.sort(key=lambda node: -node.last_used)
     blocks = "1 block is" if state.counts[0] == 1 else f"{state.counts[0]:,} blocks are"
-    text = f"{event.record[5]}, and {blocks} free. Which of the unused texts is evicted?"
+    text = f"{event.record.reason}, and {blocks} free. Which of the unused texts is evicted?"
     return _question(step, text, quote(event.node), [quote(node.id) for node in unheld])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from engine.trace.records import Record
+from engine.trace.kind import Record, kind_of, named
 from minitui.viewmodel.lane import Lane
 from minitui.viewmodel.model import View
 from minitui.viewmodel.request_words import (
@@ -43,13 +43,14 @@ class RequestTeller(Teller):
         new = False
         for record in records:
             new = True
-            yield from self._while_idle(record[1])
+            _, t, kind, *_ = record
+            yield from self._while_idle(t)
             self._batch.append(record)
-            if record[2] == "time":
+            if kind == "time":
                 yield from self._fold()
                 yield from self._told()
-                yield from self._each_minute(record[1])
-                if record[3] % FORGET_EVERY == 0:
+                yield from self._each_minute(t)
+                if named(record).step % FORGET_EVERY == 0:
                     self.view.lanes.forget_before(self.view.steps.first)
         yield from self._fold()
         if not new:
@@ -89,7 +90,7 @@ class RequestTeller(Teller):
     def _fold(self) -> Iterator[Line]:
         batch, self._batch = self._batch, []
         self.view.fold(batch)
-        self._ended += [record[3] for record in batch if record[2] == "finish"]
+        self._ended += [named(record).request for record in batch if kind_of(record) == "finish"]
         yield from ()
 
     def _told(self) -> Iterator[Line]:

@@ -305,7 +305,7 @@ class Run:
         events = self.view.events
         if events.count > len(events):
             return None
-        return sum(event.record[4] for event in events.since(0) if event.kind == "evict")
+        return sum(event.record.blocks for event in events.since(0) if event.kind == "evict")
 
 
 def _marked(spans: list[Span], mark: Span) -> list[Span]:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable
-from typing import ClassVar
 
 import numpy as np
 
-from engine.trace.records import Record
+from engine.trace.kind import Reader
 from engine.trace.state import State
 from minitui.viewmodel.step_row import PARTS, Chunk, Draft, StepParts, StepRow
 
@@ -21,7 +19,7 @@ GATE_SHOWN = 2.0  # ms: on the axis of time (spans.py), a longer pause or delay 
 IDLE_SHOWN = 1_000.0  # ms: the same for time without work
 
 
-class Steps:
+class Steps(Reader):
     """The last `capacity` steps, by step number."""
 
     def __init__(self, capacity: int = STEPS_KEPT) -> None:
@@ -78,18 +76,11 @@ class Steps:
             if request.joined_at >= 0:
                 self._decoding[request.id] = state.computed(request) - (state.step + 1)
 
-    def fold(self, record: Record) -> None:
-        """Fold a record of any kind."""
-        if (fold := self._FOLDS.get(record[2])) is not None:
-            fold(self, record)
-
-    def _fold_draft(self, record: Record) -> None:
+    def on_draft(self, step: int, drafts: list[tuple[int, int]]) -> None:
         """The record comes before the `step` record of the same step."""
-        _seq, _t, _kind, step, drafts = record
         self._drafts[step] = array("q", [field for request, tokens in drafts for field in (request, tokens, -1)])
 
-    def _fold_accept(self, record: Record) -> None:
-        _seq, _t, _kind, step, drafts = record
+    def on_accept(self, step: int, drafts: list[Draft]) -> None:
         for request, _, taken in drafts:
             if request in self._decoding:
                 self._decoding[request] += taken  # `taken` does not count the one token that every step adds
@@ -99,8 +90,9 @@ class Steps:
             self._drafts[step] = array("q", [field for draft in known for field in draft])
             self._accepted[step % self.capacity] = sum(draft[2] for draft in drafts)
 
-    def _fold_step(self, record: Record) -> None:
-        _seq, t, _kind, step, prefills, joined, left, tokens, waiting = record
+    def on_step(
+        self, t: float, step: int, prefills: list[Chunk], joined: list[int], left: list[int], tokens: int, waiting: int
+    ) -> None:
         i = step % self.capacity
         for id in left:
             self._decoding.pop(id, None)
@@ -131,11 +123,13 @@ class Steps:
             self._drafts.pop(self.first - 1, None)
             self._came.pop(self.first - 1, None)
 
-    def _fold_submit(self, record: Record) -> None:
-        self._new.append((record[3], record[5]))
+    def on_submit(self, request: int, prompt_tokens: int) -> None:
+        self._new.append((request, prompt_tokens))
 
-    def _fold_time(self, record: Record) -> None:
-        seq, t, _kind, step, plan_us, launch_us, commit_us, wall_ms, device_ms, _ = record
+    def on_time(
+        self, seq: int, t: float, step: int, plan_us: float, launch_us: float | None, commit_us: float, wall_ms: float,
+        device_ms: float | None,
+    ) -> None:  # fmt: skip
         came, self._new = self._new, []
         i = step % self.capacity
         if self._step[i] != step:
@@ -168,9 +162,9 @@ class Steps:
         arrival = self._ended[before % self.capacity] * 1e3 - self._commit[before % self.capacity]
         return self._t[i] * 1e3 - self._plan[i] <= arrival
 
-    def _fold_fail(self, record: Record) -> None:
+    def on_fail(self, step: int) -> None:
         """The step has ended, without times."""
-        self.last_ended = record[3]
+        self.last_ended = step
 
     def note_bucket(self, step: int, bucket: int) -> None:
         """Note the bucket of Rates in which a step ended."""
@@ -205,38 +199,37 @@ class Steps:
         for n in range(step, self.last + 1):  # the next step may be planned already
             self._cut[n % self.capacity] = self.cut_ms
 
-    def _fold_gate(self, record: Record) -> None:
-        self._closed = record[3] == "closed"
+    def on_gate(self, state: str) -> None:
+        self._closed = state == "closed"
 
-    def _fold_pace(self, record: Record) -> None:
-        self._pace = record[3]
+    def on_pace(self, factor: float) -> None:
+        self._pace = factor
 
-    def _fold_release(self, record: Record) -> None:
+    def on_finish(self, request: int) -> None:
         """The request stops decoding, and no `step` record says so."""
-        self._decoding.pop(record[3], None)
-        self._prompts.pop(record[3], None)
+        self._decoding.pop(request, None)
+        self._prompts.pop(request, None)
 
-    def _fold_parts(self, record: Record) -> None:
-        _seq, _t, _kind, step, *us, delayed, stops = record
-        self._paused_s += us[2] / 1e6
+    on_preempt = on_requeue = on_finish
+
+    def on_parts(
+        self, step: int, commit_us: float, emit_us: float, gate_us: float, plan_us: float, launch_us: float,
+        wait_us: float, gc_us: float, delayed_us: float | None, stops: int,
+    ) -> None:  # fmt: skip
+        self._paused_s += gate_us / 1e6
         if step not in self:
             return
         i = step % self.capacity
+        us = (commit_us, emit_us, gate_us, plan_us, launch_us, wait_us, gc_us)
         for column, value in zip(self._measured, us, strict=True):
             column[i] = value / 1e3
-        self._parts["delayed"][i] = self._nan if delayed is None else delayed / 1e3
+        self._parts["delayed"][i] = self._nan if delayed_us is None else delayed_us / 1e3
         self._parts["stops"][i] = stops
 
-    def _fold_comm(self, record: Record) -> None:
-        _seq, _t, _kind, step, self.ranks, ms = record
+    def on_comm(self, step: int, ranks: int, ms: float) -> None:
+        self.ranks = ranks
         if step in self:
             self._comm[step % self.capacity] = ms
-
-    _FOLDS: ClassVar[dict[str, Callable[[Steps, Record], None]]] = {
-        "step": _fold_step, "time": _fold_time, "parts": _fold_parts, "comm": _fold_comm, "submit": _fold_submit,
-        "draft": _fold_draft, "accept": _fold_accept, "finish": _fold_release, "preempt": _fold_release,
-        "requeue": _fold_release, "fail": _fold_fail, "gate": _fold_gate, "pace": _fold_pace,
-    }  # fmt: skip
 
     def __contains__(self, step: int) -> bool:
         return step >= 0 and self._step[step % self.capacity] == step

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from engine.trace.records import Record
+from engine.trace.kind import Record, kind_of, named, seq_of
 from minitui.text import count, duration, ms
 from minitui.viewmodel.causes import listed
 from minitui.viewmodel.cost_models import first_model
@@ -83,18 +83,18 @@ class Teller:
     def tell(self, records: Iterable[Record]) -> Iterator[Line]:
         """Yields the lines for these records. A line that later records may change is held back."""
         for record in records:
-            yield from self._while_idle(record[1])
+            _, t, kind, *_ = record
+            yield from self._while_idle(t)
             self._batch.append(record)
-            kind = record[2]
             if kind == "step":
-                self._last_planned = record[3]
+                self._last_planned = named(record).step
             elif kind in ("time", "fail"):
-                self._last_ended = record[3] if kind == "time" else self._last_planned
+                self._last_ended = named(record).step if kind == "time" else self._last_planned
             # The speed of a request that has finished is known with the time of its last step.
             timed = self._last_ended >= self._last_planned
             if kind in ("time", "fail", "refuse", "gate", "pace") or (kind == "finish" and timed):
                 yield from self._fold()
-                yield from self._each_minute(record[1])
+                yield from self._each_minute(t)
 
     def stalled(self, seconds: float) -> Iterator[Line]:
         """Yields a line if no record has arrived for `seconds` and requests wait for their tokens."""
@@ -121,7 +121,8 @@ class Teller:
         row = self.view.steps.get(self.view.steps.committed + 1)
         if row is not None:
             return row.step, row.chunks
-        return next(((record[3], record[4]) for record in self._batch if record[2] == "step"), (None, []))
+        planned = (named(record) for record in self._batch if kind_of(record) == "step")
+        return next(((record.step, record.prefills) for record in planned), (None, []))
 
     def _stall(self, seconds: float, step: int | None, prefills: list[int], waiting: list[int], text: str) -> Line:
         """Returns the line about a step that has not ended. `waiting`: the requests that wait for its tokens."""
@@ -167,7 +168,7 @@ class Teller:
         """Yields the lines of a whole recording, with one line for each gap in its records. Their times begin with the
         recording, as in the bar and the waterfall of a replay."""
         records = reader.part(len(reader.keyframes) - 1).records
-        planned = max((record[3] for record in records if record[2] == "step"), default=reader.last_step)
+        planned = max((named(record).step for record in records if kind_of(record) == "step"), default=reader.last_step)
         for line in self._whole(reader):
             line = replace(line, t=line.t - self.view.origin)
             if line.step > planned:  # the recording ended before this step began
@@ -203,9 +204,9 @@ class Teller:
             return
         view = self.view
         view.fold(batch)
-        events = view.events.since(batch[0][0])
-        submits = [record for record in batch if record[2] == "submit"]
-        ended = [view.steps.get(record[3]) for record in batch if record[2] == "time"]
+        events = view.events.since(seq_of(batch[0]))
+        submits = [named(record) for record in batch if kind_of(record) == "submit"]
+        ended = [view.steps.get(named(record).step) for record in batch if kind_of(record) == "time"]
         rows = [row for row in ended if row is not None]
         quiet = not events and not submits and all(row.kind == "decode" for row in rows)
         if quiet:
@@ -214,11 +215,11 @@ class Teller:
             return
         yield from self._flush()
         lines = [
-            Line(r[1], view.lanes.lanes[r[3]].submitted_step, "submit", self._submit(r))
-            for r in submits if r[3] in view.lanes.lanes
+            Line(r.t, view.lanes.lanes[r.request].submitted_step, "submit", self._submit(r))
+            for r in submits if r.request in view.lanes.lanes
         ]  # fmt: skip
         lines += [
-            Line(event.record[1], event.step, event.kind, KIND_PREFIXES.get(event.kind, "") + view.event_text(event))
+            Line(event.record.t, event.step, event.kind, KIND_PREFIXES.get(event.kind, "") + view.event_text(event))
             for event in events
         ]
         yield from sorted(lines, key=lambda line: line.t)
@@ -231,10 +232,9 @@ class Teller:
         why = why_long(self.view, row) if row is not None else ""
         return f" · {why}" if why else ""
 
-    def _submit(self, record: Record) -> str:
-        _, _, _, request, group, tokens, _ = record
-        chat = f" of {self.view.group_name(group)}" if group else ""
-        return f"r{request}{chat} joins the queue with {count(tokens, 'prompt token')}"
+    def _submit(self, submit: Any) -> str:
+        chat = f" of {self.view.group_name(submit.group)}" if submit.group else ""
+        return f"r{submit.request}{chat} joins the queue with {count(submit.prompt_tokens, 'prompt token')}"
 
     def _extend(self, row: StepRow) -> Iterator[Line]:
         run = self._run

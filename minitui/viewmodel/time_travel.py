@@ -14,7 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 
-from engine.trace.records import Record
+from engine.trace.kind import Record, seq_of, time_of
 from minitui.viewmodel.annotated_state import AnnotatedState
 
 RECORDS_KEPT = 400_000
@@ -50,9 +50,10 @@ class PastStates:
 
     def keep(self, records: list[Record], annotated: AnnotatedState, packed: bytes | None = None) -> None:
         """Store records already folded into `annotated`. `packed`: these records as marshal bytes, if known."""
-        self._packets.append((records[0][0], records[-1][0], packed or marshal.dumps(records), records[-1][1]))
-        if records[-1][0] - self._packets[0][0] >= SEGMENT:
-            self._compress(records[-1][1] - PLAIN_SECONDS)
+        first, last = seq_of(records[0]), seq_of(records[-1])
+        self._packets.append((first, last, packed or marshal.dumps(records), time_of(records[-1])))
+        if last - self._packets[0][0] >= SEGMENT:
+            self._compress(time_of(records[-1]) - PLAIN_SECONDS)
         newest = self._keyframes[-1].state
         if annotated.state.seq - newest.seq >= self.every and annotated.state.t - newest.t >= KEYFRAME_SECONDS:
             self._keyframes.append(annotated.copy())
@@ -119,7 +120,7 @@ class PastStates:
         for first, records in self._after(annotated.state.seq):
             if first > seq:
                 break
-            annotated.fold(record for record in records if annotated.state.seq < record[0] <= seq)
+            annotated.fold(record for record in records if annotated.state.seq < seq_of(record) <= seq)
             left = seq - annotated.state.seq
             if left and (annotated.state.seq - copied_at >= STRIDE or (left <= LEAD and not near)):
                 copied_at, near = annotated.state.seq, left <= LEAD

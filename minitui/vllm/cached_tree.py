@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from engine.trace.records import CLEARED, REMOVED
+from engine.trace.records import CLEARED
 from engine.trace.views import NodeView
+from minitui.trace.foreign import REMOVED
 from minitui.vllm.blocks import Blocks, Inconsistent
 from minitui.vllm.kv_messages import Event, Hash
 

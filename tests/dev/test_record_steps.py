@@ -43,7 +43,7 @@ def test_costs_and_timelines_of_a_small_model(tmp_path: Path, monkeypatch: pytes
 def folded(records: list[Record]) -> Steps:
     steps = Steps(64)
     for record in records:
-        steps.fold(record)
+        steps.read(record)
     return steps
 
 

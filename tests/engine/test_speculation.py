@@ -13,7 +13,7 @@ from engine.core.ngrams import CANDIDATES, ENOUGH, LONGEST_PAUSE, NGRAM, Lookup
 from engine.core.request import Request
 from engine.core.scheduler import SchedulerConfig
 from engine.params import SamplingParams
-from engine.trace.records import as_dict
+from engine.trace.kind import as_dict
 from engine.trace.state import State
 from tests.engine.test_scheduler_simulation import Load, run
 from tests.support.simulation import SimulatedRunner, alone, simulated

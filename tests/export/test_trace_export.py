@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from engine.errors import EngineDead, EngineError
 from engine.params import SamplingParams
-from engine.trace.records import FIELDS
+from engine.trace.kind import FIELDS
 from engine.trace.state import State
 from minitui.cli.main import app
 from minitui.cli.tail import tail_live, tail_server, tail_trace

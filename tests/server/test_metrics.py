@@ -91,11 +91,11 @@ def test_waiting_requests_are_counted_by_reason(server: Running, held: bool) -> 
     state.gate, state.queue = ("closed" if held else "open"), [1, 2]
     state.requests = {id: RequestView(id, "", 4, 8) for id in state.queue}
     metrics = Metrics()
-    metrics.read(state)
+    metrics.measure(state)
     page = metrics.page("m")
     assert f'reason="capacity"}} {0 if held else 2}\n' in page and f'reason="deferred"}} {2 if held else 0}\n' in page
     assert 'sleep_state="awake"} 1\n' in page
-    metrics.read(None)
+    metrics.measure(None)
     page = metrics.page("m")
     assert "sleep_state=" not in page and "reason=" not in page.replace("finished_reason=", "")
 
@@ -107,12 +107,12 @@ def test_the_waste_of_the_pool_is_measured(server: Running) -> None:
     state.requests = {1: RequestView(1, "", 20, 40, "running", table=[1, 2], base=20)}
     state.waste = Waste(evicted=32, preempted=5, duplicate=16)
     metrics = Metrics()
-    metrics.read(state)
+    metrics.measure(state)
     page = metrics.page("m")
     assert f"kv_cache_unused_slots{{model_name=\"m\",engine=\"0\"}} {2 * state.block_size - 20}\n" in page
     for cause, tokens in (("evicted", 32), ("preempted", 5), ("duplicate", 16)):
         assert f'tokens_computed_again{{model_name="m",engine="0",cause="{cause}"}} {tokens}\n' in page
-    metrics.read(None)
+    metrics.measure(None)
     assert "tokens_computed_again{" not in metrics.page("m")
 
 

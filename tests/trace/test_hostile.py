@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import errno
 import gzip
-import inspect
 import io
 import json
 import os
@@ -20,14 +19,12 @@ from typing import Any
 
 import pytest
 
-from engine.trace.records import FIELDS
 from engine.trace.state import State
 from engine.trace.views import NodeView
 from minitui.cli.tail import tail_trace
 from minitui.export import export
 from minitui.sources.replay import ReplaySource
 from minitui.trace.bundled import bundled, describe
-from minitui.trace.follow import Follower
 from minitui.trace.lines import LineFile
 from minitui.trace.reader import TraceError, TraceReader
 from minitui.trace.recorder import Recorder
@@ -130,14 +127,6 @@ def small_trace() -> Lines:
     first = keyframe[1] + 1
     small = [line for line in lines if line[0] in "wnbe"]
     return [head, keyframe, *small, *(["r", first + i, [row]] for i, row in enumerate(rows)), ["n", {"a": "b"}]]
-
-
-@pytest.mark.parametrize("kind", FIELDS)
-def test_every_kind_of_record_can_be_checked(kind: str) -> None:
-    """A check that takes fewer fields than its record has would end the application that reads the record."""
-    follow, fields = Follower._CHECKS.get(kind), FIELDS[kind]
-    if follow is not None:
-        inspect.signature(follow).bind(None, *fields)
 
 
 async def test_a_value_of_a_wrong_type_anywhere_is_a_sentence(tmp_path: Path) -> None:

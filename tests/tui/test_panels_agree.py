@@ -109,9 +109,9 @@ def test_a_step_that_is_gone_to_is_the_step_that_is_shown(path: Path) -> None:
 
 def test_a_pause_does_not_vanish_from_what_a_request_waited() -> None:
     lanes, events = Lanes(), Events()
-    lanes.fold((1, 10.0, "submit", 5, "", 30, 60), 1.0)
+    lanes.read_at((1, 10.0, "submit", 5, "", 30, 60), 1.0)
     admit = (2, 70.003, "admit", 5, 0, "new")
-    lanes.fold(admit, 1.003)
+    lanes.read_at(admit, 1.003)
     events.fold(admit, 3)
     view = View()
     view.lanes, view.events = lanes, events

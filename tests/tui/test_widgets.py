@@ -1144,7 +1144,7 @@ def test_panels_look_as_they_did(panel):
     _, view = stress_view(SMALL, 4.0, 80)
     if panel is ExpertMap:
         load = [(layer, [(7 * layer + 13 * expert) ** 2 % 97 for expert in range(64)]) for layer in range(24)]
-        view.experts.fold((0, 1.0, "experts", 0, load))
+        view.experts.read((0, 1.0, "experts", 0, load))
     path = SNAPSHOTS / f"{panel.__name__}.txt"
     parts = []
     for width, height in ((80, 19), (60, 12), (100, 24)):

@@ -103,8 +103,8 @@ def played(
 def folded(records: list[Record]) -> tuple[Steps, Lanes]:
     steps, lanes = Steps(), Lanes()
     for record in records:
-        steps.fold(record)
-        lanes.fold(record, record[1])
+        steps.read(record)
+        lanes.read_at(record, record[1])
     return steps, lanes
 
 

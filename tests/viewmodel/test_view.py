@@ -163,7 +163,7 @@ def test_steps_are_kept_exactly_in_a_ring():
     for record in records:
         if record[2] == "step":
             plans[record[3]] = record
-        small.fold(record)
+        small.read(record)
     for steps, first in ((view.steps, 0), (small, small.last - 63)):
         assert steps.first == first
         for step in range(first, steps.last + 1):
@@ -254,24 +254,24 @@ def test_the_keys_of_a_step_are_the_tokens_of_the_requests_that_decode_in_it(loa
 
 def test_accepted_drafts_count_as_keys_of_the_next_step():
     steps = Steps()
-    steps.fold((0, 0.0, "step", 4, [(1, 0, 10, True)], [], [], 10, 0))
-    steps.fold((1, 0.0, "step", 5, [], [1], [], 1, 0))
-    steps.fold((2, 0.0, "draft", 6, [(1, 3)]))
-    steps.fold((3, 0.0, "step", 6, [], [], [], 4, 0))
-    steps.fold((4, 0.0, "accept", 6, [(1, 3, 2)]))
-    steps.fold((5, 0.0, "step", 7, [], [], [], 1, 0))
+    steps.read((0, 0.0, "step", 4, [(1, 0, 10, True)], [], [], 10, 0))
+    steps.read((1, 0.0, "step", 5, [], [1], [], 1, 0))
+    steps.read((2, 0.0, "draft", 6, [(1, 3)]))
+    steps.read((3, 0.0, "step", 6, [], [], [], 4, 0))
+    steps.read((4, 0.0, "accept", 6, [(1, 3, 2)]))
+    steps.read((5, 0.0, "step", 7, [], [], [], 1, 0))
     assert [steps.get(step).keys for step in (5, 6, 7)] == [10, 11, 14]
 
 
 @pytest.mark.parametrize("parts", [False, True])
 def test_a_replay_in_slow_motion_does_not_lengthen_the_gaps_between_tokens(parts: bool):
     steps = Steps()
-    steps.fold((0, 0.0, "pace", 10.0))
+    steps.read((0, 0.0, "pace", 10.0))
     for n in range(5):  # each step takes 5 ms, and its records come every 50 ms
-        steps.fold((3 * n, n * 0.05, "step", n, [], [], [], 1, 0))
+        steps.read((3 * n, n * 0.05, "step", n, [], [], [], 1, 0))
         if parts:
-            steps.fold((3 * n + 1, n * 0.05, "parts", n, 0, 0, 0, 1_000, 1_000, 3_000, 0, None, 0))
-        steps.fold((3 * n + 2, n * 0.05 + 0.05, "time", n, 1_000, 1_000, 0, 5.0, 3.0, "decode"))
+            steps.read((3 * n + 1, n * 0.05, "parts", n, 0, 0, 0, 1_000, 1_000, 3_000, 0, None, 0))
+        steps.read((3 * n + 2, n * 0.05 + 0.05, "time", n, 1_000, 1_000, 0, 5.0, 3.0, "decode"))
     assert np.diff(steps.column("arrived")[:5]) == pytest.approx([0.005] * 4)
 
 

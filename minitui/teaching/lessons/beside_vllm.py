@@ -71,7 +71,7 @@ def _figures(view: View) -> tuple[str, ...]:
     if preempted is None:
         return ("-",) * len(FIGURES)
     after = (event for event in events if event.request == preempted.request and event.seq > preempted.seq)
-    cached = next((event.record[4] for event in after if event.kind in ("hit", "miss")), 0)
+    cached = next((event.record.tokens for event in after if event.kind in ("hit", "miss")), 0)
     again = Run(view).figures.twice or 0
     return tuple(f"{number:,}" for number in (preempted.step - view.steps.first + 1, cached + again, cached, again))
 

@@ -101,7 +101,7 @@ async def fifth_waits(stage: Stage) -> Seen:
     for _ in range(2):
         await stage.step(1, seconds=1.0)
         row, event = stage.last_row(), stage.events("wait")[-1]
-        reason = str(event.record[4])
+        reason = str(event.record.reason)
         reasons.append(reason.partition(":")[0])
         lines += [
             f"   step {row.step:<6}{row.decodes} decodes + {row.prefill_tokens} tokens of r{ids[0]}",
@@ -141,7 +141,7 @@ def _last(stage: Stage) -> str:
 
 def _waits(stage: Stage) -> str:
     event = next((e for e in stage.view.events.newest_first() if e.kind == "wait"), None)
-    return f"r{event.request}: {event.record[4]}" if event is not None else "none"
+    return f"r{event.request}: {event.record.reason}" if event is not None else "none"
 
 
 LESSON = Lesson(

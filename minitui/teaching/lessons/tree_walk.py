@@ -113,7 +113,7 @@ async def walk(stage: Stage) -> Seen:
     equal = await _compare(stage, drawing, ids, size)
     await stage.step(1)
     record = stage.events("hit")[-1].record
-    cached, prompt = record[4], stage.view.lanes.lanes[id].prompt_tokens
+    cached, prompt = record.tokens, stage.view.lanes.lanes[id].prompt_tokens
     drawing.draw(
         f"{count(equal, 'block')} of {size} were equal: {cached} of {prompt} tokens. The node was split after them. "
         f"The other {prompt - cached} tokens were computed.",
@@ -121,11 +121,11 @@ async def walk(stage: Stage) -> Seen:
     )  # fmt: skip
     return Seen(
         f"The engine's record of the hit: r{id} took {cached} of its {prompt} prompt tokens from the tree. Why not "
-        f"more? The engine says: {match_reason(record[5], record[6])}. This token is in the middle of a block, and "
+        f"more? The engine says: {match_reason(record.stop, record.at)}. This token is in the middle of a block, and "
         "only full blocks are shared.\n\nThe engine split the node: the common part became the parent, which both "
         "requests hold. Below the parent, each prompt has a child of its own. “+” marks new blocks: "
         "a block of the second prompt, and a block that the first chat has just filled.",
-        {0: 0, record[6]: 1, record[6] // size * size: 2, prompt - 1: 3}.get(cached),
+        {0: 0, record.at: 1, record.at // size * size: 2, prompt - 1: 3}.get(cached),
     )
 
 
@@ -166,8 +166,8 @@ async def touch_and_evict(stage: Stage) -> Seen:
     big = stage.chat(VOICES[2], "C", max_tokens=8, whole=True)
     await stage.ask(big, paste_of(stage, VOICES[2], free + len(theirs)))
     await stage.run_until("eviction")
-    gone = [event.record[3:] for event in stage.events("evict")]
-    needed = next(int(number) for number in gone[0][2].split() if number.isdecimal())
+    reason = stage.events("evict")[0].record.reason
+    needed = next(int(number) for number in reason.split() if number.isdecimal())
     line = f"C needs {needed} blocks; {free} of {pool} are free. So {needed - free} cached blocks are evicted."
     lost = drawing.draw(line, new=True)
     others = [block.number for block in lost if block.number not in theirs]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from textual import events
 from textual.binding import Binding
 
-from engine.trace.records import REMOVED
+from minitui.trace.foreign import REMOVED
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, typed
 from minitui.tui.widgets.event_search import Search
@@ -161,8 +161,8 @@ A dash in place of the step: the event came before the first step that is known,
         linked = event.request in view.links.requests or event.node in view.links.nodes
         chosen = event.seq == self.chosen
         ground = " on select" if linked else ""
-        fresh = view.glow_of(event.record[1]) == 2
-        unknown = event.record[-1] == REMOVED or not view.steps.begin <= event.step <= view.steps.last  # of a KV event
+        fresh = view.glow_of(event.record.t) == 2
+        unknown = event.raw[-1] == REMOVED or not view.steps.begin <= event.step <= view.steps.last  # of a KV event
         step = glyphs().dash if unknown else f"{event.step:,}"
         row = Row(step.rjust(digits), "dim" + ground)
         row.add("  ", "ink" + ground).add(event.kind.ljust(8), STYLES[event.kind] + ground)

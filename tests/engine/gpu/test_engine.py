@@ -23,7 +23,7 @@ from engine.llm import LLM
 from engine.model.hf_config import read_model_config
 from engine.model.traits import lacking
 from engine.params import SamplingParams
-from engine.trace.records import FIELDS
+from engine.trace.kind import FIELDS
 from engine.trace.state import State
 from tests.support.families import FAMILIES, random_config
 from tests.support.parity import below_best
