@@ -95,7 +95,8 @@ def build_engine(
             policy=config.scheduling_policy, max_waiting=max_waiting,
             speculative_tokens=config.speculative_tokens if config.speculation != "off" else 0,
         ),
-        overlap=overlap, prefix_caching=config.enable_prefix_caching, eos_ids=ends,
+        overlap=overlap, prefix_caching=config.enable_prefix_caching, eviction_policy=config.eviction_policy,
+        eos_ids=ends,
         grammars=Grammars(tokenizer, model.vocab_size) if tokenizer is not None else None,
     )  # fmt: skip
     notes += [*limits.notes, *runner.loaded.notes]
@@ -119,7 +120,8 @@ def build_engine(
         "vocab_size": model.vocab_size, "eos_ids": sorted(ends), "attention": runner.loaded.attention_name,
         "overlap": engine.delay > 0, "kv_bytes_per_token": model.kv_bytes_per_token(limits.kv_dtype),
         "prefix_caching": config.enable_prefix_caching, "chunked_prefill": config.enable_chunked_prefill,
-        "scheduling_policy": config.scheduling_policy, "dummy_weights": config.dummy_weights,
+        "scheduling_policy": config.scheduling_policy, "eviction_policy": config.eviction_policy,
+        "dummy_weights": config.dummy_weights,
         "generation": tokenizer.generation if tokenizer is not None else {},
         "load_seconds": round(time.perf_counter() - started, 3), "notes": notes,
         "speculation": speculation, "tensor_parallel_size": config.tensor_parallel_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.errors import EngineError
+from engine.trace.eviction import EVICTION_POLICIES
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 POLICIES = ("fcfs", "longest-prefix", "priority", "static")  # the values of scheduling_policy
@@ -13,6 +14,7 @@ CHOICES = {
     "quantization": ("auto", "none", "bf16", "int8", "int4", "fp8", "checkpoint"),
     "kv_cache_dtype": ("auto", "fp8"),
     "scheduling_policy": POLICIES,
+    "eviction_policy": tuple(EVICTION_POLICIES),
     "speculation": ("off", "prompt-lookup"),
     "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
 }
@@ -56,6 +58,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"  # how waiting requests are sorted; the help of --scheduling-policy explains each
+    eviction_policy: str = "lru"  # which cached text is evicted first (engine/trace/eviction.py)
     speculation: str = "off"  # prompt-lookup: drafts from the request's own text (engine/core/speculation.py)
     speculative_tokens: int = 8  # the most draft tokens of a request in a step, if speculation is on
     # The logprobs of sampled tokens: of the model's own distribution, or of the distribution after grammar, bias,

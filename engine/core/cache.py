@@ -17,6 +17,7 @@ from engine.core.copies import Copies
 from engine.core.node import Match, Node, block_key
 from engine.core.radix import RadixTree
 from engine.core.request import Request
+from engine.trace.eviction import EVICTION_POLICIES
 from engine.trace.records import CLEARED, RecordLog
 from engine.trace.views import Waste
 
@@ -26,12 +27,16 @@ NO_CHANGES = (np.empty(0, np.int32),) * 3
 class KVCache:
     """Owns the allocator and the radix tree of one pool. The scheduler calls its methods to change them."""
 
-    def __init__(self, num_blocks: int, block_size: int, log: RecordLog, prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, log: RecordLog, prefix_caching: bool = True,
+        eviction_policy: str = "lru",
+    ) -> None:  # fmt: skip
         self.block_size = block_size
         self.log = log
         self.prefix_caching = prefix_caching
         self.allocator = BlockAllocator(num_blocks)
-        self.tree = RadixTree(block_size, self.allocator, log)
+        self.eviction_policy = eviction_policy
+        self.tree = RadixTree(block_size, self.allocator, log, EVICTION_POLICIES[eviction_policy])
         self.waste = Waste()
         self._copies = Copies()
         # (row, column) -> block: changes that are not yet sent to the device's copy of the block tables.

@@ -74,12 +74,12 @@ class Engine:
 
     def __init__(
         self, runner: StepRunner, config: SchedulerConfig, *, overlap: bool = False, prefix_caching: bool = True,
-        eos_ids: frozenset[int] = frozenset(), log: RecordLog | None = None,
+        eviction_policy: str = "lru", eos_ids: frozenset[int] = frozenset(), log: RecordLog | None = None,
         grammars: Grammars | None = None,
     ) -> None:  # fmt: skip
         self.runner = runner
         self.log = log or RecordLog()
-        self.cache = KVCache(runner.num_blocks, runner.block_size, self.log, prefix_caching)
+        self.cache = KVCache(runner.num_blocks, runner.block_size, self.log, prefix_caching, eviction_policy)
         self.scheduler = Scheduler(config, self.cache, self.log)
         self.committer = Committer(self.scheduler)
         self.gate = Gate(self.log)
@@ -225,6 +225,7 @@ class Engine:
             "block_size": self.cache.block_size,
             "budget": scheduler.config.max_num_batched_tokens,
             "max_num_seqs": scheduler.config.max_num_seqs,
+            "eviction_policy": self.cache.eviction_policy,
             "gate": self.gate.state,
             "pace": self.gate.pace,
             "queue": [request.id for request in scheduler.waiting],

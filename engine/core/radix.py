@@ -22,6 +22,7 @@ from engine.core.allocator import BlockAllocator
 from engine.core.evicted import EvictedPrefixes
 from engine.core.node import Key, Match, Node, block_key, common_tokens
 from engine.core.pending import PendingBlocks
+from engine.trace.eviction import EVICTION_POLICIES, EvictionPolicy
 from engine.trace.records import RecordLog
 
 MAX_COMPARED = 64  # a missing block is compared with at most this many siblings, to find the first token that differs
@@ -30,17 +31,21 @@ MAX_COMPARED = 64  # a missing block is compared with at most this many siblings
 class RadixTree:
     """All nodes, the order of eviction, and the pending blocks."""
 
-    def __init__(self, block_size: int, allocator: BlockAllocator, log: RecordLog) -> None:
+    def __init__(
+        self, block_size: int, allocator: BlockAllocator, log: RecordLog,
+        policy: EvictionPolicy = EVICTION_POLICIES["lru"],
+    ) -> None:  # fmt: skip
         self.block_size = block_size
         self.allocator = allocator
         self.log = log
+        self._age = policy.age
         self.root = Node(0, None, [], [], 0, 0)
         self.nodes: dict[int, Node] = {0: self.root}
         self.step = -1  # the step that is being planned; it is remembered with each eviction
         self.prefixes: set[int] = set()  # `hashes` of all nodes
         self._next_id = 1
         self.pending = PendingBlocks()
-        self._oldest: list[tuple[int, int]] = []  # heap of (last_used, node id); stale entries are skipped
+        self._next: list[tuple[int, int]] = []  # heap of (age, node id); stale entries are skipped
         self.evicted = EvictedPrefixes()
 
     # ---- looking up
@@ -190,15 +195,15 @@ class RadixTree:
     # ---- shrinking
 
     def evict(self, n: int, reason: str) -> int:
-        """Evict up to `n` blocks, least recently used leaves first; return the number of evicted blocks.
+        """Evict up to `n` blocks, leaves in the order of the policy; return the number of evicted blocks.
 
         If a leaf has more blocks than are still needed, only its last blocks are evicted.
         """
         freed = 0
-        while freed < n and self._oldest:
-            clock, node_id = heapq.heappop(self._oldest)
+        while freed < n and self._next:
+            age, node_id = heapq.heappop(self._next)
             node = self.nodes.get(node_id)
-            if node is None or not node.evictable or node.last_used != clock:
+            if node is None or not node.evictable or self._age(node) != age:
                 continue  # a stale entry: the node was used again or removed
             take = min(n - freed, len(node.blocks))
             keep = len(node.blocks) - take
@@ -235,10 +240,10 @@ class RadixTree:
                 self._push(parent)
 
     def _push(self, node: Node) -> None:
-        if len(self._oldest) > 64 + 2 * len(self.nodes):  # most entries are stale: rebuild the heap
-            self._oldest = [(n.last_used, n.id) for n in self.nodes.values() if n.evictable]
-            heapq.heapify(self._oldest)
-        heapq.heappush(self._oldest, (node.last_used, node.id))
+        if len(self._next) > 64 + 2 * len(self.nodes):  # most entries are stale: rebuild the heap
+            self._next = [(self._age(n), n.id) for n in self.nodes.values() if n.evictable]
+            heapq.heapify(self._next)
+        heapq.heappush(self._next, (self._age(node), node.id))
 
     # ---- steps that end
 
@@ -302,7 +307,7 @@ class RadixTree:
                 stack.append(child)
             assert node is self.root or node.users >= users, f"node {node.id}: {node.users} users, children {users}"
             assert node.same_child is None, f"node {node.id} is not merged with its child"
-            assert not node.evictable or (node.last_used, node.id) in self._oldest, f"leaf {node.id} cannot be evicted"
+            assert not node.evictable or (self._age(node), node.id) in self._next, f"leaf {node.id} cannot be evicted"
         assert self.prefixes == {prefix for node in self.nodes.values() for prefix in node.hashes}
         assert self.pending.by_block().keys() <= seen, "a pending block is not in the tree"
         in_tree = sum(self.allocator.in_tree(b) for b in range(self.allocator.num_blocks))

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from engine.config import POLICIES
 from engine.core.cache import KVCache
+from engine.core.node import Match
 from engine.core.plan_writer import Entry, PlanWriter
 from engine.core.policy import ORDERS
 from engine.core.request import Request, RequestState
@@ -227,12 +228,13 @@ class Scheduler:
             if budget <= 0:
                 break
             if not request.decoding:
-                budget -= self._chunk(request, entries, budget)
+                budget -= self._chunk(request, entries, budget, self.cache.look_up(request))
         return budget
 
-    def _chunk(self, request: Request, entries: list[Entry], budget: int) -> int:
-        """Plan as much of the prompt as budget and pool allow, after its cached prefix; return the number of tokens."""
-        self._match(request)
+    def _chunk(self, request: Request, entries: list[Entry], budget: int, match: Match | None) -> int:
+        """Plan as much of the prompt as budget and pool allow, after its cached prefix, which `match` found; return the
+        number of tokens."""
+        self._take(request, match)
         left = len(request.ids) - request.planned
         n = min(left, budget) if self.config.chunked_prefill else left
         while n > 0 and not self.cache.grow(request, request.planned + n):
@@ -246,9 +248,8 @@ class Scheduler:
         self.cache.publish_planned(request, self.step)  # now, so that later requests of this step can share the blocks
         return n
 
-    def _match(self, request: Request) -> None:
-        """Take cached blocks from the tree, if there are any."""
-        match = self.cache.look_up(request)
+    def _take(self, request: Request, match: Match | None) -> None:
+        """Take the cached blocks of a match, if there are any."""
         if match is None:
             return
         before = request.planned
@@ -270,7 +271,7 @@ class Scheduler:
             order.sort(self.waiting)
         while self.waiting:
             request = self.waiting[0]
-            reason = self._obstacle(request, budget)
+            match, reason = self._admissible(request, budget)
             if reason:
                 wait = (request.id, reason.split(":")[0])
                 if self._last_wait != wait:
@@ -286,19 +287,20 @@ class Scheduler:
             self.log.append("admit", request.id, request.row, "resumed" if resumed else "new")
             if not request.admitted_at:
                 request.admitted_at, request.admitted_work = self.log.t, self.log.worked()
-            budget -= self._chunk(request, entries, budget)
+            budget -= self._chunk(request, entries, budget, match)
         if order is not None:
             order.count_overtaken(self.waiting, self._joins)
         return budget
 
-    def _obstacle(self, request: Request, budget: int) -> str:
-        """Return why `request`, the head of the queue, cannot be admitted now; "" if it can be admitted."""
+    def _admissible(self, request: Request, budget: int) -> tuple[Match | None, str]:
+        """Return what the tree has of `request`, the head of the queue, and why it cannot be admitted now; "" if it can
+        be admitted."""
         if budget <= 0:
-            return f"budget: the {self.config.max_num_batched_tokens} tokens of this step are used"
+            return None, f"budget: the {self.config.max_num_batched_tokens} tokens of this step are used"
         if not self._rows:
-            return f"rows: all {self.config.max_num_seqs} are used"
+            return None, f"rows: all {self.config.max_num_seqs} are used"
         if request.last_step > self._committed:
-            return "commit: its last step is not committed yet"
+            return None, "commit: its last step is not committed yet"
         needed = self.cache.blocks_for(len(request.ids))
         match = self.cache.look_up(request)
         if match is not None:
@@ -309,8 +311,8 @@ class Scheduler:
             # The reserve is for decodes: if budget is left, each running prefill has the blocks of its whole prompt.
             needed += self._watermark
         if needed > self.cache.available:
-            return f"blocks: needs {needed}, {self.cache.available} available"
-        return ""
+            return match, f"blocks: needs {needed}, {self.cache.available} available"
+        return match, ""
 
     def _preempt(self, request: Request, reason: str) -> None:
         """Release a request's row and blocks, and put it at the head of the queue; its token in flight stays valid."""

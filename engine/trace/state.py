@@ -28,7 +28,7 @@ from engine.trace.views import (
     Waste,
 )  # fmt: skip
 
-CONTROL = ("seq", "t", "step", "gate", "pace")  # fields of State and of a snapshot
+CONTROL = ("seq", "t", "step", "eviction_policy", "gate", "pace")  # fields of State and of a snapshot
 SIZES = ("num_blocks", "block_size", "budget", "max_num_seqs")
 _FIELDS = attrgetter(*(each.name for each in fields(RequestView)))
 
@@ -54,6 +54,7 @@ class State:
         self.free: list[int] | None = list(range(num_blocks - 1, 0, -1))
         self.counts = [num_blocks - 1, 0, 0, 0]  # number of blocks that are FREE, ACTIVE, SHARED, CACHED
         self.waste: Waste | None = Waste()  # None: not counted (an older recording, or vLLM)
+        self.eviction_policy = "lru"
         self.gate = "open"
         self.pace = 1.0
 
@@ -240,7 +241,7 @@ class State:
         Fields that an older version did not write have their defaults."""
         state = cls(**{name: data[name] for name in SIZES})
         for name in CONTROL:
-            setattr(state, name, data[name])
+            setattr(state, name, data.get(name, getattr(state, name)))
         for name in BLOCKS:
             setattr(state, name, {block: _own(value) for block, value in data.get(name, {}).items()})
         state.queue = list(data["queue"])

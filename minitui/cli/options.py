@@ -126,6 +126,10 @@ def _engine(
             "static: a new batch starts when the whole previous batch has finished."
         ),
     ] = "fcfs",
+    eviction_policy: Annotated[
+        str,
+        typer.Option(help="Which cached text is evicted first. lru: the least recently used. fifo: the oldest."),
+    ] = "lru",
     no_prefix_caching: Annotated[
         bool, typer.Option("--no-prefix-caching", help="Compute every prompt from its first token; reuse no prefix.")
     ] = False,

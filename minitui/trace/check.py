@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from engine.trace.eviction import EVICTION_POLICIES
 from engine.trace.kind import (
     KINDS,
     MOST,
@@ -21,6 +22,8 @@ from engine.trace.kind import (
     duration,
     factor,
     gate_state,
+    later,
+    one_of,
     position,
     positive,
     row,
@@ -37,7 +40,8 @@ MOST_HELD = MOST_VALUES  # entries in the block tables of all requests together
 
 SNAPSHOT: dict[str, Bound] = {
     "seq": sequence, "t": duration, "step": position, "num_blocks": positive, "block_size": positive,
-    "budget": positive, "max_num_seqs": positive, "gate": gate_state, "pace": factor, "queue": counts,
+    "budget": positive, "max_num_seqs": positive,
+    "eviction_policy": later(one_of(*EVICTION_POLICIES)), "gate": gate_state, "pace": factor, "queue": counts,
 }  # fmt: skip
 INFO: dict[str, Bound] = {
     "model": text, "device": text, "dtype": text, "num_blocks": count, "block_size": count,

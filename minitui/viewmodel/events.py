@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
+from engine.trace.eviction import EVICTION_POLICIES
 from engine.trace.kind import Record, named
 from engine.trace.records import CLEARED
 from minitui.text import count, duration, match_reason
@@ -123,10 +124,11 @@ def looked_up(event: Event) -> int:
 
 
 def describe(
-    event: Event, lane: Lane | None, quote: str = "", short: bool = False, tok_s: float | None = None
+    event: Event, lane: Lane | None, quote: str = "", short: bool = False, tok_s: float | None = None,
+    order: str = EVICTION_POLICIES["lru"].words,
 ) -> str:
     """Returns the event as a sentence, or in few words if `short`. `lane`: the lane of its request, if known. `quote`:
-    the evicted text; empty: not known. `tok_s`: of a finished request."""
+    the evicted text; empty: not known. `tok_s`: of a finished request. `order`: words of the eviction policy."""
     record = event.record
     kind, name = record.kind, f"r{event.request}"
     if kind == "admit":
@@ -152,7 +154,7 @@ def describe(
     if kind == "evict":
         if short:
             return f"{count(record.blocks, 'block')}, {record.reason}"
-        which = {CLEARED: " · on request", REMOVED: ""}.get(record.reason, " · least recently used")
+        which = {CLEARED: " · on request", REMOVED: ""}.get(record.reason, f" · {order}")
         what = f"“{quote}”" if quote else f"the end of node {event.node}"
         return f"{what} · {count(record.blocks, 'block')} · {record.reason}{which}"
     if kind == "finish":

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby, islice
-from operator import attrgetter
 
-import numpy as np
-
+from engine.trace.eviction import EVICTION_POLICIES
 from engine.trace.state import State
 from engine.trace.views import CACHED, FREE, NodeView
 from minitui.text import count
@@ -18,47 +16,33 @@ PRESSURE_BLOCKS, PRESSURE_SHARE = 4, 0.05  # a pool with at most so many free bl
 class EvictionOrder:
     """The nodes that no request holds, in the order in which the engine evicts them, in one state.
 
-    The engine evicts the leaf that was used the longest ago, and a node after its children. A parent was used at the
-    same time as its children or later. So the order is the order of age. Nodes of the same age are on one path from
-    the root, because a record uses the nodes of one path: the deepest is evicted first.
+    A node is evicted after its children, even if it is older. So its place is that of the last node evicted below it:
+    its age and id, or theirs if they are larger. Nodes with the same place are on one path: the deepest comes first.
     """
 
     def __init__(self, state: State) -> None:
-        unheld = [node for node in state.nodes.values() if not node.users and node.id]
-        ages = np.fromiter(map(attrgetter("last_used"), unheld), np.int64, len(unheld))
-        order = ages.argsort()
-        self._ages = ages = ages[order]
-        self.nodes = nodes = [unheld[i] for i in order.tolist()]
-        end = 0
-        for start in np.flatnonzero(ages[1:] == ages[:-1]).tolist():
-            if start >= end:
-                end = int(ages.searchsorted(ages[start], "right"))
-                nodes[start:end] = _deepest_first(nodes[start:end])
+        age = EVICTION_POLICIES[state.eviction_policy].age
+        places = {
+            node.id: (age(node), node.id) for node in state.nodes.values() if not node.users and node.id
+        }
+        depths: dict[int, int] = {}
+        for id, place in list(places.items()):
+            depth = 0
+            for above in state.path(state.nodes[id].parent):
+                depth += 1
+                if above.id in places:
+                    places[above.id] = max(places[above.id], place)
+            depths[id] = -depth
+        self.nodes = [state.nodes[id] for id in sorted(places, key=lambda id: (places[id], depths[id]))]
+        self._ranks = {node.id: rank for rank, node in enumerate(self.nodes, 1)}
 
     def rank(self, node: NodeView) -> int:
         """Returns the place of a node in the order, from 1; 0 if requests hold the node."""
-        if node.users or not node.id:
-            return 0
-        place = int(self._ages.searchsorted(node.last_used))
-        while self.nodes[place] is not node:
-            place += 1
-        return place + 1
+        return self._ranks.get(node.id, 0)
 
     def blocks(self) -> Iterator[tuple[NodeView, int]]:
         """Yields (node, block) for each block that can be evicted, in order: the last block of a node first."""
         return ((node, block) for node in self.nodes for block in reversed(node.blocks))
-
-
-def _deepest_first(nodes: list[NodeView]) -> list[NodeView]:
-    """Returns the nodes of one path from the deepest upwards."""
-    left, parents = {node.id: node for node in nodes}, {node.parent for node in nodes}
-    ordered = []
-    for leaf in (node.id for node in nodes if node.id not in parents):
-        node = left.pop(leaf, None)
-        while node is not None:
-            ordered.append(node)
-            node = left.pop(node.parent, None)
-    return ordered
 
 
 def next_blocks(state: State, order: EvictionOrder, most: int) -> tuple[list[int], list[tuple[NodeView, int]]]:

@@ -17,6 +17,7 @@ from copy import copy
 from typing import Any
 
 from engine.core.gate import RUNNING
+from engine.trace.eviction import EVICTION_POLICIES
 from engine.trace.records import Record
 from engine.trace.waste import WasteFigures, waste_of
 from minitui.viewmodel.annotated_state import AnnotatedState
@@ -243,6 +244,6 @@ class View(Moment):
                 if lane.finish_step > self.steps.committed:  # its last token has no time yet
                     return words
             else:
-                words = describe(event, lane, quote)
+                words = describe(event, lane, quote, order=EVICTION_POLICIES[self.live.state.eviction_policy].words)
             self._words[event.seq] = words
         return words

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
+from engine.trace.eviction import EVICTION_POLICIES
 from engine.trace.records import CLEARED
 from minitui.text import count, listed, match_reason
 from minitui.viewmodel.causes import explain
@@ -31,7 +32,7 @@ def narrate(view: View, step: int) -> str:
     events = view.events.of_step(step)
     admitted = {event.request for event in events if event.kind == "admit"}
     sentences = [
-        *_failures(events), *_preemptions(events), *_admissions(view, row, events), *_evictions(events),
+        *_failures(events), *_preemptions(events), *_admissions(view, row, events), *_evictions(view, events),
         *computed(view, row, admitted), *_waiting(events), *_finishes(events),
     ]  # fmt: skip
     if sentences and (why := why_long(view, row)):
@@ -78,7 +79,7 @@ def _preemptions(events: list[Event]) -> list[str]:
     return sentences
 
 
-def _evictions(events: list[Event]) -> list[str]:
+def _evictions(view: View, events: list[Event]) -> list[str]:
     sentences = []
     evictions = [event for event in events if event.kind == "evict"]
     cleared = sum(event.record.blocks for event in evictions if event.record.reason == CLEARED)
@@ -92,7 +93,8 @@ def _evictions(events: list[Event]) -> list[str]:
             blocks[record.reason] += record.blocks * (record.reason != CLEARED)
         reasons = [reason for reason, n in blocks.most_common() if n]  # of most blocks first
         others = [count(len(reasons) - NAMED, "other request")] if len(reasons) > NAMED else []
-        order = "is evicted, the least recently used" if total == 1 else "are evicted, least recently used first"
+        words = EVICTION_POLICIES[view.live.state.eviction_policy].words
+        order = f"is evicted, the {words}" if total == 1 else f"are evicted, {words} first"
         why = listed([*reasons[:NAMED], *others])
         sentences.append(f"{count(total, 'block')} that no request held {order} ({why}).")
     return sentences

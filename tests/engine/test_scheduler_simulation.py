@@ -13,6 +13,7 @@ from engine.core.scheduler import SchedulerConfig
 from engine.core.step import StepPlan
 from engine.errors import InvalidRequest
 from engine.params import SamplingParams
+from engine.trace.eviction import EVICTION_POLICIES
 from engine.trace.state import State
 from tests.support.simulation import SimulatedRunner, alone, simulated
 
@@ -20,10 +21,10 @@ from tests.support.simulation import SimulatedRunner, alone, simulated
 def make_engine(
     blocks: int = 64, block_size: int = 4, budget: int = 32, rows: int = 8, overlap: bool = False, **options: object
 ) -> Engine:
-    prefix_caching = bool(options.pop("prefix_caching", True))
+    of_engine = {name: options.pop(name) for name in ("prefix_caching", "eviction_policy") if name in options}
     runner = SimulatedRunner(blocks + 1, block_size, rows)
     config = SchedulerConfig(budget, rows, max_model_len=4096, **options)  # type: ignore[arg-type]
-    return simulated(Engine(runner, config, overlap=overlap, prefix_caching=prefix_caching, eos_ids=frozenset({49})))
+    return simulated(Engine(runner, config, overlap=overlap, eos_ids=frozenset({49}), **of_engine))  # type: ignore[arg-type]
 
 
 def run(engine: Engine, limit: int = 100_000) -> None:
@@ -49,6 +50,7 @@ class Load:
             policy=r.choice(["fcfs", "longest-prefix", "static", "priority"]),
             chunked_prefill=r.random() < 0.85,
             prefix_caching=prefix_caching,
+            eviction_policy=list(EVICTION_POLICIES)[seed % len(EVICTION_POLICIES)],
         )
         self.engine.delay = delay
         self.capacity = blocks * size

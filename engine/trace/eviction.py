@@ -1,0 +1,22 @@
+"""Eviction policies: which cached text leaves the tree first. The tree, predictions and sentences use these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class EvictionPolicy(NamedTuple):
+    """Leaves without users are evicted in the order of `age(node)`, the smallest first; a parent follows its children.
+
+    `age` may read what a Node of the tree and a NodeView of the panels both have: `id`, `blocks`, `last_used`.
+    """
+
+    words: str  # completes "the … blocks are evicted first"
+    age: Callable[[Any], int]
+
+
+EVICTION_POLICIES = {
+    "lru": EvictionPolicy("least recently used", lambda node: node.last_used),
+    "fifo": EvictionPolicy("oldest", lambda node: node.id),  # node ids count up
+}
