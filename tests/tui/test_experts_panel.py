@@ -61,7 +61,7 @@ def test_the_load_is_that_of_the_last_records_before_a_step() -> None:
     loads = ExpertLoads()
     assert loads.at(100) is None
     for n in range(20):
-        loads.fold((n, n / 4, "experts", 10 * n, [(3, [n, 1])]))
+        loads.read((n, n / 4, "experts", 10 * n, [(3, [n, 1])]))
     for step in (0, 55, 190):
         last = step // 10
         first = max(0, last - SUMMED + 1)

@@ -73,17 +73,17 @@ def run(
             where = kind if kind in parts else "wait" if kind == "device" else rng.choice(("plan", "launch", "emit"))
             parts[where] += ms
             if kind == "emit" and step % (2 * stalls_every) == 0:
-                history.fold((step, t, "submit", 100_000 + step, "chat", 16_000, 16_100))
+                history.read((step, t, "submit", 100_000 + step, "chat", 16_000, 16_100))
             device += ms if kind == "device" else 0.0
             if kind in pauses:
                 pauses[kind] = 1 if kind == "stop" else ms
         us = [round(parts[name] * 1e3) for name in PARTS]
-        history.fold((step, t, "step", step, prefills, joined, left, rows + tokens, 0))
+        history.read((step, t, "step", step, prefills, joined, left, rows + tokens, 0))
         record: Any = (step, t, "parts", step, *us, pauses["gc"] * 1e3, pauses["program"] * 1e3, pauses["stop"])
-        history.fold(record)
+        history.read(record)
         wall = sum(parts.values())
         t += wall / 1e3
-        history.fold((step, t, "time", step, us[3], us[4], us[0], wall, device, "decode"))
+        history.read((step, t, "time", step, us[3], us[4], us[0], wall, device, "decode"))
     return history, stalls
 
 
@@ -128,7 +128,7 @@ class Gpu:
             launch = (rng.uniform(*self.eager) if tokens else self.graph * rng.uniform(0.9, 1.1)) + late["launch"]
             host += parts["commit"] + parts["emit"] + late["emit"] + plan
             parts["emit"] += late["emit"]
-            history.fold((step, host / 1e3, "step", step, prefills, joined, [], rows + tokens, 0))
+            history.read((step, host / 1e3, "step", step, prefills, joined, [], rows + tokens, 0))
             joined, request = [], request + bool(tokens)
             starts = max(device_ends, host + (0.0 if tokens else launch))
             host += launch
@@ -144,10 +144,10 @@ class Gpu:
                 before = 0.03 * rng.uniform(0.9, 1.1)
                 us = [round(parts[name] * 1e3) for name in PARTS]
                 record: Any = (0, host / 1e3, "parts", number, *us, pauses["gc"] * 1e3, pauses["program"] * 1e3)
-                history.fold((*record, pauses["stop"]))
+                history.read((*record, pauses["stop"]))
                 t = (host + before) / 1e3
                 mine = [round(own[name] * 1e3) for name in ("plan", "launch")]
-                history.fold((1, t, "time", number, *mine, round(before * 1e3), wall, took, ""))
+                history.read((1, t, "time", number, *mine, round(before * 1e3), wall, took, ""))
                 if long:
                     stalls[number] = "prompt", launch
             flight = step, tokens, computed | {"plan": plan, "launch": launch}, ends, device
@@ -272,8 +272,8 @@ def test_without_measured_parts_nothing_is_blamed() -> None:
     history = Steps()
     for step in range(60):
         wall = 90.0 if step == 50 else 5.0
-        history.fold((step, 0.1 * step, "step", step, [], [], [], 4, 0))
-        history.fold((step, 0.1 * step, "time", step, 100, 100, 100, wall, None, "decode"))
+        history.read((step, 0.1 * step, "step", step, [], [], [], 4, 0))
+        history.read((step, 0.1 * step, "time", step, 100, 100, 100, wall, None, "decode"))
     model = CostModels(history).of(50)
     row = history.get(50)
     assert row is not None and row.parts is None
@@ -292,8 +292,8 @@ def test_kinds_of_overlapping_steps_are_compared_by_the_device_s_time(overlap: b
         device = 25.0 if mixed else 5.0
         wall = (2.0 if mixed else 25.0 if step % 10 == 4 else 5.0) if overlap else device + 1.0
         prefills, joined = [(9, 0, 64, False)] if mixed else [], [] if step else [1]
-        history.fold((step, 0.1 * step, "step", step, prefills, joined, [], 1 + 64 * mixed, 0))
-        history.fold((step, 0.1 * step, "time", step, 100, 100, 100, wall, device, "mixed" if mixed else "decode"))
+        history.read((step, 0.1 * step, "step", step, prefills, joined, [], 1 + 64 * mixed, 0))
+        history.read((step, 0.1 * step, "time", step, 100, 100, 100, wall, device, "mixed" if mixed else "decode"))
     timings = summarise(history, FirstTokens(), history.last, 99)
     assert timings.by_device is overlap and timings.decode.p99 == pytest.approx(5.0 if overlap else 6.0)
     assert timings.mixed.p50 == pytest.approx(25.0 if overlap else 26.0) and timings.mixed.steps == 6
@@ -386,8 +386,8 @@ def test_a_step_does_not_explain_itself() -> None:
     for step in range(60):
         prefills = [(9, 0, 64, False)] if step == 30 else []
         wall = 25.0 if prefills else 5.0
-        history.fold((step, 0.1 * step, "step", step, prefills, [], [], 68 if prefills else 4, 0))
-        history.fold((step, 0.1 * step, "time", step, 100, 100, 100, wall, None, "mixed" if prefills else "decode"))
+        history.read((step, 0.1 * step, "step", step, prefills, [], [], 68 if prefills else 4, 0))
+        history.read((step, 0.1 * step, "time", step, 100, 100, 100, wall, None, "mixed" if prefills else "decode"))
     models = CostModels(history)
     told = explained(history, 30, models.of(30))
     assert (told.expected, told.unexplained, told.prefills) == (pytest.approx(5.0), pytest.approx(20.0), ())
@@ -427,10 +427,10 @@ def test_the_device_is_blamed_for_prompts_of_unknown_cost_beside_decodes() -> No
         prompt = (9, 400, 174, True) if step == 55 else (9, 0, 100, True)
         prefills = [prompt] if step % 10 == 5 else []
         device = (6.0, 28.0, 7.0, 30.0, 18.0, 30.0)[step // 10] if prefills else 4.8 + 0.1 * (step % 3)
-        history.fold((step, t, "step", step, prefills, [], [], 1 + sum(chunk[2] for chunk in prefills), 0))
-        history.fold((step, t, "parts", step, 50, 100, 0, 60, 100, round(device * 1e3), 0, 0, 0))
+        history.read((step, t, "step", step, prefills, [], [], 1 + sum(chunk[2] for chunk in prefills), 0))
+        history.read((step, t, "parts", step, 50, 100, 0, 60, 100, round(device * 1e3), 0, 0, 0))
         t += (device + 0.31) / 1e3
-        history.fold((step, t, "time", step, 60, 100, 50, device + 0.31, device, "mixed" if prefills else "decode"))
+        history.read((step, t, "time", step, 60, 100, 50, device + 0.31, device, "mixed" if prefills else "decode"))
     told = explained(history, 55, fit(history, 59, (55,)))
     assert not told.prefills and [cause.name for cause in told.causes] == ["device in the prefill of r9 (174 tokens)"]
     assert told.causes[0].ms == pytest.approx(25.0, abs=0.5) and told.unexplained < 0.5

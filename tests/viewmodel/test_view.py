@@ -278,7 +278,7 @@ def test_a_replay_in_slow_motion_does_not_lengthen_the_gaps_between_tokens(parts
 def test_the_median_of_two_first_tokens_lies_between_them():
     firsts = FirstTokens()
     for seq, prefill_ms in enumerate((60.0, 12.0)):
-        firsts.fold((seq, 0.0, "first", seq, 1.0, prefill_ms))
+        firsts.read((seq, 0.0, "first", seq, 1.0, prefill_ms))
     assert summarise(Steps(), firsts, 0, 99).median_first_ms == pytest.approx(37.0)
     assert summarise(Steps(), FirstTokens(), 0, 99).median_first_ms is None
 
