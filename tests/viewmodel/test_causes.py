@@ -407,8 +407,8 @@ def test_an_expected_time_that_lacks_the_prompt_says_so() -> None:
     for step in range(60):
         tokens = {20: 64, 40: 250}.get(step, 0)
         wall = 5.0 + 0.3 * tokens
-        history.fold((step, 0.1 * step, "step", step, [(9, 0, tokens, False)] * bool(tokens), [], [], 4 + tokens, 0))
-        history.fold((step, 0.1 * step, "time", step, 100, 100, 100, wall, None, "mixed" if tokens else "decode"))
+        history.read((step, 0.1 * step, "step", step, [(9, 0, tokens, False)] * bool(tokens), [], [], 4 + tokens, 0))
+        history.read((step, 0.1 * step, "time", step, 100, 100, 100, wall, None, "mixed" if tokens else "decode"))
     models = CostModels(history)
     for step, tokens in ((20, 64), (40, 250)):
         row, model = history.get(step), models.of(step)

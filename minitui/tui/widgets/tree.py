@@ -58,7 +58,7 @@ blocks are free, a line names the blocks that the next allocations take: first t
 of node 1, and so on. The last line says how many prompt tokens the cache saved, and how many tokens preempted
 requests took again. "Since step 2,509": the history begins with this step. If there is room, the line also has the
 tokens of the last minute of working time: pauses and the delay of slow motion do not count, idle time does. ◌ marks a
-node of which the running step still computes blocks. A large panel (z) also has the whole text of the selected node.""")
+node of which the running step still computes blocks. A large panel (z) also has the text of the selected node.""")
     BINDINGS: ClassVar = [
         Binding("up", "move(-1)", "node above", show=False, id="tree.up"),
         Binding("down", "move(1)", "node below", show=False, id="tree.down"),
