@@ -365,7 +365,7 @@ class Split(Kind):
         lower = state.nodes[node]
         cut = blocks * state.block_size
         view = NodeView(
-            upper, lower.parent, lower.ids[:cut], lower.blocks[:blocks], lower.users, lower.last_used, [node]
+            upper, lower.parent, lower.ids[:cut], lower.blocks[:blocks], lower.users, lower.last_used, children=[node]
         )
         siblings = state.nodes[lower.parent].children
         siblings[siblings.index(node)] = upper

@@ -30,7 +30,9 @@ from engine.trace.views import (
 
 CONTROL = ("seq", "t", "step", "eviction_policy", "gate", "pace")  # fields of State and of a snapshot
 SIZES = ("num_blocks", "block_size", "budget", "max_num_seqs")
-_FIELDS = attrgetter(*(each.name for each in fields(RequestView)))
+_REQUEST_FIELDS, _NODE_FIELDS = (
+    attrgetter(*(each.name for each in fields(view))) for view in (RequestView, NodeView)
+)
 
 
 class State:
@@ -209,12 +211,11 @@ class State:
         other.waste = None if self.waste is None else replace(self.waste)
         other.free = None if self.free is None else list(self.free)
         other.holders, other.node_of = self.holders[:], self.node_of[:]
-        other.nodes = {
-            n.id: NodeView(n.id, n.parent, n.ids[:], n.blocks[:], n.users, n.last_used, n.children[:])
-            for n in self.nodes.values()
-        }
+        for id, n in self.nodes.items():
+            node = other.nodes[id] = NodeView(*_NODE_FIELDS(n))
+            node.ids, node.blocks, node.children = n.ids[:], n.blocks[:], n.children[:]
         for id, r in self.requests.items():
-            request = other.requests[id] = RequestView(*_FIELDS(r))
+            request = other.requests[id] = RequestView(*_REQUEST_FIELDS(r))
             request.table, request.contents = r.table[:], r.contents[:]
         return other
 
