@@ -17,8 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from engine.errors import EngineError
-from minitui.dev.scenes import Scene, until
-from minitui.dev.screenshots import make
+from minitui.dev.screenshots import Scene, make, until
 from minitui.export.png import NO_BROWSER, find_browser, write_png
 from minitui.export.svg import offline
 from minitui.teaching.demo import DEMOS

@@ -1,8 +1,8 @@
 """Pictures of the real application on the real engine: `python -m minitui.dev.screenshots [DIRECTORY] [NAME ...]`.
 
-Each scene (minitui/dev/scenes.py) runs in a headless terminal with the bundled model, stops between two steps and is
-written as SVG; with an installed Chromium also as PNG. Textual's SVG loads a font from the web; these files use
-installed fonts instead.
+Each scene (an application, and the actions before its picture is taken) runs in a headless terminal with the bundled
+model, stops between two steps and is written as SVG; with an installed Chromium also as PNG. Textual's SVG loads a font
+from the web; these files use installed fonts instead.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import io
 import json
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from textual import events
 
 from minitui import tutor
 from minitui.chat.conversation import Sampling
@@ -26,7 +29,6 @@ from minitui.chat.sessions import Chats
 from minitui.cli.launch import live_source, recorded
 from minitui.cli.options import engine_config
 from minitui.cli.teaching import lesson_source
-from minitui.dev.scenes import SCENES, Scene, settled, until
 from minitui.export.png import find_browser, write_png
 from minitui.export.svg import offline
 from minitui.settings import Settings
@@ -41,8 +43,17 @@ from minitui.tui.compare_app import CompareApp, compare_in_app
 from minitui.tui.lesson_app import LessonApp
 from minitui.tui.replay_app import ReplayApp
 from minitui.tui.replica_app import ReplicaApp
+from minitui.tui.screens.compare import CompareScreen
+from minitui.tui.screens.lesson import LessonScreen
+from minitui.tui.widgets.experts import ExpertMap
 from minitui.web.serve import OwnServer
 
+FOLLOW_UPS = (
+    "What is a block table?",
+    "What is continuous batching?",
+    "What is prefill?",
+    "Why is decode memory bound?",
+)
 DEFAULTS: dict[str, Any] = {"kv_blocks": None, "no_prefix_caching": False}
 
 
@@ -176,6 +187,271 @@ def main(
         if browser is not None:
             path = shrink(write_png(path.read_text(encoding="utf-8"), path.with_suffix(".png"), browser))
         print(path)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """An application, its options and its terminal, and the actions before the picture is taken (`play`)."""
+
+    play: Callable[[MinituiApp], Awaitable[None]]
+    columns: int = 120
+    rows: int = 36
+    theme: str = "dark"
+    options: dict[str, Any] = field(default_factory=dict)  # of the engine
+    lesson: int | None = None  # instead of the chat: this lesson
+    contrast: str = ""  # instead of the chat: the two runs of `minitui compare NAME`
+    demo: str = ""  # instead of the chat: a recording of this demo
+    recording: str = ""  # instead of the chat: this bundled recording
+    experts: int = 0  # instead of the bundled model: random weights with this many experts in each layer
+    replicas: int = 0  # instead of an engine: this many servers, and one that is missing
+
+
+async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+    """Waits until `condition()` is true. Raises TimeoutError."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError("the scene was not reached in time")
+        await asyncio.sleep(0.02)
+
+
+async def press(app: MinituiApp, *keys: str) -> None:
+    """Presses keys, as a terminal sends them."""
+    for key in keys:
+        app.post_message(events.Key(key, " " if key == "space" else key if len(key) == 1 else None))
+        await asyncio.sleep(0.15)
+
+
+async def settled(app: MinituiApp) -> None:
+    """Waits until every record is folded and painted, and highlights and notices have ended."""
+    await until(lambda: app.feed.backlog == 0)
+    await asyncio.sleep(1.6)  # until highlights have faded
+    app.clear_notifications()
+    await asyncio.sleep(0.5)
+
+
+async def ask(app: MinituiApp, text: str) -> None:
+    """Asks in the current chat and waits for the whole answer."""
+    app.ask_question(text)
+    await until(lambda: not app.session.busy)
+
+
+async def steps(app: MinituiApp, count: int) -> None:
+    """Runs `count` steps and stops."""
+    end = (await app.source.snapshot())["step"] + count  # the view may be a frame behind
+    await app.source.control("step", n=count)
+    await until(lambda: app.view.live.state.step >= end)
+
+
+async def chat(app: MinituiApp) -> None:
+    """The second chat has one complete answer, and another is written in slow motion. Four more chats run; a fork of
+    the first chat waits."""
+    await ask(app, "What is prefill?")
+    second = app.chats.new(app.system)
+    app.select_session(second)
+    await ask(app, "Can you give an example of paging?")
+    await app.source.control("pause")
+    app.chats.send(second, "What is prefix caching?")
+    fork = app.chats.fork(app.chats.sessions[0])
+    for question in FOLLOW_UPS:
+        await asyncio.sleep(0.1)  # so that they queue in this order
+        app.chats.send(app.chats.new(app.system), question)
+    await asyncio.sleep(0.1)
+    app.chats.send(fork, "And when is a block shared?")
+    await asyncio.sleep(0.1)
+    await app.source.control("pace", factor=20)
+    await app.source.control("resume")
+    await until(lambda: len(second.messages[-1].text) > 160)
+
+
+async def four_share(app: MinituiApp) -> None:
+    """Four chats share one system prompt; the long prompt of the fourth is computed in chunks."""
+    for question in ("What is a token?", "What is a radix cache?", "What is preemption?"):
+        await ask(app, question)
+        app.select_session(app.chats.new(app.system))
+    sessions = app.chats.sessions
+    for session, question in zip(sessions, FOLLOW_UPS, strict=True):
+        app.chats.rename(session, question.removeprefix("What is ").rstrip("?"))
+    await app.source.control("pause")
+    for session, question in zip(sessions[:3], FOLLOW_UPS, strict=False):
+        app.chats.send(session, question)
+    await steps(app, 40)
+    notes = " ".join(f"Block {n} holds the tokens {16 * n} to {16 * n + 15}." for n in range(12))
+    app.chats.rename(sessions[3], "long notes")
+    app.chats.send(sessions[3], f"Here are my notes. {notes} What is a block table?")
+    await asyncio.sleep(0.2)
+    await steps(app, 2)
+    app.select_session(sessions[3])
+    app.switch_mode("inspect")
+    await asyncio.sleep(0.3)
+
+
+async def hot_experts(app: MinituiApp) -> None:
+    """Four chats run on a mixture-of-experts model; the experts' panel has the focus."""
+    sessions = [app.session, *(app.chats.new(app.system) for _ in FOLLOW_UPS[1:])]
+    for seed, (session, question) in enumerate(zip(sessions, FOLLOW_UPS, strict=True)):
+        session.sampling = Sampling(temperature=1.0, seed=seed, max_tokens=240, ignore_eos=True)
+        app.chats.send(session, question)
+        await asyncio.sleep(0.1)
+    app.switch_mode("inspect")
+    await until(lambda: app.view.experts.known and app.view.live.state.step > 160)
+    await app.source.control("pause")
+    await asyncio.sleep(0.3)
+    app.screen.query_one(ExpertMap).focus()
+
+
+async def lecture(app: MinituiApp) -> None:
+    """One chat decodes. Two chats that share a system prompt arrive: one of them uses the blocks of the other."""
+    await app.source.control("pause")
+    questions = ("What is a token?", "What is a KV cache?", "Why is decode slow?")
+    sessions = [app.session, app.chats.new(app.system), app.chats.new(app.system)]
+    app.chats.set_system(sessions[0], "")
+    for session, question in zip(sessions, questions, strict=True):
+        app.chats.rename(session, question.rstrip("?"))
+    app.chats.send(sessions[0], questions[0])
+    await asyncio.sleep(0.2)
+    await steps(app, 12)
+    for session, question in zip(sessions[1:], questions[1:], strict=True):
+        app.chats.send(session, question)
+        await asyncio.sleep(0.1)  # so that they queue in this order
+    app.view.select(None)
+    await steps(app, 1)
+    app.switch_mode("lecture")
+    await asyncio.sleep(0.3)
+
+
+async def lesson(app: MinituiApp) -> None:
+    """The fourth page of the radix lesson: six chats with one system prompt, with a prediction and the result."""
+    assert isinstance(app, LessonApp)
+    await until(lambda: isinstance(app.screen, LessonScreen) and app.screen.stage is not None)
+    screen = app.screen
+    assert isinstance(screen, LessonScreen)
+    await press(app, "right", "right", "right", "a", "enter")
+    await until(lambda: screen.reading.at in screen.reading.seen)
+
+
+async def code(app: MinituiApp) -> None:
+    """The second page of the radix lesson, with the code of the lookup."""
+    await until(lambda: isinstance(app.screen, LessonScreen) and app.screen.stage is not None)
+    await press(app, "right", "v")
+
+
+async def compared(app: MinituiApp) -> None:
+    """Both runs have ended; the cursor is a third of the way through."""
+    await until(lambda: isinstance(app, CompareApp) and app.save is not None, 120.0)
+    screen = app.screen
+    assert isinstance(screen, CompareScreen) and screen.runs.comparison is not None
+    await press(app, "left")
+    screen.runs.cursor = screen.runs.comparison.end("ms") / 3
+
+
+async def replayed(app: MinituiApp) -> None:
+    """A narrated recording at its first preemption."""
+    assert isinstance(app, ReplayApp)
+    await app.replay.control("pause")
+    step = next(step for step, text in app.replay.trace.bookmarks if "preemption" in text)
+    await app.seek(step)
+    await until(lambda: app.position >= step)
+
+
+async def at_its_fullest(app: MinituiApp) -> None:
+    """A narrated recording at the bookmark of its fullest batch, or else at its last bookmark."""
+    assert isinstance(app, ReplayApp)
+    await app.replay.control("pause")
+    marks = app.replay.trace.bookmarks
+    step = next((step for step, text in marks if "fullest" in text), marks[-1][0])
+    await app.seek(step)
+    await until(lambda: app.position >= step)
+
+
+async def requested(app: MinituiApp) -> None:
+    """The table of requests of a recording at its fullest batch."""
+    await at_its_fullest(app)
+    await settled(app)
+    await press(app, "5")
+
+
+async def waterfall(app: MinituiApp) -> None:
+    """The tracks of host and device of a recording at its fullest batch."""
+    await at_its_fullest(app)
+    await settled(app)
+    await press(app, "w")
+
+
+async def helped(app: MinituiApp) -> None:
+    """The help: it explains the screen and its keys."""
+    await four_share(app)
+    await press(app, "question_mark")
+
+
+async def commands(app: MinituiApp) -> None:
+    """The list of all commands."""
+    await four_share(app)
+    await press(app, "colon")
+
+
+async def completed(app: MinituiApp) -> None:
+    """The prompt completes one of the questions that the model knows."""
+    await ask(app, "What is a token?")
+    app.focus_prompt()
+    await press(app, *"how", "space", *"does", "space")
+
+
+async def replicas(app: MinituiApp) -> None:
+    """Three chats with the same beginning share a replica, a fourth is pinned to the other replica; all chats are
+    answered."""
+    assert isinstance(app, ReplicaApp)
+    await until(lambda: len(app.replicas.usable) == len(app.replicas.replicas) - 1)
+    first = app.chats.sessions[0]
+    for question in ("What is a token?", "What is a radix cache?", "What is prefill?"):
+        await ask(app, question)
+        app.select_session(app.chats.new(app.system))
+    home = app.replicas.place(first.id)
+    app.replicas.pins[app.session.id] = next(r.url for r in app.replicas.usable if r is not home)
+    await ask(app, "What is a block table?")
+    await app.follow(home)
+    await app.source.control("pace", factor=20)
+    for session in app.chats.sessions:
+        app.chats.send(session, "Why is decode memory bound?")
+    app.commands.run("replicas")
+    await asyncio.sleep(3.0)  # the servers are polled every two seconds
+
+
+SMALL = {"kv_blocks": 80, "max_num_batched_tokens": 64}
+BUSY = {"kv_blocks": 160, "max_num_seqs": 5}
+SCHOOL = SMALL | {"max_num_batched_tokens": 256}
+SCENES = {
+    "chat": Scene(chat, 140, 40, options=BUSY),
+    "chat-light": Scene(chat, 140, 40, "light", BUSY),
+    "chat-projector": Scene(chat, 100, 30, "projector", BUSY),
+    "chat-80x24": Scene(chat, 80, 24, options=BUSY),
+    "prompt": Scene(completed, 100, 30, options=BUSY),
+    "inspect": Scene(four_share, 160, 48, options=SMALL),
+    "inspect-light": Scene(four_share, 160, 48, "light", SMALL),
+    "inspect-projector": Scene(four_share, 120, 36, "projector", SMALL),
+    "inspect-80x24": Scene(four_share, 80, 24, options=SMALL),
+    "experts": Scene(hot_experts, 160, 48, options=BUSY | {"dummy_weights": True}, experts=48),
+    "lecture": Scene(lecture, 120, 36, options=SCHOOL),
+    "lecture-light": Scene(lecture, 120, 36, "light", SCHOOL),
+    "lecture-projector": Scene(lecture, 80, 24, "projector", SCHOOL),
+    "lecture-80x24": Scene(lecture, 80, 24, options=SCHOOL),
+    "lesson": Scene(lesson, 140, 40, lesson=9),
+    "lesson-light": Scene(lesson, 140, 40, "light", lesson=9),
+    "lesson-projector": Scene(lesson, 100, 30, "projector", lesson=9),
+    "lesson-80x24": Scene(lesson, 80, 24, lesson=9),
+    "lesson-code": Scene(code, 140, 40, lesson=9),
+    "compare": Scene(compared, 140, 30, contrast="batching"),
+    "compare-80x24": Scene(compared, 80, 24, contrast="chunked-prefill"),
+    "replay": Scene(replayed, 140, 40, demo="preemption"),
+    "replay-light": Scene(replayed, 140, 40, "light", demo="preemption"),
+    **{f"replay-{name}": Scene(at_its_fullest, 160, 48, recording=name) for name in bundled()},
+    "requests": Scene(requested, 140, 40, recording="h200-8b"),
+    "waterfall": Scene(waterfall, 140, 40, recording="h200-8b"),
+    "replicas": Scene(replicas, 120, 30, options=SCHOOL, replicas=2),
+    "replicas-80x24": Scene(replicas, 80, 24, options=SCHOOL, replicas=2),
+    "help": Scene(helped, 120, 36, options=SMALL),
+    "commands": Scene(commands, 120, 36, options=SMALL),
+}
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,9 +22,8 @@ from minitui.bench import cpu, gpu, limits, llama, llama_shape, main, speculatio
 from minitui.bench.limits import Limits
 from minitui.bench.rows import Row
 from minitui.bench.shapes import Work, write_config
-from minitui.bench.watching import record_cost
-from minitui.dev import bench as dev_bench
-from minitui.dev import bench_host
+from minitui.bench.watching import mean_interval, record_cost
+from minitui.dev import bench as host
 
 LIMITS = Limits(copy=4.2e12, read=4.1e12, matmul=747e12, dtype="bfloat16")
 
@@ -189,14 +189,13 @@ def _bundled() -> str:
     return str(tutor.model_dir())
 
 
-def test_the_host_is_measured_without_a_device(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bench_host, "BATCHES", (2, 32))
-    monkeypatch.setattr(bench_host, "TREES", (200,))
-    monkeypatch.setattr(bench_host, "RUNS", 1)
-    dev_bench.measure(dev_bench.Options(host=True, json=True))
-    report = json.loads(capsys.readouterr().out)
+def test_the_host_is_measured_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "BATCHES", (2, 32))
+    monkeypatch.setattr(host, "TREES", (200,))
+    monkeypatch.setattr(host, "RUNS", 1)
+    said: list[str] = []
+    report = host.measure(said.append)
+    assert len(said) == 2 + 8 + 1
     assert {(cost["rows"], cost["delay"], cost["records"]) for cost in report["steps"]} == {
         (rows, delay, records) for rows in (2, 32) for delay in (0, 1) for records in (False, True)
     }
@@ -207,9 +206,9 @@ def test_the_host_is_measured_without_a_device(
 
 def test_a_step_and_the_tree_grow_with_what_they_must_and_no_faster() -> None:
     """Quadratic would be 64 times as much for eight times the rows, and for a tree 20 times larger 20 times."""
-    few, many = (bench_host.step_cost(rows, 0, True, runs=2) for rows in (32, 256))
+    few, many = (host.step_cost(rows, 0, True, runs=2) for rows in (32, 256))
     assert many.step_us < 24 * few.step_us
-    small, large = ([bench_host.tree_cost(blocks) for _ in range(3)] for blocks in (400, 8_000))
+    small, large = ([host.tree_cost(blocks) for _ in range(3)] for blocks in (400, 8_000))
     for name in ("match_us", "insert_us", "split_us", "evict_us"):
         few_us, many_us = (min(getattr(cost, name) for cost in costs) for costs in (small, large))
         assert many_us < 8 * few_us, name
@@ -230,3 +229,9 @@ def test_evicting_a_long_reply_block_by_block_costs_no_more_a_block_than_a_short
 
     long, short = (min(per_block(blocks) for _ in range(5)) for blocks in (2048, 64))
     assert long < 5 * short  # it was 28 times as much
+
+
+def test_the_interval_is_students() -> None:
+    for n, t in ((5, 2.7764), (9, 2.3060), (21, 2.0860)):
+        values = [(-1.0) ** i for i in range(n)]
+        assert mean_interval(values)[1] == pytest.approx(t * statistics.stdev(values) / n**0.5, rel=0.003)

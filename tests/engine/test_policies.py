@@ -15,7 +15,7 @@ from engine.core.request import Request, RequestState
 from engine.core.scheduler import SchedulerConfig
 from engine.params import SamplingParams
 from engine.trace.records import RecordLog
-from minitui.dev.bench_host import NoDevice
+from minitui.dev.bench import NoDevice
 
 STEP_S, TOKEN_S = 4e-3, 5e-5  # a step takes as long as this, and as this for each token of it
 

@@ -20,7 +20,7 @@ from typing import Any
 from tests.support.vllm_driver import Load, make_scheduler
 
 BLOCKS, BLOCK = 24, 50  # steps
-PROMPT, OUTPUT = 128, 256  # tokens, as in `minitui.dev.bench_vllm cost`
+PROMPT, OUTPUT = 128, 256  # tokens
 
 
 class Timed(Load):

@@ -59,7 +59,7 @@ async def test_two_sizes_on_their_way_do_not_answer_each_other_for_ever(kind: An
 def test_all_screens_are_so() -> None:
     for module in pkgutil.walk_packages(minitui.__path__, "minitui."):
         without = module.name.split(".")[1] in ("__main__", "server", "tutor", "bench", "vllm")  # they have no screens
-        if not without and module.name != "minitui.dev.vllm_switched":  # it needs vLLM
+        if not without:
             importlib.import_module(module.name)
     todo, found = [Screen], []
     while todo:

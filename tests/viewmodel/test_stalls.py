@@ -20,7 +20,6 @@ from engine.params import SamplingParams
 from engine.trace.records import Record, RecordLog
 from engine.trace.state import State
 from minitui.cli.tail import tail_trace
-from minitui.dev import stalls as live
 from minitui.dev.simulator import SMALL, Load, Stress
 from minitui.text import ms
 from minitui.trace.bundled import find_trace
@@ -37,6 +36,7 @@ from minitui.viewmodel.stalls import Reason, explain_gap, gap_words
 from minitui.viewmodel.token_gaps import Gap
 from tests.engine.test_scheduler_simulation import make_engine
 from tests.engine.test_scheduler_simulation import run as drive
+from tests.support import live_stalls as live
 from tests.support.golden import GOLDEN
 from tests.support.simulation import SimulatedLaunch, SimulatedRunner, simulated
 from tests.viewmodel.test_requests import played
@@ -217,7 +217,7 @@ def test_a_prompt_that_is_computed_again_says_so_in_the_gaps_of_the_others() -> 
 
 def test_stalls_in_a_live_engine_are_named() -> None:
     """The pauses are real; only the device is simulated. On a busy machine one of them may have another cause."""
-    rig = live.Rig(make_engine(200, 16, 512, 16, overlap=True), seed=1, on_gpu=False)
+    rig = live.Rig(make_engine(200, 16, 512, 16, overlap=True), seed=1)
     for _ in range(64):
         rig.step()
     findings = [rig.stall(kind) for kind in ("plan", "launch", "commit", "emit", "collection", "pool")]
@@ -254,7 +254,7 @@ def test_a_prompt_that_costs_its_launch_is_named_and_not_the_launch(monkeypatch:
     monkeypatch.setattr("engine.core.step_clock.now", gpu.now)
     monkeypatch.setattr(HostPauses, "since_last", lambda self, delays=True: Pauses(0.0, 0.0, 0))  # of the real host
     config, log = SchedulerConfig(512, 16, max_model_len=4096), RecordLog(gpu.now)
-    rig = live.Rig(simulated(Engine(gpu, config, overlap=True, log=log)), seed=1, on_gpu=False)
+    rig = live.Rig(simulated(Engine(gpu, config, overlap=True, log=log)), seed=1)
     for _ in range(100):
         rig.step()
     early = rig.stall("prompt")  # the launch is measured, but no prompt of this length has been seen

@@ -18,7 +18,6 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 import minitui.vllm.facts as facts
 import minitui.vllm.recorder as recording
 import minitui.vllm.scheduler as scheduling
-import tests.support.vllm_driver as driver
 from tests.support.vllm_direct import Direct, watch_steps
 from tests.support.vllm_driver import Load, make_scheduler
 from tests.support.vllm_wild import KINDS as WILD
@@ -121,22 +120,6 @@ def test_a_block_that_was_cached_before_lost_messages_is_hit_again(make):
     run([*two, 1], [*two, 2])
     assert (pipe.wholes, pipe.kinds["swap"], pipe.repairs) == (1, 1, 0)
     assert pipe.translator.faults == []
-
-
-def test_a_recorder_that_goes_on_and_off_costs_nothing_but_the_records_between(direct, tmp_path, monkeypatch):
-    from minitui.dev import vllm_switched
-
-    monkeypatch.setenv("MINITUI_SWITCHED", str(tmp_path / "periods"))
-    monkeypatch.setattr(vllm_switched, "PERIOD_S", 0.0)  # it goes on or off with each second call
-    monkeypatch.setattr(driver, "recording_scheduler", vllm_switched.SwitchedScheduler)
-    scheduler = make_scheduler(tmp_path, asynchronous=True)
-    pipe = scheduler._switched.pipe
-    load = Load(scheduler, 1, 2)
-    load.run(STEPS)
-    lines = (tmp_path / "periods").read_text().split("\n")[:-1]
-    assert {line.split()[1] for line in lines} == {"0", "1"}
-    assert sum(int(line.split()[3]) for line in lines) > STEPS / 2
-    assert pipe.translator.checked > STEPS / 4 and not pipe.repairs and pipe.translator.faults == []
 
 
 def test_several_kv_cache_groups_are_not_recorded_and_vllm_says_so(tmp_path, said):

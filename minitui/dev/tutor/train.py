@@ -9,27 +9,31 @@ import functools
 import json
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 import typer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from minitui.dev.tutor.answers import answer_with
-from minitui.dev.tutor.checkpoint import save
 from minitui.dev.tutor.dataset import HeldOut, load_checks, load_items, load_words
 from minitui.dev.tutor.network import Network, Shape
 from minitui.dev.tutor.rows import Conversations, pack, tokenizer_texts, train_tokenizer
-from minitui.dev.tutor.scoring import known, score, table
+from minitui.dev.tutor.scoring import Chat, known, score, table
 from minitui.dev.tutor.wordings import Damage
 from minitui.tutor import DEFAULT_SYSTEM_PROMPT
 
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
 Settings = TypeVar("Settings", "Shape", "Recipe", Damage)
 
 
@@ -210,6 +214,67 @@ def main(
         right = known(items, answer, system)
         print(f"canonical questions answered word for word: {len(right)} of {len(items)}", flush=True)
     print("answered differently:", sorted(set(items) - set(right)))
+
+
+@torch.inference_mode()
+def answer_with(network: Network, tokenizer: Tokenizer, chats: Sequence[Chat], most: int = 260) -> list[str]:
+    """Returns greedy answers to all chats, computed in one batch; used for the evaluation after training."""
+    device = next(network.parameters()).device
+    end = tokenizer.token_to_id("<|im_end|>")
+    prompts = [tokenizer.encode(render(chat)).ids for chat in chats]
+    answers: list[list[int]] = [[] for _ in prompts]
+    live = list(range(len(prompts)))
+    embedding = network.model.embed_tokens.weight
+    while live:
+        rows = [prompts[index] + answers[index] for index in live]
+        longest = max(map(len, rows))
+        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+        mask = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()[None, None]
+        with torch.autocast(device.type, torch.bfloat16):
+            hidden = network(ids, mask)
+            last = hidden[torch.arange(len(rows)), torch.tensor([len(row) - 1 for row in rows])]
+            chosen = (last @ embedding.T).argmax(-1).tolist()
+        for index, token in zip(live, chosen, strict=True):
+            answers[index].append(token)
+        live = [index for index in live if answers[index][-1] != end and len(answers[index]) < most]
+    return [tokenizer.decode([token for token in ids if token != end]) for ids in answers]
+
+
+def render(chat: Chat) -> str:
+    """Returns the text that CHAT_TEMPLATE makes from a chat, up to the beginning of the answer."""
+    turns = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in chat)
+    return turns + "<|im_start|>assistant\n"
+
+
+def save(network: Network, tokenizer: Tokenizer, shape: Shape, out: Path) -> None:
+    """Writes the checkpoint, with bf16 weights, in the format that transformers and the engine read."""
+    out.mkdir(parents=True, exist_ok=True)
+    weights = {
+        name: weight.detach().to("cpu", torch.bfloat16).contiguous() for name, weight in network.named_parameters()
+    }
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    tokenizer.save(str(out / "tokenizer.json"))
+    ends = [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")]
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **asdict(shape),
+        "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "tie_word_embeddings": True,
+        "use_cache": True, "use_sliding_window": False, "dtype": "bfloat16", "initializer_range": 0.02,
+        "bos_token_id": None, "eos_token_id": ends[0],
+    }  # fmt: skip
+    generation = {"do_sample": False, "eos_token_id": ends, "pad_token_id": ends[1], "max_new_tokens": 512}
+    added = {
+        str(tokenizer.token_to_id(token)): {"content": token, "special": True, "lstrip": False, "rstrip": False,
+                                            "normalized": False, "single_word": False}
+        for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    }  # fmt: skip
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
+        "model_max_length": shape.max_position_embeddings, "clean_up_tokenization_spaces": False,
+        "added_tokens_decoder": added, "chat_template": CHAT_TEMPLATE,
+    }  # fmt: skip
+    files = {"config": config, "generation_config": generation, "tokenizer_config": tokenizer_config}
+    for name, content in files.items():
+        (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
