@@ -48,10 +48,11 @@ def chat(
     mirror: Annotated[
         bool, typer.Option("--mirror", help="With --web: all tabs show your application; only your tab accepts input.")
     ] = False,
-    web_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of --web.")] = 8001,
+    web_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of --web. Default: 8001.")] = None,
     web_host: Annotated[
-        str, typer.Option(help="Address of --web. With --mirror, 0.0.0.0 lets other machines watch.")
-    ] = "127.0.0.1",
+        str | None,
+        typer.Option(help="Address of --web. Default: 127.0.0.1. With --mirror, 0.0.0.0 lets other machines watch."),
+    ] = None,
 ) -> None:
     """Chat, and see what the engine does.
 
@@ -75,15 +76,19 @@ def chat(
     if web:
         from minitui.web.serve import WebSettings
 
-        if record is not None:
-            raise typer.BadParameter("--record does not work with --web: use minitui serve --record instead")
+        if record is not None and not mirror:
+            raise typer.BadParameter(
+                "with --web, --record needs --mirror, or every tab would write the same file. To record the engine of "
+                "all tabs, run minitui serve --record, and minitui chat --web --connect with its address"
+            )
         if resume and not mirror:
             raise typer.BadParameter("with --web, --resume needs --mirror, or every tab would reopen the same chats")
-        browser = WebSettings(web_host, web_port, tuple(urls), mirror=mirror)
-        options = {"system": system, **sampling, **looks, "resume": resume or None}
+        browser = WebSettings(web_host or "127.0.0.1", web_port or 8001, tuple(urls), mirror=mirror)
+        options = {"system": system, **sampling, **looks, "resume": resume or None, "record": record}
         raise typer.Exit(run_in_browser(model, engine, browser, key, options))
-    if mirror:
-        raise typer.BadParameter("--mirror needs --web")
+    for option, value in {"--mirror": mirror or None, "--web-port": web_port, "--web-host": web_host}.items():
+        if value is not None:
+            raise typer.BadParameter(f"{option} needs --web")
     settings = settings_file.load()
     apply_looks(settings, looks)
     need_terminal("minitui chat", 'minitui ask "What is a KV cache?"')

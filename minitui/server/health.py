@@ -22,7 +22,10 @@ LINKS = {
     "/docs": "the endpoints", "/v1/models": "the model", "/server_info": "the engine and the server's limits",
     "/health": "whether it can answer", "/metrics": "for Prometheus",
 }  # fmt: skip
-FRONT = "<!doctype html><title>minitui</title><h1>minitui serves a model here</h1><ul>{}</ul>".format(
+FRONT = (
+    '<!doctype html><meta name="viewport" content="width=device-width"><title>minitui</title>'
+    "<h1>minitui serves a model here</h1><ul>{}</ul>"
+).format(
     "".join(f'<li><a href="{path}">{path}</a>: {about}' for path, about in LINKS.items())
 )
 PAGE: dict[str, Any] = {"content": {"text/plain": {"schema": {"type": "string"}}}}

@@ -14,7 +14,7 @@ CLIPBOARD = "\x1b]52;"
 
 
 class MirrorDriver(WebDriver):
-    """A web driver of fixed size; the environment variables COLUMNS and ROWS set the size."""
+    """A web driver that can send the whole screen."""
 
     def write(self, data: str) -> None:
         if data.startswith(CLIPBOARD):
@@ -25,7 +25,7 @@ class MirrorDriver(WebDriver):
     def on_meta(self, packet_type: str, payload: dict[str, object]) -> None:
         if packet_type == "keyframe":
             self._app.call_later(self.keyframe)
-        elif packet_type != "resize":
+        else:
             super().on_meta(packet_type, payload)
 
     def keyframe(self) -> None:

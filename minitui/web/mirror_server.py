@@ -1,7 +1,8 @@
 """`minitui chat --web --mirror`: all tabs show the same application, for example in a classroom.
 
-Only the presenter's tab can type. The addresses of viewers and presenter contain different tokens, which
-minitui/web/site.py checks. minitui/web/mirror.py passes output from the application to the tabs.
+Only the presenter's tab can type, and its window sets the columns and rows. The addresses of viewers and presenter
+contain different tokens, which minitui/web/site.py checks. minitui/web/mirror.py passes output from the application to
+the tabs.
 """
 
 from __future__ import annotations
@@ -18,49 +19,110 @@ from aiohttp import web
 
 from engine.errors import EngineError
 from minitui.web.mirror import Application, Viewer
-from minitui.web.site import Site, messages, stopped
+from minitui.web.site import Site, first_size, fitting, messages, stopped, terminal_size
 
-SIZE = (120, 36)  # columns, rows; the same for all viewers
+SIZE = (120, 36)  # columns, rows, until a presenter's window sets them
+PRESENTERS_FONT = 20  # pixels: a projector of 1920x1080 shows 158x40 cells; the browser's zoom changes them
+VIEWERS_FONT = 10  # pixels, the smallest; on a phone the page is wider than the screen and can be moved
 LEGIBLE = "abcdefghjkmnpqrstuvwxyz23456789"  # easy to read: viewers may copy their address from a blackboard
 VIEWERS_TOKEN = 10  # characters; trying all tokens takes 2,600 years at 10,000 guesses a second
 
-# The script sets the largest font with which all columns and rows fit in the window. If a resize changes this font
-# size, the page is loaded again.
-FITTING = """
+# A viewer's font is the largest with which the picture fits in the window. If the window or the picture gets another
+# size, the page is loaded again. Touches move the page; otherwise the terminal would take them.
+VIEWER = """
+<style>@media (pointer: coarse) { #terminal { pointer-events: none; } }</style>
 <script>
-  const fitting = () => String(Math.max(4, Math.floor(
-    Math.min(innerWidth / (COLUMNS * 0.605), (innerHeight - ROWS) / (ROWS * 1.32)))));
+  const columns = COLUMNS, rows = ROWS;
+  const height = (font) => Math.round(1.048 * font) + Math.round(0.271 * font);  // above and below the baseline
+  const fitting = () => {
+    let font = Math.floor(innerWidth * devicePixelRatio / columns) / devicePixelRatio / 0.6;
+    while (rows * height(font) > innerHeight) font -= 0.05;
+    return Math.max(SMALLEST, font).toFixed(2);
+  };
+  let later;
+  const reload = () => { clearTimeout(later); later = setTimeout(() => location.reload(), 500); };
+  WebSocket = class extends WebSocket {
+    constructor(url) {
+      super(url);
+      this.addEventListener("message", ({data}) => {
+        const [kind, ...size] = typeof data === "string" ? JSON.parse(data) : [];
+        if (kind === "size" && String(size) !== String([columns, rows])) reload();
+      });
+    }
+  };
   document.addEventListener("DOMContentLoaded", () => {
-    document.getElementById("terminal").dataset.fontSize = fitting();
+    const terminal = document.getElementById("terminal");
+    if (fitting() == SMALLEST) {
+      terminal.style.minWidth = columns * 0.605 * SMALLEST + "px";
+      terminal.style.minHeight = rows * (height(SMALLEST) + 1) + "px";
+    }
   });
   addEventListener("resize", () => {
-    if (fitting() !== document.getElementById("terminal").dataset.fontSize) location.reload();
+    if (fitting() !== document.getElementById("terminal").dataset.fontSize) reload();
   });
 </script>
-""".replace("COLUMNS", str(SIZE[0])).replace("ROWS", str(SIZE[1]))
+""".replace("SMALLEST", str(VIEWERS_FONT))
 
 
 class MirrorSite(Site):
     """The page and sockets of a mirrored application. All sockets show the application. Only a presenter can type."""
 
-    head = FITTING
-
     def __init__(self, application: Application, host: str, viewers: str, presenter: str) -> None:
         """`viewers`, `presenter`: the tokens of viewers and presenter."""
         super().__init__(host, {viewers: False, presenter: True})
         self.application = application
+        self._sizes: dict[web.WebSocketResponse, tuple[int, int]] = {}  # of the presenter's windows
+        self._resized = asyncio.Event()  # another event after each change
+
+    def head(self, may_type: bool) -> str:
+        if may_type:
+            return fitting(PRESENTERS_FONT)
+        columns, rows = self.application.size
+        return VIEWER.replace("COLUMNS", str(columns)).replace("ROWS", str(rows))
 
     async def attend(self, websocket: web.WebSocketResponse, request: web.Request, may_type: bool) -> None:
-        showing = asyncio.create_task(self._show(websocket, Viewer(websocket.send_bytes, may_type)))
+        showing = [asyncio.create_task(self._show(websocket, Viewer(websocket.send_bytes, may_type)))]
+        if may_type:
+            self._resize(websocket, first_size(request))
+        else:
+            showing.append(asyncio.create_task(self._send_size(websocket)))
         try:
-            async for kind, rest in messages(websocket):  # other messages of viewers are ignored; the size is fixed
-                if may_type and kind == "stdin" and rest and isinstance(rest[0], str):
-                    self.application.type(rest[0])
-                elif may_type and kind in ("focus", "blur"):
-                    self.application.send(type=kind)
+            async for kind, rest in messages(websocket):  # other messages of viewers are ignored
+                match [kind, *rest]:
+                    case ["stdin", str(text)] if may_type:
+                        self.application.type(text)
+                    case ["resize", {"width": width, "height": height}] if may_type:
+                        self._resize(websocket, terminal_size([width, height]))
+                    case ["focus" | "blur"] if may_type:
+                        self.application.send(type=kind)
         finally:
-            showing.cancel()
-            await asyncio.gather(showing, return_exceptions=True)
+            self._sizes.pop(websocket, None)
+            self._fit()
+            for task in showing:
+                task.cancel()
+            await asyncio.gather(*showing, return_exceptions=True)
+
+    def _resize(self, websocket: web.WebSocketResponse, size: tuple[int, int] | None) -> None:
+        if size is not None:
+            self._sizes[websocket] = size
+            self._fit()
+
+    def _fit(self) -> None:
+        """Give the picture the largest size that fits in all of the presenter's windows."""
+        sizes = self._sizes.values() or [self.application.size]
+        columns, rows = (min(numbers) for numbers in zip(*sizes, strict=True))
+        if (columns, rows) != self.application.size:
+            self.application.resize((columns, rows))
+            self._resized.set()
+            self._resized = asyncio.Event()
+
+    async def _send_size(self, websocket: web.WebSocketResponse) -> None:
+        """Send a viewer the size of the picture, now and after each change."""
+        with contextlib.suppress(ConnectionError):
+            while True:
+                resized = self._resized
+                await websocket.send_json(["size", *self.application.size])
+                await resized.wait()
 
     async def _show(self, websocket: web.WebSocketResponse, viewer: Viewer) -> None:
         with contextlib.suppress(ConnectionError):
@@ -86,7 +148,10 @@ async def serve_mirror(
         async with MirrorSite(application, host, viewers, presenter).serving(listening):
             on_ready(viewers, presenter)
             await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        return 0
+        await application.stop()
+        if application.message:  # such as a recording that is not complete
+            print(f"minitui: {application.message}", file=sys.stderr, flush=True)
+        return application.returncode
     except EngineError as error:
         raise EngineError(f"the application did not start: {error}") from error
     finally:

@@ -28,7 +28,7 @@ class WebProcess:
 
     def __init__(self, command: list[str], size: tuple[int, int]) -> None:
         """`size`: columns and rows."""
-        self._command, self._size = command, size
+        self._command, self.size = command, size
         self._process: asyncio.subprocess.Process | None = None
         self._stderr = b""  # the last 4096 bytes
         self._reading: asyncio.Task[None] | None = None
@@ -39,7 +39,7 @@ class WebProcess:
 
     async def start(self) -> None:
         """Start the process; return when its driver is ready. Raises EngineError with its stderr if it ends earlier."""
-        columns, rows = self._size
+        columns, rows = self.size
         environment = {
             **os.environ, "TEXTUAL_DRIVER": self.driver, "TEXTUAL_COLOR_SYSTEM": "truecolor",
             "TEXTUAL_FPS": str(self.fps), "COLUMNS": str(columns), "ROWS": str(rows), "TERM_PROGRAM": "textual",
@@ -55,8 +55,17 @@ class WebProcess:
         while (line := await self._process.stdout.readline()) != READY:
             if not line:
                 await self._reading
-                message = self._stderr.decode(errors="replace").strip().removeprefix("minitui: ")
-                raise EngineError(message or "the application ended without a message")
+                raise EngineError(self.message or "the application ended without a message")
+
+    @property
+    def message(self) -> str:
+        """Returns what the process has written to stderr, such as an error."""
+        return self._stderr.decode(errors="replace").strip().removeprefix("minitui: ")
+
+    @property
+    def returncode(self) -> int:
+        """The exit code of the process; 0 before it ends or if a signal ended it."""
+        return max(0, (self._process.returncode if self._process is not None else None) or 0)
 
     async def _read_stderr(self) -> None:
         assert self._process is not None and self._process.stderr is not None
@@ -75,6 +84,11 @@ class WebProcess:
     def type(self, text: str) -> None:
         """Send typed text to the application."""
         self._write(b"D", text.encode("utf-8", "replace"))  # a browser can send lone surrogates
+
+    def resize(self, size: tuple[int, int]) -> None:
+        """Set the columns and rows of the application's screen."""
+        self.size = size  # used if the process has not started yet
+        self.send(type="resize", width=size[0], height=size[1])
 
     def send(self, **message: object) -> None:
         """Send the application a message of Textual's web protocol, such as a resize."""
@@ -101,9 +115,10 @@ class WebProcess:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(QUIT_S):
                         await process.wait()
-        for task in (unread, self._reading):
-            if task is not None:
-                task.cancel()
+        tasks = [task for task in (unread, self._reading) if task is not None]
+        await asyncio.wait(tasks, timeout=QUIT_S)  # its last message
+        for task in tasks:
+            task.cancel()
 
 
 async def _discard(stream: asyncio.StreamReader) -> None:

@@ -22,7 +22,7 @@ import json
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,26 +46,61 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 
-# This server sends the font itself, so the page works offline and no font server learns of the visit.
-SCRIPT = """
-<style>@font-face { font-family: "Roboto Mono"; src: url(/static/fonts/RobotoMono-VariableFont_wght.ttf); }</style>
+SMALLEST, LARGEST = 12, 16  # font size in pixels
+COLUMNS, ROWS = (20, 1000), (5, 500)  # minimum and maximum of each
+# This server sends the font itself, so the page works offline and no font server learns of the visit. A cell is 0.605
+# font sizes wide. dvh: the height without the bars of a phone's browser.
+HEAD = """
+<title>minitui</title>
+<link rel="icon" href="data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 4 4'%3E
+%3Crect width='4' height='4' fill='%230c181f'/%3E%3Cpath d='M0 0h3v1H0zM0 2h2v1H0z' fill='%234ec9b0'/%3E%3C/svg%3E">
+<meta name="viewport" content="width=device-width, initial-scale=1, interactive-widget=resizes-content">
+<style>
+  @font-face { font-family: "Roboto Mono"; src: url(/static/fonts/RobotoMono-VariableFont_wght.ttf); }
+  #terminal { width: 100%; height: 100dvh; }
+  #terminal .xterm-viewport { overflow: hidden; }
+  .intro { box-sizing: border-box; max-width: calc(100vw - 64px); }
+</style>
 <script>
   document.addEventListener("DOMContentLoaded", () => {
-    document.getElementById("terminal").dataset.sessionWebsocketUrl =
+    const terminal = document.getElementById("terminal").dataset;
+    terminal.sessionWebsocketUrl =
       (location.protocol === "https:" ? "wss:" : "ws:") + "//" + location.host + "SOCKET";
+    terminal.fontSize = fitting();
   });
 </script>
 """
 
 
-def page(socket_path: str, more: str = "") -> str:
+def fitting(largest: int = LARGEST) -> str:
+    """Returns the script that chooses the font: the largest with which 80 columns fit, within SMALLEST and `largest`.
+    In a narrower window there are fewer columns."""
+    size = f"Math.max({SMALLEST}, Math.min({largest}, innerWidth / (80 * 0.605)))"
+    return f"<script>const fitting = () => String(Math.floor(10 * {size}) / 10);</script>"
+
+
+def terminal_size(wanted: Sequence[Any]) -> tuple[int, int] | None:
+    """Returns (columns, rows) clamped to the limits; None if a number is not an integer."""
+    if any(type(number) is not int for number in wanted):
+        return None
+    columns, rows = (max(least, min(most, n)) for n, (least, most) in zip(wanted, (COLUMNS, ROWS), strict=True))
+    return columns, rows
+
+
+def first_size(request: web.Request) -> tuple[int, int] | None:
+    """Returns the terminal's size in the address of a websocket; None if the address contains no size."""
+    wanted = [request.query.get("width"), request.query.get("height")]
+    return terminal_size([int(n) if n and n.isdecimal() and len(n) < 5 else n for n in wanted])
+
+
+def page(socket_path: str, more: str) -> str:
     """Returns textual-serve's page for the websocket at `socket_path`; `more` is added to its head."""
     templates = Environment(loader=FileSystemLoader(_asset_folder("templates")), autoescape=True)
     text = templates.get_template("app_index.html").render(
         config={"static": {"url": "/static/"}}, application={"name": "minitui"}, font_size=16, app_websocket_url=""
     )
     text = text.replace("https://fonts.googleapis.com/css?family=Roboto%20Mono", "/static/css/xterm.css")
-    return text.replace("</head>", SCRIPT.replace("SOCKET", socket_path) + more + "</head>", 1)
+    return text.replace("</head>", HEAD.replace("SOCKET", socket_path) + more + "</head>", 1)
 
 
 def _asset_folder(name: str) -> Path:
@@ -90,7 +125,6 @@ def is_served(name: str, host: str) -> bool:
 class Site:
     """Serves the page at /?token=TOKEN and its websocket at /ws/TOKEN. Subclasses handle each socket in `attend`."""
 
-    head = ""  # added to the page's head
     max_sockets = 300  # limit of open sockets that may type; the same limit applies to those that may not
 
     def __init__(self, host: str, tokens: Mapping[str, bool]) -> None:
@@ -106,6 +140,10 @@ class Site:
                 web.static("/static", _asset_folder("static")),
             ]
         )  # fmt: skip
+
+    def head(self, may_type: bool) -> str:
+        """Returns what the page's head contains for this user, such as the script that chooses the font."""
+        return fitting()
 
     async def attend(self, websocket: web.WebSocketResponse, request: web.Request, may_type: bool) -> None:
         """Serve one socket until it closes."""
@@ -135,8 +173,7 @@ class Site:
 
     async def _page(self, request: web.Request) -> web.Response:
         token = request.query.get("token", "")
-        self._may_type(token)
-        return web.Response(text=page(f"/ws/{token}", self.head), content_type="text/html")
+        return web.Response(text=page(f"/ws/{token}", self.head(self._may_type(token))), content_type="text/html")
 
     async def _socket(self, request: web.Request) -> web.WebSocketResponse:
         origins = request.headers.getall("Origin", [])

@@ -277,17 +277,21 @@ def test_what_chat_is_told_reaches_the_applications_in_a_browser(monkeypatch):
     monkeypatch.setattr(minitui.web.serve, "run_web", lambda web, *rest: seen.append(web.options) or 0)
     words = ["chat", "--web", "--system", "Be terse", "--temperature", "0", "--top-k", "9", "--ascii", "--fps", "5"]
     assert CliRunner().invoke(app, words).exit_code == 0
-    assert CliRunner().invoke(app, [*words, "--mirror", "--resume", "--connect", "a:1", "--model", "m"]).exit_code == 0
+    mirrored = ["--mirror", "--resume", "--connect", "a:1", "--model", "m", "--record", "my class.trace"]
+    assert CliRunner().invoke(app, [*words, *mirrored]).exit_code == 0
     first = {"--system=Be terse", "--temperature=0.0", "--top-k=9", "--ascii", "--fps=5"}
-    assert [set(options) for options in seen] == [first, first | {"--resume", "--model=m"}]
+    assert [set(options) for options in seen] == [first, first | {"--resume", "--model=m", "--record=my class.trace"}]
 
 
 @pytest.mark.parametrize(("words", "said"), [
     (["--connect", "a:1", "--kv-blocks", "64", "--enforce-eager"], "--kv-blocks, --enforce-eager: engine options"),
     (["--web", "--connect", "a:1", "--device", "cpu"], "--device: engine options belong to the server"),
-    (["--web", "--record", "f"], "minitui serve --record"),
+    (["--web", "--record", "f"], "--record needs --mirror"),
     (["--web", "--resume"], "--resume needs --mirror"),
     (["--connect", ","], "needs an address"),
+    (["--mirror"], "--mirror needs --web"),
+    (["--web-port", "9000"], "--web-port needs --web"),
+    (["--web-host", "0.0.0.0"], "--web-host needs --web"),
 ])  # fmt: skip
 def test_an_option_that_would_do_nothing_is_refused(words, said):
     result = CliRunner().invoke(app, ["chat", *words])

@@ -158,10 +158,12 @@ async def test_a_keyframe_is_the_screen_and_other_viewers_miss_nothing() -> None
         driver._write = lambda data: told.append((data[:1], data[5:].decode()))
         driver.write("\x1b]52;c;c2VjcmV0\a")
         driver.write("drawn")
-        driver.on_meta("resize", {"width": 10, "height": 5})
         driver.on_meta("keyframe", {})
         await pilot.pause()
-        assert [kind for kind, _ in told] == [b"C", b"D", b"K"] and told[2][1] == drawn and app.size == (40, 6)
+        assert [kind for kind, _ in told] == [b"C", b"D", b"K"] and told[2][1] == drawn
+        driver.on_meta("resize", {"width": 30, "height": 5})
+        await pilot.pause()
+        assert app.size == (30, 5)
 
 
 async def test_an_application_that_does_not_begin_says_why() -> None:
@@ -174,7 +176,7 @@ async def test_an_application_that_does_not_begin_says_why() -> None:
 # ---- the browsers' end: also tests/web/test_access.py
 
 
-async def test_only_the_presenter_types_and_the_size_is_fixed() -> None:
+async def test_only_the_presenter_types_and_sets_the_size() -> None:
     pytest.importorskip("textual_serve", reason="the extra 'web' is not installed")
     from aiohttp.test_utils import TestClient, TestServer
 
@@ -188,9 +190,10 @@ async def test_only_the_presenter_types_and_the_size_is_fixed() -> None:
     async with TestClient(TestServer(site.app)) as client:
         own = {"Origin": str(client.make_url("")).rstrip("/")}
         watching, presenting = [await client.ws_connect(f"/ws/{token}", headers=own) for token in ("viewers", "sesame")]
+        assert '["size", 120, 36]' in [(await watching.receive(5)).data for _ in range(2)]
         await until(lambda: len(application.mirror.viewers) == 2 and reached == [{"type": "keyframe"}])
         for socket in (watching, presenting):
-            for message in (["stdin", "q"], ["resize", {"width": 9, "height": 9}], ["focus"], ["stdin"], [7], {}, []):
+            for message in (["stdin", "q"], ["resize", {"width": 100, "height": 9}], ["focus"], ["stdin"], [7], {}, []):
                 await socket.send_json(message)
             await socket.send_str("nonsense")
             await socket.send_json(["ping", "1"])
@@ -198,10 +201,31 @@ async def test_only_the_presenter_types_and_the_size_is_fixed() -> None:
         for socket in (watching, presenting):
             got = [(await socket.receive(5)).data for _ in range(3)]
             assert '["pong", "1"]' in got and b"[K]" in got
-        assert reached[1:] == ["q", {"type": "focus"}]
+            assert ('["size", 100, 9]' in got) is (socket is watching)
+        assert reached[1:] == ["q", {"type": "resize", "width": 100, "height": 9}, {"type": "focus"}]
         viewers = await (await client.get("/?token=viewers")).text()
         assert not re.search(r"https?://(?!www\.w3\.org)", viewers), "the page needs the web"
+        assert "columns = 100, rows = 9" in viewers, "the font fits another picture"
+
+        # The picture fits in all of the presenter's windows.
+        async with client.ws_connect("/ws/sesame?width=80&height=24", headers=own):
+            await until(lambda: application.size == (80, 9))
+        await until(lambda: application.size == (100, 9))
         await site.close()
+
+
+@pytest.mark.parametrize("token", ["viewers", "sesame"])
+async def test_a_page_has_a_title_an_icon_and_a_width_for_phones(token: str) -> None:
+    pytest.importorskip("textual_serve", reason="the extra 'web' is not installed")
+    from minitui.web.mirror_server import MirrorSite
+    from minitui.web.site import page
+
+    site = MirrorSite(Application([], (120, 36)), "127.0.0.1", "viewers", "sesame")
+    text = page("/ws/x", site.head(token == "sesame"))
+    head = text[: text.index("<body")]
+    for tag in ("<title>minitui</title>", '<link rel="icon" href="data:image/svg', 'name="viewport"'):
+        assert head.count(tag) == 1, f"{tag} is missing: the browser asks for /favicon.ico or shows 980 columns"
+    assert head.count("const fitting = ") == 1
 
 
 async def test_without_a_mirror_the_network_is_refused() -> None:

@@ -22,6 +22,7 @@ import psutil
 import pyte
 import pytest
 
+from minitui.trace.reader import TraceReader
 from tests.support.serving import Running
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -172,7 +173,8 @@ async def test_a_browser_types_a_question_and_reads_the_answer_and_another_watch
 ) -> None:
     for package in ("textual_serve", "fastapi", "httpx"):
         pytest.importorskip(package, reason="the extras 'web' and 'serve' are not installed")
-    mirrored = web(tmp_path, "mirror", "--mirror", "--connect", server.url)
+    recording = tmp_path / "class.trace"
+    mirrored = web(tmp_path, "mirror", "--mirror", "--record", str(recording), "--connect", server.url)
     with web(tmp_path, "web") as (port, said), mirrored as (mirror_port, mirror_said):
         told = await until_said(said, port, "minitui is at")
         async with browser(told.partition("minitui is at ")[2].strip(), tmp_path / "profile") as page:
@@ -192,6 +194,8 @@ async def test_a_browser_types_a_question_and_reads_the_answer_and_another_watch
             told = await until_said(mirror_said, mirror_port, "you type at")
             viewers, presenter = re.findall(r"token=(\S+)", told)
             await watch(page, f"http://127.0.0.1:{mirror_port}", viewers, presenter)
+    reader = TraceReader(recording)
+    assert reader.complete and any(record[2] == "step" for record in reader.records())
 
 
 async def watch(page: Browser, url: str, viewers: str, presenters: str) -> None:
@@ -210,9 +214,23 @@ async def watch(page: Browser, url: str, viewers: str, presenters: str) -> None:
         await page.until("Prefill is the first phase")
         await page.until("prompt tokens from cache")
         assert "in vain" not in page.words
-        columns = "Math.floor(document.querySelector('.xterm-screen').offsetWidth / 120)"
-        width = await page.call("Runtime.evaluate", expression=columns)
-        assert width["result"]["value"] >= 4, "the letters do not fit"
+        # The picture has the size of the presenter's window: it fills the viewer's, and a phone shows letters of 10 px.
+        screen = "document.querySelector('.xterm-screen')"
+        for (columns, rows), (width, height) in {(120, 36): (1920, 1080), (90, 30): (390, 844)}.items():
+            await presenter.send_json(["resize", {"width": columns, "height": rows}])
+            await page.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
+                            mobile=width < height)  # fmt: skip
+            await page.open(f"{url}/?token={viewers}")
+            await page.until("Ask, or / for commands")
+            got = await page.call("Runtime.evaluate", returnByValue=True, expression=f"""[document.title,
+                {screen}.offsetWidth, {screen}.offsetHeight,
+                Number(document.getElementById("terminal").dataset.fontSize)]""")
+            title, wide, high, font = got["result"]["value"]
+            assert title == "minitui" and font >= 10
+            if width > height:
+                assert 0.93 * width < wide <= width and 0.93 * height < high <= height, "a part of the window is black"
+            else:
+                assert font == 10 and wide > width, "the letters are too small"
 
 
 def _open(port: int) -> bool:
