@@ -12,9 +12,8 @@ from statistics import median
 from typing import Protocol
 
 from engine.llm import LLM
-from minitui.bench.limits import Limits
+from minitui.bench.limits import Limits, Work
 from minitui.bench.rows import Row, decode_steps, greedy, random_prompts, recorded, seconds, waste_rows
-from minitui.bench.shapes import Work
 
 ROWS = (1, 2, 4, 8)
 PROMPT, REPLY = 32, 32  # tokens of each row

@@ -11,9 +11,8 @@ import numpy as np
 from engine.llm import LLM
 from engine.params import SamplingParams
 from engine.trace.records import Record
-from minitui.bench.limits import Limits
+from minitui.bench.limits import Limits, Work
 from minitui.bench.rows import Row, decode_steps, greedy, random_prompts, recorded, seconds, waste_rows
-from minitui.bench.shapes import Work
 
 # (value of the best other engine, goal), on one H200 with random weights. Other engines: vLLM 0.25.1, mini-sglang,
 # nano-vllm. We assume that their batch figures exclude the prompts. Otherwise 22,262 tok/s would leave at most 8.9 ms

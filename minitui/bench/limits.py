@@ -1,15 +1,37 @@
-"""Measures the limits of this machine with random data: copying memory, reading memory, multiplying matrices."""
+"""The least time that a step can take: the limits of this machine, measured with random data (copying and reading
+memory, multiplying matrices), the shapes of models, and the minimum work of their steps."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 import torch
 
+from engine.model.config import ModelConfig
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8,
+    "vocab_size": 151_936, "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000,
+    "attention_bias": False, "hidden_act": "silu", "torch_dtype": "bfloat16", "eos_token_id": 151_645,
+}  # fmt: skip
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}  # fmt: skip
+#                 hidden inner   layers heads tied
+SIZES = {
+    "0.6B": (1_024, 3_072, 28, 16, True),
+    "8B": (4_096, 12_288, 36, 32, False),
+    "30B-A3B": (2_048, 6_144, 48, 32, False),
+}
+MEASURED = ("0.6B", "8B")  # the sizes measured by default
 NUMBERS, CPU_NUMBERS = 1 << 29, 1 << 26  # float32 numbers to copy and read: many times the size of the caches
 REPEATS = 10
 SUSTAINED_SECONDS = 1.5
@@ -90,3 +112,89 @@ def _seconds(run: Callable[[], object], device: torch.device, repeats: int = REP
         run()
         times.append(time.perf_counter() - started)
     return median(times)
+
+
+def write_config(size: str, directory: Path) -> Path:
+    """Writes the config.json of a Qwen3 model of this size; returns its directory.
+
+    A model with random weights needs no other file.
+    """
+    hidden, inner, layers, heads, tied = SIZES[size]
+    config = QWEN3 | {
+        "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "tie_word_embeddings": tied,
+    }  # fmt: skip
+    if size == "30B-A3B":
+        config |= MOE
+    path = directory / f"Qwen3-{size}"
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+@dataclass(frozen=True)
+class Work:
+    """The minimum bytes and operations of a model's steps: every weight, key and value is read once."""
+
+    body: int  # number of weights in all layers' matrices, without experts
+    head: int  # number of weights in the output matrix
+    kv_bytes: int  # bytes of one token's keys and values, all layers
+    attention: int  # operations for one query and one key, all layers
+    itemsize: float  # bytes of a weight
+    head_itemsize: float  # bytes of a weight of the output matrix
+    expert_layers: int = 0  # number of layers with experts
+    experts: int = 0  # number of experts in each of these layers
+    experts_per_token: int = 0
+    expert: int = 0  # number of weights in one expert
+
+    @staticmethod
+    def of(config: ModelConfig, itemsize: int, weights: tuple[float, float] | None = None) -> Work:
+        """Returns the work of a model.
+
+        `itemsize`: bytes of a number in the KV cache. `weights`: bytes of a weight of the layers, and of the output
+        matrix; None: `itemsize`.
+        """
+        c, d, e = config, config.head_dim, config.experts
+        each, head_each = weights or (itemsize, itemsize)
+        expert_layers = sum(e.layers) if e else 0
+        attention = c.hidden_size * (2 * c.num_heads + 2 * c.num_kv_heads) * d
+        mlps = (c.num_layers - expert_layers) * 3 * c.hidden_size * c.intermediate_size
+        routers = expert_layers * c.hidden_size * e.count if e else 0
+        return Work(
+            body=c.num_layers * attention + mlps + routers, head=c.vocab_size * c.hidden_size,
+            expert_layers=expert_layers, experts=e.count if e else 0, experts_per_token=e.per_token if e else 0,
+            expert=3 * c.hidden_size * e.inner_size if e else 0,
+            kv_bytes=2 * c.num_layers * c.num_kv_heads * d * itemsize,
+            attention=4 * c.num_layers * c.num_heads * d, itemsize=each, head_itemsize=head_each,
+        )  # fmt: skip
+
+    def prefill(self, limits: Limits, lengths: list[int], cached: int = 0) -> float:
+        """Returns the minimum seconds to compute prompts of these lengths, and to draw one token for each prompt.
+
+        `cached`: tokens of each prompt that are in the cache.
+        """
+        tokens = sum(lengths) - cached * len(lengths)
+        pairs = sum((n - cached) * (n + cached + 1) / 2 for n in lengths)
+        return self._seconds(limits, tokens, len(lengths), cached * len(lengths), pairs)
+
+    def decode(self, limits: Limits, contexts: list[int]) -> float:
+        """Returns the minimum seconds of a step that decodes one token of each sequence."""
+        return self._seconds(limits, len(contexts), len(contexts), sum(contexts), sum(contexts))
+
+    def replies(self, limits: Limits, prompts: list[int], outputs: list[int]) -> float:
+        """Returns the minimum seconds to serve requests that arrive together: the prefill, then decode steps."""
+        total = self.prefill(limits, prompts)
+        for step in range(1, max(outputs)):
+            total += self.decode(limits, [p + step for p, o in zip(prompts, outputs, strict=True) if o > step])
+        return total
+
+    def experts_used(self, tokens: int) -> float:
+        """Returns the mean number of experts that `tokens` tokens use in a layer, if the router spreads them evenly."""
+        return self.experts * (1 - (1 - self.experts_per_token / self.experts) ** tokens) if self.experts else 0.0
+
+    def _seconds(self, limits: Limits, tokens: int, drawn: int, keys: int, pairs: float) -> float:
+        weights = self.body + self.expert_layers * self.experts_used(tokens) * self.expert
+        read = weights * self.itemsize + self.head * self.head_itemsize + keys * self.kv_bytes
+        used = self.body + self.expert_layers * self.experts_per_token * self.expert
+        operations = 2 * used * tokens + 2 * self.head * drawn + self.attention * pairs
+        return max(read / limits.read, operations / limits.matmul)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
 from engine.errors import EngineError
-from minitui.bench.options import run
 from minitui.progress import Status
 from minitui.visible import json_text
 
@@ -75,9 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command with `arguments` (None: the arguments of this process) and exits."""
     given = sys.argv[1:] if arguments is None else arguments
     if any(one == "--url" or one.startswith("--url=") for one in given):
-        from minitui.bench.load.main import load
-        from minitui.bench.load.options import HELP as LOAD_HELP
-        from minitui.bench.load.options import LoadOptions
+        from minitui.bench.load import HELP as LOAD_HELP
+        from minitui.bench.load import LoadOptions, load
 
         run(LoadOptions, load, arguments, "minitui bench", LOAD_HELP)
     run(Options, measure, arguments, "minitui bench", HELP)
@@ -86,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def measure(options: Options) -> None:
     """Measures and prints the report."""
     from engine.config import EngineConfig
-    from minitui.bench.shapes import SIZES
+    from minitui.bench.limits import SIZES
 
     EngineConfig("", **engine_options(options, True, False, 0))  # raises for a bad option, before anything is measured
     if unknown := set(options.shape or ()) - set(SIZES):
@@ -155,7 +154,7 @@ def say_nothing(*lines: object, sep: str = " ") -> None:
 
 def models(options: Options, folder: Path, on_gpu: bool) -> Iterator[tuple[str, str, bool]]:
     """Yields (label, model, True if its weights are random) for each model to measure."""
-    from minitui.bench.shapes import MEASURED, write_config
+    from minitui.bench.limits import MEASURED, write_config
 
     if options.model:
         yield Path(options.model).name, options.model, options.dummy_weights
@@ -179,11 +178,10 @@ def _measure(
     from engine.worker.quantised import itemsizes
     from minitui.bench.cpu import cpu_rows
     from minitui.bench.gpu import H200, GpuRows
+    from minitui.bench.limits import Work
     from minitui.bench.llama import LlamaCpp, NotMeasured
-    from minitui.bench.rows import said
-    from minitui.bench.shapes import Work
+    from minitui.bench.rows import said, watching
     from minitui.bench.speculation import CPU_REPLY, CPU_STREAMS, REPLY, STREAMS, speculation_rows, timed
-    from minitui.bench.watching import watching
 
     directory = resolve_model(model, weights=not dummy, tokenizer=False)
     config = read_model_config(directory)
@@ -251,3 +249,30 @@ def run_alone() -> NoReturn:
         main()
     except EngineError as error:
         sys.exit(f"minitui bench: {error}")
+
+
+def run(
+    options: type[Any], action: Callable[[Any], None], arguments: Sequence[str] | None, name: str, help: str
+) -> NoReturn:
+    """Parses `arguments` (None: the arguments of this process), calls `action` with the options, and exits.
+
+    `options` is a dataclass: each field is an option, declared as `Annotated[type, typer.Option(...)]`.
+    """
+
+    def command(**given: Any) -> None:
+        action(options(**given))
+
+    hints = get_type_hints(options, include_extras=True)
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [field.replace(annotation=hints[name]) for name, field in inspect.signature(options).parameters.items()]
+    )
+    command.__annotations__ = hints
+    app = typer.Typer(
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    )
+    app.command(help=help)(command)
+    app(None if arguments is None else list(arguments), prog_name=name)
+    raise SystemExit

@@ -145,8 +145,7 @@ def fit(config: ModelConfig, machine: Machine, checkpoint: Path | None = None) -
 
     from engine.config import EngineConfig
     from engine.worker.quantised import BESIDE_WEIGHTS, choose, free_memory, itemsizes, weight_bytes
-    from minitui.bench.limits import Limits
-    from minitui.bench.shapes import Work
+    from minitui.bench.limits import Limits, Work
 
     if machine.gpu_free is not None:
         kinds = _on_gpu(config, machine)

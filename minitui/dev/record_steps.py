@@ -36,9 +36,8 @@ from torch.profiler import ProfilerActivity, profile
 from engine.llm import LLM
 from engine.params import SamplingParams
 from engine.trace.kind import Record, kind_of, named
-from minitui.bench.limits import measure_limits
+from minitui.bench.limits import MEASURED, SIZES, measure_limits, write_config
 from minitui.bench.rows import greedy, random_prompts
-from minitui.bench.shapes import MEASURED, SIZES, write_config
 from minitui.viewmodel.step_row import StepRow
 from minitui.viewmodel.steps import Steps
 

@@ -18,11 +18,9 @@ from engine.gguf.header import read_header
 from engine.llm import LLM
 from engine.model.hf_config import read_model_config
 from engine.trace.records import RecordLog
-from minitui.bench import cpu, gpu, limits, llama, llama_shape, main, speculation
-from minitui.bench.limits import Limits
-from minitui.bench.rows import Row
-from minitui.bench.shapes import Work, write_config
-from minitui.bench.watching import mean_interval, record_cost
+from minitui.bench import cpu, gpu, limits, llama, main, speculation
+from minitui.bench.limits import Limits, Work, write_config
+from minitui.bench.rows import Row, mean_interval, record_cost
 from minitui.dev import bench as host
 
 LIMITS = Limits(copy=4.2e12, read=4.1e12, matmul=747e12, dtype="bfloat16")
@@ -139,8 +137,8 @@ def test_the_file_for_llama_cpp_has_the_models_shape(tmp_path: Path, kind: str, 
     gguf = pytest.importorskip("gguf")
     config = replace(read_model_config(_bundled()), qkv_bias=True, tie_word_embeddings=False, num_layers=2)
     path = tmp_path / "shape.gguf"
-    llama_shape.write_gguf(config, llama_shape.TYPES[kind], path)
-    assert path.stat().st_size == pytest.approx(llama_shape.file_bytes(config, llama_shape.TYPES[kind]), rel=0.1)
+    llama.write_gguf(config, llama.TYPES[kind], path)
+    assert path.stat().st_size == pytest.approx(llama.file_bytes(config, llama.TYPES[kind]), rel=0.1)
     found = gguf.GGUFReader(str(path))
     numbers = sum(int(tensor.n_elements) for tensor in found.tensors)
     assert numbers == config.num_parameters and path.stat().st_size < numbers * bytes_each

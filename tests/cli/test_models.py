@@ -21,7 +21,7 @@ from engine.model.four_bits import Int4Weight
 from engine.model.hf_config import read_model_config
 from engine.worker import quantised
 from minitui import tutor
-from minitui.bench.shapes import write_config
+from minitui.bench.limits import write_config
 from minitui.cli.models import Machine, complete_model, examine, fit, models
 from tests.support.gguf_files import add_sizes
 

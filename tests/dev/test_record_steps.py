@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from engine.trace.records import Record
-from minitui.bench import shapes
+from minitui.bench import limits
 from minitui.dev import record_steps
 from minitui.viewmodel.spans import Timeline
 from minitui.viewmodel.steps import Steps
 
 
 def test_costs_and_timelines_of_a_small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shapes.SIZES, "tiny", (64, 96, 2, 8, True))
-    monkeypatch.setitem(shapes.QWEN3, "vocab_size", 2_000)
+    monkeypatch.setitem(limits.SIZES, "tiny", (64, 96, 2, 8, True))
+    monkeypatch.setitem(limits.QWEN3, "vocab_size", 2_000)
     small = {"PROMPT": 8, "MOST_ROWS": 8, "MOST_PROMPT": 16, "ROWS": (1, 3), "STEPS": 5, "REPEATS": 3, "PASSES": 2}
     small["KV_TOKENS"] = 512
     for name, value in small.items():
         monkeypatch.setattr(record_steps, name, value)
-    found = record_steps.record_shape(str(shapes.write_config("tiny", tmp_path)), device="cpu", cpu_threads=1)
+    found = record_steps.record_shape(str(limits.write_config("tiny", tmp_path)), device="cpu", cpu_threads=1)
 
     assert [cost["n"] for cost in found["decode"]] == [1, 2, 4, 8]
     assert [cost["n"] for cost in found["prefill"]] == [1, 2, 4, 8, 16]

@@ -16,11 +16,19 @@ from typing import Any
 import pytest
 
 from engine.errors import EngineDead, InvalidRequest
-from minitui.bench.load.main import load, measure
-from minitui.bench.load.options import LoadOptions
-from minitui.bench.load.plan import poisson, replay
-from minitui.bench.load.report import Limits, Outcome, report, spread, summarise
-from minitui.bench.load.sending import run_load
+from minitui.bench.load import (
+    Limits,
+    LoadOptions,
+    Outcome,
+    load,
+    measure,
+    poisson,
+    replay,
+    report,
+    run_load,
+    spread,
+    summarise,
+)
 from tests.support.serving import Running, serving
 
 WAITING, RUNNING = 12, 4

@@ -17,8 +17,7 @@ from textual.widgets import Static
 
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.params import SamplingParams
-from minitui.bench.load.main import measure
-from minitui.bench.load.options import LoadOptions
+from minitui.bench.load import LoadOptions, measure
 from minitui.chat.conversation import Sampling
 from minitui.chat.sessions import Chats
 from minitui.chat.store import Store

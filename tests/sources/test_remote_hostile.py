@@ -205,8 +205,7 @@ async def test_a_flood_leaves_the_loop_its_turns_and_can_be_left(cancel: bool) -
 
 
 async def test_bench_takes_no_flood_for_an_answer() -> None:
-    from minitui.bench.load.plan import Planned
-    from minitui.bench.load.sending import send
+    from minitui.bench.load import Planned, send
     from minitui.sources.http import open_client
 
     odd = b'data: {"usage": {"completion_tokens": "7"}, "choices": 3}\n\n'

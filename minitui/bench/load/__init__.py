@@ -1,1 +1,0 @@
-"""`minitui bench --url`: sends requests to an OpenAI-compatible server and measures its answers."""
