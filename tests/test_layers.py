@@ -60,7 +60,7 @@ PRODUCT = ("minitui", "textual", "rich", "typer", "fastapi", "uvicorn")
 ENGINE = ("engine", "engine.process.client", "engine.core.engine", "engine.build", "engine.process.server")
 ENGINE_WITH_TORCH = ("engine.llm", "engine.worker.runner")
 NO_TEXTUAL = (
-    "sources.local", "chat.sessions", "chat.store", "settings", "viewmodel.updater", "viewmodel.model", "teaching.demo",
+    "sources.local", "chat.sessions", "chat.store", "settings", "viewmodel.updater", "viewmodel.view", "teaching.demo",
     "cli.ask", "chat.model_choice", "trace.reader",
 )  # fmt: skip
 NO_TORCH = (

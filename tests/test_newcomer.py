@@ -88,7 +88,7 @@ def test_an_eviction_policy_is_one_row(repository: Path) -> None:
 
 OF_POLICY = """
 from engine.config import EngineConfig
-from minitui.viewmodel.events import Event, describe
+from minitui.viewmodel.history.events import Event, describe
 from engine.trace.eviction import EVICTION_POLICIES
 EngineConfig(eviction_policy="mru")
 event = Event(1, 0, "evict", -1, 3, (1, 0.0, "evict", 3, 2, "r1 needs 2"))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from minitui.teaching.compare import Outcome
     from minitui.teaching.contrasts import Contrast
     from minitui.teaching.stage import Restart
-    from minitui.viewmodel.comparison import Comparison
+    from minitui.viewmodel.compare.comparison import Comparison
 
 DEFAULTS = {"kv_blocks": None, "no_prefix_caching": False}  # of the options that contrasts change
 
@@ -162,8 +162,7 @@ async def _play(
     """Runs a contrast without the application, and prints on stderr what runs now."""
     from minitui.teaching.compare import run_contrast
     from minitui.teaching.stage import plain_stage
-    from minitui.viewmodel.comparison import Comparison
-    from minitui.viewmodel.comparison_words import key_of
+    from minitui.viewmodel.compare.comparison import Comparison, key_of
 
     def say(words: str) -> None:
         print(words, file=sys.stderr, flush=True)
@@ -188,9 +187,8 @@ def _open(first: str, second: str, looks: dict[str, Any], text: bool, json: bool
     readers = TraceReader(find_trace(first)), TraceReader(find_trace(second))
     names = run_names(*(reader.path.name.removesuffix(".trace") for reader in readers))
     if text:
-        from minitui.viewmodel.comparison import Comparison
-        from minitui.viewmodel.comparison_words import key_of
-        from minitui.viewmodel.recorded import recorded_view
+        from minitui.viewmodel.compare.comparison import Comparison, key_of
+        from minitui.viewmodel.compare.runs import recorded_view
 
         infos = [reader.info for reader in readers]
         view = recorded_view(readers[1], names[1])
@@ -221,7 +219,7 @@ def run_names(first: str, second: str) -> tuple[str, str]:
 
 def _report(comparison: Comparison, title: str, infos: list[dict[str, Any]], notes: list[str], json: bool) -> None:
     notes = [*notes, comparison.disturbed]
-    from minitui.viewmodel.comparison_words import as_data, settings_that_differ, told
+    from minitui.viewmodel.compare.comparison import as_data, settings_that_differ, told
 
     if json:
         print(json_text(as_data(comparison, title, infos, notes), indent=2))

@@ -41,8 +41,8 @@ from minitui.sources.base import Source
 from minitui.text import count
 
 if TYPE_CHECKING:
-    from minitui.viewmodel.model import View
-    from minitui.viewmodel.teller import Line, Teller
+    from minitui.viewmodel.view import View
+    from minitui.viewmodel.words.teller import Line, Teller
 
 POLL_S = 0.05
 RETRY_S = 0.5  # pause before a server is asked for a snapshot again
@@ -118,8 +118,8 @@ def tail(
 
 def teller_for(view: View, kind: str) -> Teller:
     """Returns what turns records into lines. kind: "steps"; "requests" or "json" for one line for each request."""
-    from minitui.viewmodel.request_teller import RequestTeller
-    from minitui.viewmodel.teller import Teller
+    from minitui.viewmodel.words.request_teller import RequestTeller
+    from minitui.viewmodel.words.teller import Teller
 
     return Teller(view) if kind == "steps" else RequestTeller(view, json=kind == "json")
 
@@ -127,7 +127,7 @@ def teller_for(view: View, kind: str) -> Teller:
 def tail_trace(path: str | Path, out: Callable[[str], None], kind: str = "steps") -> int:
     """Prints a whole recording; returns the exit code. kind: as in `teller_for`."""
     from minitui.trace.reader import TraceReader
-    from minitui.viewmodel.model import View
+    from minitui.viewmodel.view import View
 
     reader = TraceReader(path)
     view = View()
@@ -153,7 +153,7 @@ async def tail_live(
 
     Returns the exit code. kind: as in `teller_for`.
     """
-    from minitui.viewmodel.model import View
+    from minitui.viewmodel.view import View
 
     try:
         await source.start(lambda progress: None)
@@ -193,7 +193,7 @@ async def tail_server(
 ) -> int:
     """Prints the work of a server's engine until the user interrupts; kind: as in `teller_for`. Raises EngineDead when
     the server ends."""
-    from minitui.viewmodel.model import View
+    from minitui.viewmodel.view import View
 
     try:
         await source.start(lambda progress: None)

@@ -44,7 +44,7 @@ from minitui.tui.widgets.vitals import Vitals
 from minitui.tui.widgets.waterfall import Waterfall
 from minitui.tui.widgets.why import Why
 from minitui.tui.widgets.wire import WireLines
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 
 def stress_view(load: Load = CLASSROOM, seconds: float = 0.0, frames: int = 1) -> tuple[Stress, View]:

@@ -38,8 +38,7 @@ from engine.params import SamplingParams
 from engine.trace.kind import Record, kind_of, named
 from minitui.bench.limits import MEASURED, SIZES, measure_limits, write_config
 from minitui.bench.rows import greedy, random_prompts
-from minitui.viewmodel.step_row import StepRow
-from minitui.viewmodel.steps import Steps
+from minitui.viewmodel.history.steps import StepRow, Steps
 
 PROMPT = 128  # tokens of a prompt whose reply is decoded
 STEPS = 20  # steps of a timeline, and of each pass of "decode"

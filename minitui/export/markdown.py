@@ -10,11 +10,11 @@ from engine.trace.records import CLEARED
 from minitui.text import duration
 from minitui.trace.play_clock import LONGEST_PAUSE
 from minitui.trace.reader import TraceReader
-from minitui.viewmodel.lane import OPEN, Lane
-from minitui.viewmodel.model import View
-from minitui.viewmodel.narrate import narrate
-from minitui.viewmodel.runs import Run
-from minitui.viewmodel.teller import Line, Teller
+from minitui.viewmodel.compare.runs import Run
+from minitui.viewmodel.history.lane import OPEN, Lane
+from minitui.viewmodel.view import View
+from minitui.viewmodel.words.narrate import narrate
+from minitui.viewmodel.words.teller import Line, Teller
 from minitui.visible import visible, visible_line
 
 MOST_LINES = 4000  # longer texts are hard to read

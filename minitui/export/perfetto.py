@@ -1,4 +1,4 @@
-"""Writes a trace for ui.perfetto.dev: the spans that the waterfall shows (viewmodel/spans.py), marks and counters.
+"""Writes a trace for ui.perfetto.dev: the spans of the waterfall (viewmodel/history/spans.py), marks and counters.
 
 The format is Chrome's trace events, which Perfetto reads. Times begin with the recording. As in the
 waterfall, long pauses, slow motion and long times without work are shortened. The details of a slice of the host give
@@ -6,7 +6,7 @@ its measured time.
 
     requests   for each request: spans for waiting, the chunks of its prompt and decoding, and marks for decisions
     host       the parts of each step, in order of execution, and the pauses of the host
-    device     the steps on the device, if their times are known; "perhaps": see viewmodel/device_spans.py
+    device     the steps on the device, if their times are known; "perhaps": see viewmodel/history/device_spans.py
     counters   blocks by state, running and waiting requests
 """
 
@@ -20,11 +20,10 @@ from engine.trace.kind import Reader, Record, kind_of, named, time_of
 from engine.trace.state import State
 from minitui.text import count, exact, match_reason
 from minitui.trace.reader import Part, TraceReader
-from minitui.viewmodel.lane import OPEN, Lane
-from minitui.viewmodel.lanes import Lanes
-from minitui.viewmodel.spans import LAUNCH_OR_WAIT, Span, Timeline
-from minitui.viewmodel.step_row import StepRow
-from minitui.viewmodel.steps import Steps
+from minitui.viewmodel.history.lane import OPEN, Lane
+from minitui.viewmodel.history.lanes import Lanes
+from minitui.viewmodel.history.spans import LAUNCH_OR_WAIT, Span, Timeline
+from minitui.viewmodel.history.steps import StepRow, Steps
 from minitui.visible import json_text
 
 HOST, DEVICE, REQUESTS = 1, 2, 3  # Perfetto groups tracks by process

@@ -7,7 +7,7 @@ from pathlib import Path
 from engine.trace.kind import as_dict
 from minitui.text import exact
 from minitui.trace.reader import TraceReader
-from minitui.viewmodel.steps import Steps
+from minitui.viewmodel.history.steps import Steps
 from minitui.visible import json_text
 
 

@@ -14,7 +14,7 @@ from minitui.teaching.stage import Stage
 from minitui.text import duration, ms
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
-from minitui.viewmodel.runs import Run
+from minitui.viewmodel.compare.runs import Run
 
 GPU_RECORDING = "h200-8b"  # a bundled recording
 

@@ -18,9 +18,9 @@ from engine.trace.state import State
 from engine.trace.views import RequestView
 from minitui.sources.base import Source
 from minitui.teaching.figures import Figures
-from minitui.viewmodel.model import Event, StepRow, View
-from minitui.viewmodel.timing import Timings
+from minitui.viewmodel.explain.timing import Timings
 from minitui.viewmodel.updater import Updater
+from minitui.viewmodel.view import Event, StepRow, View
 
 WAIT_SECONDS = 30.0  # a longer wait fails
 MAX_STEPS = 2000  # limit of `step_until`
@@ -76,7 +76,7 @@ class Driver:
         self._began = (self.state().step, self.state().seq)
 
     def events(self, kind: str) -> list[Event]:
-        """Returns the events of one kind (minitui.viewmodel.events.KINDS) since `begin_count`, oldest first."""
+        """Returns the events of one kind (minitui.viewmodel.history.events.KINDS) since `begin_count`, oldest first."""
         self.state()
         return [event for event in self.view.events.since(self._began[1] + 1) if event.kind == kind]
 

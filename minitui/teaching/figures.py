@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import median
 
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from engine.errors import EngineError
 from minitui.teaching.lesson_progress import LessonProgress
 from minitui.teaching.lessons.page import Check, Lesson, Page, Seen, fresh
 from minitui.teaching.stage import Stage
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 
 class Reading:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.trace.records import Record
-from minitui.viewmodel.steps import Steps
+from minitui.viewmodel.history.steps import Steps
 
 BYTES = {"bfloat16": 2, "float32": 4}  # of a parameter
 FILE = Path(__file__).with_name("h200.json")

@@ -19,7 +19,7 @@ from minitui.teaching.contrast_scenarios import batching, cache_on_off, chunked_
 from minitui.teaching.contrasts import CONTRASTS, QUESTIONS, paste
 from minitui.teaching.stage import Stage
 from minitui.text import match_reason
-from minitui.viewmodel.eviction import EvictionOrder
+from minitui.viewmodel.state.eviction import EvictionOrder
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from minitui.chat.sessions import Chats
 from minitui.sources.base import Source
 from minitui.teaching.driver import Driver
 from minitui.teaching.prediction import LETTERS, verdict
-from minitui.viewmodel.model import View
 from minitui.viewmodel.updater import Updater
+from minitui.viewmodel.view import View
 
 BAR_WIDTH = 28  # cells of a full bar
 THINK_SECONDS = 6.0  # the user's time for a prediction

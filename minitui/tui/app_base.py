@@ -34,8 +34,8 @@ from minitui.tui.line_filters import AsciiLines, VisibleLines
 from minitui.tui.notices import Notices
 from minitui.tui.strips import keep_no_lines
 from minitui.tui.theme import THEMES
-from minitui.viewmodel.model import View
 from minitui.viewmodel.updater import Updater
+from minitui.viewmodel.view import View
 from minitui.visible import visible
 
 KEY_DRAWN_S = 0.010  # from a key press to a picture of its effect

@@ -19,7 +19,7 @@ from minitui.tui.widgets.events import Events
 from minitui.tui.widgets.server_vitals import ServerVitals
 from minitui.tui.widgets.status_bar import StatusBar
 from minitui.tui.widgets.top_bar import TopBar
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 if TYPE_CHECKING:
     from minitui.vllm.kv_source import KvSource

@@ -22,10 +22,9 @@ from minitui.tui.replay_app import NEED_CHATS, NO_CHATS, TraceCodec
 from minitui.tui.screens.compare import CompareScreen
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.screens.lecture import LectureScreen
-from minitui.viewmodel.comparison import Comparison
-from minitui.viewmodel.comparison_words import key_of, settings_that_differ
-from minitui.viewmodel.model import View
-from minitui.viewmodel.recorded import recorded_view
+from minitui.viewmodel.compare.comparison import Comparison, key_of, settings_that_differ
+from minitui.viewmodel.compare.runs import recorded_view
+from minitui.viewmodel.view import View
 
 Save = Callable[[Path], list[Path]]  # saves the runs under names that begin with a path; returns the files
 ONLY_READ = "these are recordings: `minitui replay FILE` plays one of them step by step"

@@ -16,8 +16,8 @@ from minitui.tui.actions import Action
 from minitui.tui.app import MinituiApp
 from minitui.tui.screens.inspect import TALL
 from minitui.tui.screens.replay import ReplayLecture, ReplayScreen
-from minitui.viewmodel.model import Playback
-from minitui.viewmodel.narrate import narrate
+from minitui.viewmodel.view import Playback
+from minitui.viewmodel.words.narrate import narrate
 
 NO_CHATS = "this is a recording: it has no chats; `minitui chat` starts an engine"
 NEED_CHATS = dict.fromkeys(("Chats", "chat", "slash"), NO_CHATS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from minitui.viewmodel.steps import Steps
+from minitui.viewmodel.history.steps import Steps
 
 
 @dataclass(frozen=True, slots=True)

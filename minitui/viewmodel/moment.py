@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from minitui.viewmodel.annotated_state import AnnotatedState, BlockEvent
-from minitui.viewmodel.history import History
-from minitui.viewmodel.lane import Lane
-from minitui.viewmodel.rates import BUCKET
-from minitui.viewmodel.tree import Tree
+from minitui.viewmodel.history.history import History
+from minitui.viewmodel.history.lane import Lane
+from minitui.viewmodel.history.rates import BUCKET
+from minitui.viewmodel.state.annotated_state import AnnotatedState, BlockEvent
+from minitui.viewmodel.state.tree import Tree
 
 GLOW_SECONDS, WARM_SECONDS = 0.4, 1.2  # after a change: full highlight, then fading highlight
 STALL_FROM_MS = 250.0  # records may arrive this late

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from engine.errors import InvalidRequest
-from minitui.viewmodel.model import View
 from minitui.viewmodel.selection import Selection
+from minitui.viewmodel.view import View
 
 NUMBERED = re.compile(r"(?:(s|step|r|request|b|block|n|node) *)?(\d[\d,]{0,14})", re.IGNORECASE)
 KINDS = {"s": "step", "r": "request", "b": "block", "n": "node"}

@@ -8,14 +8,13 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from minitui.text import exact
-from minitui.viewmodel.lane import DECODING, Lane
-from minitui.viewmodel.lanes import Lanes
-from minitui.viewmodel.token_gaps import Gap, GapStats
-from minitui.viewmodel.tokens import FINISHED_KEPT
+from minitui.viewmodel.history.lane import DECODING, Gap, GapStats, Lane
+from minitui.viewmodel.history.lanes import Lanes
+from minitui.viewmodel.history.tokens import FINISHED_KEPT
 
 if TYPE_CHECKING:
     from engine.trace.views import RequestView
-    from minitui.viewmodel.model import View
+    from minitui.viewmodel.view import View
 
 REFRESHED = 24  # in a moving picture, the gaps of at most this many requests are computed at a time
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from minitui.viewmodel.annotated_state import AnnotatedState
-from minitui.viewmodel.steps import Steps
+from minitui.viewmodel.history.steps import Steps
+from minitui.viewmodel.state.annotated_state import AnnotatedState
 
 KINDS = ("request", "group", "block", "node", "step")
 

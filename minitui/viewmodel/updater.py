@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING
 from engine.errors import EngineError
 from engine.trace.records import Packet
 from minitui.sources.base import Source
-from minitui.viewmodel.cost_models import Fitted, first_model
+from minitui.viewmodel.explain.cost_models import Fitted, first_model
 
 if TYPE_CHECKING:
-    from minitui.viewmodel.model import View
+    from minitui.viewmodel.view import View
 
 SLICE_S = 0.004  # length of a slice of folding
 SLICES_COLLECTED = 8  # the objects of so many slices are visited once more by the garbage collector

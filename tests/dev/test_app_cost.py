@@ -24,15 +24,15 @@ from minitui.tui.key_reading import noting_keys
 from minitui.tui.theme import THEMES
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row
-from minitui.viewmodel.events import EVENTS_ALWAYS, EVENTS_KEPT, Events
-from minitui.viewmodel.lane import PREFILLING, Lane
-from minitui.viewmodel.lanes import LANES_KEPT, Lanes
-from minitui.viewmodel.model import View
-from minitui.viewmodel.steps import Steps
-from minitui.viewmodel.time_travel import PastStates
-from minitui.viewmodel.tokens import TokenTimes
-from minitui.viewmodel.trends import Trends
+from minitui.viewmodel.history.events import EVENTS_ALWAYS, EVENTS_KEPT, Events
+from minitui.viewmodel.history.lane import PREFILLING, Lane
+from minitui.viewmodel.history.lanes import LANES_KEPT, Lanes
+from minitui.viewmodel.history.steps import Steps
+from minitui.viewmodel.history.tokens import TokenTimes
+from minitui.viewmodel.history.trends import Trends
+from minitui.viewmodel.state.time_travel import PastStates
 from minitui.viewmodel.updater import AFTER_EFFECT_S, AFTER_KEY_S, LONGEST_DELAY_S, Updater
+from minitui.viewmodel.view import View
 
 LOAD = replace(SMALL, chats=6, step_ms=12.0)
 _NOT_DATA = (ModuleType, type, FunctionType, BuiltinFunctionType, MethodType)

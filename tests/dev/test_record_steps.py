@@ -10,8 +10,8 @@ import pytest
 from engine.trace.records import Record
 from minitui.bench import limits
 from minitui.dev import record_steps
-from minitui.viewmodel.spans import Timeline
-from minitui.viewmodel.steps import Steps
+from minitui.viewmodel.history.spans import Timeline
+from minitui.viewmodel.history.steps import Steps
 
 
 def test_costs_and_timelines_of_a_small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

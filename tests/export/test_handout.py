@@ -17,7 +17,7 @@ from minitui.teaching.stage import Stage
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
 from minitui.tui.widgets.rows import plain
-from minitui.viewmodel.recorded import recorded_view
+from minitui.viewmodel.compare.runs import recorded_view
 from tests.support.fake_client import ByteCodec, FakeSource
 from tests.support.sampling import sampling
 

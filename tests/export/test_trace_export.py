@@ -28,14 +28,14 @@ from minitui.text import exact
 from minitui.trace.bundled import bundled, find_trace
 from minitui.trace.reader import TraceError, TraceReader
 from minitui.trace.recorder import Recorder
-from minitui.viewmodel.eviction import EvictionOrder
-from minitui.viewmodel.model import View
-from minitui.viewmodel.recorded import recorded_view
-from minitui.viewmodel.request_teller import RequestTeller
+from minitui.viewmodel.compare.runs import recorded_view
+from minitui.viewmodel.history.spans import LAUNCH_OR_WAIT, NOT_REPORTED, Timeline
 from minitui.viewmodel.requests import Requests, by_longest_gap
-from minitui.viewmodel.spans import LAUNCH_OR_WAIT, NOT_REPORTED, Timeline
-from minitui.viewmodel.story import tell
-from minitui.viewmodel.teller import Teller
+from minitui.viewmodel.state.eviction import EvictionOrder
+from minitui.viewmodel.view import View
+from minitui.viewmodel.words.request_teller import RequestTeller
+from minitui.viewmodel.words.story import tell
+from minitui.viewmodel.words.teller import Teller
 from tests.support.fake_client import ByteCodec, FakeSource
 from tests.support.golden import GOLDEN, INFO, make_engine, play
 from tests.support.sampling import sampling
@@ -441,7 +441,7 @@ def test_all_lines_of_a_server_are_there_when_its_last_request_has_ended_and_tel
 def test_a_server_s_lines_are_summed_up_every_minute(
     kind: type[Teller], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minitui.viewmodel.teller.SUMMARY_S", 0.5)
+    monkeypatch.setattr("minitui.viewmodel.words.teller.SUMMARY_S", 0.5)
     reader, view = TraceReader(GOLDEN), View()
     view.reset(reader.part(0).snapshot)
     told = [line for line in kind(view).tell(reader.records()) if line.text.startswith(said)]
@@ -509,7 +509,7 @@ def test_a_minute_ends_while_the_engine_is_idle_as_in_the_panels(
     kind: type[Teller], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An hour passes after the last request, and then another one is refused."""
-    monkeypatch.setattr("minitui.viewmodel.teller.SUMMARY_S", 62.0)  # then the last minute has lost two seconds
+    monkeypatch.setattr("minitui.viewmodel.words.teller.SUMMARY_S", 62.0)  # then the last minute has lost two seconds
     reader = TraceReader(bundled()["h200-8b"])
     records = list(reader.records())
     seq, t, hour = records[-1][0], records[-1][1], 3600.0

@@ -307,8 +307,8 @@ async def test_records_that_contradict_the_state_end_the_watching_with_a_sentenc
     source: Any, kind: str, fields: tuple[Any, ...], said: str
 ) -> None:
     from minitui.sources.remote_checks import Refused
-    from minitui.viewmodel.model import View
     from minitui.viewmodel.updater import Updater
+    from minitui.viewmodel.view import View
 
     feed, deaths = Updater(source, View()), list[str]()
     source.on_death(deaths.append)

@@ -19,12 +19,12 @@ from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
 from minitui.trace.recorder import Recorder
 from minitui.tui.widgets.vitals import vitals
-from minitui.viewmodel.cost_model import fit
-from minitui.viewmodel.cost_models import first_model, first_steps
-from minitui.viewmodel.model import Playback, View
-from minitui.viewmodel.request_words import figures_in_words, request_json
+from minitui.viewmodel.explain.cost_model import fit
+from minitui.viewmodel.explain.cost_models import first_model, first_steps
 from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.updater import Updater
+from minitui.viewmodel.view import Playback, View
+from minitui.viewmodel.words.request_words import figures_in_words, request_json
 from tests.support.golden import GOLDEN, INFO, make_engine, play, timeless
 from tests.support.traces import state_at
 

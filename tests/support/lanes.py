@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minitui.viewmodel.lane import NOTHING, Lane
+from minitui.viewmodel.history.lane import NOTHING, Lane
 
 
 def codes(lane: Lane, first_step: int, k: int, n: int, until: int) -> list[int]:

@@ -13,10 +13,9 @@ from typing import Any
 from engine.core.engine import Engine
 from engine.core.request import Request
 from engine.params import SamplingParams
-from minitui.viewmodel.lane import Lane
-from minitui.viewmodel.model import View
-from minitui.viewmodel.stalls import Reason, explain_gap
-from minitui.viewmodel.token_gaps import Gap
+from minitui.viewmodel.explain.stalls import Reason, explain_gap
+from minitui.viewmodel.history.lane import Gap, Lane
+from minitui.viewmodel.view import View
 
 ROWS = 4  # requests that decode
 AFTER_S = 0.05  # a gap that begins this long after the stall's end still counts

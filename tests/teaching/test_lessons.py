@@ -58,9 +58,9 @@ from minitui.tui.widgets.lesson_text import LessonText, page_lines
 from minitui.tui.widgets.rows import cells
 from minitui.tui.widgets.status_bar import StatusBar
 from minitui.viewmodel.board import Pieces, Wire
-from minitui.viewmodel.comparison import Comparison
-from minitui.viewmodel.model import View
+from minitui.viewmodel.compare.comparison import Comparison
 from minitui.viewmodel.updater import Updater
+from minitui.viewmodel.view import View
 from tests.support.driving import press, until
 from tests.support.fake_client import ByteCodec, FakeSource
 from tests.support.sampling import sampling

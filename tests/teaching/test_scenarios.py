@@ -23,9 +23,9 @@ from minitui.teaching.demo import print_demo
 from minitui.teaching.scenarios import DEMOS, Demo
 from minitui.teaching.stage import Stage
 from minitui.trace.reader import TraceReader
-from minitui.viewmodel.comparison import Comparison
-from minitui.viewmodel.model import View
+from minitui.viewmodel.compare.comparison import Comparison
 from minitui.viewmodel.updater import Updater
+from minitui.viewmodel.view import View
 from tests.support.fake_client import ByteCodec, FakeSource
 from tests.support.sampling import sampling
 

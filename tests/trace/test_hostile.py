@@ -28,8 +28,8 @@ from minitui.trace.bundled import bundled, describe
 from minitui.trace.lines import LineFile
 from minitui.trace.reader import TraceError, TraceReader
 from minitui.trace.recorder import Recorder
-from minitui.viewmodel.model import View
-from minitui.viewmodel.tree import Tree
+from minitui.viewmodel.state.tree import Tree
+from minitui.viewmodel.view import View
 from tests.support.golden import GOLDEN, INFO, make_engine, play
 
 REAL = [GOLDEN, *bundled().values()]

@@ -20,8 +20,8 @@ from minitui.trace.reader import TraceReader
 from minitui.tui.compare_app import CompareApp, DemoApp, RecordingsApp, TwoRecordings, compare_in_app
 from minitui.tui.demo import play_in_app
 from minitui.tui.screens.compare import CompareScreen
-from minitui.viewmodel.comparison import Comparison
-from minitui.viewmodel.recorded import recorded_view
+from minitui.viewmodel.compare.comparison import Comparison
+from minitui.viewmodel.compare.runs import recorded_view
 from tests.support.driving import press, type_text, until
 from tests.support.fake_client import ByteCodec, FakeSource
 from tests.support.sampling import sampling

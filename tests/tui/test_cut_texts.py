@@ -20,7 +20,7 @@ from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.tree import RadixTree
 from minitui.tui.widgets.trends import TrendCharts
 from minitui.tui.widgets.vitals import Vitals
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 from tests.viewmodel.test_spans import folded_view
 
 SIZES = ((50, 10), (60, 11), (80, 12), (80, 17), (120, 12), (240, 30))  # of panels on terminals from 80x24 to 240x70

@@ -18,8 +18,8 @@ from minitui.tui.glyphs import UNICODE, use_ascii
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.widgets.experts import ExpertMap
 from minitui.tui.widgets.rows import plain
-from minitui.viewmodel.experts import SUMMED, ExpertLoads
-from minitui.viewmodel.model import View
+from minitui.viewmodel.history.experts import SUMMED, ExpertLoads
+from minitui.viewmodel.view import View
 from tests.support.models import make_runner, reference, save
 from tests.support.simulated import LiveStress
 

@@ -23,7 +23,7 @@ from minitui.tui.widgets.lanes import BatchLanes
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.tree import RadixTree
 from minitui.tui.widgets.waterfall import Waterfall
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 from tests.support.paths import SNAPSHOTS
 from tests.support.simulated import LiveStress
 

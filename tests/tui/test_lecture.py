@@ -16,9 +16,9 @@ from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
 from minitui.tui.screens.lecture import LectureScreen
 from minitui.tui.widgets.why import Why
-from minitui.viewmodel.model import View
-from minitui.viewmodel.narrate import narrate, notable
-from minitui.viewmodel.predict import question_about
+from minitui.viewmodel.explain.predict import question_about
+from minitui.viewmodel.view import View
+from minitui.viewmodel.words.narrate import narrate, notable
 from tests.support.paths import SNAPSHOTS
 from tests.support.simulated import LiveStress
 

@@ -36,7 +36,7 @@ from minitui.tui.widgets.rows import plain, whole_words
 from minitui.tui.widgets.tree_blocks import NodeBlocks
 from minitui.tui.widgets.wire import WireLines
 from minitui.viewmodel.board import Curve, Curves, RecordedRun, RecordedRuns, TreeBlocks, TreeLine, Wire
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 SIZES = (1, 2, 4, 8)
 MODES = (EAGER, GRAPHS, OVERLAP)

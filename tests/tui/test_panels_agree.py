@@ -14,12 +14,12 @@ from minitui.trace.reader import TraceReader
 from minitui.tui.replay_app import ReplayApp, replay_app
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.block_table import _with_ends
-from minitui.viewmodel.events import Events
-from minitui.viewmodel.eviction import EvictionOrder
-from minitui.viewmodel.lanes import Lanes
-from minitui.viewmodel.model import View
-from minitui.viewmodel.predict import question_about, why_no_question
-from minitui.viewmodel.timing import summarise
+from minitui.viewmodel.explain.predict import question_about, why_no_question
+from minitui.viewmodel.explain.timing import summarise
+from minitui.viewmodel.history.events import Events
+from minitui.viewmodel.history.lanes import Lanes
+from minitui.viewmodel.state.eviction import EvictionOrder
+from minitui.viewmodel.view import View
 from tests.support.driving import press, until
 from tests.support.golden import GOLDEN
 

@@ -26,10 +26,10 @@ from minitui.trace.reader import TraceError
 from minitui.tui.demo import play_in_app
 from minitui.tui.replay_app import ReplayApp, replay_app, shortened
 from minitui.tui.widgets.status_bar import StatusBar
-from minitui.viewmodel.model import View
-from minitui.viewmodel.narrate import narrate
-from minitui.viewmodel.spans import Timeline
-from minitui.viewmodel.teller import Teller
+from minitui.viewmodel.history.spans import Timeline
+from minitui.viewmodel.view import View
+from minitui.viewmodel.words.narrate import narrate
+from minitui.viewmodel.words.teller import Teller
 from tests.support.driving import press, until
 from tests.support.golden import GOLDEN, random_trace
 

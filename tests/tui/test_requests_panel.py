@@ -31,10 +31,10 @@ from minitui.tui.widgets.timeline import RequestTimeline
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.trends import TrendCharts
 from minitui.tui.widgets.waterfall import Waterfall
-from minitui.viewmodel.model import View
-from minitui.viewmodel.request_words import figures_in_words, first_token_words, why_first
+from minitui.viewmodel.history.trends import METRICS
 from minitui.viewmodel.requests import RequestFigures, Requests
-from minitui.viewmodel.trends import METRICS
+from minitui.viewmodel.view import View
+from minitui.viewmodel.words.request_words import figures_in_words, first_token_words, why_first
 from tests.support.driving import press, until
 from tests.support.golden import GOLDEN
 from tests.support.stills import picture

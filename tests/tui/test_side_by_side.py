@@ -14,8 +14,8 @@ from minitui.tui.theme import THEMES
 from minitui.tui.widgets.lesson_runs import Runs, RunsInSteps
 from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.side_by_side import SideBySide
-from minitui.viewmodel.model import View
-from minitui.viewmodel.runs import Run
+from minitui.viewmodel.compare.runs import Run
+from minitui.viewmodel.view import View
 from tests.viewmodel.test_runs import played, recorded_view, viewed
 
 

@@ -18,10 +18,10 @@ from minitui.tui.widgets.axis_panel import MOST_STEPS
 from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.tracks import SCALES, Scale, mark, track
 from minitui.tui.widgets.waterfall import Waterfall
-from minitui.viewmodel.limits import limits
-from minitui.viewmodel.model import View
-from minitui.viewmodel.spans import Span, Timeline
-from minitui.viewmodel.steps import Steps
+from minitui.viewmodel.explain.limits import limits
+from minitui.viewmodel.history.spans import Span, Timeline
+from minitui.viewmodel.history.steps import Steps
+from minitui.viewmodel.view import View
 from tests.support.golden import GOLDEN
 from tests.viewmodel.test_spans import folded_view
 

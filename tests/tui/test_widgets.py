@@ -42,11 +42,11 @@ from minitui.tui.widgets.tree import TALL, RadixTree
 from minitui.tui.widgets.vitals import Vitals, vitals
 from minitui.tui.widgets.waterfall import Waterfall
 from minitui.viewmodel.board import Candidate, Candidates, KeyRead, Pieces
-from minitui.viewmodel.eviction import EvictionOrder, free_words, is_under_pressure, pressure_words
-from minitui.viewmodel.lane import DECODING, FINISHED, NOTHING, PREEMPTED, PREFILLING, QUEUED
-from minitui.viewmodel.model import View
-from minitui.viewmodel.story import tell
-from minitui.viewmodel.timing import why_briefly, why_slow
+from minitui.viewmodel.explain.timing import why_briefly, why_slow
+from minitui.viewmodel.history.lane import DECODING, FINISHED, NOTHING, PREEMPTED, PREFILLING, QUEUED
+from minitui.viewmodel.state.eviction import EvictionOrder, free_words, is_under_pressure, pressure_words
+from minitui.viewmodel.view import View
+from minitui.viewmodel.words.story import tell
 from tests.support.golden import GOLDEN
 from tests.support.lanes import codes as lane_codes
 from tests.support.paths import SNAPSHOTS

@@ -14,18 +14,15 @@ from engine.trace.state import State
 from minitui.dev.simulator import Load, Stress
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
-from minitui.viewmodel.causes import Explanation, explain
-from minitui.viewmodel.cost_fit import robust
-from minitui.viewmodel.cost_model import FEATURES, fit
-from minitui.viewmodel.cost_models import CostModels
-from minitui.viewmodel.first_tokens import FirstTokens
-from minitui.viewmodel.model import View
-from minitui.viewmodel.recorded import recorded_view
-from minitui.viewmodel.step_parts import parts_of
-from minitui.viewmodel.step_row import PARTS
-from minitui.viewmodel.step_times import rows_of, step_times
-from minitui.viewmodel.steps import Steps
-from minitui.viewmodel.timing import summarise, usual_words, why_briefly, why_slow
+from minitui.viewmodel.compare.runs import recorded_view
+from minitui.viewmodel.explain.causes import Explanation, explain
+from minitui.viewmodel.explain.cost_model import FEATURES, fit, robust
+from minitui.viewmodel.explain.cost_models import CostModels
+from minitui.viewmodel.explain.timing import rows_of, step_times, summarise, usual_words, why_briefly, why_slow
+from minitui.viewmodel.history.spans import parts_of
+from minitui.viewmodel.history.steps import PARTS, Steps
+from minitui.viewmodel.history.tokens import FirstTokens
+from minitui.viewmodel.view import View
 
 NAMES = {  # the kind of a stall -> the cause
     "gc": "garbage collection", "program": "another program on the core", "stop": "process stopped", "plan": "plan",

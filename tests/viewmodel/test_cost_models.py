@@ -8,12 +8,12 @@ from statistics import median
 from minitui.text import ms
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
-from minitui.viewmodel.causes import explain
-from minitui.viewmodel.cost_models import REFIT_SOON
-from minitui.viewmodel.model import View
-from minitui.viewmodel.recorded import recorded_view
-from minitui.viewmodel.story import tell
-from minitui.viewmodel.timing import usual_words
+from minitui.viewmodel.compare.runs import recorded_view
+from minitui.viewmodel.explain.causes import explain
+from minitui.viewmodel.explain.cost_models import REFIT_SOON
+from minitui.viewmodel.explain.timing import usual_words
+from minitui.viewmodel.view import View
+from minitui.viewmodel.words.story import tell
 
 
 def test_a_step_with_fewer_rows_than_all_before_has_no_expected_time_until_such_steps_are_fitted() -> None:

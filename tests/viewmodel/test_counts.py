@@ -26,15 +26,13 @@ from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.tree import RadixTree
 from minitui.tui.widgets.trends import TrendCharts
 from minitui.tui.widgets.vitals import Vitals
-from minitui.viewmodel.comparison import Comparison
-from minitui.viewmodel.comparison_words import as_data
-from minitui.viewmodel.model import View
+from minitui.viewmodel.compare.comparison import Comparison, as_data
+from minitui.viewmodel.compare.runs import Run, recorded_view
+from minitui.viewmodel.explain.timing import step_times
 from minitui.viewmodel.moment import Playback
-from minitui.viewmodel.recorded import recorded_view
-from minitui.viewmodel.runs import Run
-from minitui.viewmodel.step_times import step_times
-from minitui.viewmodel.story import tell
-from minitui.viewmodel.summary import summary
+from minitui.viewmodel.view import View
+from minitui.viewmodel.words.story import tell
+from minitui.viewmodel.words.summary import summary
 from tests.support.golden import GOLDEN
 
 RECORDINGS = {**bundled(), "golden": GOLDEN}

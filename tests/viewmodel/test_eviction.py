@@ -13,7 +13,7 @@ from engine.trace.state import State
 from engine.trace.views import FREE
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
-from minitui.viewmodel.eviction import EvictionOrder, free_words, is_under_pressure, next_blocks, pressure_words
+from minitui.viewmodel.state.eviction import EvictionOrder, free_words, is_under_pressure, next_blocks, pressure_words
 from tests.engine.test_scheduler_simulation import Load
 
 

@@ -14,14 +14,14 @@ from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
 from minitui.tui.widgets.requests import RequestTable
 from minitui.tui.widgets.rows import plain
-from minitui.viewmodel.first_token_reason import explain_first_token
-from minitui.viewmodel.lane import PREFILLING, QUEUED
-from minitui.viewmodel.model import View
-from minitui.viewmodel.recorded import recorded_view
-from minitui.viewmodel.request_words import first_token_words, request_data, why_first
+from minitui.viewmodel.compare.runs import recorded_view
+from minitui.viewmodel.explain.first_token_reason import explain_first_token
+from minitui.viewmodel.explain.timing import why_briefly
+from minitui.viewmodel.history.lane import PREFILLING, QUEUED
 from minitui.viewmodel.requests import Requests, by_longest_gap, by_longest_wait, longest
-from minitui.viewmodel.story import tell
-from minitui.viewmodel.timing import why_briefly
+from minitui.viewmodel.view import View
+from minitui.viewmodel.words.request_words import first_token_words, request_data, why_first
+from minitui.viewmodel.words.story import tell
 
 STALL_MS = 300.0
 DELAYED, PLAN = 11, 7  # fields of a `parts` record

@@ -13,10 +13,10 @@ from minitui.trace.reader import TraceReader
 from minitui.tui.widgets.host_device import host_and_device
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.waterfall import Waterfall
-from minitui.viewmodel.limits import Limit, limits
-from minitui.viewmodel.model import View
-from minitui.viewmodel.story import tell
-from minitui.viewmodel.summary import summary, summary_json
+from minitui.viewmodel.explain.limits import Limit, limits
+from minitui.viewmodel.view import View
+from minitui.viewmodel.words.story import tell
+from minitui.viewmodel.words.summary import summary, summary_json
 from tests.tui.test_lesson_panels import drawn
 
 WORK = slice(4, 10)  # of a `parts` record: commit, emit, gate, plan, launch, wait

@@ -11,13 +11,13 @@ from minitui.dev.simulator import Load, Stress
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
 from minitui.trace.recorder import Recorder
-from minitui.viewmodel.cost_models import FIRST_FIT
-from minitui.viewmodel.model import View
-from minitui.viewmodel.recorded import recorded_view
-from minitui.viewmodel.request_teller import RequestTeller
-from minitui.viewmodel.stalls import gap_words
-from minitui.viewmodel.teller import Teller
-from minitui.viewmodel.timing import why_slow
+from minitui.viewmodel.compare.runs import recorded_view
+from minitui.viewmodel.explain.cost_models import FIRST_FIT
+from minitui.viewmodel.explain.stalls import gap_words
+from minitui.viewmodel.explain.timing import why_slow
+from minitui.viewmodel.view import View
+from minitui.viewmodel.words.request_teller import RequestTeller
+from minitui.viewmodel.words.teller import Teller
 
 LONG = Load(blocks=600, chats=6, rows=6, budget=512, context=2048, reply=(60, 160), turns=3, think=0.05, paste=0.3)
 TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)

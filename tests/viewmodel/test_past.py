@@ -9,13 +9,13 @@ import pytest
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
 from minitui.tui.widgets.occupancy import waste_words
-from minitui.viewmodel.cost_models import first_model
-from minitui.viewmodel.model import Playback, View
+from minitui.viewmodel.explain.cost_models import first_model
+from minitui.viewmodel.explain.stalls import gap_words
+from minitui.viewmodel.history.spans import Timeline
 from minitui.viewmodel.requests import Requests
-from minitui.viewmodel.spans import Timeline
-from minitui.viewmodel.stalls import gap_words
-from minitui.viewmodel.story import tell
-from minitui.viewmodel.summary import summary
+from minitui.viewmodel.view import Playback, View
+from minitui.viewmodel.words.story import tell
+from minitui.viewmodel.words.summary import summary
 from tests.support.golden import GOLDEN
 
 

@@ -8,11 +8,11 @@ from minitui.trace.bundled import bundled, find_trace
 from minitui.trace.reader import TraceReader
 from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.step_bar import StepBar
-from minitui.viewmodel.lane import FINISHED
-from minitui.viewmodel.model import Playback, View
-from minitui.viewmodel.recorded import recorded_view
-from minitui.viewmodel.request_teller import RequestTeller
-from minitui.viewmodel.story import tell
+from minitui.viewmodel.compare.runs import recorded_view
+from minitui.viewmodel.history.lane import FINISHED
+from minitui.viewmodel.view import Playback, View
+from minitui.viewmodel.words.request_teller import RequestTeller
+from minitui.viewmodel.words.story import tell
 from minitui.vllm.translate import Translator
 from tests.support.vllm_played import messages_of, recorded
 

@@ -14,11 +14,11 @@ import pytest
 from engine.text.output import Delta, OutputProcessor
 from engine.trace.records import Record
 from engine.trace.state import State
-from minitui.viewmodel import tokens as tokens_module
-from minitui.viewmodel.model import View
+from minitui.viewmodel.history import tokens as tokens_module
+from minitui.viewmodel.history.steps import Steps
+from minitui.viewmodel.history.tokens import TokenTimes
 from minitui.viewmodel.requests import Requests
-from minitui.viewmodel.steps import Steps
-from minitui.viewmodel.tokens import TokenTimes
+from minitui.viewmodel.view import View
 from tests.engine.test_scheduler_simulation import Load
 from tests.engine.test_speculation import DraftingLoad
 

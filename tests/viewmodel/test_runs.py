@@ -15,10 +15,9 @@ from engine.params import SamplingParams
 from engine.trace.records import Record, RecordLog
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
-from minitui.viewmodel.comparison import QUANTITIES, Comparison
-from minitui.viewmodel.comparison_words import JSON_KEYS, key_of, settings_that_differ
-from minitui.viewmodel.model import View
-from minitui.viewmodel.runs import DRAFTS, STALL, Run, RunFigures
+from minitui.viewmodel.compare.comparison import JSON_KEYS, QUANTITIES, Comparison, key_of, settings_that_differ
+from minitui.viewmodel.compare.runs import DRAFTS, STALL, Run, RunFigures
+from minitui.viewmodel.view import View
 from tests.engine.test_step_clock import Timed
 from tests.support.golden import GOLDEN
 

@@ -19,11 +19,11 @@ from minitui.export import export
 from minitui.export.perfetto import DEVICE, HOST, NAMES, PAUSES, REQUESTS, STAGES
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
-from minitui.viewmodel import steps as step_columns
-from minitui.viewmodel.lanes import Lanes
-from minitui.viewmodel.model import View
-from minitui.viewmodel.spans import NOT_REPORTED, Span, Timeline
-from minitui.viewmodel.steps import GATE_SHOWN, IDLE_SHOWN, Steps
+from minitui.viewmodel.history import steps as step_columns
+from minitui.viewmodel.history.lanes import Lanes
+from minitui.viewmodel.history.spans import NOT_REPORTED, Span, Timeline
+from minitui.viewmodel.history.steps import GATE_SHOWN, IDLE_SHOWN, Steps
+from minitui.viewmodel.view import View
 from tests.engine import test_step_clock
 from tests.engine.test_step_clock import COMMIT, EMIT, PLAN, Timed
 from tests.support.golden import GOLDEN

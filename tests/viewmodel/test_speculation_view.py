@@ -22,11 +22,11 @@ from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.step_bar import StepBar
 from minitui.tui.widgets.timings import StepTimings
 from minitui.tui.widgets.vitals import Vitals
-from minitui.viewmodel.lane import DECODING, GAINING
-from minitui.viewmodel.model import View
-from minitui.viewmodel.narrate import narrate
-from minitui.viewmodel.story import tell
-from minitui.viewmodel.teller import Teller
+from minitui.viewmodel.history.lane import DECODING, GAINING
+from minitui.viewmodel.view import View
+from minitui.viewmodel.words.narrate import narrate
+from minitui.viewmodel.words.story import tell
+from minitui.viewmodel.words.teller import Teller
 from tests.engine.test_speculation import REPEATING, drafting_seed, make_engine
 from tests.support.golden import INFO
 from tests.support.lanes import codes

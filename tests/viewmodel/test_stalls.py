@@ -24,16 +24,15 @@ from minitui.dev.simulator import SMALL, Load, Stress
 from minitui.text import ms
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
-from minitui.viewmodel.causes import explain
-from minitui.viewmodel.cost_model import FEATURES
-from minitui.viewmodel.cost_models import first_model
-from minitui.viewmodel.lane import PREEMPTED, Lane
-from minitui.viewmodel.model import View
-from minitui.viewmodel.recorded import recorded_view
-from minitui.viewmodel.request_teller import RequestTeller
+from minitui.viewmodel.compare.runs import recorded_view
+from minitui.viewmodel.explain.causes import explain
+from minitui.viewmodel.explain.cost_model import FEATURES
+from minitui.viewmodel.explain.cost_models import first_model
+from minitui.viewmodel.explain.stalls import Reason, explain_gap, gap_words
+from minitui.viewmodel.history.lane import PREEMPTED, Gap, Lane
 from minitui.viewmodel.requests import Requests
-from minitui.viewmodel.stalls import Reason, explain_gap, gap_words
-from minitui.viewmodel.token_gaps import Gap
+from minitui.viewmodel.view import View
+from minitui.viewmodel.words.request_teller import RequestTeller
 from tests.engine.test_scheduler_simulation import make_engine
 from tests.engine.test_scheduler_simulation import run as drive
 from tests.support import live_stalls as live

@@ -12,8 +12,8 @@ from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
 from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.trends import TrendCharts
-from minitui.viewmodel.model import View
-from minitui.viewmodel.trends import METRICS, SPANS, Trends, shortest_span
+from minitui.viewmodel.history.trends import METRICS, SPANS, Trends, shortest_span
+from minitui.viewmodel.view import View
 
 
 @pytest.mark.parametrize(("samples", "exact"), [(4_096, 1e-9), (100, 0.035)])

@@ -9,12 +9,11 @@ from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
 from minitui.tui.widgets.requests import RequestTable
 from minitui.tui.widgets.rows import plain
-from minitui.viewmodel.model import View
-from minitui.viewmodel.recorded import recorded_view
-from minitui.viewmodel.request_words import figures_in_words, request_data
+from minitui.viewmodel.compare.runs import Run, recorded_view
 from minitui.viewmodel.requests import Requests
-from minitui.viewmodel.runs import Run
-from minitui.viewmodel.story import tell
+from minitui.viewmodel.view import View
+from minitui.viewmodel.words.request_words import figures_in_words, request_data
+from minitui.viewmodel.words.story import tell
 
 
 def from_the_middle(begin: int) -> View:

@@ -14,11 +14,11 @@ from minitui.export.markdown import write_markdown
 from minitui.text import count
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
-from minitui.viewmodel.causes import explain
-from minitui.viewmodel.recorded import recorded_view
-from minitui.viewmodel.stalls import explain_gap
-from minitui.viewmodel.timing import why_slow
-from minitui.viewmodel.usual_times import UsualTimes
+from minitui.viewmodel.compare.runs import recorded_view
+from minitui.viewmodel.explain.causes import explain
+from minitui.viewmodel.explain.stalls import explain_gap
+from minitui.viewmodel.explain.timing import why_slow
+from minitui.viewmodel.explain.usual_times import UsualTimes
 from tests.viewmodel.test_stalls import gap_at, preempted_in
 
 

@@ -22,17 +22,17 @@ from engine.trace.state import State
 from engine.trace.views import ACTIVE, CACHED, FREE, SHARED
 from minitui.dev.panel import stress_view
 from minitui.dev.simulator import CLASSROOM, SMALL, Load, Stress
-from minitui.viewmodel import time_travel
-from minitui.viewmodel.events import Events
-from minitui.viewmodel.first_tokens import FirstTokens
-from minitui.viewmodel.history import EMPTY
-from minitui.viewmodel.lane import DECODING, FINISHED, NOTHING, OPEN, PREEMPTED, PREFILLING, QUEUED, Lane
-from minitui.viewmodel.model import AnnotatedState, View
-from minitui.viewmodel.rates import BUCKET, Rates
-from minitui.viewmodel.steps import Steps
-from minitui.viewmodel.story import tell
-from minitui.viewmodel.timing import summarise
+from minitui.viewmodel.explain.timing import summarise
+from minitui.viewmodel.history.events import Events
+from minitui.viewmodel.history.history import EMPTY
+from minitui.viewmodel.history.lane import DECODING, FINISHED, NOTHING, OPEN, PREEMPTED, PREFILLING, QUEUED, Lane
+from minitui.viewmodel.history.rates import BUCKET, Rates
+from minitui.viewmodel.history.steps import Steps
+from minitui.viewmodel.history.tokens import FirstTokens
+from minitui.viewmodel.state import time_travel
 from minitui.viewmodel.updater import AFTER_KEY_S, RETRY_S, Updater
+from minitui.viewmodel.view import AnnotatedState, View
+from minitui.viewmodel.words.story import tell
 from tests.support.lanes import codes
 from tests.support.simulated import LiveStress
 
@@ -57,7 +57,7 @@ def followed(load: Load, steps: int, seed: int = 0) -> tuple[Stress, View, list]
 
 
 def test_the_view_loads_without_textual_and_without_torch():
-    modules = "minitui.viewmodel.model, minitui.viewmodel.story, minitui.dev.simulator, minitui.viewmodel.updater"
+    modules = "minitui.viewmodel.view, minitui.viewmodel.words.story, minitui.dev.simulator, minitui.viewmodel.updater"
     code = f"import sys, {modules}; print([m for m in ('textual', 'torch', 'typer') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
@@ -347,8 +347,8 @@ def test_history_is_bounded_and_says_where_it_begins(monkeypatch):
 
 
 def test_once_its_rings_are_full_the_view_needs_no_more_memory(monkeypatch):
-    monkeypatch.setattr("minitui.viewmodel.events.EVENTS_ALWAYS", 100)
-    monkeypatch.setattr("minitui.viewmodel.time_travel.KEYFRAME_SECONDS", 0.0)
+    monkeypatch.setattr("minitui.viewmodel.history.events.EVENTS_ALWAYS", 100)
+    monkeypatch.setattr("minitui.viewmodel.state.time_travel.KEYFRAME_SECONDS", 0.0)
     stress, view = Stress(TIGHT), View()
     view.reset(State(TIGHT.blocks + 1, TIGHT.block_size, TIGHT.budget, TIGHT.rows).snapshot())
     view.past.every, view.past.kept, view.steps = 200, 600, Steps(128)

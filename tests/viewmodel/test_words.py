@@ -15,14 +15,14 @@ from minitui.trace.reader import TraceReader
 from minitui.tui.widgets.requests import RequestTable
 from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.vitals import vitals
-from minitui.viewmodel.events import Event, describe
-from minitui.viewmodel.model import View
-from minitui.viewmodel.narrate import narrate
-from minitui.viewmodel.recorded import recorded_view
-from minitui.viewmodel.request_words import first_token_words
+from minitui.viewmodel.compare.runs import recorded_view
+from minitui.viewmodel.explain.timing import why_briefly
+from minitui.viewmodel.history.events import Event, describe
 from minitui.viewmodel.requests import Requests
-from minitui.viewmodel.summary import summary
-from minitui.viewmodel.timing import why_briefly
+from minitui.viewmodel.view import View
+from minitui.viewmodel.words.narrate import narrate
+from minitui.viewmodel.words.request_words import first_token_words
+from minitui.viewmodel.words.summary import summary
 
 
 def folded(until: float) -> View:

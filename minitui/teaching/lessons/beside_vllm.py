@@ -14,9 +14,8 @@ from minitui.teaching.scenarios import VOICES, paste_of
 from minitui.teaching.stage import Stage
 from minitui.text import count
 from minitui.trace.reader import TraceReader
-from minitui.viewmodel.model import View
-from minitui.viewmodel.recorded import recorded_view
-from minitui.viewmodel.runs import Run
+from minitui.viewmodel.compare.runs import Run, recorded_view
+from minitui.viewmodel.view import View
 
 FILE = Path(__file__).parents[1] / "vllm.trace"
 SHARES = (0.27, 0.42, 0.17)  # of the pool, for the prompts

@@ -25,7 +25,7 @@ from minitui.teaching.lessons.step_costs import (
 from minitui.teaching.recorded_steps import BYTES
 from minitui.teaching.stage import Stage
 from minitui.text import ms
-from minitui.viewmodel.comparison import Comparison
+from minitui.viewmodel.compare.comparison import Comparison
 
 PARTS = {"embeddings": ("embed_tokens", "lm_head"), "attention": ("self_attn",), "MLP": ("mlp",), "norms": ("norm",)}
 

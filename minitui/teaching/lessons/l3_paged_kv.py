@@ -14,8 +14,8 @@ from minitui.teaching.lessons.side_by_side import (
 )
 from minitui.teaching.stage import Stage
 from minitui.text import listed
-from minitui.viewmodel.comparison import Comparison
-from minitui.viewmodel.runs import Run
+from minitui.viewmodel.compare.comparison import Comparison
+from minitui.viewmodel.compare.runs import Run
 
 PROMPT = 14  # tokens of both prompts of `two_tables`
 STATES = {FREE: "free", ACTIVE: "active", SHARED: "shared", CACHED: "cached"}

@@ -10,10 +10,9 @@ from minitui.teaching.contrasts import Contrast, Setting, find_contrast
 from minitui.teaching.lessons.page import Seen
 from minitui.teaching.stage import Stage
 from minitui.text import duration
-from minitui.viewmodel.comparison import CLEAR, Comparison, Difference
-from minitui.viewmodel.comparison_words import key_of
-from minitui.viewmodel.model import View
-from minitui.viewmodel.runs import Run
+from minitui.viewmodel.compare.comparison import CLEAR, Comparison, Difference, key_of
+from minitui.viewmodel.compare.runs import Run
+from minitui.viewmodel.view import View
 
 Answer = Callable[[Comparison], int]  # returns the index of the right choice
 TITLES = {"computed": "prompt tokens computed"}

@@ -14,7 +14,7 @@ from minitui.teaching.recorded_steps import BYTES, recorded_device
 from minitui.teaching.stage import Stage
 from minitui.text import count, ms
 from minitui.viewmodel.board import Curve, Curves
-from minitui.viewmodel.model import StepRow
+from minitui.viewmodel.view import StepRow
 
 ROWS = (1, 4, 16, 64, 256)
 PROMPTS = (*ROWS, 1024)  # tokens

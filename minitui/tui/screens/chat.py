@@ -28,7 +28,7 @@ from minitui.tui.widgets.step_bar import StepBar
 from minitui.tui.widgets.top_bar import TopBar
 from minitui.tui.widgets.transcript import LABEL, Transcript
 from minitui.tui.widgets.vitals import Vitals
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 RAIL_FROM = 100  # columns; a narrower screen does not show the panels on the right (the rail)
 TEXT_EVERY = 0.1  # seconds between two updates of the transcript

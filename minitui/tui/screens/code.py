@@ -13,7 +13,7 @@ from minitui.teaching.lessons.page import Code
 from minitui.tui.screens.dialogs import Overlay
 from minitui.tui.widgets.base import Picture, ScrollPanel
 from minitui.tui.widgets.rows import Row, Runs
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 MIN_CODE = 16  # cells; if fewer are left beside the indent, a line of code is cut off instead of wrapped
 

@@ -16,7 +16,7 @@ from minitui.tui.widgets.differences import Differences
 from minitui.tui.widgets.side_by_side import SideBySide
 from minitui.tui.widgets.status_bar import StatusBar
 from minitui.tui.widgets.top_bar import TopBar
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 WIDE = 170  # columns: the figures are beside the lanes
 TALL = 50  # rows: the figures are below the lanes; a smaller terminal shows one of the two

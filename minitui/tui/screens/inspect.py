@@ -29,7 +29,7 @@ from minitui.tui.widgets.tree import RadixTree
 from minitui.tui.widgets.trends import TrendCharts
 from minitui.tui.widgets.vitals import Vitals
 from minitui.tui.widgets.waterfall import Waterfall
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 WIDE, TALL = 100, 32  # a smaller terminal shows one panel at a time
 TIMINGS_HEIGHT = 10  # rows; a terminal with at least as many rows as a number of ROOMY has one more

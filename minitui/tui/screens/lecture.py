@@ -26,8 +26,8 @@ from minitui.tui.widgets.step_bar import StepBar
 from minitui.tui.widgets.top_bar import TopBar
 from minitui.tui.widgets.tree import RadixTree
 from minitui.tui.widgets.why import Why
-from minitui.viewmodel.model import View
-from minitui.viewmodel.predict import question_about, why_no_question
+from minitui.viewmodel.explain.predict import question_about, why_no_question
+from minitui.viewmodel.view import View
 
 ROOMY = (100, 34)  # (columns, rows); a screen of at least this size also shows the block table and the first tokens
 

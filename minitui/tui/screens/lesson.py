@@ -37,7 +37,7 @@ from minitui.tui.widgets.lesson_text import LessonText, page_lines
 from minitui.tui.widgets.status_bar import StatusBar
 from minitui.tui.widgets.top_bar import TopBar
 from minitui.tui.widgets.wire import WireLines
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 NOTHING = "no picture yet: the experiment has not run"
 WIDE = 120  # columns; if the screen is at least this wide, panels are beside the text, otherwise below it

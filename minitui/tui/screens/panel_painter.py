@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from minitui.tui.app_base import AppBase
 from minitui.tui.widgets.bar import Bar
 from minitui.tui.widgets.base import LinePanel
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 # Panel -> (n, k): the panel is painted in frame k of every n frames (k from 0), which spreads the work over the frames.
 # If the frame is not drawn, the panel is painted in the next one. While frames are skipped, n is at least

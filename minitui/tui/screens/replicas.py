@@ -11,7 +11,7 @@ from minitui.tui.widgets.replicas import Replicas
 from minitui.tui.widgets.session_tabs import SessionTabs
 from minitui.tui.widgets.status_bar import StatusBar
 from minitui.tui.widgets.top_bar import TopBar
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 
 class ReplicaScreen(BaseScreen[None]):

@@ -17,7 +17,7 @@ from minitui.tui.widgets.candidates import candidates_picture
 from minitui.tui.widgets.pieces import NEW, piece_lines
 from minitui.tui.widgets.rows import Row, wrapped
 from minitui.viewmodel.board import Candidate, Candidates, Pieces
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 SHOWN = 8  # candidates
 CANDIDATE_ROWS = SHOWN + 1

@@ -7,7 +7,7 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
 from minitui.tui.widgets.rows import Row, Runs, fitting, legend, wrapped
 from minitui.viewmodel.board import KeyRead
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 LOOKED_BACK = 512  # steps
 AXIS_CELLS = 16  # a narrower axis has only numbers

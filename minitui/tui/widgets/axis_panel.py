@@ -6,7 +6,7 @@ from textual import events
 
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.tracks import SCALES, Scale
-from minitui.viewmodel.spans import Timeline
+from minitui.viewmodel.history.spans import Timeline
 
 MOST_STEPS = 200  # the most steps in sight
 

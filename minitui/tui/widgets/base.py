@@ -24,7 +24,7 @@ from minitui.tui.line_filters import VisibleLines
 from minitui.tui.theme import Palette, palette
 from minitui.tui.widgets.frame import exact, has_room, in_frame
 from minitui.tui.widgets.rows import Line, Run, Runs, cells, plain, wrapped
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 NARROWEST = 8  # cells; narrower panels are blank
 

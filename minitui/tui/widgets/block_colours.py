@@ -12,8 +12,8 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.theme import OWNER_COLOURS
 from minitui.tui.widgets import occupancy
 from minitui.tui.widgets.rows import Run, runs_width
-from minitui.viewmodel.annotated_state import STATE_NAMES
-from minitui.viewmodel.model import View
+from minitui.viewmodel.state.annotated_state import STATE_NAMES
+from minitui.viewmodel.view import View
 
 FILLING = 4  # code of an active block with free places for tokens; the other codes are in engine.trace.views
 AGES = (1.0, 5.0, 15.0, 60.0, 300.0)  # limits in seconds; a block's digit is the number of limits below its age

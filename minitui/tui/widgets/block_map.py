@@ -19,9 +19,9 @@ from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, sel
 from minitui.tui.widgets.block_colours import COLOURINGS, Layer, lay_out, with_filling
 from minitui.tui.widgets.block_grid import Grid, blocks_to_show, grid
 from minitui.tui.widgets.rows import Line, Row, Run, Runs, runs_width
-from minitui.viewmodel.annotated_state import AnnotatedState
 from minitui.viewmodel.board import KeyRead
-from minitui.viewmodel.model import View
+from minitui.viewmodel.state.annotated_state import AnnotatedState
+from minitui.viewmodel.view import View
 
 GLOW_SHARE = 0.25  # a cell is highlighted if at least this share of its blocks has changed
 

@@ -13,7 +13,7 @@ from minitui.text import count
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
 from minitui.tui.widgets.rows import Row, Run, Runs, cells, clip, fitting, legend, wrapped
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 CHIP = 6  # the fewest cells of a chip; long block numbers need more
 TWO_ROWS_FROM = 6  # in a panel of at least this many rows, the heading may take two rows

@@ -10,7 +10,7 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
 from minitui.tui.widgets.rows import Row, Runs, legend, wrapped
 from minitui.tui.widgets.tree import RadixTree
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 if TYPE_CHECKING:
     from minitui.vllm.kv_source import KvSource

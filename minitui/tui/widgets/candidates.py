@@ -6,7 +6,7 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
 from minitui.tui.widgets.rows import Row, Runs, cells, clip, legend, wrapped
 from minitui.viewmodel.board import Candidate, Candidates
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 from minitui.visible import visible_line
 
 LONGEST_TOKEN = 16  # cells

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from minitui.tui.glyphs import glyphs
-from minitui.viewmodel.cost_model import CostModel
-from minitui.viewmodel.step_row import StepRow
-from minitui.viewmodel.timing import why_briefly, why_slow
+from minitui.viewmodel.explain.cost_model import CostModel
+from minitui.viewmodel.explain.timing import why_briefly, why_slow
+from minitui.viewmodel.history.steps import StepRow
 
 
 def cause_within(row: StepRow, model: CostModel | None, width: int) -> str:

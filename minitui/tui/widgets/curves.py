@@ -10,7 +10,7 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
 from minitui.tui.widgets.rows import Row, Runs, fit, wrapped
 from minitui.viewmodel.board import Curve, Curves
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 LABEL = 11  # cells: the name of a curve, or a tick of the scale
 STYLES = ("bold accent", "owner-1", "owner-2")

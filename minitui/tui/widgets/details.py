@@ -10,8 +10,8 @@ from textual.binding import Binding
 from minitui.tui.widgets.base import LinePanel, Picture, ScrollPanel, selected
 from minitui.tui.widgets.rows import Row, Run, Runs, clean
 from minitui.tui.widgets.timeline import TimelineOpened
-from minitui.viewmodel.model import View
-from minitui.viewmodel.story import tell
+from minitui.viewmodel.view import View
+from minitui.viewmodel.words.story import tell
 
 LABEL = 13  # cells
 

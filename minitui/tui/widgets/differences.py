@@ -9,8 +9,8 @@ from textual.binding import Binding
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import Picture, ScrollPanel, paragraphs
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, wrapped
-from minitui.viewmodel.comparison import Comparison, Difference
-from minitui.viewmodel.model import View
+from minitui.viewmodel.compare.comparison import Comparison, Difference
+from minitui.viewmodel.view import View
 
 TITLE, CHANGE, WORD = 28, 10, 7  # cells of the name of a figure, of a change, and of "better" or "worse"
 LEAST, MOST = 12, 20  # cells of a value

@@ -6,8 +6,8 @@ import re
 import sys
 from collections.abc import Callable
 
-from minitui.viewmodel.events import EVENTS_KEPT, KINDS
-from minitui.viewmodel.model import Event, View
+from minitui.viewmodel.history.events import EVENTS_KEPT, KINDS
+from minitui.viewmodel.view import Event, View
 
 REQUEST = re.compile(r"r(\d+)")
 SCANNED = 2_000  # events whose text is searched in one picture; the next pictures search the others

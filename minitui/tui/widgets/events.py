@@ -15,7 +15,7 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, typed
 from minitui.tui.widgets.event_search import Search
 from minitui.tui.widgets.rows import Row, Run, Runs, cells, clean, fit
-from minitui.viewmodel.model import Event, View
+from minitui.viewmodel.view import Event, View
 
 STYLES = {
     "admit": "decode", "hit": "hit", "miss": "dim", "evict": "pool", "preempt": "bad", "finish": "dim",

@@ -11,8 +11,8 @@ from minitui.text import count
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
 from minitui.tui.widgets.rows import Row, Run, Runs, legend
-from minitui.viewmodel.experts import ExpertLoad
-from minitui.viewmodel.model import View
+from minitui.viewmodel.history.experts import ExpertLoad
+from minitui.viewmodel.view import View
 
 LABEL = 5  # cells for the name of a layer
 FIGURE = 6  # cells for the hottest expert's load, in multiples of the mean

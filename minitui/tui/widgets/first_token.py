@@ -6,7 +6,7 @@ from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Runs, legend
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 PARTS = (("queue", "queued", "waiting"), ("prefill", "prefill", "prefill"))  # (word, name of the glyph, style)
 

@@ -8,11 +8,11 @@ from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.rows import Row, Run, Runs, fitting
 from minitui.tui.widgets.tracks import Scale, track
-from minitui.viewmodel.axis import Span
-from minitui.viewmodel.limits import OtherPrograms
-from minitui.viewmodel.model import View
-from minitui.viewmodel.spans import Timeline
-from minitui.viewmodel.timing import Timings
+from minitui.viewmodel.explain.limits import OtherPrograms
+from minitui.viewmodel.explain.timing import Timings
+from minitui.viewmodel.history.axis import Span
+from minitui.viewmodel.history.spans import Timeline
+from minitui.viewmodel.view import View
 
 LABEL = 13  # cells
 LEAST_TRACK = 12  # cells

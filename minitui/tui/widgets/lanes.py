@@ -16,9 +16,9 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
 from minitui.tui.widgets.rows import Row, Run, Runs, fit, fitting, legend, runs_width
 from minitui.tui.widgets.vitals import spark
-from minitui.viewmodel.lane import DECODING, FINISHED, GAINING, NOTHING, PREEMPTED, PREFILLING, QUEUED, Lane
-from minitui.viewmodel.lane_rows import LaneRows
-from minitui.viewmodel.model import View
+from minitui.viewmodel.history.lane import DECODING, FINISHED, GAINING, NOTHING, PREEMPTED, PREFILLING, QUEUED, Lane
+from minitui.viewmodel.history.lanes import LaneRows
+from minitui.viewmodel.view import View
 
 SPAN_SECONDS = 10.0
 STEPS_PER_COLUMN = (1, 2, 5, 10, 20, 50, 100, 200, 500)

@@ -9,9 +9,9 @@ from minitui.tui.widgets.base import Picture
 from minitui.tui.widgets.rows import Runs as Cells
 from minitui.tui.widgets.side_by_side import UNITS, SideBySide
 from minitui.tui.widgets.tracks import ruler
-from minitui.viewmodel.comparison import Comparison
-from minitui.viewmodel.model import View
-from minitui.viewmodel.runs import Run
+from minitui.viewmodel.compare.comparison import Comparison
+from minitui.viewmodel.compare.runs import Run
+from minitui.viewmodel.view import View
 
 LABEL = 6  # cells of a lane's label in a half
 GAP = 3  # cells between the halves

@@ -15,7 +15,7 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import Picture, ScrollPanel
 from minitui.tui.widgets.lesson_keys import fitting_keys, letters, separator
 from minitui.tui.widgets.rows import Row
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 MAX_TEXT_WIDTH = 100  # columns; longer lines are hard to read
 PREDICT = "Predict: "

@@ -6,7 +6,7 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.bar import Bar
 from minitui.tui.widgets.base import Picture
 from minitui.tui.widgets.rows import Row, fit
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 
 class Loading(Bar):

@@ -8,8 +8,8 @@ from minitui.text import count, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Run
-from minitui.viewmodel.annotated_state import STATE_NAMES, AnnotatedState
-from minitui.viewmodel.model import View
+from minitui.viewmodel.state.annotated_state import STATE_NAMES, AnnotatedState
+from minitui.viewmodel.view import View
 
 ORDER = (ACTIVE, SHARED, CACHED, FREE)
 MIN_BAR = 8  # cells

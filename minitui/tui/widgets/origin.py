@@ -6,7 +6,7 @@ from minitui.text import match_reason
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 
 class PromptOrigin(LinePanel, can_focus=False):

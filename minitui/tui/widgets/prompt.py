@@ -14,7 +14,7 @@ from textual.widgets import TextArea
 
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, fit
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 ROWS = 6  # the largest number of rows of the completion list
 

@@ -7,8 +7,8 @@ from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
 from minitui.tui.widgets.rows import Row, Run, Runs, fit, legend, wrapped
 from minitui.tui.widgets.tracks import KERNELS, PAUSES, STYLES, Scale, mark, ruler, track
 from minitui.viewmodel.board import RecordedRun, RecordedRuns
-from minitui.viewmodel.model import View
-from minitui.viewmodel.spans import Span, Timeline
+from minitui.viewmodel.history.spans import Span, Timeline
+from minitui.viewmodel.view import View
 
 LABEL = 15  # cells: the name of a run, and of its track
 NAMES = ("plan", "launch", "wait", "commit", "emit")

@@ -9,7 +9,7 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.bar import Bar
 from minitui.tui.widgets.base import Picture
 from minitui.tui.widgets.rows import Row
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 KEYS = (  # the keys of the bar, for wide and for narrow terminals
     " , . step  B E begin, end  < > speed  ( ) jump  { } marks  m mark ",

@@ -16,7 +16,7 @@ from minitui.text import duration, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, legend, wrapped
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 # (name, width in cells) of the columns on the right. The address and the model share the rest.
 COLUMNS = (("state", 11), ("run", 5), ("wait", 5), ("KV", 6), ("hits", 6), ("tok/s", 7), ("first", 8), ("ours", 5))

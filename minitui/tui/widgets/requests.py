@@ -13,10 +13,10 @@ from minitui.tui.widgets.base import LinePanel, Picture, paragraphs, selected
 from minitui.tui.widgets.request_columns import COLUMNS
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, first_rows, fit
 from minitui.tui.widgets.timeline import TimelineOpened
-from minitui.viewmodel.model import View
-from minitui.viewmodel.request_words import as_long, first_token_words, why_first
+from minitui.viewmodel.explain.stalls import Reason, explain_gap, gap_words
 from minitui.viewmodel.requests import RequestFigures, Requests, by_longest_gap, by_longest_wait, longest
-from minitui.viewmodel.stalls import Reason, explain_gap, gap_words
+from minitui.viewmodel.view import View
+from minitui.viewmodel.words.request_words import as_long, first_token_words, why_first
 
 STATES = {"decode": "decode", "prefill": "prefill", "waits": "waiting", "preempted": "bad", "error": "bad"}
 WHY_FROM = 24  # cells; a narrower column of causes is left out

@@ -10,7 +10,7 @@ from minitui.text import duration
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Runs, wrapped
 from minitui.tui.widgets.vitals import spark
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 
 def _percent(value: float) -> str:

@@ -8,7 +8,7 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.bar import Bar
 from minitui.tui.widgets.base import Picture
 from minitui.tui.widgets.rows import Row, Run, cells, clip, runs_width
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 MIN_LETTERS = 10  # minimum letters of a title: fewer would not identify the chat
 CURRENT_MIN_LETTERS = 18  # minimum letters of the current chat's title

@@ -19,11 +19,11 @@ from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, legend, runs_wi
 from minitui.tui.widgets.rows import cells as width_of
 from minitui.tui.widgets.tracks import STYLES, Scale, mark, number, ruler, track
 from minitui.tui.widgets.waterfall_texts import request_legend
-from minitui.viewmodel.comparison import Comparison
-from minitui.viewmodel.model import View
-from minitui.viewmodel.runs import DRAFTS, STALL
-from minitui.viewmodel.runs import Run as OneRun
-from minitui.viewmodel.spans import Span
+from minitui.viewmodel.compare.comparison import Comparison
+from minitui.viewmodel.compare.runs import DRAFTS, STALL
+from minitui.viewmodel.compare.runs import Run as OneRun
+from minitui.viewmodel.history.spans import Span
+from minitui.viewmodel.view import View
 
 LABEL, NAME = 7, 11  # cells of a lane's label: the request, and the name of its chat
 NAMED = 110  # from this width on, the lanes have names

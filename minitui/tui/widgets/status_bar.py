@@ -9,7 +9,7 @@ from minitui.tui.screens.base import BaseScreen, Hint
 from minitui.tui.widgets.bar import Bar
 from minitui.tui.widgets.base import Picture
 from minitui.tui.widgets.rows import Row
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 FRESH_S = 60.0  # dropped records are shown as an alarm for so long
 

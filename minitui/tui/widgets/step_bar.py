@@ -15,8 +15,8 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.cause import cause_within
 from minitui.tui.widgets.rows import Row, Runs, cells, fitting, legend
-from minitui.viewmodel.model import StepRow, View
-from minitui.viewmodel.timing import took_words
+from minitui.viewmodel.explain.timing import took_words
+from minitui.viewmodel.view import StepRow, View
 
 
 def contents(row: StepRow, most: int = 4) -> str:

@@ -9,10 +9,9 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.cause import cause_within
 from minitui.tui.widgets.chart import LABEL, bars, scale_of
 from minitui.tui.widgets.rows import Row, Run, Runs, fitting
-from minitui.viewmodel.model import View
-from minitui.viewmodel.step_row import StepRow
-from minitui.viewmodel.step_times import StepTimes
-from minitui.viewmodel.timing import usual_words
+from minitui.viewmodel.explain.timing import StepTimes, usual_words
+from minitui.viewmodel.history.steps import StepRow
+from minitui.viewmodel.view import View
 
 STYLES = ("decode", "prefill", "prefill-2")  # of step_times.KINDS
 HISTOGRAM = 30  # cells

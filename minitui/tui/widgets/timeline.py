@@ -14,12 +14,12 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
 from minitui.tui.widgets.chart import LABEL, bars, scale_of
 from minitui.tui.widgets.rows import Row, Run, Runs, legend, wrapped
-from minitui.viewmodel.lane import Lane
-from minitui.viewmodel.model import View
-from minitui.viewmodel.request_words import figures_in_words, why_first
+from minitui.viewmodel.explain.stalls import gap_words
+from minitui.viewmodel.history.lane import Lane
+from minitui.viewmodel.history.tokens import Arrivals
 from minitui.viewmodel.requests import Requests
-from minitui.viewmodel.stalls import gap_words
-from minitui.viewmodel.tokens import Arrivals
+from minitui.viewmodel.view import View
+from minitui.viewmodel.words.request_words import figures_in_words, why_first
 
 LEAST = 4  # rows of the smallest chart
 WHOLE_FIRST = 14  # rows; a lower panel leaves out the first token if it needs more than two of them

@@ -7,9 +7,9 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.cause import cause_within
 from minitui.tui.widgets.host_device import LABEL
 from minitui.tui.widgets.rows import Row, Runs, first_rows, fitting, plain, wrapped
-from minitui.viewmodel.limits import Limit, OtherPrograms
-from minitui.viewmodel.model import View
-from minitui.viewmodel.timing import RECENT_FIRST_TOKENS, KindStats, Timings, why_briefly, why_slow
+from minitui.viewmodel.explain.limits import Limit, OtherPrograms
+from minitui.viewmodel.explain.timing import RECENT_FIRST_TOKENS, KindStats, Timings, why_briefly, why_slow
+from minitui.viewmodel.view import View
 
 KINDS = (("decode only", "decode", "decode"), ("mixed", "mixed", "prefill"), ("prefill only", "prefill", "prefill-2"))
 FIGURE = 7  # cells

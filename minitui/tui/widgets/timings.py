@@ -26,9 +26,8 @@ from minitui.tui.widgets.timing_rows import (
     limit_rows,
     slowest_rows,
 )
-from minitui.viewmodel.model import StepRow, View
-from minitui.viewmodel.step_times import StepTimes, rows_of, step_times
-from minitui.viewmodel.timing import Timings, why_slow
+from minitui.viewmodel.explain.timing import StepTimes, Timings, rows_of, step_times, why_slow
+from minitui.viewmodel.view import StepRow, View
 
 LARGE_FROM = 15  # rows: a panel of this height shows the charts and the slowest steps
 WHOLE_LIST = 9  # rows: the tracks are left out of a panel with fewer for the list

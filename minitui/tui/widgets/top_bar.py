@@ -10,7 +10,7 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.bar import Bar
 from minitui.tui.widgets.base import Picture
 from minitui.tui.widgets.rows import Row, Run, clip
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 
 NAME = " minitui "
 

@@ -1,4 +1,4 @@
-"""Draws spans of time (viewmodel/spans.py) as cells of a track, and the scale above the tracks.
+"""Draws spans of time (viewmodel/history/spans.py) as cells of a track, and the scale above the tracks.
 
 A cell shows the span that fills the largest part of the cell. A moment, such as a preemption, is always shown. On the
 track of a request, each prefill has a cell, too, unless a moment is there.
@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.rows import Row, Run
-from minitui.viewmodel.axis import Span
-from minitui.viewmodel.device_spans import PERHAPS
-from minitui.viewmodel.spans import LAUNCH_OR_WAIT, NOT_REPORTED
+from minitui.viewmodel.history.axis import Span
+from minitui.viewmodel.history.device_spans import PERHAPS
+from minitui.viewmodel.history.spans import LAUNCH_OR_WAIT, NOT_REPORTED
 
 UNKNOWN = "unknown"  # a device that does not report its time
 STEP = "step"  # the time between two arrivals

@@ -19,9 +19,9 @@ from minitui.text import count, short
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected, typed
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, fitting, legend, whole_words, wrapped
-from minitui.viewmodel.eviction import free_words, is_under_pressure, pressure_words
-from minitui.viewmodel.model import View
-from minitui.viewmodel.tree import TreeRow
+from minitui.viewmodel.state.eviction import free_words, is_under_pressure, pressure_words
+from minitui.viewmodel.state.tree import TreeRow
+from minitui.viewmodel.view import View
 
 ROLE_STYLES = {"sys": "pool", "usr": "hit", "ast": "decode"}
 TALL = 16  # a panel with this many rows has a row for each of the nodes that are evicted next; a smaller one, one row

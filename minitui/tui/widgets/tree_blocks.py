@@ -7,7 +7,7 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
 from minitui.tui.widgets.rows import Row, Run, Runs, fit, legend, whole_words, wrapped
 from minitui.viewmodel.board import TreeBlocks, TreeLine
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 from minitui.visible import visible_line
 
 NAME = 20  # cells

@@ -13,9 +13,9 @@ from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
 from minitui.tui.widgets.chart import LABEL, Scale, bars, scale_of
 from minitui.tui.widgets.rows import Row, Run, Runs, fitting, legend
 from minitui.tui.widgets.timeline import JumpRequested
-from minitui.viewmodel.model import View
-from minitui.viewmodel.rates import BUCKET
-from minitui.viewmodel.trends import METRICS, SPANS, Metric, Series, shortest_span
+from minitui.viewmodel.history.rates import BUCKET
+from minitui.viewmodel.history.trends import METRICS, SPANS, Metric, Series, shortest_span
+from minitui.viewmodel.view import View
 
 STYLES = {
     "first token": "prefill",

@@ -11,8 +11,8 @@ from minitui.text import ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Runs
-from minitui.viewmodel.model import View
-from minitui.viewmodel.rates import BUCKET
+from minitui.viewmodel.history.rates import BUCKET
+from minitui.viewmodel.view import View
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The waterfall: the work of host and device on an axis of time, and below it a track for each request.
 
 The picture ends with the newest step until it is moved. It shows the same as the export for Perfetto: both draw the
-spans of viewmodel/spans.py. Only the steps in sight are computed.
+spans of viewmodel/history/spans.py. Only the steps in sight are computed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from minitui.tui.widgets.waterfall_texts import (
     request_labels,
     request_legend,
 )
-from minitui.viewmodel.device_spans import PERHAPS
-from minitui.viewmodel.lane import Lane
-from minitui.viewmodel.model import View
-from minitui.viewmodel.spans import Span, Timeline
+from minitui.viewmodel.history.device_spans import PERHAPS
+from minitui.viewmodel.history.lane import Lane
+from minitui.viewmodel.history.spans import Span, Timeline
+from minitui.viewmodel.view import View
 
 LABEL = 11  # cells
 NAME = 11  # cells for the name of a chat

@@ -9,13 +9,11 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.rows import Row, Run, Runs, first_rows, legend, runs_width
 from minitui.tui.widgets.step_bar import contents
 from minitui.tui.widgets.tracks import STYLES, UNKNOWN, mark
-from minitui.viewmodel.cost_model import CostModel
-from minitui.viewmodel.device_spans import PERHAPS
-from minitui.viewmodel.spans import HOST, LAUNCH_OR_WAIT, NOT_REPORTED, REQUESTS, Span
-from minitui.viewmodel.step_parts import parts_of
-from minitui.viewmodel.step_row import PARTS, StepRow
-from minitui.viewmodel.steps import Steps
-from minitui.viewmodel.timing import why_slow
+from minitui.viewmodel.explain.cost_model import CostModel
+from minitui.viewmodel.explain.timing import why_slow
+from minitui.viewmodel.history.device_spans import PERHAPS
+from minitui.viewmodel.history.spans import HOST, LAUNCH_OR_WAIT, NOT_REPORTED, REQUESTS, Span, parts_of
+from minitui.viewmodel.history.steps import PARTS, StepRow, Steps
 
 WHY_ROWS = 4  # of the cause of a step
 

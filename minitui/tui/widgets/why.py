@@ -8,9 +8,9 @@ from minitui.teaching.prediction import LETTERS
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row, Run, Runs, clean
-from minitui.viewmodel.model import View
-from minitui.viewmodel.narrate import narrate, notable
-from minitui.viewmodel.predict import Question
+from minitui.viewmodel.explain.predict import Question
+from minitui.viewmodel.view import View
+from minitui.viewmodel.words.narrate import narrate, notable
 
 LOOK_BACK = 400  # number of steps in which to search for the last step that did more than decode
 

@@ -12,7 +12,7 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
 from minitui.tui.widgets.rows import Row, Runs, clip, wrapped
 from minitui.viewmodel.board import Wire
-from minitui.viewmodel.model import View
+from minitui.viewmodel.view import View
 from minitui.visible import visible_line
 
 STYLES = {"sent": "bold accent", "got": "ink"}

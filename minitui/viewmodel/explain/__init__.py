@@ -1,0 +1,1 @@
+"""Why something took as long as it did, and what comes next."""

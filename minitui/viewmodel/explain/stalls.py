@@ -1,0 +1,220 @@
+"""Explains the gap before a token from records: what the engine did between two tokens of one request.
+
+A gap covers whole steps. causes.py explains the last step of the gap: prompts, also those of a step
+that was launched meanwhile, and each measured cause get at most what they cost, and the rest is unexplained. The steps
+before the last one did not compute the request. If the request was preempted in the gap, the steps in which it was in
+the queue are one cause, and each step that computed its tokens again is explained like a last step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minitui.text import count, duration, ms
+from minitui.viewmodel.explain.causes import (
+    REST,
+    WORTH,
+    Cause,
+    Prefill,
+    explain,
+    in_parts,
+    largest_first,
+    neighbour,
+    prefilled,
+)
+from minitui.viewmodel.history.lane import PREFILLING, Gap, Lane
+from minitui.viewmodel.history.steps import StepRow
+
+if TYPE_CHECKING:
+    from minitui.viewmodel.view import View
+
+ROUNDED = 0.005  # a smaller share of a gap is lost where its parts are rounded
+SHORTEST_PAUSE_MS = 1.0  # shorter pauses are not mentioned
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a gap was as long as it was, in ms: `usual` and `named` add up to the gap."""
+
+    usual: float | None  # what its own steps should take without prompts; None: too few such steps have a time
+    causes: tuple[Cause, ...] = ()
+    unexplained: float = 0.0
+    variation: float = 0.0  # a rest that is too small to need an explanation
+    varied: tuple[Cause, ...] = ()  # how much longer measured parts took than usual; no more than in other steps
+    note: str = ""  # work in the gap whose cost is not known
+
+    @property
+    def named(self) -> list[Cause]:
+        """Every part of the gap that has a name, the largest first."""
+        found = [*self.causes, *(replace(part, name=f"{part.name} longer than usual") for part in self.varied)]
+        if self.unexplained:
+            found.append(Cause("unexplained", self.unexplained, "unexplained"))
+        took = (self.usual or 0.0) + sum(cause.ms for cause in found) + self.variation
+        if found and self.variation > ROUNDED * took:  # without the variation, the words would not add up
+            found.append(Cause(REST, self.variation, "variation"))
+        return largest_first(found)
+
+    @property
+    def by_key(self) -> dict[str, float]:
+        """All of the gap by the kind of cause, the largest first: the values add up to the gap, in ms."""
+        found = dict.fromkeys((cause.key for cause in self.named), 0.0)
+        rest = {"usual": self.usual or 0.0, "unexplained": self.unexplained, "variation": self.variation}
+        for key, took in [(part.key, part.ms) for part in (*self.causes, *self.varied)] + list(rest.items()):
+            if took:
+                found[key] = found.get(key, 0.0) + took
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def __str__(self) -> str:
+        if self.usual is None and not self.causes:
+            return "cause unknown: the times of too few such steps are known" + self._note
+        parts = [f"{part.name} {ms(part.ms)}" for part in self.named]
+        if not parts:
+            return f"usual ({ms(self.usual or 0.0)} ms expected, up to 25 % more)" + self._note
+        return ", ".join(parts) + (f" ms; usually {ms(self.usual)} ms" if self.usual else " ms") + self._note
+
+    @property
+    def _note(self) -> str:
+        return f"; {self.note}" if self.note else ""
+
+
+def gap_words(view: View, lane: Lane, gap: Gap) -> str:
+    """Returns the gap in words, with its reason."""
+    return in_words(gap, explain_gap(view, lane, gap))
+
+
+def explain_gap(view: View, lane: Lane, gap: Gap) -> Reason:
+    """Returns what took the time of a gap."""
+    row = view.steps.get(gap.step)
+    if row is None or gap.since not in view.steps:
+        return Reason(None, (Cause("the steps are no longer kept, cause unknown", gap.ms, "unknown"),))
+    if gap.so_far:
+        return _so_far(view, lane, gap)
+    if lane.preempted_in(gap.since, gap.step):
+        return _after_preemption(view, lane, gap)
+    steps, times = view.tokens.clock(gap.since, gap.step)
+    before = 0.0
+    causes: tuple[Cause, ...] = ()
+    if len(steps) > 2:
+        before = float(times[-2] - times[0]) * 1e3
+        causes = (Cause(f"{count(len(steps) - 2, 'step')} without this request", before, "other_steps"),)
+    reason = explain_step(view, row, gap.ms - before)
+    return replace(reason, causes=causes + reason.causes)
+
+
+def in_words(gap: Gap, reason: Reason) -> str:
+    """Returns the gap in words: "12.4 ms before token 17, step 132: garbage collection 8.1 ms"."""
+    if gap.so_far:
+        return f"{ms(gap.ms)} ms so far before token {gap.token:,}: {reason}"
+    text = f"{ms(gap.ms)} ms before token {gap.token:,}, step {gap.step:,}: {reason}"
+    if gap.paused_ms >= SHORTEST_PAUSE_MS:
+        text += f" · {duration(gap.paused_ms)} of pause or slow motion are not counted"
+    return text
+
+
+def explain_step(
+    view: View, row: StepRow, took: float, prompts_of: Callable[[Prefill, int], list[Cause]] | None = None,
+    began: float = 0.0,
+) -> Reason:
+    """Returns the causes of `took` ms of a step. `prompts_of`: names the cost of prompts, as seen from a step. `began`:
+    the time of the step before these, which is part of its usual time."""
+    model = view.models.of(row.step)
+    found = explain(row, model) if model is not None else None
+    if found is None:
+        return Reason(None, (), took)
+    usual = max(0.0, min(took, found.expected - found.prefill - began))
+    left, causes = took - usual, []
+    if prompts_of is None:
+        prompts = [Cause(_prompts(view, one, row.step), one.ms, "prefill") for one in found.prefills]
+    else:
+        prompts = [cause for one in found.prefills for cause in prompts_of(one, row.step)]
+    if (beside := found.beside) is not None:
+        has = [f"this step has {row.prefill_tokens:,}"] if row.chunks else []
+        has += [beside.next_step(row.step)] if beside.ahead else []
+        prompts.append(Cause(f"usual extra time {beside.usual.where} ({'; '.join(has)})", beside.ms, "beside_prompts"))
+    for cause in (*prompts, *found.causes):
+        cost = min(cause.ms, left)
+        if cost > WORTH * (took - usual):
+            causes.append(replace(cause, ms=cost))
+            left -= cost
+    varied = []
+    for part in found.varied:
+        if left > 0:
+            varied.append(replace(part, ms=min(part.ms, left)))
+            left -= varied[-1].ms
+    if left <= found.variation:
+        return Reason(usual, tuple(causes), variation=left, varied=tuple(varied))
+    return Reason(usual, tuple(causes), left, varied=tuple(varied))
+
+
+def _prompts(view: View, prefill: Prefill, step: int) -> str:
+    """Returns "prefill of r12 (424 tokens)", with the parts of its time that the device did not need. If the prefill is
+    not in `step` itself: "prefill of r12 in next step 57 (424 tokens, launched meanwhile)"."""
+    row = view.steps.get(prefill.step)
+    if row is None:
+        return f"prefill of step {prefill.step:,}"
+    lanes = [view.lanes.lanes[request] for request, *_ in row.chunks if request in view.lanes.lanes]
+    again = sum(tokens for lane in lanes for step, tokens in lane.again if step == row.step)
+    words = [count(row.prefill_tokens, "token") + (f", {again:,} of them again after a preemption" if again else "")]
+    where = f" in {neighbour(row.step, step)}" if row.step != step else ""
+    words[0] += ", launched meanwhile" * (row.step > step)
+    if parts := in_parts(prefill):
+        words.append(f"its {parts}")
+    return f"prefill of {prefilled(row)}{where} ({'; '.join(words)})"
+
+
+def _so_far(view: View, lane: Lane, gap: Gap) -> Reason:
+    """Returns what is known about a gap that has not ended."""
+    causes = []
+    rest = view.since_result_ms
+    found = Reason(None)
+    if lane.preempted_in(gap.since, view.horizon + 1):
+        found = _after_preemption(view, lane, gap)
+        causes += [cause for cause in found.causes if cause.ms]
+    elif gap.ms > rest:
+        without = f"{count(gap.step - gap.since, 'step')} without this request"
+        causes.append(Cause(without, gap.ms - rest, "other_steps"))
+    if rest:
+        row = view.steps.get(view.steps.committed + 1)
+        computes = f" (prefill of {prefilled(row)})" if row is not None and row.chunks else ""
+        what = "no results of a step" if row is None else f"step {row.step:,}{computes} has not ended"
+        causes.append(Cause(f"{what} for", rest, "not_ended"))
+    return replace(found, causes=tuple(causes))
+
+
+def _after_preemption(view: View, lane: Lane, gap: Gap) -> Reason:
+    """Returns the time in the queue, and the causes of the time of the steps that computed tokens again."""
+    steps, times = view.tokens.clock(gap.since, gap.step)
+    taken = np.diff(times) * 1e3
+    own = np.zeros(len(taken), bool)
+    for code, first, last in lane.spans:
+        if code == PREFILLING:
+            own |= (steps[1:] >= first) & (steps[1:] <= last)
+    rows = [view.steps.get(step) for step in steps[1:][own].tolist()]
+    timed = [(row, took) for row, took in zip(rows, taken[own].tolist(), strict=True) if row is not None]
+    again_in = {row.step for row, _ in timed}
+
+    def prompts(prefill: Prefill, step: int) -> list[Cause]:
+        key = "recompute" if prefill.step in again_in else "prefill"
+        return [Cause(_prompts(view, prefill, step), prefill.ms, key)]
+
+    found = [explain_step(view, row, took, prompts) for row, took in timed]
+    causes = [Cause("queue after a preemption", float(taken[~own].sum()), "queue")]
+    causes += [cause for reason in found for cause in reason.causes if cause.key != "recompute"]
+    again = lane.recomputed(gap.step) - lane.recomputed(gap.since)
+    others = sum(row.prefill_tokens for row, _ in timed) - again
+    computing = sum(cause.ms for reason in found for cause in reason.causes if cause.key == "recompute")
+    share = computing / max(1, again + others)  # the prompts of its steps share the cost by their tokens
+    if computing and again:
+        causes.append(Cause(f"computing {count(again, 'token')} again", share * again, "recompute"))
+    if computing and others:
+        causes.append(Cause(f"{count(others, 'other prefill token')} in its steps", share * others, "prefill"))
+    usual = [reason.usual for reason in found if reason.usual is not None]
+    return Reason(
+        sum(usual) if usual else None, tuple(causes), sum(reason.unexplained for reason in found),
+        sum(reason.variation for reason in found), tuple(part for reason in found for part in reason.varied),
+        "" if computing or not again else f"{count(again, 'token')} computed again",
+    )  # fmt: skip

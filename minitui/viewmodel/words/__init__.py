@@ -1,0 +1,1 @@
+"""What the panels, `minitui tail` and the exports say, in sentences."""

@@ -1,0 +1,258 @@
+"""Describes one request, chat, block, node or step in labelled lines: a block's holders, for example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from engine.trace.waste import copies_of
+from minitui.text import count, match_reason, ms, ranges
+from minitui.viewmodel.explain.timing import why_slow
+from minitui.viewmodel.history.spans import parts_of
+from minitui.viewmodel.history.steps import StepRow
+from minitui.viewmodel.requests import Requests
+from minitui.viewmodel.state.annotated_state import STATE_NAMES
+from minitui.viewmodel.state.tree import quoted, without_markup
+from minitui.viewmodel.words.request_words import first_token_words, why_first
+
+if TYPE_CHECKING:
+    from minitui.viewmodel.view import View
+
+QUOTED = 600  # characters: longer texts are cut
+HISTORY = 6  # events of a block
+UNKNOWN_TIME = "expected time unknown: too few such steps have a time"
+LISTED = 100  # chunks, drafts and events of a step
+
+
+@dataclass(slots=True)
+class Story:
+    """A title and lines (label, text); a line without a label continues the line before."""
+
+    title: str
+    lines: list[tuple[str, str]] = field(default_factory=list)
+
+    def tell(self, label: str, text: str) -> None:
+        self.lines.append((label, text))
+
+
+def tell(view: View, kind: str, id: Any) -> Story:
+    """Returns the Story of a request, group, block, node or step."""
+    tellers: dict[str, Callable[[View, Any], Story]] = {
+        "request": _request, "group": _group, "block": _block, "node": _node, "step": _step,
+    }  # fmt: skip
+    return tellers[kind](view, id)
+
+
+def _request(view: View, id: int) -> Story:
+    lane = view.lanes.lanes.get(id)
+    request = view.shown.state.requests.get(id)
+    if lane is not None and not view.begun(lane):
+        return Story(f"Request r{id}", [("", "not submitted yet at this moment")])
+    if lane is None and request is None:
+        return Story(f"Request r{id}", [("", "no longer known: it finished before the start of this history")])
+    group = lane.group if lane is not None else request.group if request is not None else ""
+    story = Story(f"Request r{id}" + (f" · {view.group_name(group)}" if group else ""))
+    state, size = view.shown.state, view.shown.state.block_size
+    if request is not None:
+        computed = state.computed(request)
+        doing = {"waiting": "waiting in the queue", "preempted": "preempted, waiting in the queue"}.get(request.state)
+        if doing is None:
+            drafting = lane is not None and lane.drafted
+            each = "one token and its accepted drafts per step" if drafting else "one token per step"
+            doing = f"decoding, {each}" if request.joined_at >= 0 else "prefilling its prompt"
+        story.tell("now", f"{doing}; KV of {count(computed, 'token')} (limit: {request.max_total:,})")
+        if request.state != "running" and id in state.queue:
+            story.tell("queue", f"place {state.queue.index(id) + 1} of {len(state.queue)}")
+    elif lane is not None:
+        gaps = Requests().of(view, lane).gaps
+        speed = f", {gaps.tok_s:,.0f} tok/s" if gaps is not None and gaps.tok_s else ""
+        how = f"{lane.finish_reason} after {count(lane.output_tokens, 'token')}{speed}"
+        story.tell("finished", f"{how}, at step {lane.finish_step:,}")
+    if lane is not None:
+        figures = Requests().of(view, lane)
+        from_tree = f"{figures.cached_tokens:,} of {lane.prompt_tokens:,} tokens came from the tree"
+        stop, at, _ = (lane.stop, lane.stop_at, "") if request is None else request.match
+        story.tell("prompt", from_tree + (f"; {match_reason(stop, at, figures.cached_tokens > 0)}" if stop else ""))
+        if figures.first_ms is not None:
+            story.tell("first token", first_token_words(figures, why_first(view, lane, figures)))
+        drafted, accepted = lane.drafted, lane.accepted
+        if request is not None and view.travel_text:
+            drafted, accepted = view.steps.drafts_of(id, lane.submitted_step, view.horizon)
+        if drafted:
+            story.tell("drafts", f"{accepted:,} of {drafted:,} accepted: each accepted draft saves one step")
+        if figures.preemptions:
+            reused = "first before these records: tokens from the tree again unknown"
+            if figures.reused_tokens is not None:
+                reused = f"then {count(figures.reused_tokens, 'token')} came from the tree again"
+            story.tell("preempted", f"{count(figures.preemptions, 'time')}; {reused}")
+    if request is not None and request.table:
+        shared = [block for block in request.table if state.holders[block] > 1]
+        story.tell("blocks", f"{count(len(request.table), 'block')} of {size} tokens, {len(shared)} shared")
+        path = list(state.path(request.node))[::-1]
+        for i, node in enumerate(path):
+            role, text = view.tree.text(state, node, view.decode)
+            about = f"node {node.id} · {len(node.ids):,} tokens · {role} {quoted(text, 60)}"
+            story.tell("path" if i == 0 else "", about)
+        private = len(request.table) - request.shared_blocks
+        if private:
+            why = "not full, or with tokens not known yet"
+            story.tell("private", f"{count(private, 'block')} not in the tree yet: {why}")
+    return story
+
+
+def _group(view: View, group: str) -> Story:
+    story = Story(f"Chat · {view.group_name(group)}")
+    lanes = [lane for id in view.requests_of(group) if view.begun(lane := view.lanes.lanes[id])]
+    if not lanes:
+        story.tell("", "none of its requests is in this history")
+    for lane in reversed(lanes[-8:]):
+        figures = Requests().of(view, lane)
+        request = view.shown.state.requests.get(lane.id)
+        end = lane.finish_reason if request is None else "running" if request.state == "running" else "waiting"
+        story.tell(
+            f"r{lane.id}", f"{end} · {figures.cached_tokens:,} of {lane.prompt_tokens:,} prompt tokens from the tree"
+            + (f" · {count(lane.output_tokens, 'token')}" if request is None and lane.output_tokens else "")
+        )  # fmt: skip
+    return story
+
+
+def _block(view: View, block: int) -> Story:
+    shown = view.shown
+    state, size = shown.state, shown.state.block_size
+    name = STATE_NAMES[state.block_state(block)]
+    story = Story(f"Block {block:,} · {name}")
+    means = {
+        "free": "unused",
+        "active": "held by one request",
+        "shared": "held by several requests: all read it, none writes to it",
+        "cached": "in the tree and held by no request: it may be evicted when blocks are needed",
+    }
+    story.tell("state", means[name])
+    happened = [
+        f"{view.picture_now - t:,.1f} s ago {_HAPPENED[kind].format(id=id)}"
+        for _seq, t, kind, id, *_blocks in view.block_history(block, HISTORY)
+    ]
+    if happened:
+        story.tell("history", " · ".join(happened))
+    for i, request in enumerate(shown.holders_of(block)):
+        index = request.table.index(block)
+        at = f"tokens {index * size:,} to {min((index + 1) * size, max(1, state.computed(request))) - 1:,}"
+        chat = f" · {view.group_name(request.group)}" if request.group else ""
+        story.tell("held by" if i == 0 else "", f"r{request.id}{chat}: logical block {index}, {at}")
+    node_id = state.node_of[block]
+    if node_id:
+        node = state.nodes[node_id]
+        index = node.blocks.index(state.original_of(block))
+        text = view.decode(node.ids[index * size : (index + 1) * size])
+        story.tell("tokens", quoted(without_markup(text), QUOTED))
+        role, begins = view.tree.text(state, node, view.decode)
+        story.tell("node", f"{node_id}: block {index + 1} of {len(node.blocks)} · {role} {quoted(begins, 60)}")
+        if block in state.pending:
+            step = f"step {state.pending[block]:,}"
+            story.tell("pending", f"{step} is writing this block; other requests may already share it")
+        saved = int(shown.saved[block])
+        if saved:
+            story.tell("saved", f"{count(saved, 'prompt token')} taken from this block, not computed")
+    elif shown.holders_of(block):
+        why = "not in the tree yet, because the block is not full or has tokens not known yet"
+        story.tell("tokens", f"private: {why if view.caching else 'the prefix cache is off'}")
+    copies = copies_of(state, block)
+    if copies:
+        story.tell("copies", f"the same text is also in {ranges(sorted(copies))}")
+    ago = view.picture_now - float(shown.changed[block])
+    if ago < 1e8:
+        story.tell("changed", f"{ago:.1f} s ago")
+    return story
+
+
+_HAPPENED = {  # kind of record -> what happened to the block
+    "alloc": "allocated for r{id}", "hold": "taken by r{id} from the tree", "evict": "evicted with node {id}",
+    "finish": "released by r{id}, which finished", "preempt": "released by r{id}, which was preempted",
+    "requeue": "released by r{id}, which queues again",
+}  # fmt: skip
+
+
+def _node(view: View, id: int) -> Story:
+    shown = view.shown
+    node = shown.state.nodes.get(id)
+    if node is None:
+        return Story(f"Node {id}", [("", "no longer in the tree")])
+    role, text = view.tree.text(shown.state, node, view.decode)
+    story = Story(f"Node {id} · {role} {quoted(text, 40)}")
+    blocks = count(len(node.blocks), "block")
+    story.tell("size", f"{count(len(node.ids), 'token')} in {blocks}: {ranges(node.blocks)}")
+    users = shown.users_of(id)
+    if users:
+        names = ", ".join(f"r{r.id} ({view.group_name(r.group)})" if r.group else f"r{r.id}" for r in users[:6])
+        story.tell("users", names + (f" and {len(users) - 6} more" if len(users) > 6 else ""))
+    else:
+        story.tell("users", f"none; evict #{view.tree.eviction(shown).rank(node):,}")
+    story.tell("saved", f"{count(shown.saved_by(node), 'prompt token')} taken from this node, not computed")
+    parent = shown.state.nodes[node.parent]
+    if parent.id:
+        story.tell("follows", f"node {parent.id}: {quoted(view.tree.text(shown.state, parent, view.decode)[1], 50)}")
+    else:
+        story.tell("follows", "nothing: prompts begin here")
+    if node.children:
+        story.tell("children", f"{len(node.children):,}")
+    story.tell("text", quoted(without_markup(view.decode(node.ids[:400])), QUOTED))
+    return story
+
+
+def _step(view: View, step: int) -> Story:
+    row = view.steps.get(step)
+    if row is None:
+        return Story(f"Step {step:,}", [("", "older than this history")])
+    story = Story(f"Step {step:,} · {row.kind}")
+    drafts = f"{count(row.drafted, 'draft')}, " if row.drafted else ""
+    parts = f"{count(row.decodes, 'decode')}, {drafts}{row.prefill_tokens:,} prefill"
+    story.tell("tokens", f"{row.tokens:,} of {view.shown.state.budget:,}: {parts}")
+    for i, (request, start, n, samples) in enumerate(row.chunks[:LISTED]):
+        lane = view.lanes.lanes.get(request)
+        total = lane.prefill_of(step, start + n, samples) if lane is not None else None
+        of = f" of {total:,}" if total is not None else ""
+        done = "; samples a token" if samples else ""
+        story.tell("prefill" if i == 0 else "", f"r{request}: tokens {start:,} to {start + n - 1:,}{of}{done}")
+    _tell_more(story, len(row.chunks))
+    for i, (request, drafted, accepted) in enumerate(row.drafts[:LISTED]):
+        result = "" if accepted < 0 else f", {accepted} accepted"
+        story.tell("drafts" if i == 0 else "", f"r{request}: {count(drafted, 'token')}{result}")
+    _tell_more(story, len(row.drafts))
+    if row.took_ms is not None:
+        why = why_slow(row, view.models.of(step), always=True) or UNKNOWN_TIME
+        story.tell("took", f"{ms(row.took_ms)} ms; {why}")
+        work = {"plan": row.plan_ms, "launch": row.launch_ms, "commit": row.commit_ms}
+        host = ", ".join(f"{kind} {'–' if part is None else ms(part)}" for kind, part in work.items()) + " ms"
+        story.tell("this step", host + (f"; device {ms(row.device_ms)} ms" if row.device_ms is not None else ""))
+    if row.parts is not None:
+        since = [f"{part.name(step)} {ms(part.ms)}" for part in parts_of(view.steps, row) if part.ms is not None]
+        paused = f"; paused {ms(row.parts.gate)} ms" * (row.parts.gate > 0)
+        story.tell("parts", f"since the results of step {step - 1:,}: {', '.join(since)} ms{paused}")
+        delayed = "not read in this step" if row.parts.delayed is None else f"{ms(row.parts.delayed)} ms"
+        story.tell("pauses", f"garbage collection {ms(row.parts.gc)} ms, another program on the core {delayed}"
+                   + (", stopped" if row.parts.stops else ""))  # fmt: skip
+    if row.comm_ms is not None:
+        story.tell("exchange", f"{ms(row.comm_ms)} ms between {view.steps.ranks} ranks, waiting included")
+    story.tell("waiting", _waiting(view, row))
+    events = view.events.of_step(step)
+    for i, event in enumerate(events[:LISTED]):
+        story.tell("events" if i == 0 else "", f"{event.kind}: {view.event_text(event)}")
+    _tell_more(story, len(events))
+    return story
+
+
+def _waiting(view: View, row: StepRow) -> str:
+    """Returns the length of the queue when the step was planned and, if the panels show a later moment, then."""
+    text = f"{count(row.waiting, 'request')} in the queue" if row.waiting else "none"
+    ahead, state = view.planned_ahead, view.shown.state
+    if row.step != view.horizon or ahead is None:
+        return text
+    queue = len(state.queue)
+    now = f"{len(state.requests) - queue:,} running, {queue:,} waiting"
+    return f"{text} when this step was planned; in the panels, after the plan of step {ahead:,}: {now}"
+
+
+def _tell_more(story: Story, number: int) -> None:
+    if number > LISTED:
+        story.tell("", f"and {number - LISTED:,} more")

@@ -1,0 +1,77 @@
+"""Sentences that sum up the present moment for readers of plain text: cache, eviction, and what limits the speed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.trace.views import FREE
+from minitui.text import count, exact
+from minitui.viewmodel.explain.limits import Limit, OtherPrograms, limits
+from minitui.viewmodel.state.eviction import free_words, is_under_pressure, pressure_words
+from minitui.viewmodel.state.tree import TreeRow, quoted
+from minitui.viewmodel.view import View
+
+MOST_TEXT = 24  # characters of a node's text
+MOST_BLOCKS = 8
+
+
+def summary(view: View) -> list[str]:
+    """Returns what the cache saved, what is evicted next and what limits the speed; empty before the first step."""
+    if view.steps.last < 0:
+        return []
+    state, live = view.live.state, view.live
+    saved = count(view.saved_in_the_last_minute, "prompt token")
+    working = " (idle time counts, pauses do not)" if view.knows_the_last_minute else ""
+    rate = view.hit_rate_in_the_last_minute
+    share = f": {100 * rate:.1f} % of all" if rate is not None else ""
+    resumed = view.resumed_in_the_last_minute
+    again = f"; resumed requests took {count(resumed, 'token')} from the cache again" if resumed else ""
+    nodes = "; ".join(_node(node) for node in view.tree.evicted_next(live, view.decode))
+    texts = [
+        f"the cache saved {saved} {view.last_minute}{working}{share}{again}",
+        f"evicted next: {nodes or 'nothing, requests hold all cached texts'} · {free_words(state)}",
+    ]
+    if is_under_pressure(state):
+        blocks = pressure_words(state, view.tree.eviction(live), MOST_BLOCKS)
+        texts.append(f"few free blocks: the next allocations take {blocks}")
+    return texts + ["".join(limit.told()) for limit in limits(view.steps, view.horizon)]
+
+
+def summary_json(view: View) -> dict[str, Any]:
+    """Returns the summary as plain data; null for what is unknown. "text" has its sentences."""
+    evicted, found = view.tree.evicted_next(view.live, view.decode), limits(view.steps, view.horizon)
+    rate = view.hit_rate_in_the_last_minute
+    return {
+        "after_step": view.steps.committed, "last_s": exact(view.last_minute_s),
+        "saved_prompt_tokens": view.saved_in_the_last_minute,
+        "hit_rate": None if rate is None else round(rate, 4),
+        "tokens_cached_after_preemption": view.resumed_in_the_last_minute,
+        "free_blocks_first": view.live.state.counts[FREE],
+        "evicted_next": [{"node": node.node, "tokens": node.tokens, "name": _name(node)} for node in evicted],
+        "limits": [_limit(one) for one in found if isinstance(one, Limit) or one.limit],
+        "text": summary(view),
+    }
+
+
+def _limit(limit: OtherPrograms | Limit) -> dict[str, Any]:
+    if isinstance(limit, OtherPrograms):
+        return {
+            "steps": "all", "number_of_steps": limit.steps, "share_of_time": 1.0, "by": "other_programs",
+            "other_programs": round(limit.share, 4), "other_programs_steps": limit.known,
+        }  # fmt: skip
+    least, most = (None, None) if limit.waits is None else (round(share, 4) for share in limit.waits)
+    return {
+        "steps": limit.which or "all", "number_of_steps": limit.count or limit.steps,
+        "share_of_time": round(limit.share, 4), "by": limit.by,
+        "other_programs": None if limit.others is None else round(limit.others, 4),
+        "other_programs_steps": limit.known, "host_waits": least, "host_waits_at_most": most,
+    }  # fmt: skip
+
+
+def _name(node: TreeRow) -> str:
+    return node.name or f"“{quoted(node.text, MOST_TEXT)}”"
+
+
+def _node(node: TreeRow) -> str:
+    what = _name(node)
+    return f"{node.rank}. {what} ({count(node.tokens, 'token')})"
