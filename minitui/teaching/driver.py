@@ -87,12 +87,16 @@ class Driver:
 
     # ---- pauses and waits
 
-    async def pause(self, seconds: float, done: Callable[[], bool] = lambda: False) -> None:
-        """Waits for the user to read, or until `done()`. The wait does not end while the view is frozen (space)."""
+    async def pause(
+        self, seconds: float, done: Callable[[], bool] = lambda: False, tell: Callable[[float], None] = lambda _: None
+    ) -> None:
+        """Waits for the user to read, or until `done()`. The wait does not end while the view is frozen (space).
+        `tell` is called again and again with the seconds that are left."""
         left, seen = seconds * self.beat, self._pictures
         await asyncio.sleep(0)
         while ((left > 0 and not self.hurried and self._pictures == seen) or self.held()) and not done():
             began = time.monotonic()
+            tell(left)
             await asyncio.sleep(min(left, HELD_TICK) if left > 0 else HELD_TICK)
             if not self.held() and not self.by_hand:
                 left -= time.monotonic() - began

@@ -131,8 +131,21 @@ async def eviction(stage: Stage) -> None:
     newcomer = stage.chat(VOICES[3], "Delta")
     await stage.ask(newcomer, paste_of(stage, VOICES[3], stage.state().counts[FREE] + 5))
     owner = _owners(stage, chats)
-    order = list(dict.fromkeys(owner(node) for node in EvictionOrder(stage.state()).nodes))
-    await stage.predict("Delta arrives and needs more blocks than are free. Whose blocks are evicted first?", names)
+    held: dict[str, list[int]] = {}  # in the order of eviction
+    for node, block in EvictionOrder(stage.state()).blocks():
+        held.setdefault(owner(node), []).append(block)
+    order = list(held)
+    await stage.predict(
+        "Delta arrives and needs more blocks than are free. Whose blocks are evicted first?",
+        [
+            f"{session.title:<7}  blocks {' '.join(map(str, sorted(held[session.title])))}: "
+            + ", ".join(
+                f"r{lane.id} until step {lane.finish_step}"
+                for lane in stage.view.lanes.lanes.values() if lane.group == session.id
+            )
+            for session in chats
+        ],
+    )
     before = {node.id: node for node in stage.state().copy().nodes.values()}
     await stage.run_until("eviction")
     records = [event.record for event in stage.events("evict")]
@@ -199,7 +212,9 @@ async def preemption(stage: Stage) -> None:
     lengths = ", ".join(f"r{r.id} holds {len(r.table)}" for r in state.requests.values())
     stage.say(f"The pool is full, no block is cached, and a request needs another block: {lengths}.")
     await stage.pause(1.5)
-    await stage.predict("Which request is preempted and releases its blocks?", [f"r{id}" for id in ids])
+    await stage.predict(
+        "Which request is preempted and releases its blocks? They arrived in this order.", [f"r{id}" for id in ids]
+    )
     await stage.run_until("preemption")
     record = stage.events("preempt")[-1].record
     stage.say(

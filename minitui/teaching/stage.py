@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Any
 
 from engine.errors import EngineError
@@ -55,12 +56,25 @@ class Stage(Driver):
     # ---- predictions and text
 
     async def predict(self, question: str, choices: Sequence[str]) -> None:
-        """Asks for a prediction; returns after a guess or THINK_SECONDS."""
+        """Asks for a prediction; returns after a guess or THINK_SECONDS. With keys, shows the seconds that are left."""
         lines = "\n".join(f"   {LETTERS[i]}) {choice}" for i, choice in enumerate(choices))
-        how = f"\nPress {' '.join(LETTERS[: len(choices)])}; space gives more time." if self.keys else ""
-        self.say(f"Predict: {question}\n{lines}{how}")
+        said = ""
+
+        def tell(left: float) -> None:
+            nonlocal said
+            text = f"Predict: {question}\n{lines}"
+            if self.keys:
+                time = "The time is stopped; space continues." if self.held() else (
+                    f"The answer comes in {ceil(left)} s; space stops the time."
+                )  # fmt: skip
+                text += f"\nPress {' '.join(LETTERS[: len(choices)])}. {time}"
+            if text != said:
+                said = text
+                self.say(text)
+
+        tell(THINK_SECONDS * self.beat)
         self._choices, self._guessed = choices, None
-        await self.pause(THINK_SECONDS, lambda: self._guessed is not None)
+        await self.pause(THINK_SECONDS, lambda: self._guessed is not None, tell)
         self._choices = ()
 
     @property

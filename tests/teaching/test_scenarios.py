@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from minitui.viewmodel.compare.comparison import Comparison
 from minitui.viewmodel.updater import Updater
 from minitui.viewmodel.view import View
 from tests.support.fake_client import ByteCodec, FakeSource
+from tests.support.paths import ROOT
 from tests.support.sampling import sampling
 
 
@@ -45,11 +47,36 @@ class Heard(LocalSource):
         return packets
 
 
-class Told:
-    """What a demo said, and the records of its engines."""
+@dataclass
+class Timed(Stage):
+    """A stage that adds up the pauses and the slow motion which a user sees, without waiting for them."""
 
-    def __init__(self, said: list[str], runs: list[list[Record]]) -> None:
-        self.said, self.runs = said, runs
+    seconds: float = 0.0
+    pace: float = 0.0  # seconds of a step in slow motion
+
+    async def pause(self, seconds: float, *more: Any) -> None:
+        self.seconds += seconds
+        await super().pause(seconds, *more)
+
+    async def watch(self, n: int, seconds: float) -> None:
+        self.seconds += n * seconds
+
+    async def slow(self, seconds: float) -> None:
+        self.pace = seconds
+
+    async def answers(self, sessions: Any) -> Any:
+        first = self.state().step
+        metrics = await super().answers(sessions)
+        self.seconds += (self.state().step - first) * self.pace
+        self.pace = 0.0
+        return metrics
+
+
+class Told:
+    """What a demo said, the records of its engines, and how many seconds a user would have seen it."""
+
+    def __init__(self, said: list[str], runs: list[list[Record]], seconds: float = 0.0) -> None:
+        self.said, self.runs, self.seconds = said, runs, seconds
         self.text = "\n".join(said)
 
     def of(self, kind: str, run: int = -1) -> list[Record]:
@@ -92,11 +119,11 @@ async def play(demo: Demo, source: Heard) -> Told:
     feed = Updater(source, View())
     await feed.sync()
     said: list[str] = []
-    stage = Stage(source, feed, chats, choose_model(None).system, said.append, restart=restart, beat=0.0)
+    stage = Timed(source, feed, chats, choose_model(None).system, said.append, restart=restart, beat=0.0)
     await demo.play(stage)
     stage.state()
     assert not feed.dropped
-    return Told(said, list(source.runs))
+    return Told(said, list(source.runs), stage.seconds)
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +148,14 @@ def test_it_runs_to_its_end_and_fits_a_small_screen(name: str, hear: Callable[[s
     assert len(told.said) >= 3
     for text in told.said:
         assert len(text) < 500 and all(len(line) < 78 for line in text.split("\n")[1:] if line.startswith("   "))
+
+
+@pytest.mark.parametrize("name", DEMOS)
+def test_the_readme_says_how_long_it_takes(name: str, hear: Callable[[str], Told]) -> None:
+    claim = re.search(r"Each takes (\d+) to (\d+) seconds\s+once its engine runs", (ROOT / "README.md").read_text())
+    assert claim, "the sentence is gone"
+    least, most = map(int, claim.groups())
+    assert least <= hear(name).seconds <= 0.9 * most, "the work of the engine takes time, too"
 
 
 def test_shared_prefix_is_computed_once(hear: Callable[[str], Told]) -> None:
@@ -164,6 +199,14 @@ def test_the_victim_is_the_least_recently_used(hear: Callable[[str], Told]) -> N
     assert "Predict" in told.text
     assert re.search(r"Evicted blocks: \d+ of Bravo", told.text), told.text
     assert "the order was Bravo, Charlie, Alpha" in told.text
+    question = next(text for text in told.said if text.startswith("Predict"))
+    cached = {}
+    for name, blocks, uses in re.findall(r"\w\) (\w+) +blocks ([\d ]+): (.*)", question):
+        cached[name] = {int(block) for block in blocks.split()}
+        last = [int(step) for step in re.findall(r"r\d+ until step (\d+)", uses)]
+        assert len(last) == (2 if name == "Alpha" else 1), "the picture does not say when its blocks were used"
+    assert list(cached) == ["Alpha", "Bravo", "Charlie"]
+    assert len(set().union(*cached.values())) == sum(map(len, cached.values())), "a block has two owners"
     assert re.search(r"0 of its \d+ prompt .* the beginning was evicted at step \d+\.$", told.said[-1]), told.said[-1]
     assert f"{told.of('evict')[0][4]} of Bravo" in told.text
 

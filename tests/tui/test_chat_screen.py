@@ -531,10 +531,16 @@ async def test_letters_answer_a_demos_prediction_and_are_keys_again_afterwards()
     async with running() as (app, pilot, _screen):
         await press(pilot, "escape")
         said: list[str] = []
-        app.asking = stage = Stage(app.source, app.feed, app.chats, "", said.append, keys=True)
+        held = lambda: app.feed.frozen  # noqa: E731
+        app.asking = stage = Stage(app.source, app.feed, app.chats, "", said.append, held=held, keys=True)
         asked = asyncio.create_task(stage.predict("Whose blocks go first?", ["Alpha", "Bravo"]))
         await until(pilot, lambda: stage.open_choices == 2)
-        assert "Press a b; space gives more time." in said[-1]
+        assert "Press a b. The answer comes in 6 s; space stops the time." in said[0]
+        await until(pilot, lambda: "comes in 5 s" in said[-1])
+        await press(pilot, "space")
+        await until(pilot, lambda: "The time is stopped; space continues." in said[-1])
+        await press(pilot, "space")
+        await until(pilot, lambda: "comes in 5 s" in said[-1] or "comes in 4 s" in said[-1])
         await press(pilot, "u")
         await _said(app, pilot, "the demo controls the engine")
         assert not app.gated and stage.open_choices == 2, "nothing has been shown"
