@@ -20,7 +20,7 @@ from engine.model.hf_config import read_model_config
 from engine.model.traits import lacking
 from engine.progress import Progress
 from engine.text.tokenizer import Tokenizer
-from engine.worker import kept_reader
+from engine.worker import kept_files
 from engine.worker.limits import resolve
 from engine.worker.memory import check_memory
 
@@ -76,11 +76,11 @@ def build_engine(
     model = read_model_config(directory)
     text = f"loading {Path(config.model).name}"
     report({"stage": "model", "done": 0, "total": 0, "text": text, "model_dir": str(directory)})
-    kept_reader.begin(config, directory, model)
+    kept_files.begin(config, directory, model)
     before_torch()
     limits = resolve(config, model)
     config = replace(config, quantization=limits.quantization)  # loading changes the free memory
-    kept_reader.begin(config, directory, model)  # if "auto" has become a kind
+    kept_files.begin(config, directory, model)  # if "auto" has become a kind
     tokenizer = Tokenizer(directory) if config.load_tokenizer else None
     if tokenizer is not None:
         tokenizer.context = limits.max_model_len

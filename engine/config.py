@@ -68,7 +68,7 @@ class EngineConfig:
     seed: int = 0  # for dummy weights; a request without a seed gets a random seed
     tensor_parallel_size: int = 1  # ranks that share the model, each a process with its own device
     load_tokenizer: bool = True
-    keep_weights: bool = True  # weights rounded for a CPU stay on disk for later starts (engine/worker/kept_weights.py)
+    keep_weights: bool = True  # weights rounded for a CPU stay on disk for later starts (engine/worker/load_model.py)
     cpu_threads: int | None = None  # None: one fewer than the number of physical cores, but at least 1
 
     def __post_init__(self) -> None:

@@ -10,7 +10,6 @@ import torch
 from engine.attention.base import AttentionShape, ForwardMeta, Sinks
 from engine.attention.flash_backend import FlashAttention
 from engine.attention.kv_pool import KVPool
-from engine.attention.rows import own_keys_and_values
 from engine.kernels.decode_attention import DecodeWorkspace, decode_attention, form_for, form_for_fp8
 from engine.kernels.prefill_attention import PrefillWorkspace, prefill_attention
 
@@ -127,3 +126,22 @@ def why_unsupported(config: AttentionShape, dtype: torch.dtype) -> str:
     if config.head_dim not in (16, 32, 64, 128, 256):
         return f"the triton backend needs a head dimension of 16, 32, 64, 128 or 256; this model has {config.head_dim}"
     return ""
+
+
+def own_keys_and_values(q: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return this step's keys and values [T, Hkv, D] if q [T, Hq, D] is the first part of each qkv row; else None.
+
+    It also returns None if the size of a qkv row is not a multiple of 16 bytes.
+
+    The fused operations have already rotated the keys in place. For an 8-bit cache, they have also rounded the keys and
+    values.
+    """
+    tokens, heads, dim = q.shape
+    width = (heads + 2 * kv_heads) * dim
+    if q.stride() != (width, dim, 1) or q.dtype.itemsize * width % 16:
+        return None
+    size, stride = (tokens, kv_heads, dim), q.stride()
+    return (
+        q.as_strided(size, stride, q.storage_offset() + heads * dim),
+        q.as_strided(size, stride, q.storage_offset() + (heads + kv_heads) * dim),
+    )

@@ -9,22 +9,23 @@ Ownership: the tree keeps the blocks of a node, and the requests that hold the n
 these requests. A request holds the whole path from the root, so a node has at least as many users as its children
 together. If no request holds a node, no request holds the nodes below it: all of them can be evicted, leaves first.
 
-If a step fails, `withdraw` removes the blocks that the step was to write (engine/core/pending.py) and all blocks below
+If a step fails, `withdraw` removes the blocks that the step was to write (PendingBlocks) and all blocks below
 them.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
+from collections.abc import Iterable
 from itertools import chain, islice
 
 from engine.core.allocator import BlockAllocator
-from engine.core.evicted import EvictedPrefixes
 from engine.core.node import Key, Match, Node, block_key, common_tokens
-from engine.core.pending import PendingBlocks
 from engine.trace.eviction import EVICTION_POLICIES, EvictionPolicy
 from engine.trace.records import RecordLog
 
+MOST = 32_768  # blocks; older evictions are forgotten
 MAX_COMPARED = 64  # a missing block is compared with at most this many siblings, to find the first token that differs
 
 
@@ -312,3 +313,79 @@ class RadixTree:
         assert self.pending.by_block().keys() <= seen, "a pending block is not in the tree"
         in_tree = sum(self.allocator.in_tree(b) for b in range(self.allocator.num_blocks))
         assert in_tree == len(seen), f"{in_tree} blocks are marked as in the tree, {len(seen)} are in nodes"
+
+
+class EvictedPrefixes:
+    """The prefixes of evicted blocks, each with the step of its eviction. A prefix is the hash of all tokens up to and
+    including its last block. So a later miss can name the step, and tokens computed again are counted."""
+
+    def __init__(self) -> None:
+        self._step_of: OrderedDict[int, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._step_of)
+
+    def add(self, prefixes: Iterable[int], step: int) -> None:
+        """Remember the evictions of `step`."""
+        steps = self._step_of
+        for prefix in prefixes:
+            steps[prefix] = step
+        while len(steps) > MOST:
+            steps.popitem(last=False)
+
+    def step_of(self, prefix: int) -> int | None:
+        """Return the step of the eviction; None if the prefix was not evicted, or too long ago."""
+        return self._step_of.get(prefix)
+
+    def pop(self, prefixes: list[int]) -> list[int]:
+        """Forget prefixes, because they are in the tree again. Return the indices of those that were evicted."""
+        steps = self._step_of
+        return [i for i, prefix in enumerate(prefixes) if steps.pop(prefix, None) is not None]
+
+    def clear(self) -> None:
+        """Forget all evictions."""
+        self._step_of.clear()
+
+
+class PendingBlocks:
+    """The blocks that planned steps have yet to write, and their steps.
+
+    A block of the tree is *pending* from the planning to the commit of the step that writes it. Later steps may read it,
+    because the device runs steps in order.
+    """
+
+    def __init__(self) -> None:
+        self._step_of: dict[int, int] = {}  # block -> the step that writes it
+        self._blocks_of: dict[int, list[int]] = {}  # step -> the blocks that it writes
+
+    def add(self, blocks: list[int], step: int) -> None:
+        self._step_of.update(dict.fromkeys(blocks, step))
+        self._blocks_of.setdefault(step, []).extend(blocks)
+
+    def discard(self, blocks: list[int]) -> None:
+        """Forget blocks that leave the tree. They need not be pending."""
+        if self._step_of:
+            for block in blocks:
+                self._step_of.pop(block, None)
+
+    def settle(self, step: int) -> bool:
+        """Forget the blocks that a step has written. Returns False if there are none."""
+        blocks = self._blocks_of.pop(step, None)
+        if blocks is None:
+            return False
+        for block in blocks:
+            if self._step_of.get(block) == step:
+                del self._step_of[block]
+        return True
+
+    def forget(self, step: int) -> None:
+        """Forget a failed step. Its blocks are pending until `discard`."""
+        self._blocks_of.pop(step, None)
+
+    def step_of(self, block: int) -> int:
+        """Return the step that writes a block; -1 if the block is written."""
+        return self._step_of.get(block, -1)
+
+    def by_block(self) -> dict[int, int]:
+        """Return the pending blocks, each with the step that writes it."""
+        return dict(self._step_of)

@@ -86,7 +86,7 @@ class Request:
     preemptions: int = 0
     lost: int = 0  # the most tokens with KV that it had at a preemption: up to here, its tokens are computed again
     prefixes: list[int] = field(default_factory=list)  # without a prefix cache: hash of the text up to each full block
-    contents: list[int] = field(default_factory=list)  # and the number of this text (engine/core/copies.py)
+    contents: list[int] = field(default_factory=list)  # and the number of this text (Copies in engine/core/cache.py)
     overtaken: int = 0  # younger requests admitted while this one waited (policy longest-prefix)
     prompt_logprobs_given: int = 0  # positions whose logprobs were returned; a resumed prefill skips these
     # Seconds on the log's clock; 0: not yet. The *_work times do not count the time while the gate was closed.

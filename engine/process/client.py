@@ -17,10 +17,13 @@ import contextlib
 import os
 import pickle
 import signal
+import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,16 +32,16 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.params import SamplingParams
-from engine.process import child
-from engine.process.child import CLOSE_S
 from engine.process.commands import MAX_UNSENT, Command, Outbox
 from engine.process.heartbeat import TICK_S, Condition, Watch
 from engine.process.stream import Stream
-from engine.process.unread import UnreadRecords
-from engine.process.waiting import Waiting
 from engine.progress import Progress
 from engine.text import early_tokenizer
+from engine.text.output import Delta
 from engine.trace.records import Packet, Record, packets
+
+MAX_RECORDS = 200_000  # if more records wait for the reader, the oldest are dropped
+CLOSE_S = 4.0  # seconds; a process that takes longer to end is killed
 
 
 class EngineStream(Stream):
@@ -111,7 +114,7 @@ class EngineClient:
         self._disconnect()
         self._waiting.fail(EngineDead("the engine was started again"))
         try:
-            process, connection = child.start(self.log_file)
+            process, connection = start_process(self.log_file)
         except OSError as error:
             self.error = f"the engine process could not be started with the log file {self.log_file}: {error}"
             raise EngineError(self.error) from error
@@ -294,10 +297,141 @@ class EngineClient:
             deadline = time.monotonic() + CLOSE_S
             while process.poll() is None and time.monotonic() < deadline:
                 await asyncio.sleep(0.01)
-        child.end(process)
+        end_process(process)
 
     def kill(self) -> None:
         """Kill the process and its children at once. Safe at any time, also without a running loop."""
         self._closing = True
         if self._process is not None:
-            child.end(self._process)
+            end_process(self._process)
+
+
+def start_process(log_file: Path) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start a process that writes to `log_file`; return it with the client's end of its socket. Raises OSError."""
+    ours, theirs = socket.socketpair()
+    environment = dict(os.environ)
+    # The engine's waiting threads sleep instead of spinning, because the user interface needs the cores.
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    environment.setdefault("KMP_BLOCKTIME", "0")
+    environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+    try:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        with theirs, log_file.open("ab") as log:
+            process = subprocess.Popen(
+                # -P: do not import files of the current directory by accident.
+                [sys.executable, "-P", "-m", "engine.process.server", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()],
+                start_new_session=True, env=environment,
+            )  # fmt: skip
+    except OSError:
+        ours.close()
+        raise
+    return process, Connection(ours.detach())
+
+
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process and its children, and wait for it."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a system call may delay the end of the process
+            process.wait(timeout=CLOSE_S)
+
+
+class UnreadRecords:
+    """A queue of packets of records, from the thread that reads the socket to the event loop."""
+
+    def __init__(self) -> None:
+        self._packets: deque[Packet] = deque()
+        self._count = 0  # records in _packets
+        self._lock = threading.Lock()
+
+    def add(self, new: list[Packet]) -> None:
+        """Add packets; drop the oldest if there are too many, which leaves a gap in the sequence numbers."""
+        with self._lock:
+            self._packets.extend(new)
+            self._count += sum(map(len, new))
+            while self._count > MAX_RECORDS:
+                self._count -= len(self._packets.popleft())
+
+    def drain(self) -> list[Packet]:
+        """Return all packets, and forget them."""
+        with self._lock:
+            drained, self._count = list(self._packets), 0
+            self._packets.clear()
+        return drained
+
+
+class Waiting:
+    """Passes each message to the stream or the future that waits for it. Use it only on its event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.streams: dict[int, Stream] = {}  # tag -> the open stream
+        self._calls: dict[int, asyncio.Future[Any]] = {}  # tag -> the answer
+        self._ready: asyncio.Future[dict[str, Any]] | None = None
+        self._loop = loop
+
+    def for_start(self) -> asyncio.Future[dict[str, Any]]:
+        """Return the description of the engine that starts now. Raises EngineError if it cannot start."""
+        self._ready = self._loop.create_future()
+        return self._ready
+
+    def for_answer(self, tag: int) -> asyncio.Future[Any]:
+        """Return the answer to the call `tag`. Raises InvalidRequest if the engine refuses the call."""
+        self._calls[tag] = self._loop.create_future()
+        return self._calls[tag]
+
+    def deliver(self, message: tuple[Any, ...]) -> None:
+        """Pass a message on. A stream or call that no longer waits gets nothing."""
+        kind, *rest = message
+        if kind == "news":
+            for packed in rest[0]:
+                self._put_text(packed)
+        elif kind == "accepted":
+            stream = self.streams.get(rest[0])
+            if stream is not None:
+                stream.accept(rest[1], rest[2])
+        elif kind == "refused":
+            stream = self.streams.pop(rest[0], None)
+            if stream is not None:
+                stream.put(InvalidRequest(rest[1], rest[2]))
+        elif kind == "answer":
+            future = self._calls.pop(rest[0], None)
+            if future is not None and not future.done():
+                if rest[1]:
+                    future.set_result(rest[2])
+                else:
+                    future.set_exception(InvalidRequest(rest[2], "control"))
+        elif self._ready is not None and not self._ready.done():
+            if kind == "ready":
+                self._ready.set_result(rest[0])
+            elif kind == "failed":
+                self._ready.set_exception(EngineError(rest[0]))
+
+    def _put_text(self, packed: tuple[Any, ...]) -> None:
+        tag = packed[0]
+        stream = self.streams.get(tag)
+        if stream is None:
+            return
+        delta = Delta(*packed)
+        delta.request_id = stream.request_id or 0
+        if delta.finish_reason:
+            del self.streams[tag]
+        stream.put(delta)
+
+    def fail(self, error: EngineError) -> None:
+        """Raise `error` in the start and in every open stream and call."""
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(error)
+            self._ready.exception()  # mark it as retrieved, because the waiting task may have been cancelled
+        self.end_streams(error)
+        calls, self._calls = list(self._calls.values()), {}
+        for future in calls:
+            if not future.done():
+                future.set_exception(error)
+
+    def end_streams(self, error: EngineError) -> None:
+        """Raise `error` in every open stream."""
+        streams, self.streams = list(self.streams.values()), {}
+        for stream in streams:
+            stream.put(error)

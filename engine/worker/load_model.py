@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
 
 from engine.config import EngineConfig
+from engine.disk_cache import ROUNDED, Damaged
 from engine.errors import EngineError
 from engine.model.checkpoint import checkpoint_slots
 from engine.model.config import ModelConfig
@@ -13,11 +20,11 @@ from engine.model.experts import Ops
 from engine.model.group import Group
 from engine.model.weights import dummy_weights, load_weights
 from engine.progress import Progress
-from engine.worker import kept_weights
-from engine.worker.kept_files import KINDS, entry_name
+from engine.worker.kept_files import ALIGNED, KINDS, WEIGHTS, entry_name, large_pages, read
 from engine.worker.limits import Limits
-from engine.worker.parameters import in_large_pages
 from engine.worker.quantised import KEPT, describe_kept, kept_matrices, matrices
+
+LEAST = 1 << 26  # bytes; fewer are rounded in a moment
 
 
 def load_model(
@@ -48,7 +55,88 @@ def load_model(
 
     if kind in KINDS and config.keep_weights and files is not None:
         name = entry_name(config.model or files.name, files, model_config, kind)
-        return kept_weights.load(name, make, fill, on_progress)
+        return load_kept(name, make, fill, on_progress)
     model = in_large_pages(make)[0] if limits.device.type == "cpu" else make()
     fill(model)
     return model, () if kept is None else (describe_kept(model, kept, limits.dtype),)
+
+
+def load_kept(
+    name: str, make: Callable[[], Decoder], fill: Callable[[Decoder], None], on_progress: Progress | None = None
+) -> tuple[Decoder, tuple[str, ...]]:
+    """Returns what `make` returns, with parameters from the entry `name`, and sentences for the user.
+
+    If there is no entry, or it is damaged, `fill` must fill the parameters, and they are kept: the file of an entry holds
+    them as they are in memory. A decoder makes its parameters in the same order at each start, so they need no names.
+    """
+    notes: list[str] = []
+    keep = ROUNDED.limit() > 0
+    try:
+        if keep and (memory := read(name)) is not None:
+            with Parameters(torch.from_numpy(memory)) as taken:
+                decoder = make()
+            if taken.end != len(memory):
+                raise ValueError(f"it has {len(memory):,} bytes, and the model needs {taken.end:,}")
+            return decoder, ()
+    except (Damaged, OSError) as error:
+        notes.append(f"{error}: the weights were rounded again")
+    except ValueError as error:
+        notes.append(f"{ROUNDED.folder / name} is of another model ({error}): the weights were rounded again")
+        with suppress(OSError):
+            ROUNDED.remove(name)
+    decoder, made = in_large_pages(make)
+    fill(decoder)
+    if keep and made.end >= LEAST:
+        if on_progress is not None:
+            text = "keeping the rounded weights for the next start"
+            on_progress({"stage": "weights", "done": 1, "total": 1, "text": text})
+        try:
+            ROUNDED.keep(name, lambda place: _write(place / WEIGHTS, made), made.end)
+        except OSError as error:
+            notes.append(
+                f"the rounded weights are not kept for the next start ({error}): delete files there, or set "
+                "XDG_CACHE_HOME to a writable folder on a larger disk"
+            )
+    return decoder, tuple(notes)
+
+
+def _write(path: Path, made: Parameters) -> None:
+    with path.open("wb") as file:
+        for tensor in made.tensors:
+            file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+            file.write(bytes(aligned(tensor.nbytes) - tensor.nbytes))
+
+
+class Parameters(TorchFunctionMode):
+    """Within this context, empty tensors take their memory from `memory`; if that is None, they are only collected."""
+
+    def __init__(self, memory: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self._memory = memory
+        self.tensors: list[torch.Tensor] = []
+        self.end = 0  # bytes from the first parameter to the end of the last
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in (torch.empty, torch.empty_like):
+            return func(*args, **kwargs)
+        tensor = func(*args, **(kwargs if self._memory is None else {**kwargs, "device": "meta"}))
+        begin, self.end = self.end, aligned(self.end + tensor.nbytes)
+        if self._memory is not None:
+            if self.end > len(self._memory):
+                raise ValueError(f"it has {len(self._memory):,} bytes, and the model needs more")
+            tensor = self._memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        self.tensors.append(tensor)
+        return tensor
+
+
+def aligned(end: int) -> int:
+    return -(-end // ALIGNED) * ALIGNED
+
+
+def in_large_pages(make: Callable[[], Decoder]) -> tuple[Decoder, Parameters]:
+    """Returns what `make` returns, with uninitialised parameters in large pages, and the parameters."""
+    with Parameters() as counted:
+        make()  # takes addresses only: memory that is never written has no pages
+    with Parameters(torch.from_numpy(large_pages(counted.end))) as made:
+        return make(), made

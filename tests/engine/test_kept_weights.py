@@ -18,7 +18,7 @@ from engine.disk_cache import ROUNDED
 from engine.errors import EngineError
 from engine.model.four_bits import Int4Weight
 from engine.model.linear import ByteWeight
-from engine.worker import kept_reader, kept_weights, load_model, quantised
+from engine.worker import kept_files, load_model, quantised
 from tests.support.models import Driver, make_request, make_runner, prompt, reference, save
 from tests.support.packing import FORMATS, quantise
 
@@ -29,7 +29,7 @@ INT8 = {"quantization": "int8", "block_size": 16}
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of kept weights. All sizes are kept."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(kept_weights, "LEAST", 0)
+    monkeypatch.setattr(load_model, "LEAST", 0)
     monkeypatch.delenv(ROUNDED.variable, raising=False)
     return ROUNDED.folder
 
@@ -91,8 +91,8 @@ def test_the_second_start_reads_the_file_while_other_work_is_done(
         have_read.set()
         return memory
 
-    original = kept_reader._read
-    monkeypatch.setattr(kept_reader, "_read", read)
+    original = kept_files._read
+    monkeypatch.setattr(kept_files, "_read", read)
 
     def import_torch() -> None:
         meanwhile.append(have_read.wait(10 if choice == "int8" else 0))
@@ -104,7 +104,7 @@ def test_the_second_start_reads_the_file_while_other_work_is_done(
     config = EngineConfig(str(checkpoint), device="cpu", quantization=choice, cpu_threads=1)
     built = build.build_engine(config, before_torch=import_torch)
     assert meanwhile == [choice == "int8", True]
-    assert built.info["quantization"] == "int8" and not kept_reader._begun
+    assert built.info["quantization"] == "int8" and not kept_files._begun
 
 
 def flags(address: int) -> list[str]:
@@ -168,6 +168,8 @@ def swap_pages(path: Path) -> None:
 @pytest.mark.parametrize("damage,why", [
     (cut, r"weights has [\d,]+ bytes instead of"), (swap_pages, "the contents of weights have changed"),
 ])  # fmt: skip
+
+
 def test_a_damaged_entry_is_named_and_written_again(
     checkpoint: Path, folder: Path, read: list[Path], damage: Callable[[Path], None], why: str
 ) -> None:
