@@ -169,7 +169,7 @@ async def _play(
 
     async with plain_stage(source, sampling, load_codec, system=system, say=say, restart=restart, beat=0.0) as stage:
         outcome = await run_contrast(contrast, stage)
-        stage.view.group_names = stage.chats.names
+        stage.view.texts.group_names = stage.chats.names
         return Comparison.of(stage.view, key_of(outcome.infos)), outcome
 
 

@@ -131,8 +131,8 @@ def tail_trace(path: str | Path, out: Callable[[str], None], kind: str = "steps"
 
     reader = TraceReader(path)
     view = View()
-    view.ids_to_text = reader.decode
-    view.group_names = reader.names
+    view.texts.ids_to_text = reader.decode
+    view.texts.group_names = reader.names
     for line in teller_for(view, kind).tell_all(reader):
         out(str(line))
     if not reader.complete:
@@ -161,11 +161,11 @@ async def tail_live(
         chats.use(await asyncio.to_thread(load, source.info))
         view = View()
         assert chats.codec is not None
-        view.ids_to_text = chats.codec.decode
+        view.texts.ids_to_text = chats.codec.decode
         view.reset(await source.snapshot())
         teller = teller_for(view, kind)
         session = chats.new(system, "chat")
-        view.group_names = {session.id: "chat"}
+        view.texts.group_names = {session.id: "chat"}
         while question := (await asyncio.to_thread(questions.readline)):
             if not question.strip():
                 continue
@@ -198,7 +198,7 @@ async def tail_server(
     try:
         await source.start(lambda progress: None)
         view = View()
-        view.ids_to_text = (await asyncio.to_thread(load, source.info)).decode
+        view.texts.ids_to_text = (await asyncio.to_thread(load, source.info)).decode
         view.reset(await source.snapshot())
         quiet, lost = Quiet(teller_for(view, kind)), False
         note = to_stderr if kind == "json" else out
@@ -208,8 +208,8 @@ async def tail_server(
             if source.connection and not lost:
                 note(f"({source.connection})")
             lost = bool(source.connection)
-            if view.gap:
-                note(f"({count(view.dropped, 'record')} lost; the lines continue from here)")
+            if view.history.gap:
+                note(f"({count(view.history.dropped, 'record')} lost; the lines continue from here)")
                 view.reset(await _snapshot(source))
                 quiet = Quiet(teller_for(view, kind))
             await asyncio.sleep(POLL_S)
@@ -220,7 +220,7 @@ async def tail_server(
 
 def _since(view: View, line: Line) -> str:
     """Returns the line with the time since the first record, as a recording of these records has it."""
-    return str(replace(line, t=line.t - view.origin))
+    return str(replace(line, t=line.t - view.history.origin))
 
 
 class Quiet:

@@ -51,8 +51,8 @@ def stress_view(load: Load = CLASSROOM, seconds: float = 0.0, frames: int = 1) -
     """Returns a simulated engine and its view after `seconds` of simulated time, folded in `frames` frames."""
     stress = Stress(load)
     view = View()
-    view.ids_to_text = stress.words.decode
-    view.group_names = stress.group_names
+    view.texts.ids_to_text = stress.words.decode
+    view.texts.group_names = stress.group_names
     view.reset(State(load.blocks + 1, load.block_size, load.budget, load.rows).snapshot())
     for _ in range(frames):
         stress.run(seconds / frames)

@@ -240,7 +240,7 @@ async def steps(app: MinituiApp, count: int) -> None:
     """Runs `count` steps and stops."""
     end = (await app.source.snapshot())["step"] + count  # the view may be a frame behind
     await app.source.control("step", n=count)
-    await until(lambda: app.view.live.state.step >= end)
+    await until(lambda: app.view.history.live.state.step >= end)
 
 
 async def chat(app: MinituiApp) -> None:
@@ -294,7 +294,7 @@ async def hot_experts(app: MinituiApp) -> None:
         app.chats.send(session, question)
         await asyncio.sleep(0.1)
     app.switch_mode("inspect")
-    await until(lambda: app.view.experts.known and app.view.live.state.step > 160)
+    await until(lambda: app.view.history.experts.known and app.view.history.live.state.step > 160)
     await app.source.control("pause")
     await asyncio.sleep(0.3)
     app.screen.query_one(ExpertMap).focus()

@@ -64,8 +64,8 @@ class StressApp(AppBase):
         settings = Settings(ascii=glyphs() is ASCII)  # the caller has chosen the glyphs
         super().__init__(source, chats, settings, system="")
         self.clock = clock
-        self.view.ids_to_text = source.decode
-        self.view.group_names = source.names
+        self.view.texts.ids_to_text = source.decode
+        self.view.texts.group_names = source.names
         self.feed = Updater(source, self.view, clock)
         self.fps = fps
         self.seconds = seconds  # the application ends after a measurement of this length; 0: it does not end by itself
@@ -91,7 +91,12 @@ class StressApp(AppBase):
         for figures in (self._cpu, self._ticks, self._ages):
             figures.clear()
         self._backlog = 0
-        self._start = (time.monotonic(), time.process_time(), self.view.steps.last, self.view.live.state.seq)
+        self._start = (
+            time.monotonic(),
+            time.process_time(),
+            self.view.history.steps.last,
+            self.view.history.live.state.seq,
+        )
         self.set_timer(self.seconds, self._end)
 
     def _end(self) -> None:
@@ -101,8 +106,8 @@ class StressApp(AppBase):
         self.figures = {
             "seconds": round(wall, 2),
             "cpu_percent": round(100 * (time.process_time() - self._start[1]) / wall, 1),
-            "steps_per_s": round((self.view.steps.last - self._start[2]) / wall),
-            "records_per_s": round((self.view.live.state.seq - self._start[3]) / wall),
+            "steps_per_s": round((self.view.history.steps.last - self._start[2]) / wall),
+            "records_per_s": round((self.view.history.live.state.seq - self._start[3]) / wall),
             "frames_per_s": round(len(cpu) / wall, 1),
             "frame_ms_p50": round(1e3 * cpu[len(cpu) // 2], 2),
             "frame_ms_p99": round(1e3 * cpu[int(len(cpu) * 0.99)], 2),
@@ -112,9 +117,9 @@ class StressApp(AppBase):
             "behind_ms_p95": round(1e3 * ages[int(len(ages) * 0.95)], 1),
             "behind_ms_max": round(1e3 * ages[-1], 1),
             "backlog_max": self._backlog,
-            "requests": len(self.view.live.state.requests),
-            "nodes": len(self.view.live.state.nodes) - 1,
-            "blocks": self.view.live.total,
+            "requests": len(self.view.history.live.state.requests),
+            "nodes": len(self.view.history.live.state.nodes) - 1,
+            "blocks": self.view.history.live.total,
             "dropped": self.feed.dropped,
         }
         self.exit()
@@ -138,7 +143,7 @@ class StressApp(AppBase):
         super().draw()
         begin = time.process_time()
         if not self.feed.frozen:
-            self.view.group_names = self.source.names
+            self.view.texts.group_names = self.source.names
         self.view.frame(self.clock())
         if isinstance(self.screen, (InspectScreen, LectureScreen)):
             self.screen.paint(self.view)
@@ -148,7 +153,7 @@ class StressApp(AppBase):
     def _note_time(self) -> None:
         """Notes the time of this frame, and the age of the oldest record that the frame does not show."""
         now, made = time.monotonic(), self.source.made
-        while made and made[0][0] <= self.view.live.state.seq:
+        while made and made[0][0] <= self.view.history.live.state.seq:
             made.popleft()
         self._ticks.append(now)
         self._ages.append(now - made[0][1] if made else 0.0)

@@ -79,7 +79,7 @@ async def write_handout(
             if number:
                 await stage.other_engine(**lesson.options)
             assert stage.chats.codec is not None
-            stage.view.ids_to_text = stage.chats.codec.decode
+            stage.view.texts.ids_to_text = stage.chats.codec.decode
             await _add_lesson(handout, lesson, stage)
     content: str | bytes
     if path.suffix.lower() == ".pdf":

@@ -26,8 +26,8 @@ NARRATED = frozenset(  # kinds of events without a line of their own: the text o
 def write_markdown(reader: TraceReader, path: Path) -> None:
     """Write the trace to `path` as Markdown."""
     view = View()
-    view.ids_to_text = reader.decode
-    view.group_names = reader.names
+    view.texts.ids_to_text = reader.decode
+    view.texts.group_names = reader.names
     lanes: dict[int, Lane] = {}
     lines: list[Line] = []
     for line in Teller(view).tell_all(reader):
@@ -35,8 +35,8 @@ def write_markdown(reader: TraceReader, path: Path) -> None:
             lines.append(replace(line, text=narrate(view, line.step) or line.text))
         elif line.kind not in NARRATED:
             lines.append(line)
-        lanes.update(view.lanes.lanes)
-    lanes.update(view.lanes.lanes)
+        lanes.update(view.history.lanes.lanes)
+    lanes.update(view.history.lanes.lanes)
     text = [*_head(reader), *_figures(reader, view, lanes), *_requests(view, lanes), *_story(reader, lines)]
     path.write_text(visible("\n".join(text)) + "\n", encoding="utf-8")
 
@@ -108,7 +108,7 @@ def _figures(reader: TraceReader, view: View, lanes: dict[int, Lane]) -> list[st
         totals.read(record)
     cached, computed = totals.cached, totals.computed
     asked = cached + computed
-    twice = sum(lane.recomputed(view.steps.committed) for lane in lanes.values())
+    twice = sum(lane.recomputed(view.history.steps.committed) for lane in lanes.values())
     least = "at least " * any(lane.preempted_before for lane in lanes.values())
     run = Run(view)
     whole = run.first <= reader.first_step  # else the first tokens are no longer known
@@ -138,13 +138,14 @@ def _requests(view: View, lanes: dict[int, Lane]) -> list[str]:
     rows = []
     for lane in sorted(lanes.values(), key=lambda lane: lane.id):
         first = duration(sum(lane.ttft)) if lane.ttft else "–"
-        gaps = view.tokens.stats(lane, view.horizon) if lane.finish_step == OPEN else None
+        gaps = view.history.tokens.stats(lane, view.moment.horizon) if lane.finish_step == OPEN else None
         tokens = lane.output_tokens if gaps is None else gaps.tokens
         end = lane.finish_reason or "still running"
         if lane.preemptions:
             end += f", preempted {lane.preemptions}×"
         cells = (
-            f"r{lane.id}", _cell(view.group_name(lane.group)), f"{lane.prompt_tokens:,}", f"{lane.cached_tokens:,}",
+            f"r{lane.id}", _cell(view.texts.group_name(lane.group)),
+            f"{lane.prompt_tokens:,}", f"{lane.cached_tokens:,}",
             first,
             f"{tokens:,}", _cell(end),
         )  # fmt: skip

@@ -104,7 +104,8 @@ def _pasted(stage: Stage) -> tuple[float, int, int, float]:
     lane = run.lanes[-1]
     assert lane.ttft is not None and run.figures.longest is not None
     chunks = sum(
-        any(chunk[0] == lane.id for chunk in stage.view.steps.chunks(step)) for step in range(run.first, run.last + 1)
+        any(chunk[0] == lane.id for chunk in stage.view.history.steps.chunks(step))
+        for step in range(run.first, run.last + 1)
     )
     return run.figures.longest.ms, lane.prompt_tokens, chunks, lane.ttft[1]
 

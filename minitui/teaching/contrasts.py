@@ -84,7 +84,9 @@ async def long_paste(stage: Stage) -> list[Session]:
     pasted = stage.chat("", "the paste", max_tokens=4, whole=True)
     request = await stage.ask(pasted, paste(PASTED_LINES))
     await stage.watch_until(
-        "the long prompt's first token", lambda: stage.view.lanes.lanes[request].first_token is not None, seconds=0.3
+        "the long prompt's first token",
+        lambda: stage.view.history.lanes.lanes[request].first_token is not None,
+        seconds=0.3,
     )
     await stage.watch(3, seconds=0.25)
     await stage.answers([*writers, pasted])

@@ -19,8 +19,10 @@ from engine.trace.views import RequestView
 from minitui.sources.base import Source
 from minitui.teaching.figures import Figures
 from minitui.viewmodel.explain.timing import Timings
+from minitui.viewmodel.history.events import Event
+from minitui.viewmodel.history.steps import StepRow
 from minitui.viewmodel.updater import Updater
-from minitui.viewmodel.view import Event, StepRow, View
+from minitui.viewmodel.view import View
 
 WAIT_SECONDS = 30.0  # a longer wait fails
 MAX_STEPS = 2000  # limit of `step_until`
@@ -51,7 +53,7 @@ class Driver:
     def state(self) -> State:
         """Returns the engine's state, computed from the records received so far."""
         self.feed.pump()
-        return self.view.live.state
+        return self.view.history.live.state
 
     def youngest(self) -> RequestView:
         """Returns the newest request that is running or waiting."""
@@ -61,7 +63,7 @@ class Driver:
     def last_row(self) -> StepRow:
         """Returns the last step."""
         self.state()
-        row = self.view.steps.get(self.view.steps.last)
+        row = self.view.history.steps.get(self.view.history.steps.last)
         assert row is not None
         return row
 
@@ -78,7 +80,7 @@ class Driver:
     def events(self, kind: str) -> list[Event]:
         """Returns the events of one kind (minitui.viewmodel.history.events.KINDS) since `begin_count`, oldest first."""
         self.state()
-        return [event for event in self.view.events.since(self._began[1] + 1) if event.kind == kind]
+        return [event for event in self.view.history.events.since(self._began[1] + 1) if event.kind == kind]
 
     def figures(self) -> Figures:
         """Returns the figures of the steps since `begin_count`."""
@@ -122,7 +124,7 @@ class Driver:
 
     async def settle(self) -> None:
         """Waits until the records of all requests and steps have arrived. The requests must have ended."""
-        steps = self.view.steps
+        steps = self.view.history.steps
         await self.until("the last records", lambda: not self.state().requests and steps.committed == steps.last)
 
     # ---- steps
@@ -161,7 +163,7 @@ class Driver:
 
     def _ended_after(self, last: int) -> bool:
         state = self.state()
-        row = self.view.steps.get(state.step) if state.step > last else None
+        row = self.view.history.steps.get(state.step) if state.step > last else None
         return row is not None and row.end_seq > 0
 
     async def step_until(self, what: str, condition: Callable[[], Any], seconds: float = 0.0) -> None:
@@ -187,15 +189,15 @@ class Driver:
         """Returns the events in which `run_until` closed the gate."""
         self.feed.pump()
         return [
-            event for event in self.view.events.since(0)
+            event for event in self.view.history.events.since(0)
             if event.record.kind == "gate" and event.record.state == "closed"
             and not str(event.record.reason).startswith((RUNNING, "paused", "stepping"))
         ]  # fmt: skip
 
     async def slow(self, seconds: float) -> None:
         """Sets slow motion so that a typical recent step would take about `seconds`; full speed if `beat` is 0."""
-        last = self.view.steps.last
-        rows = [self.view.steps.get(step) for step in range(max(0, last - 8), last + 1)]
+        last = self.view.history.steps.last
+        rows = [self.view.history.steps.get(step) for step in range(max(0, last - 8), last + 1)]
         recent = [row.took_ms for row in rows if row is not None and row.took_ms]
         typical = sorted(recent)[len(recent) // 2] / 1e3 if recent else 0.01
         wanted = seconds * self.beat / typical

@@ -33,7 +33,7 @@ class Figures:
     @classmethod
     def since(cls, view: View, step: int, seq: int) -> Figures:
         """Returns the figures of the steps after `step` and of the records after number `seq`."""
-        rows = [view.steps.get(number) for number in range(step + 1, view.steps.last + 1)]
+        rows = [view.history.steps.get(number) for number in range(step + 1, view.history.steps.last + 1)]
         steps = [row for row in rows if row is not None]
         times: dict[int, list[float]] = {}
         for row in steps:
@@ -42,7 +42,7 @@ class Figures:
         return cls(
             steps=len(steps),
             computed=sum(row.prefill_tokens for row in steps),
-            cached=sum(event.record.tokens for event in view.events.since(seq + 1) if event.kind == "hit"),
+            cached=sum(event.record.tokens for event in view.history.events.since(seq + 1) if event.kind == "hit"),
             drafted=sum(row.drafted for row in steps),
             accepted=sum(row.accepted for row in steps),
             prefill_ms=sum(row.took_ms or 0.0 for row in steps if row.chunks),

@@ -187,5 +187,5 @@ class Reading:
 
 def _end_of(view: View) -> tuple[int, int, frozenset[int]]:
     """Returns the numbers of the newest request and of the last step, and the requests that have not ended."""
-    state = view.live.state
-    return max(view.lanes.lanes, default=-1), state.step, frozenset(state.requests)
+    state = view.history.live.state
+    return max(view.history.lanes.lanes, default=-1), state.step, frozenset(state.requests)

@@ -82,7 +82,7 @@ async def shared_prefix(stage: Stage) -> None:
         await stage.ask(session, question)
     await stage.run_until("hit")
     two = stage.request(others[0])
-    cached = stage.view.lanes.lanes[two.id].cached_tokens
+    cached = stage.view.history.lanes.lanes[two.id].cached_tokens
     shared = stage.state().counts[SHARED]
     stage.say(
         f"Chat 2 found {cached} of its {two.prompt_tokens} prompt tokens in the tree and computed only "
@@ -141,7 +141,7 @@ async def eviction(stage: Stage) -> None:
             f"{session.title:<7}  blocks {' '.join(map(str, sorted(held[session.title])))}: "
             + ", ".join(
                 f"r{lane.id} until step {lane.finish_step}"
-                for lane in stage.view.lanes.lanes.values() if lane.group == session.id
+                for lane in stage.view.history.lanes.lanes.values() if lane.group == session.id
             )
             for session in chats
         ],
@@ -175,8 +175,8 @@ def _owners(stage: Stage, chats: list[Session]) -> Callable[[NodeView], str]:
 
     def owner(node: NodeView) -> str:
         for session in chats:
-            text = stage.view.decode(session.ids)
-            if stage.view.decode(node.ids).strip() in text:
+            text = stage.view.texts.decode(session.ids)
+            if stage.view.texts.decode(node.ids).strip() in text:
                 return session.title
         raise EngineError("the evicted node belongs to none of the chats")
 

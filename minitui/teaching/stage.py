@@ -175,7 +175,7 @@ class Stage(Driver):
         if session.state == "error":
             raise EngineError(session.messages[-1].error)
         self.feed.pump()
-        return session.request != before and session.request in self.view.lanes.lanes
+        return session.request != before and session.request in self.view.history.lanes.lanes
 
     async def answers(self, sessions: Sequence[Session]) -> list[dict[str, Any]]:
         """Runs the engine until these chats are answered, and ends slow motion. Returns the answers' metrics."""

@@ -90,7 +90,7 @@ class MinituiApp(AppBase):
         self._frames = 0
         self._hang_reported = False
         self._names: dict[str, str] = {}
-        chats.on_end, chats.begins_in_cache = self._answered, lambda ids: self.view.begins_in_cache(ids)
+        chats.on_end, chats.begins_in_cache = self._answered, lambda ids: self.view.history.begins_in_cache(ids)
         chats.saver.on_unsaved = partial(self.say, error=True)
         source.on_death(self._engine_ended)
 
@@ -116,7 +116,7 @@ class MinituiApp(AppBase):
             self._show_engine_down("The engine could not start", str(error))
             return
         self.progress = None
-        self.view.ids_to_text = partial(codec.decode, skip_special_tokens=False)
+        self.view.texts.ids_to_text = partial(codec.decode, skip_special_tokens=False)
         await self.feed.sync()
         self.chats.use(codec)  # the waiting questions are sent now: a replay looks into the cache first
         gc.collect()
@@ -160,7 +160,7 @@ class MinituiApp(AppBase):
         self.feed.keep_up()
         names = self.group_names()
         if names != self._names:
-            self._names = self.view.group_names = names
+            self._names = self.view.texts.group_names = names
             self.source.name_groups(names)
         if self.pace != self._last_pace:
             self._last_pace = self.pace
@@ -235,12 +235,12 @@ class MinituiApp(AppBase):
     async def start_over(self) -> None:
         self.chats.cancel_all()
         self.feed.frozen = False
-        self.view.present()
+        self.view.moment.present()
         try:
             await self.source.control("resume")
             await self.source.control("pace", factor=1)
             for _ in range(300):  # until the cancelled answers have freed their blocks
-                if not self.view.live.state.requests:
+                if not self.view.history.live.state.requests:
                     break
                 await asyncio.sleep(0.01)
             await self.source.control("clear_cache")

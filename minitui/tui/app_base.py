@@ -78,7 +78,7 @@ class AppBase(Notices):
         self.system, self.speaker = system, speaker
         self.known_questions = known_questions or []
         self.view = View()
-        self.view.missing = source.missing
+        self.view.history.missing = source.missing
         self.feed = Updater(source, self.view)
         self.frame_limiter = FrameLimiter()
         self.session: Session = chats.sessions[-1] if chats.sessions else chats.new(system)
@@ -147,7 +147,7 @@ class AppBase(Notices):
     @property
     def pace(self) -> float:
         """The factor by which slow motion stretches a step; 1 is real time."""
-        return self.view.live.state.pace
+        return self.view.history.live.state.pace
 
     def pace_of(self, session: Session) -> float:
         """Returns the factor by which slow motion stretches the steps of this chat's engine."""
@@ -156,7 +156,7 @@ class AppBase(Notices):
     @property
     def gated(self) -> bool:
         """True if the engine is paused between two steps."""
-        return self.view.live.state.gate == "closed"
+        return self.view.history.live.state.gate == "closed"
 
     @property
     def waits_for_user(self) -> bool:
@@ -173,7 +173,7 @@ class AppBase(Notices):
     @property
     def idle(self) -> bool:
         """True if the engine has nothing to compute."""
-        return not self.view.live.state.requests and not any(session.busy for session in self.chats.sessions)
+        return not self.view.history.live.state.requests and not any(session.busy for session in self.chats.sessions)
 
     async def start_over(self) -> None:
         """Cancel all answers, empty the cache, return to real time and clear the history. A demo begins again."""
@@ -188,18 +188,18 @@ class AppBase(Notices):
     def travel_to(self, step: int) -> bool:
         """Show the engine as it was after a step; for the last or a later step, show the present. Returns False if the
         step is no longer kept."""
-        return self.view.travel_to(step) or step >= self.view.newest
+        return self.view.travel_to(step) or step >= self.view.moment.newest
 
     @property
     def steps_kept(self) -> tuple[int, int]:
         """The first and the last step that `travel_to` can show; (0, -1) if there is none."""
-        return (self.view.oldest, self.view.newest) if self.view.newest >= 0 else (0, -1)
+        return (self.view.moment.oldest, self.view.moment.newest) if self.view.moment.newest >= 0 else (0, -1)
 
     def to_now(self) -> None:
         """Return from the past to the present, where the effect of an action is visible."""
-        if self.view.travel_text:
-            self.view.present()
-            self.view.leave_step(self.view.horizon)
+        if self.view.moment.travel_text:
+            self.view.moment.present()
+            self.view.leave_step(self.view.moment.horizon)
 
     async def begin_here(self) -> None:
         """Called before a command that lets the engine run."""
@@ -219,7 +219,7 @@ class AppBase(Notices):
 
     def queue_place(self, session: Session) -> int | None:
         """Returns the chat's place in the waiting queue, from 1; 0 if the chat does not wait, None if unknown."""
-        state = self.view.live.state
+        state = self.view.history.live.state
         groups = [state.requests[request].group for request in state.queue]
         return groups.index(session.id) + 1 if session.id in groups else 0
 
@@ -231,8 +231,8 @@ class AppBase(Notices):
         """Ask in the current chat; if the question is refused, its text returns to the prompt."""
         try:
             self.chats.send(self.session, text)
-            if self.view.travel_text:
-                self.view.present()
+            if self.view.moment.travel_text:
+                self.view.moment.present()
             self.view.select("group", self.session.id)
         except EngineError as error:
             paused = f". {PAUSED}" if self.waits_for_user and self.session.busy else ""
@@ -338,13 +338,13 @@ class AppBase(Notices):
 
     def _draw_key(self) -> None:
         """After a key that selects something or travels in time, draw without waiting for the next frame."""
-        moment = (self.view.version, self.view.travel_text)
+        moment = (self.view.version, self.view.moment.travel_text)
         if self._drawn_moment not in (None, moment) and self.screen_stack:  # without a screen, the application ends
             self.draw()
 
     def draw(self) -> None:
         """Paint the visible screen."""
-        self._drawn_moment = (self.view.version, self.view.travel_text)
+        self._drawn_moment = (self.view.version, self.view.moment.travel_text)
 
     def draw_frame(self) -> None:
         """Draw, unless a key was pressed: its effect comes first, and the next frame draws."""

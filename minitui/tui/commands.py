@@ -79,7 +79,7 @@ class Commands(ChatCommands):
     # --- the engine
 
     def do_freeze(self, _: str) -> None:
-        if self.app.view.playback is not None:  # a recording does not run on behind a frozen picture
+        if self.app.view.moment.playback is not None:  # a recording does not run on behind a frozen picture
             self.do_gate("")
             return
         self.app.feed.frozen = not self.app.feed.frozen
@@ -134,13 +134,13 @@ class Commands(ChatCommands):
         self._control(self.app.source.control("pace", factor=factor))
 
     def do_back(self, _: str) -> None:
-        self.app.travel_to(self.app.view.horizon - 1)
+        self.app.travel_to(self.app.view.moment.horizon - 1)
 
     def do_forward(self, _: str) -> None:
-        self.app.travel_to(self.app.view.horizon + 1)
+        self.app.travel_to(self.app.view.moment.horizon + 1)
 
     def do_now(self, _: str) -> None:
-        if not self.app.view.travel_text and self.app.view.playback is None:
+        if not self.app.view.moment.travel_text and self.app.view.moment.playback is None:
             raise EngineError("the picture already shows the present")
         self.to_now()
 
@@ -150,7 +150,7 @@ class Commands(ChatCommands):
 
     def do_reset(self, _: str) -> None:
         if not self.app.feed.live:
-            raise EngineError(f"{self.app.view.missing}: try again in a moment")
+            raise EngineError(f"{self.app.view.history.missing}: try again in a moment")
         self.app.run_worker(self.app.start_over(), group="start", exclusive=True)
 
     def do_restart(self, _: str) -> None:
@@ -162,7 +162,7 @@ class Commands(ChatCommands):
     def _control(self, call: Coroutine[Any, Any, Any], runs: bool = False) -> None:
         """Send a command to the engine: now, or as soon as the engine has started. `runs`: it lets the engine run."""
         if not self.app.source.info and self.app.source.error is None:
-            self.app.say(f"{self.app.view.missing}: the command is sent as soon as this has ended")
+            self.app.say(f"{self.app.view.history.missing}: the command is sent as soon as this has ended")
 
         async def guarded() -> None:
             try:

@@ -124,7 +124,7 @@ class TwoRecordings(Source):
         raise InvalidRequest(ONLY_READ)
 
     async def snapshot(self) -> dict[str, Any]:
-        return self.second.live.state.snapshot()
+        return self.second.history.live.state.snapshot()
 
     def drain_records(self) -> list[Record]:
         return []
@@ -149,7 +149,7 @@ class RecordingsApp(CompareApp):
         self.notes = (f"The engines differ in: {differ}.",) if differ else ()
 
     def group_names(self) -> dict[str, str]:
-        return self._recordings.second.group_names
+        return self._recordings.second.texts.group_names
 
     async def _show(self) -> None:
         view = self._recordings.second

@@ -110,7 +110,7 @@ class LessonApp(MinituiApp):
         except EngineError as error:
             self.say(str(error), error=True)
             return
-        self.view.ids_to_text = (
+        self.view.texts.ids_to_text = (
             partial(self.chats.codec.decode, skip_special_tokens=False) if self.chats.codec else None
         )
         await self._open(lesson, at_end)

@@ -16,7 +16,7 @@ from minitui.tui.actions import Action
 from minitui.tui.app import MinituiApp
 from minitui.tui.screens.inspect import TALL
 from minitui.tui.screens.replay import ReplayLecture, ReplayScreen
-from minitui.viewmodel.view import Playback
+from minitui.viewmodel.moment import Playback
 from minitui.viewmodel.words.narrate import narrate
 
 NO_CHATS = "this is a recording: it has no chats; `minitui chat` starts an engine"
@@ -86,7 +86,7 @@ class ReplayApp(MinituiApp):
     def __init__(self, source: ReplaySource, *args: Any, **options: Any) -> None:
         options["load_codec"] = lambda info: TraceCodec(source.trace)
         super().__init__(source, *args, **options)
-        self.view.playback = Playback()
+        self.view.moment.playback = Playback()
         self.replay = source
 
     @property
@@ -112,7 +112,9 @@ class ReplayApp(MinituiApp):
     @property
     def position(self) -> int:
         """The step that the panels show."""
-        return self.view.horizon if self.view.exact and self.view.horizon >= 0 else self.replay.step
+        return (
+            self.view.moment.horizon if self.view.moment.exact and self.view.moment.horizon >= 0 else self.replay.step
+        )
 
     def _frame(self) -> None:
         self._note_playback()
@@ -131,12 +133,12 @@ class ReplayApp(MinituiApp):
 
         On the lecture screen, returns an empty text if the recording is paused.
         """
-        if not (self.replay.stopped or self.view.travel_text):  # sentences about each step would change too fast
+        if not (self.replay.stopped or self.view.moment.travel_text):  # sentences about each step would change too fast
             return self._about()
         if self.current_mode == "lecture":
             return ""  # the lecture screen has a panel for these sentences
         width, height = self.size
-        return shortened(narrate(self.view, self.view.horizon), width - 4, 2 if height < TALL else height // 6)
+        return shortened(narrate(self.view, self.view.moment.horizon), width - 4, 2 if height < TALL else height // 6)
 
     def _about(self) -> str:
         """Returns a note for a recording with random text; empty for other recordings."""
@@ -169,12 +171,12 @@ class ReplayApp(MinituiApp):
             await self._move_playhead(step)
 
     def _in_history(self, step: int) -> bool:
-        row = self.view.steps.get(step)
-        return step == self.view.newest or (row is not None and row.end_seq > self.view.past.first_seq)
+        row = self.view.history.steps.get(step)
+        return step == self.view.moment.newest or (row is not None and row.end_seq > self.view.history.past.first_seq)
 
     async def _move_playhead(self, step: int) -> None:
         new = await self.replay.control("seek", step=step)
-        self.view.present()
+        self.view.moment.present()
         self.view.leave_step(step)
         if new:
             self.feed.forget()  # not restart(): the panels' history needs the records between the snapshot and the step
@@ -203,20 +205,22 @@ class ReplayApp(MinituiApp):
 
     async def _to_end(self) -> None:
         if self.replay.ended:
-            self.view.present()
-            self.view.leave_step(self.view.horizon)
+            self.view.moment.present()
+            self.view.leave_step(self.view.moment.horizon)
         else:
             await self._move_playhead(self.replay.trace.last_step)
 
     async def begin_here(self) -> None:
         """Move the playhead to the step that is shown."""
-        if self.view.travel_text:
-            await self._move_playhead(self.view.horizon)
+        if self.view.moment.travel_text:
+            await self._move_playhead(self.view.moment.horizon)
 
     def _note_playback(self) -> None:
-        self.view.playback = Playback(self.replay.speed, self.replay.stopped)  # at its end, the picture is exact, too
+        self.view.moment.playback = Playback(
+            self.replay.speed, self.replay.stopped
+        )  # at its end, the picture is exact, too
         if self.replay.reader is not None:
-            self.view.origin = self.replay.trace.begin_t
+            self.view.history.origin = self.replay.trace.begin_t
 
 
 def replay_app(path: str, speed: float = 1.0) -> ReplayApp:

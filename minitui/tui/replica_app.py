@@ -163,7 +163,7 @@ class ReplicaApp(MinituiApp):
                 self._followed = replica.telemetry
                 if self._followed is not None:
                     codec = await asyncio.to_thread(load_codec, self._followed.info)
-                    self.view.ids_to_text = partial(codec.decode, skip_special_tokens=False)
+                    self.view.texts.ids_to_text = partial(codec.decode, skip_special_tokens=False)
                 self.feed.replaced()
                 await self.feed.sync()
             except EngineError as error:

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from engine.core.gate import RUNNING
 from minitui.viewmodel.history.history import History
 from minitui.viewmodel.history.lane import Lane
 from minitui.viewmodel.history.rates import BUCKET
-from minitui.viewmodel.state.annotated_state import AnnotatedState, BlockEvent
 from minitui.viewmodel.state.tree import Tree
 
 GLOW_SECONDS, WARM_SECONDS = 0.4, 1.2  # after a change: full highlight, then fading highlight
@@ -37,37 +37,53 @@ class Past:
     marks: dict[str, float]
 
 
-class Moment(History):
-    """The history, and the moment of it that is shown: `live` is the newest state, `shown` the one at this moment."""
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """Tokens that requests took from the cache, and the prompt tokens of new requests that were computed."""
 
-    def __init__(self) -> None:
+    saved: int  # prompt tokens of new requests
+    resumed: int  # tokens that preempted requests took again
+    missed: int
+
+    @property
+    def hit_rate(self) -> float | None:
+        """The share of new requests' prompt tokens that came from the cache; None: no tokens."""
+        return self.saved / (self.saved + self.missed) if self.saved + self.missed else None
+
+
+class Moment:
+    """The moment of a history that is shown: `shown` is the state at this moment."""
+
+    def __init__(self, history: History) -> None:
+        self.history = history
         self.playback: Playback | None = None  # a recording is played: working time passes only with its records
         self.frozen = False  # the user froze the picture: no record is folded
-        self._now = 0.0  # the time of the last frame
-        super().__init__()
+        self.now = 0.0  # the time of the last frame
+        self.begin()
 
-    def _begin(self, live: AnnotatedState) -> None:
-        super()._begin(live)
-        self.shown = live
+    def begin(self) -> None:
+        """Show the present of a history that was reset."""
+        self._steps, self._rates = self.history.steps, self.history.rates
+        self.shown = self.history.live
         self.tree = Tree()
-        self._travelled: Past | None = None
+        self.past: Past | None = None  # None: the present is shown
 
     # ---- time
 
     @property
     def engine_now(self) -> float:
         """The present engine time in seconds; it also advances between records."""
-        if self._folded_at is None:
-            return self.live.state.t
-        since = max(0.0, self._now - self._folded_at)
+        if self.history.folded_at is None:
+            return self.history.live.state.t
+        since = max(0.0, self.now - self.history.folded_at)
         if self.playback is not None:
             since *= 0.0 if self.playback.paused else self.playback.speed
-        return self.live.state.t + since
+        return self.history.live.state.t + since
 
     @property
     def working_now(self) -> float:
         """The working time at the moment of the picture, in seconds (see Rates)."""
-        return self.rates.now if self._travelled is None else self._travelled.marks["now"]
+        return self._rates.now if self.past is None else self.past.marks["now"]
 
     @property
     def picture_now(self) -> float:
@@ -81,13 +97,13 @@ class Moment(History):
     @property
     def exact(self) -> bool:
         """True if the picture shows one exact step: engine or replay is paused, or the picture is of the past."""
-        return self._stopped or self._travelled is not None
+        return self._stopped or self.past is not None
 
     @property
     def _stopped(self) -> bool:
         """True if the engine or the replay is paused."""
         paused = self.playback is not None and self.playback.paused
-        return paused or self.live.state.gate == "closed"
+        return paused or self.history.live.state.gate == "closed"
 
     @property
     def slowed(self) -> bool:
@@ -107,26 +123,26 @@ class Moment(History):
     @property
     def since_result_ms(self) -> float:
         """Working time since the results of the last step; 0 in the past, and if it is too short to be a stall."""
-        ms = (self.rates.now - self._result_at) * 1e3
-        return ms if ms >= STALL_FROM_MS and self._travelled is None and self.shown.state.requests else 0.0
+        ms = (self._rates.now - self.history.result_at) * 1e3
+        return ms if ms >= STALL_FROM_MS and self.past is None and self.shown.state.requests else 0.0
 
     @property
     def horizon(self) -> int:
         """The last step in the picture."""
-        return self.newest if self._travelled is None else self._travelled.step
+        return self.newest if self.past is None else self.past.step
 
     @property
     def newest(self) -> int:
         """The last step of the present. Paused, this is a step that has ended: the steps in flight come after it."""
-        return self.steps.last_ended if self._stopped and self.steps.last_ended >= 0 else self.steps.last
+        return self._steps.last_ended if self._stopped and self._steps.last_ended >= 0 else self._steps.last
 
     @property
     def oldest(self) -> int:
         """The oldest step to which the picture can go back; the newest step if there is no other."""
-        at = self.steps.indices(self.steps.first, self.newest)
-        ends = self.steps.column("end_seq")[at]
-        kept = at[(ends > 0) & (ends >= self.past.first_seq)]
-        return int(self.steps.column("step")[kept[0]]) if len(kept) else self.newest
+        at = self._steps.indices(self._steps.first, self.newest)
+        ends = self._steps.column("end_seq")[at]
+        kept = at[(ends > 0) & (ends >= self.history.past.first_seq)]
+        return int(self._steps.column("step")[kept[0]]) if len(kept) else self.newest
 
     @property
     def planned_ahead(self) -> int | None:
@@ -138,16 +154,16 @@ class Moment(History):
     @property
     def bucket(self) -> int:
         """The bucket of `rates` in which the picture's last step ended; the current bucket for a live picture."""
-        return self.rates.bucket if self._travelled is None else self._travelled.bucket
+        return self._rates.bucket if self.past is None else self.past.bucket
 
     def recent(self, name: str, n: int, filling: bool = True) -> np.ndarray:
         """Returns the last `n` buckets of `rates`, oldest first. In the past, the last of them has only what came
         before the end of the picture's step. `filling` False: without the bucket that is being filled."""
-        values = self.rates.series(name, n, self.bucket + filling)
-        if self._travelled is not None and filling:
+        values = self._rates.series(name, n, self.bucket + filling)
+        if self.past is not None and filling:
             state = self.shown.state
             levels = {"running": len(state.requests) - len(state.queue), "used": self.shown.used}
-            values[-1] = (levels | self._travelled.marks)[name]
+            values[-1] = (levels | self.past.marks)[name]
         return values
 
     def glow(self) -> np.ndarray:
@@ -169,15 +185,28 @@ class Moment(History):
     @property
     def travel_text(self) -> str:
         """The text "PAST step 790, 22 back"; empty if the picture is live."""
-        if self._travelled is None:
+        if self.past is None:
             return ""
         return f"PAST step {self.horizon:,}, {self.newest - self.horizon:,} back"
 
-    # ---- time travel
+    @property
+    def gate_text(self) -> str:
+        """The text "PAUSED at step 812" or "RUNNING until the next eviction"; empty while the gate is open."""
+        state, reason = self.history.live.state, self.history.gate_reason
+        if state.gate == "open":
+            return ""
+        if reason.startswith(RUNNING):
+            event = reason.removeprefix(RUNNING)
+            return f"RUNNING until the next {'slow step' if event == 'slow' else event}"
+        return f"PAUSED at step {state.step:,}" if state.step >= 0 else "PAUSED before the first step"
 
-    def travel(self, steps: int) -> bool:
-        """Move the picture by `steps` steps (negative: back). Returns the same as `travel_to`."""
-        return self.travel_to(self.horizon + steps)
+    @property
+    def pace_text(self) -> str:
+        """The text "slow motion ×50"; empty without slow motion."""
+        pace = self.history.live.state.pace
+        return f"slow motion ×{pace:g}" if pace != 1 else ""
+
+    # ---- time travel
 
     def travel_to(self, step: int) -> bool:
         """Show the state after `step`; for the last or a later step, show the live picture. Failed steps are skipped.
@@ -186,23 +215,23 @@ class Moment(History):
             self.present()
             return False
         direction = -1 if step < self.horizon else 1
-        row = self.steps.get(step)
+        row = self._steps.get(step)
         while row is not None and not row.end_seq:  # a failed step has no timing: skip it
-            row = self.steps.get(row.step + direction)
-        if row is None or row.end_seq < self.past.first_seq:
+            row = self._steps.get(row.step + direction)
+        if row is None or row.end_seq < self.history.past.first_seq:
             return False
-        self.shown = self.past.state_at(row.end_seq)
-        bucket = int(self.steps.column("bucket")[row.step % self.steps.capacity])
-        self._travelled = Past(row.step, bucket, self.rates.marked(row.step))
-        self.tree.refresh(self.shown, self._now, force=True)
+        self.shown = self.history.past.state_at(row.end_seq)
+        bucket = int(self._steps.column("bucket")[row.step % self._steps.capacity])
+        self.past = Past(row.step, bucket, self._rates.marked(row.step))
+        self.tree.refresh(self.shown, self.now, force=True)
         return True
 
     def present(self) -> None:
         """Return to the live picture."""
-        self._travelled = None
-        self.past.back_to_present()
-        self.shown = self.live
-        self.tree.refresh(self.shown, self._now, force=True)
+        self.past = None
+        self.history.past.back_to_present()
+        self.shown = self.history.live
+        self.tree.refresh(self.shown, self.now, force=True)
 
     # ---- figures of the picture
 
@@ -211,51 +240,27 @@ class Moment(History):
         the past, it is that of the steps of the last second, from results to results without pauses: as the gaps of
         the requests are measured."""
         if not self.slowed and not self.exact:
-            return self.rates.per_second(what, 1.0, self.bucket)
+            return self._rates.per_second(what, 1.0, self.bucket)
         last = self.horizon
-        at = self.steps.indices(last - 511, last)
-        took = self.steps.column("took")[at]
+        at = self._steps.indices(last - 511, last)
+        took = self._steps.column("took")[at]
         at, took = at[~np.isnan(took)], took[~np.isnan(took)]
         recent = np.cumsum(took[::-1])[::-1] <= 1000.0  # the steps of the last second
         at, seconds = at[recent], float(took[recent].sum()) / 1e3
-        decodes, accepted = (int(self.steps.column(name)[at].sum()) for name in ("decodes", "accepted"))
-        tokens = decodes + accepted if what == "decode" else int(self.steps.prefilled(at).sum())
+        decodes, accepted = (int(self._steps.column(name)[at].sum()) for name in ("decodes", "accepted"))
+        tokens = decodes + accepted if what == "decode" else int(self._steps.prefilled(at).sum())
         return tokens / seconds if seconds else 0.0
 
-    def total(self, name: str) -> int:
-        """Returns the tokens of one of Rates.TOTALS from the begin of the history to the moment of the picture."""
-        totals = self.rates.totals if self._travelled is None else self._travelled.marks
-        return int(totals[f"total {name}"])
+    @property
+    def reused(self) -> Reuse:
+        """From the begin of the history to the moment of the picture."""
+        totals = self._rates.totals if self.past is None else self.past.marks
+        return Reuse(*(int(totals[f"total {name}"]) for name in ("cached", "resumed", "missed")))
 
     @property
-    def saved(self) -> int:
-        """Prompt tokens that new requests took from the cache."""
-        return self.total("cached")
-
-    @property
-    def resumed(self) -> int:
-        """Tokens that preempted requests took from the cache again."""
-        return self.total("resumed")
-
-    @property
-    def hit_rate(self) -> float | None:
-        """The share of new requests' prompt tokens that came from the cache; None: no tokens."""
-        return _share(self.saved, self.total("missed"))
-
-    @property
-    def saved_in_the_last_minute(self) -> int:
-        """The same as `saved`, in the last minute of working time."""
-        return int(self.recent("cached", round(60 / BUCKET)).sum())
-
-    @property
-    def resumed_in_the_last_minute(self) -> int:
-        """The same as `resumed`, in the last minute of working time."""
-        return int(self.recent("resumed", round(60 / BUCKET)).sum())
-
-    @property
-    def hit_rate_in_the_last_minute(self) -> float | None:
-        """The same as `hit_rate`, in the last minute of working time."""
-        return _share(self.saved_in_the_last_minute, int(self.recent("missed", round(60 / BUCKET)).sum()))
+    def reused_lately(self) -> Reuse:
+        """In the last minute of working time."""
+        return Reuse(*(int(self.recent(name, round(60 / BUCKET)).sum()) for name in ("cached", "resumed", "missed")))
 
     @property
     def knows_the_last_minute(self) -> bool:
@@ -275,23 +280,9 @@ class Moment(History):
     @property
     def since_begin(self) -> str:
         """Returns "since step 1,204": the history begins with this step."""
-        return f"since step {self.steps.begin:,}"
+        return f"since step {self._steps.begin:,}"
 
     @property
     def dropped_s(self) -> float:
         """Seconds since records were missing the last time."""
-        return max(0.0, self._now - self.dropped_at)
-
-    def block_history(self, block: int, most: int) -> list[BlockEvent]:
-        """Returns the last `most` events of a block up to the picture's record, newest first."""
-        seq, found = self.shown.state.seq, []
-        for event in reversed(self.block_log):
-            if block in event[4:] and event[0] <= seq:
-                found.append(event)
-                if len(found) == most:
-                    break
-        return found
-
-
-def _share(saved: int, computed: int) -> float | None:
-    return saved / (saved + computed) if saved + computed else None
+        return max(0.0, self.now - self.history.dropped_at)

@@ -30,17 +30,17 @@ def find(view: View, text: str, steps: tuple[int, int]) -> Selection:
 
 def _missing(view: View, kind: str, number: int, steps: tuple[int, int]) -> str:
     """Returns which numbers there are instead; empty if the thing exists in the picture."""
-    state = view.shown.state
+    state = view.moment.shown.state
     if kind == "step":
         first, last = steps
         if first <= number <= last:
             return ""
         return f"steps {first:,} to {last:,} can be shown" if last >= first else "no step has been computed yet"
     if kind == "request":
-        lanes = view.lanes.lanes
-        if number in lanes and view.begun(lanes[number]):
+        lanes = view.history.lanes.lanes
+        if number in lanes and view.moment.begun(lanes[number]):
             return ""
-        begun = [lane.id for lane in lanes.values() if view.begun(lane)]
+        begun = [lane.id for lane in lanes.values() if view.moment.begun(lane)]
         return f"r{min(begun)} to r{max(begun)} are kept" if begun else "no request is known at this moment"
     if kind == "block":
         return "" if 0 < number < state.num_blocks else f"the pool has blocks 1 to {state.num_blocks - 1:,}"
@@ -53,10 +53,10 @@ def _missing(view: View, kind: str, number: int, steps: tuple[int, int]) -> str:
 def _of_chat(view: View, name: str) -> Selection:
     """Returns the newest request of the chat with this name, or the only one whose name contains it."""
     newest: dict[str, int] = {}
-    for lane in view.lanes.lanes.values():
-        if view.begun(lane):
+    for lane in view.history.lanes.lanes.values():
+        if view.moment.begun(lane):
             newest[lane.group] = max(lane.id, newest.get(lane.group, lane.id))
-    named = {group: view.group_name(group) for group in newest}
+    named = {group: view.texts.group_name(group) for group in newest}
     wanted = name.lower()
     fits = [group for group, known in named.items() if known.lower() == wanted] or [
         group for group, known in named.items() if wanted and wanted in known.lower()

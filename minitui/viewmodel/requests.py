@@ -94,46 +94,48 @@ class Requests:
         A still picture is exact. In a moving picture, the gaps of at most REFRESHED requests are computed at a time:
         first those of the requests `first`, then those that were computed the longest ago.
         """
-        shown = view.shown.state
-        live = [view.lanes.lanes[id] for id in shown.requests if id in view.lanes.lanes]
+        shown = view.moment.shown.state
+        live = [view.history.lanes.lanes[id] for id in shown.requests if id in view.history.lanes.lanes]
         lanes = [*live, *islice(self._ended(view), FINISHED_KEPT)]
-        if self._lanes is not view.lanes:
-            self._lanes, self._gaps = view.lanes, {}
+        if self._lanes is not view.history.lanes:
+            self._lanes, self._gaps = view.history.lanes, {}
         elif len(self._gaps) > 2 * len(lanes):
             self._gaps = {lane.id: self._gaps[lane.id] for lane in lanes if lane.id in self._gaps}
         stale = [lane for lane in lanes if self._stale(view, lane)]
-        if not view.still:
+        if not view.moment.still:
             stale.sort(key=lambda lane: (lane.id not in first, self._gaps.get(lane.id, (-1,))[0]))
             del stale[REFRESHED:]
         for lane in stale:
-            self._gaps[lane.id] = (view.horizon, view.tokens.stats(lane, view.horizon))
+            self._gaps[lane.id] = (view.moment.horizon, view.history.tokens.stats(lane, view.moment.horizon))
         return sorted((self._figures(view, lane) for lane in lanes), key=lambda row: -row.id)
 
     def of(self, view: View, lane: Lane) -> RequestFigures:
         """Returns the exact figures of one request."""
-        if self._lanes is not view.lanes:
-            self._lanes, self._gaps = view.lanes, {}
-        self._gaps[lane.id] = (view.horizon, view.tokens.stats(lane, view.horizon))
+        if self._lanes is not view.history.lanes:
+            self._lanes, self._gaps = view.history.lanes, {}
+        self._gaps[lane.id] = (view.moment.horizon, view.history.tokens.stats(lane, view.moment.horizon))
         return self._figures(view, lane)
 
     def _stale(self, view: View, lane: Lane) -> bool:
         """True if tokens may have arrived, or left the picture, since the gaps were computed."""
         horizon, _ = self._gaps.get(lane.id, (-1, None))
-        return horizon != view.horizon and min(horizon, view.horizon) <= lane.finish_step
+        return horizon != view.moment.horizon and min(horizon, view.moment.horizon) <= lane.finish_step
 
     @staticmethod
     def _ended(view: View) -> Iterator[Lane]:
         """Yields the lanes of requests that had finished at the moment of the picture; the last to finish is first."""
-        shown = view.shown.state
-        ended = (lane for lane in reversed(view.lanes.ended) if view.begun(lane))
+        shown = view.moment.shown.state
+        ended = (lane for lane in reversed(view.history.lanes.ended) if view.moment.begun(lane))
         return (lane for lane in ended if lane.id not in shown.requests)
 
     def _figures(self, view: View, lane: Lane) -> RequestFigures:
-        shown = view.shown.state
+        shown = view.moment.shown.state
         request = shown.requests.get(lane.id)
         _, gaps = self._gaps.get(lane.id, (-1, None))
         queue, prefill = _first_token(view, lane, request, gaps)
-        ended = min(view.horizon, view.steps.committed)  # tokens of a step that has not ended are not computed yet
+        ended = min(
+            view.moment.horizon, view.history.steps.committed
+        )  # tokens of a step that has not ended are not computed yet
         if request is None:
             doing, cached, blocks = lane.finish_reason.partition(":")[0], lane.cached_tokens, lane.blocks
         else:
@@ -145,7 +147,7 @@ class Requests:
             self._running(view, lane, request, gaps), blocks,
             lane.preemptions if request is None else request.preemptions,
             None if lane.preempted_before else lane.recomputed(ended),
-            None if lane.preempted_before else lane.taken_again(view.horizon),
+            None if lane.preempted_before else lane.taken_again(view.moment.horizon),
             None if lane.admitted_before or shown.waste is None else lane.after_evictions(ended), _paused(view, lane),
             _waits(view, lane) if request is not None and prefill is None else None,
         )  # fmt: skip
@@ -156,23 +158,23 @@ class Requests:
         preempted and does not decode yet."""
         if request is None or gaps is None or not gaps.tokens:
             return None
-        more = view.since_result_ms
-        if not more and (not request.preemptions or lane.code_at(view.horizon, DECODING)):
+        more = view.moment.since_result_ms
+        if not more and (not request.preemptions or lane.code_at(view.moment.horizon, DECODING)):
             return None
-        return view.tokens.running(lane, view.horizon, more)
+        return view.history.tokens.running(lane, view.moment.horizon, more)
 
 
 def _waits(view: View, lane: Lane) -> float | None:
     """Returns the time since the request was submitted; None if this was before the history began."""
-    return None if lane.submitted is None else (view.working_now - lane.submitted) * 1e3
+    return None if lane.submitted is None else (view.moment.working_now - lane.submitted) * 1e3
 
 
 def _paused(view: View, lane: Lane) -> float:
     """Returns the time in ms that the request waited for admission while the engine was paused or slowed."""
-    request = view.shown.state.requests.get(lane.id)
+    request = view.moment.shown.state.requests.get(lane.id)
     if lane.submitted is None or request is None or request.admitted:
         return lane.paused_s * 1e3
-    return max(0.0, view.picture_now - lane.submitted_t - (view.working_now - lane.submitted)) * 1e3
+    return max(0.0, view.moment.picture_now - lane.submitted_t - (view.moment.working_now - lane.submitted)) * 1e3
 
 
 def _first_token(

@@ -61,21 +61,21 @@ class Updater:
     @property
     def frozen(self) -> bool:
         """True if the user froze the picture."""
-        return self.view.frozen
+        return self.view.moment.frozen
 
     @frozen.setter
     def frozen(self, frozen: bool) -> None:
-        self.view.frozen = frozen
+        self.view.moment.frozen = frozen
 
     @property
     def dropped(self) -> int:
         """Number of records never folded: lost on the way, or dropped because the backlog was too long."""
-        return self.view.dropped
+        return self.view.history.dropped
 
     @property
     def steps_behind(self) -> int:
         """The number of steps by which the picture is behind the engine."""
-        return max(0, self._newest - self.view.live.state.step)
+        return max(0, self._newest - self.view.history.live.state.step)
 
     def pump(self) -> bool:
         """Drain the source and fold for one slice. Returns True if the caller must await `sync` for a snapshot."""
@@ -90,7 +90,7 @@ class Updater:
         if self.frozen:
             return False
         self._fold()
-        return self.view.gap and not self._syncing
+        return self.view.history.gap and not self._syncing
 
     def keep_up(self) -> None:
         """Fold the rest of the backlog between frames. Between two slices, the event loop does what is due."""
@@ -123,7 +123,7 @@ class Updater:
 
     def _continue(self) -> None:
         self._next_slice = None
-        if self.live and not self.frozen and not self.view.gap:
+        if self.live and not self.frozen and not self.view.history.gap:
             if not self.key_waits("fold"):
                 self._fold()
             self.keep_up()
@@ -162,7 +162,7 @@ class Updater:
             if (recorded := self.source.recorded()) is not None:
                 self._first = self._first or first_model(*recorded)
                 self.view.models.look_ahead(self._first)
-            self.view.caching = bool(self.source.info.get("prefix_caching", True))
+            self.view.history.caching = bool(self.source.info.get("prefix_caching", True))
             self.live = True
         except EngineError:
             self.live = False  # a dead engine is restarted, which calls sync; a server that restarts is asked again
@@ -174,7 +174,7 @@ class Updater:
         """Clear everything for a new engine."""
         self.forget()
         self.live, self._retry_at, self._first = False, math.inf, None
-        self.view.origin = 0.0  # a recording of the new engine begins another file
+        self.view.history.origin = 0.0  # a recording of the new engine begins another file
 
     def forget(self) -> None:
         """Drop the backlog. Records still in the source are kept."""

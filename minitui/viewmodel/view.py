@@ -1,36 +1,34 @@
 """The view model: everything that the panels show, folded from records. This module does not import Textual.
 
-View              call `reset` with a snapshot, `fold` with records, and `frame` before each painted frame;
-                  `select` and `travel` change what the panels show
-AnnotatedState    the state at one moment: `view.live` is the newest, `view.shown` the one on screen, live or past
-Moment            the base of View: which moment is shown, and the figures of this moment
-History           the base of Moment: what is folded from records (history.py lists it)
-Tree              the radix tree in display order
-WasteFigures      unused slots, copies of blocks, tokens computed again
+View       call `reset` with a snapshot, `fold` with records, and `frame` before each painted frame; `select` and
+           `travel` change what the panels show
+History    `view.history`: what is folded from records (history/history.py lists it)
+Moment     `view.moment`: which moment of the history is shown, and the figures of this moment
+Texts      `view.texts`: the texts of tokens, chats and events
+
+An AnnotatedState is the state at one moment: `view.history.live` is the newest, `view.moment.shown` the one on screen.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-from engine.core.gate import RUNNING
-from engine.trace.eviction import EVICTION_POLICIES
 from engine.trace.records import Record
 from engine.trace.waste import WasteFigures, waste_of
 from minitui.viewmodel.board import Board
+from minitui.viewmodel.explain.cost_models import CostModels
 from minitui.viewmodel.explain.timing import Timings, summarise
-from minitui.viewmodel.history.events import Event, describe
-from minitui.viewmodel.history.lane import Lane
+from minitui.viewmodel.history.history import History
 from minitui.viewmodel.history.steps import StepRow, Steps
-from minitui.viewmodel.moment import Moment, Past, Playback
+from minitui.viewmodel.moment import Moment, Past
 from minitui.viewmodel.selection import Links, Selection, resolve
-from minitui.viewmodel.state.annotated_state import AnnotatedState
 from minitui.viewmodel.state.time_travel import PastStates
-from minitui.viewmodel.state.tree import is_hidden, quoted, without_markup
+from minitui.viewmodel.words.texts import Texts
+
+TIMINGS_SECONDS = 0.5  # between two computations of the percentiles
+WASTE_SECONDS = 0.5  # between two computations of the waste
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,31 +74,26 @@ class Frame:
         )
 
 
-__all__ = ["AnnotatedState", "Event", "Frame", "Lane", "Links", "Playback", "Selection", "StepRow", "View"]
-
-TIMINGS_SECONDS = 0.5  # between two computations of the percentiles
-WASTE_SECONDS = 0.5  # between two computations of the waste
-QUOTE_WIDTH = 28
-
-
-class View(Moment):
+class View:
     """The history, the moment that is shown, and a picture of it (see above). Parameters called `now` are times of any
     monotonic clock."""
 
     def __init__(self) -> None:
-        self.group_names: dict[str, str] = {}
-        self.ids_to_text: Callable[[list[int]], str] | None = None
-        self.caching = True  # prefix caching is on
+        self.history = History()
+        self.moment = Moment(self.history)
+        self.texts = Texts()
         self.selection: Selection | None = None
         self.board: Board | None = None  # what a lesson shows besides the records
         self.home: str | None = None  # panels of a single request show only requests of this group; None: of all groups
         self.version = 0  # increases with each selection and each `put`: screens then paint again
         self.run_name = ""  # of a run that is compared with another run (see `keep_run`)
         self.earlier: View | None = None  # the run to compare with
-        super().__init__()
+        self._begin()
 
-    def _begin(self, live: AnnotatedState) -> None:
-        super()._begin(live)
+    def _begin(self) -> None:
+        self.moment.begin()
+        self.texts.begin()
+        self.models = CostModels(self.history.steps)
         self.steps_per_frame = 0
         self.last_frame = Frame()
         self.links = Links()
@@ -110,14 +103,20 @@ class View(Moment):
         self.recomputed = 0  # tokens computed again after preemptions, if the state does not count them
         self._waste_at = -1e9
         self._still_moment: tuple[int, Past | None] | None = None  # `_still` at the last frame
-        self._framed = live.state.step
-        self._words: dict[int, str] = {}
+        self._framed = self.history.live.state.step
+
+    def reset(self, snapshot: dict[str, Any]) -> None:
+        """Start again from a snapshot (`Engine.snapshot()`)."""
+        self.history.reset(snapshot)
+        self._begin()
 
     def kept(self) -> View:
         """Returns a view of what was folded since the last snapshot. The next call must be `reset`: until then, the two
         share their history."""
         kept = copy(self)
-        kept.past = PastStates()  # frees the records: figures and lanes do not need them
+        kept.history, kept.moment, kept.texts = copy(self.history), copy(self.moment), copy(self.texts)
+        kept.moment.history = kept.history
+        kept.history.past = PastStates()  # frees the records: figures and lanes do not need them
         return kept
 
     def keep_run(self) -> None:
@@ -128,9 +127,10 @@ class View(Moment):
         self.run_name = ""
 
     def fold(self, records: list[Record], now: float = 0.0, packed: bytes | None = None) -> None:
-        super().fold(records, now, packed)
-        if self.live.merged:
-            self._follow_merges(self.live.merged)
+        """Fold records (see History.fold)."""
+        self.history.fold(records, now, packed)
+        if self.history.live.merged:
+            self._follow_merges(self.history.live.merged)
 
     def _follow_merges(self, merged: dict[int, int]) -> None:
         """Let the selection and the folded nodes refer to the nodes that are left."""
@@ -138,46 +138,48 @@ class View(Moment):
         if chosen is not None and chosen.kind == "node":
             while chosen.id in merged:
                 chosen = self.selection = Selection("node", merged[chosen.id])
-        for id in self.tree.folded & merged.keys():
-            self.tree.folded.remove(id)
-            self.tree.folded.add(merged[id])
+        for id in self.moment.tree.folded & merged.keys():
+            self.moment.tree.folded.remove(id)
+            self.moment.tree.folded.add(merged[id])
         merged.clear()
 
     def frame(self, now: float) -> None:
         """Prepare a frame: summarise its steps, age the highlights, resolve the selection. The percentiles, the
         waste and the tree's order are computed at intervals, and at once for a new picture that is still. Each takes
         milliseconds in which no key is handled: what is due waits for the next frame if this frame computes another."""
-        if self.frozen and self._still() == self._still_moment:
+        history, moment = self.history, self.moment
+        if moment.frozen and self._still() == self._still_moment:
             return
-        self._now = now
-        if self.live.state.gate == "open" and self.loaded and self.playback is None:
-            self.rates.advance(self.engine_now)
-        last = self.steps.last
+        moment.now = now
+        if history.live.state.gate == "open" and history.loaded and moment.playback is None:
+            history.rates.advance(moment.engine_now)
+        last = history.steps.last
         self.steps_per_frame = max(0, last - self._framed) if last >= 0 else 0
         if self.steps_per_frame:
-            self.last_frame = Frame.of(self.steps, self._framed + 1, last)
+            self.last_frame = Frame.of(history.steps, self._framed + 1, last)
             self._framed = last
-            self.lanes.forget_before(self.steps.first)
-            self.events.forget_before(self.past.first_seq)
-        if self._travelled is None:
-            self.shown = self.live
-        self.links = resolve(self.selection, self.shown, self.steps, self.requests_of)
-        moment = self._still()
-        is_new_still, self._still_moment = moment is not None and moment != self._still_moment, moment
-        late = 2 if self.tree.refresh(self.shown, now, force=is_new_still) else 1
+            history.lanes.forget_before(history.steps.first)
+            history.events.forget_before(history.past.first_seq)
+        if moment.past is None:
+            moment.shown = history.live
+        self.links = resolve(self.selection, moment.shown, history.steps, history.requests_of)
+        still = self._still()
+        is_new_still, self._still_moment = still is not None and still != self._still_moment, still
+        late = 2 if moment.tree.refresh(moment.shown, now, force=is_new_still) else 1
         if is_new_still or now - self._waste_at >= late * WASTE_SECONDS:
-            self._waste_at, self.waste, late = now, waste_of(self.shown.state), 2
+            self._waste_at, self.waste, late = now, waste_of(moment.shown.state), 2
             if self.waste.again is None:
-                ended = min(self.horizon, self.steps.committed)
-                self.recomputed = sum(lane.recomputed(ended) for lane in self.lanes.lanes.values())
+                ended = min(moment.horizon, history.steps.committed)
+                self.recomputed = sum(lane.recomputed(ended) for lane in history.lanes.lanes.values())
         at, horizon = self._timings_at
-        if is_new_still or (horizon != self.horizon and now - at >= late * TIMINGS_SECONDS):
-            self._timings_at = (now, self.horizon)
-            self.timings = summarise(self.steps, self.first_tokens, self.horizon, self.shown.state.seq)
+        if is_new_still or (horizon != moment.horizon and now - at >= late * TIMINGS_SECONDS):
+            self._timings_at = (now, moment.horizon)
+            self.timings = summarise(history.steps, history.first_tokens, moment.horizon, moment.shown.state.seq)
 
     def _still(self) -> tuple[int, Past | None] | None:
         """Returns what identifies a picture that is still; None for one that moves."""
-        return (self.shown.state.seq, self._travelled) if self.still else None
+        moment = self.moment
+        return (moment.shown.state.seq, moment.past) if moment.still else None
 
     # ---- selection
 
@@ -185,23 +187,28 @@ class View(Moment):
         """Select a thing by kind ("request", "group", "block", "node" or "step") and id; None clears the selection."""
         self.selection = None if kind is None else Selection(kind, id)
         self.version += 1
-        self.links = resolve(self.selection, self.shown, self.steps, self.requests_of)
+        self.links = resolve(self.selection, self.moment.shown, self.history.steps, self.history.requests_of)
 
     def shown_step(self) -> StepRow | None:
         """Returns the step whose figures are shown: the selected step, else the last step of an exact picture, else the
         only step of the last frame. None if that frame has several steps."""
         if self.selection is not None and self.selection.kind == "step":
-            row = self.steps.get(self.selection.id)
+            row = self.history.steps.get(self.selection.id)
             if row is not None:
                 return row
-        if self.exact or self.last_frame.count <= 1:
-            return self.steps.get(self.horizon)
+        if self.moment.exact or self.last_frame.count <= 1:
+            return self.history.steps.get(self.moment.horizon)
         return None
 
+    def travel(self, steps: int) -> bool:
+        """Move the picture by `steps` steps (negative: back). Returns the same as `travel_to`."""
+        return self.travel_to(self.moment.horizon + steps)
+
     def travel_to(self, step: int) -> bool:
-        past = super().travel_to(step)
-        if past or step >= self.newest:
-            self.leave_step(self.horizon)
+        """Show the state after `step` (see Moment.travel_to). A selected other step is not selected any more."""
+        past = self.moment.travel_to(step)
+        if past or step >= self.moment.newest:
+            self.leave_step(self.moment.horizon)
         return past
 
     def leave_step(self, step: int) -> None:
@@ -217,10 +224,10 @@ class View(Moment):
     def subject(self) -> int | None:
         """Returns the request that panels of a single request show: the selected one, else the newest running one, else
         the last finished one. With a `home`, only requests of that group count."""
-        requests = self.shown.state.requests
-        known = [id for id in self.links.requests if id in self.lanes.lanes]
+        requests = self.moment.shown.state.requests
+        known = [id for id in self.links.requests if id in self.history.lanes.lanes]
         if self.home is not None:
-            own = [id for id in self.requests_of(self.home) if self.begun(self.lanes.lanes[id])]
+            own = [id for id in self.history.requests_of(self.home) if self.moment.begun(self.history.lanes.lanes[id])]
             known = [id for id in known if id in own] or own
             return max([id for id in known if id in requests] or known, default=None)
         if self.selection is not None and known:
@@ -231,63 +238,6 @@ class View(Moment):
         running = [r.id for r in requests.values() if r.state == "running"]
         if running or requests:
             return max(running or requests)
-        return next((lane.id for lane in reversed(self.lanes.ended) if lane.finish_step <= self.horizon), None)
-
-    def begins_in_cache(self, ids: Sequence[int]) -> bool | None:
-        """Returns whether the engine's cache has the first block of a prompt; None: unknown, or there is no cache."""
-        state = self.live.state
-        if not self.loaded or not self.caching:
-            return None
-        first = array("i", ids[: state.block_size])
-        return any(state.nodes[child].ids[: state.block_size] == first for child in state.nodes[0].children)
-
-    # ---- words
-
-    @property
-    def gate_text(self) -> str:
-        """The text "PAUSED at step 812" or "RUNNING until the next eviction"; empty while the gate is open."""
-        state = self.live.state
-        if state.gate == "open":
-            return ""
-        if self.gate_reason.startswith(RUNNING):
-            event = self.gate_reason.removeprefix(RUNNING)
-            return f"RUNNING until the next {'slow step' if event == 'slow' else event}"
-        return f"PAUSED at step {state.step:,}" if state.step >= 0 else "PAUSED before the first step"
-
-    @property
-    def pace_text(self) -> str:
-        """The text "slow motion ×50"; empty without slow motion."""
-        return f"slow motion ×{self.live.state.pace:g}" if self.live.state.pace != 1 else ""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of token ids; without a tokenizer, the ids as numbers."""
-        if self.ids_to_text is None:
-            return " ".join(map(str, ids))
-        return self.ids_to_text(list(ids))
-
-    def group_name(self, group: str) -> str:
-        return self.group_names.get(group, group)
-
-    def event_text(self, event: Event, short: bool = False) -> str:
-        """Returns the event as a sentence, or in few words for narrow panels if `short`."""
-        if event.kind == "refuse" and event.record.group:  # a refused request has no number: name its chat
-            return f"chat {self.group_name(event.record.group)} · {event.record.reason}"
-        lane = self.lanes.lanes.get(event.request)
-        if short:
-            return describe(event, lane, short=True)
-        words = self._words.get(event.seq)
-        if words is None:
-            if len(self._words) > 2000:
-                self._words.clear()
-            quote = ""
-            if event.evicted and not is_hidden(array("i", event.evicted), self.decode):
-                quote = quoted(without_markup(self.decode(array("i", event.evicted))), QUOTE_WIDTH)
-            if event.kind == "finish" and lane is not None:
-                stats = self.tokens.stats(lane, lane.finish_step)
-                words = describe(event, lane, tok_s=None if stats is None else stats.tok_s)
-                if lane.finish_step > self.steps.committed:  # its last token has no time yet
-                    return words
-            else:
-                words = describe(event, lane, quote, order=EVICTION_POLICIES[self.live.state.eviction_policy].words)
-            self._words[event.seq] = words
-        return words
+        return next(
+            (lane.id for lane in reversed(self.history.lanes.ended) if lane.finish_step <= self.moment.horizon), None
+        )

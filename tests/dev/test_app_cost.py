@@ -65,7 +65,7 @@ def long_run(view: View, stress: Stress, steps: int) -> int:
         stress.run_steps(25)
         view.fold(stress.drain(), stress.now)
         view.frame(stress.now)
-        view.tree.refresh(view.shown, stress.now, force=True)
+        view.moment.tree.refresh(view.moment.shown, stress.now, force=True)
     return bytes_reached(view)
 
 
@@ -73,15 +73,15 @@ def long_run(view: View, stress: Stress, steps: int) -> int:
 def watched() -> tuple[View, Stress]:
     """A view with short histories, so that they fill within seconds."""
     stress, view = Stress(LOAD), View()
-    view.ids_to_text = stress.words.decode
+    view.texts.ids_to_text = stress.words.decode
     view.reset(blank(LOAD).snapshot())
-    view.steps = Steps(400)
-    view.tokens = TokenTimes(view.steps, view.lanes)
-    view.past = PastStates(kept=2_000, every=400)
-    view.past.begin(view.live)
-    view.events = Events(300)
-    view.block_log = deque(maxlen=300)
-    view.trends = Trends(8, 8)
+    view.history.steps = Steps(400)
+    view.history.tokens = TokenTimes(view.history.steps, view.history.lanes)
+    view.history.past = PastStates(kept=2_000, every=400)
+    view.history.past.begin(view.history.live)
+    view.history.events = Events(300)
+    view.history.block_log = deque(maxlen=300)
+    view.history.trends = Trends(8, 8)
     return view, stress
 
 
@@ -89,14 +89,14 @@ def test_a_long_run_leaves_no_more_behind_than_a_short_one(watched: tuple[View, 
     view, stress = watched
     early = max(long_run(view, stress, 500) for _ in range(3))
     late = max(long_run(view, stress, 500) for _ in range(6))
-    assert view.live.state.seq > 12_000 and view.steps.last - view.steps.first < 400
+    assert view.history.live.state.seq > 12_000 and view.history.steps.last - view.history.steps.first < 400
     assert late < 1.15 * early
 
 
 def test_what_a_history_keeps_for_ever_would_be_seen(watched: tuple[View, Stress]) -> None:
     view, stress = watched
-    view.past = PastStates(kept=10**9, every=400)  # a ring that never forgets
-    view.past.begin(view.live)
+    view.history.past = PastStates(kept=10**9, every=400)  # a ring that never forgets
+    view.history.past.begin(view.history.live)
     early = max(long_run(view, stress, 500) for _ in range(2))
     assert long_run(view, stress, 14_000) > 1.15 * early
 
@@ -106,7 +106,7 @@ def test_two_hours_of_decoding_stay_within_ten_megabytes() -> None:
     view.reset(blank(LOAD).snapshot())
 
     def watch_until(minute: int) -> int:
-        for step in range(view.live.state.step + 1, 60 * minute * per_second):
+        for step in range(view.history.live.state.step + 1, 60 * minute * per_second):
             t, seq, us = round(step / per_second, 6), 2 * step + 1, round(rng.uniform(40, 90), 1)
             planned = (seq, t, "step", step, [], [], [], 4, 0)
             timed = (seq + 1, t + 0.05, "time", step, us, 2 * us, us, us * 0.7, us * 0.6, "decode")
@@ -117,7 +117,7 @@ def test_two_hours_of_decoding_stay_within_ten_megabytes() -> None:
 
     early = watch_until(15)
     sizes = [watch_until(minute) for minute in (60, 120)]
-    assert view.steps.first > 0, "the steps have filled their ring"
+    assert view.history.steps.first > 0, "the steps have filled their ring"
     assert max(sizes) - early < 10e6, [f"{size / 1e6:.1f} MB" for size in (early, *sizes)]
 
 

@@ -114,7 +114,7 @@ def test_host_stages_are_in_order_and_apart_from_the_device(tmp_path: Path) -> N
 def test_the_export_has_the_spans_of_the_waterfall(name: str, tmp_path: Path) -> None:
     reader = TraceReader(GOLDEN if name == "golden" else bundled()[name])
     view = recorded_view(reader)
-    line = Timeline(view.steps, view.horizon)
+    line = Timeline(view.history.steps, view.moment.horizon)
     events = json.loads(export(reader.path, "perfetto", tmp_path / "a.json").read_text())["traceEvents"]
     found = tracks(events)
     part = reader.part(0)
@@ -329,11 +329,11 @@ def test_the_lines_say_why_a_step_was_slow_and_sum_up_at_the_end() -> None:
     reader, view = TraceReader(GOLDEN), View()
     view.reset(reader.part(0).snapshot)
     view.fold(list(reader.records()))
-    first, second = (len(node.ids) for node in EvictionOrder(view.live.state).nodes[:2])
-    assert f"the cache saved {view.saved_in_the_last_minute} prompt tokens since step 0: " in last
+    first, second = (len(node.ids) for node in EvictionOrder(view.history.live.state).nodes[:2])
+    assert f"the cache saved {view.moment.reused_lately.saved} prompt tokens since step 0: " in last
     assert re.search(rf"evicted next: 1\. “.*” \({first} tokens\); 2\. “.*” \({second} tokens\)", last)
-    free = " ".join(map(str, view.live.state.free[::-1]))
-    evicted = EvictionOrder(view.live.state).nodes[0].blocks[-1]
+    free = " ".join(map(str, view.history.live.state.free[::-1]))
+    evicted = EvictionOrder(view.history.live.state).nodes[0].blocks[-1]
     assert f"the next allocations take free {free}, then {evicted} of #1" in last
     words = r"the (host|device) limits the speed: (the host waits for it|it waits for the device only) \d+ % "
     words += "of the time"
@@ -360,7 +360,7 @@ def test_the_lines_of_a_recording_name_the_causes_of_its_slow_steps_from_the_fir
     reader, view = TraceReader(find_trace("h200-8b")), View()
     view.reset(reader.part(0).snapshot)
     view.fold(list(reader.records()))
-    node = EvictionOrder(view.live.state).nodes[0]
+    node = EvictionOrder(view.history.live.state).nodes[0]
     named = rf"evicted next: 1\. node {node.id} · blocks {node.blocks[-1]}\b.* \({len(node.ids)} tokens\); 2\. node "
     assert re.search(named, "\n".join(told["h200-8b"]))
 
@@ -371,7 +371,7 @@ def test_tail_and_markdown_name_what_took_longer_within_the_usual_variation_as_t
     markdown = export(find_trace("h200-8b"), "md", tmp_path / "a.md").read_text()
     lines = {found[1]: line for line in told if (found := re.search(r" step (\d+)  r?\d", line))}
     view, seen = recorded_view(TraceReader(find_trace("h200-8b"))), 0
-    for step in range(view.steps.last + 1):
+    for step in range(view.history.steps.last + 1):
         (details,) = [text for name, text in tell(view, "step", step).lines if name == "took"] or [""]
         why = details.partition("; ")[2]
         if "," in why and not why.endswith("usual variation") and str(step) in lines:
@@ -387,7 +387,7 @@ def test_of_equally_long_gaps_the_lines_and_the_table_name_the_same_one() -> Non
     tail_trace(find_trace("h200-8b"), told.append, "requests")
     view.reset(reader.part(0).snapshot)
     view.fold(list(reader.records()))
-    view.live.state.gate = "closed"  # a still picture has the exact figures of all requests
+    view.history.live.state.gate = "closed"  # a still picture has the exact figures of all requests
     rows = [row for row in Requests().figures(view) if row.longest is not None]
     worst = max(rows, key=by_longest_gap)
     same = [row for row in rows if by_longest_gap(row)[:2] == by_longest_gap(worst)[:2]]
@@ -411,7 +411,7 @@ def test_a_step_that_does_not_end_is_said_again_when_the_time_has_doubled() -> N
     asked.view.reset(reader.part(0).snapshot)
     list(asked.tell(records[: at + 1]))
     rows = [json.loads(str(line)) for line in asked.stalled(1.1)]
-    running = [request.id for request in view.live.state.requests.values() if request.state == "running"]
+    running = [request.id for request in view.history.live.state.requests.values() if request.state == "running"]
     (row,) = rows
     assert (row["stall_ms"], row["so_far"], row["step"], row["waiting"]) == (1100.0, True, 26, running)
     assert row["text"] in found[1.1] and row["prefill_of"] == [chunk[0] for chunk in records[at][4]]
@@ -522,20 +522,20 @@ def test_a_minute_ends_while_the_engine_is_idle_as_in_the_panels(
 
     panels = at_the_end()
     panels.fold(records, now=0.0)
-    whole = panels.saved_in_the_last_minute
+    whole = panels.moment.reused_lately.saved
     begin = next(record[1] for record in records if record[2] == "time")
     panels.frame(begin + 62.0 - t)
-    assert 0 < panels.saved_in_the_last_minute < whole
+    assert 0 < panels.moment.reused_lately.saved < whole
     watched, read = at_the_end(), at_the_end()
     live, file = kind(watched), kind(read)
     list(live.tell(records))
     assert list(live.idle(1.0)) == []
     told = list(live.idle(61.9))
-    assert watched.saved_in_the_last_minute == panels.saved_in_the_last_minute
+    assert watched.moment.reused_lately.saved == panels.moment.reused_lately.saved
     lines = [line for line in file.tell([*records, *later]) if line.t > t]
     assert [str(line) for line in lines if line.t < t + hour] == [str(line) for line in told] and told
     if kind is Teller:
-        saved = f"the cache saved {panels.saved_in_the_last_minute:,} prompt tokens in the last minute"
+        saved = f"the cache saved {panels.moment.reused_lately.saved:,} prompt tokens in the last minute"
         assert told[0].text.startswith(saved) and told[0].t == pytest.approx(begin + 62.0)
     assert list(live.idle(200.0)) == [], "nothing happened since"
 
@@ -557,4 +557,4 @@ def test_a_request_that_takes_its_own_blocks_again_after_a_preemption_is_no_hit(
     events = json.loads(export(path, "perfetto", tmp_path / "a.json").read_text())["traceEvents"]
     names = {event["name"].split(":")[0] for event in events if event["ph"] == "i"}
     assert "cached again" in names and "hit" not in names
-    assert recorded_view(reader).hit_rate in (None, 0.0)
+    assert recorded_view(reader).moment.reused.hit_rate in (None, 0.0)

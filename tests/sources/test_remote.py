@@ -353,16 +353,16 @@ async def test_the_application_shows_an_engine_elsewhere_as_its_own(server: Runn
         app.ask_question("What is the KV cache?")
         for _ in range(200):
             await pilot.pause(0.05)
-            if app.session.messages and not app.session.busy and app.view.live.state.seq:
+            if app.session.messages and not app.session.busy and app.view.history.live.state.seq:
                 break
         assert app.session.state == "done", app.session.messages[-1].error
         assert "key" in app.session.messages[-1].text
         told = await engine_snapshot(server)
         for _ in range(100):
-            if app.view.live.state.seq >= told["seq"]:
+            if app.view.history.live.state.seq >= told["seq"]:
                 break
             await pilot.pause(0.05)
-        assert app.view.live.state.snapshot() == told
+        assert app.view.history.live.state.snapshot() == told
 
 
 def test_every_sampling_parameter_reaches_the_server_or_is_refused() -> None:

@@ -21,9 +21,10 @@ from minitui.trace.recorder import Recorder
 from minitui.tui.widgets.vitals import vitals
 from minitui.viewmodel.explain.cost_model import fit
 from minitui.viewmodel.explain.cost_models import first_model, first_steps
+from minitui.viewmodel.moment import Playback
 from minitui.viewmodel.requests import Requests
 from minitui.viewmodel.updater import Updater
-from minitui.viewmodel.view import Playback, View
+from minitui.viewmodel.view import View
 from minitui.viewmodel.words.request_words import figures_in_words, request_json
 from tests.support.golden import GOLDEN, INFO, make_engine, play, timeless
 from tests.support.traces import state_at
@@ -54,7 +55,7 @@ class Player:
         if self.feed.pump():
             await self.feed.sync()
             self.feed.pump()
-        self.view.playback = Playback(self.source.speed, self.source.paused)
+        self.view.moment.playback = Playback(self.source.speed, self.source.paused)
         self.view.frame(self.now)
 
     async def seek(self, step: int) -> None:
@@ -65,7 +66,7 @@ class Player:
 
     @property
     def state(self) -> State:
-        return self.view.live.state
+        return self.view.history.live.state
 
 
 def essence(state: State) -> dict[str, object]:
@@ -83,7 +84,7 @@ async def test_the_fold_of_a_replay_is_the_state_of_the_engine() -> None:
     play(engine)
     player = await Player().start()
     await player.run(player.source.trace.seconds + 1)
-    assert player.source.ended and not player.view.dropped
+    assert player.source.ended and not player.view.history.dropped
     assert timeless(player.state.snapshot()) == timeless(engine.snapshot())
 
 
@@ -96,14 +97,14 @@ async def test_it_plays_at_the_speed_asked_for() -> None:
         assert half == pytest.approx(seconds / 2, abs=0.1 * speed)
         await player.run(seconds / speed / 2 + 0.1)
         assert player.source.ended
-    assert not player.view.slowed, "faster is not slow motion"
+    assert not player.view.moment.slowed, "faster is not slow motion"
 
 
 async def test_slower_than_the_engine_is_slow_motion_of_the_replay_not_of_the_engine() -> None:
     player = await Player(speed=0.1).start()
     await player.run(2.0)
-    assert player.source.pace == 10 and player.view.slowed
-    assert player.state.pace == 1 and player.view.pace_text == ""
+    assert player.source.pace == 10 and player.view.moment.slowed
+    assert player.state.pace == 1 and player.view.moment.pace_text == ""
     await player.source.control("pace", factor=2)
     await player.run(0.2)
     assert player.source.speed == 0.5
@@ -120,7 +121,7 @@ async def test_a_paused_replay_stops_and_steps_one_by_one() -> None:
     await player.run(0.1)
     stood = player.state.step
     await player.run(5.0)
-    assert player.state.step == stood and player.source.paused and player.view.exact
+    assert player.state.step == stood and player.source.paused and player.view.moment.exact
     for expected in (stood + 1, stood + 2):
         await player.source.control("step", n=1)
         await player.run(0.1)
@@ -163,7 +164,11 @@ async def test_seeking_shows_exactly_that_step_and_its_history(order: tuple[int,
         await player.seek(step)
         assert player.state.step == step
         assert essence(player.state) == essence(state_at(player.source.trace, step))
-        assert player.view.steps.first <= max(0, step - 50) and not player.view.gap and not player.view.dropped
+        assert (
+            player.view.history.steps.first <= max(0, step - 50)
+            and not player.view.history.gap
+            and not player.view.history.dropped
+        )
         assert player.source.paused
     await player.source.control("resume")
     await player.run(0.2)
@@ -179,7 +184,7 @@ async def test_a_reader_notices_a_jump_by_itself() -> None:
         await player.frame()
         await player.frame()
         assert essence(player.state) == essence(state_at(player.source.trace, step))
-    assert player.view.dropped
+    assert player.view.history.dropped
 
 
 async def test_rates_match_the_engine_at_any_speed() -> None:
@@ -188,7 +193,9 @@ async def test_rates_match_the_engine_at_any_speed() -> None:
         player = await Player(speed=speed).start()
         await player.run(player.source.trace.seconds / speed + 0.3, frame=0.01)
         view = player.view
-        rates.append(view.rates.series("decode", 2000, view.rates.bucket + 1).sum() / view.rates.now)
+        rates.append(
+            view.history.rates.series("decode", 2000, view.history.rates.bucket + 1).sum() / view.history.rates.now
+        )
     assert rates[0] == pytest.approx(rates[1], rel=0.3), "the trace is a second long, and a frame is left over"
 
 
@@ -199,18 +206,18 @@ async def test_times_are_those_of_the_recording_played_at_any_speed_or_jumped_to
     reader = TraceReader(path)
     recorded.reset(reader.part(0).snapshot)
     recorded.fold(list(reader.records()))
-    last = min(40, recorded.lanes.step)
+    last = min(40, recorded.history.lanes.step)
 
     def waits(view: View) -> dict[int, float]:
         """Each request's time in the queue in ms, as computed until its first token."""
         return {
             lane.id: (lane.admitted - lane.submitted) * 1e3
-            for lane in view.lanes.lanes.values()
+            for lane in view.history.lanes.lanes.values()
             if lane.submitted is not None and lane.admitted is not None and lane.submitted_step <= last - 5
         }
 
     def gaps(view: View) -> list[float]:
-        arrived = view.steps.column("arrived")
+        arrived = view.history.steps.column("arrived")
         return [float(arrived[step] - arrived[step - 1]) * 1e3 for step in range(2, last - 1)]
 
     assert waits(recorded)
@@ -263,12 +270,12 @@ async def test_a_replay_says_what_was_said_during_the_recording_also_about_pause
     recorded.fold(list(reader.records()))
 
     def said(view: View) -> list[Any]:
-        steps = [view.steps.get(step) for step in range(reader.last_step + 1)]
+        steps = [view.history.steps.get(step) for step in range(reader.last_step + 1)]
         return [
-            [view.event_text(event) for event in view.events.since(0)], view.rates.now,
+            [view.texts.event(view.history, event) for event in view.history.events.since(0)], view.history.rates.now,
             [replace(row, end_seq=0) for row in steps if row is not None],
-            [(lane.id, lane.waited_ms, lane.paused_s) for lane in view.lanes.lanes.values()],
-            [view.tokens.stats(lane, view.horizon) for lane in view.lanes.lanes.values()],
+            [(lane.id, lane.waited_ms, lane.paused_s) for lane in view.history.lanes.lanes.values()],
+            [view.history.tokens.stats(lane, view.moment.horizon) for lane in view.history.lanes.lanes.values()],
         ]  # fmt: skip
 
     texts = "\n".join(said(recorded)[0])
@@ -300,13 +307,13 @@ def test_the_first_steps_of_a_recording_are_the_steps_of_its_history_also_with_p
     view.reset(reader.part(0).snapshot)
     view.fold(list(reader.records()))
     first = first_steps(reader.part(0).snapshot, reader.records())
-    rows = [view.steps.get(step) for step in range(view.steps.first, view.horizon + 1)]
+    rows = [view.history.steps.get(step) for step in range(view.history.steps.first, view.moment.horizon + 1)]
     assert [first.get(row.step) for row in rows if row is not None] == rows and len(rows) > 100
     assert sum(row.held for row in rows if row is not None) >= 20
     for name in ("keys", "arrived", "paused", "cut"):
-        columns = [steps.column(name)[steps.indices(0, view.horizon)] for steps in (first, view.steps)]
+        columns = [steps.column(name)[steps.indices(0, view.moment.horizon)] for steps in (first, view.history.steps)]
         assert np.array_equal(*columns, equal_nan=True), name
-    models = [fit(steps, view.horizon) for steps in (first, view.steps)]
+    models = [fit(steps, view.moment.horizon) for steps in (first, view.history.steps)]
     assert [str(model) for model in models] == [str(models[0])] * 2 and models[0] is not None
 
 
@@ -332,17 +339,17 @@ async def test_after_travelling_back_the_figures_are_those_of_a_jump_to_the_same
 
     def figures() -> tuple[object, ...]:
         shown = [(vital.label, vital.value, list(vital.series)) for vital in vitals(view, 8)]
-        return view.bucket, view.resumed_in_the_last_minute, view.last_minute, shown
+        return view.moment.bucket, view.moment.reused_lately.resumed, view.moment.last_minute, shown
 
     travelled = {}
     await player.seek(158)
-    while view.horizon > 98:
+    while view.moment.horizon > 98:
         assert view.travel(-1)
         await player.frame()
-        travelled[view.horizon] = figures()
+        travelled[view.moment.horizon] = figures()
     for step in (98, 114, 119, 120, 122, 140, 157):
         await player.seek(step)
-        assert view.horizon == step and not view.travel_text
+        assert view.moment.horizon == step and not view.moment.travel_text
         assert travelled[step] == figures(), step
     hits = {step: (again, shown[3][1]) for step, (_, again, _, shown) in travelled.items()}
     assert hits[119] == (0, "0.0") and hits[120] == (96, "0.0")  # a request takes its own blocks again: no hit
@@ -384,7 +391,7 @@ async def test_a_trace_without_its_end_plays_as_far_as_it_goes(tmp_path: Path) -
 
 def speeds(view: View) -> dict[int, float]:
     """Returns the tokens per second of the finished requests whose tokens are all known."""
-    found = [(lane.id, view.tokens.stats(lane, view.horizon)) for lane in view.lanes.ended]
+    found = [(lane.id, view.history.tokens.stats(lane, view.moment.horizon)) for lane in view.history.lanes.ended]
     return {id: gaps.tok_s for id, gaps in found if gaps and gaps.tok_s and gaps.begin and gaps.begin[0] == 1}
 
 

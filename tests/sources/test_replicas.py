@@ -431,10 +431,10 @@ async def test_the_application_shows_its_replicas_and_survives_one(server: Runni
         assert source.shown is source.replicas[0], "the panels were held there"
         await pilot.press("enter")
         await shown(lambda: source.shown is source.replicas[1] and app.feed.live and not app._switching.locked())
-        step = app.view.live.state.step
+        step = app.view.history.live.state.step
         app.commands.run("unpin")
         app.ask_question("What is decode?")
-        await shown(lambda: not app.session.busy and app.view.live.state.step > step)
+        await shown(lambda: not app.session.busy and app.view.history.live.state.step > step)
 
         doors[1].shut()
         await shown(lambda: " down " in table() and "1 of 2 can answer" in table())
@@ -449,9 +449,9 @@ async def test_the_application_shows_its_replicas_and_survives_one(server: Runni
         assert "pinned to replica 2" in app.session.messages[-1].error
         await doors[1].start()
         await shown(lambda: "2 of 2 replicas can answer" in app.story and not source.connection)
-        step = app.view.live.state.step
+        step = app.view.history.live.state.step
         app.commands.run("retry")
-        await shown(lambda: not app.session.busy and app.view.live.state.step > step)
+        await shown(lambda: not app.session.busy and app.view.history.live.state.step > step)
         assert app.session.messages[-1].metrics["replica"]["number"] == 2, app.session.messages[-1].error
     for door in doors:
         door.shut()

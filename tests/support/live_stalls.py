@@ -84,7 +84,7 @@ class Rig:
         self.step()
         duration = self.random.uniform(*STALL_S)
         # With overlap, the ids of the step in flight are fetched after the next step is planned and launched.
-        first, began = self.view.live.state.step + 1 - self.engine.delay, time.perf_counter()
+        first, began = self.view.history.live.state.step + 1 - self.engine.delay, time.perf_counter()
         if kind == "prompt":
             self.ask(self.engine.scheduler.config.max_num_batched_tokens - 2 * ROWS, 20)
         elif kind == "collection":
@@ -105,8 +105,8 @@ class Rig:
 
     def full_pool(self) -> Finding:
         """Adds requests until one is preempted and has drawn a token again; returns what is said about this gap."""
-        first = self.view.live.state.step + 1
-        tokens = int(OVERFILL * self.view.live.total * self.engine.cache.block_size / MORE)
+        first = self.view.history.live.state.step + 1
+        tokens = int(OVERFILL * self.view.history.live.total * self.engine.cache.block_size / MORE)
         more = [self.ask(tokens - 200, 200) for _ in range(MORE)]
         found: list[tuple[Gap, Lane]] = []
         while not found:
@@ -126,9 +126,9 @@ class Rig:
     def gaps(self, first: int) -> list[tuple[Gap, Lane]]:
         """Returns the gaps between two tokens that ended at step `first` or later."""
         found = []
-        for lane in self.view.lanes.lanes.values():
+        for lane in self.view.history.lanes.lanes.values():
             if lane.finish_step >= first:  # OPEN is larger than any step
-                arrivals = self.view.tokens.arrivals(lane, self.view.horizon)
+                arrivals = self.view.history.tokens.arrivals(lane, self.view.moment.horizon)
                 found += [(arrivals.gap(i), lane) for i in range(1, len(arrivals)) if arrivals.steps[i] >= first]
         return found
 

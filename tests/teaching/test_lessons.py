@@ -123,7 +123,7 @@ async def teach(one: Lesson, source: LocalSource, restart: Restart) -> Taught:
     feed = Updater(source, View())
     await feed.sync()
     assert chats.codec is not None
-    feed.view.ids_to_text = chats.codec.decode
+    feed.view.texts.ids_to_text = chats.codec.decode
     stage = Stage(
         source, feed, chats, choose_model(None).system, lambda text: None, restart=restart, beat=0.0, home=one.options
     )
@@ -860,9 +860,9 @@ async def test_the_closing_answers_are_of_the_lessons_own_run_also_after_a_quest
     async with Classroom((80, 24)) as room:
         await room.press(*["right"] * 4)
         await room.until(lambda: room.reading.prepared)
-        own = max(room.app.view.lanes.lanes)
+        own = max(room.app.view.history.lanes.lanes)
         await room.press("1", *"/pause", "enter", *"/new", "enter", *"why", "enter")
-        await room.until(lambda: max(room.app.view.lanes.lanes) > own)
+        await room.until(lambda: max(room.app.view.history.lanes.lanes) > own)
         await room.press("escape", "0")
         await room.until(lambda: "Enter runs the end of the lesson again" in room.text())
         await room.press("enter")

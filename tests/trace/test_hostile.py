@@ -64,16 +64,16 @@ async def read_all(path: Path, folder: Path) -> None:
     source = ReplaySource(path, 1000.0, clock=iter(range(10**9)).__next__)
     await source.start(lambda progress: None)
     view = View()
-    view.ids_to_text, view.group_names = source.trace.decode, source.trace.names
+    view.texts.ids_to_text, view.texts.group_names = source.trace.decode, source.trace.names
     view.reset(await source.snapshot())
     while not source.ended:
         view.fold(source.drain_records())
-        if view.gap:
+        if view.history.gap:
             view.reset(await source.snapshot())
         view.frame(0.0)
         view.travel(-3)
         view.frame(0.0)
-        view.present()
+        view.moment.present()
     for step in (-5, 0, 7, source.trace.last_step):
         source.seek(step)
         view.reset(await source.snapshot())

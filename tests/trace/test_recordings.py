@@ -47,10 +47,10 @@ def _texts(value: object) -> list[str]:
 async def test_its_chats_have_their_names() -> None:
     app = replay_app(str(bundled()["small-pool"]), speed=0.1)
     async with app.run_test(size=(120, 36)) as pilot:
-        while not (app.feed.live and app.view.steps.last > 3):
+        while not (app.feed.live and app.view.history.steps.last > 3):
             await pilot.pause(0.05)
         await pilot.pause(0.2)
-        assert app.view.group_names == app.replay.trace.names
+        assert app.view.texts.group_names == app.replay.trace.names
         assert "4 continuous batching" in "".join(strip.text for strip in app.screen._compositor.render_strips())
 
 

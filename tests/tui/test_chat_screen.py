@@ -105,7 +105,7 @@ async def test_a_token_of_an_answer_shows_what_else_it_could_have_been() -> None
         await press(pilot, "right", "right")
         await until(pilot, lambda: re.search("→ “g” +█+ +<25.0%", text(app)))  # the script lists only “P” and “Q”
         assert "rank below 2" in text(app)
-        asked = [lane.prompt_tokens for lane in app.view.lanes.lanes.values() if lane.group == "tokens"]
+        asked = [lane.prompt_tokens for lane in app.view.history.lanes.lanes.values() if lane.group == "tokens"]
         assert set(asked) >= {prompt, prompt + 2}, "each is a request for the tokens before it"
         await press(pilot, "escape")
         app.session.ids_model = "another"
@@ -236,7 +236,7 @@ async def test_a_replay_shows_a_hit_also_after_the_cache_was_emptied():
         await ask(app, pilot, "What is a block table?")
         await press(pilot, "escape", "X")
         await until(pilot, lambda: any("the cache is empty" in n.message for n in app._notifications))
-        assert len(app.view.live.state.nodes) == 1
+        assert len(app.view.history.live.state.nodes) == 1
         await press(pilot, "r")
         await until(pilot, lambda: "replayed" in app.session.note)
         assert app.session.messages[-1].metrics["cached_tokens"] > 0
@@ -375,11 +375,11 @@ async def test_in_the_chats_the_footer_has_hints_and_figures_only_when_the_pictu
         await until(pilot, lambda: "ctrl+j new line" in footer.text)
         assert "/ commands  tab complete" in footer.text
         assert "steps/frame" not in footer.text
-        app.view.dropped, app.view.dropped_at = 3, time.monotonic()
+        app.view.history.dropped, app.view.history.dropped_at = 3, time.monotonic()
         await until(pilot, lambda: re.search(r"3 dropped \d s ago", footer.text))
-        app.view.dropped_at -= 120.0
+        app.view.history.dropped_at -= 120.0
         await until(pilot, lambda: "3 dropped 2 min ago" in footer.text)
-        app.view.dropped = 0
+        app.view.history.dropped = 0
         app.commands.run("inspect")
         await until(pilot, lambda: any("0 dropped" in bar.text for bar in app.screen.query(StatusBar)))
 
@@ -609,11 +609,11 @@ async def test_gate_step_pace_and_run_until_reach_the_engine():
         await press(pilot, "escape")  # leaves the prompt: a paused answer would be lost
         assert app.session.busy and app.focused is screen.transcript
         assert "PAUSED" in screen.query_one(TopBar).text
-        step = app.view.live.state.step
+        step = app.view.history.live.state.step
         await press(pilot, "n")
-        await until(pilot, lambda: app.view.live.state.step == step + 1)
+        await until(pilot, lambda: app.view.history.live.state.step == step + 1)
         await press(pilot, "N")
-        await until(pilot, lambda: app.view.live.state.step == step + 11)
+        await until(pilot, lambda: app.view.history.live.state.step == step + 11)
         await press(pilot, "less_than_sign")
         await until(pilot, lambda: app.pace == 2)
         await press(pilot, "less_than_sign")
@@ -638,11 +638,11 @@ async def test_the_chat_screen_shows_its_own_chat_whatever_is_selected_elsewhere
     async with running() as (app, pilot, _screen):
         await until(pilot, lambda: app.progress is None)
         await ask(app, pilot, "What is a block table?")
-        other = app.view.requests_of(app.session.id)[-1]
+        other = app.view.history.requests_of(app.session.id)[-1]
         await press(pilot, "escape", "o")
         await ask(app, pilot, "What is a radix tree?")
-        await until(pilot, lambda: app.view.requests_of(app.session.id))
-        own = app.view.requests_of(app.session.id)[-1]
+        await until(pilot, lambda: app.view.history.requests_of(app.session.id))
+        own = app.view.history.requests_of(app.session.id)[-1]
         await press(pilot, "escape", "2")
         app.view.select("request", other)
         await until(pilot, lambda: f"r{other}" in app.screen.query_one(BlockTable).text)
@@ -661,12 +661,12 @@ async def test_freezing_stops_the_picture_not_the_engine():
         assert app.feed.frozen
         app.submit("go")
         await until(pilot, lambda: not app.session.busy)  # the engine ran
-        assert app.view.live.state.step <= 0
+        assert app.view.history.live.state.step <= 0
         assert app.feed.steps_behind >= 300
         assert "steps behind" in screen.query_one(TopBar).text
         await press(pilot, "space")
         await until(pilot, lambda: app.feed.backlog == 0)
-        assert app.view.live.state.step >= 300
+        assert app.view.history.live.state.step >= 300
         assert app.feed.dropped == 0
 
 
@@ -683,7 +683,7 @@ async def test_the_engines_death_is_told_and_one_key_starts_it_again():
         await until(pilot, lambda: app.progress is None and source.error is None)
         app.commands.run("retry")
         await until(pilot, lambda: app.session.messages[-1].text)
-        assert app.view.live.state.step >= 0  # the panels live again, too
+        assert app.view.history.live.state.step >= 0  # the panels live again, too
 
 
 def hung(source):
@@ -1004,16 +1004,16 @@ async def test_one_key_starts_over():
     source = FakeSource()
     async with running(source) as (app, pilot, _screen):
         await ask(app, pilot, "What is a block?")
-        assert app.view.live.state.counts[CACHED] > 0
+        assert app.view.history.live.state.counts[CACHED] > 0
         await press(pilot, "escape", "p")
         await until(pilot, lambda: app.gated)
         app.ask_question("And another?")
-        await until(pilot, lambda: app.view.live.state.requests)
+        await until(pilot, lambda: app.view.history.live.state.requests)
         await press(pilot, "3", "X")
         await _said(app, pilot, "started over")
-        state = app.view.live.state
+        state = app.view.history.live.state
         assert not app.gated and not state.requests and state.counts[CACHED] == 0
-        assert not app.view.lanes.lanes, "the history begins anew"
+        assert not app.view.history.lanes.lanes, "the history begins anew"
         assert app.session.messages[-1].state == "cancelled", "chats stay"
 
 
@@ -1022,18 +1022,18 @@ async def test_what_makes_the_engine_go_on_and_a_question_lead_back_from_the_pas
         await ask_paused(app, pilot)
         for keys in (["end"], ["p"], ["p", "N"], ["u", "enter"]):
             await press(pilot, "comma", "comma")
-            assert app.view.travel_text and " end now " in app.screen.query_one(StatusBar).text
+            assert app.view.moment.travel_text and " end now " in app.screen.query_one(StatusBar).text
             if keys[-1] == "N":
                 await press(pilot, keys.pop(0))  # pausing leaves the past as it is
-                assert app.view.travel_text
+                assert app.view.moment.travel_text
             await press(pilot, *keys)
-            assert not app.view.travel_text, keys
+            assert not app.view.moment.travel_text, keys
         await press(pilot, "comma")
-        assert app.view.travel_text
+        assert app.view.moment.travel_text
         app.submit("/all and you?")
         app.submit("/new")
         app.submit("And you?")
-        assert not app.view.travel_text
+        assert not app.view.moment.travel_text
 
 
 async def ask_paused(app: MinituiApp, pilot: Pilot[Any]) -> None:

@@ -78,7 +78,7 @@ async def press_all(app: MinituiApp, pilot: Pilot[Any], mode: str, panel: str = 
 
 async def test_every_key_of_a_panel_runs_its_action() -> None:
     async with recording((120, 40)) as (app, pilot):
-        running = app.view.shown.state.requests
+        running = app.view.moment.shown.state.requests
         app.view.select("request", max(running, key=lambda id: len(running[id].table)))
         for panel in PANELS:
             assert await press_all(app, pilot, "inspect", panel, common=False) == []

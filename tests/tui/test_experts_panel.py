@@ -79,7 +79,7 @@ def test_a_cell_is_an_expert_and_its_height_what_it_got() -> None:
     stress, view = stress_view(SMALL, 1.0, 5)
     panel = ExpertMap()
     assert "this model has no experts" in rows_of(view, panel)[0]
-    told(view, stress.log, view.horizon, [(0, [10, 10, 10, 10]), (5, [0, 5, 10, 65])])
+    told(view, stress.log, view.moment.horizon, [(0, [10, 10, 10, 10]), (5, [0, 5, 10, 65])])
     first, second, named = rows_of(view, panel, width=21)  # two columns each: 21 - 5 - 6 = 10 for four experts
     assert first == "L0   ▄▄▄▄▄▄▄▄    ×1.0"
     assert second == "L5   ··▁▁▂▂▇▇    ×3.2", "of a mean of 20: none, a quarter, half, 3.25 times"
@@ -98,7 +98,7 @@ def test_more_experts_than_cells_show_the_hottest_of_each_cell_and_more_layers_s
     panel = ExpertMap()
     tokens = [1] * 128
     tokens[77] = 129
-    told(view, stress.log, view.horizon, [(layer, tokens) for layer in range(48)])
+    told(view, stress.log, view.moment.horizon, [(layer, tokens) for layer in range(48)])
     rows = rows_of(view, panel, width=43, height=10)  # 32 cells of four experts
     assert len(rows) == 10
     assert rows[0][5:37].index(UNICODE.spark[7]) == 77 // 4
@@ -124,7 +124,7 @@ async def test_inspect_has_the_panel_once_the_model_has_told_of_experts(size: tu
             seen.append(screen.current)
             await pilot.press("tab")
         assert "experts" not in seen
-        app.source.stress.log.append("experts", app.view.horizon, [(0, [1, 2, 3, 4]), (1, [4, 4, 4, 4])])
+        app.source.stress.log.append("experts", app.view.moment.horizon, [(0, [1, 2, 3, 4]), (1, [4, 4, 4, 4])])
         app.tick()
         while screen.current != "experts":
             await pilot.press("tab")

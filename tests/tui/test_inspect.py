@@ -180,10 +180,10 @@ async def test_a_selection_made_in_one_panel_is_seen_in_the_others(clock):
         lanes.focus()
         for _ in range(40):
             await pilot.press("down")
-            if view.selection.id in view.live.state.requests:
+            if view.selection.id in view.history.live.state.requests:
                 break
         id = view.selection.id
-        request = view.live.state.requests[id]
+        request = view.history.live.state.requests[id]
         app.tick()
         await pilot.pause()
 
@@ -200,7 +200,7 @@ async def test_a_selection_made_in_one_panel_is_seen_in_the_others(clock):
             screen.query_one(RadixTree).focus()
             app.tick()
             await pilot.pause()
-            path = [node.id for node in view.live.state.path(request.node)]
+            path = [node.id for node in view.history.live.state.path(request.node)]
             assert set(path) <= set(screen.query_one(RadixTree).nodes), "the selected path is pinned"
         await pilot.press("escape")
         assert view.selection is None
@@ -229,7 +229,7 @@ async def test_the_waterfall_follows_time_travel(clock):
         waterfall = app.screen.query_one(Waterfall)
         assert app.view.travel(-8)
         await frames(app, pilot, clock)
-        row = app.view.steps.get(app.view.horizon)
+        row = app.view.history.steps.get(app.view.moment.horizon)
         assert waterfall.scale.right == pytest.approx(row.ended * 1e3 - row.cut_ms)
         assert f"step {row.step:,}" in waterfall.text
 
@@ -258,12 +258,12 @@ async def test_the_gate_freezing_and_travelling_show_in_the_picture(clock):
     async with opened(SMALL, (120, 36), clock) as (app, pilot):
         await pilot.press("p")
         await frames(app, pilot, clock)
-        gated = app.view.steps.last
+        gated = app.view.history.steps.last
         assert f"PAUSED at step {gated:,}" in lines(app)[0]
         assert f"step {gated:,}  " in "\n".join(lines(app)), "the bar is exactly this step"
         await pilot.press("n")
         await frames(app, pilot, clock)
-        assert app.view.steps.last == gated + 1
+        assert app.view.history.steps.last == gated + 1
         await pilot.press("comma", "comma")
         await frames(app, pilot, clock)
         assert f"PAST step {gated - 1:,}, 2 back" in lines(app)[0]
@@ -287,7 +287,7 @@ async def test_keys_reach_the_steps_of_the_lanes_and_the_slowest_step(clock):
         lanes = screen.query_one(BatchLanes)
         lanes.focus()
         await pilot.press("left", "left")
-        assert view.selection.kind == "step" and view.selection.id == view.horizon - lanes.k
+        assert view.selection.kind == "step" and view.selection.id == view.moment.horizon - lanes.k
         assert f"step {view.selection.id:,}" in screen.query_one("#step").text or not app.tick()
         k = lanes.k
         await pilot.press("left_square_bracket")
@@ -348,18 +348,20 @@ async def test_records_come_from_another_process_without_a_gap_and_with_their_wo
     try:
         view = View()
         view.reset(await source.snapshot())
-        begins, end = view.live.state.step, time.monotonic() + 20
-        while view.live.state.step < begins + 200 and time.monotonic() < end:
+        begins, end = view.history.live.state.step, time.monotonic() + 20
+        while view.history.live.state.step < begins + 200 and time.monotonic() < end:
             view.fold(source.drain_records(), time.monotonic())
             time.sleep(0.02)
-        assert view.live.state.step >= begins + 200 and not view.gap, "some were made ahead, the others not"
-        assert any("block" in source.decode(node.ids) for node in view.live.state.nodes.values())
+        assert view.history.live.state.step >= begins + 200 and not view.history.gap, (
+            "some were made ahead, the others not"
+        )
+        assert any("block" in source.decode(node.ids) for node in view.history.live.state.nodes.values())
         assert source.names and source.made
         source.gate()
-        while view.live.state.gate == "open" and time.monotonic() < end:
+        while view.history.live.state.gate == "open" and time.monotonic() < end:
             view.fold(source.drain_records(), time.monotonic())
             time.sleep(0.02)
-        assert view.live.state.gate == "closed"
+        assert view.history.live.state.gate == "closed"
     finally:
         await source.close()
     assert source._process.returncode is not None

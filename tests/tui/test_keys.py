@@ -47,7 +47,7 @@ async def live(size: tuple[int, int]) -> AsyncIterator[tuple[MinituiApp, Pilot[A
             if number:
                 app.select_session(app.chats.new(app.system))
             app.chats.send(app.session, f"Question {number}? " * 4)
-            await until(pilot, lambda: not app.session.busy and app.view.idle)
+            await until(pilot, lambda: not app.session.busy and app.view.moment.idle)
         await source.control("pause")
         await until(pilot, lambda: app.gated)
         yield app, pilot
@@ -171,7 +171,7 @@ async def test_a_lecture_on_an_engine_that_cannot_be_controlled_shows_its_past_o
 async def test_a_key_under_the_help_closes_it_and_acts() -> None:
     async with recording((120, 40)) as (app, pilot):
         await press(pilot, "question_mark", "down", "E")
-        await until(pilot, lambda: app.view.horizon == app.replay.trace.last_step)
+        await until(pilot, lambda: app.view.moment.horizon == app.replay.trace.last_step)
         assert len(app.screen_stack) == 1
         await press(pilot, "question_mark", "f9")
         assert len(app.screen_stack) == 2, "a key without a meaning leaves the help open"

@@ -29,7 +29,7 @@ def told(load: Load, steps: int, seed: int = 0):
     """Each step's sentence, told when the picture stands at it, with the records of the step."""
     stress = Stress(Load(**{**{f: getattr(load, f) for f in load.__slots__}, "seed": seed}))
     view = View()
-    view.ids_to_text = stress.words.decode
+    view.texts.ids_to_text = stress.words.decode
     view.reset(State(load.blocks + 1, load.block_size, load.budget, load.rows).snapshot())
     stress.gate(True)
     for _ in range(steps):
@@ -37,7 +37,7 @@ def told(load: Load, steps: int, seed: int = 0):
         records = stress.drain()
         view.fold(records, stress.now)
         view.frame(stress.now)
-        yield stress, view, records, narrate(view, view.steps.last)
+        yield stress, view, records, narrate(view, view.history.steps.last)
 
 
 def test_each_sentence_says_what_the_records_say():
@@ -96,14 +96,14 @@ def test_a_prefix_that_is_still_being_computed_is_told():
     stress._people[1].ids = list(stress._people[0].ids)  # the same system prompt
     stress._speaking = [(0.0, 0), (0.0, 1)]
     view = View()
-    view.ids_to_text = stress.words.decode
+    view.texts.ids_to_text = stress.words.decode
     view.reset(State(load.blocks + 1, 16, load.budget, load.rows).snapshot())
     texts = []
     for _ in range(12):
         stress.run_steps(1)
         view.fold(stress.drain(), stress.now)
         view.frame(stress.now)
-        texts.append(narrate(view, view.steps.last))
+        texts.append(narrate(view, view.history.steps.last))
     assert texts[0].count("is admitted") == 2 and "r2 is admitted: the first 160 of its" in texts[0]
     assert any("being computed by r1" in text for text in texts), texts
 
@@ -115,14 +115,14 @@ def test_nothing_is_said_of_a_step_that_is_not_known():
 def test_the_right_answer_is_among_the_choices_of_every_question():
     kinds = set()
     for _stress, view, records, _text in told(TIGHT, 500, seed=3):
-        step = view.steps.last
+        step = view.history.steps.last
         if not {record[2] for record in records} & {"admit", "evict", "preempt"}:
             assert question_about(view, step) is None
             continue
         if step < 3 or not view.travel_to(step - 1):
             continue
         question = question_about(view, step)
-        view.present()
+        view.moment.present()
         if question is None:
             continue
         right = question.choices[question.answer]
@@ -180,7 +180,7 @@ async def until(app, pilot, frames, kind: str) -> None:
     for _ in range(400):
         await pilot.press("n")
         await frames()
-        if any(event.kind == kind for event in app.view.events.of_step(app.view.horizon)):
+        if any(event.kind == kind for event in app.view.history.events.of_step(app.view.moment.horizon)):
             return
     pytest.fail(f"no {kind} in 400 steps")
 
@@ -191,7 +191,7 @@ async def test_the_screen_is_complete_at_its_size(size):
         await until(app, pilot, frames, "hit")
         text = "\n".join(line.rstrip() for line in lines(app)) + "\n"
         assert all(len(line) == size[0] for line in lines(app)) and len(lines(app)) == size[1]
-        sentence = narrate(app.view, app.view.horizon)
+        sentence = narrate(app.view, app.view.moment.horizon)
         shown = " ".join(app.screen.query_one(Why).text.replace("│", " ").split())
         assert sentence in shown
         for word in ("KV blocks", "Radix tree", " of 128 tokens", "PAUSED at step", "n next"):
@@ -206,22 +206,24 @@ async def test_a_remote_steps_forward_and_back_and_its_other_keys_do_no_harm():
     async with opened((80, 24)) as (app, pilot, frames):
         await pilot.press("pagedown")
         await frames()
-        at = app.view.steps.last
-        assert app.view.gate_text == f"PAUSED at step {at:,}"
+        at = app.view.history.steps.last
+        assert app.view.moment.gate_text == f"PAUSED at step {at:,}"
         await pilot.press("pagedown", "pagedown")
         await frames()
-        assert app.view.steps.last == at + 2
+        assert app.view.history.steps.last == at + 2
         await pilot.press("pageup")
         await frames()
-        assert app.view.horizon == at + 1 and narrate(app.view, at + 1)
+        assert app.view.moment.horizon == at + 1 and narrate(app.view, at + 1)
         assert f"Why · step {at + 1:,}" in "\n".join(lines(app))
         await pilot.press("pagedown")
         await frames()
-        assert app.view.horizon == at + 2 and not app.view.travel_text, "forward in time before forward in steps"
-        before = (app.view.steps.last, app.view.live.state.snapshot(), app.screen)
+        assert app.view.moment.horizon == at + 2 and not app.view.moment.travel_text, (
+            "forward in time before forward in steps"
+        )
+        before = (app.view.history.steps.last, app.view.history.live.state.snapshot(), app.screen)
         await pilot.press("f5", "escape", "full_stop", "escape")
         await frames()
-        assert (app.view.steps.last, app.view.live.state.snapshot(), app.screen) == before
+        assert (app.view.history.steps.last, app.view.history.live.state.snapshot(), app.screen) == before
         assert isinstance(app.screen, LectureScreen)
 
 
@@ -231,20 +233,20 @@ async def test_predict_asks_before_it_shows():
         await frames()
         why = app.screen.query_one(Why)
         for _ in range(400):
-            before = app.view.horizon
+            before = app.view.moment.horizon
             await pilot.press("n")
             await frames()
             if why.question is not None:
                 break
-            assert app.view.horizon == before + 1, "a step without a question is shown at once"
+            assert app.view.moment.horizon == before + 1, "a step without a question is shown at once"
         question = why.question
-        assert question is not None and app.view.horizon == question.step - 1
+        assert question is not None and app.view.moment.horizon == question.step - 1
         text = "\n".join(lines(app))
         assert "Predict" in text and "n reveals" in text
         assert f"step {question.step - 1:,}  " in text, "the step is not given away"
         await pilot.press("n")
         await frames()
-        assert why.question is None and app.view.horizon == question.step
+        assert why.question is None and app.view.moment.horizon == question.step
         assert narrate(app.view, question.step)[:30] in " ".join(why.text.replace("│", " ").split())
 
 
@@ -262,7 +264,7 @@ async def test_a_letter_answers_the_question_and_the_panel_says_whether_it_was_r
         assert question is not None and "answer" in "\n".join(lines(app))
         await pilot.press("abc"[question.answer])
         await frames()
-        assert why.question is None and app.view.horizon == question.step and len(app.screen_stack) == 1
+        assert why.question is None and app.view.moment.horizon == question.step and len(app.screen_stack) == 1
         assert f"You said {'abc'[question.answer]}: correct." in "\n".join(lines(app))
         await pilot.press("n")
         await frames()
@@ -274,7 +276,7 @@ async def test_while_the_engine_runs_the_sentence_is_of_the_last_step_that_did_m
         await frames(40)
         title = lines(app)[1]
         step = int(re.search(r"step ([\d,]+)", title).group(1).replace(",", ""))
-        newest = next(at for at in range(app.view.steps.last, -1, -1) if notable(app.view, at))
+        newest = next(at for at in range(app.view.history.steps.last, -1, -1) if notable(app.view, at))
         assert step == newest
         assert "steps ago" in title or "now" in title
 

@@ -159,7 +159,7 @@ def test_a_block_of_the_tree_has_a_sign_and_long_nodes_wrap() -> None:
 @pytest.mark.parametrize("width", [52, 76])
 def test_the_map_of_a_lesson_has_the_number_of_each_block(width: int) -> None:
     _, view = stress_view(Load(blocks=40, chats=6, rows=6, budget=48), 2.0, 20)
-    total = view.shown.total
+    total = view.moment.shown.total
     rows = drawn(NumberedBlocks(), view, width, 30)
     cells = re.findall(r"[·░▓█▄](\d+)", "\n".join(rows))
     assert [int(number) for number in cells] == list(range(1, total + 1))

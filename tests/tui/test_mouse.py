@@ -52,7 +52,7 @@ def chosen(app: MinituiApp) -> tuple[str, Any]:
 async def test_a_click_in_the_lanes_selects_the_step_or_the_request(opened: Any) -> None:
     async with opened((160, 48)) as (app, pilot):
         lanes = (await inspecting(app, pilot)).query_one(BatchLanes)
-        column = (app.view.horizon - lanes.first_step) // lanes.k - 3
+        column = (app.view.moment.horizon - lanes.first_step) // lanes.k - 3
         await click(pilot, lanes, lanes.label + column, 0)
         kind, step = chosen(app)
         assert kind == "step" and (step - lanes.first_step) // lanes.k == column
@@ -65,8 +65,8 @@ async def test_a_click_in_the_lanes_selects_the_step_or_the_request(opened: Any)
 async def test_a_click_in_the_block_table_selects_the_block(opened: Any) -> None:
     async with opened((160, 48)) as (app, pilot):
         table = (await inspecting(app, pilot)).query_one(BlockTable)
-        running = [id for id, request in app.view.shown.state.requests.items() if request.table]
-        app.view.select("request", max(running or app.view.lanes.lanes))
+        running = [id for id, request in app.view.moment.shown.state.requests.items() if request.table]
+        app.view.select("request", max(running or app.view.history.lanes.lanes))
         await drawn(pilot)
         logical, physical = body(table)[1:3]
         assert logical.split()[1] == "1"
@@ -91,7 +91,7 @@ async def test_a_click_on_a_slow_step_chooses_it_and_another_goes_there(opened: 
         await click(pilot, timings, 3, row)
         assert timings.chosen == step and selected(app.view, "step") is None, "the first click only chooses"
         await click(pilot, timings, 3, row)
-        await until(pilot, lambda: app.view.horizon == step)
+        await until(pilot, lambda: app.view.moment.horizon == step)
         assert chosen(app) == ("step", step)
 
 

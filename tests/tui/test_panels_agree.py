@@ -32,7 +32,7 @@ def shown_panels(app: Any) -> list[LinePanel]:
 
 
 def moment_of(view: View) -> tuple[int, int]:
-    return view.shown.state.seq, view.version
+    return view.moment.shown.state.seq, view.version
 
 
 async def act(app: ReplayApp, pilot: Any, rng: random.Random) -> None:
@@ -40,7 +40,7 @@ async def act(app: ReplayApp, pilot: Any, rng: random.Random) -> None:
     if key == "seek":
         await app.seek(rng.randrange(app.replay.trace.last_step + 1))
     elif key == "select":
-        state = app.view.shown.state
+        state = app.view.moment.shown.state
         kind, ids = rng.choice((("request", list(state.requests)), ("node", list(state.nodes)), ("block", [1, 7, 30])))
         app.view.select(kind, rng.choice(ids) if ids else None) if ids else app.view.select(None)
     elif key == "play":
@@ -72,14 +72,16 @@ async def test_all_panels_of_a_picture_that_stands_are_painted_from_one_moment(
             await pilot.pause()
             app._frame()
             view = app.view
-            if not view.still:
+            if not view.moment.still:
                 continue
-            stood.add((view.playback.paused, view.travel_text != ""))
+            stood.add((view.moment.playback.paused, view.moment.travel_text != ""))
             panels = shown_panels(app)
             assert len(panels) > 3
             assert {painted[panel] for panel in panels} == {moment_of(view)}
-            assert view.tree.eviction(view.shown).nodes == EvictionOrder(view.shown.state).nodes
-            assert view.timings == summarise(view.steps, view.first_tokens, view.horizon, view.shown.state.seq)
+            assert view.moment.tree.eviction(view.moment.shown).nodes == EvictionOrder(view.moment.shown.state).nodes
+            assert view.timings == summarise(
+                view.history.steps, view.history.first_tokens, view.moment.horizon, view.moment.shown.state.seq
+            )
     assert len(stood) > 1, f"it must stand in more ways than {stood}"
 
 
@@ -114,8 +116,8 @@ def test_a_pause_does_not_vanish_from_what_a_request_waited() -> None:
     lanes.read_at(admit, 1.003)
     events.fold(admit, 3)
     view = View()
-    view.lanes, view.events = lanes, events
-    text = view.event_text(events.since(0)[0])
+    view.history.lanes, view.history.events = lanes, events
+    text = view.texts.event(view.history, events.since(0)[0])
     assert "waited 3.00 ms (and 60.0 s more while the engine was paused or slowed)" in text
 
 
@@ -126,7 +128,7 @@ def test_with_prediction_no_eviction_passes_without_a_question_or_a_word() -> No
     records = list(reader.records())
     view.fold(records)
     decided, words = set(), set()
-    for event in view.events.since(0):
+    for event in view.history.events.since(0):
         if event.kind in ("evict", "preempt"):
             decided.add(event.step)
     for step in sorted(decided):
@@ -134,5 +136,5 @@ def test_with_prediction_no_eviction_passes_without_a_question_or_a_word() -> No
             question, why = question_about(view, step), why_no_question(view, step)
             assert (question is None) == bool(why), step
             words.add(why)
-        view.present()
+        view.moment.present()
     assert len(words) > 1

@@ -74,13 +74,13 @@ async def test_a_recording_plays_stands_steps_and_jumps(playing: tuple[ReplayApp
     await pilot.pause(0.1)
     assert app.replay.step == stood and "REPLAY paused" in text_of(app) and "PAUSED" not in text_of(app)
     await press(pilot, "n")
-    await until(pilot, lambda: app.replay.step == stood + 1 == app.view.live.state.step)
+    await until(pilot, lambda: app.replay.step == stood + 1 == app.view.history.live.state.step)
     assert app.story == narrate(app.view, stood + 1) != ""
     await press(pilot, "right_parenthesis")
     await until(pilot, lambda: app.replay.step == stood + 8 and not app.feed.backlog)
-    assert app.view.live.state.step == stood + 8 and not app.feed.dropped
+    assert app.view.history.live.state.step == stood + 8 and not app.feed.dropped
     await press(pilot, "left_parenthesis")
-    await until(pilot, lambda: app.position == stood + 1 == app.view.horizon)
+    await until(pilot, lambda: app.position == stood + 1 == app.view.moment.horizon)
     await press(pilot, "greater_than_sign", "greater_than_sign")
     assert app.replay.speed == 1.0
     await press(pilot, "less_than_sign")
@@ -101,30 +101,30 @@ async def test_the_bar_is_the_only_clock_and_keys_go_to_the_begin_and_the_end(si
         last, seconds = trace.last_step, trace.end_t - trace.begin_t
         assert "REPLAY plays ×0.05" in bar(app)
         await press(pilot, "E")
-        await until(pilot, lambda: app.view.horizon == last and not app.feed.backlog)
+        await until(pilot, lambda: app.view.moment.horizon == last and not app.feed.backlog)
         assert re.search(rf"REPLAY end  {seconds:.1f} of {seconds:.1f} s  step {last} of 0–{last} ", bar(app))
         await press(pilot, "comma", "comma")  # a step back also pauses
-        assert app.replay.paused and app.view.horizon == app.position == last - 2
-        ended = app.view.steps.get(last - 2)
+        assert app.replay.paused and app.view.moment.horizon == app.position == last - 2
+        ended = app.view.history.steps.get(last - 2)
         assert ended is not None and ended.ended is not None
         assert f"REPLAY paused  {ended.ended - trace.begin_t:.1f} of" in bar(app)
         assert f"step {last - 2} of 0–{last} " in bar(app)
         assert "PAST" not in text_of(app) and "end now" not in text_of(app)
         await press(pilot, "full_stop")
-        assert app.view.horizon == last - 1
+        assert app.view.moment.horizon == last - 1
         await press(pilot, "B")
-        await until(pilot, lambda: app.view.horizon == 0)
+        await until(pilot, lambda: app.view.moment.horizon == 0)
         assert "REPLAY paused  0.0 of" in bar(app) and f"step 0 of 0–{last} " in bar(app)
         await press(pilot, "w", "end")  # the waterfall has another use of the key
-        await until(pilot, lambda: app.view.horizon == last)
+        await until(pilot, lambda: app.view.moment.horizon == last)
         await press(pilot, "2", "home")
-        await until(pilot, lambda: app.view.horizon == 0)
+        await until(pilot, lambda: app.view.moment.horizon == 0)
         await press(pilot, "n")  # goes on from the step that is shown
-        await until(pilot, lambda: app.view.horizon == 1 == app.replay.step and not app.view.travel_text)
+        await until(pilot, lambda: app.view.moment.horizon == 1 == app.replay.step and not app.view.moment.travel_text)
         await press(pilot, "full_stop")  # after the last step that is known
-        await until(pilot, lambda: app.view.horizon == 2)
+        await until(pilot, lambda: app.view.moment.horizon == 2)
         await press(pilot, "comma", "space")
-        await until(pilot, lambda: not app.replay.paused and 1 < app.view.horizon < last)
+        await until(pilot, lambda: not app.replay.paused and 1 < app.view.moment.horizon < last)
         assert not app.feed.frozen
         assert "REPLAY plays" in bar(app)
 
@@ -136,11 +136,11 @@ async def test_a_step_has_one_picture_whether_the_recording_plays_or_is_paused()
         async with app.run_test(size=(120, 36)) as pilot:
             await until(pilot, lambda app=app: app.feed.live and app.replay.step > 8)  # type: ignore[misc]
             await press(pilot, *["p"] * paused, "w", "g", *"58", "enter")
-            await until(pilot, lambda app=app: app.position == 58 == app.view.horizon)  # type: ignore[misc]
+            await until(pilot, lambda app=app: app.position == 58 == app.view.moment.horizon)  # type: ignore[misc]
             text = bar(app) and text_of(app)
-            line = Timeline(app.view.steps, app.view.horizon)
-            assert app.view.exact and line.last == 58 and re.search(r"step 58 .* took \d", text)
-            ended = app.view.shown.state.t - app.replay.trace.begin_t
+            line = Timeline(app.view.history.steps, app.view.moment.horizon)
+            assert app.view.moment.exact and line.last == 58 and re.search(r"step 58 .* took \d", text)
+            ended = app.view.moment.shown.state.t - app.replay.trace.begin_t
             assert f"REPLAY paused  {ended:.1f} of 4.9 s  step 58 of 4–746 " in text
             first = re.search(r"([\d.]+) s +│\+", text)  # the time at the left edge of the waterfall
             assert first is not None and 0 < ended - float(first[1]) < 0.3
@@ -162,17 +162,28 @@ async def test_a_recording_has_one_end_with_the_steps_in_flight_however_it_is_re
             await press(pilot, *["p"] * paused, "E")
             await until(pilot, lambda app=app: app.replay.ended and not app.feed.backlog)  # type: ignore[misc]
             last = bar(app)
-            assert "REPLAY end" in last and f"step {app.view.horizon:,} of 2,509–{app.view.horizon:,} " in last
-            assert app.view.steps.last == app.replay.trace.last_planned == 2845
-            running = sum(request.state == "running" for request in app.view.shown.state.requests.values())
-            ends.append((app.view.horizon, running, app.view.hit_rate, app.view.saved_in_the_last_minute, text_of(app)))
+            assert (
+                "REPLAY end" in last
+                and f"step {app.view.moment.horizon:,} of 2,509–{app.view.moment.horizon:,} " in last
+            )
+            assert app.view.history.steps.last == app.replay.trace.last_planned == 2845
+            running = sum(request.state == "running" for request in app.view.moment.shown.state.requests.values())
+            ends.append(
+                (
+                    app.view.moment.horizon,
+                    running,
+                    app.view.moment.reused.hit_rate,
+                    app.view.moment.reused_lately.saved,
+                    text_of(app),
+                )
+            )
             await press(pilot, "comma", "E")  # from the past of the end
-            await until(pilot, lambda app=app: not app.view.travel_text)  # type: ignore[misc]
+            await until(pilot, lambda app=app: not app.view.moment.travel_text)  # type: ignore[misc]
             assert bar(app) == last
-            assert app.view.exact and "Press p to pause" not in text_of(app)
+            assert app.view.moment.exact and "Press p to pause" not in text_of(app)
             app.view.select("step", 2700)  # as Enter in a list of steps does
             await press(pilot, "g", *"2564", "enter")  # at the end, which plays unless it is paused
-            await until(pilot, lambda app=app: app.position == 2564 == app.view.horizon)  # type: ignore[misc]
+            await until(pilot, lambda app=app: app.position == 2564 == app.view.moment.horizon)  # type: ignore[misc]
             assert app.replay.paused and app.view.selection is None and "REPLAY paused" in bar(app)
     assert ends[0] == ends[1] and ends[0][0] == 2843
 
@@ -183,21 +194,21 @@ async def test_bookmarks_are_visited_and_kept(playing: tuple[ReplayApp, Pilot[An
     marks = app.replay.trace.bookmarks
     following = next(step for step, _ in marks if step > app.replay.step)
     await press(pilot, "right_curly_bracket")
-    await until(pilot, lambda: app.position == following == app.view.horizon)
+    await until(pilot, lambda: app.position == following == app.view.moment.horizon)
     await press(pilot, "m")
     await press(pilot, *"stall", "enter")
     await until(pilot, lambda: (following, "stall") in app.replay.trace.bookmarks)
     await press(pilot, "g")
     await press(pilot, *"100", "enter")
-    await until(pilot, lambda: app.position == 100 == app.view.horizon)
+    await until(pilot, lambda: app.position == 100 == app.view.moment.horizon)
     await press(pilot, "g")
     below = app.screen_stack[-2].query_one(StatusBar)
     await until(pilot, lambda: " TYPING   enter accept  esc cancel  " in below.text)  # the keys of the dialog
     await press(pilot, *"9999", "enter")
     assert app.position == 100, "there is no such step: it stays"
     assert any("steps 0 to 139 can be shown" in notice.message for notice in app._notifications)
-    assert app.view.live.state.step == 100
-    assert app.view.steps.get(60) is not None, "after a jump the panels have a history"
+    assert app.view.history.live.state.step == 100
+    assert app.view.history.steps.get(60) is not None, "after a jump the panels have a history"
 
 
 async def test_it_takes_no_questions(playing: tuple[ReplayApp, Pilot[Any]]) -> None:
@@ -225,9 +236,9 @@ async def test_random_text_is_said_to_be_random(tmp_path: Path) -> None:
         await press(pilot, "3")
         assert app.story == "" and "REPLAY paused" in text_of(app) and "Why" in text_of(app)
         await app.seek(130)
-        await until(pilot, lambda: app.view.steps.last == 130)
+        await until(pilot, lambda: app.view.history.steps.last == 130)
         await press(pilot, "X")
-        await until(pilot, lambda: not app.gated and app.view.steps.last < 130)
+        await until(pilot, lambda: not app.gated and app.view.history.steps.last < 130)
 
 
 def test_of_a_long_narration_whole_sentences_are_shown() -> None:

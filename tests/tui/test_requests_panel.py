@@ -107,10 +107,10 @@ async def test_five_opens_the_requests_enter_a_timeline_and_enter_goes_to_the_st
             " ".join(line.strip("│ ") for line in timeline.text.splitlines())
         )
         await pressed(app, pilot, "enter")
-        assert app.view.horizon == gap.step and f"PAST step {gap.step}" in app.view.travel_text
+        assert app.view.moment.horizon == gap.step and f"PAST step {gap.step}" in app.view.moment.travel_text
         assert screen.current == ("timeline" if size == (80, 24) else "events")
         await pressed(app, pilot, "end", "5", "5")
-        assert screen.current == ("map" if size == (80, 24) else "events") and not app.view.travel_text
+        assert screen.current == ("map" if size == (80, 24) else "events") and not app.view.moment.travel_text
 
 
 async def test_enter_opens_the_longest_gap_of_all_which_is_always_named(tmp_path: Path) -> None:
@@ -140,32 +140,32 @@ async def test_the_end_key_returns_to_now_from_every_panel(tmp_path: Path) -> No
             while screen.current != name:
                 await pressed(app, pilot, "tab")
             await pressed(app, pilot, "comma", "comma")
-            assert app.view.travel_text and f"step {app.view.horizon} of" in picture(app), screen.current
+            assert app.view.moment.travel_text and f"step {app.view.moment.horizon} of" in picture(app), screen.current
             await pressed(app, pilot, "end")
-            assert not app.view.travel_text, screen.current
+            assert not app.view.moment.travel_text, screen.current
 
 
 @pytest.mark.parametrize("size", [(80, 24), (200, 60)])
 async def test_escape_goes_back_the_way_that_enter_went(tmp_path: Path, size: tuple[int, int]) -> None:
     async with replayed(tmp_path, size) as (app, pilot, screen):
-        begin, now = screen.current, app.view.horizon
+        begin, now = screen.current, app.view.moment.horizon
         await pressed(app, pilot, "5", "l", "enter")
         assert screen.current == "timeline"
         for _ in range(2):  # there and back
             await pressed(app, pilot, "enter")
-            assert app.view.horizon < now and "esc back" in picture(app)
+            assert app.view.moment.horizon < now and "esc back" in picture(app)
             assert screen.current == ("timeline" if size == (80, 24) else "events")
             await pressed(app, pilot, "escape")
-            assert screen.current == "timeline" and app.view.horizon == now
+            assert screen.current == "timeline" and app.view.moment.horizon == now
         await pressed(app, pilot, "escape")
         assert screen.current == "requests"
         await pressed(app, pilot, "escape")
-        assert screen.current == begin and app.view.horizon == now
+        assert screen.current == begin and app.view.moment.horizon == now
         for panel in ("events", "lanes", "waterfall"):  # what names a request leads to its timeline, and back
             await pressed(app, pilot, "2")
             await pressed(app, pilot, *("w" if panel == "waterfall" else ()))
             screen._show(panel)
-            request = app.view.steps.last and max(app.view.shown.state.requests)
+            request = app.view.history.steps.last and max(app.view.moment.shown.state.requests)
             app.view.select("request", request)
             if panel == "events":
                 screen.post_message(Opened("request", request))
@@ -180,16 +180,16 @@ async def test_escape_goes_back_the_way_that_enter_went(tmp_path: Path, size: tu
         screen.maximised = True
         screen.lay_out()
         await pressed(app, pilot, "down", "down", "enter")
-        assert app.view.horizon < now
+        assert app.view.moment.horizon < now
         await pressed(app, pilot, "comma", "escape")
-        assert app.view.horizon < now, "another step is shown: esc does not undo the jump"
+        assert app.view.moment.horizon < now, "another step is shown: esc does not undo the jump"
 
 
 @pytest.mark.parametrize("size", [(80, 24), (200, 60)])
 async def test_w_shows_the_waterfall_at_the_selected_step_and_goes_back(tmp_path: Path, size: tuple[int, int]) -> None:
     async with replayed(tmp_path, size) as (app, pilot, screen):
         waterfall = screen.query_one(Waterfall)
-        before, step = screen.current, app.view.horizon - 8
+        before, step = screen.current, app.view.moment.horizon - 8
         app.view.select("step", step)
         await pressed(app, pilot, "w")
         assert app.focused is waterfall and waterfall.size.width == size[0]
@@ -264,12 +264,14 @@ async def test_in_the_past_the_table_shows_the_requests_of_that_step(tmp_path: P
         await pressed(app, pilot, "5")
         table, view = table_of(screen), app.view
         now = {row.id for row in table.rows}
-        waited = [step for step in range(view.steps.last // 2) if view.steps.column("waiting")[step]]
+        waited = [step for step in range(view.history.steps.last // 2) if view.history.steps.column("waiting")[step]]
         assert view.travel_to(waited[-1] + 1)
         await pressed(app, pilot, "comma")
         rows = {row.id: row for row in table.rows}
-        assert set(rows) < now and {id for id, row in rows.items() if row.live} == set(app.view.shown.state.requests)
-        assert view.horizon == waited[-1] and {row.state for row in rows.values()} & {"waits", "preempted"}
+        assert set(rows) < now and {id for id, row in rows.items() if row.live} == set(
+            app.view.moment.shown.state.requests
+        )
+        assert view.moment.horizon == waited[-1] and {row.state for row in rows.values()} & {"waits", "preempted"}
 
 
 def cell(name: str, row: RequestFigures) -> str:
@@ -283,11 +285,11 @@ def cell(name: str, row: RequestFigures) -> str:
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_timeline_has_the_whole_cause_of_a_first_token(name: str, id: int, width: int) -> None:
     reader, view = TraceReader(bundled()[name]), View()
-    view.ids_to_text, view.group_names = reader.decode, reader.names
+    view.texts.ids_to_text, view.texts.group_names = reader.decode, reader.names
     view.reset(reader.part(0).snapshot)
     view.fold(list(reader.records()))
     view.select("request", id)
-    lane = view.lanes.lanes[id]
+    lane = view.history.lanes.lanes[id]
     figures = Requests().of(view, lane)
     words = f"first token: {first_token_words(figures, why_first(view, lane, figures))}"
     rows = [plain(row)[2:-2].strip() for row in RequestTimeline().drawn(view, width, 17)]
@@ -320,12 +322,12 @@ def test_a_narrow_table_shows_the_column_by_which_it_is_sorted() -> None:
 def test_the_chart_has_its_highest_bar_under_the_mark_and_shows_every_token() -> None:
     _, view = stress_view(TIGHT, 6.0, 60)
     checked = 0
-    for lane in list(view.lanes.lanes.values()):
+    for lane in list(view.history.lanes.lanes.values()):
         view.select("request", lane.id)
         for width in (40, 76, 196):
             timeline = RequestTimeline()
             rows = [plain(row) for row in timeline.picture(view, width, 24).rows]
-            found = view.tokens.arrivals(lane, view.horizon)
+            found = view.history.tokens.arrivals(lane, view.moment.horizon)
             gaps = np.diff(found.at) * 1e3
             if not len(gaps):
                 continue
@@ -347,12 +349,12 @@ def test_the_chart_has_its_highest_bar_under_the_mark_and_shows_every_token() ->
 
 def test_keys_of_the_timeline_choose_tokens_in_order_and_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
     _, view = stress_view(TIGHT, 6.0, 60)
-    lane = next(lane for lane in view.lanes.lanes.values() if lane.preemptions and lane.output_tokens > 40)
+    lane = next(lane for lane in view.history.lanes.lanes.values() if lane.preemptions and lane.output_tokens > 40)
     view.select("request", lane.id)
     timeline = RequestTimeline()
     monkeypatch.setattr(timeline, "repaint", lambda: timeline.picture(view, 200, 24))
     timeline.repaint()
-    gaps = np.diff(view.tokens.arrivals(lane, view.horizon).at)
+    gaps = np.diff(view.history.tokens.arrivals(lane, view.moment.horizon).at)
     order = np.argsort(-gaps, kind="stable").tolist()
     seen = [timeline._chosen()]
     for _ in range(5):
@@ -378,7 +380,7 @@ async def test_the_large_timings_show_the_slowest_steps_and_enter_goes_there(
         screen.lay_out()
         await pressed(app, pilot)
         panel = screen.query_one(StepTimings)
-        wall = app.view.steps.column("took")[app.view.steps.indices(0, app.view.steps.last)]
+        wall = app.view.history.steps.column("took")[app.view.history.steps.indices(0, app.view.history.steps.last)]
         slowest = [row.took_ms for row in panel.slowest]
         assert slowest == sorted(wall[~np.isnan(wall)].tolist(), reverse=True)[:10]
         await pressed(app, pilot, "down")
@@ -390,7 +392,7 @@ async def test_the_large_timings_show_the_slowest_steps_and_enter_goes_there(
         await pressed(app, pilot, "d")
         assert f"Step {third.step:,} · " in screen.query_one(Details).text
         await pressed(app, pilot, "escape", "enter")
-        assert app.view.horizon == third.step and app.view.travel_text
+        assert app.view.moment.horizon == third.step and app.view.moment.travel_text
         if size == (80, 24):
             assert panel.chosen == third.step, "the row stays chosen, although the list is that of another moment"
 
@@ -406,14 +408,14 @@ async def test_six_opens_the_trends_and_enter_goes_back_to_the_cursor(tmp_path: 
         assert "1 minute" in panel.text and panel.back == 1
         end = panel._ends[-2]
         await pressed(app, pilot, "enter")
-        assert app.view.travel_text and app.view.bucket * 0.25 < end
+        assert app.view.moment.travel_text and app.view.moment.bucket * 0.25 < end
 
 
 async def test_events_are_searched_by_request_kind_and_words(tmp_path: Path) -> None:
     async with replayed(tmp_path, (120, 40)) as (app, pilot, screen):
         panel = screen.query_one(Events)
         panel.focus()
-        every = list(app.view.events.newest_first())
+        every = list(app.view.history.events.newest_first())
 
         async def found(query: str) -> set[int]:
             await pressed(app, pilot, "slash", *(key.replace(" ", "space") for key in query), "enter")
@@ -421,7 +423,9 @@ async def test_events_are_searched_by_request_kind_and_words(tmp_path: Path) -> 
 
         assert await found("r3") == {event.seq for event in every if event.request == 3}
         assert await found("hit r3") == {event.seq for event in every if (event.kind, event.request) == ("hit", 3)}
-        told = {event.seq for event in every if "blocks" in f"{event.kind} {app.view.event_text(event)}"}
+        told = {
+            event.seq for event in every if "blocks" in f"{event.kind} {app.view.texts.event(app.view.history, event)}"
+        }
         assert told and await found("blocks") >= told
         assert await found("walrus") == set() and "no event contains 'walrus'" in panel.text
         await pressed(app, pilot, "slash", "escape", "tab")
@@ -435,16 +439,16 @@ async def test_events_are_searched_by_request_kind_and_words(tmp_path: Path) -> 
 def test_a_search_reads_old_events_in_parts_and_new_ones_at_once() -> None:
     view = View()
     for seq in range(1, 5_001):
-        view.events.fold((seq, 0.0, "admit", seq % 10, 0, "new"), seq)
+        view.history.events.fold((seq, 0.0, "admit", seq % 10, 0, "new"), seq)
     search = Search("r7", lambda event: True)
     for part in (200, 400, 500):
         search.update(view)
-        assert sum(search(event) for event in view.events.newest_first()) == part
+        assert sum(search(event) for event in view.history.events.newest_first()) == part
     assert search.finished
     for seq in range(5_001, 10_001):
-        view.events.fold((seq, 0.0, "admit", seq % 10, 0, "new"), seq)
+        view.history.events.fold((seq, 0.0, "admit", seq % 10, 0, "new"), seq)
     search.update(view)
-    assert sum(search(event) for event in view.events.newest_first()) == 1_000
+    assert sum(search(event) for event in view.history.events.newest_first()) == 1_000
 
 
 @pytest.mark.parametrize("size", [(80, 24), (240, 70)])
@@ -457,7 +461,7 @@ async def test_a_large_map_describes_the_selected_block_with_its_history(tmp_pat
         await pressed(app, pilot)
         reader = TraceReader(GOLDEN)
         told = [record for record in reader.records() if record[2] == "alloc" and 3 in record[4]]
-        history = app.view.block_history(3, 100)
+        history = app.view.history.block_events(3, 100, app.view.moment.shown.state.seq)
         assert [event[0] for event in history if event[2] == "alloc"] == [record[0] for record in reversed(told)]
         assert {"alloc", "finish"} <= {event[2] for event in history}
         assert about.display and about.text.startswith("╭─ Block 3") and "history" in about.text

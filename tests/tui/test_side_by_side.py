@@ -113,7 +113,7 @@ def test_every_size_shows_whole_rows(batching: View, size: tuple[int, int], asci
     small, _ = recorded_view(bundled()["small-pool"])
     large, _ = recorded_view(bundled()["h200-8b"])
     large.earlier = small
-    large.group_names = {lane.group: "\x1b[31m名前" for lane in large.lanes.lanes.values()}
+    large.texts.group_names = {lane.group: "\x1b[31m名前" for lane in large.history.lanes.lanes.values()}
     large.run_name = "\x1b[2J a name from outside"
     for view in (batching, large, View()):
         panel = SideBySide(frame="none")
@@ -155,7 +155,7 @@ def test_a_picture_that_stays_the_same_is_not_drawn_again(batching: View, monkey
 def test_a_lesson_shows_the_first_and_the_last_requests_and_what_the_colours_of_steps_mean(batching: View) -> None:
     view, _ = recorded_view(bundled()["h200-8b"])
     view.earlier, _ = recorded_view(bundled()["small-pool"])
-    last = f"r{max(view.lanes.lanes)} "
+    last = f"r{max(view.history.lanes.lanes)} "
     assert last not in "\n".join(drawn(SideBySide(), view, 76, 11))
     rows = [row.rstrip() for row in drawn(Runs(), view, 76, 11)]
     assert any(row.startswith(last) for row in rows) and rows[-1].endswith("more requests")

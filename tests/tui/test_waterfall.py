@@ -59,7 +59,7 @@ def shown_at(spans: list[Span], begin: float, end: float) -> set[str]:
 def test_each_cell_of_the_tracks_shows_what_fills_most_of_it(name: str, scale_ms: float, gpu: View) -> None:
     view = gpu if name == "gpu" else folded_view(TraceReader(GOLDEN))
     use_ascii(True)  # one letter for each part
-    line = Timeline(view.steps, view.horizon)
+    line = Timeline(view.history.steps, view.moment.horizon)
     panel = Waterfall()
     panel.chosen_ms = scale_ms
     everything = line.host(line.first, line.last)
@@ -90,7 +90,7 @@ def without_parts(reader: TraceReader) -> View:
 
 def test_the_figures_of_a_step_are_the_records() -> None:
     _, view = stress_view(SMALL, 3.0, 30)
-    row = view.steps.get(view.horizon)
+    row = view.history.steps.get(view.moment.horizon)
     text = "\n".join(drawn(Waterfall(), view))
     assert row is not None and row.parts is not None and row.device_ms is not None
     for name in ("commit", "plan", "launch", "wait"):
@@ -109,7 +109,7 @@ def test_a_device_that_does_not_report_its_time_shows_dashes() -> None:
 
 def test_a_line_says_whether_the_host_or_the_device_limits(gpu: View) -> None:
     """In the recording, each decode step waits 4 ms for the device, and each prefill costs 25 ms of the host."""
-    rows = ["".join(limit.told(160)) for limit in limits(gpu.steps, gpu.horizon)]
+    rows = ["".join(limit.told(160)) for limit in limits(gpu.history.steps, gpu.moment.horizon)]
     share = r"\(\d+ steps, \d+ % of the time\)"
     words = rf"the (\w+) limits the speed of steps that (launch.*) {share}: .* (\d+) % of their time · last 743 steps"
     said = [re.fullmatch(words, row) for row in rows]
@@ -117,7 +117,11 @@ def test_a_line_says_whether_the_host_or_the_device_limits(gpu: View) -> None:
     assert [match and match.group(1, 2) for match in said] == which, rows
     without, launching = (int(match[3]) for match in said if match is not None)
     assert without > 80 and launching < 5
-    assert limits(gpu.steps, gpu.horizon)[0].told(120)[1].endswith(f"the host waits for it {without} % of their time")
+    assert (
+        limits(gpu.history.steps, gpu.moment.horizon)[0]
+        .told(120)[1]
+        .endswith(f"the host waits for it {without} % of their time")
+    )
     assert all(row in "\n".join(drawn(Waterfall(), gpu, 160)) for row in rows)
     assert limits(Steps(), -1) == []
     vllm = folded_view(TraceReader(find_trace("vllm-8b")))
@@ -130,7 +134,7 @@ def test_a_small_panel_shows_what_limits_and_a_request(name: str) -> None:
     view = folded_view(TraceReader(find_trace(name)))
     panel = Waterfall()
     for back in range(0, 160, 3):
-        panel.step = view.horizon - back
+        panel.step = view.moment.horizon - back
         rows = drawn(panel, view, 76, 11)[:11]
         told = ["".join(limit.told(76)) for limit in view.timings.limits]
         assert all(any(row.startswith(text) for row in rows) for text in told), rows
@@ -145,9 +149,9 @@ def test_a_step_that_began_before_the_picture_is_marked_at_the_left_edge() -> No
 
 
 def test_requests_show_their_phases_and_the_selected_one_is_in_sight(gpu: View) -> None:
-    line = Timeline(gpu.steps, gpu.horizon)
+    line = Timeline(gpu.history.steps, gpu.moment.horizon)
     panel = Waterfall()
-    chunk = next(lane for lane in gpu.lanes.lanes.values() if lane.id == 40)
+    chunk = next(lane for lane in gpu.history.lanes.lanes.values() if lane.id == 40)
     joined = next(span for span in line.request(chunk, 0, line.last) if span.kind == "prefill")
     panel.chosen_ms, panel.right = 0.5, joined.end + 20.0
     rows = drawn(panel, gpu, 120, 16)
@@ -174,7 +178,7 @@ def test_the_picture_follows_the_newest_step_until_it_is_moved() -> None:
 
     before = panel.scale.right
     forward()
-    assert panel.scale.right == Timeline(view.steps, view.horizon).end > before
+    assert panel.scale.right == Timeline(view.history.steps, view.moment.horizon).end > before
     panel.repaint = lambda: drawn(panel, view)
     panel.action_zoom(1)
     assert panel.right is None, "zooming does not stop the picture"
@@ -184,13 +188,13 @@ def test_the_picture_follows_the_newest_step_until_it_is_moved() -> None:
     assert panel.scale == still
     panel.action_latest()
     forward()
-    assert panel.scale.right == Timeline(view.steps, view.horizon).end
+    assert panel.scale.right == Timeline(view.history.steps, view.moment.horizon).end
 
 
 def test_only_what_is_in_sight_is_computed(gpu: View, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
-    get = type(gpu.steps).get
-    monkeypatch.setattr(type(gpu.steps), "get", lambda self, step: read.append(step) or get(self, step))
+    get = type(gpu.history.steps).get
+    monkeypatch.setattr(type(gpu.history.steps), "get", lambda self, step: read.append(step) or get(self, step))
     panel = Waterfall()
     drawn(panel, gpu)
     assert len(read) < 120, "a few steps, and those of the search for them"
@@ -226,7 +230,7 @@ async def test_keys_move_the_cursor_over_parts_and_steps_and_select_the_step() -
             await pilot.press("left")
             places.append(panel.cursor)
         assert places == sorted(places, reverse=True) and len(set(places)) == 7
-        line = Timeline(app.view.steps, app.view.horizon)
+        line = Timeline(app.view.history.steps, app.view.moment.horizon)
         begins = {span.begin for span in line.host(line.first, line.last)}
         assert set(places) <= begins, "the cursor stops at each part"
         await pilot.press("right")
@@ -259,7 +263,7 @@ async def test_keys_zoom_around_the_cursor_and_move_the_picture() -> None:
         await pilot.press("pagedown")
         assert panel.scale.right == pytest.approx(right)
         await pilot.press(*["right_square_bracket"] * 4, *["pageup"] * 30)
-        line = Timeline(panel.view.steps, panel.view.horizon)
+        line = Timeline(panel.view.history.steps, panel.view.moment.horizon)
         assert panel.scale.left < line.begin < panel.scale.right, "the picture cannot leave the history"
 
 
@@ -296,7 +300,7 @@ async def test_enter_opens_the_step_and_up_and_down_choose_a_request() -> None:
         assert app.view.selection.id == panel.lanes[-1].id
         await pilot.press("up")
         assert app.view.selection.id == panel.lanes[-2].id
-        for _ in range(len(app.view.lanes.lanes) + 2):
+        for _ in range(len(app.view.history.lanes.lanes) + 2):
             await pilot.press("up")
         assert app.view.selection.id == panel.lanes[0].id
         assert panel.text.count(f"r{panel.lanes[0].id} ") >= 1

@@ -104,34 +104,37 @@ def test_every_row_has_exactly_the_width_of_the_panel(panel, load):
 
 def test_before_the_state_is_known_a_panel_claims_nothing_about_it():
     view = View()
-    view.missing = "the recording is being read"
+    view.history.missing = "the recording is being read"
     needing = [kind for kind in PANELS if kind.NEEDS_STATE]
     assert len(needing) > 12
     for kind in needing:
         shown = "\n".join(plain(row) for row in kind().drawn(view, 60, 8))
-        assert view.missing in shown and not re.search(r"\d|empty|\byet\b", shown), (kind, shown)
+        assert view.history.missing in shown and not re.search(r"\d|empty|\byet\b", shown), (kind, shown)
 
 
 def test_after_the_history_was_cleared_the_step_bar_says_where_it_begins():
     _, before = stress_view(CLASSROOM, 2.0, 20)
     view = View()
-    view.reset(before.live.state.snapshot())
-    assert f"no step since step {view.live.state.step:,}: here the history begins" in body(StepBar(), view, 90, 4)[0]
+    view.reset(before.history.live.state.snapshot())
+    assert (
+        f"no step since step {view.history.live.state.step:,}: here the history begins"
+        in body(StepBar(), view, 90, 4)[0]
+    )
 
 
 def test_an_idle_hour_does_not_empty_what_the_cache_saved():
     _, view = stress_view(CLASSROOM, 4.0, 40)
-    saved, rate = view.saved, view.hit_rate
-    assert saved == view.saved_in_the_last_minute > 0 and rate == view.hit_rate_in_the_last_minute
-    view.rates.advance(view.rates.t + 3_600)
-    assert view.saved_in_the_last_minute == 0 and view.hit_rate_in_the_last_minute is None
-    assert (view.saved, view.hit_rate) == (saved, rate)
+    saved, rate = view.moment.reused.saved, view.moment.reused.hit_rate
+    assert saved == view.moment.reused_lately.saved > 0 and rate == view.moment.reused_lately.hit_rate
+    view.history.rates.advance(view.history.rates.t + 3_600)
+    assert view.moment.reused_lately.saved == 0 and view.moment.reused_lately.hit_rate is None
+    assert (view.moment.reused.saved, view.moment.reused.hit_rate) == (saved, rate)
     foot = body(RadixTree(), view, 120, 20)[-1]
     assert f"{saved:,} prompt tokens saved since step 0, 0 in the last minute" in foot
     vital = next(vital for vital in vitals(view, 20) if vital.label == "hit rate")
     assert vital.value == f"{100 * rate:.1f}" and vital.units[0] == "% of prompt tokens since step 0"
-    middle = view.horizon // 2
-    assert view.travel_to(middle) and view.saved < saved
+    middle = view.moment.horizon // 2
+    assert view.travel_to(middle) and view.moment.reused.saved < saved
 
 
 BOARDS = [
@@ -193,9 +196,9 @@ def test_attention_is_a_triangle_and_after_a_cached_prefix_a_rectangle_with_a_sl
 
 def test_the_picture_of_attention_is_that_of_the_steps_chunk():
     _, view = stress_view(TIGHT, 3.0, 30)
-    step = next(step for step in range(view.steps.last, -1, -1) if view.steps.chunks(step))
+    step = next(step for step in range(view.history.steps.last, -1, -1) if view.history.steps.chunks(step))
     view.select("step", step)
-    request, start, n, _ = view.steps.chunks(step)[0]
+    request, start, n, _ = view.history.steps.chunks(step)[0]
     picture = Attention().picture(view, 100, 30)
     quer = "query" if n == 1 else "queries"
     assert picture.title == f"Who sees whom · step {step} · r{request}: {n} {quer}, {start + n} keys"
@@ -206,8 +209,8 @@ def test_the_picture_of_attention_is_that_of_the_steps_chunk():
 
 def test_a_key_that_is_read_has_its_slot_and_its_block_lights_up():
     _, view = stress_view(TIGHT, 2.0, 20)
-    request = max(view.shown.state.requests.values(), key=lambda request: len(request.table))
-    size, table = view.shown.state.block_size, tuple(request.table)
+    request = max(view.moment.shown.state.requests.values(), key=lambda request: len(request.table))
+    size, table = view.moment.shown.state.block_size, tuple(request.table)
     plain_map = BlockMap().picture(view, 80, 12).rows
     read = KeyRead(request.id, table, size, size + 9, size + 3)
     view.put(read)
@@ -319,7 +322,7 @@ async def test_each_panel_runs_alone(name):
             await pilot.press(key)
             app.tick()
         assert app.panel.text.strip()
-        assert app.view.gate_text
+        assert app.view.moment.gate_text
 
 
 async def test_without_colour_no_meaning_is_lost(monkeypatch):
@@ -405,7 +408,7 @@ def test_with_more_blocks_than_cells_a_cell_shows_the_majority():
     assert f"1 cell = {g.k} blocks" in widget.picture(view, 40, 8).title
     head = len(rows) - g.rows
     glyphs = {FREE: "·", ACTIVE: "█", SHARED: "▓", CACHED: "░"}
-    codes = view.shown.codes[1:].tolist()
+    codes = view.moment.shown.codes[1:].tolist()
     for cell in range(g.cells):
         inside = codes[cell * g.k : (cell + 1) * g.k]
         y, x = divmod(cell, g.per_row)
@@ -431,7 +434,7 @@ def test_44_000_blocks_2_000_nodes_and_256_requests_are_shown_truly():
     stress, view = stress_view(replace(LARGE, step_ms=2.0), 4.0, 20)
     allocator = stress.cache.allocator
     assert len(stress.cache.tree.nodes) > 2000 and len(stress.scheduler.running) > 200
-    assert view.shown.counts == (
+    assert view.moment.shown.counts == (
         allocator.num_free, allocator.num_active, allocator.num_shared, allocator.num_cached,
     )  # fmt: skip
     widget = BlockMap()
@@ -450,7 +453,7 @@ def test_44_000_blocks_2_000_nodes_and_256_requests_are_shown_truly():
         assert inside.count(glyphs.index(rows[head + y][x])) == max(map(inside.count, range(4)))
     tree = body(RadixTree(), view, 110, 30)
     hidden = int(re.search(r"\+([\d,]+) nodes", tree[-1]).group(1).replace(",", ""))
-    below = f"evicted next · {free_words(view.shown.state)}"
+    below = f"evicted next · {free_words(view.moment.shown.state)}"
     assert hidden + tree.index(below.ljust(110)) - 1 == len(stress.cache.tree.nodes) - 1
     evictable = int(re.search(r"([\d,]+) tokens evictable", tree[-1]).group(1).replace(",", ""))
     assert evictable == allocator.num_cached * 16
@@ -482,7 +485,7 @@ def test_each_way_to_colour_has_glyphs_that_say_it_without_colour(mode):
     head = len(rows) - g.rows
     allocator = stress.cache.allocator
     by_block = {b: rows[head + (b - 1) // g.per_row][(b - 1) % g.per_row * (g.cell + g.gap)] for b in range(1, 641)}
-    names = {r.id: view.group_name(r.group).split(" ")[0] for r in stress.scheduler.requests.values()}
+    names = {r.id: view.texts.group_name(r.group).split(" ")[0] for r in stress.scheduler.requests.values()}
     for block, glyph in by_block.items():
         holders = allocator.holders(block)
         if mode == "refcount":
@@ -492,7 +495,7 @@ def test_each_way_to_colour_has_glyphs_that_say_it_without_colour(mode):
             owner = next(r.id for r in stress.scheduler.requests.values() if block in r.table)
             assert glyph == names[owner]
         elif mode == "age" and (holders or allocator.in_tree(block)):
-            age = view.engine_now - view.shown.changed[block]
+            age = view.moment.engine_now - view.moment.shown.changed[block]
             assert int(glyph) == sum(age > limit for limit in (1, 5, 15, 60, 300))
 
 
@@ -599,12 +602,14 @@ def test_lanes_show_the_codes_of_their_requests_under_stable_rows():
                 assert before == (k, i) or before[0] != k, f"r{id} moved at the same scale"
             codes = [NOTHING] * widget.columns
             for id in slot:
-                lane = lane_codes(view.lanes.lanes[id], widget.first_step, k, widget.columns, view.horizon)
+                lane = lane_codes(
+                    view.history.lanes.lanes[id], widget.first_step, k, widget.columns, view.moment.horizon
+                )
                 codes = [max(a, b) for a, b in zip(codes, lane, strict=True)]
             text = rows[2 + i]
             cells = list(text[widget.label :])
             for id in slot[:-1]:  # where there is room, those that ended before are named behind their ends
-                at = (view.lanes.lanes[id].finish_step - widget.first_step) // k + 1
+                at = (view.history.lanes.lanes[id].finish_step - widget.first_step) // k + 1
                 if at > 0 and "".join(cells[at:]).startswith(f"r{id} "):
                     assert set(codes[at : at + len(str(id)) + 1]) == {NOTHING}
                     cells[at : at + len(str(id)) + 1] = " " * (len(str(id)) + 1)
@@ -615,8 +620,8 @@ def test_lanes_show_the_codes_of_their_requests_under_stable_rows():
             assert not slot or text[: widget.label].rstrip() == f"r{slot[-1]}{others}"
         places = {id: (k, i) for i, slot in enumerate(widget.rows.slots) for id in slot}
         shown = {id for slot in widget.rows.slots for id in slot}
-        last = view.lanes.ended_since(widget.first_step)
-        hidden = [lane for lane in [*last, *view.lanes.active.values()] if lane.id not in shown]
+        last = view.history.lanes.ended_since(widget.first_step)
+        hidden = [lane for lane in [*last, *view.history.lanes.active.values()] if lane.id not in shown]
         told = re.findall(r"([\d,]+) (?:decoding|prefilling|waiting|done)", rows[-1])
         assert sum(int(n.replace(",", "")) for n in told) == len(hidden)
         title = widget.picture(view, 80, 16).note[0][0]
@@ -631,7 +636,7 @@ def test_a_row_goes_by_the_name_of_the_request_that_is_selected_in_it():
     body(widget, view, 80, 8)
     slot = next(slot for slot in widget.rows.slots if len(slot) > 2)
     view.select("request", slot[0])
-    view.frame(view._now)
+    view.frame(view.moment.now)
     row = body(widget, view, 80, 8)[2 + widget.rows.slots.index(slot)]
     assert row.startswith(f"r{slot[0]} +{len(slot) - 1} ")
 
@@ -640,47 +645,47 @@ def test_the_default_span_of_the_lanes_is_at_least_ten_seconds():
     _, view = stress_view(CLASSROOM, 14.0, 100)
     widget = BatchLanes()
     body(widget, view, 100, 20)
-    first, last = view.steps.get(max(widget.first_step, 0)), view.steps.get(view.horizon)
+    first, last = view.history.steps.get(max(widget.first_step, 0)), view.history.steps.get(view.moment.horizon)
     assert last.t - first.t >= 10.0
-    assert widget.k * widget.columns < 4 * (view.horizon - view.steps.since(last.t - 10.0, last.step))
+    assert widget.k * widget.columns < 4 * (view.moment.horizon - view.history.steps.since(last.t - 10.0, last.step))
 
 
 def test_the_tree_says_what_the_cache_saved_in_the_last_minute():
     stress, view = stress_view(CLASSROOM, 4.0, 40)
-    before = view.saved_in_the_last_minute
+    before = view.moment.reused_lately.saved
     stress.run(20.0)
     records = stress.drain()
     view.fold(records, stress.now)
-    saved = view.saved_in_the_last_minute
+    saved = view.moment.reused_lately.saved
     assert saved - before == sum(record[4] for record in records if record[2] == "match") > 500
     for width in (120, 56):  # also beside other panels
         last = body(RadixTree(), view, width, 20)[-1]
         assert re.search(rf"{saved:,} (prompt tokens )?saved since step 0", last)
     joined = View()
-    joined.reset(view.live.state.snapshot())
+    joined.reset(view.history.live.state.snapshot())
     stress.run(2.0)
     records = stress.drain()
     joined.fold(records, stress.now)  # the history begins in the middle of a minute
     view.fold(records, stress.now)
     joined.frame(stress.now)
-    assert f"saved since step {joined.steps.first:,} " in body(RadixTree(), joined, 120, 20)[-1] + " "
+    assert f"saved since step {joined.history.steps.first:,} " in body(RadixTree(), joined, 120, 20)[-1] + " "
     later = []
     for _ in range(5):
         stress.run(15.0)
         later += stress.drain()
         view.fold(later[-40_000:], stress.now)
-    assert view.last_minute == "in the last minute"
-    assert 0 < view.saved_in_the_last_minute < sum(record[4] for record in later if record[2] == "match")
+    assert view.moment.last_minute == "in the last minute"
+    assert 0 < view.moment.reused_lately.saved < sum(record[4] for record in later if record[2] == "match")
 
 
 def test_a_large_tree_has_the_whole_text_of_the_selected_node():
     _, view = stress_view(CLASSROOM, 4.0, 40)
-    node = max((n for n in view.shown.state.nodes.values() if n.id), key=lambda n: len(n.ids))
+    node = max((n for n in view.moment.shown.state.nodes.values() if n.id), key=lambda n: len(n.ids))
     view.select("node", node.id)
     rows = body(RadixTree(), view, 100, 40)
     begin = next(i for i, row in enumerate(rows) if row.startswith(f"text of node {node.id}: {len(node.ids):,} tokens"))
     shown = " ".join(" ".join(rows[begin + 1 :]).split())
-    whole = " ".join(view.decode(list(node.ids)).split())
+    whole = " ".join(view.texts.decode(list(node.ids)).split())
     assert shown.startswith(whole[:400]) and len(whole) > 400
     assert rows[-1].startswith("+") or "evictable" in rows[-1]
     assert not any("text of node" in row for row in body(RadixTree(), view, 100, LARGE_PANEL - 1))
@@ -689,24 +694,24 @@ def test_a_large_tree_has_the_whole_text_of_the_selected_node():
 def test_the_tree_shows_each_nodes_tokens_users_savings_and_rank():
     stress, view = stress_view(CLASSROOM, 4.0, 40)
     widget = RadixTree()
-    view.tree.refresh(view.shown, 1e9)
-    picture = view.tree.picture(view.shown, view.decode, 1000)
+    view.moment.tree.refresh(view.moment.shown, 1e9)
+    picture = view.moment.tree.picture(view.moment.shown, view.texts.decode, 1000)
     nodes = stress.cache.tree.nodes
     assert {row.node for row in picture.rows} == set(nodes) - {0}
     rows = body(widget, view, 90, len(picture.rows) + 20)
     blocks = []
     while stress.cache.tree.evict(1, "test"):
         blocks.append(stress.cache.allocator.free_blocks[-1])
-    went = list(dict.fromkeys(view.shown.state.node_of[block] for block in blocks))
+    went = list(dict.fromkeys(view.moment.shown.state.node_of[block] for block in blocks))
     depth_of = {0: -1}
     for shown, text in zip(picture.rows, rows[1:], strict=False):
-        node = view.shown.state.nodes[shown.node]
+        node = view.moment.shown.state.nodes[shown.node]
         depth_of[shown.node] = depth_of[node.parent] + 1
         assert shown.depth == depth_of[shown.node]
         assert f"{len(node.ids):,}" in text
-        assert ("●" in text) == (node.users > 0) or node.id in view.shown.state.pending.values()
+        assert ("●" in text) == (node.users > 0) or node.id in view.moment.shown.state.pending.values()
         assert shown.users == node.users
-        assert shown.saved == int(view.shown.saved[node.blocks].sum())
+        assert shown.saved == int(view.moment.shown.saved[node.blocks].sum())
         assert shown.rank == (went.index(node.id) + 1 if node.id in went else 0)
     siblings = [row for row in picture.rows if row.depth == 0]
     assert [row.saved for row in siblings] == sorted((row.saved for row in siblings), reverse=True)
@@ -719,9 +724,9 @@ def test_the_nodes_and_blocks_that_go_next_are_in_sight_at_each_size(width, heig
     for _ in range(300):
         stress.run_steps(1)
         view.fold(stress.drain(), stress.now)
-        state, order = view.shown.state, EvictionOrder(view.shown.state)
+        state, order = view.moment.shown.state, EvictionOrder(view.moment.shown.state)
         rows = [row.rstrip() for row in body(RadixTree(), view, width, height)]
-        texts = [view.tree.text(state, node, view.decode)[1].lstrip("…")[:3] for node in order.nodes[:4]]
+        texts = [view.moment.tree.text(state, node, view.texts.decode)[1].lstrip("…")[:3] for node in order.nodes[:4]]
         if height >= TALL and texts:
             below = rows[rows.index(f"evicted next · {free_words(state)}") + 1 :]
             assert all(below[i].endswith(f" {i + 1}") and text in below[i] for i, text in enumerate(texts))
@@ -743,32 +748,36 @@ def test_the_nodes_and_blocks_that_go_next_are_in_sight_at_each_size(width, heig
 
 def test_a_nodes_text_begins_where_it_diverges_and_says_who_speaks():
     _, view = stress_view(CLASSROOM, 4.0, 40)
-    tops = [node for node in view.shown.state.nodes.values() if node.id and node.parent == 0]
+    tops = [node for node in view.moment.shown.state.nodes.values() if node.id and node.parent == 0]
     assert len(tops) > 1
     for node in tops:
-        role, text = view.tree.text(view.shown.state, node, view.decode)
+        role, text = view.moment.tree.text(view.moment.shown.state, node, view.texts.decode)
         assert role == "sys"
         assert not text.startswith("…You"), "all system prompts begin with 'You': that is no difference"
         assert text.startswith("…")
-    for node in view.shown.state.nodes.values():
+    for node in view.moment.shown.state.nodes.values():
         if node.id and node.parent:
-            role, text = view.tree.text(view.shown.state, node, view.decode)
+            role, text = view.moment.tree.text(view.moment.shown.state, node, view.texts.decode)
             assert role in ("sys", "usr", "ast") and "<|" not in text
 
 
 def test_tree_search_and_folding():
     _, view = stress_view(CLASSROOM, 4.0, 40)
-    everything = view.tree.picture(view.shown, view.decode, 1000, everything=True)
-    assert len(everything.rows) == len(view.shown.state.nodes) - 1
-    found = view.tree.picture(view.shown, view.decode, 5, search="haiku")
+    everything = view.moment.tree.picture(view.moment.shown, view.texts.decode, 1000, everything=True)
+    assert len(everything.rows) == len(view.moment.shown.state.nodes) - 1
+    found = view.moment.tree.picture(view.moment.shown, view.texts.decode, 5, search="haiku")
     assert 0 < len(found.rows) < len(everything.rows)
-    parents = {view.shown.state.nodes[row.node].parent for row in found.rows}
+    parents = {view.moment.shown.state.nodes[row.node].parent for row in found.rows}
     leaves = [row for row in found.rows if row.node not in parents]
     assert all("haiku" in row.text.lower() for row in leaves)
     parent = next(row.node for row in everything.rows if row.has_children)
-    view.tree.folded.add(parent)
-    folded = view.tree.picture(view.shown, view.decode, 1000, everything=True)
-    below = {n.id for n in view.shown.state.nodes.values() if any(a.id == parent for a in view.shown.state.path(n.id))}
+    view.moment.tree.folded.add(parent)
+    folded = view.moment.tree.picture(view.moment.shown, view.texts.decode, 1000, everything=True)
+    below = {
+        n.id
+        for n in view.moment.shown.state.nodes.values()
+        if any(a.id == parent for a in view.moment.shown.state.path(n.id))
+    }
     assert {row.node for row in everything.rows} - {row.node for row in folded.rows} == below - {parent}
 
 
@@ -779,21 +788,21 @@ def test_no_node_is_missing_between_two_orderings():
         stress.run_steps(1)
         view.fold(stress.drain(), stress.now)
         if step % 50 == 0:
-            view.tree.refresh(view.shown, 0.0, force=True)
-        picture = view.tree.picture(view.shown, view.decode, 1000)
+            view.moment.tree.refresh(view.moment.shown, 0.0, force=True)
+        picture = view.moment.tree.picture(view.moment.shown, view.texts.decode, 1000)
         assert {row.node for row in picture.rows} == set(stress.cache.tree.nodes) - {0}
         assert picture.hidden_nodes == 0
-        few = view.tree.picture(view.shown, view.decode, 3)
+        few = view.moment.tree.picture(view.moment.shown, view.texts.decode, 3)
         assert len(few.rows) == min(3, picture.nodes) and few.hidden_nodes == picture.nodes - len(few.rows)
 
 
 def test_the_selected_path_is_always_among_the_rows():
     _, view = stress_view(CLASSROOM, 4.0, 40)
-    for node in list(view.shown.state.nodes.values())[1:]:
+    for node in list(view.moment.shown.state.nodes.values())[1:]:
         view.select("node", node.id)
-        picture = view.tree.picture(view.shown, view.decode, 3, set(view.links.nodes))
-        assert {n.id for n in view.shown.state.path(node.id)} <= {row.node for row in picture.rows} or len(
-            list(view.shown.state.path(node.id))
+        picture = view.moment.tree.picture(view.moment.shown, view.texts.decode, 3, set(view.links.nodes))
+        assert {n.id for n in view.moment.shown.state.path(node.id)} <= {row.node for row in picture.rows} or len(
+            list(view.moment.shown.state.path(node.id))
         ) > 3
 
 
@@ -804,7 +813,7 @@ def test_the_step_bar_at_the_gate_is_exactly_the_step():
         stress.run_steps(1)
         view.fold(stress.drain(), stress.now)
         view.frame(stress.now)
-        row = view.steps.get(view.steps.last)
+        row = view.history.steps.get(view.history.steps.last)
         text, bar = StepBar().picture(view, 120, 2).rows
         assert plain(text).startswith(f"step {row.step:,}  {row.tokens:,} of {TIGHT.budget:,} tokens")
         widths = {}
@@ -909,9 +918,9 @@ def test_timings_say_whose_times_they_show_and_of_how_many_steps():
 def test_where_it_is_narrow_the_step_tells_every_figure_of_what_it_computes():
     for seconds in (1.0, 2.0, 3.0, 4.0):
         _, view = stress_view(SMALL, seconds, 30)
-        step = next(s for s in range(view.steps.last, -1, -1) if view.steps.get(s).chunks)
+        step = next(s for s in range(view.history.steps.last, -1, -1) if view.history.steps.get(s).chunks)
         view.select("step", step)
-        row = view.steps.get(step)
+        row = view.history.steps.get(step)
         told = body(StepBar(), view, 48, 2)[0]
         assert f"{row.tokens:,} of 128" in told and f"prefill {row.chunks[0][2]}" in told, told
 
@@ -968,7 +977,7 @@ def test_timings_and_vitals_show_what_ranks_exchange():
     assert body(StepTimings(), view, 90, 10)[8].startswith("device")
     (step,) = (vital for vital in vitals(view, 10) if vital.label == "step")
     assert step.units[0] == "ms median, 25 % exchange"
-    story = tell(view, "step", view.steps.last - 2)
+    story = tell(view, "step", view.history.steps.last - 2)
     assert any(label == "exchange" and "between 4 ranks" in text for label, text in story.lines)
 
 
@@ -976,11 +985,11 @@ def test_events_are_the_newest_first_each_with_its_step_kind_and_words():
     _, view = stress_view(TIGHT, 3.0, 30)
     widget = Events()
     rows = body(widget, view, 110, 20)
-    newest = list(view.events.newest_first())[:20]
+    newest = list(view.history.events.newest_first())[:20]
     for row, event in zip(rows, newest, strict=True):
         step, kind = row.split()[:2]
         assert int(step.replace(",", "")) == max(event.step, 0) and kind == event.kind
-        assert row.split(maxsplit=2)[2].rstrip(" …") in view.event_text(event)
+        assert row.split(maxsplit=2)[2].rstrip(" …") in view.texts.event(view.history, event)
     widget.filter = 2
     assert {row.split()[1] for row in body(widget, view, 110, 20)} <= {"evict", "preempt"}
     view.select("request", view.subject())
@@ -996,14 +1005,14 @@ def test_an_event_is_told_to_its_last_word_also_where_the_panel_is_narrow():
         rows = body(widget, view, width, 24)
         told = " ".join(" ".join(rows).split())
         for event in widget.shown[:-1]:  # the last may end with the panel
-            text = view.event_text(event, short=width < 50)
+            text = view.texts.event(view.history, event, short=width < 50)
             rows_of = sum(at is event for at in widget._at)
             assert text in told or (event.kind == "evict" and rows_of == 1 and text[: width // 2] in told)
         evicted = next((event for event in widget.shown[:-1] if event.kind == "evict"), None)
         if evicted is not None:  # whole if it is chosen
             widget.chosen = evicted.seq
             told = " ".join(" ".join(body(widget, view, width, 24)).split())
-            assert view.event_text(evicted, short=width < 50) in told
+            assert view.texts.event(view.history, evicted, short=width < 50) in told
     last = next(y for y, event in enumerate(widget._at) if event is widget.shown[-1])
     widget.clicked(view, 0, last)
     assert widget.chosen == widget.shown[-1].seq
@@ -1030,7 +1039,7 @@ def test_a_chosen_event_keeps_its_row_when_newer_ones_arrive_and_the_list_ends_w
         chosen = widget.chosen
         rows = [row[5:] for row in body(widget, view, width, height)]  # without the step: it may begin meanwhile
         at = [event.seq for event in widget._at].index(chosen)
-        view.fold(records[view.live.state.seq :][:200])
+        view.fold(records[view.history.live.state.seq :][:200])
         view.frame(1.0)
         assert [row[5:] for row in body(widget, view, width, height)] == rows and widget.skip > 0
         assert widget._at[at].seq == widget.chosen == chosen
@@ -1038,21 +1047,21 @@ def test_a_chosen_event_keeps_its_row_when_newer_ones_arrive_and_the_list_ends_w
             widget.action_move(1)
             told = " ".join(" ".join(body(widget, view, width, height)).split())
             event = next(event for event in widget.shown if event.seq == widget.chosen)
-            assert view.event_text(event, short=width < 50) in told
+            assert view.texts.event(view.history, event, short=width < 50) in told
         widget.action_latest()
 
 
 def test_vitals_show_the_rates_and_the_pool():
     stress, view = stress_view(CLASSROOM, 5.0, 50)
     head = body(Vitals(), view, 200, 2)[0]
-    assert f"decode   {view.rates.per_second('decode'):,.0f} tok/s" in head
+    assert f"decode   {view.history.rates.per_second('decode'):,.0f} tok/s" in head
     running = sum(r.state.value == "running" for r in stress.scheduler.requests.values())
     assert f"running  {running:,} +{len(stress.scheduler.waiting)} waiting" in head
     allocator = stress.cache.allocator
     used = 100 * (allocator.total - allocator.num_free) / allocator.total
     held = 100 * (allocator.num_active + allocator.num_shared) / allocator.total
     assert f"pool     {used:,.0f} % used, {held:.0f} % held" in head
-    cached, prefill = (view.recent(name, 121).sum() for name in ("cached", "prefill"))
+    cached, prefill = (view.moment.recent(name, 121).sum() for name in ("cached", "prefill"))
     assert f"hit rate {100 * cached / (cached + prefill):.1f} %" in head
 
 
@@ -1144,7 +1153,7 @@ def test_panels_look_as_they_did(panel):
     _, view = stress_view(SMALL, 4.0, 80)
     if panel is ExpertMap:
         load = [(layer, [(7 * layer + 13 * expert) ** 2 % 97 for expert in range(64)]) for layer in range(24)]
-        view.experts.read((0, 1.0, "experts", 0, load))
+        view.history.experts.read((0, 1.0, "experts", 0, load))
     path = SNAPSHOTS / f"{panel.__name__}.txt"
     parts = []
     for width, height in ((80, 19), (60, 12), (100, 24)):

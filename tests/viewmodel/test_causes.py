@@ -313,7 +313,7 @@ def test_parts_and_causes_are_never_more_than_the_duration_and_the_slowest_is_fi
     stress.run_steps(400)
     live.fold(stress.drain())
     for name, view in (*recordings().items(), ("live", live)):
-        steps, seen = view.steps, 0
+        steps, seen = view.history.steps, 0
         for row in filter(None, map(steps.get, range(steps.first, steps.last + 1))):
             if row.took_ms is None:
                 continue
@@ -334,7 +334,7 @@ def test_parts_and_causes_are_never_more_than_the_duration_and_the_slowest_is_fi
                 assert sum(causes) == pytest.approx(float(found[1].replace(",", "")), rel=0.02, abs=0.05), found[0]
         assert seen > 140
         view.frame(0.0)
-        listed = [row.took_ms for row in rows_of(steps, step_times(steps, view.horizon, 32_768).slowest(10))]
+        listed = [row.took_ms for row in rows_of(steps, step_times(steps, view.moment.horizon, 32_768).slowest(10))]
         assert listed == sorted(listed, reverse=True, key=lambda took: took or 0.0)
         assert view.timings.slowest is not None
         if view.timings.steps == seen:
@@ -347,8 +347,8 @@ def test_the_explanation_of_a_step_does_not_change_while_the_run_goes_on() -> No
     for _ in range(8):
         stress.run_steps(50)
         view.fold(stress.drain())
-        for step in range(view.steps.committed + 1):
-            row, model = view.steps.get(step), view.models.of(step)
+        for step in range(view.history.steps.committed + 1):
+            row, model = view.history.steps.get(step), view.models.of(step)
             if row is not None and model is not None:
                 assert first.setdefault(step, why_slow(row, model)) == why_slow(row, model)
     late = View()  # asked for the first time at the end
@@ -356,7 +356,7 @@ def test_the_explanation_of_a_step_does_not_change_while_the_run_goes_on() -> No
     again = Stress(LIVE)
     again.run_steps(400)
     late.fold(again.drain())
-    rows = {step: late.steps.get(step) for step in first}
+    rows = {step: late.history.steps.get(step) for step in first}
     assert {step: why_slow(row, late.models.of(step)) for step, row in rows.items() if row is not None} == first
 
 
@@ -390,9 +390,11 @@ def test_a_step_does_not_explain_itself() -> None:
     assert (told.expected, told.unexplained, told.prefills) == (pytest.approx(5.0), pytest.approx(20.0), ())
     assert [explained(history, step, models.of(step)).expected for step in (29, 31)] == [pytest.approx(5.0)] * 2
     view = recordings()["small-pool"]  # two of its steps have prompts
-    prompts = [row for row in map(view.steps.get, range(view.steps.last + 1)) if row is not None and row.chunks]
+    prompts = [
+        row for row in map(view.history.steps.get, range(view.history.steps.last + 1)) if row is not None and row.chunks
+    ]
     for row in prompts:
-        told = explained(view.steps, row.step, view.models.of(row.step))
+        told = explained(view.history.steps, row.step, view.models.of(row.step))
         assert told.expected < told.took / 3 and not told.prefills
         assert told.causes[0].name.startswith("device in the prefill of ") and told.unexplained < 1.0
     assert len(prompts) == 2
@@ -436,9 +438,9 @@ def test_the_device_is_blamed_for_prompts_of_unknown_cost_beside_decodes() -> No
 def test_where_one_row_and_several_cost_differently_both_are_expected() -> None:
     """In the recording of a CPU, a step of two rows takes 11 to 14 ms, and a step of one row 4 to 6."""
     view = recordings()["small-pool"]
-    model = fit(view.steps, view.horizon)
+    model = fit(view.history.steps, view.moment.horizon)
     assert model is not None
-    for row in filter(None, map(view.steps.get, range(113, view.steps.last + 1))):
+    for row in filter(None, map(view.history.steps.get, range(113, view.history.steps.last + 1))):
         told = explain(row, model)
         if told is not None and row.kind == "decode":
             assert (11 if row.decodes > 1 else 4) < told.expected < (14 if row.decodes > 1 else 6.5)

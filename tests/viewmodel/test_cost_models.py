@@ -19,7 +19,11 @@ from minitui.viewmodel.words.story import tell
 def test_a_step_with_fewer_rows_than_all_before_has_no_expected_time_until_such_steps_are_fitted() -> None:
     """A CPU's run: steps of two to four rows take 11 ms, and the last 32 steps, of one row, take 5 ms."""
     view = recorded_view(TraceReader(find_trace("small-pool")))
-    rows = [row for row in map(view.steps.get, range(view.steps.last + 1)) if row is not None and row.took_ms]
+    rows = [
+        row
+        for row in map(view.history.steps.get, range(view.history.steps.last + 1))
+        if row is not None and row.took_ms
+    ]
     took: dict[int, list[float]] = {}
     for row in rows:
         took.setdefault(row.decodes, []).append(row.took_ms or 0.0)
@@ -38,7 +42,7 @@ def test_a_step_with_fewer_rows_than_all_before_has_no_expected_time_until_such_
 
 def test_the_words_of_a_usual_step_say_why_it_has_no_cause() -> None:
     view, told = recorded_view(TraceReader(find_trace("small-pool"))), Counter[str]()
-    for row in filter(None, map(view.steps.get, range(view.steps.last + 1))):
+    for row in filter(None, map(view.history.steps.get, range(view.history.steps.last + 1))):
         model = view.models.of(row.step)
         words, found = usual_words(row, model), explain(row, model) if model is not None else None
         if found is None or found.took > 1.25 * found.expected:
@@ -60,7 +64,7 @@ def test_while_it_is_recorded_a_step_has_the_same_expected_time_as_in_the_replay
         if record[2] != "time" or record[3] < 64:
             continue
         step = record[3]
-        row, again = live.steps.get(step), whole.steps.get(step)
+        row, again = live.history.steps.get(step), whole.history.steps.get(step)
         assert row is not None and again is not None
         models = live.models.of(step), whole.models.of(step)
         found = [explain(r, m) if m is not None else None for r, m in zip((row, again), models, strict=True)]

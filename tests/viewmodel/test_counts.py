@@ -51,7 +51,7 @@ class Shown:
         self.view = view = recorded_view(self.reader)
         compared = as_data(Comparison([Run(view), Run(view)]), "", [self.reader.info] * 2, [])
         self.compared: list[dict[str, Any]] = compared["runs"][0]["requests"]
-        view.playback = Playback(1.0, paused=True)
+        view.moment.playback = Playback(1.0, paused=True)
         view.frame(0.0)
         self.panels = {
             name: text_of(panel().picture(view, 200, HEIGHTS.get(name, 60))) for name, panel in PANELS.items()
@@ -96,7 +96,7 @@ def test_requests_and_steps(at_end: Shown) -> None:
     view, told = at_end.view, describe(at_end.reader)
     requests, steps = len(at_end.requests), int(at_end.number("timings", r"([\d,]+) steps in"))
     assert f"{requests:,} request" in told and f" {steps:,} steps" in told
-    charted = step_times(view.steps, view.horizon, view.steps.capacity)
+    charted = step_times(view.history.steps, view.moment.horizon, view.history.steps.capacity)
     assert at_end.run.requests == requests and at_end.run.steps == steps == len(charted.took)
     kinds = [at_end.number("timings", rf"{kind} +([\d,]+) ") for kind in ("decode only", "mixed", "prefill only")]
     assert sum(kinds) == steps
@@ -104,7 +104,7 @@ def test_requests_and_steps(at_end: Shown) -> None:
     lanes = BatchLanes()
     (*_, rest) = map(plain, lanes.picture(view, 120, 20).rows)
     hidden = re.findall(r"([\d,]+) (?:decoding|prefilling|waiting|done)", rest)
-    assert lanes.first_step <= view.steps.begin
+    assert lanes.first_step <= view.history.steps.begin
     assert sum(int(n.replace(",", "")) for n in hidden) + sum(map(len, lanes.rows.slots)) == requests
     assert at_end.number("requests", r"([\d,]+) live") == requests - finished
     assert at_end.number("requests", r"([\d,]+) finished") == finished == at_end.run.finished
@@ -118,7 +118,9 @@ def test_tokens_and_their_times(at_end: Shown) -> None:
     expected = np.percentile(firsts, (50, 99))
     assert (run.first_p50, run.first_p99) == pytest.approx(expected, abs=0.001)
     assert [float(shown_firsts.group(i)) for i in (1, 2)] == pytest.approx(expected, rel=0.005)
-    _, (p50, p99, gaps) = at_end.view.trends.series("token gaps", 7200, 100, at_end.view.rates.now, live=True)
+    _, (p50, p99, gaps) = at_end.view.history.trends.series(
+        "token gaps", 7200, 100, at_end.view.history.rates.now, live=True
+    )
     assert gaps == run.gaps == at_end.total("gaps")
     assert (p50, p99) == pytest.approx((run.gap_p50, run.gap_p99))
     longest = max((request["longest_gap"]["ms"] for request in requests if request["longest_gap"]), default=0.0)
@@ -137,13 +139,13 @@ def test_a_duration_has_one_text(at_end: Shown, tmp_path: Path) -> None:
     }
     assert len(told) > 5
     for step in sorted(told)[:100]:
-        row = view.steps.get(step)
+        row = view.history.steps.get(step)
         assert row is not None and row.took_ms is not None
         assert told[step] == duration(row.took_ms) == duration(took.get(step, row.took_ms))
         assert dict(tell(view, "step", step).lines)["took"].startswith(f"{told[step]};")
     markdown = export(at_end.reader.path, "md", tmp_path / "a.md").read_text()
     for row in at_end.requests:
-        lane = view.lanes.lanes[row["request"]]
+        lane = view.history.lanes.lanes[row["request"]]
         if row["first_token_ms"] is not None:
             first = duration(row["first_token_ms"])
             assert re.search(rf"^\| r{lane.id} \|.*\| {re.escape(first)} \|", markdown, re.MULTILINE)
@@ -153,9 +155,9 @@ def test_a_duration_has_one_text(at_end: Shown, tmp_path: Path) -> None:
             assert gap["text"].startswith(f"{ms(gap['ms'])} ms ")
             assert gap["ms"] == pytest.approx(sum(gap["causes_ms"].values()), abs=0.003 * len(gap["causes_ms"]))
     for lane in run.lanes:  # the gap of a step is the time that it took
-        arrivals = view.tokens.arrivals(lane, view.horizon)
+        arrivals = view.history.tokens.arrivals(lane, view.moment.horizon)
         for i in range(1, min(len(arrivals), 50)):
-            between, ended = arrivals.gap(i), view.steps.get(int(arrivals.steps[i]))
+            between, ended = arrivals.gap(i), view.history.steps.get(int(arrivals.steps[i]))
             assert ended is not None and ended.took_ms is not None
             if between.since == between.step - 1:
                 assert exact(between.ms) == exact(ended.took_ms)
@@ -192,18 +194,18 @@ def test_the_json_of_a_comparison_has_the_requests_of_tail(at_end: Shown) -> Non
 
 def test_events_and_their_steps(at_end: Shown) -> None:
     reader, run = at_end.reader, at_end.run
-    events = list(at_end.view.events.newest_first())
+    events = list(at_end.view.history.events.newest_first())
     # A wait that began before the recording is known only when the first token arrives.
-    words = {at_end.view.event_text(event).partition(" · waited")[0] for event in events}
+    words = {at_end.view.texts.event(at_end.view.history, event).partition(" · waited")[0] for event in events}
     lines = [line for line in at_end.lines if any(text in line for text in words)]
     assert len(lines) == len(events) == at_end.number("events", r"([\d,]+) so far")
     steps = [
         int(found.replace(",", "")) for line in at_end.lines for found in re.findall(r" s  .*?steps? ([\d,]+)", line)
     ]
-    assert all(reader.step_before < step <= at_end.view.steps.last for step in steps)
+    assert all(reader.step_before < step <= at_end.view.history.steps.last for step in steps)
     rows = [row.split()[0] for row in at_end.panels["events"].splitlines()[2:-1] if row.split()]
     numbers = [int(step.replace(",", "")) for step in rows if step[0].isdigit()]
-    assert all(reader.step_before < step <= at_end.view.steps.last for step in numbers)
+    assert all(reader.step_before < step <= at_end.view.history.steps.last for step in numbers)
     count = {kind: sum(event.kind == kind for event in events) for kind in ("preempt", "finish", "evict")}
     assert count["preempt"] == run.preemptions == at_end.total("preemptions")
     assert count["finish"] == run.finished
@@ -211,9 +213,9 @@ def test_events_and_their_steps(at_end: Shown) -> None:
 
 
 def test_chunks_end_within_their_prompt_or_the_reply_so_far(at_end: Shown) -> None:
-    resumed = {event.request for event in at_end.view.events.newest_first() if event.kind == "preempt"}
+    resumed = {event.request for event in at_end.view.history.events.newest_first() if event.kind == "preempt"}
     chunks = [
-        found for step in range(at_end.view.steps.begin, at_end.view.horizon + 1)
+        found for step in range(at_end.view.history.steps.begin, at_end.view.moment.horizon + 1)
         for _, text in tell(at_end.view, "step", step).lines
         for found in re.findall(r"^r(\d+): tokens ([\d,]+) to ([\d,]+)(?: of ([\d,]+))?(; samples)?", text)
     ]  # fmt: skip
@@ -232,29 +234,31 @@ def test_the_history_of_levels_does_not_depend_on_the_batches_of_records(at_end:
         view.reset(snapshot)
         for begin in range(0, len(records), size):
             view.fold(records[begin : begin + size])
-        histories.append([view.rates.series(name, 100).tolist() for name in view.rates.LEVELS])
+        histories.append([view.history.rates.series(name, 100).tolist() for name in view.history.rates.LEVELS])
     assert histories[0] == histories[1] == histories[2]
 
 
 def test_what_the_cache_saved(at_end: Shown) -> None:
     view, again = at_end.view, at_end.total("tokens_computed_twice")
     assert at_end.run.twice == again and at_end.number("waste", r"([\d,]+) preempted") == again
-    saved, data = view.saved_in_the_last_minute, at_end.summed_up
+    saved, data = view.moment.reused_lately.saved, at_end.summed_up
     assert f"saved {saved:,} prompt token" in at_end.summary and saved == at_end.run.cached
     assert data["saved_prompt_tokens"] == saved and "\n".join(data["text"]) == at_end.summary
     assert data["tokens_cached_after_preemption"] == at_end.total("tokens_cached_after_preemption")
-    assert data["hit_rate"] == pytest.approx(view.hit_rate, abs=1e-4)
+    assert data["hit_rate"] == pytest.approx(view.moment.reused.hit_rate, abs=1e-4)
     for node in data["evicted_next"]:
         assert f"{node['name']} ({node['tokens']:,} token" in at_end.summary
     for limit in data["limits"]:
         known = f"the {limit['by']} limits" if limit["by"] else "it is unknown whether the host or the device limits"
         assert known in at_end.summary and (limit["host_waits"] is None) == (limit["by"] is None)
     assert at_end.number("tree", r"([\d,]+) (?:prompt tokens )?saved") == saved
-    if view.hit_rate is not None:
-        assert f"{100 * view.hit_rate:.1f} % of all" in at_end.summary
-        assert at_end.number("vitals", r"hit rate ([\d.]+)") == pytest.approx(100 * view.hit_rate, abs=0.05)
+    if view.moment.reused.hit_rate is not None:
+        assert f"{100 * view.moment.reused.hit_rate:.1f} % of all" in at_end.summary
+        assert at_end.number("vitals", r"hit rate ([\d.]+)") == pytest.approx(
+            100 * view.moment.reused.hit_rate, abs=0.05
+        )
     resumed = at_end.total("tokens_cached_after_preemption")
-    assert view.resumed_in_the_last_minute == resumed
+    assert view.moment.reused_lately.resumed == resumed
     if resumed:
         assert f"took {resumed:,} tokens from the cache again" in at_end.summary
         assert at_end.number("tree", r"([\d,]+) again after preemptions") == resumed
@@ -264,7 +268,7 @@ def test_a_reply_has_one_speed(at_end: Shown) -> None:
     view, told, speeds = at_end.view, "\n".join(at_end.lines), 0
     by_request: list[str] = []
     tail_trace(at_end.reader.path, by_request.append, "requests")
-    ends = {event.request: event for event in view.events.newest_first() if event.kind == "finish"}
+    ends = {event.request: event for event in view.history.events.newest_first() if event.kind == "finish"}
     table = {int(row.split()[0][1:]): row for row in re.findall(r"^r\d+ .*$", at_end.panels["requests"], re.MULTILINE)}
     assert len(table) > 3
     for request in at_end.requests:
@@ -275,7 +279,7 @@ def test_a_reply_has_one_speed(at_end: Shown) -> None:
         if id in table and words:
             assert f" {words.split()[0]} " in table[id]
         if request["finished"]:
-            end = view.event_text(ends[id])
+            end = view.texts.event(view.history, ends[id])
             assert re.findall(r"[\d,]+ tok/s", end) == [words] * bool(words) and end in told
             assert f", {words}," in dict(tell(view, "request", id).lines)["finished"] or not words
             speeds += bool(words)
@@ -286,20 +290,20 @@ def test_the_header_has_the_median_duration_of_decode_steps_at_each_moment(at_en
     view = at_end.view
     differs = False
     try:
-        for step in range(view.steps.begin + 9, view.steps.last, 40):
+        for step in range(view.history.steps.begin + 9, view.history.steps.last, 40):
             if not view.travel_to(step):
                 continue
             view.frame(0.0)
-            at = view.steps.indices(0, view.horizon)
-            took, device = (view.steps.column(name)[at] for name in ("took", "device"))
-            decodes = view.steps.prefilled(at) == 0
+            at = view.history.steps.indices(0, view.moment.horizon)
+            took, device = (view.history.steps.column(name)[at] for name in ("took", "device"))
+            decodes = view.history.steps.prefilled(at) == 0
             header = text_of(Vitals().picture(view, 200, 2))
             shown = re.search(r"step +([\d.,]+) ms median", header)
             assert shown is not None and shown.group(1) == ms(float(np.median(took[decodes])))
             differs |= ms(float(np.median(took[decodes]))) != ms(float(np.median(device[decodes])))
         assert differs
     finally:
-        view.present()
+        view.moment.present()
         view.frame(0.0)
 
 
@@ -313,8 +317,10 @@ def test_perfetto_counts_the_requests_and_blocks_of_the_panels(at_end: Shown, tm
             assert args.get("output tokens", told[event["tid"]]["output_tokens"]) == told[event["tid"]]["output_tokens"]
     view = at_end.view
     last = {event["name"]: event["args"] for event in events if event["ph"] == "C"}
-    free, active, shared, cached = view.live.state.counts
+    free, active, shared, cached = view.history.live.state.counts
     assert last["KV blocks"].keys() == {"free", "active", "shared", "cached"}
-    if view.live.state.step == view.steps.committed:  # else the panels show the plan of the next step, and say so
+    if (
+        view.history.live.state.step == view.history.steps.committed
+    ):  # else the panels show the plan of the next step, and say so
         assert last["KV blocks"] == {"free": free, "active": active, "shared": shared, "cached": cached}
         assert last["requests"] == {"running": at_end.number("vitals", r"running +([\d,]+)"), "waiting": 0}

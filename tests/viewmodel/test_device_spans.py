@@ -96,7 +96,7 @@ def test_a_pause_of_a_waiting_host_leaves_open_when_the_step_ended(monkeypatch: 
 @pytest.mark.parametrize("name", ["h200-8b", "small-pool"])
 def test_the_place_is_almost_known_in_a_recording_and_the_same_in_every_window(name: str) -> None:
     view = folded_view(TraceReader(find_trace(name)))
-    line = Timeline(view.steps, view.horizon)
+    line = Timeline(view.history.steps, view.moment.horizon)
     everything = line.device(line.first, line.last)
     for first in range(line.first, line.last, 7):
         alone = [span for span in everything if first + 1 <= span.step <= first + 3]
@@ -109,7 +109,7 @@ def test_the_place_is_almost_known_in_a_recording_and_the_same_in_every_window(n
 def test_launches_of_kernels_do_not_move_the_step_before_them() -> None:
     """In this recording, the host launched step 265 for 19 ms. Step 264 ended long before its results were read."""
     view = folded_view(TraceReader(find_trace("h200-8b")))
-    line = Timeline(view.steps, view.horizon)
+    line = Timeline(view.history.steps, view.moment.horizon)
     (decode,), none = of_step(line.device(263, 266), 264)
     assert not none and decode.begin == pytest.approx(line.arrived(263), abs=0.13)
     assert line.arrived(264) - decode.end > 14

@@ -31,9 +31,9 @@ TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160)
 @pytest.mark.parametrize("name", ["small-pool", "h200-8b", "vllm-8b"])
 def test_the_parts_of_every_first_token_add_up_to_its_time(name: str) -> None:
     view, told = recorded_view(TraceReader(find_trace(name))), 0
-    view.live.state.gate = "closed"  # a still picture is exact
+    view.history.live.state.gate = "closed"  # a still picture is exact
     for row in Requests().figures(view):
-        lane = view.lanes.lanes[row.id]
+        lane = view.history.lanes.lanes[row.id]
         reason = why_first(view, lane, row)
         data = request_data(view, lane)
         assert (reason is None) == (data["first_token_causes_ms"] is None)
@@ -52,12 +52,12 @@ def test_the_parts_of_every_first_token_add_up_to_its_time(name: str) -> None:
 def test_a_first_token_that_waited_for_another_prompt_names_it() -> None:
     """The prompt of r63 is launched in step 361, and that of r64 while the device computes step 362."""
     view = recorded_view(TraceReader(find_trace("h200-8b")))
-    lane = view.lanes.lanes[63]
+    lane = view.history.lanes.lanes[63]
     row = Requests().of(view, lane)
     words = first_token_words(row, why_first(view, lane, row))
     assert words.startswith("70.2 ms = queue 0.15 + prefill 70.0: launch in 2 steps longer than usual ")
     assert ", prefill of r64 in next step 363 17.7, its 268 prompt tokens 17.7, " in words
-    step = view.steps.get(362)
+    step = view.history.steps.get(362)
     assert step is not None and [chunk[0] for chunk in step.chunks] == [63]
     assert why_briefly(step, view.models.of(362)).startswith("next step's prefill of r64 17.7, launch +12.5")
 
@@ -66,7 +66,7 @@ def folded(load: Load, records: list[Any]) -> View:
     view = View()
     view.reset(State(load.blocks + 1, load.block_size, load.budget, load.rows).snapshot())
     view.fold(records)
-    view.live.state.gate = "closed"
+    view.history.live.state.gate = "closed"
     return view
 
 
@@ -101,7 +101,7 @@ def delayed_run(at: str) -> tuple[View, int]:
 @pytest.mark.parametrize("at", ["prefill", "queue"])
 def test_another_program_before_the_first_token_is_named(at: str) -> None:
     view, request = delayed_run(at)
-    lane = view.lanes.lanes[request]
+    lane = view.history.lanes.lanes[request]
     row = Requests().of(view, lane)
     assert row.queue_ms is not None and row.prefill_ms is not None
     reason = explain_first_token(view, lane, row.queue_ms, row.prefill_ms)
@@ -113,7 +113,7 @@ def test_another_program_before_the_first_token_is_named(at: str) -> None:
 def test_gaps_as_long_as_the_longest_are_counted() -> None:
     view = recorded_view(TraceReader(find_trace("h200-8b")))
     view.frame(0.0)
-    view.live.state.gate = "closed"
+    view.history.live.state.gate = "closed"
     rows = Requests().figures(view)
     worst, equal = longest((row for row in rows if row.longest), by_longest_gap)
     assert worst is not None and worst.longest is not None and worst.id == 8 and len(equal) == 38
@@ -142,10 +142,10 @@ def test_the_json_has_the_reason_of_the_first_token() -> None:
 
 def test_a_device_that_was_slow_without_a_measured_reason_says_so() -> None:
     view = recorded_view(TraceReader(find_trace("small-pool")))
-    row = view.steps.get(64)
+    row = view.history.steps.get(64)
     assert row is not None
     assert "+8.1" in (text := why_briefly(row, view.models.of(64))) and text.startswith("device")
-    lane = view.lanes.lanes[1]
-    gap = view.tokens.stats(lane, view.horizon)
+    lane = view.history.lanes.lanes[1]
+    gap = view.history.tokens.stats(lane, view.moment.horizon)
     assert gap is not None and gap.longest is not None and gap.longest.step == 64
     assert "device (cause unknown) 8.1" in request_data(view, lane)["longest_gap"]["text"]

@@ -92,13 +92,13 @@ def test_other_programs_are_told_from_the_host_and_the_device(
 ) -> None:
     view = recorded(work, wait, delayed)
     lines = [f"{line} · last 159 steps" for line in words]
-    assert ["".join(one.told()) for one in limits(view.steps, view.horizon)] == lines
+    assert ["".join(one.told()) for one in limits(view.history.steps, view.moment.horizon)] == lines
     assert summary(view)[-len(lines) :] == lines
     rows = [row.rstrip() for row in drawn(StepTimings(), view, 76, 30)]
     at = next(i for i, row in enumerate(rows) if row.startswith((brief or words)[0]))
     assert [row.removesuffix(" · last 159 steps") for row in rows[at : at + len(brief or words)]] == (brief or words)
     for width in (76, 118):
-        texts = ["".join(one.told(width)) for one in limits(view.steps, view.horizon)]
+        texts = ["".join(one.told(width)) for one in limits(view.history.steps, view.moment.horizon)]
         assert all(any(row.startswith(text) for row in drawn(Waterfall(), view, width, 30)) for text in texts)
     found = summary_json(view)["limits"]
     assert [one["by"] for one in found] == by and {one["share_of_time"] for one in found} == {1.0}

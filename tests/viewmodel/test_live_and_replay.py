@@ -25,11 +25,11 @@ TIGHT = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160)
 
 def said_of(view: View, step: int) -> list[str]:
     """The explanations of a step and of the gaps that end with it."""
-    row = view.steps.get(step)
+    row = view.history.steps.get(step)
     assert row is not None
     told = [why_slow(row, view.models.of(step), always=True)]
-    for lane in sorted(view.lanes.lanes.values(), key=lambda lane: lane.id):
-        found = view.tokens.arrivals(lane, step)
+    for lane in sorted(view.history.lanes.lanes.values(), key=lambda lane: lane.id):
+        found = view.history.tokens.arrivals(lane, step)
         if len(found) > 1 and found.steps[-1] == step:
             told.append(gap_words(view, lane, found.gap(len(found) - 1)))
     return told
@@ -44,13 +44,13 @@ def test_a_replay_explains_each_step_and_gap_as_the_live_run_did(load: Load, tmp
     recorder.begin({"num_blocks": load.blocks, "block_size": load.block_size}, snapshot)
     live: dict[int, list[str]] = {}
     for _ in range(60):
-        begin = max(view.steps.committed + 1, 0)
+        begin = max(view.history.steps.committed + 1, 0)
         stress.run_steps(7)
         records = stress.drain()
         recorder.feed(records)
         view.fold(records)
-        if view.steps.committed >= FIRST_FIT:  # before, nothing is known that a time can be compared with
-            live |= {step: said_of(view, step) for step in range(begin, view.steps.committed + 1)}
+        if view.history.steps.committed >= FIRST_FIT:  # before, nothing is known that a time can be compared with
+            live |= {step: said_of(view, step) for step in range(begin, view.history.steps.committed + 1)}
     live |= {step: said_of(view, step) for step in range(FIRST_FIT)}
     recorder.close()
     reader = TraceReader(tmp_path / "run.trace")
@@ -78,6 +78,9 @@ def test_displayed_times_of_a_live_engine_begin_where_those_of_its_recording_do(
     recorder.close()
     view.reset(snapshot)
     view.fold(records)
-    assert view.origin == pytest.approx(TraceReader(tmp_path / "live.trace").begin_t, abs=1e-5) and view.origin > 20
+    assert (
+        view.history.origin == pytest.approx(TraceReader(tmp_path / "live.trace").begin_t, abs=1e-5)
+        and view.history.origin > 20
+    )
     view.reset(snapshot | {"t": 50.0})  # after a gap, the recording continues
-    assert view.origin == records[0][1]
+    assert view.history.origin == records[0][1]

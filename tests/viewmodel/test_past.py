@@ -12,8 +12,9 @@ from minitui.tui.widgets.occupancy import waste_words
 from minitui.viewmodel.explain.cost_models import first_model
 from minitui.viewmodel.explain.stalls import gap_words
 from minitui.viewmodel.history.spans import Timeline
+from minitui.viewmodel.moment import Playback
 from minitui.viewmodel.requests import Requests
-from minitui.viewmodel.view import Playback, View
+from minitui.viewmodel.view import View
 from minitui.viewmodel.words.story import tell
 from minitui.viewmodel.words.summary import summary
 from tests.support.golden import GOLDEN
@@ -26,40 +27,40 @@ def test_the_past_says_what_the_live_picture_said_at_that_step(name: str) -> Non
 
     def view_of(records: list[Any]) -> View:
         view = View()
-        view.ids_to_text = lambda ids: ""  # the tree keeps the texts that it has shown
+        view.texts.ids_to_text = lambda ids: ""  # the tree keeps the texts that it has shown
         view.reset(begin)
         view.models.look_ahead(first_model(begin, reader.records()))
         view.fold(records)
         return view
 
     def said(view: View) -> list[Any]:
-        state = view.shown.state
-        asked = [("request", lane.id) for lane in view.lanes.lanes.values() if view.begun(lane)]
+        state = view.moment.shown.state
+        asked = [("request", lane.id) for lane in view.history.lanes.lanes.values() if view.moment.begun(lane)]
         asked += [("group", group) for group in sorted({request.group for request in state.requests.values()})]
         asked += [("node", node) for node in list(state.nodes)[1:40]] + [("block", block) for block in range(1, 20)]
-        asked += [("step", view.horizon), ("step", view.horizon - 1)]
-        line = Timeline(view.steps, view.horizon)
+        asked += [("step", view.moment.horizon), ("step", view.moment.horizon - 1)]
+        line = Timeline(view.history.steps, view.moment.horizon)
         steps = max(line.first, line.last - 8), line.last
-        lanes = [lane for lane in view.lanes.around(view.horizon) if view.begun(lane)]
+        lanes = [lane for lane in view.history.lanes.around(view.moment.horizon) if view.moment.begun(lane)]
         return [
-            [tell(view, *what) for what in asked], Requests().figures(view), view.events.count_to(state.seq),
+            [tell(view, *what) for what in asked], Requests().figures(view), view.history.events.count_to(state.seq),
             line.host(*steps), line.device(*steps), sorted(line.request(lane, *steps) for lane in lanes),
         ]  # fmt: skip
 
     whole = view_of(records)
-    rows = [whole.steps.get(step) for step in range(reader.step_before + 4, reader.last_step)]
+    rows = [whole.history.steps.get(step) for step in range(reader.step_before + 4, reader.last_step)]
     ends = {row.step: row.end_seq for row in rows if row is not None and row.end_seq}
     for step, at in list(ends.items())[:: len(ends) // 5]:
         live = view_of([record for record in records if record[0] <= at])
         live.travel_to(step)  # another step may be in flight
         assert whole.travel_to(step)
         for view in (live, whole):
-            view.shown.state.gate = "closed"  # a live picture that stands
+            view.moment.shown.state.gate = "closed"  # a live picture that stands
             view.frame(0.0)
         for then, now in zip(said(live), said(whole), strict=True):
             assert now == then, step
     assert whole.travel_to(min(ends))
-    later = [lane.id for lane in whole.lanes.lanes.values() if not whole.begun(lane)]
+    later = [lane.id for lane in whole.history.lanes.lanes.values() if not whole.moment.begun(lane)]
     assert later or name == "small-pool"
     assert all("not submitted yet" in tell(whole, "request", request).lines[0][1] for request in later)
 
@@ -69,15 +70,19 @@ def test_what_a_preempted_request_takes_again_is_not_saved() -> None:
     view.reset(reader.part(0).snapshot)
     view.fold(list(reader.records()))
     view.frame(0.0)
-    lanes = view.lanes.lanes.values()
+    lanes = view.history.lanes.lanes.values()
     assert sum(lane.cached_tokens for lane in lanes) == 0 < sum(lane.preemptions for lane in lanes)
-    assert (view.saved_in_the_last_minute, view.hit_rate, int(view.shown.saved.sum())) == (0, 0.0, 0)
-    assert view.resumed_in_the_last_minute == sum(lane.taken_again(view.horizon) for lane in lanes) == 96
+    assert (view.moment.reused_lately.saved, view.moment.reused.hit_rate, int(view.moment.shown.saved.sum())) == (
+        0,
+        0.0,
+        0,
+    )
+    assert view.moment.reused_lately.resumed == sum(lane.taken_again(view.moment.horizon) for lane in lanes) == 96
     assert any("resumed requests took 96 tokens from the cache again" in line for line in summary(view))
-    assert view.recent("missed", 240).sum() == sum(lane.prompt_tokens for lane in lanes)
+    assert view.moment.recent("missed", 240).sum() == sum(lane.prompt_tokens for lane in lanes)
     view.travel_to(20)
     view.frame(0.0)
-    assert view.resumed_in_the_last_minute == 0
+    assert view.moment.reused_lately.resumed == 0
 
 
 def test_vllm_counts_no_tokens_computed_again_but_those_of_preempted_requests_are_known() -> None:
@@ -97,11 +102,11 @@ def test_a_gap_in_the_first_steps_is_explained_with_the_steps_that_are_known_now
     view.fold(list(reader.records()))
     view.travel_to(3)
     view.frame(0.0)
-    lane = view.lanes.lanes[1]
-    gap = view.tokens.arrivals(lane, view.horizon).gap(2)
+    lane = view.history.lanes.lanes[1]
+    gap = view.history.tokens.arrivals(lane, view.moment.horizon).gap(2)
     then = gap_words(view, lane, gap)
     assert "cause unknown" not in then
-    view.present()
+    view.moment.present()
     assert gap_words(view, lane, gap) == then
 
 
@@ -111,9 +116,9 @@ def test_a_paused_picture_ends_with_a_step_that_has_ended_and_steps_in_flight_co
     planned = next(i for i, record in enumerate(records) if record[2] == "step" and record[3] == 58)
     view.reset(reader.part(0).snapshot)
     view.fold(records[: planned + 1])
-    assert view.horizon == 58, "a picture that moves"
-    view.playback = Playback(paused=True)
-    assert view.horizon == 56 and view.travel_to(55) and view.travel_text == "PAST step 55, 1 back"
-    assert not view.travel_to(56) and not view.travel_text and view.horizon == 56
+    assert view.moment.horizon == 58, "a picture that moves"
+    view.moment.playback = Playback(paused=True)
+    assert view.moment.horizon == 56 and view.travel_to(55) and view.moment.travel_text == "PAST step 55, 1 back"
+    assert not view.travel_to(56) and not view.moment.travel_text and view.moment.horizon == 56
     view.fold([(records[planned][0] + 1, records[planned][1], "fail", 57, "out of memory")])
-    assert view.horizon == 57, "a step that failed has ended, too"
+    assert view.moment.horizon == 57, "a step that failed has ended, too"

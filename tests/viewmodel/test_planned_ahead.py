@@ -10,7 +10,8 @@ from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.step_bar import StepBar
 from minitui.viewmodel.compare.runs import recorded_view
 from minitui.viewmodel.history.lane import FINISHED
-from minitui.viewmodel.view import Playback, View
+from minitui.viewmodel.moment import Playback
+from minitui.viewmodel.view import View
 from minitui.viewmodel.words.request_teller import RequestTeller
 from minitui.viewmodel.words.story import tell
 from minitui.vllm.translate import Translator
@@ -30,8 +31,8 @@ def told(view: View, step: int) -> str:
 def test_the_picture_of_a_step_says_which_plan_its_requests_and_blocks_include(vllm: View) -> None:
     compared = 0
     for step in range(2_520, 2_560):
-        assert vllm.travel_to(step) and vllm.planned_ahead == step + 1
-        row, state = vllm.steps.get(step), vllm.shown.state
+        assert vllm.travel_to(step) and vllm.moment.planned_ahead == step + 1
+        row, state = vllm.history.steps.get(step), vllm.moment.shown.state
         assert row is not None
         running = sum(request.state == "running" for request in state.requests.values())
         now = f"in the panels, after the plan of step {step + 1:,}: {running} running, {len(state.queue)} waiting"
@@ -44,14 +45,14 @@ def test_the_picture_of_a_step_says_which_plan_its_requests_and_blocks_include(v
         line = plain(StepBar(frame="none").picture(vllm, 80, 2).rows[0])
         assert line.endswith(f"panels: plan of {step + 1:,}") or len(line.rstrip()) > 80 - 24
     assert compared > 5
-    vllm.present()
+    vllm.moment.present()
 
 
 def test_without_overlap_and_in_a_moving_picture_nothing_is_planned_ahead(vllm: View) -> None:
     small = recorded_view(TraceReader(find_trace("small-pool")))
-    for view, step in ((small, 60), (small, small.steps.last), (vllm, vllm.steps.last)):
+    for view, step in ((small, 60), (small, small.history.steps.last), (vllm, vllm.history.steps.last)):
         view.travel_to(step)
-        assert view.planned_ahead is None and not StepBar().picture(view, 120, 2).note
+        assert view.moment.planned_ahead is None and not StepBar().picture(view, 120, 2).note
     assert told(small, 60) == "none" or told(small, 60).endswith(" in the queue")
 
 
@@ -59,10 +60,10 @@ def test_requests_that_have_not_finished_are_told_at_the_step_that_the_app_shows
     view = View()
     lines = list(RequestTeller(view).tell_all(TraceReader(find_trace("vllm-8b"))))
     last = [line for line in lines if "not finished" in line.text or line.kind == "longest"]
-    vllm.playback = Playback(paused=True)
-    assert vllm.horizon < vllm.live.state.step == vllm.planned_ahead
-    assert len(last) > 50 and {line.step for line in last} == {vllm.horizon}
-    vllm.playback = None
+    vllm.moment.playback = Playback(paused=True)
+    assert vllm.moment.horizon < vllm.history.live.state.step == vllm.moment.planned_ahead
+    assert len(last) > 50 and {line.step for line in last} == {vllm.moment.horizon}
+    vllm.moment.playback = None
 
 
 @pytest.mark.parametrize("name", recorded())
@@ -81,31 +82,31 @@ def test_vllm_s_reason_for_waiting_belongs_to_the_step_whose_plan_left_the_reque
 
 def test_the_recordings_of_vllm_tell_the_wait_with_its_step() -> None:
     view = recorded_view(TraceReader(bundled()["vllm-8b"]))
-    waits = [event for event in view.events.newest_first() if event.kind == "wait"]
+    waits = [event for event in view.history.events.newest_first() if event.kind == "wait"]
     assert len(waits) > 50
     for event in waits:
-        row = view.steps.get(event.step)
+        row = view.history.steps.get(event.step)
         assert row is not None and row.waiting > 0
         if "tokens of this step are used" in event.record[4]:
-            assert row.tokens == view.live.state.budget
+            assert row.tokens == view.history.live.state.budget
 
 
 @pytest.mark.parametrize("name", ["h200-8b", "vllm-8b", "small-pool"])
 def test_a_request_finishes_at_the_step_of_its_last_token(name: str) -> None:
     view = recorded_view(TraceReader(find_trace(name)))
-    finishes = [event for event in view.events.newest_first() if event.kind == "finish"]
+    finishes = [event for event in view.history.events.newest_first() if event.kind == "finish"]
     known = 0
     for event in finishes:
-        lane = view.lanes.lanes[event.request]
-        assert lane.finish_step == event.step and event in view.events.of_step(event.step)
-        found = view.tokens.arrivals(lane, view.horizon)
+        lane = view.history.lanes.lanes[event.request]
+        assert lane.finish_step == event.step and event in view.history.events.of_step(event.step)
+        found = view.history.tokens.arrivals(lane, view.moment.horizon)
         if len(found) and lane.finish_reason != "abort":  # an aborted request finishes while a step runs
             assert event.step == int(found.steps[-1])
             known += 1
-        assert (FINISHED, range(1, 2)) in list(lane.pieces(event.step - 1, 1, 4, view.horizon))
-        assert all(columns.stop <= 2 for _, columns in lane.pieces(event.step - 1, 1, 4, view.horizon))
+        assert (FINISHED, range(1, 2)) in list(lane.pieces(event.step - 1, 1, 4, view.moment.horizon))
+        assert all(columns.stop <= 2 for _, columns in lane.pieces(event.step - 1, 1, 4, view.moment.horizon))
         if view.travel_to(event.step):
-            assert lane.id not in view.shown.state.requests
+            assert lane.id not in view.moment.shown.state.requests
             assert f"at step {event.step:,}" in dict(tell(view, "request", lane.id).lines)["finished"]
     assert known >= 0.8 * len(finishes) > 3
 
@@ -117,7 +118,7 @@ def test_a_request_of_a_failed_step_finishes_at_this_step() -> None:
     view.reset(reader.part(0).snapshot)
     view.fold(records[: at + 1])
     seq, t = records[at][:2]
-    request = next(iter(view.live.state.requests))
+    request = next(iter(view.history.live.state.requests))
     view.fold([(seq + 1, t, "fail", 57, "out of memory"), (seq + 2, t, "finish", request, "error: out of memory", 9)])
-    assert view.lanes.lanes[request].finish_step == 57
-    assert [event.kind for event in view.events.of_step(57)][-2:] == ["fail", "finish"]
+    assert view.history.lanes.lanes[request].finish_step == 57
+    assert [event.kind for event in view.history.events.of_step(57)][-2:] == ["fail", "finish"]

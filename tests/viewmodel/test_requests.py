@@ -41,10 +41,10 @@ class Truth:
         """The view that followed the run from a snapshot on, in batches of random sizes."""
         view, rng = View(), random.Random(seed)
         view.reset(self.snapshots[start])
-        view.steps = Steps(capacity)
-        view.steps.adopt(view.live.state)
-        view.tokens = TokenTimes(view.steps, view.lanes)
-        records = [record for record in self.records if record[0] > view.live.state.seq]
+        view.history.steps = Steps(capacity)
+        view.history.steps.adopt(view.history.live.state)
+        view.history.tokens = TokenTimes(view.history.steps, view.history.lanes)
+        records = [record for record in self.records if record[0] > view.history.live.state.seq]
         while records:
             n = rng.randrange(1, 40)
             view.fold(records[:n])
@@ -128,13 +128,13 @@ def test_tokens_and_gaps_are_those_that_the_engine_emitted(kind: str) -> None:
         seen |= kinds(truth.records)
         arrived, view = truth.arrived, truth.view()
         for request in truth.load.requests:
-            lane = view.lanes.lanes[request.id]
+            lane = view.history.lanes.lanes[request.id]
             expected = truth.emitted.get(request.id, [])
-            found = view.tokens.arrivals(lane, view.horizon)
+            found = view.history.tokens.arrivals(lane, view.moment.horizon)
             assert [s for s, a, b in zip(found.steps, found.first, found.last, strict=True) for _ in range(a, b + 1)] \
                 == expected, (seed, request.id)  # fmt: skip
             assert found.first.tolist() == [expected.index(step) + 1 for step in dict.fromkeys(expected)]
-            stats, gaps = view.tokens.stats(lane, view.horizon), gaps_of(expected, arrived)
+            stats, gaps = view.history.tokens.stats(lane, view.moment.horizon), gaps_of(expected, arrived)
             assert stats is not None and (stats.tokens, stats.count) == (len(expected), len(gaps))
             if gaps:
                 assert stats.longest is not None and stats.longest.ms == pytest.approx(max(gaps), abs=ROUNDED)
@@ -151,7 +151,7 @@ def test_the_client_is_told_the_same_speed_and_first_token_as_the_panels_show(ki
         truth = played(seed, kind)
         view = truth.view(seed=seed)
         for request in truth.load.requests:
-            lane, told = view.lanes.lanes[request.id], truth.metrics[request.id]
+            lane, told = view.history.lanes.lanes[request.id], truth.metrics[request.id]
             row = Requests().of(view, lane)
             assert row.gaps is not None and row.gaps.tokens == told["output_tokens"] == lane.output_tokens
             assert (row.gaps.tok_s or 0.0) == told["decode_tok_s"], (seed, request.id)
@@ -171,11 +171,11 @@ def test_a_history_that_begins_in_the_middle_numbers_the_tokens_as_the_reply_doe
         for start in range(1, len(truth.snapshots)):
             view = truth.view(start)
             for request in truth.load.requests:
-                lane = view.lanes.lanes.get(request.id)
+                lane = view.history.lanes.lanes.get(request.id)
                 expected = truth.emitted.get(request.id, [])
                 if lane is None or not expected:
                     continue
-                found = view.tokens.arrivals(lane, view.horizon)
+                found = view.history.tokens.arrivals(lane, view.moment.horizon)
                 for step, first, last in zip(found.steps, found.first, found.last, strict=True):
                     assert expected[first - 1 : last] == [step] * (last - first + 1), (seed, request.id)
                     checked += lane.submitted is None
@@ -189,9 +189,9 @@ def test_tokens_of_steps_that_are_no_longer_kept_still_count(kind: str, monkeypa
     for seed in SEEDS:
         truth = played(seed, kind)
         arrived, view = truth.arrived, truth.view(capacity=16)
-        for lane in view.lanes.lanes.values():
+        for lane in view.history.lanes.lanes.values():
             expected = truth.emitted.get(lane.id, [])
-            stats, gaps = view.tokens.stats(lane, view.horizon), gaps_of(expected, arrived)
+            stats, gaps = view.history.tokens.stats(lane, view.moment.horizon), gaps_of(expected, arrived)
             assert stats is not None and (stats.tokens, stats.count) == (len(expected), len(gaps)), (seed, lane.id)
             left += lane.earlier is not None
             if gaps:
@@ -200,7 +200,7 @@ def test_tokens_of_steps_that_are_no_longer_kept_still_count(kind: str, monkeypa
                 assert stats.tok_s is not None
                 after = len(expected) - expected.count(expected[0])
                 assert after / stats.tok_s == pytest.approx(seconds, abs=ROUNDED / 1e3)
-        assert all(len(lane.taken) <= 2 * 16 and len(lane.spans) < 60 for lane in view.lanes.active.values())
+        assert all(len(lane.taken) <= 2 * 16 and len(lane.spans) < 60 for lane in view.history.lanes.active.values())
     assert left > 10
 
 
@@ -237,17 +237,17 @@ def test_in_the_past_the_figures_are_those_of_that_moment(kind: str) -> None:
     for seed in (1, 4, 7):
         truth = played(seed, kind)
         view, rng = truth.view(), random.Random(seed)
-        for step in rng.sample(range(view.steps.last), min(12, view.steps.last)):
-            if not view.travel_to(step) or view.horizon != step:
+        for step in rng.sample(range(view.history.steps.last), min(12, view.history.steps.last)):
+            if not view.travel_to(step) or view.moment.horizon != step:
                 continue
-            end = view.shown.state.seq
+            end = view.moment.shown.state.seq
             then = Truth(truth.snapshots, [record for record in truth.records if record[0] <= end]).view()
-            then.live.state.gate = "closed"  # a picture that is exact
+            then.history.live.state.gate = "closed"  # a picture that is exact
             found = {row.id: row for row in Requests().figures(view)}
             for row in Requests().figures(then):
                 if row.first_ms is None or row.state == "waits":
                     continue  # the time in the queue until now: only known in the present
                 assert found[row.id] == row, (seed, step, row.id)
                 compared += 1
-            view.present()
+            view.moment.present()
     assert compared > 50

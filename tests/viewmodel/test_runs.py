@@ -50,7 +50,7 @@ def played(
     return log.drain()
 
 
-EMPTY = View().live.state.snapshot() | {"num_blocks": 65, "block_size": 16, "max_num_seqs": 2}
+EMPTY = View().history.live.state.snapshot() | {"num_blocks": 65, "block_size": 16, "max_num_seqs": 2}
 
 
 def viewed(records: list[Record], name: str = "") -> View:
@@ -85,14 +85,17 @@ def test_the_figures_of_a_run_are_counted_from_its_records(name: str) -> None:
     assert figures.preemptions == kinds.count("preempt")
     assert figures.firsts == kinds.count("first")
     computed = sum(chunk[2] for r in records if r[2] == "step" for chunk in r[4])
-    again = sum(n for lane in view.lanes.lanes.values() for _, n in lane.again)
+    again = sum(n for lane in view.history.lanes.lanes.values() for _, n in lane.again)
     assert figures.computed <= computed - again and figures.computed + figures.cached == figures.prompt_tokens
     assert figures.evicted == sum(record[4] for record in records if record[2] == "evict")
     finished = {record[3]: record[5] for record in records if record[2] == "finish"}
     assert figures.finished == len(finished)
     if figures.finished == figures.requests:
         assert figures.replies == sum(finished.values())
-    gaps = {row.id: view.tokens.stats(view.lanes.lanes[row.id], view.horizon) for row in view.lanes.lanes.values()}
+    gaps = {
+        row.id: view.history.tokens.stats(view.history.lanes.lanes[row.id], view.moment.horizon)
+        for row in view.history.lanes.lanes.values()
+    }
     assert figures.gap_longest == max(g.longest.ms for g in gaps.values() if g is not None and g.longest is not None)
 
 
@@ -128,7 +131,7 @@ def test_pauses_do_not_move_the_clock_and_idle_time_is_a_second(monkeypatch: pyt
 def test_on_the_clock_each_step_takes_the_time_that_the_panels_show(name: str) -> None:
     """Also where steps overlap. A step does not include its own commit: its results have arrived before."""
     view, _ = recorded_view(GOLDEN if name == "golden" else bundled()[name])
-    run, steps = Run(view), view.steps
+    run, steps = Run(view), view.history.steps
     clock, followed = run.clocks["ms"], 0
     assert clock.begins[0] == 0.0 and (clock.begins[1:] >= clock.ends[:-1]).all()
     for step in range(run.first, run.last + 1):
@@ -156,10 +159,10 @@ def test_static_and_continuous_batching_differ_in_steps_not_in_work(monkeypatch:
     continuous = viewed(played(monkeypatch), "continuous batching")
     both = compared(static, continuous, key="steps")
     first, second = (run.figures for run in both.runs)
-    assert (first.steps, second.steps) == (9 + 4 + 8, 3 + 4 + 2 + 8)
+    assert (first.history.steps, second.history.steps) == (9 + 4 + 8, 3 + 4 + 2 + 8)
     assert first.replies == second.replies == sum(LENGTHS)
     assert both.unlike == ""
-    words = f"the number of steps was {second.steps} instead of 21 ({second.steps / 21 - 1:+.0%})"
+    words = f"the number of steps was {second.history.steps} instead of 21 ({second.history.steps / 21 - 1:+.0%})"
     assert both.sentence.startswith(f"With continuous batching, compared with static batching, {words}")
     waits = [run.doing("steps", 0.5) for run in both.runs]
     assert waits[0] == waits[1] == {"decode": 0, "prefill": 2, "queued": 3, "finished": 0}

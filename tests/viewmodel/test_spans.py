@@ -234,7 +234,7 @@ def test_the_export_for_perfetto_has_exactly_the_spans_of_the_view(name: str, tm
     path = GOLDEN if name == "golden" else bundled()[name]
     events = json.loads(export(path, "perfetto", tmp_path / "a.json").read_text())["traceEvents"]
     view = folded_view(TraceReader(path))
-    line = Timeline(view.steps, view.horizon)
+    line = Timeline(view.history.steps, view.moment.horizon)
     # Slices have a length of a nanosecond or more.
     exported = {
         (e["pid"], e["tid"], e["name"].split(" +")[0], e["args"]["step"], e["ts"], e["dur"])
@@ -256,7 +256,7 @@ def test_the_export_for_perfetto_has_exactly_the_spans_of_the_view(name: str, tm
     shown = slices(HOST, STAGES, line.host(line.first, line.last))
     shown |= slices(HOST, PAUSES, line.pauses(line.first, line.last))
     shown |= slices(DEVICE, 1, line.device(line.first, line.last))
-    for lane in view.lanes.lanes.values():
+    for lane in view.history.lanes.lanes.values():
         shown |= slices(REQUESTS, lane.id, line.request(lane, line.first, line.last))
     assert exported == shown and len(shown) > 900
     assert {kind for _, _, kind, *_ in shown} >= {"plan", "launch", "commit", "waiting", "prefill", "decoding"}
@@ -265,12 +265,12 @@ def test_the_export_for_perfetto_has_exactly_the_spans_of_the_view(name: str, tm
 def test_the_phases_of_each_request_tile_its_life() -> None:
     reader = TraceReader(GOLDEN)
     view = folded_view(reader)
-    line = Timeline(view.steps, view.horizon)
+    line = Timeline(view.history.steps, view.moment.horizon)
     state = State.from_snapshot(reader.part(0).snapshot)
     submitted = {r[3]: r[1] for r in reader.records() if r[2] == "submit"}
     assert not state.requests and len(submitted) > 30
     finished = 0
-    for id, lane in view.lanes.lanes.items():
+    for id, lane in view.history.lanes.lanes.items():
         spans = line.request(lane, line.first, line.last)
         for before, after in pairwise(spans):
             assert after.begin >= before.end, f"r{id}: {before} and {after} overlap"

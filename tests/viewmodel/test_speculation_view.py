@@ -54,7 +54,7 @@ class Run:
             view.fold([record], now=record[1])
             if record[2] == "time" and record[3] == until:
                 break
-        view.live.state.gate = "closed"
+        view.history.live.state.gate = "closed"
         view.frame(self.records[-1][1] + 1)
         return view
 
@@ -77,8 +77,8 @@ def played() -> Run:
 def drafting_step(run: Run, requests: int | None = None) -> int:
     """The first step in which so many requests had drafts, and some but not all of them were right."""
     view = run.view()
-    for step in range(view.steps.last + 1):
-        row = view.steps.get(step)
+    for step in range(view.history.steps.last + 1):
+        row = view.history.steps.get(step)
         assert row is not None
         if 0 < row.accepted < row.drafted and requests in (None, len(row.drafts)):
             return step
@@ -88,26 +88,29 @@ def drafting_step(run: Run, requests: int | None = None) -> int:
 def test_the_tokens_of_a_step_are_decodes_drafts_and_prefill(played: Run) -> None:
     view = played.view()
     for step, drew in played.emitted.items():
-        row = view.steps.get(step)
+        row = view.history.steps.get(step)
         assert row is not None
         assert row.decodes + row.accepted + sum(chunk[3] for chunk in row.chunks) == len(drew)
         assert row.prefill_tokens == sum(chunk[2] for chunk in row.chunks)
         assert (row.kind == "decode") == (not row.chunks)
-    assert view.rates.series("decode", 100, view.rates.bucket + 1).sum() == sum(map(len, played.emitted.values())) - 3
+    assert (
+        view.history.rates.series("decode", 100, view.history.rates.bucket + 1).sum()
+        == sum(map(len, played.emitted.values())) - 3
+    )
     drafted, accepted = played.drafts
     assert (view.timings.drafted, view.timings.accepted) == (drafted, accepted) and 0 < accepted < drafted
-    lanes = view.lanes.lanes
+    lanes = view.history.lanes.lanes
     assert [(lanes[r.id].drafted, lanes[r.id].accepted) for r in played.requests] == [
         (r.drafted_tokens, r.accepted_tokens) for r in played.requests
     ]
-    decodes = sum(view.steps.get(step).decodes for step in played.emitted)  # type: ignore[union-attr]
+    decodes = sum(view.history.steps.get(step).decodes for step in played.emitted)  # type: ignore[union-attr]
     assert view.timings.per_row == pytest.approx(1 + accepted / decodes)
 
 
 def test_the_step_bar_shows_drafts_right_and_wrong(played: Run) -> None:
     step = drafting_step(played)
     view = played.view(step)
-    row = view.steps.get(step)
+    row = view.history.steps.get(step)
     assert row is not None
     picture = StepBar().picture(view, 140, 2)
     text, bar = (plain(line) for line in picture.rows)
@@ -119,9 +122,9 @@ def test_the_step_bar_shows_drafts_right_and_wrong(played: Run) -> None:
 def test_lanes_mark_the_steps_in_which_drafts_were_right(played: Run) -> None:
     view = played.view()
     request = played.requests[0]
-    lane = view.lanes.lanes[request.id]
+    lane = view.history.lanes.lanes[request.id]
     gained = {step for step, drew in played.emitted.items() if drew.count(request.id) > 1}
-    found = codes(lane, 0, 1, view.steps.last + 1, view.steps.last)
+    found = codes(lane, 0, 1, view.history.steps.last + 1, view.history.steps.last)
     assert gained == {step for step, code in enumerate(found) if code == GAINING} and gained
     assert DECODING in found
     assert "═" in "".join(plain(row) for row in BatchLanes().picture(view, 100, 8).rows)

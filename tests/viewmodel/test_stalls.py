@@ -64,13 +64,13 @@ def run(load: Load, steps: int, change: Callable[[list[Any]], float] | None = No
 
 
 def decoding_in_step(view: View) -> list[Lane]:
-    found = [lane for lane in view.lanes.lanes.values() if gap_at(view, lane) is not None]
+    found = [lane for lane in view.history.lanes.lanes.values() if gap_at(view, lane) is not None]
     assert found
     return found
 
 
 def gap_at(view: View, lane: Lane, step: int = STEP) -> Gap | None:
-    found = view.tokens.arrivals(lane, view.horizon)
+    found = view.history.tokens.arrivals(lane, view.moment.horizon)
     return next((found.gap(i) for i in range(1, len(found)) if found.steps[i] == step), None)
 
 
@@ -91,7 +91,7 @@ def stalled(field: int, part: int = PLAN) -> Callable[[list[Any]], float]:
 def test_the_longest_gap_of_every_request_in_a_stalled_step_has_its_cause(field: int, name: str) -> None:
     view = run(SMALL, 400, stalled(field))
     for lane in decoding_in_step(view):
-        stats = view.tokens.stats(lane, view.horizon)
+        stats = view.history.tokens.stats(lane, view.moment.horizon)
         assert stats is not None and stats.longest == gap_at(view, lane)
         reason = explain_gap(view, lane, stats.longest)
         assert [cause.name for cause in reason.causes] == [name]
@@ -116,22 +116,22 @@ def test_a_device_that_stalls_without_a_measured_cause_is_not_given_one() -> Non
 def test_a_pause_is_not_part_of_a_gap_but_is_mentioned() -> None:
     usual, paused = run(SMALL, 400), run(SMALL, 400, stalled(GATE, GATE))
     for lane in decoding_in_step(paused):
-        before, gap = gap_at(usual, usual.lanes.lanes[lane.id]), gap_at(paused, lane)
+        before, gap = gap_at(usual, usual.history.lanes.lanes[lane.id]), gap_at(paused, lane)
         assert before is not None and gap is not None
         assert gap.ms == pytest.approx(before.ms) and gap.paused_ms == pytest.approx(STALL_MS)
         assert "80.0 ms of pause or slow motion are not counted" in gap_words(paused, lane, gap)
-        assert paused.tokens.stats(lane, paused.horizon).tok_s == pytest.approx(  # type: ignore[union-attr]
-            usual.tokens.stats(lane, usual.horizon).tok_s  # type: ignore[union-attr]
+        assert paused.history.tokens.stats(lane, paused.moment.horizon).tok_s == pytest.approx(  # type: ignore[union-attr]
+            usual.history.tokens.stats(lane, usual.moment.horizon).tok_s  # type: ignore[union-attr]
         )
 
 
 def test_a_long_prompt_of_another_request_is_named_with_its_tokens() -> None:
     view, named = run(LONG, 1_500), 0
-    for lane in view.lanes.lanes.values():
-        stats = view.tokens.stats(lane, view.horizon)
+    for lane in view.history.lanes.lanes.values():
+        stats = view.history.tokens.stats(lane, view.moment.horizon)
         if stats is None or stats.longest is None:
             continue
-        row = view.steps.get(stats.longest.step)
+        row = view.history.steps.get(stats.longest.step)
         assert row is not None
         if row.prefill_tokens > 200:
             requests = [chunk[0] for chunk in row.chunks]
@@ -145,7 +145,7 @@ def test_a_long_prompt_of_another_request_is_named_with_its_tokens() -> None:
 def steps_that_prefill(view: View, lane: Lane, gap: Gap) -> list[int]:
     """The steps of a gap that computed prompt tokens of the request."""
     steps = range(gap.since + 1, gap.step + 1)
-    return [step for step in steps if any(request == lane.id for request, *_ in view.steps.chunks(step))]
+    return [step for step in steps if any(request == lane.id for request, *_ in view.history.steps.chunks(step))]
 
 
 def preempted_in(lane: Lane, gap: Gap) -> bool:
@@ -154,8 +154,8 @@ def preempted_in(lane: Lane, gap: Gap) -> bool:
 
 def test_a_preemption_is_the_cause_of_the_gap_around_it() -> None:
     view, queued, shared = run(TIGHT, 1_500), 0, 0
-    for lane in view.lanes.lanes.values():
-        found = view.tokens.arrivals(lane, view.horizon)
+    for lane in view.history.lanes.lanes.values():
+        found = view.history.tokens.arrivals(lane, view.moment.horizon)
         for gap in (found.gap(i) for i in range(1, len(found))):
             reason = explain_gap(view, lane, gap)
             names = [cause.name for cause in reason.causes]
@@ -163,7 +163,7 @@ def test_a_preemption_is_the_cause_of_the_gap_around_it() -> None:
             if preempted_in(lane, gap):
                 tokens = sum(n for step, n in lane.again if gap.since < step <= gap.step)
                 computed = f"{tokens:,} token{'' if tokens == 1 else 's'}"
-                rows = [view.steps.get(step) for step in steps_that_prefill(view, lane, gap)]
+                rows = [view.history.steps.get(step) for step in steps_that_prefill(view, lane, gap)]
                 others = sum(row.prefill_tokens for row in rows if row is not None) - tokens
                 of = {cause.key: cause for cause in reason.causes}
                 queued += 1
@@ -183,8 +183,8 @@ def test_tokens_computed_again_cost_no_more_than_the_fit_determines() -> None:
     """Two steps of the small pool have prompts, and vLLM tells only when a step ended: no prompt has a known cost."""
     for name, keys in (("small-pool", {"queue", "device"}), ("vllm-8b", {"queue", "beside_prompts"})):
         view, told = recorded_view(TraceReader(find_trace(name))), 0
-        for lane in view.lanes.lanes.values():
-            found = view.tokens.arrivals(lane, view.horizon)
+        for lane in view.history.lanes.lanes.values():
+            found = view.history.tokens.arrivals(lane, view.moment.horizon)
             for gap in (found.gap(i) for i in range(1, len(found))):
                 if not preempted_in(lane, gap):
                     continue
@@ -198,11 +198,11 @@ def test_tokens_computed_again_cost_no_more_than_the_fit_determines() -> None:
 
 def test_a_prompt_that_is_computed_again_says_so_in_the_gaps_of_the_others() -> None:
     view, told = run(TIGHT, 1_500), 0
-    for lane in view.lanes.lanes.values():
+    for lane in view.history.lanes.lanes.values():
         for at, tokens in lane.again:
-            for other in view.lanes.lanes.values():
+            for other in view.history.lanes.lanes.values():
                 gap = gap_at(view, other, at) if other is not lane else None
-                row = view.steps.get(at)
+                row = view.history.steps.get(at)
                 if gap is None or row is None or preempted_in(other, gap) or len(row.chunks) > 1:
                     continue
                 causes = [cause.name for cause in explain_gap(view, other, gap).causes]
@@ -275,19 +275,21 @@ def test_every_longest_gap_of_a_gpu_s_recording_is_explained_by_a_prompt() -> No
     view.reset(reader.part(0).snapshot)
     view.models.look_ahead(first_model(reader.part(0).snapshot, reader.records()))
     view.fold(list(reader.records()))
-    model = view.models.of(view.horizon)
+    model = view.models.of(view.moment.horizon)
     assert model is not None and model.device is not None and model.device.costs[FEATURES.index("prefill steps")] > 5
-    stats = {lane.id: view.tokens.stats(lane, view.horizon) for lane in view.lanes.lanes.values()}
+    stats = {
+        lane.id: view.history.tokens.stats(lane, view.moment.horizon) for lane in view.history.lanes.lanes.values()
+    }
     longest = {id: one.longest for id, one in stats.items() if one is not None and one.longest is not None}
     assert sum(gap.ms > 15 for gap in longest.values()) > 50
     varied = 0
     for id, gap in longest.items():
         if gap.ms <= 15:
             continue
-        lane = view.lanes.lanes[id]
+        lane = view.history.lanes.lanes[id]
         reason = explain_gap(view, lane, gap)
         assert len(reason.causes) == 1 and reason.unexplained == 0
-        following = view.steps.get(gap.step + 1)
+        following = view.history.steps.get(gap.step + 1)
         assert following is not None and following.launch_ms is not None
         assert f"; its launch {following.launch_ms:.1f} ms)" in reason.causes[0].name
         assert reason.causes[0].name.startswith(f"prefill of r{following.chunks[0][0]}")
@@ -298,8 +300,8 @@ def test_every_longest_gap_of_a_gpu_s_recording_is_explained_by_a_prompt() -> No
         assert [part.name for part in reason.varied] == [f"launch of next step {following.step}"] * bool(beyond)
         varied += bool(beyond)
     assert varied > 20
-    for step in range(view.steps.first, view.horizon):
-        row = view.steps.get(step)
+    for step in range(view.history.steps.first, view.moment.horizon):
+        row = view.history.steps.get(step)
         found = explain(row, model) if row is not None and row.parts is not None else None
         assert found is None or not found.slow
 
@@ -313,8 +315,8 @@ def told_in(reason: Reason) -> float:
 def test_the_words_of_the_longest_gaps_of_recordings_add_up() -> None:
     for name in ("small-pool", "vllm-8b", "h200-8b"):
         view = recorded_view(TraceReader(find_trace(name)))
-        for lane in view.lanes.lanes.values():
-            stats = view.tokens.stats(lane, view.horizon)
+        for lane in view.history.lanes.lanes.values():
+            stats = view.history.tokens.stats(lane, view.moment.horizon)
             if stats is not None and (gap := stats.longest) is not None:
                 reason = explain_gap(view, lane, gap)
                 assert not reason.named or told_in(reason) == pytest.approx(gap.ms, rel=0.01), str(reason)
@@ -324,8 +326,8 @@ def test_the_words_of_the_longest_gaps_of_recordings_add_up() -> None:
 def test_the_parts_of_every_gap_add_up(kind: str) -> None:
     for seed in range(5):
         view = played(seed, kind).view()
-        for lane in view.lanes.lanes.values():
-            found = view.tokens.arrivals(lane, view.horizon)
+        for lane in view.history.lanes.lanes.values():
+            found = view.history.tokens.arrivals(lane, view.moment.horizon)
             for gap in (found.gap(i) for i in range(1, len(found))):
                 reason = explain_gap(view, lane, gap)
                 parts = [reason.usual or 0.0, reason.unexplained, reason.variation]
@@ -355,11 +357,11 @@ def test_steps_in_which_a_request_did_not_decode_are_part_of_its_gaps() -> None:
     requests[0].grammar = AnyToken()
     drive(engine)
     view.fold(engine.log.drain())
-    found = view.tokens.arrivals(view.lanes.lanes[requests[0].id], view.horizon)
+    found = view.history.tokens.arrivals(view.history.lanes.lanes[requests[0].id], view.moment.horizon)
     assert len(found) == 12
     for gap in (found.gap(i) for i in range(1, len(found))):
         without = gap.step - gap.since - 1
-        names = [cause.name for cause in explain_gap(view, view.lanes.lanes[requests[0].id], gap).causes]
+        names = [cause.name for cause in explain_gap(view, view.history.lanes.lanes[requests[0].id], gap).causes]
         expected = [f"{without} step without this request"] if without else []
         assert [name for name in names if "without" in name] == expected
     assert max(np.diff(found.steps)) > 1
@@ -385,7 +387,7 @@ def test_a_recording_is_told_request_by_request_as_text_and_as_json(path: Any) -
     view = View()
     view.reset(reader.part(0).snapshot)
     view.fold(records)
-    view.live.state.gate = "closed"
+    view.history.live.state.gate = "closed"
     figures = {row.id: row for row in Requests().figures(view)}
     for line, row in zip(text, data, strict=False):
         assert f"  r{row['request']} " in line and ("not finished" in line) != row["finished"]
@@ -441,19 +443,19 @@ def test_a_step_that_does_not_end_is_the_longest_gap_so_far() -> None:
         engine.step()
     view.fold(engine.log.drain(), now=10.0)
     view.frame(10.0)
-    lane = view.lanes.lanes[request.id]
+    lane = view.history.lanes.lanes[request.id]
     before = longest_of(view, lane)
     assert not before.so_far
     view.frame(13.0)
     gap = longest_of(view, lane)
     assert gap.so_far and gap.ms == pytest.approx(3_000, abs=100)
-    in_flight = view.steps.committed + 1
-    assert in_flight == view.steps.last
+    in_flight = view.history.steps.committed + 1
+    assert in_flight == view.history.steps.last
     words = gap_words(view, lane, gap)
     assert f"ms so far before token {gap.token}: step {in_flight:,} has not ended for 3,0" in words
     view.travel(-3)
     assert not longest_of(view, lane).so_far
-    view.present()
+    view.moment.present()
     engine.step()
     view.fold(engine.log.drain(), now=13.0)
     view.frame(13.0)
@@ -468,7 +470,7 @@ def test_a_preempted_request_stalls_from_its_last_token_on() -> None:
         stress.run_steps(2)
         view.fold(stress.drain(), now=stress.now)
         view.frame(stress.now)
-        for lane in list(view.lanes.active.values()):
+        for lane in list(view.history.lanes.active.values()):
             row = Requests().of(view, lane)
             if row.running is None:
                 gap = seen.pop(lane.id, None)
@@ -483,7 +485,7 @@ def test_a_preempted_request_stalls_from_its_last_token_on() -> None:
             assert sum(reason.by_key.values()) == pytest.approx(row.running.ms)
             assert reason.causes[0].key == "queue"
             seen[lane.id] = row.running
-        reused += sum(Requests().of(view, lane).reused_tokens for lane in view.lanes.active.values())
+        reused += sum(Requests().of(view, lane).reused_tokens for lane in view.history.lanes.active.values())
     assert ended > 10 and reused
 
 
@@ -498,6 +500,6 @@ def test_the_tokens_that_a_resume_takes_from_the_cache_are_counted() -> None:
             elif record[2] == "match" and record[3] in preempted:
                 matched[record[3]] = matched.get(record[3], 0) + record[4]
         for id, tokens in matched.items():
-            assert Requests().of(view, view.lanes.lanes[id]).reused_tokens == tokens
+            assert Requests().of(view, view.history.lanes.lanes[id]).reused_tokens == tokens
         counted += sum(matched.values())
     assert counted

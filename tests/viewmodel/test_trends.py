@@ -89,7 +89,7 @@ def test_the_queue_counts_each_step_however_many_records_are_folded_at_once() ->
         view.reset(reader.part(0).snapshot)
         for begin in range(0, len(records), size):
             view.fold(records[begin : begin + size])
-        series, (_, p99, _) = view.trends.series("queue", 15, 60, view.rates.now, live=True)
+        series, (_, p99, _) = view.history.trends.series("queue", 15, 60, view.history.rates.now, live=True)
         assert p99 >= 2
         tails.append(series.tail[-3:].tolist())
     assert tails[0] == tails[1] == tails[2]
@@ -109,27 +109,27 @@ def test_levels_are_the_same_however_many_records_are_folded_at_once() -> None:
         view.reset(State(CLASSROOM.blocks + 1, CLASSROOM.block_size, CLASSROOM.budget, CLASSROOM.rows).snapshot())
         for begin in range(0, len(records), size):
             view.fold(records[begin : begin + size])
-    assert at_once.live.state.snapshot() == in_frames.live.state.snapshot()
+    assert at_once.history.live.state.snapshot() == in_frames.history.live.state.snapshot()
     for name in ("pool", "queue"):
-        found, _ = at_once.trends.series(name, 15, 60, at_once.rates.now, live=True)
-        expected, _ = in_frames.trends.series(name, 15, 60, in_frames.rates.now, live=True)
+        found, _ = at_once.history.trends.series(name, 15, 60, at_once.history.rates.now, live=True)
+        expected, _ = in_frames.history.trends.series(name, 15, 60, in_frames.history.rates.now, live=True)
         known = ~np.isnan(expected.p50)
         assert known.sum() > 25 and np.isnan(found.p50[known]).sum() <= 1
         assert np.nanmean(np.abs(found.p50[known] - expected.p50[known])) <= 0.05 * np.nanmax(expected.p50)
     for level in ("running", "used"):
-        assert (at_once.rates.series(level, 24, at_once.bucket) > 0).mean() > 0.9
+        assert (at_once.history.rates.series(level, 24, at_once.moment.bucket) > 0).mean() > 0.9
 
 
 def test_gaps_across_a_preemption_are_counted() -> None:
     """Each request has one gap less than tokens."""
     tight = Load(blocks=40, chats=6, rows=6, budget=48, context=480, reply=(60, 160), turns=3, think=0.05, paste=0.3)
     _, view = stress_view(tight, 10.0, frames=100)
-    lanes = view.lanes.lanes.values()
-    expected = [view.tokens.stats(lane, view.horizon) for lane in lanes]
-    assert any(lane.preemptions for lane in lanes) and view.steps.first == 0
-    _, (_, p99, count) = view.trends.series("token gaps", 60, 60, view.rates.now, live=True)
+    lanes = view.history.lanes.lanes.values()
+    expected = [view.history.tokens.stats(lane, view.moment.horizon) for lane in lanes]
+    assert any(lane.preemptions for lane in lanes) and view.history.steps.first == 0
+    _, (_, p99, count) = view.history.trends.series("token gaps", 60, 60, view.history.rates.now, live=True)
     assert count == sum(stats.count for stats in expected if stats is not None)
-    gaps = np.concatenate([np.diff(view.tokens.arrivals(lane, view.horizon).at) * 1e3 for lane in lanes])
+    gaps = np.concatenate([np.diff(view.history.tokens.arrivals(lane, view.moment.horizon).at) * 1e3 for lane in lanes])
     assert p99 == pytest.approx(np.percentile(gaps, 99, method="higher"), rel=0.04)
 
 
@@ -151,10 +151,10 @@ def test_two_hours_are_kept_and_older_values_are_forgotten() -> None:
 
 def test_the_records_of_a_run_fill_every_trend() -> None:
     _, view = stress_view(CLASSROOM, 10.0, frames=50)
-    found = {m.name: view.trends.series(m.name, 60, 60, view.rates.now, live=True)[1] for m in METRICS}
-    assert found["first token"][2] == len(view.first_tokens.items)
-    assert view.trends.series("first token", 15, 60, view.rates.now, live=True)[0].count.size == 60
-    steps = view.steps
+    found = {m.name: view.history.trends.series(m.name, 60, 60, view.history.rates.now, live=True)[1] for m in METRICS}
+    assert found["first token"][2] == len(view.history.first_tokens.items)
+    assert view.history.trends.series("first token", 15, 60, view.history.rates.now, live=True)[0].count.size == 60
+    steps = view.history.steps
     gaps = [steps.gap_ms(step) for step in range(1, steps.last + 1)]
     weights = [steps.decoded(step) for step in range(1, steps.last + 1)]
     counts = [n if gap is not None else 0 for gap, n in zip(gaps, weights, strict=True)]

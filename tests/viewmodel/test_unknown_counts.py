@@ -35,7 +35,7 @@ def test_of_a_request_that_was_preempted_before_the_records_the_tokens_computed_
     assert (rows[4].preemptions, rows[4].recomputed_tokens, rows[4].reused_tokens) == (1, None, None)
     assert "preempted 1 time, first before these records: tokens computed twice unknown" in figures_in_words(rows[4])
     assert (rows[3].recomputed_tokens, rows[3].reused_tokens) == (32, 96), "its preemption is in the records"
-    data = request_data(view, view.lanes.lanes[4])
+    data = request_data(view, view.history.lanes.lanes[4])
     assert (data["tokens_computed_twice"], data["tokens_cached_after_preemption"]) == (None, None)
     assert "tokens from the tree again unknown" in dict(tell(view, "request", 4).lines)["preempted"]
     lines = [plain(row) for row in RequestTable().picture(view, 200, 12).rows]
@@ -57,5 +57,5 @@ def test_what_was_computed_after_an_eviction_is_unknown_if_the_engine_does_not_r
     name: str, known: bool
 ) -> None:
     view = recorded_view(TraceReader(find_trace(name)))
-    for lane in list(view.lanes.lanes.values())[:20]:
+    for lane in list(view.history.lanes.lanes.values())[:20]:
         assert (request_data(view, lane)["tokens_computed_after_eviction"] is not None) == known

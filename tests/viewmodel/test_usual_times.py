@@ -25,8 +25,12 @@ from tests.viewmodel.test_stalls import gap_at, preempted_in
 def test_in_a_recording_of_vllm_a_step_beside_prompts_is_compared_with_other_such_steps() -> None:
     """vLLM reports only when a step ended. A step takes 10 ms, and 25 to 60 ms if the next step has a prompt."""
     view = recorded_view(TraceReader(find_trace("vllm-8b")))
-    rows = [row for row in map(view.steps.get, range(view.steps.first, view.steps.committed)) if row is not None]
-    model = view.models.of(view.steps.committed)
+    rows = [
+        row
+        for row in map(view.history.steps.get, range(view.history.steps.first, view.history.steps.committed))
+        if row is not None
+    ]
+    model = view.models.of(view.history.steps.committed)
     assert model is not None and model.device is None and not model.reports
     ahead = {row.step: following.prefill_tokens for row, following in pairwise(rows)}
     before_prompts = [
@@ -55,14 +59,14 @@ def test_the_markdown_of_vllm_s_recording_and_its_gaps_tell_what_is_usual_beside
     reader, out = TraceReader(find_trace("vllm-8b")), tmp_path / "vllm.md"
     write_markdown(reader, out)
     view = recorded_view(reader)
-    row = view.steps.get(2516)
+    row = view.history.steps.get(2516)
     assert row is not None
     why = why_slow(row, view.models.of(2516))
     assert "usual before a step with prompts (median of " in why and "; next step 2,517 has 408 prefill tokens" in why
     step = next(line for line in out.read_text().splitlines() if "step 2,516: " in line)
     assert step.endswith(f" It took 25.9 ms ({why}).")
     told = 0
-    for lane in view.lanes.lanes.values():
+    for lane in view.history.lanes.lanes.values():
         gap = gap_at(view, lane, 2516)
         if gap is None or preempted_in(lane, gap):
             continue
@@ -76,10 +80,10 @@ def test_the_markdown_of_vllm_s_recording_and_its_gaps_tell_what_is_usual_beside
 
 def test_a_gap_in_a_step_with_prompts_tells_how_many_tokens_this_step_has() -> None:
     view, told = recorded_view(TraceReader(find_trace("vllm-8b"))), 0
-    for lane in view.lanes.lanes.values():
-        found = view.tokens.arrivals(lane, view.horizon)
+    for lane in view.history.lanes.lanes.values():
+        found = view.history.tokens.arrivals(lane, view.moment.horizon)
         for gap in (found.gap(i) for i in range(1, len(found))):
-            row, reason = view.steps.get(gap.step), explain_gap(view, lane, gap)
+            row, reason = view.history.steps.get(gap.step), explain_gap(view, lane, gap)
             if row is None or not row.chunks or preempted_in(lane, gap) or "usual extra time" not in str(reason):
                 continue
             own = r"usual extra time with [\d,]+( to [\d,]+)? prefill tokens?( before a step with prompts)? "

@@ -30,8 +30,9 @@ from minitui.viewmodel.history.rates import BUCKET, Rates
 from minitui.viewmodel.history.steps import Steps
 from minitui.viewmodel.history.tokens import FirstTokens
 from minitui.viewmodel.state import time_travel
+from minitui.viewmodel.state.annotated_state import AnnotatedState
 from minitui.viewmodel.updater import AFTER_KEY_S, RETRY_S, Updater
-from minitui.viewmodel.view import AnnotatedState, View
+from minitui.viewmodel.view import View
 from minitui.viewmodel.words.story import tell
 from tests.support.lanes import codes
 from tests.support.simulated import LiveStress
@@ -44,7 +45,7 @@ def followed(load: Load, steps: int, seed: int = 0) -> tuple[Stress, View, list]
     """A stress source run step by step, the view that followed it, and all records."""
     stress = Stress(Load(**{**{f: getattr(load, f) for f in load.__slots__}, "seed": seed}))
     view = View()
-    view.ids_to_text = stress.words.decode
+    view.texts.ids_to_text = stress.words.decode
     view.reset(State(load.blocks + 1, load.block_size, load.budget, load.rows).snapshot())
     records = []
     for _ in range(steps):
@@ -69,19 +70,19 @@ def test_counts_codes_and_tables_equal_the_allocators(load, seed):
     stress, view, _ = followed(load, 400, seed)
     allocator = stress.cache.allocator
     stress.cache.check(stress.scheduler.requests.values())
-    assert view.shown.counts == (
+    assert view.moment.shown.counts == (
         allocator.num_free, allocator.num_active, allocator.num_shared, allocator.num_cached,
     )  # fmt: skip
-    codes = view.shown.codes
+    codes = view.moment.shown.codes
     for block in range(1, load.blocks + 1):
         holders = allocator.holders(block)
         state = SHARED if holders > 1 else ACTIVE if holders else CACHED if allocator.in_tree(block) else FREE
         assert codes[block] == state
     for request in stress.scheduler.requests.values():
-        assert view.shown.state.requests[request.id].table == request.table
-        assert view.shown.state.computed(view.shown.state.requests[request.id]) == request.planned
+        assert view.moment.shown.state.requests[request.id].table == request.table
+        assert view.moment.shown.state.computed(view.moment.shown.state.requests[request.id]) == request.planned
     filling = {r.table[r.planned // 16] for r in stress.scheduler.running if r.planned % 16}
-    assert set(view.shown.filling()) == filling
+    assert set(view.moment.shown.filling()) == filling
 
 
 def test_a_gap_stops_the_fold_until_a_snapshot_and_known_records_are_skipped():
@@ -90,19 +91,19 @@ def test_a_gap_stops_the_fold_until_a_snapshot_and_known_records_are_skipped():
     lost = stress.drain()
     stress.run_steps(5)
     later = stress.drain()
-    before = view.live.state.snapshot()
+    before = view.history.live.state.snapshot()
     view.fold(later)
-    assert view.gap and view.dropped == len(lost)
-    assert view.live.state.snapshot() == before, "records after a gap must not be applied"
+    assert view.history.gap and view.history.dropped == len(lost)
+    assert view.history.live.state.snapshot() == before, "records after a gap must not be applied"
     view.fold(later)
-    assert view.dropped == len(lost), "the same gap is counted once"
+    assert view.history.dropped == len(lost), "the same gap is counted once"
     state = State.from_snapshot(before)
     state.apply_all(lost)
     view.reset(state.snapshot())
     view.fold(lost[-3:] + later)  # an overlap with the snapshot
     state.apply_all(later)
-    assert not view.gap
-    assert view.live.state.snapshot() == state.snapshot()
+    assert not view.history.gap
+    assert view.history.live.state.snapshot() == state.snapshot()
 
 
 def test_lanes_have_the_phase_of_every_request_in_every_step():
@@ -136,14 +137,14 @@ def test_lanes_have_the_phase_of_every_request_in_every_step():
                 mark(request, step, QUEUED)
             for chunk in fields[1]:
                 mark(chunk[0], step, PREFILLING)
-    for request, lane in view.lanes.lanes.items():
+    for request, lane in view.history.lanes.lanes.items():
         each = codes(lane, 0, 1, step + 1, step)
         assert each == [truth[request].get(at, NOTHING) for at in range(step + 1)], f"r{request}"
         # In columns of several steps, what is rare wins.
         for k in (2, 7):
             columns = codes(lane, 0, k, -(-(step + 1) // k), step)
             assert columns == [max(each[at : at + k]) for at in range(0, step + 1, k)]
-    assert {id for id, lane in view.lanes.active.items()} == set(view.live.state.requests)
+    assert {id for id, lane in view.history.lanes.active.items()} == set(view.history.live.state.requests)
 
 
 def test_preemption_beats_finish_beats_prefill_beats_decode_beats_waiting():
@@ -164,7 +165,7 @@ def test_steps_are_kept_exactly_in_a_ring():
         if record[2] == "step":
             plans[record[3]] = record
         small.read(record)
-    for steps, first in ((view.steps, 0), (small, small.last - 63)):
+    for steps, first in ((view.history.steps, 0), (small, small.last - 63)):
         assert steps.first == first
         for step in range(first, steps.last + 1):
             row = steps.get(step)
@@ -182,7 +183,7 @@ def test_steps_are_kept_exactly_in_a_ring():
 def test_a_frame_sums_up_its_steps_and_marks_the_peak():
     stress, view = stress_view(CLASSROOM, 2.0, 8)
     for _ in range(6):
-        first = view.steps.last + 1
+        first = view.history.steps.last + 1
         stress.run(0.05)
         records = stress.drain()
         view.fold(records, stress.now)
@@ -207,10 +208,10 @@ def test_a_frame_sums_up_its_steps_and_marks_the_peak():
 def test_timings_are_numpys_percentiles_of_each_kind():
     _, view, records = followed(CLASSROOM, 900)
     view._timings_at = (-1e9, -1)
-    view.frame(view._now + 10)
+    view.frame(view.moment.now + 10)
     plans = {record[3]: record for record in records if record[2] == "step"}
     times = {record[3]: record for record in records if record[2] == "time"}
-    begin = plans[view.steps.last][1] - 10.0
+    begin = plans[view.history.steps.last][1] - 10.0
     walls: dict[str, list[float]] = {"decode": [], "mixed": [], "prefill": []}
     for step, plan in plans.items():
         if plan[1] >= begin:
@@ -233,10 +234,12 @@ def test_timings_are_numpys_percentiles_of_each_kind():
 
 def test_a_refusal_names_the_chat_because_there_is_no_request():
     view = View()
-    view.group_names = {"a45ce471": "3 paging"}
+    view.texts.group_names = {"a45ce471": "3 paging"}
     events = Events()
     events.fold((1, 0.0, "refuse", "a45ce471", "the prompt has 8,766 tokens"), 0)
-    assert view.event_text(events.since(0)[-1], short=True) == "chat 3 paging · the prompt has 8,766 tokens"
+    assert (
+        view.texts.event(view.history, events.since(0)[-1], short=True) == "chat 3 paging · the prompt has 8,766 tokens"
+    )
 
 
 @pytest.mark.parametrize("load", [SMALL, TIGHT])
@@ -249,7 +252,7 @@ def test_the_keys_of_a_step_are_the_tokens_of_the_requests_that_decode_in_it(loa
         state.apply(record)
         if record[2] == "step":
             keys[record[3]] = sum(state.computed(r) - 1 for r in state.requests.values() if r.joined_at >= 0)
-    assert {step: view.steps.get(step).keys for step in keys} == keys
+    assert {step: view.history.steps.get(step).keys for step in keys} == keys
 
 
 def test_accepted_drafts_count_as_keys_of_the_next_step():
@@ -289,8 +292,8 @@ def test_tokens_saved_are_exactly_those_of_the_matches():
     assert not any(record[2] == "evict" for record in records)
     matched = sum(record[4] for record in records if record[2] == "match")
     assert matched > 0
-    assert view.shown.saved.sum() == matched
-    assert sum(view.shown.saved_by(node) for node in view.shown.state.nodes.values()) == matched
+    assert view.moment.shown.saved.sum() == matched
+    assert sum(view.moment.shown.saved_by(node) for node in view.moment.shown.state.nodes.values()) == matched
 
 
 @pytest.mark.parametrize("load", [SMALL, TIGHT])
@@ -299,31 +302,35 @@ def test_the_view_at_step_k_is_the_state_at_step_k(load, monkeypatch):
     stress = Stress(load)
     view = View()
     view.reset(State(load.blocks + 1, load.block_size, load.budget, load.rows).snapshot())
-    view.past.every = 300
+    view.history.past.every = 300
     states = {}
     for _ in range(600):
         stress.run_steps(1)
         view.fold(stress.drain(), stress.now)
-        states[view.steps.last] = (view.live.state.snapshot(), view.live.saved.copy())
+        states[view.history.steps.last] = (view.history.live.state.snapshot(), view.history.live.saved.copy())
     view.frame(stress.now)
-    assert view.past._segments and view.past._packets and len(view.past) == view.live.state.seq
+    assert (
+        view.history.past._segments
+        and view.history.past._packets
+        and len(view.history.past) == view.history.live.state.seq
+    )
     steps = list(states)[:-1]
     random.Random(0).shuffle(steps)
     for step in steps[:40]:
         assert view.travel_to(step)
-        assert view.horizon == step and view.exact
-        assert view.shown.state.snapshot() == states[step][0]
-        assert (view.shown.saved == states[step][1]).all()
-        assert view.travel_text == f"PAST step {step:,}, {view.steps.last - step:,} back"
-    at = view.horizon
-    assert view.travel(-1) and view.horizon == at - 1
-    assert view.travel(1) and view.horizon == at
+        assert view.moment.horizon == step and view.moment.exact
+        assert view.moment.shown.state.snapshot() == states[step][0]
+        assert (view.moment.shown.saved == states[step][1]).all()
+        assert view.moment.travel_text == f"PAST step {step:,}, {view.history.steps.last - step:,} back"
+    at = view.moment.horizon
+    assert view.travel(-1) and view.moment.horizon == at - 1
+    assert view.travel(1) and view.moment.horizon == at
     stress.run_steps(3)
     view.fold(stress.drain(), stress.now)
     view.frame(stress.now)
-    assert view.horizon == at, "the picture of the past does not change while the engine runs"
+    assert view.moment.horizon == at, "the picture of the past does not change while the engine runs"
     assert not view.travel_to(10**9), "there is nothing after the present"
-    assert view.shown is view.live and view.travel_text == ""
+    assert view.moment.shown is view.history.live and view.moment.travel_text == ""
     assert not view.travel_to(-5), "nor before the beginning"
 
 
@@ -331,19 +338,19 @@ def test_history_is_bounded_and_says_where_it_begins(monkeypatch):
     stress = Stress(SMALL)
     view = View()
     view.reset(State(65, 16, SMALL.budget, SMALL.rows).snapshot())
-    view.past.every, view.past.kept = 200, 600
+    view.history.past.every, view.history.past.kept = 200, 600
     monkeypatch.setattr(time_travel, "KEYFRAME_SECONDS", 0.0)
     for _ in range(900):
         stress.run_steps(1)
         view.fold(stress.drain(), stress.now)
     view.frame(stress.now)
-    total = view.live.state.seq
-    assert total - 600 - 2 * 200 <= view.past.first_seq <= total - 600
-    assert len(view.past) <= 600 + 2 * 200 + 50
+    total = view.history.live.state.seq
+    assert total - 600 - 2 * 200 <= view.history.past.first_seq <= total - 600
+    assert len(view.history.past) <= 600 + 2 * 200 + 50
     with pytest.raises(ValueError, match="the history begins at"):
-        view.past.state_at(view.past.first_seq - 1)
+        view.history.past.state_at(view.history.past.first_seq - 1)
     assert not view.travel_to(0)
-    assert view.shown is view.live
+    assert view.moment.shown is view.history.live
 
 
 def test_once_its_rings_are_full_the_view_needs_no_more_memory(monkeypatch):
@@ -351,8 +358,8 @@ def test_once_its_rings_are_full_the_view_needs_no_more_memory(monkeypatch):
     monkeypatch.setattr("minitui.viewmodel.state.time_travel.KEYFRAME_SECONDS", 0.0)
     stress, view = Stress(TIGHT), View()
     view.reset(State(TIGHT.blocks + 1, TIGHT.block_size, TIGHT.budget, TIGHT.rows).snapshot())
-    view.past.every, view.past.kept, view.steps = 200, 600, Steps(128)
-    view.block_log = deque(maxlen=100)
+    view.history.past.every, view.history.past.kept, view.history.steps = 200, 600, Steps(128)
+    view.history.block_log = deque(maxlen=100)
     files = [tracemalloc.Filter(True, name) for name in ("*/minitui/viewmodel/*", "*/engine/trace/*", __file__)]
 
     def kept(steps: int) -> int:
@@ -405,7 +412,7 @@ def test_rates_sum_to_the_tokens_of_the_steps():
     prefill = sum(chunk[2] for plan in plans for chunk in plan[4])
 
     def total(name: str) -> float:
-        return view.rates.series(name, 1600, view.rates.bucket + 1).sum()
+        return view.history.rates.series(name, 1600, view.history.rates.bucket + 1).sum()
 
     assert total("prefill") == prefill
     assert total("decode") == sum(plan[7] for plan in plans) - prefill
@@ -417,9 +424,9 @@ def test_events_keep_each_decision_with_its_reason():
     _, view, records = followed(TIGHT, 500, seed=3)
     kinds = {"admit", "match", "preempt", "evict", "finish", "wait"}
     told = [record for record in records if record[2] in kinds]
-    assert [event.seq for event in view.events.since(0)] == [record[0] for record in told]
-    for event, record in zip(view.events.since(0), told, strict=True):
-        words = view.event_text(event)
+    assert [event.seq for event in view.history.events.since(0)] == [record[0] for record in told]
+    for event, record in zip(view.history.events.since(0), told, strict=True):
+        words = view.texts.event(view.history, event)
         if record[2] == "preempt":
             assert record[4] in words and f"r{record[3]}" in words
         elif record[2] == "match":
@@ -429,7 +436,7 @@ def test_events_keep_each_decision_with_its_reason():
             assert f" · {record[4]} block" in words and record[5] in words, "the victim comes first"
         elif record[2] == "finish":
             assert f"finished ({record[4]}) after {record[5]:,} token" in words
-    newest = view.events.tail(5, view.live.state.seq, lambda event: event.kind == "evict", skip=2)
+    newest = view.history.events.tail(5, view.history.live.state.seq, lambda event: event.kind == "evict", skip=2)
     evictions = [record[0] for record in told if record[2] == "evict"]
     assert [event.seq for event in newest] == evictions[::-1][2:7]
 
@@ -449,13 +456,13 @@ def test_glow_marks_recent_changes_and_while_paused_the_changes_of_the_last_step
         view.fold(records, stress.now)
     view.fold(records, stress.now)
     view.frame(stress.now)
-    assert set(np.flatnonzero(view.glow())) == touched
+    assert set(np.flatnonzero(view.moment.glow())) == touched
     view.frame(stress.now + 100)
-    assert set(np.flatnonzero(view.glow())) == touched, "at the gate it glows until the next step"
+    assert set(np.flatnonzero(view.moment.glow())) == touched, "at the gate it glows until the next step"
     stress.gate(False)
     view.fold(stress.drain(), stress.now + 100)
     view.frame(stress.now + 200)
-    assert not view.glow().any(), "running, it fades"
+    assert not view.moment.glow().any(), "running, it fades"
 
 
 def test_a_selected_and_folded_node_that_is_merged_stays_selected_and_folded():
@@ -465,13 +472,13 @@ def test_a_selected_and_folded_node_that_is_merged_stays_selected_and_folded():
         stress.run_steps(1)
         batch = stress.drain()
         left = {max(record[3:]): min(record[3:]) for record in batch if record[2] == "merge"}
-        for gone in left.keys() & view.live.state.nodes.keys():
+        for gone in left.keys() & view.history.live.state.nodes.keys():
             view.select("node", gone)
-            view.tree.folded = {gone}
+            view.moment.tree.folded = {gone}
             view.fold(batch, stress.now)
             kept = left[gone]
-            assert kept in view.live.state.nodes and gone not in view.live.state.nodes
-            assert view.selection.id == kept and view.tree.folded == {kept}
+            assert kept in view.history.live.state.nodes and gone not in view.history.live.state.nodes
+            assert view.selection.id == kept and view.moment.tree.folded == {kept}
             merges += 1
         view.fold(batch, stress.now)
     assert merges > 0
@@ -479,7 +486,7 @@ def test_a_selected_and_folded_node_that_is_merged_stays_selected_and_folded():
 
 def test_a_selection_is_linked_to_its_requests_nodes_and_blocks():
     stress, view, _ = followed(CLASSROOM, 600)
-    state = view.shown.state
+    state = view.moment.shown.state
     request = max((r for r in state.requests.values() if r.table), key=lambda r: len(r.table))
     view.select("request", request.id)
     assert view.links.blocks == set(request.table)
@@ -496,9 +503,9 @@ def test_a_selection_is_linked_to_its_requests_nodes_and_blocks():
     assert view.links.requests == users
     view.select("group", request.group)
     assert request.id in view.links.requests
-    step = next(at for at in range(view.steps.last, 0, -1) if view.steps.chunks(at))
+    step = next(at for at in range(view.history.steps.last, 0, -1) if view.history.steps.chunks(at))
     view.select("step", step)
-    assert view.links.step == step and view.links.requests == {chunk[0] for chunk in view.steps.chunks(step)}
+    assert view.links.step == step and view.links.requests == {chunk[0] for chunk in view.history.steps.chunks(step)}
     assert view.shown_step().step == step
     view.select(None)
     assert not view.links.blocks
@@ -515,10 +522,10 @@ def test_the_story_of_a_block_leads_to_its_holders_tokens_and_node():
     assert "logical block 0, tokens 0 to 15" in " ".join(text for _, text in story.lines)
     words = stress.words.decode(request.ids[:16])
     assert lines["tokens"] and lines["tokens"] in " ".join(words.split())
-    assert lines["node"].startswith(f"{view.shown.state.node_of[block]}: block 1 of")
+    assert lines["node"].startswith(f"{view.moment.shown.state.node_of[block]}: block 1 of")
     for kind, id in (
-        ("request", request.id), ("group", request.group), ("node", view.shown.state.node_of[block]),
-        ("step", view.steps.last), ("request", 10**6), ("node", 10**6), ("step", 10**6),
+        ("request", request.id), ("group", request.group), ("node", view.moment.shown.state.node_of[block]),
+        ("step", view.history.steps.last), ("request", 10**6), ("node", 10**6), ("step", 10**6),
     ):  # fmt: skip
         story = tell(view, kind, id)
         assert story.title and story.lines
@@ -527,10 +534,10 @@ def test_the_story_of_a_block_leads_to_its_holders_tokens_and_node():
 def test_time_in_a_paused_engine_does_not_count_as_waiting():
     view = View()
     view.reset(EMPTY.snapshot())
-    lanes = view.lanes
+    lanes = view.history.lanes
 
     def told(t: float, *records: tuple) -> None:
-        seq = view.live.state.seq
+        seq = view.history.live.state.seq
         view.fold([(seq + 1 + i, t, *record) for i, record in enumerate(records)], t)
 
     told(1.0, ("submit", 1, "", 20, 40), ("submit", 2, "", 20, 40))
@@ -538,9 +545,9 @@ def test_time_in_a_paused_engine_does_not_count_as_waiting():
     told(61.25, ("gate", "open", ""))  # a minute of explaining
     told(61.5, ("admit", 1, 0, "new"), ("match", 1, 0, "empty", 0, ""))
     assert lanes.lanes[1].waited_ms == pytest.approx(500)
-    admitted = next(event for event in view.events.since(0) if event.kind == "admit")
+    admitted = next(event for event in view.history.events.since(0) if event.kind == "admit")
     waited = "waited 500 ms (and 60.0 s more while the engine was paused or slowed)"
-    assert view.event_text(admitted).endswith(waited)
+    assert view.texts.event(view.history, admitted).endswith(waited)
     assert lanes.lanes[2].waited_ms is None
 
 
@@ -548,8 +555,8 @@ def test_a_new_view_is_an_empty_engine():
     view = View()
     view.fold([(1, 0.0, "submit", 1, "", 10, 20)], 0.0)
     view.frame(1.0)
-    assert view.shown.counts == (1, 0, 0, 0) and view.shown_step() is None and view.subject() is None
-    assert view.gate_text == view.pace_text == view.travel_text == ""
+    assert view.moment.shown.counts == (1, 0, 0, 0) and view.shown_step() is None and view.subject() is None
+    assert view.moment.gate_text == view.moment.pace_text == view.moment.travel_text == ""
     assert not view.travel(-1)
 
 
@@ -572,10 +579,12 @@ def test_figures_are_right_from_the_first_record_after_a_snapshot_with_any_clock
         shifted = [(record[0], record[1] + 777.0, *record[2:]) for record in stress.drain()]
         view.fold(shifted, 54_321.0 + 0.05 * i)
         view.frame(54_321.0 + 0.05 * i)
-    assert view.rates.bucket == pytest.approx(5.0 / BUCKET, abs=2)
-    assert view.engine_now == pytest.approx(782.0, abs=0.2)
-    tokens = view.rates.series("decode", 18).sum()
-    assert tokens == pytest.approx(sum(view.steps.get(s).decodes for s in range(view.steps.last)), rel=0.2)
+    assert view.history.rates.bucket == pytest.approx(5.0 / BUCKET, abs=2)
+    assert view.moment.engine_now == pytest.approx(782.0, abs=0.2)
+    tokens = view.history.rates.series("decode", 18).sum()
+    assert tokens == pytest.approx(
+        sum(view.history.steps.get(s).decodes for s in range(view.history.steps.last)), rel=0.2
+    )
 
 
 def test_slow_motion_does_not_lower_the_speed():
@@ -588,25 +597,25 @@ def test_slow_motion_does_not_lower_the_speed():
         stress.run(0.1)
         view.fold(stress.drain(), stress.now)
         view.frame(stress.now)
-    rows = [view.steps.get(step) for step in range(view.steps.last + 1)]
+    rows = [view.history.steps.get(step) for step in range(view.history.steps.last + 1)]
     seconds = sum(row.wall_ms for row in rows if row.wall_ms) / 1e3
     assert seconds < 1.0
-    assert view.speed("decode") == pytest.approx(sum(r.decodes for r in rows if r.wall_ms) / seconds)
-    assert view.speed("decode") > 100
+    assert view.moment.speed("decode") == pytest.approx(sum(r.decodes for r in rows if r.wall_ms) / seconds)
+    assert view.moment.speed("decode") > 100
 
 
 def test_the_table_of_a_finished_request_stays_with_the_present_use_of_its_blocks():
     stress, view, records = followed(SMALL, 700)
-    assert list(view.shown.last_tables)
+    assert list(view.moment.shown.last_tables)
     in_tree = {b for node in stress.cache.tree.nodes.values() for b in node.blocks}
     given = {record[0]: record[4] for record in records if record[2] == "alloc"}
     seen = set()
-    for last in view.shown.last_tables:
+    for last in view.moment.shown.last_tables:
         for block in last.table:
             reused = any(seq > last.seq and block in blocks for seq, blocks in given.items())
             held = stress.cache.allocator.holders(block) > 0
             expected = "reused" if reused else "free" if block not in in_tree else "held" if held else "cached"
-            assert view.shown.fate(block, last.seq) == expected
+            assert view.moment.shown.fate(block, last.seq) == expected
             seen.add(expected)
     assert {"cached", "reused"} <= seen
 
@@ -634,7 +643,7 @@ async def test_records_of_a_replaced_engine_do_not_count_as_dropped():
     feed.replaced()
     await feed.sync()
     feed.pump()
-    assert feed.dropped == 0 and feed.backlog == 0 and not feed.view.gap
+    assert feed.dropped == 0 and feed.backlog == 0 and not feed.view.history.gap
 
 
 async def test_a_server_that_restarts_is_asked_for_a_snapshot_until_it_gives_one():
@@ -695,7 +704,9 @@ async def test_the_backlog_is_bounded_and_dropped_records_are_counted(monkeypatc
     stress.run(0.1)
     assert feed.pump(), "a snapshot is needed"
     await feed.sync()
-    assert feed.dropped == lost and feed.steps_behind == 0 and feed.view.live.state.snapshot() == state.snapshot()
+    assert (
+        feed.dropped == lost and feed.steps_behind == 0 and feed.view.history.live.state.snapshot() == state.snapshot()
+    )
 
 
 def test_records_come_out_of_their_packets_as_they_went_in():
@@ -762,4 +773,4 @@ async def test_a_backlog_is_folded_between_frames_and_keys_come_first(monkeypatc
     async with asyncio.timeout(10):
         while feed.backlog:
             await asyncio.sleep(0.001)
-    assert feed.steps_behind == 0 and feed.view.live.state.seq == stress.log.seq and not feed.dropped
+    assert feed.steps_behind == 0 and feed.view.history.live.state.seq == stress.log.seq and not feed.dropped

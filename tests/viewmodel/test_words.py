@@ -28,7 +28,7 @@ from minitui.viewmodel.words.summary import summary
 def folded(until: float) -> View:
     """Returns the small pool at an engine time."""
     reader, view = TraceReader(bundled()["small-pool"]), View()
-    view.ids_to_text, view.group_names = reader.decode, reader.names
+    view.texts.ids_to_text, view.texts.group_names = reader.decode, reader.names
     view.reset(reader.part(0).snapshot)
     view.fold([record for record in reader.records() if record[1] <= until])
     view.frame(0.0)
@@ -59,7 +59,7 @@ def test_a_gap_that_has_not_ended_has_a_plus() -> None:
 
 def test_a_run_of_less_than_a_minute_has_no_last_minute() -> None:
     view = folded(9.0)
-    assert view.last_minute == "since step 0" and "since step 0" in summary(view)[0]
+    assert view.moment.last_minute == "since step 0" and "since step 0" in summary(view)[0]
     units = next(vital.units for vital in vitals(view, 20) if vital.label == "hit rate")
     assert not any("minute" in unit or "60 s" in unit for unit in units) and "% since step 0" in units
 
@@ -80,7 +80,7 @@ def test_a_shortened_replay_says_what_is_left_out(records: tuple[Any, ...], word
 
 def test_a_pause_is_not_counted_in_the_time_to_first_token() -> None:
     view = folded(9.0)
-    words = first_token_words(Requests().of(view, view.lanes.lanes[1]))
+    words = first_token_words(Requests().of(view, view.history.lanes.lanes[1]))
     assert words == "21.1 ms = queue 1.18 + prefill 19.9 (not counted: 37.5 ms while paused or slowed)"
 
 
@@ -89,7 +89,7 @@ def test_a_wait_that_has_not_ended_is_so_far_also_beside_another_request() -> No
     view = recorded_view(reader)
     assert view.travel_to(2600)
     view.frame(0.0)
-    waiting = next(lane for lane in view.lanes.lanes.values() if lane.id == 1302)
+    waiting = next(lane for lane in view.history.lanes.lanes.values() if lane.id == 1302)
     rows = Requests().figures(view)
     other = next(row for row in rows if row.id == 1300)
     waited = next(row for row in rows if row.id == waiting.id)
@@ -100,7 +100,7 @@ def test_a_wait_that_has_not_ended_is_so_far_also_beside_another_request() -> No
 
 def test_a_step_without_an_excess_has_its_parts_in_the_expected_time() -> None:
     view = recorded_view(TraceReader(bundled()["vllm-8b"]))
-    row = view.steps.get(2700)
+    row = view.history.steps.get(2700)
     assert row is not None and why_briefly(row, view.models.of(2700)).startswith("expected 40.4 ms: before prompts")
 
 

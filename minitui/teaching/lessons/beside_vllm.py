@@ -48,7 +48,7 @@ async def same_load(stage: Stage) -> Seen:
         lines.append(f"   {title:<28}{theirs:>14}{ours:>10}")
     plans = _plans(vllm), _plans(stage.view)
     alike = sum(a == b for a, b in zip(*plans, strict=False))
-    youngest = all(_preempted(view) == [max(view.lanes.lanes)] for view in (vllm, stage.view))
+    youngest = all(_preempted(view) == [max(view.history.lanes.lanes)] for view in (vllm, stage.view))
     return Seen(
         f"In {alike} of {count(max(map(len, plans)), 'step')}, both schedulers planned the same decodes and prompt "
         "tokens. "
@@ -58,23 +58,25 @@ async def same_load(stage: Stage) -> Seen:
 
 def _plans(view: View) -> list[tuple[int, list[tuple[int, int]]]]:
     """Returns of each step the number of decodes, and (request, tokens) of its prompts."""
-    ids = sorted(view.lanes.lanes)
-    rows = [view.steps.get(step) for step in range(view.steps.first, view.steps.last + 1)]
+    ids = sorted(view.history.lanes.lanes)
+    rows = [view.history.steps.get(step) for step in range(view.history.steps.first, view.history.steps.last + 1)]
     return [(row.decodes, [(ids.index(id), n) for id, _, n, _ in row.chunks]) for row in rows if row is not None]
 
 
 def _figures(view: View) -> tuple[str, ...]:
     """Returns the values of FIGURES for a run."""
-    events = view.events.since(0)
+    events = view.history.events.since(0)
     preempted = next((event for event in events if event.kind == "preempt"), None)
     if preempted is None:
         return ("-",) * len(FIGURES)
     after = (event for event in events if event.request == preempted.request and event.seq > preempted.seq)
     cached = next((event.record.tokens for event in after if event.kind in ("hit", "miss")), 0)
     again = Run(view).figures.twice or 0
-    return tuple(f"{number:,}" for number in (preempted.step - view.steps.first + 1, cached + again, cached, again))
+    return tuple(
+        f"{number:,}" for number in (preempted.step - view.history.steps.first + 1, cached + again, cached, again)
+    )
 
 
 def _preempted(view: View) -> list[int]:
     """Returns the preempted requests of a run, in order."""
-    return [event.request for event in view.events.since(0) if event.kind == "preempt"]
+    return [event.request for event in view.history.events.since(0) if event.kind == "preempt"]

@@ -121,7 +121,7 @@ async def again(stage: Stage) -> Seen:
     """Writes a reply token by token, and counts what each step computed. The answer: more than each token once (0),
     each token once (1), or all but the last (2)."""
     session, prompt = await grow(stage, REPLY, 1.0)
-    steps = stage.view.steps
+    steps = stage.view.history.steps
     rows = [steps.get(step) for step in range(steps.last - stage.figures().steps + 1, steps.last + 1)]
     computed = [row.tokens for row in rows if row is not None]
     if len(computed) < 2:

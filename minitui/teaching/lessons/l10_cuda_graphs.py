@@ -86,7 +86,7 @@ def _padding(stage: Stage) -> str:
 
 
 def _prefills(stage: Stage) -> int:
-    steps = stage.view.steps
+    steps = stage.view.history.steps
     return sum(bool(steps.chunks(s)) for s in range(steps.last - stage.figures().steps + 1, steps.last + 1))
 
 

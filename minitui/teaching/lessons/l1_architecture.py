@@ -17,7 +17,7 @@ async def two_questions(stage: Stage) -> Seen:
     while stage.state().requests:
         await stage.step(1, seconds=0.8)
     seen = stage.figures()
-    steps = stage.view.steps
+    steps = stage.view.history.steps
     rows = [row for step in range(steps.last - seen.steps + 1, steps.last + 1) if (row := steps.get(step)) is not None]
     _, second = (row for row in rows if row.chunks)
     answers = {2 * REPLY: 0, HEAD_START + REPLY: 1, REPLY: 2}
@@ -38,13 +38,13 @@ async def two_questions(stage: Stage) -> Seen:
 
 async def logged(stage: Stage) -> Seen:
     """Runs one request, and counts its records and its events."""
-    records, events = stage.state().seq, stage.view.events.count
+    records, events = stage.state().seq, stage.view.history.events.count
     await stage.write("What is prefill?", REPLY, 0, system="")
     while stage.state().requests:
         await stage.step(1, seconds=0.5)
     rows = (
         ("records of this run in the log", stage.state().seq - records),
-        ("those that are decisions: the panel", stage.view.events.count - events),
+        ("those that are decisions: the panel", stage.view.history.events.count - events),
     )
     return Seen("\n".join(f"   {name:<40}{n:>5}" for name, n in rows))
 
@@ -62,8 +62,8 @@ def last_step(stage: Stage) -> str:
 
 
 def _second(stage: Stage) -> str:
-    id = max(stage.view.lanes.lanes)
-    steps = stage.view.steps
+    id = max(stage.view.history.lanes.lanes)
+    steps = stage.view.history.steps
     step = next(s for s in range(steps.last, -1, -1) if any(chunk[0] == id for chunk in steps.chunks(s)))
     return f"r{id}, in step {step}"
 

@@ -109,7 +109,12 @@ def _decode_ms(stage: Stage) -> str:
 def _prefill(stage: Stage) -> float:
     """Returns the ms of the prompt's step."""
     row = next(
-        (stage.view.steps.get(s) for s in range(stage.view.steps.last, -1, -1) if stage.view.steps.chunks(s)), None
+        (
+            stage.view.history.steps.get(s)
+            for s in range(stage.view.history.steps.last, -1, -1)
+            if stage.view.history.steps.chunks(s)
+        ),
+        None,
     )
     assert row is not None
     return row.took_ms or 0.0

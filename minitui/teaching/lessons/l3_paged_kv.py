@@ -111,8 +111,8 @@ async def two_endings(stage: Stage) -> Seen:
     for name in names:
         counts = stage.state().counts
         rows.append(f"   {name:<22}" + "".join(f"{counts[state]:>8}" for state in STATES))
-        states.append(int(stage.view.live.codes[block]))
-        ends.append(int(stage.view.live.codes[end]))
+        states.append(int(stage.view.history.live.codes[block]))
+        ends.append(int(stage.view.history.live.codes[end]))
         if name != names[-1]:
             await stage.pause(3)
             await stage.run_until("finish")

@@ -47,7 +47,7 @@ async def long_paste(stage: Stage) -> Seen:
         chunks.append((row.step, row.decodes, mine[0], row.took_ms or 0.0))
     first, decodes, tokens, _ = chunks[0]
     stage.view.select("step", first)
-    rows = [stage.view.steps.get(step) for step in range(before + 1, first)]
+    rows = [stage.view.history.steps.get(step) for step in range(before + 1, first)]
     alone = median(row.took_ms or 0.0 for row in rows if row is not None)
     lines = [f"   {'step':<8}{'decoding requests':>18}{'prompt':>8}{'together':>10}{'ms':>7}"]
     lines += [f"   {f'{before + 1}-{first - 1}':<8}{decodes:>18}{0:>8}{decodes:>10}{ms(alone):>7}"]
@@ -110,7 +110,7 @@ async def fifth_waits(stage: Stage) -> Seen:
     await stage.run_until("finish")
     ended = stage.events("finish")
     await stage.step(1)
-    admitted = next(e for e in stage.view.events.since(0) if e.kind == "admit" and e.request == ids[1])
+    admitted = next(e for e in stage.view.history.events.since(0) if e.kind == "admit" and e.request == ids[1])
     return Seen(
         "\n".join(lines) + "\n"
         f"   step {ended[0].step:<6}{count(len(ended), 'running request')} finished\n"
@@ -140,7 +140,7 @@ def _last(stage: Stage) -> str:
 
 
 def _waits(stage: Stage) -> str:
-    event = next((e for e in stage.view.events.newest_first() if e.kind == "wait"), None)
+    event = next((e for e in stage.view.history.events.newest_first() if e.kind == "wait"), None)
     return f"r{event.request}: {event.record.reason}" if event is not None else "none"
 
 
@@ -364,7 +364,7 @@ LESSON = Lesson(
             "Which request is computing its prompt?",
             "lanes",
             "the batch lanes: one line has prefill in the last column.",
-            lambda stage: ", ".join(f"r{c[0]}" for c in stage.view.steps.chunks(stage.view.steps.last)),
+            lambda stage: ", ".join(f"r{c[0]}" for c in stage.view.history.steps.chunks(stage.view.history.steps.last)),
         ),
     ),
     {"kv_blocks": BLOCKS, "max_num_batched_tokens": BUDGET, "max_num_seqs": 4},

@@ -37,7 +37,7 @@ async def disconnect(stage: Stage) -> Seen:
     await stage.pause(2)
     again = await stage.ask(stage.chat(max_tokens=80, whole=True), paste(1))
     await stage.step(1, seconds=1.0)
-    lane = stage.view.lanes.lanes[again]
+    lane = stage.view.history.lanes.lanes[again]
     prompt, cached = lane.prompt_tokens, lane.cached_tokens
     rows = (
         ("blocks of the aborted request", held), ("  shared with the other request", shared),

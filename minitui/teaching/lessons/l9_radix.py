@@ -46,7 +46,7 @@ def _trunk(stage: Stage) -> str:
 
 
 def _hit(stage: Stage) -> str:
-    lane = stage.view.lanes.lanes[max(stage.view.lanes.lanes)]
+    lane = stage.view.history.lanes.lanes[max(stage.view.history.lanes.lanes)]
     return f"{lane.cached_tokens} of {lane.prompt_tokens}"
 
 

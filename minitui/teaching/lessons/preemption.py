@@ -21,7 +21,7 @@ async def too_small(stage: Stage) -> Seen:
     ids = []
     for session, share in zip(chats, SHARES, strict=True):
         ids.append(await stage.ask(session, paste_of(stage, session.system, int(share * pool))))
-    lanes = stage.view.lanes.lanes
+    lanes = stage.view.history.lanes.lanes
     await stage.step_until("the end of the prompts", lambda: all(lanes[id].first_token for id in ids), seconds=0.15)
     await stage.step_until("a preemption", lambda: stage.events("preempt"), seconds=0.15)
     event = stage.events("preempt")[0]
@@ -29,7 +29,9 @@ async def too_small(stage: Stage) -> Seen:
     lane, written = lanes[victim], lanes[victim].highest
     await stage.pause(3)
     await stage.step_until("the resumption", partial(_resumed, stage, victim, event.seq), seconds=0.1)
-    match = next(e for e in stage.view.events.newest_first() if e.request == victim and e.kind in ("hit", "miss"))
+    match = next(
+        e for e in stage.view.history.events.newest_first() if e.request == victim and e.kind in ("hit", "miss")
+    )
     kept, resumed = match.record.tokens, match.step
     lost = written - kept
     await stage.step_until("the lost tokens", lambda: sum(n for _, n in lane.again) >= lost, seconds=0.3)

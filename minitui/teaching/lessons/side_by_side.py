@@ -92,7 +92,7 @@ def waits_and_gaps(comparison: Comparison) -> str:
 
 def most_running(view: View) -> int:
     """Returns the largest number of requests that decoded in one step."""
-    steps = view.steps
+    steps = view.history.steps
     rows = (steps.get(step) for step in range(max(0, steps.first), steps.last + 1))
     return max((row.decodes for row in rows if row is not None), default=0)
 

@@ -14,7 +14,7 @@ from minitui.teaching.recorded_steps import BYTES, recorded_device
 from minitui.teaching.stage import Stage
 from minitui.text import count, ms
 from minitui.viewmodel.board import Curve, Curves
-from minitui.viewmodel.view import StepRow
+from minitui.viewmodel.history.steps import StepRow
 
 ROWS = (1, 4, 16, 64, 256)
 PROMPTS = (*ROWS, 1024)  # tokens
@@ -137,7 +137,7 @@ async def _run(stage: Stage, prompts: list[list[int]], tokens: int) -> list[Step
 
     await asyncio.gather(*map(read, streams))
     await stage.gate()
-    found = [stage.view.steps.get(step) for step in range(last + 1, stage.state().step + 1)]
+    found = [stage.view.history.steps.get(step) for step in range(last + 1, stage.state().step + 1)]
     return [row for row in found if row is not None]
 
 

@@ -93,7 +93,7 @@ class TreeDrawing:
     def _name(self, node: NodeView) -> str:
         """Returns the role and the text of a node, from the first token on that its siblings do not have."""
         view = self.stage.view
-        return " ".join(view.tree.text(self.stage.state(), node, view.decode))
+        return " ".join(view.moment.tree.text(self.stage.state(), node, view.texts.decode))
 
 
 async def walk(stage: Stage) -> Seen:
@@ -113,7 +113,7 @@ async def walk(stage: Stage) -> Seen:
     equal = await _compare(stage, drawing, ids, size)
     await stage.step(1)
     record = stage.events("hit")[-1].record
-    cached, prompt = record.tokens, stage.view.lanes.lanes[id].prompt_tokens
+    cached, prompt = record.tokens, stage.view.history.lanes.lanes[id].prompt_tokens
     drawing.draw(
         f"{count(equal, 'block')} of {size} were equal: {cached} of {prompt} tokens. The node was split after them. "
         f"The other {prompt - cached} tokens were computed.",
@@ -184,5 +184,7 @@ async def touch_and_evict(stage: Stage) -> Seen:
 def _blocks(stage: Stage, word: str) -> list[int]:
     """Returns the blocks of the prefix that has this word in its text."""
     return next(
-        list(node.blocks) for node in stage.state().nodes.values() if node.id and word in stage.view.decode(node.ids)
+        list(node.blocks)
+        for node in stage.state().nodes.values()
+        if node.id and word in stage.view.texts.decode(node.ids)
     )

@@ -178,8 +178,8 @@ class InspectScreen(BaseScreen[None]):
         """Show the view; called once a frame while this screen is visible."""
         if not self._panels:
             return
-        if view.experts.known == ("experts" in self.absent):
-            self.absent = set() if view.experts.known else {"experts"}
+        if view.history.experts.known == ("experts" in self.absent):
+            self.absent = set() if view.history.experts.known else {"experts"}
             if self.current in self.absent:
                 self.action_panel(1)
             self.lay_out()

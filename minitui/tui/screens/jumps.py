@@ -32,14 +32,14 @@ class Jumps:
     @property
     def shown(self) -> bool:
         """True if the picture still shows the step of the last jump."""
-        return self._last is not None and self._last.step == self._app.view.horizon
+        return self._last is not None and self._last.step == self._app.view.moment.horizon
 
     def go(self, step: int, place: Place) -> bool:
         """Show the engine as it was after a step. `place`: the panel to go back to. False: the step is not kept."""
         view = self._app.view
-        stays = view.travel_text or view.playback is not None
-        if view.horizon != step or self._last is None:
-            self._last = _Jump(step, place, view.horizon if stays else None)
+        stays = view.moment.travel_text or view.moment.playback is not None
+        if view.moment.horizon != step or self._last is None:
+            self._last = _Jump(step, place, view.moment.horizon if stays else None)
         if self._app.travel_to(step):
             return True
         self._last = None

@@ -86,7 +86,7 @@ class LectureScreen(BaseScreen[None]):
     def hints(self) -> list[Hint]:
         """Returns hints for the keys of this screen, then for actions on the engine."""
         hints = super().hints()
-        first = [("n", "next step")] if self._steps or self.app.view.travel_text else []
+        first = [("n", "next step")] if self._steps or self.app.view.moment.travel_text else []
         first += [(",", "back")]
         first += [("d", "predict"), ("p", "pause"), ("X", "start over")] if self._steps else []
         first += [h for h in hints if h[1] in ("help", "go to")]
@@ -130,15 +130,15 @@ class LectureScreen(BaseScreen[None]):
 
     def _ask_prediction(self, view: View) -> None:
         """When the step to predict has ended, show the picture of the step before it and ask for the prediction."""
-        if view.steps.last < max(self._stepping_from, self._asked_from):  # the history was cleared
+        if view.history.steps.last < max(self._stepping_from, self._asked_from):  # the history was cleared
             self._stepping_from = self._asked_from = -1
             self._why.question = None
-        if self._asked_from >= 0 and not view.travel_text:  # the user returned to the present without an answer
+        if self._asked_from >= 0 and not view.moment.travel_text:  # the user returned to the present without an answer
             self._why.question, self._asked_from = None, -1
         before = self._stepping_from
-        if before < 0 or view.steps.last <= before:
+        if before < 0 or view.history.steps.last <= before:
             return
-        row = view.steps.get(before + 1)
+        row = view.history.steps.get(before + 1)
         if row is None or not row.end_seq:
             return
         self._stepping_from = -1
@@ -152,7 +152,7 @@ class LectureScreen(BaseScreen[None]):
 
     def _reveal(self, view: View) -> None:
         self._why.question, self._asked_from = None, -1
-        view.present()
+        view.moment.present()
 
     @property
     def open_choices(self) -> int:
@@ -180,11 +180,11 @@ class LectureScreen(BaseScreen[None]):
         view = self.app.view
         if self._asked_from >= 0:
             self._reveal(view)
-        elif view.travel_text:
+        elif view.moment.travel_text:
             view.travel(1)
         else:
             if self._why.predicting:
-                self._stepping_from = view.steps.last
+                self._stepping_from = view.history.steps.last
             self.app.run_command("step")
             return
         self.paint(view)
@@ -193,7 +193,7 @@ class LectureScreen(BaseScreen[None]):
         """Go one step back in time."""
         view = self.app.view
         self._why.question, self._asked_from = None, -1
-        self.app.travel_to(view.horizon - 1)
+        self.app.travel_to(view.moment.horizon - 1)
         self.paint(view)
 
     def action_predict(self) -> None:

@@ -93,7 +93,7 @@ class LessonScreen(BaseScreen[None]):
         super().__init__()
         self.stage: Stage | None = None
         self._nothing = View()  # before a page's experiment has run, its panels show no earlier experiment
-        self._nothing.missing = NOTHING
+        self._nothing.history.missing = NOTHING
 
     @property
     def reading(self) -> Reading:

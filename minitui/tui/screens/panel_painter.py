@@ -40,8 +40,8 @@ class PanelPainter:
         """Paint what is due in this frame; called once a frame."""
         limiter = self._app.frame_limiter
         before, self.frames = self.frames, self.frames + limiter.stride
-        moment = (view.version, view.travel_text, view.still)
-        at_once = self._at_once = view.still or moment != self._painted_moment
+        moment = (view.version, view.moment.travel_text, view.moment.still)
+        at_once = self._at_once = view.moment.still or moment != self._painted_moment
         self._painted_moment = moment
         for name, (every, offset) in EVERY.items():
             if limiter.skipping:

@@ -28,12 +28,12 @@ the left are the positions of the queries, the numbers above the positions of th
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         row = view.shown_step()
-        last = row.step if row is not None else view.horizon
-        steps = (step for step in range(last, last - LOOKED_BACK, -1) if step in view.steps)
-        step = next((step for step in steps if view.steps.chunks(step)), None)
+        last = row.step if row is not None else view.moment.horizon
+        steps = (step for step in range(last, last - LOOKED_BACK, -1) if step in view.history.steps)
+        step = next((step for step in steps if view.history.steps.chunks(step)), None)
         if step is None:
             return Picture(wrapped("no step with a prompt yet", "dim", width))
-        request, start, queries, _ = view.steps.chunks(step)[0]
+        request, start, queries, _ = view.history.steps.chunks(step)[0]
         label = max(len("query"), len(str(start + queries - 1))) + 1
         keys = start + queries
         rows, per_row, per_cell = triangle(start, queries, max(1, width - label), max(1, height - 2))

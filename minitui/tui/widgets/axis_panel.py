@@ -67,7 +67,7 @@ class AxisPanel(LinePanel):
 
     def _move_to(self, right: float) -> None:
         """Show the time before `right`; stop following the newest step."""
-        line = Timeline(self.view.steps, self.view.horizon)
+        line = Timeline(self.view.history.steps, self.view.moment.horizon)
         half = self.scale.columns * self.scale.ms / 2
         self.right = max(line.begin + half, min(right, line.end + half))
         self.repaint()

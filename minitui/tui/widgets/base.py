@@ -181,8 +181,8 @@ class LinePanel(Widget, can_focus=True):
         return in_frame(picture.rows, title, picture.note, picture.legend, width, height, self.has_focus)
 
     def _picture(self, view: View, width: int, height: int) -> Picture:
-        if self.NEEDS_STATE and not view.loaded:
-            return Picture(wrapped(view.missing, "dim", width))
+        if self.NEEDS_STATE and not view.history.loaded:
+            return Picture(wrapped(view.history.missing, "dim", width))
         return self.picture(view, width, height)
 
     # ---- Textual
@@ -221,7 +221,7 @@ class LinePanel(Widget, can_focus=True):
 
     def back_to_now(self) -> None:
         """Leave the past, for panels with another use of the key of this command."""
-        if self.view.travel_text or self.view.playback is not None:
+        if self.view.moment.travel_text or self.view.moment.playback is not None:
             self.call_later(self.app.run_action, "do('now')")
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:

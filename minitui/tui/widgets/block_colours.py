@@ -31,7 +31,7 @@ class Layer:
 
 
 def by_state(view: View) -> Layer:
-    shown = view.shown
+    shown = view.moment.shown
     looks = [(occupancy.glyph(code), STATE_NAMES[code]) for code in (FREE, ACTIVE, SHARED, CACHED)]
     looks.append((glyphs().filling, "active"))
     return Layer(shown.codes, looks, occupancy.entries(shown), glows=True)
@@ -39,14 +39,14 @@ def by_state(view: View) -> Layer:
 
 def with_filling(view: View) -> np.ndarray:
     """Returns the codes of the colouring by state for cells of one block: some blocks are FILLING."""
-    codes = view.shown.codes.copy()
-    if filling := view.shown.filling():
+    codes = view.moment.shown.codes.copy()
+    if filling := view.moment.shown.filling():
         codes[[block for block in filling if codes[block] == ACTIVE]] = FILLING
     return codes
 
 
 def by_owner(view: View) -> Layer:
-    shown = view.shown
+    shown = view.moment.shown
     groups: dict[str, int] = {}
     requests = [request for _, request in sorted(shown.state.requests.items()) if request.table]
     group_of = [groups.setdefault(request.group, len(groups)) for request in requests]
@@ -58,12 +58,12 @@ def by_owner(view: View) -> Layer:
     owner[blocks[owner[blocks] != of]] = -2  # held by several groups
     g = glyphs()
     looks = [(g.free, "free"), (g.cached, "cached"), (g.shared, "shared")]
-    letters = [_letter(view.group_name(group), i) for group, i in groups.items()]
+    letters = [_letter(view.texts.group_name(group), i) for group, i in groups.items()]
     looks += [(letter, f"owner-{i % OWNER_COLOURS}") for i, letter in enumerate(letters)]
     codes = np.where(owner >= 0, owner + 3, np.where(owner == -2, 2, np.where(shown.node_of > 0, 1, 0)))
     legend = [_entry(g.shared, "shared", "several"), _entry(g.cached, "cached", "cached"), _free()]
     for group, i in groups.items():
-        name = view.group_name(group)
+        name = view.texts.group_name(group)
         # The letter already shows the number in the name.
         named = name.removeprefix("#").removeprefix(letters[i] + " ")[:16].rstrip()
         legend.append(_entry(letters[i], f"owner-{i % OWNER_COLOURS}", named or "no name"))
@@ -71,8 +71,8 @@ def by_owner(view: View) -> Layer:
 
 
 def by_age(view: View) -> Layer:
-    shown = view.shown
-    older = np.searchsorted(np.array(AGES), view.picture_now - shown.changed)
+    shown = view.moment.shown
+    older = np.searchsorted(np.array(AGES), view.moment.picture_now - shown.changed)
     codes = np.where(shown.codes == FREE, 0, older + 1)
     shades = ("active-glow", "active-warm", "active", "shared", "cached", "dim")
     looks = [(glyphs().free, "free")] + [(DIGITS[i], shades[i]) for i in range(len(AGES) + 1)]
@@ -81,7 +81,7 @@ def by_age(view: View) -> Layer:
 
 
 def by_refs(view: View) -> Layer:
-    shown = view.shown
+    shown = view.moment.shown
     holders = shown.holders
     g = glyphs()
     codes = np.where(holders > 0, np.minimum(holders, 10) + 1, np.where(shown.node_of > 0, 1, 0))

@@ -73,7 +73,7 @@ tokens.""")
     # ---- the picture
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        shown = view.shown
+        shown = view.moment.shown
         pool = occupancy.lead(shown)
         head = [pool.extend(occupancy.bar(shown, max(0, width - pool.width))).done(width)]
         layer = COLOURINGS[self.mode](view)
@@ -83,7 +83,7 @@ tokens.""")
         numbered = self._grid(view, width, height - len(head)).digits
         if height > len(head) + 1 and self._grid(view, width, height - len(head) - 1).digits == numbered:
             ruled = self.NUMBERS and not numbered
-            head.append((_ruler(view.shown.total, width) if ruled else occupancy.waste(view, width)).done(width))
+            head.append((_ruler(view.moment.shown.total, width) if ruled else occupancy.waste(view, width)).done(width))
         map_height = height - len(head)
         if map_height < 1:
             return Picture(head[:height], legend=[])
@@ -116,9 +116,9 @@ tokens.""")
         return f"KV blocks · {shown.total:,} blocks of {shown.state.block_size}"
 
     def _grid(self, view: View, width: int, height: int) -> Grid:
-        total, room = view.shown.total, width * height
+        total, room = view.moment.shown.total, width * height
         if self.zoomed_at is None:
-            in_use = np.flatnonzero(view.shown.codes)
+            in_use = np.flatnonzero(view.moment.shown.codes)
             last_used = int(in_use[-1]) if len(in_use) else 0
             return grid(blocks_to_show(total, last_used, room), width, height, numbered=self.NUMBERS)
         first = max(1, min(self.zoomed_at, total - room + 1))
@@ -149,8 +149,8 @@ tokens.""")
         n = len(layer.looks)
         span = slice(g.first, g.first + g.blocks)
         codes = layer.codes[span].astype(np.int64)
-        glow = view.glow()[span].astype(np.int64) if layer.glows else np.zeros(g.blocks, np.int64)
-        marked_blocks = np.zeros(view.shown.state.num_blocks, bool)
+        glow = view.moment.glow()[span].astype(np.int64) if layer.glows else np.zeros(g.blocks, np.int64)
+        marked_blocks = np.zeros(view.moment.shown.state.num_blocks, bool)
         if view.links.blocks:
             marked_blocks[list(view.links.blocks)] = True
         if isinstance(read := view.board, KeyRead):
@@ -193,7 +193,7 @@ tokens.""")
             block = g.first + cell * g.k
         else:
             block = selected(view, "block") + (dx + dy * g.per_row) * g.k
-        block = max(1, min(view.shown.total, block))
+        block = max(1, min(view.moment.shown.total, block))
         if self.zoomed_at is not None and not g.first <= block < g.first + g.blocks:
             self.zoomed_at = max(1, self.zoomed_at + (dx or dy * g.per_row))
         view.select("block", block)

@@ -45,15 +45,15 @@ so free blocks need not lie side by side. ×4: four requests have this block in 
     def picture(self, view: View, width: int, height: int) -> Picture:
         self._places = []
         id = view.subject()
-        request = view.shown.state.requests.get(id) if id is not None else None
+        request = view.moment.shown.state.requests.get(id) if id is not None else None
         if request is None:
             return self._without_table(view, id, width, height)
-        size = view.shown.state.block_size
-        computed = view.shown.state.computed(request)
-        lane = view.lanes.lanes.get(request.id)
-        shared = sum(view.shown.state.holders[block] > 1 for block in request.table)
+        size = view.moment.shown.state.block_size
+        computed = view.moment.shown.state.computed(request)
+        lane = view.history.lanes.lanes.get(request.id)
+        shared = sum(view.moment.shown.state.holders[block] > 1 for block in request.table)
         line = Row(f"r{request.id}", "bold accent" if view.selection is not None else "bold ink")
-        name = view.group_name(request.group) if request.group else ""
+        name = view.texts.group_name(request.group) if request.group else ""
         blocks, tokens = count(len(request.table), "block"), count(computed, "token")
         others = f", {shared} shared" if shared else ""
         texts = [f"  {blocks} for {tokens}{others}", f"  {blocks}, {tokens}{others}", f"  {blocks}{others}"]
@@ -76,8 +76,8 @@ so free blocks need not lie side by side. ×4: four requests have this block in 
         return Picture(rows, title=title, note=note, legend=key)
 
     def _without_table(self, view: View, id: int | None, width: int, height: int) -> Picture:
-        lane = view.lanes.lanes.get(id) if id is not None else None
-        last = view.shown.last_tables.get(lane.group) if lane is not None else None
+        lane = view.history.lanes.lanes.get(id) if id is not None else None
+        last = view.moment.shown.last_tables.get(lane.group) if lane is not None else None
         if lane is None or last is None or last.request != lane.id or not last.table:
             any_request = view.selection is None and view.home is None
             text = "no request has run yet" if any_request else "no request of this chat has run yet"
@@ -86,13 +86,13 @@ so free blocks need not lie side by side. ×4: four requests have this block in 
                 if lane.finish_reason:
                     text = f"r{lane.id} finished ({lane.finish_reason}) and released its blocks"
             return Picture(wrapped(text, "dim", width), title="Block table")
-        fates = [view.shown.fate(block, last.seq) for block in last.table]
+        fates = [view.moment.shown.fate(block, last.seq) for block in last.table]
         in_tree = sum(fate in ("cached", "held") for fate in fates)
-        line, name = Row(f"r{lane.id}", "bold ink"), view.group_name(lane.group)
+        line, name = Row(f"r{lane.id}", "bold ink"), view.texts.group_name(lane.group)
         of = f"{in_tree} of {len(fates)} blocks"
         texts = [f"  finished: {of} stay in the tree", f"  {of} cached"]
         head = _head(line, name, texts, "", width, height)
-        size = view.shown.state.block_size
+        size = view.moment.shown.state.block_size
         self._heading = len(head)
         rows = [*head, *self._chips(view, last.table, last.computed, size, width, height - len(head), fates)]
         key = legend(
@@ -112,7 +112,7 @@ so free blocks need not lie side by side. ×4: four requests have this block in 
         """
         if height < 1:
             return []
-        chip = max(CHIP, len(str(view.shown.state.num_blocks - 1)) + 2)
+        chip = max(CHIP, len(str(view.moment.shown.state.num_blocks - 1)) + 2)
         lead = len(str(len(table) - 1)) + 2  # "12→ "
         across, short = max(1, width // chip), max(1, (width - lead) // chip)
         chip_lines = min(height, 3)
@@ -137,12 +137,12 @@ so free blocks need not lie side by side. ×4: four requests have this block in 
                     chips.to(at).add(f"+{-index} ".rjust(chip - 1), "dim")
                     continue
                 block = table[index]
-                held = view.shown.state.holders[block]
+                held = view.moment.shown.state.holders[block]
                 style = f"ink on {'shared' if held > 1 else 'active'}-chip"
                 if fates is not None:
                     held = held if fates[index] == "held" else 0
                     style = {"cached": "ink on cached-chip", "held": "ink on shared-chip"}.get(fates[index], "dim")
-                elif view.glow_of(float(view.shown.changed[block])) == 2:
+                elif view.moment.glow_of(float(view.moment.shown.changed[block])) == 2:
                     style = "bold " + style
                 self._places.append((lines, range(at, at + chip), block))
                 here = block == chosen
@@ -169,7 +169,7 @@ so free blocks need not lie side by side. ×4: four requests have this block in 
 
     def action_move(self, by: int) -> None:
         id = self.view.subject()
-        request = self.view.shown.state.requests.get(id) if id is not None else None
+        request = self.view.moment.shown.state.requests.get(id) if id is not None else None
         if request is None or not request.table:
             return
         table, chosen = request.table, selected(self.view, "block")
@@ -179,7 +179,7 @@ so free blocks need not lie side by side. ×4: four requests have this block in 
 
     def action_turn(self, by: int) -> None:
         """Select the next newer or older request."""
-        ids = sorted(self.view.shown.state.requests)
+        ids = sorted(self.view.moment.shown.state.requests)
         if not ids:
             return
         now = self.view.subject()

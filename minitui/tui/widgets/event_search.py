@@ -6,8 +6,8 @@ import re
 import sys
 from collections.abc import Callable
 
-from minitui.viewmodel.history.events import EVENTS_KEPT, KINDS
-from minitui.viewmodel.view import Event, View
+from minitui.viewmodel.history.events import EVENTS_KEPT, KINDS, Event
+from minitui.viewmodel.view import View
 
 REQUEST = re.compile(r"r(\d+)")
 SCANNED = 2_000  # events whose text is searched in one picture; the next pictures search the others
@@ -30,7 +30,7 @@ class Search:
     def update(self, view: View) -> None:
         """Read the new events, and some of the old ones."""
         read, newest = 0, self._newest
-        for event in view.events.newest_first():
+        for event in view.history.events.newest_first():
             if event.seq <= newest and (self.finished or event.seq >= self._oldest):
                 if self.finished:
                     break
@@ -46,7 +46,7 @@ class Search:
         else:
             self.finished = True
         if len(self._found) > 2 * EVENTS_KEPT:
-            self._found = {event.seq for event in view.events.newest_first() if event.seq in self._found}
+            self._found = {event.seq for event in view.history.events.newest_first() if event.seq in self._found}
 
     def _matches(self, view: View, event: Event) -> bool:
         text = ""
@@ -59,9 +59,9 @@ class Search:
                 if event.kind != word:
                     return False
             else:
-                lane = view.lanes.lanes.get(event.request)
-                chat = view.group_name(lane.group) if lane is not None else ""
-                text = text or f"{event.kind} {view.event_text(event)} {chat}"
+                lane = view.history.lanes.lanes.get(event.request)
+                chat = view.texts.group_name(lane.group) if lane is not None else ""
+                text = text or f"{event.kind} {view.texts.event(view.history, event)} {chat}"
                 if word not in text.lower():
                     return False
         return True

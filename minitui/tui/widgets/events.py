@@ -15,7 +15,8 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, typed
 from minitui.tui.widgets.event_search import Search
 from minitui.tui.widgets.rows import Row, Run, Runs, cells, clean, fit
-from minitui.viewmodel.view import Event, View
+from minitui.viewmodel.history.events import Event
+from minitui.viewmodel.view import View
 
 STYLES = {
     "admit": "decode", "hit": "hit", "miss": "dim", "evict": "pool", "preempt": "bad", "finish": "dim",
@@ -81,11 +82,11 @@ A dash in place of the step: the event came before the first step that is known,
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         name = FILTERS[self.filter][0]
-        seq = view.shown.state.seq
-        digits = len(f"{max(1, view.steps.last):,}") + 1  # also of a step in flight
+        seq = view.moment.shown.state.seq
+        digits = len(f"{max(1, view.history.steps.last):,}") + 1  # also of a step in flight
         self._stand(view)
         rows = self._rows(view, width, height, digits)
-        near = view.events.tail(2 * height, seq, self._wanted(view), self.skip)
+        near = view.history.events.tail(2 * height, seq, self._wanted(view), self.skip)
         while len(self.shown) > 1 and any(event.seq == self.chosen for event in near) and not self._in_sight:
             self.skip += 1
             rows = self._rows(view, width, height, digits)
@@ -98,7 +99,7 @@ A dash in place of the step: the event came before the first step that is known,
         if self.typing or self.search:
             cursor = "▏" if self.typing else ""
             note = [("/" + self.search + cursor, "accent"), *([(f" in {name}", "dim")] if self.filter else [])]
-        legend: list[Run] = [(f"step, event, reason · {view.events.count_to(seq):,} so far", "dim")]
+        legend: list[Run] = [(f"step, event, reason · {view.history.events.count_to(seq):,} so far", "dim")]
         if self.skip:
             legend = [(f"{self.skip:,} newer above · Home", "accent")]
         return Picture(rows, note=note, legend=legend)
@@ -107,8 +108,8 @@ A dash in place of the step: the event came before the first step that is known,
         """Keep the first row while an event is chosen, although newer events arrive."""
         if self.chosen is None or not self.shown:
             return
-        top, seq, wanted = self.shown[0].seq, view.shown.state.seq, self._wanted(view)
-        newer = takewhile(lambda event: event.seq > top, view.events.newest_first())
+        top, seq, wanted = self.shown[0].seq, view.moment.shown.state.seq, self._wanted(view)
+        newer = takewhile(lambda event: event.seq > top, view.history.events.newest_first())
         self.skip = sum(event.seq <= seq and wanted(event) for event in newer)
 
     @property
@@ -122,7 +123,7 @@ A dash in place of the step: the event came before the first step that is known,
         rows: list[Runs] = []
         shown, at = [], []
         self._whole = True
-        for event in view.events.tail(height, view.shown.state.seq, self._wanted(view), self.skip):
+        for event in view.history.events.tail(height, view.moment.shown.state.seq, self._wanted(view), self.skip):
             lines = self._lines(view, event, width, digits, height)
             room = height - len(rows)
             if not room:
@@ -141,7 +142,7 @@ A dash in place of the step: the event came before the first step that is known,
             self._search = None
             return self._by_kind(view)
         selection = view.selection if FILTERS[self.filter][0] == "selected" else None
-        key = (self.search, self.filter, view.events, selection)
+        key = (self.search, self.filter, view.history.events, selection)
         if self._search is None or key != self._searched_for:
             self._searched_for, self._search = key, Search(self.search, self._by_kind(view))
         self._search.update(view)
@@ -161,12 +162,14 @@ A dash in place of the step: the event came before the first step that is known,
         linked = event.request in view.links.requests or event.node in view.links.nodes
         chosen = event.seq == self.chosen
         ground = " on select" if linked else ""
-        fresh = view.glow_of(event.record.t) == 2
-        unknown = event.raw[-1] == REMOVED or not view.steps.begin <= event.step <= view.steps.last  # of a KV event
+        fresh = view.moment.glow_of(event.record.t) == 2
+        unknown = (
+            event.raw[-1] == REMOVED or not view.history.steps.begin <= event.step <= view.history.steps.last
+        )  # of a KV event
         step = glyphs().dash if unknown else f"{event.step:,}"
         row = Row(step.rjust(digits), "dim" + ground)
         row.add("  ", "ink" + ground).add(event.kind.ljust(8), STYLES[event.kind] + ground)
-        words = clean(view.event_text(event, short=width < NARROW))
+        words = clean(view.texts.event(view.history, event, short=width < NARROW))
         quiet = event.kind in ("finish", "miss")
         style = "bold accent" if chosen else "bold ink" if fresh else "dim" if quiet else "ink"
         room = width - row.width
@@ -189,11 +192,11 @@ A dash in place of the step: the event came before the first step that is known,
 
     def _choose(self, view: View, event: Event) -> None:
         self.chosen = event.seq
-        if event.request >= 0 and event.request in view.lanes.lanes:
+        if event.request >= 0 and event.request in view.history.lanes.lanes:
             view.select("request", event.request)
-        elif event.node in view.shown.state.nodes:
+        elif event.node in view.moment.shown.state.nodes:
             view.select("node", event.node)
-        elif event.step in view.steps:
+        elif event.step in view.history.steps:
             view.select("step", event.step)
 
     def action_move(self, by: int) -> None:
@@ -203,11 +206,11 @@ A dash in place of the step: the event came before the first step that is known,
         seqs = [event.seq for event in self.shown]
         at = seqs.index(self.chosen) + by if self.chosen in seqs else 0
         if at >= len(seqs):
-            at = len(view.events.tail(at + 1, view.shown.state.seq, self._wanted(view), self.skip)) - 1
+            at = len(view.history.events.tail(at + 1, view.moment.shown.state.seq, self._wanted(view), self.skip)) - 1
             self.skip += max(0, at - len(seqs) + 1)
         elif at < 0:
             self.skip = max(0, self.skip + at)
-        shown = view.events.tail(len(seqs), view.shown.state.seq, self._wanted(view), self.skip)
+        shown = view.history.events.tail(len(seqs), view.moment.shown.state.seq, self._wanted(view), self.skip)
         if shown:
             self._choose(view, shown[max(0, min(len(shown) - 1, at))])
             self.shown = shown
@@ -244,7 +247,7 @@ A dash in place of the step: the event came before the first step that is known,
             return
         if event.request >= 0:
             self.post_message(Opened("request", event.request))
-        elif event.node in self.view.shown.state.nodes:
+        elif event.node in self.view.moment.shown.state.nodes:
             self.post_message(Opened("node", event.node))
         else:
             self.post_message(Opened("step", event.step))

@@ -46,9 +46,13 @@ the most work.""")
     _last = 0  # index of the last layer
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        load = view.experts.at(view.horizon)
+        load = view.history.experts.at(view.moment.horizon)
         if load is None:
-            text = "no step yet" if view.experts.known else "this model has no experts, or no step has used them yet"
+            text = (
+                "no step yet"
+                if view.history.experts.known
+                else "this model has no experts, or no step has used them yet"
+            )
             return Picture([Row(text, "dim").done(width)])
         self._last = len(load.layers) - 1
         self.chosen = min(self.chosen, self._last)

@@ -18,14 +18,14 @@ class FirstTokens(LinePanel, can_focus=False):
     NEEDS_STATE = True
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        items = view.first_tokens.until(view.shown.state.seq)[-height:][::-1]
+        items = view.history.first_tokens.until(view.moment.shown.state.seq)[-height:][::-1]
         if not items:
             return Picture([Row("no request has a first token yet", "dim").done(width)])
         longest = max(item.total_ms for item in items) or 1.0
         name = max(len(str(item.request)) for item in items) + 2
         rows: list[Runs] = []
         for item in items:
-            lane = view.lanes.lanes.get(item.request)
+            lane = view.history.lanes.lanes.get(item.request)
             cached = f"{lane.cached_tokens:,} of {lane.prompt_tokens:,} cached" if lane is not None else ""
             room = max(6, width - name - 8 - 22)
             row = Row(f"r{item.request}", "ink").to(name)

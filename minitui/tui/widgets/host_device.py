@@ -50,7 +50,7 @@ def host_and_device(view: View, width: int) -> list[Runs]:
             break
     else:
         return [host.add(host_text.strip()).done(width), device.add(device_text.strip()).done(width)]
-    above, below = _tracks(Timeline(view.steps, view.horizon), room)
+    above, below = _tracks(Timeline(view.history.steps, view.moment.horizon), room)
     host.extend(above).to(LABEL + room).add(host_text, "dim")
     device.extend(below).to(LABEL + room).add(device_text, "dim")
     return [host.done(width), device.done(width)]

@@ -70,17 +70,17 @@ these two, the label names that request.""")
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         named = width >= 84
-        lanes = view.lanes.lanes
+        lanes = view.history.lanes.lanes
         widest = len(str(max(lanes))) if lanes else 1
         self.label = max(9, widest + 5) + (11 if named else 0)
         self.columns = max(1, width - self.label)
-        horizon = view.horizon
+        horizon = view.moment.horizon
         self._choose_k(view, horizon)
         last_column = horizon // self.k - self.back
         self.first_step = (last_column - self.columns + 1) * self.k
         end = min(horizon, self.first_step + self.k * self.columns - 1)
         scale = (self.back, self.k)
-        self.rows.place(view.lanes, max(0, height - 3), self.first_step, end, scale, selected(view, "request"))
+        self.rows.place(view.history.lanes, max(0, height - 3), self.first_step, end, scale, selected(view, "request"))
         rows: list[Runs] = [self._scale(view, width, horizon), self._slowest(view, width, horizon)]
         rows += [self._row(view, slot, width, horizon, named) for slot in self.rows.slots]
         rows.append(self._rest(view, width, end))
@@ -91,10 +91,10 @@ these two, the label names that request.""")
 
     def _legend(self, view: View, width: int) -> list[Run]:
         marks = _marks()
-        lanes = view.lanes.lanes
+        lanes = view.history.lanes.lanes
         left_out = -1 if any(lanes[id].preemptions for slot in self.rows.slots for id in slot) else PREEMPTED
         entries = [(marks[code], STYLES[code], word) for code, word in WORDS.items() if code != left_out]
-        if any(lane.gains for lane in view.lanes.active.values()):
+        if any(lane.gains for lane in view.history.lanes.active.values()):
             entries.append((glyphs().gaining, "hit", "drafts accepted"))
         if any(len(slot) > 1 for slot in self.rows.slots):
             with_note = legend(("+2", "ink", "2 finished before"), *entries)
@@ -106,29 +106,33 @@ these two, the label names that request.""")
         if self.fixed_k is not None:
             self.k = self.fixed_k
             return
-        if view.exact and view.steps.last - view.steps.first < self.columns:
+        if view.moment.exact and view.history.steps.last - view.history.steps.first < self.columns:
             self.k = 1
             return
-        last = view.steps.get(horizon)
+        last = view.history.steps.get(horizon)
         if last is None:
             return
-        steps = last.step - view.steps.since(last.t - SPAN_SECONDS, last.step) + 1
+        steps = last.step - view.history.steps.since(last.t - SPAN_SECONDS, last.step) + 1
         needed_k = next((k for k in STEPS_PER_COLUMN if k * self.columns >= steps), STEPS_PER_COLUMN[-1])
         # In a moving picture, choose a smaller k only if all steps clearly fit: the scale must not jump to and fro.
-        if view.still or needed_k > self.k or (2.5 * needed_k < self.k and steps < 0.8 * needed_k * self.columns):
+        if (
+            view.moment.still
+            or needed_k > self.k
+            or (2.5 * needed_k < self.k and steps < 0.8 * needed_k * self.columns)
+        ):
             self.k = needed_k
 
     def _scale(self, view: View, width: int, horizon: int) -> Runs:
         """Returns the time scale: how many seconds ago the steps of some columns ended."""
         row = Row("time", "dim").to(self.label)
-        last = view.steps.get(min(horizon, self.first_step + self.k * self.columns - 1))
+        last = view.history.steps.get(min(horizon, self.first_step + self.k * self.columns - 1))
         if last is None:
             return row.done(width)
         now = f"step {last.step:,}"
         marks: list[tuple[int, str]] = []
         for seconds in (60, 30, 20, 10, 5, 2, 1):
-            step = view.steps.since(last.t - seconds, last.step)
-            if step <= max(view.steps.first, 0):
+            step = view.history.steps.since(last.t - seconds, last.step)
+            if step <= max(view.history.steps.first, 0):
                 continue
             column = (step - self.first_step) // self.k
             if 0 <= column < self.columns - len(now) - 6 and all(abs(column - at) > 6 for at, _ in marks):
@@ -140,7 +144,7 @@ these two, the label names that request.""")
 
     def _slowest(self, view: View, width: int, horizon: int) -> Runs:
         """Returns the slowest step of each column as a sparkline."""
-        steps = view.steps
+        steps = view.history.steps
         at = steps.indices(self.first_step, min(horizon, self.first_step + self.k * self.columns - 1))
         row = Row("duration" if self.label < 18 else "duration of step", "dim").to(self.label)
         if not len(at):
@@ -155,8 +159,8 @@ these two, the label names that request.""")
         """Returns one row with the phases of its requests. The label names the selected request, or else the
         last request of the row, and gives the number of other requests. The name of each other finished request follows
         its end, if there is room."""
-        lanes = view.lanes.lanes
-        seen = [lanes[id] for id in slot if lanes[id].submitted_step <= horizon + 1 and view.begun(lanes[id])]
+        lanes = view.history.lanes.lanes
+        seen = [lanes[id] for id in slot if lanes[id].submitted_step <= horizon + 1 and view.moment.begun(lanes[id])]
         if not seen:
             return Row().done(width)
         owner = next((lane for lane in reversed(seen) if lane.id in view.links.requests), seen[-1])
@@ -168,7 +172,7 @@ these two, the label names that request.""")
             row.add(f" +{len(seen) - 1}", "dim" + ground)
         if named:
             row.to(self.label - 11, " ", "ink" + ground)
-            row.add(fit(view.group_name(owner.group), 10), ("ink" if lit else "dim") + ground)
+            row.add(fit(view.texts.group_name(owner.group), 10), ("ink" if lit else "dim") + ground)
         row.to(self.label, " ", "ink" + ground)
         cells = [(NOTHING, False)] * self.columns
         for lane in seen:
@@ -207,22 +211,26 @@ these two, the label names that request.""")
     def _rest(self, view: View, width: int, end: int) -> Runs:
         """Returns the last row: the number of requests without a row, by phase."""
         shown = {id for slot in self.rows.slots for id in slot}
-        requests = view.shown.state.requests
-        hidden = [r for id, r in requests.items() if id not in shown and view.lanes.lanes[id].submitted_step <= end + 1]
+        requests = view.moment.shown.state.requests
+        hidden = [
+            r
+            for id, r in requests.items()
+            if id not in shown and view.history.lanes.lanes[id].submitted_step <= end + 1
+        ]
         decoding = sum(r.joined_at >= 0 for r in hidden)
         waiting = sum(r.state != "running" for r in hidden)
-        ended = view.lanes.number_ended(self.first_step, end)
-        ended -= sum(self.first_step <= view.lanes.lanes[id].finish_step <= end for id in shown)
-        if end == view.horizon:  # steps overlap: a request may have finished while the next steps were planned
-            later = [lane for lane in view.lanes.ended_since(end + 1) if lane.id not in shown]
-            ended += sum(lane.id not in requests and view.begun(lane) for lane in later)
+        ended = view.history.lanes.number_ended(self.first_step, end)
+        ended -= sum(self.first_step <= view.history.lanes.lanes[id].finish_step <= end for id in shown)
+        if end == view.moment.horizon:  # steps overlap: a request may have finished while the next steps were planned
+            later = [lane for lane in view.history.lanes.ended_since(end + 1) if lane.id not in shown]
+            ended += sum(lane.id not in requests and view.moment.begun(lane) for lane in later)
         prefilling = len(hidden) - decoding - waiting
         counts = ((decoding, "decoding"), (prefilling, "prefilling"), (waiting, "waiting"), (ended, "done"))
         row = Row()
         if parts := [f"{n:,} {word}" for n, word in counts if n]:
             texts = ("+ " + ", ".join(parts), "+ " + ", ".join(part.removesuffix("ing") for part in parts))
             row.add(fitting(width, *texts), "dim")
-        took = view.steps.column("took")[view.steps.indices(self.first_step, end)]
+        took = view.history.steps.column("took")[view.history.steps.indices(self.first_step, end)]
         took = took[took > 0]
         if len(took):
             text = f"duration of these steps: {ms(took.min())} to {ms(took.max())} ms"
@@ -242,7 +250,7 @@ these two, the label names that request.""")
     def _request_at(self, view: View, slot: list[int], column: int) -> int:
         """Returns the request of a row that was waiting or running in a column; if none was, the row's last request."""
         step = self.first_step + (column - self.label) * self.k
-        lanes = view.lanes.lanes
+        lanes = view.history.lanes.lanes
         here = [id for id in slot if lanes[id].submitted_step <= step + self.k and lanes[id].finish_step >= step]
         return here[-1] if here and column >= self.label else slot[-1]
 
@@ -262,18 +270,18 @@ these two, the label names that request.""")
 
     def action_step(self, by: int) -> None:
         chosen = selected(self.view, "step")
-        step = self.view.horizon if chosen is None else chosen + by * self.k
+        step = self.view.moment.horizon if chosen is None else chosen + by * self.k
         self._select_step(self.view, step)
         self.repaint()
 
     def _select_step(self, view: View, step: int) -> None:
-        step = max(max(view.steps.first, 0), min(view.horizon, step))
-        if step in view.steps:
+        step = max(max(view.history.steps.first, 0), min(view.moment.horizon, step))
+        if step in view.history.steps:
             view.select("step", step)
 
     def action_scroll(self, by: int) -> None:
         self.back = max(0, self.back - by * max(1, self.columns // 2))
-        kept = (self.view.horizon - max(self.view.steps.first, 0)) // self.k
+        kept = (self.view.moment.horizon - max(self.view.history.steps.first, 0)) // self.k
         self.back = min(self.back, max(0, kept - self.columns // 2))
         self.repaint()
 

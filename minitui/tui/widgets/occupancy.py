@@ -109,7 +109,7 @@ class Occupancy(LinePanel, can_focus=False):
     DEFAULT_CSS = "Occupancy { height: 2; }"
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        shown = view.shown
+        shown = view.moment.shown
         words = Row(" ").extend(legend(shown)).add(f"of {shown.total:,}", "dim")
         head = lead(shown)
         room = width - head.width - words.width

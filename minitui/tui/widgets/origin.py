@@ -18,9 +18,9 @@ class PromptOrigin(LinePanel, can_focus=False):
     def picture(self, view: View, width: int, height: int) -> Picture:
         id = view.subject()
         if id is None and view.selection is not None:
-            known = [request for request in view.links.requests if request in view.lanes.lanes]
+            known = [request for request in view.links.requests if request in view.history.lanes.lanes]
             id = max(known, default=None)
-        lane = view.lanes.lanes.get(id) if id is not None else None
+        lane = view.history.lanes.lanes.get(id) if id is not None else None
         if lane is None:
             return Picture([Row("no request yet", "dim").done(width)])
         prompt = max(1, lane.prompt_tokens)

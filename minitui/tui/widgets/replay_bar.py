@@ -52,7 +52,7 @@ class ReplayBar(Bar):
             state = "paused" if source.paused else f"plays {glyphs().times}{source.speed:g}"
         row = Row(f" REPLAY {state} ", "bold on-fill on running").add(" ")
         seconds = trace.end_t - trace.begin_t
-        now = max(0.0, min(view.picture_now - trace.begin_t, seconds))
+        now = max(0.0, min(view.moment.picture_now - trace.begin_t, seconds))
         row.add(f"{now:,.1f}", "bold ink").add(f" of {seconds:,.1f} s  ", "dim")
         first, last = trace.first_step, trace.last_step
         if first <= last:  # the numbers of a recording that began late do not begin with 0

@@ -177,7 +177,7 @@ selection, Enter opens the timeline of the request with the longest gap.""")
             value = column.value(figures)
             style = ("ink" if figures.live else "dim") + ground
             if column.name == "chat":
-                row.add(fit(clean(view.group_name(figures.group)), column.width - 1, glyphs().dots), style)
+                row.add(fit(clean(view.texts.group_name(figures.group)), column.width - 1, glyphs().dots), style)
             elif column.words:
                 style = (STATES.get(figures.state, "dim") + ground) if column.name == "state" else style
                 row.add(fit(column.text(value), column.width - 1, glyphs().dots), style)
@@ -188,7 +188,7 @@ selection, Enter opens the timeline of the request with the longest gap.""")
                 row.to(end - len(text), " ", style).add(text, style)
             row.to(end, " ", style)
         if why:
-            gap, lane = figures.longest, view.lanes.lanes.get(figures.id)
+            gap, lane = figures.longest, view.history.lanes.lanes.get(figures.id)
             so_far = "so far: " if gap is not None and gap.so_far else ""
             text = so_far + _cause(explain_gap(view, lane, gap), why - len(so_far)) if gap and lane else ""
             row.add("  " + fit(text, why, glyphs().dots), "dim" + ground)
@@ -205,7 +205,7 @@ selection, Enter opens the timeline of the request with the longest gap.""")
         row = worst if at is None else self.rows[at]
         first = self._first_token(view, waited if at is None else self.rows[at], waited, waiting, width)
         gap = row.longest if row is not None else None
-        lane = view.lanes.lanes.get(row.id) if row is not None else None
+        lane = view.history.lanes.lanes.get(row.id) if row is not None else None
         if row is None or gap is None or lane is None:
             none = [Row("no gap between two tokens yet", "dim").done(width), *first]
             return none + [Row().done(width)] * (height - len(none))
@@ -224,7 +224,7 @@ selection, Enter opens the timeline of the request with the longest gap.""")
         `waiting`: those that waited as long."""
         if row is None or row.first_so_far_ms is None or waited is None:
             return []
-        lane = view.lanes.lanes.get(row.id)
+        lane = view.history.lanes.lanes.get(row.id)
         words = first_token_words(row, why_first(view, lane, row) if lane is not None else None)
         text = f"r{row.id}, the longest wait for a first token{as_long(len(waiting) - 1)}: {words}"
         if row.id not in waiting:

@@ -88,7 +88,7 @@ machine, times are not.""")
     def picture(self, view: View, width: int, height: int) -> Picture:
         comparison = self.compared(view)
         shown = (
-            tuple((run.moment, id(run.view.group_names)) for run in comparison.runs), width, height, self.unit,
+            tuple((run.moment, id(run.view.texts.group_names)) for run in comparison.runs), width, height, self.unit,
             self.cursor, self.chosen, self.zoom, self.left, self.has_focus, glyphs(),
         )  # fmt: skip
         if self._drawn is None or self._drawn[0] != shown:  # a run of 30,000 steps takes 50 ms to draw
@@ -205,7 +205,7 @@ machine, times are not.""")
         lane = run.lanes[at]
         name = f"r{lane.id}"
         if named:
-            group = run.view.group_name(lane.group)
+            group = run.view.texts.group_name(lane.group)
             name = fit(name, self._label - named) + fit(clean(group), named - 1, glyphs().dots)
         phases = run.phases(self.unit, lane)
         self._kinds.update(span.kind for span in phases)
@@ -218,7 +218,7 @@ machine, times are not.""")
         place, widest = self.cursor, max(width_of(run.name) for run in self.comparison.runs)
         row = Row(fit(clean(run.name), min(20, widest), glyphs().dots) + "  ", "accent")
         step = run.clocks[self.unit].step_at(place)
-        found = None if step is None else run.view.steps.get(step)
+        found = None if step is None else run.view.history.steps.get(step)
         if found is not None:
             row.add(f"step {found.step:,} ").add(f"({count(found.tokens, 'token')}", "dim")
             row.add(f", {duration(found.took_ms)})" if found.took_ms is not None else ")", "dim")

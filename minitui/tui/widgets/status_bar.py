@@ -28,13 +28,13 @@ class StatusBar(Bar):
             figures = f"{view.steps_per_frame:,.0f} steps/frame {dot} " if width >= 100 else ""
             if width >= 100 or feed.backlog:
                 figures += f"backlog {feed.backlog:,} {dot} "
-            figures += f"{feed.dropped:,} dropped{_ago(view.dropped_s) if feed.dropped else ''} "
+            figures += f"{feed.dropped:,} dropped{_ago(view.moment.dropped_s) if feed.dropped else ''} "
         room = width - len(figures) - 1
         for key, what in self._typing_hints() if typing else self._key_hints(screen):
             if row.width + len(key) + len(what) + 3 > room:
                 break
             row.add("  " + key, "bold ink").add(" " + what, "dim")
-        fresh = feed.dropped > 0 and view.dropped_s < FRESH_S
+        fresh = feed.dropped > 0 and view.moment.dropped_s < FRESH_S
         return Picture([row.right(figures, width, "bad" if fresh else "dim").done(width)])
 
     def _typing_hints(self) -> list[Hint]:
@@ -50,7 +50,7 @@ class StatusBar(Bar):
 
     def _key_hints(self, screen: BaseScreen[None]) -> list[Hint]:
         view = self.app.view
-        now = [(self.app.key_of("now"), "now")] if view.travel_text and view.playback is None else []
+        now = [(self.app.key_of("now"), "now")] if view.moment.travel_text and view.moment.playback is None else []
         return now + screen.hints()
 
 

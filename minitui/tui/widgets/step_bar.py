@@ -16,7 +16,8 @@ from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.cause import cause_within
 from minitui.tui.widgets.rows import Row, Runs, cells, fitting, legend
 from minitui.viewmodel.explain.timing import took_words
-from minitui.viewmodel.view import StepRow, View
+from minitui.viewmodel.history.steps import StepRow
+from minitui.viewmodel.view import View
 
 
 def contents(row: StepRow, most: int = 4) -> str:
@@ -43,16 +44,16 @@ class StepBar(LinePanel, can_focus=False):
         return 2 if self.frame == "none" else 4
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        budget = max(1, view.shown.state.budget)
+        budget = max(1, view.moment.shown.state.budget)
         row = view.shown_step()
-        if view.idle and row is None:
-            row = view.steps.get(view.horizon)
+        if view.moment.idle and row is None:
+            row = view.history.steps.get(view.moment.horizon)
         if row is not None:
             text, bar, title = self._exact(view, row, width, budget), _bar(row, width, budget, view), "Step"
         elif view.last_frame.count:
             text, bar, title = self._mean(view, width), _mean_bar(view, width, budget), "Steps"
         else:
-            last = view.shown.state.step
+            last = view.moment.shown.state.step
             words = f"no step since step {last:,}: here the history begins" if last >= 0 else "no step to show yet"
             text = Row(words, "dim").done(width)
             bar = Row(glyphs().unused * width, "faint").done(width)
@@ -68,7 +69,7 @@ class StepBar(LinePanel, can_focus=False):
 
     def _exact(self, view: View, row: StepRow, width: int, budget: int) -> Runs:
         line = Row()
-        if view.idle and row.step == view.horizon:
+        if view.moment.idle and row.step == view.moment.horizon:
             line.add("idle", "bold ink").add(" · last: ", "dim")
         line.add(f"step {row.step:,}", "bold ink").add("  ")
         line.add(f"{row.tokens:,}", "bold ink")
@@ -94,8 +95,8 @@ class StepBar(LinePanel, can_focus=False):
     def _mean(self, view: View, width: int) -> Runs:
         frame = view.last_frame
         line = Row(f"mean of {frame.count} steps", "bold ink").add("  ")
-        line.add(f"{frame.tokens:,.0f}", "bold ink").add(f" of {view.shown.state.budget:,} tokens", "dim")
-        last = view.steps.get(frame.last)
+        line.add(f"{frame.tokens:,.0f}", "bold ink").add(f" of {view.moment.shown.state.budget:,} tokens", "dim")
+        last = view.history.steps.get(frame.last)
         if last is not None:
             named = f"  last: step {last.step:,}"
             texts = [f"{named} = {contents(last, most)}" for most in range(4, -1, -1)]
@@ -109,8 +110,8 @@ class StepBar(LinePanel, can_focus=False):
 
 def _ahead(view: View, row: StepRow | None) -> tuple[str, ...]:
     """Returns that the other panels show a later plan than that of `row`, the longest text first; empty if not."""
-    ahead = view.planned_ahead
-    if ahead is None or row is None or row.step != view.horizon:
+    ahead = view.moment.planned_ahead
+    if ahead is None or row is None or row.step != view.moment.horizon:
         return ()
     return tuple(f"{what} plan of {step}{ahead:,}" for what, step in (
         ("requests and blocks: with the", "step "), ("panels: with the", "step "), ("panels:", ""),

@@ -85,14 +85,14 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         request = view.subject()
-        lane = view.lanes.lanes.get(request) if request is not None else None
+        lane = view.history.lanes.lanes.get(request) if request is not None else None
         if request != self.request:
             self.request, self.token = request, None
         if lane is None:
             self._found = None
             return Picture([Row("no request yet", "dim").done(width)])
         figures = self._requests.of(view, lane)
-        self._found = view.tokens.arrivals(lane, view.horizon) if figures.gaps is not None else None
+        self._found = view.history.tokens.arrivals(lane, view.moment.horizon) if figures.gaps is not None else None
         self._gaps = np.diff(self._found.at) * 1e3 if self._found is not None else np.empty(0)
         words = [figures.state, *figures_in_words(figures, why_first(view, lane, figures))]
         running = figures.running
@@ -100,7 +100,7 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
         least = 3 if height >= WHOLE_FIRST else 2  # the third is the first token, with what it waited for
         while len(rows := wrapped(" · ".join(words), "ink", width)) > 2 and len(words) > least:
             del words[-2 if len(words) > 4 else -1]  # the gaps, at the end, are left out last
-        chat = view.group_name(lane.group)
+        chat = view.texts.group_name(lane.group)
         title = f"Timeline of r{lane.id}" + (f" · {chat}" if chat else "")
         chosen = self._chosen()
         if chosen is None or self._found is None:
@@ -165,7 +165,7 @@ If the longest gap is much longer than the others, the scale is logarithmic.""")
     def _style(self, view: View, lane: Lane, arrival: int) -> str:
         assert self._found is not None
         step = int(self._found.steps[arrival])
-        requests = {request for request, *_ in view.steps.chunks(step)} if step in view.steps else set()
+        requests = {request for request, *_ in view.history.steps.chunks(step)} if step in view.history.steps else set()
         if lane.id in requests:
             return "bad"
         if requests:

@@ -27,7 +27,8 @@ from minitui.tui.widgets.timing_rows import (
     slowest_rows,
 )
 from minitui.viewmodel.explain.timing import StepTimes, Timings, rows_of, step_times, why_slow
-from minitui.viewmodel.view import StepRow, View
+from minitui.viewmodel.history.steps import StepRow
+from minitui.viewmodel.view import View
 
 LARGE_FROM = 15  # rows: a panel of this height shows the charts and the slowest steps
 WHOLE_LIST = 9  # rows: the tracks are left out of a panel with fewer for the list
@@ -117,7 +118,9 @@ list is narrow, a time with a plus is an excess, as "launch +12.3", and one with
         if t.ranks > 1:
             more.append(exchange_row(t, width))
         rest = height - len(rows) - len(more) - len(t.limits)
-        self.times = step_times(view.steps, view.horizon, SPANS[self.span]) if rest >= 2 + LEAST_LIST else None
+        self.times = (
+            step_times(view.history.steps, view.moment.horizon, SPANS[self.span]) if rest >= 2 + LEAST_LIST else None
+        )
         if self.times is None or not len(self.times.took):
             self.times = None
             return self._small(view, rows, more, width, height)
@@ -178,7 +181,7 @@ list is narrow, a time with a plus is an excess, as "launch +12.3", and one with
         return Picture(rows[:height], title=_title(view.timings), note=note, legend=key)
 
     def _choose_slowest(self, times: StepTimes, view: View) -> None:
-        self.slowest = rows_of(view.steps, times.slowest(SLOWEST))
+        self.slowest = rows_of(view.history.steps, times.slowest(SLOWEST))
         if all(row.step != self.chosen for row in self.slowest):
             self.chosen = None
 

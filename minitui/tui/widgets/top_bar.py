@@ -63,8 +63,8 @@ class TopBar(Bar):
             flags.append((" no connection: trying again ", "bold on-fill on bad"))
         if feed.frozen:
             flags.append((f" FROZEN {glyphs().middot} {feed.steps_behind:,} steps behind ", "bold on-fill on hit"))
-        times = [view.travel_text, view.gate_text, view.pace_text]
-        if view.playback is not None:  # the bar of the replay says which moment is shown
+        times = [view.moment.travel_text, view.moment.gate_text, view.moment.pace_text]
+        if view.moment.playback is not None:  # the bar of the replay says which moment is shown
             times = [f"recorded: {text}" for text in times[1:] if text]
         for text in times:
             if text:

@@ -80,12 +80,12 @@ node of which the running step still computes blocks. A large panel (z) also has
     below: Sequence[int] = ()  # the node of each row from `bottom` on; 0: none
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        shown = view.shown
+        shown = view.moment.shown
         whole, below = self._whole_text(view, width, height), self._below(view, width, height)
         room = max(1, height - 2 - len(whole) - len(below))
         chosen = selected(view, "node")
         pinned = set(view.links.nodes)
-        picture = view.tree.picture(shown, view.decode, room, pinned, self.search, self.everything)
+        picture = view.moment.tree.picture(shown, view.texts.decode, room, pinned, self.search, self.everything)
         self.nodes = [row.node for row in picture.rows]
         self.top = max(0, min(self.top, len(picture.rows) - room))
         if chosen in self.nodes:
@@ -97,7 +97,7 @@ node of which the running step still computes blocks. A large panel (z) also has
         last = _last_children(picture.rows)[self.top : self.top + room]
         rows += [self._line(view, row, width, ends) for row, ends in zip(visible, last, strict=True)]
         if not picture.nodes:
-            why = self.EMPTY if view.caching else "prefix caching is off"
+            why = self.EMPTY if view.history.caching else "prefix caching is off"
             rows += wrapped(f"empty: {why}", "dim", width)[:room]
         rows += [Row().done(width)] * (room + 1 - len(rows))
         hidden = picture.hidden_nodes + len(picture.rows) - len(visible)
@@ -129,7 +129,7 @@ node of which the running step still computes blocks. A large panel (z) also has
         g = glyphs()
         is_linked = node.node in view.links.nodes
         is_selected = node.node == selected(view, "node")
-        glow = view.glow_of(view.shown.node_changed.get(node.node, -1e9))
+        glow = view.moment.glow_of(view.moment.shown.node_changed.get(node.node, -1e9))
         ground = " on select" if is_linked else ""
         row = Row()
         if node.depth:
@@ -163,22 +163,22 @@ node of which the running step still computes blocks. A large panel (z) also has
 
     def _whole_text(self, view: View, width: int, height: int) -> list[Runs]:
         """Returns the whole text of the selected node, below the tree of a large panel."""
-        node = view.shown.state.nodes.get(selected(view, "node"))
+        node = view.moment.shown.state.nodes.get(selected(view, "node"))
         if height < LARGE or node is None or not node.id:
             return []
         rows = [Row(f"text of node {node.id}: ", "dim").add(self._figures(view, node), "ink").done(width)]
-        text = wrapped(clean(view.decode(node.ids[:WHOLE_TOKENS])), "ink", width)
+        text = wrapped(clean(view.texts.decode(node.ids[:WHOLE_TOKENS])), "ink", width)
         most = height // 3
         if len(text) > most:
             text = [*text[: most - 1], Row(glyphs().dots, "dim").done(width)]
         return [*rows, *text]
 
     def _figures(self, view: View, node: NodeView) -> str:
-        return f"{count(len(node.ids), 'token')}, {count(view.shown.saved_by(node), 'prompt token')} saved"
+        return f"{count(len(node.ids), 'token')}, {count(view.moment.shown.saved_by(node), 'prompt token')} saved"
 
     def _below(self, view: View, width: int, height: int) -> list[Runs]:
         """Returns the rows about the next evictions, below the tree."""
-        state, nodes = view.shown.state, view.tree.evicted_next(view.shown, view.decode)
+        state, nodes = view.moment.shown.state, view.moment.tree.evicted_next(view.moment.shown, view.texts.decode)
         rows: list[Runs] = []
         self.below = []
         if nodes and height >= TALL:
@@ -192,9 +192,9 @@ node of which the running step still computes blocks. A large panel (z) also has
             if height > LOW and not is_under_pressure(state):
                 texts = f"next eviction: {free_words(state)}", f"eviction {free_words(state, brief=True)}"
                 rows.append(Row(fitting(width, *texts), "dim").done(width))
-        if view.loaded and height > 4 and is_under_pressure(state):
+        if view.history.loaded and height > 4 and is_under_pressure(state):
             lead = "few free blocks · next blocks: " if width >= 60 else "next blocks: "
-            order = view.tree.eviction(view.shown)
+            order = view.moment.tree.eviction(view.moment.shown)
             most, free = max(1, width // 5), state.counts[FREE]  # the whole text only if it names an evicted block
             sizes = [*((n, False) for n in range(most, free, -1)), *((n, True) for n in range(most, 0, -1))]
             for n, brief in sizes:  # the longest text that fits
@@ -238,13 +238,15 @@ node of which the running step still computes blocks. A large panel (z) also has
         row = Row()
         if hidden:
             row.add(f"+{count(hidden, 'node')}", "ink").add(" · ", "dim")
-        words, saved, when = f"{count(evictable, 'token')} evictable", view.saved, view.since_begin
-        minute = f", {view.saved_in_the_last_minute:,} in the last minute" if view.knows_the_last_minute else ""
-        resumed = f" · {view.resumed:,} again after preemptions"
+        words, saved, when = f"{count(evictable, 'token')} evictable", view.moment.reused.saved, view.moment.since_begin
+        minute = (
+            f", {view.moment.reused_lately.saved:,} in the last minute" if view.moment.knows_the_last_minute else ""
+        )
+        resumed = f" · {view.moment.reused.resumed:,} again after preemptions"
         texts = [
             (words + " · ", f"{count(saved, 'prompt token')} saved {when}" + resumed),
             ("", f"{saved:,} saved {when}" + resumed),
-        ] if view.resumed else []  # fmt: skip
+        ] if view.moment.reused.resumed else []  # fmt: skip
         texts += [
             (words + " in total · ", f"{count(saved, 'prompt token')} saved {when}{minute}"),
             (words + " · ", f"{count(saved, 'prompt token')} saved {when}"),
@@ -273,7 +275,7 @@ node of which the running step still computes blocks. A large panel (z) also has
         self.repaint()
 
     def action_parent(self) -> None:
-        node = self.view.shown.state.nodes.get(selected(self.view, "node"))
+        node = self.view.moment.shown.state.nodes.get(selected(self.view, "node"))
         if node is not None and node.parent > 0:
             self.view.select("node", node.parent)
             self.repaint()
@@ -281,7 +283,7 @@ node of which the running step still computes blocks. A large panel (z) also has
     def action_fold(self) -> None:
         chosen = selected(self.view, "node")
         if chosen is not None:
-            self.view.tree.folded.symmetric_difference_update({chosen})
+            self.view.moment.tree.folded.symmetric_difference_update({chosen})
             self.repaint()
 
     def action_everything(self) -> None:

@@ -71,7 +71,7 @@ larger than the usual one, the scale is logarithmic.""")
         self._wide = 1  # cells of a column
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        now, live = (view.bucket * BUCKET, False) if view.travel_text else (view.rates.now, True)
+        now, live = (view.moment.bucket * BUCKET, False) if view.moment.travel_text else (view.history.rates.now, True)
         if not self._chosen:
             self.span = shortest_span(now)
         columns = max(1, width - LABEL)
@@ -79,13 +79,13 @@ larger than the usual one, the scale is logarithmic.""")
         rows: list[Runs] = []
         cursor = None
         for i, metric in enumerate(METRICS):
-            series, whole = view.trends.series(metric.name, self.span, columns, now, live)
+            series, whole = view.history.trends.series(metric.name, self.span, columns, now, live)
             self._ends, self._columns = series.end, len(series.end)
             self._wide = max(1, columns // self._columns)
             if self.back is not None:
                 self.back = min(self.back, self._columns - 1)
                 cursor = self._columns - 1 - self.back
-            level = {"pool": 100 * view.shown.used, "queue": len(view.shown.state.queue)}.get(metric.name)
+            level = {"pool": 100 * view.moment.shown.used, "queue": len(view.moment.shown.state.queue)}.get(metric.name)
             rows += self._chart(metric, series, whole, level, max(0, each + (i < more) - 1), width, cursor)
         rows.append(self._axis(now, width, cursor))
         g = glyphs()
@@ -161,7 +161,7 @@ larger than the usual one, the scale is logarithmic.""")
         """Go back in time to the last step of the column under the cursor."""
         if self.back is None:
             return
-        step = self.view.steps.before_bucket(int(self._ends[self._columns - 1 - self.back] / BUCKET))
+        step = self.view.history.steps.before_bucket(int(self._ends[self._columns - 1 - self.back] / BUCKET))
         if step is None:
             self.app.notify("no step of this time is kept", markup=False)
         else:

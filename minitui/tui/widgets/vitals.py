@@ -29,17 +29,20 @@ class Vital:
 
 def vitals(view: View, n: int) -> list[Vital]:
     """Returns the six figures, each with `n` buckets of history."""
-    shown = view.shown
+    shown = view.moment.shown
     # When paused, in the past or in slow motion, also show the last bucket, which is not full yet.
-    filling = view.exact or view.slowed
+    filling = view.moment.exact or view.moment.slowed
 
     def series(name: str, n: int = n) -> np.ndarray:
-        return view.recent(name, n, filling)
+        return view.moment.recent(name, n, filling)
 
     free, active, shared, _cached = shown.counts
     total = max(1, shown.total)
-    hit_rate = f"{100 * view.hit_rate:.1f}" if view.hit_rate is not None else glyphs().dash
-    when, minute = view.since_begin, view.hit_rate_in_the_last_minute if view.knows_the_last_minute else None
+    hit_rate = f"{100 * view.moment.reused.hit_rate:.1f}" if view.moment.reused.hit_rate is not None else glyphs().dash
+    when, minute = (
+        view.moment.since_begin,
+        view.moment.reused_lately.hit_rate if view.moment.knows_the_last_minute else None,
+    )
     since = [f"% of prompt tokens {when}, {100 * minute:.1f} % in 60 s"] if minute is not None else []
     since += [f"% of prompt tokens {when}", f"% {when}"]
     held = 100 * (active + shared) / total
@@ -49,9 +52,9 @@ def vitals(view: View, n: int) -> list[Vital]:
     per_row = f"{view.timings.per_row:.1f} per row and step"
     with_drafts = (f"tok/s, {per_row}", f"tok/s, {view.timings.per_row:.1f} per step") if view.timings.drafted else ()
     return [
-        Vital("decode", f"{view.speed('decode'):,.0f}", (*with_drafts, "tok/s"),
+        Vital("decode", f"{view.moment.speed('decode'):,.0f}", (*with_drafts, "tok/s"),
               series("decode") / BUCKET, "decode"),
-        Vital("prefill", f"{view.speed('prefill'):,.0f}", ("tok/s",),
+        Vital("prefill", f"{view.moment.speed('prefill'):,.0f}", ("tok/s",),
               series("prefill") / BUCKET, "prefill"),
         Vital("running", f"{running:,}", (f"+{waiting} waiting", f"+{waiting} wait", f"+{waiting}"),
               series("running"), "running"),

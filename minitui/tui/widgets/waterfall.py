@@ -107,7 +107,7 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
     # ---- the picture
 
     def picture(self, view: View, width: int, height: int) -> Picture:
-        line = Timeline(view.steps, view.horizon)
+        line = Timeline(view.history.steps, view.moment.horizon)
         if line.last < 0:
             return Picture([Row("no step is timed yet", "dim").done(width)])
         named = NAME if width >= NAMED else 0
@@ -120,19 +120,19 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         device = line.device(first, last)
         known = {span.step for span in device}
         device += [step._replace(kind=UNKNOWN) for step in steps if step.step not in known]
-        rows = [self._track(f"{line.clock(scale.left) - view.origin:.3f} s", ruler(scale, cursor), width)]
+        rows = [self._track(f"{line.clock(scale.left) - view.history.origin:.3f} s", ruler(scale, cursor), width)]
         pauses = line.pauses(first, last)
         named_spans = (("steps", numbered(steps, scale)), ("host", self.host), ("device", device), ("pauses", pauses))
         for name, spans in named_spans if pauses or height >= LOW else named_spans[:-1]:
             rows.append(self._track(name, track(spans, scale, cursor, labels), width))
         if self.cursor is not None:
             rows.append(at_cursor(self.cursor, scale.left, self.host, device, width))
-        late = view.since_result_ms
-        if (row := view.steps.get(line.last if self.step is None else self.step)) is not None:
+        late = view.moment.since_result_ms
+        if (row := view.history.steps.get(line.last if self.step is None else self.step)) is not None:
             seen = {span.kind for span in (*self.host, *device, *pauses)} if height < LOW else None
             room = height - len(rows) - len(view.timings.limits) - bool(late) - 1  # 1: of a request
             within = next((span for span in device if span.step == row.step and span.kind == PERHAPS), None)
-            rows += figures(row, view.steps, view.models.of(row.step), width, seen, room, within)
+            rows += figures(row, view.history.steps, view.models.of(row.step), width, seen, room, within)
         rows += limit_rows(view.timings.limits, width)
         if late:
             rows.append(Row(f"no results for {duration(late)} so far", "bold bad").done(width))
@@ -148,9 +148,9 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
 
     def _look(self, view: View, line: Timeline, columns: int) -> None:
         """Choose the scale and the steps in sight."""
-        if view.exact and view.horizon != self._horizon:  # the picture shows another moment
+        if view.moment.exact and view.moment.horizon != self._horizon:  # the picture shows another moment
             self.right = self.cursor = self.step = None
-        self._horizon = view.horizon
+        self._horizon = view.moment.horizon
         scale_ms = self.chosen_ms or self._automatic(view, line, columns)
         chosen = selected(view, "step")
         if chosen != self._chosen and chosen is not None and chosen != self.step:  # selected in another panel
@@ -162,7 +162,7 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
         self.steps_in_sight = line.steps_between(self.scale.left, right, MOST_STEPS)
 
     def _automatic(self, view: View, line: Timeline, columns: int) -> float:
-        took = view.steps.column("took")[view.steps.indices(line.last - RECENT + 1, line.last)]
+        took = view.history.steps.column("took")[view.history.steps.indices(line.last - RECENT + 1, line.last)]
         known = took[~np.isnan(took)]
         wanted = STEPS_SHOWN * float(np.median(known)) / columns if len(known) else 1.0
         # A finer scale is chosen only if it is much finer, so that the scale does not change back and forth.
@@ -178,8 +178,8 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
     def _requests(self, view: View, line: Timeline, named: int, room: int, width: int) -> list[Runs]:
         first, last = self.steps_in_sight
         alive = [
-            lane for lane in (*view.lanes.ended_since(first), *view.lanes.active.values())
-            if lane.submitted_step <= last + 1 and view.begun(lane)
+            lane for lane in (*view.history.lanes.ended_since(first), *view.history.lanes.active.values())
+            if lane.submitted_step <= last + 1 and view.moment.begun(lane)
         ]  # fmt: skip
         alive.sort(key=lambda lane: lane.id)
         hidden = max(0, len(alive) - room)
@@ -195,7 +195,7 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
             lit = lane.id in view.links.requests
             name = f"r{lane.id}"
             if named:
-                name = fit(name, self.label - named) + fit(view.group_name(lane.group), named - 1)
+                name = fit(name, self.label - named) + fit(view.texts.group_name(lane.group), named - 1)
             spans = line.request(lane, first, last)
             cells = track(spans, self.scale, self.cursor_column, request_labels, request=True)
             rows.append(self._track(name, cells, width, "bold accent" if lit else "ink"))
@@ -223,13 +223,13 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
             self.right = place + self.scale.columns * self.scale.ms / 2
         span = covering(self.host, place)
         step = span.step if step is None and span is not None else step
-        if step is not None and step in self.view.steps:
+        if step is not None and step in self.view.history.steps:
             self.step = self._chosen = step
             self.view.select("step", step)
 
     def action_part(self, by: int) -> None:
         """Move the cursor to the part of the host's work before or after it."""
-        line = Timeline(self.view.steps, self.view.horizon)
+        line = Timeline(self.view.history.steps, self.view.moment.horizon)
         place = self.scale.right if self.cursor is None else self.cursor
         first, last = line.steps_between(place - self.scale.ms, place + self.scale.ms, 8)
         spans = line.host(max(line.first, first - 1), min(line.last, last + 1))
@@ -242,11 +242,11 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
 
     def action_step(self, by: int) -> None:
         """Move the cursor to the arrival of the step before or after."""
-        line = Timeline(self.view.steps, self.view.horizon)
+        line = Timeline(self.view.history.steps, self.view.moment.horizon)
         step = line.last if self.step is None else self.step + by
-        row = self.view.steps.get(step)
+        row = self.view.history.steps.get(step)
         while row is not None and row.ended is None:  # a failed step has no times
-            row = self.view.steps.get(row.step + by)
+            row = self.view.history.steps.get(row.step + by)
         if row is not None and row.step <= line.last:
             self._set_cursor(line.arrived(row.step), row.step)
         self.repaint()
@@ -271,8 +271,8 @@ wheel changes the scale, dragging moves the picture, and a click sets the cursor
 
     def action_details(self) -> None:
         """Open the details of the step at the cursor, or of the newest one."""
-        step = Timeline(self.view.steps, self.view.horizon).last if self.step is None else self.step
-        if step in self.view.steps:
+        step = Timeline(self.view.history.steps, self.view.moment.horizon).last if self.step is None else self.step
+        if step in self.view.history.steps:
             self.view.select("step", step)
             self.post_message(Opened("step", step))
 

@@ -38,25 +38,25 @@ class Why(LinePanel, can_focus=False):
         return Picture(rows, title=f"Why · step {step:,}", note=note, legend=self._keys(view))
 
     def _keys(self, view: View) -> list[Run]:
-        if view.exact:
+        if view.moment.exact:
             keys = [run for key, what in (("n", " next  "), (",", " back  ")) for run in ((key, "ink"), (what, "dim"))]
             predict = (" predict is on", "accent") if self.predicting else (" predict first", "dim")
             return [*keys, ("d", "ink"), predict]
         return [("p", "ink"), (" pause between two steps", "dim")]
 
     def _sentence(self, view: View) -> tuple[int, str, list[Run]]:
-        if view.exact:
-            note: list[Run] = [(self.verdict[1], "accent")] if self.verdict[0] == view.horizon else []
-            return view.horizon, narrate(view, view.horizon), note
+        if view.moment.exact:
+            note: list[Run] = [(self.verdict[1], "accent")] if self.verdict[0] == view.moment.horizon else []
+            return view.moment.horizon, narrate(view, view.moment.horizon), note
         last = self._last[0]
-        for step in range(view.horizon, max(last, view.horizon - LOOK_BACK), -1):
+        for step in range(view.moment.horizon, max(last, view.moment.horizon - LOOK_BACK), -1):
             if notable(view, step):
                 self._last = (step, narrate(view, step))
                 break
         else:
-            if last not in view.steps:
-                self._last = (view.horizon, narrate(view, view.horizon))
-        ago = view.horizon - self._last[0]
+            if last not in view.history.steps:
+                self._last = (view.moment.horizon, narrate(view, view.moment.horizon))
+        ago = view.moment.horizon - self._last[0]
         return *self._last, [(f"{ago:,} steps ago" if ago else "now", "dim")]
 
     def _ask(self, question: Question, width: int) -> Picture:

@@ -225,7 +225,7 @@ def _views(view: View) -> list[View]:
     """Returns the views of the run before, if there is one, and of the run that the view shows."""
     if view.earlier is None:
         return [view]
-    if view.earlier.steps is view.steps:  # the run was kept, and the next run has not begun
+    if view.earlier.history.steps is view.history.steps:  # the run was kept, and the next run has not begun
         return [view.earlier]
     return [view.earlier, view]
 

@@ -115,19 +115,19 @@ class Run:
             self._read()
 
     def _moment(self) -> tuple[object, int, int]:
-        return self.view.steps, self.view.steps.committed, self.view.live.state.seq
+        return self.view.history.steps, self.view.history.steps.committed, self.view.history.live.state.seq
 
     def _read(self) -> None:
         self.moment = self._moment()  # changes with each reading of new records
-        steps = self.view.steps
+        steps = self.view.history.steps
         self.first = max(steps.first, 0)
         self.last = steps.committed if steps.first >= 0 else -1
         self._at = steps.indices(self.first, self.last)
         self.forgotten = steps.last - self.first + 1 >= steps.capacity  # the run has more steps than are kept
-        alive = (lane for lane in self.view.lanes.lanes.values() if lane.finish_step >= self.first)
+        alive = (lane for lane in self.view.history.lanes.lanes.values() if lane.finish_step >= self.first)
         self.lanes = sorted(alive, key=lambda lane: lane.id)
         self.clocks = {"ms": self._clock_ms(), "steps": self._clock_steps()}
-        self.arrivals = {lane.id: self.view.tokens.arrivals(lane, self.last) for lane in self.lanes}
+        self.arrivals = {lane.id: self.view.history.tokens.arrivals(lane, self.last) for lane in self.lanes}
         written = np.zeros(len(self._at) + 1, np.int64)
         for found in self.arrivals.values():
             kept = found.steps >= self.first
@@ -139,7 +139,7 @@ class Run:
     # ---- the clock
 
     def _clock_ms(self) -> Clock:
-        steps = self.view.steps
+        steps = self.view.history.steps
         if not len(self._at):
             return Clock(self.first, np.empty(0), np.empty(0))
         arrived, took = (steps.column(name)[self._at] for name in ("arrived", "took"))
@@ -167,7 +167,7 @@ class Run:
 
     def steps_between(self, unit: str, begin: float, end: float) -> list[Span]:
         """Returns the steps between two places of a clock; their kinds are "decode", "mixed" or "prefill"."""
-        clock, steps = self.clocks[unit], self.view.steps
+        clock, steps = self.clocks[unit], self.view.history.steps
         low = max(0, int(np.searchsorted(clock.ends, begin, "right")))
         high = min(len(clock.begins), int(np.searchsorted(clock.begins, end, "left")))
         at = self._at[low:high]
@@ -302,13 +302,13 @@ class Run:
         return np.concatenate(gaps), longest
 
     def _delayed(self) -> float | None:
-        delayed, wait = (self.view.steps.column(f"part:{name}")[self._at] for name in ("delayed", "wait"))
+        delayed, wait = (self.view.history.steps.column(f"part:{name}")[self._at] for name in ("delayed", "wait"))
         known = delayed[~np.isnan(delayed) & ~np.isnan(wait)]  # without a wait, the parts of a step are not recorded
         return float(known.sum()) if len(known) else None
 
     def _evicted(self) -> int | None:
         """Returns the number of evicted blocks; None if some events of the run are no longer kept."""
-        events = self.view.events
+        events = self.view.history.events
         if events.count > len(events):
             return None
         return sum(event.record.blocks for event in events.since(0) if event.kind == "evict")
@@ -336,7 +336,7 @@ def recorded_view(reader: TraceReader, name: str = "") -> View:
     Raises TraceError if a part of the file cannot be read.
     """
     view = View()
-    view.ids_to_text, view.group_names = reader.decode, reader.names
+    view.texts.ids_to_text, view.texts.group_names = reader.decode, reader.names
     last = -1  # the number of the last record
     for index, keyframe in enumerate(reader.keyframes):
         part = reader.part(index)
@@ -346,6 +346,6 @@ def recorded_view(reader: TraceReader, name: str = "") -> View:
                 view.models.look_ahead(first_model(part.snapshot, reader.records()))
         view.fold(part.records)
         last = keyframe.seq + len(part.records)
-    view.caching = bool(reader.info.get("prefix_caching", True))
+    view.history.caching = bool(reader.info.get("prefix_caching", True))
     view.run_name = name
     return view

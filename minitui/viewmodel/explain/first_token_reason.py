@@ -31,11 +31,11 @@ def explain_first_token(view: View, lane: Lane, queue_ms: float, prefill_ms: flo
     own = _prefill_steps(view, lane)
     if not own:
         return None
-    tokens = sum(n for step in own for id, _, n, _ in view.steps.chunks(step) if id == lane.id)
+    tokens = sum(n for step in own for id, _, n, _ in view.history.steps.chunks(step) if id == lane.id)
     name = f"its {count(tokens, 'prompt token')}" + (f" in {len(own):,} steps" if len(own) > 1 else "")
 
     def prompts(prefill: Prefill, step: int) -> list[Cause]:
-        computed = view.steps.get(prefill.step)
+        computed = view.history.steps.get(prefill.step)
         if computed is None:
             return [Cause(f"prefill of step {prefill.step:,}", prefill.ms, "other_prefill")]
         mine = sum(n for id, _, n, _ in computed.chunks if id == lane.id)
@@ -46,10 +46,10 @@ def explain_first_token(view: View, lane: Lane, queue_ms: float, prefill_ms: flo
         theirs = Cause(f"prefill of {whose}{where}", each * others, "other_prefill")
         return [cause for cause in (Cause(name, each * mine, "prefill"), theirs) if cause.ms]
 
-    here = {*own, *(step - 1 for step in own if view.steps.planned_ahead(step))}
+    here = {*own, *(step - 1 for step in own if view.history.steps.planned_ahead(step))}
     found, without, left = [], 0.0, prefill_ms
     step, first = own[-1], min(here)
-    row, part = view.steps.get(step), 0.0
+    row, part = view.history.steps.get(step), 0.0
     while left > 0 and step >= first and row is not None and row.took_ms is not None:
         part = min(left, row.took_ms)
         left -= part
@@ -58,16 +58,16 @@ def explain_first_token(view: View, lane: Lane, queue_ms: float, prefill_ms: flo
         else:  # it was preempted in its prefill
             without += part
         step -= 1
-        row = row if left <= 0 else view.steps.get(step)
+        row = row if left <= 0 else view.history.steps.get(step)
     if left > 0:  # the queue ends with the results before the first of these steps
-        row, part = _before(view, view.steps.get(step + 1)) if step < first else None, 0.0
+        row, part = _before(view, view.history.steps.get(step + 1)) if step < first else None, 0.0
     pauses = _pauses(view, row, part, queue_ms)
     causes = [*pauses, *(cause for reason in found for cause in reason.causes)]
     causes.append(Cause("queue", queue_ms - sum(cause.ms for cause in pauses), "queue"))
     if without:
         causes.append(Cause("steps without this request", without, "other_steps"))
     variation = sum(reason.variation for reason in found)
-    last = view.steps.get(own[-1])
+    last = view.history.steps.get(own[-1])
     if step < first and last is not None:  # recordings of older versions count the commit of the last step, too
         committed = min(left, last.commit_ms or 0.0)
         variation, left = variation + committed, left - committed
@@ -89,8 +89,8 @@ def _prefill_steps(view: View, lane: Lane) -> list[int]:
     found: list[int] = []
     for code, first, last in lane.spans:
         if code == PREFILLING:
-            found += range(max(first, view.steps.first), last + 1)
-            chunks = view.steps.chunks(found[-1]) if found else ()
+            found += range(max(first, view.history.steps.first), last + 1)
+            chunks = view.history.steps.chunks(found[-1]) if found else ()
             if any(id == lane.id and begin + n == lane.prompt_tokens for id, begin, n, _ in chunks):
                 return found
     return []
@@ -115,7 +115,11 @@ def _pauses(view: View, row: StepRow | None, after: float, queue_ms: float) -> l
 
 def _before(view: View, row: StepRow | None) -> StepRow | None:
     """Returns the step before; None if the engine was idle before this step, or if this is unknown."""
-    return view.steps.get(row.step - 1) if row is not None and row.parts is not None and row.parts.commit > 0 else None
+    return (
+        view.history.steps.get(row.step - 1)
+        if row is not None and row.parts is not None and row.parts.commit > 0
+        else None
+    )
 
 
 def _merged(causes: Iterable[Cause]) -> tuple[Cause, ...]:

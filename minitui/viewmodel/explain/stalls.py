@@ -88,14 +88,14 @@ def gap_words(view: View, lane: Lane, gap: Gap) -> str:
 
 def explain_gap(view: View, lane: Lane, gap: Gap) -> Reason:
     """Returns what took the time of a gap."""
-    row = view.steps.get(gap.step)
-    if row is None or gap.since not in view.steps:
+    row = view.history.steps.get(gap.step)
+    if row is None or gap.since not in view.history.steps:
         return Reason(None, (Cause("the steps are no longer kept, cause unknown", gap.ms, "unknown"),))
     if gap.so_far:
         return _so_far(view, lane, gap)
     if lane.preempted_in(gap.since, gap.step):
         return _after_preemption(view, lane, gap)
-    steps, times = view.tokens.clock(gap.since, gap.step)
+    steps, times = view.history.tokens.clock(gap.since, gap.step)
     before = 0.0
     causes: tuple[Cause, ...] = ()
     if len(steps) > 2:
@@ -153,10 +153,10 @@ def explain_step(
 def _prompts(view: View, prefill: Prefill, step: int) -> str:
     """Returns "prefill of r12 (424 tokens)", with the parts of its time that the device did not need. If the prefill is
     not in `step` itself: "prefill of r12 in next step 57 (424 tokens, launched meanwhile)"."""
-    row = view.steps.get(prefill.step)
+    row = view.history.steps.get(prefill.step)
     if row is None:
         return f"prefill of step {prefill.step:,}"
-    lanes = [view.lanes.lanes[request] for request, *_ in row.chunks if request in view.lanes.lanes]
+    lanes = [view.history.lanes.lanes[request] for request, *_ in row.chunks if request in view.history.lanes.lanes]
     again = sum(tokens for lane in lanes for step, tokens in lane.again if step == row.step)
     words = [count(row.prefill_tokens, "token") + (f", {again:,} of them again after a preemption" if again else "")]
     where = f" in {neighbour(row.step, step)}" if row.step != step else ""
@@ -169,16 +169,16 @@ def _prompts(view: View, prefill: Prefill, step: int) -> str:
 def _so_far(view: View, lane: Lane, gap: Gap) -> Reason:
     """Returns what is known about a gap that has not ended."""
     causes = []
-    rest = view.since_result_ms
+    rest = view.moment.since_result_ms
     found = Reason(None)
-    if lane.preempted_in(gap.since, view.horizon + 1):
+    if lane.preempted_in(gap.since, view.moment.horizon + 1):
         found = _after_preemption(view, lane, gap)
         causes += [cause for cause in found.causes if cause.ms]
     elif gap.ms > rest:
         without = f"{count(gap.step - gap.since, 'step')} without this request"
         causes.append(Cause(without, gap.ms - rest, "other_steps"))
     if rest:
-        row = view.steps.get(view.steps.committed + 1)
+        row = view.history.steps.get(view.history.steps.committed + 1)
         computes = f" (prefill of {prefilled(row)})" if row is not None and row.chunks else ""
         what = "no results of a step" if row is None else f"step {row.step:,}{computes} has not ended"
         causes.append(Cause(f"{what} for", rest, "not_ended"))
@@ -187,13 +187,13 @@ def _so_far(view: View, lane: Lane, gap: Gap) -> Reason:
 
 def _after_preemption(view: View, lane: Lane, gap: Gap) -> Reason:
     """Returns the time in the queue, and the causes of the time of the steps that computed tokens again."""
-    steps, times = view.tokens.clock(gap.since, gap.step)
+    steps, times = view.history.tokens.clock(gap.since, gap.step)
     taken = np.diff(times) * 1e3
     own = np.zeros(len(taken), bool)
     for code, first, last in lane.spans:
         if code == PREFILLING:
             own |= (steps[1:] >= first) & (steps[1:] <= last)
-    rows = [view.steps.get(step) for step in steps[1:][own].tolist()]
+    rows = [view.history.steps.get(step) for step in steps[1:][own].tolist()]
     timed = [(row, took) for row, took in zip(rows, taken[own].tolist(), strict=True) if row is not None]
     again_in = {row.step for row, _ in timed}
 

@@ -7,13 +7,15 @@ Steps, Rates, Trends, Lanes, TokenTimes, Events, FirstTokens    what happened, i
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from engine.trace.kind import Reader, Record, kind_of, named, seq_of, time_of
 from engine.trace.state import State
-from minitui.viewmodel.explain.cost_models import CostModels
 from minitui.viewmodel.history.events import Events
 from minitui.viewmodel.history.experts import ExpertLoads
 from minitui.viewmodel.history.lanes import Lanes
@@ -38,6 +40,7 @@ class History(Reader):
         self.dropped_at = 0.0  # when records were missing the last time, by the caller's clock
         self.gap = False  # records are missing: `reset` with a snapshot is needed
         self.loaded = False
+        self.caching = True  # prefix caching is on
         self.missing = "the engine is starting"  # why nothing is loaded yet
         self.origin = 0.0  # engine time in seconds from which displayed times count: of the first snapshot, or record
         self._begin(AnnotatedState(EMPTY))
@@ -45,7 +48,6 @@ class History(Reader):
     def _begin(self, live: AnnotatedState) -> None:
         self.live = live
         self.steps = Steps()
-        self.models = CostModels(self.steps)
         self.rates = Rates()
         self.trends = Trends()
         self.lanes = Lanes()
@@ -59,8 +61,8 @@ class History(Reader):
         self.gate_reason = ""
         self._dropped: dict[int, int] = {}  # step in flight -> rows whose token is dropped
         self._found: Any = None  # what AnnotatedState.fold found for the record being folded
-        self._result_at = 0.0  # working time of the last `time` record
-        self._folded_at: float | None = None  # the caller's clock at the last fold
+        self.result_at = 0.0  # working time of the last `time` record
+        self.folded_at: float | None = None  # the caller's clock at the last fold
 
     def reset(self, snapshot: dict[str, Any]) -> None:
         """Start again from a snapshot (`Engine.snapshot()`); the history begins with it."""
@@ -91,10 +93,10 @@ class History(Reader):
         if missing:
             self._note_gap(missing, now)
             return
-        if self._folded_at is None:  # rates start at the first record
+        if self.folded_at is None:  # rates start at the first record
             self.origin = self.origin or time_of(records[0])
             self.rates.reset(time_of(records[0]), self.live.state.gate == "closed", self.live.state.pace)
-        self._folded_at = now
+        self.folded_at = now
         rest = records
         while rest:
             part, rest = self._to_end_of_bucket(rest)
@@ -152,7 +154,7 @@ class History(Reader):
         rates.add_durations(wall_ms if took_ms is None else took_ms, wall_ms, host_ms, device_ms, delayed_ms)
         rates.mark(step)
         steps.note_bucket(step, rates.bucket)
-        self._result_at = rates.now
+        self.result_at = rates.now
         self.trends.advance(rates.now)
         rows = steps.decoded(step) - self._dropped.get(step, 0)
         if rows > 0 and (gap := steps.gap_ms(step)) is not None:
@@ -219,8 +221,19 @@ class History(Reader):
         self.trends.level("pool", 100 * used)
         self.trends.level("queue", len(state.queue))
 
-    # ---- reading
-
     def requests_of(self, group: str) -> list[int]:
         """Returns the known requests of a group, oldest first."""
         return [lane.id for lane in self.lanes.lanes.values() if lane.group == group]
+
+    def block_events(self, block: int, most: int, seq: int) -> list[BlockEvent]:
+        """Returns the last `most` events of a block up to record `seq`, newest first."""
+        found = (event for event in reversed(self.block_log) if event[0] <= seq and block in event[4:])
+        return list(islice(found, most))
+
+    def begins_in_cache(self, ids: Sequence[int]) -> bool | None:
+        """Returns whether the engine's cache has the first block of a prompt; None: unknown, or there is no cache."""
+        state = self.live.state
+        if not self.loaded or not self.caching:
+            return None
+        first = array("i", ids[: state.block_size])
+        return any(state.nodes[child].ids[: state.block_size] == first for child in state.nodes[0].children)

@@ -14,9 +14,10 @@ from engine.trace.records import CLEARED
 from minitui.text import count, listed, match_reason
 from minitui.viewmodel.explain.causes import explain
 from minitui.viewmodel.explain.timing import took_words, why_slow
-from minitui.viewmodel.history.events import looked_up
-from minitui.viewmodel.history.lane import DECODING
-from minitui.viewmodel.view import Event, Lane, StepRow, View
+from minitui.viewmodel.history.events import Event, looked_up
+from minitui.viewmodel.history.lane import DECODING, Lane
+from minitui.viewmodel.history.steps import StepRow
+from minitui.viewmodel.view import View
 
 NAMED = 3  # a sentence names at most this many requests; the others are only counted
 FINISHES = {
@@ -26,10 +27,10 @@ FINISHES = {
 
 def narrate(view: View, step: int) -> str:
     """Returns sentences on what this step did and why; empty if the step is not in the history."""
-    row = view.steps.get(step)
+    row = view.history.steps.get(step)
     if row is None:
         return ""
-    events = view.events.of_step(step)
+    events = view.history.events.of_step(step)
     admitted = {event.request for event in events if event.kind == "admit"}
     sentences = [
         *_failures(events), *_preemptions(events), *_admissions(view, row, events), *_evictions(view, events),
@@ -56,8 +57,8 @@ def computed(view: View, row: StepRow, left_out: Collection[int] = ()) -> list[s
 
 def notable(view: View, step: int) -> bool:
     """True if the step did more than decode."""
-    row = view.steps.get(step)
-    return row is not None and bool(row.chunks or view.events.of_step(step))
+    row = view.history.steps.get(step)
+    return row is not None and bool(row.chunks or view.history.events.of_step(step))
 
 
 def _failures(events: list[Event]) -> list[str]:
@@ -93,7 +94,7 @@ def _evictions(view: View, events: list[Event]) -> list[str]:
             blocks[record.reason] += record.blocks * (record.reason != CLEARED)
         reasons = [reason for reason, n in blocks.most_common() if n]  # of most blocks first
         others = [count(len(reasons) - NAMED, "other request")] if len(reasons) > NAMED else []
-        words = EVICTION_POLICIES[view.live.state.eviction_policy].words
+        words = EVICTION_POLICIES[view.history.live.state.eviction_policy].words
         order = f"is evicted, the {words}" if total == 1 else f"are evicted, {words} first"
         why = listed([*reasons[:NAMED], *others])
         sentences.append(f"{count(total, 'block')} that no request held {order} ({why}).")
@@ -106,7 +107,7 @@ def _admissions(view: View, row: StepRow, events: list[Event]) -> list[str]:
     matches = {event.request: event for event in events if event.kind in ("hit", "miss")}
     admitted = [event for event in events if event.kind == "admit"]
     for event in admitted[:NAMED]:
-        lane = view.lanes.lanes.get(event.request)
+        lane = view.history.lanes.lanes.get(event.request)
         again = event.record.reason == "resumed"
         prompt = _prompt(view, lane, matches.get(event.request), chunks.get(event.request), again)
         sentences.append(f"r{event.request} is admitted{' again after its preemption' if again else ''}{prompt}.")
@@ -128,7 +129,7 @@ def _prompt(
         text = f": {count(total, 'prompt token')}"
     else:
         total = looked_up(match)
-        text = _match_text(match, total, view.shown.state.block_size)
+        text = _match_text(match, total, view.moment.shown.state.block_size)
     later = total - start - n
     if later > 0:
         return f"{text}; {count(n, 'token')} {'is' if n == 1 else 'are'} prefilled now, {later:,} later"
@@ -154,7 +155,7 @@ def _chunks(view: View, row: StepRow, left_out: Collection[int]) -> list[str]:
     sentences = []
     chunks = [chunk for chunk in row.chunks if chunk[0] not in left_out]
     for request, start, n, done in chunks[:NAMED]:
-        lane = view.lanes.lanes.get(request)
+        lane = view.history.lanes.lanes.get(request)
         whole = lane.prefill_of(row.step, start + n, done) if lane is not None else None
         total = f" of {whole:,}" if whole is not None else ""
         token = "next" if lane is not None and lane.preempted_in(-1, row.step) else "first"
@@ -170,7 +171,7 @@ def _decodes(view: View, row: StepRow) -> list[str]:
     n = row.decodes
     if not n:
         return []
-    lanes = [lane.id for lane in view.lanes.around(row.step) if lane.code_at(row.step, DECODING)]
+    lanes = [lane.id for lane in view.history.lanes.around(row.step) if lane.code_at(row.step, DECODING)]
     if len(lanes) != n or n > NAMED:
         names = count(n, "other request" if row.chunks else "request")
     else:
@@ -207,9 +208,9 @@ def _new_blocks(view: View, row: StepRow, decoding: list[int]) -> str:
 
     Empty unless the picture shows this step.
     """
-    if view.horizon != row.step or not view.exact:
+    if view.moment.horizon != row.step or not view.moment.exact:
         return ""
-    state = view.shown.state
+    state = view.moment.shown.state
     begun = []
     drafting = {draft[0] for draft in row.drafts}  # these requests may have advanced by more than one token
     for id in decoding:

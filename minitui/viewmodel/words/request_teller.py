@@ -51,7 +51,7 @@ class RequestTeller(Teller):
                 yield from self._told()
                 yield from self._each_minute(t)
                 if named(record).step % FORGET_EVERY == 0:
-                    self.view.lanes.forget_before(self.view.steps.first)
+                    self.view.history.lanes.forget_before(self.view.history.steps.first)
         yield from self._fold()
         if not new:
             yield from self._told()
@@ -64,12 +64,12 @@ class RequestTeller(Teller):
         """Yields lines about the longest wait for a first token and the longest gap of all; in JSON, what Teller sums
         up."""
         if self._json:
-            if self.view.steps.last >= 0:
+            if self.view.history.steps.last >= 0:
                 yield JsonLine(0.0, 0, "summary", json_text({"summary": summary_json(self.view)}))
             return
         for longest in (self._waited, self._stalled):
             if longest.told:
-                yield Line(self.view.rates.t, self.view.steps.committed, "longest", str(longest))
+                yield Line(self.view.history.rates.t, self.view.history.steps.committed, "longest", str(longest))
 
     def _stall(self, seconds: float, step: int | None, prefills: list[int], waiting: list[int], text: str) -> Line:
         if not self._json:
@@ -83,7 +83,7 @@ class RequestTeller(Teller):
 
     def _end(self) -> Iterator[Line]:
         """Yields the requests that have not finished, and the lines of `summary`."""
-        for lane in sorted(self.view.lanes.active.values(), key=lambda lane: lane.id):
+        for lane in sorted(self.view.history.lanes.active.values(), key=lambda lane: lane.id):
             yield self._line(lane)
         yield from self.summary()
 
@@ -96,7 +96,7 @@ class RequestTeller(Teller):
     def _told(self) -> Iterator[Line]:
         ended, self._ended = self._ended, []
         for id in ended:
-            lane = self.view.lanes.lanes.get(id)
+            lane = self.view.history.lanes.lanes.get(id)
             if lane is not None:
                 yield self._line(lane)
 
@@ -111,12 +111,12 @@ class RequestTeller(Teller):
         if gap is not None:
             self._stalled.note(by_longest_gap(figures), f"r{lane.id}, {why}")
         if not self._json:
-            text = request_text(figures, view.group_name(lane.group), why, first)
-            t, step = view.live.state.t, view.steps.committed
+            text = request_text(figures, view.texts.group_name(lane.group), why, first)
+            t, step = view.history.live.state.t, view.history.steps.committed
             if not figures.live:
                 t, step = lane.finished_t, lane.finish_step
             return Line(t, step, "request", text)
-        data = request_json(figures, view.group_name(lane.group), reason, first)
+        data = request_json(figures, view.texts.group_name(lane.group), reason, first)
         return JsonLine(0.0, 0, "request", json_text(data))
 
 

@@ -91,7 +91,7 @@ def request_data(view: View, lane: Lane) -> dict[str, Any]:
     """Returns the figures of a request as plain data, with the causes of its longest gap."""
     row = Requests().of(view, lane)
     reason = explain_gap(view, lane, row.longest) if row.longest is not None else None
-    return request_json(row, view.group_name(lane.group), reason, why_first(view, lane, row))
+    return request_json(row, view.texts.group_name(lane.group), reason, why_first(view, lane, row))
 
 
 def request_json(

@@ -45,15 +45,15 @@ def tell(view: View, kind: str, id: Any) -> Story:
 
 
 def _request(view: View, id: int) -> Story:
-    lane = view.lanes.lanes.get(id)
-    request = view.shown.state.requests.get(id)
-    if lane is not None and not view.begun(lane):
+    lane = view.history.lanes.lanes.get(id)
+    request = view.moment.shown.state.requests.get(id)
+    if lane is not None and not view.moment.begun(lane):
         return Story(f"Request r{id}", [("", "not submitted yet at this moment")])
     if lane is None and request is None:
         return Story(f"Request r{id}", [("", "no longer known: it finished before the start of this history")])
     group = lane.group if lane is not None else request.group if request is not None else ""
-    story = Story(f"Request r{id}" + (f" · {view.group_name(group)}" if group else ""))
-    state, size = view.shown.state, view.shown.state.block_size
+    story = Story(f"Request r{id}" + (f" · {view.texts.group_name(group)}" if group else ""))
+    state, size = view.moment.shown.state, view.moment.shown.state.block_size
     if request is not None:
         computed = state.computed(request)
         doing = {"waiting": "waiting in the queue", "preempted": "preempted, waiting in the queue"}.get(request.state)
@@ -77,8 +77,8 @@ def _request(view: View, id: int) -> Story:
         if figures.first_ms is not None:
             story.tell("first token", first_token_words(figures, why_first(view, lane, figures)))
         drafted, accepted = lane.drafted, lane.accepted
-        if request is not None and view.travel_text:
-            drafted, accepted = view.steps.drafts_of(id, lane.submitted_step, view.horizon)
+        if request is not None and view.moment.travel_text:
+            drafted, accepted = view.history.steps.drafts_of(id, lane.submitted_step, view.moment.horizon)
         if drafted:
             story.tell("drafts", f"{accepted:,} of {drafted:,} accepted: each accepted draft saves one step")
         if figures.preemptions:
@@ -91,7 +91,7 @@ def _request(view: View, id: int) -> Story:
         story.tell("blocks", f"{count(len(request.table), 'block')} of {size} tokens, {len(shared)} shared")
         path = list(state.path(request.node))[::-1]
         for i, node in enumerate(path):
-            role, text = view.tree.text(state, node, view.decode)
+            role, text = view.moment.tree.text(state, node, view.texts.decode)
             about = f"node {node.id} · {len(node.ids):,} tokens · {role} {quoted(text, 60)}"
             story.tell("path" if i == 0 else "", about)
         private = len(request.table) - request.shared_blocks
@@ -102,13 +102,13 @@ def _request(view: View, id: int) -> Story:
 
 
 def _group(view: View, group: str) -> Story:
-    story = Story(f"Chat · {view.group_name(group)}")
-    lanes = [lane for id in view.requests_of(group) if view.begun(lane := view.lanes.lanes[id])]
+    story = Story(f"Chat · {view.texts.group_name(group)}")
+    lanes = [lane for id in view.history.requests_of(group) if view.moment.begun(lane := view.history.lanes.lanes[id])]
     if not lanes:
         story.tell("", "none of its requests is in this history")
     for lane in reversed(lanes[-8:]):
         figures = Requests().of(view, lane)
-        request = view.shown.state.requests.get(lane.id)
+        request = view.moment.shown.state.requests.get(lane.id)
         end = lane.finish_reason if request is None else "running" if request.state == "running" else "waiting"
         story.tell(
             f"r{lane.id}", f"{end} · {figures.cached_tokens:,} of {lane.prompt_tokens:,} prompt tokens from the tree"
@@ -118,7 +118,7 @@ def _group(view: View, group: str) -> Story:
 
 
 def _block(view: View, block: int) -> Story:
-    shown = view.shown
+    shown = view.moment.shown
     state, size = shown.state, shown.state.block_size
     name = STATE_NAMES[state.block_state(block)]
     story = Story(f"Block {block:,} · {name}")
@@ -130,23 +130,23 @@ def _block(view: View, block: int) -> Story:
     }
     story.tell("state", means[name])
     happened = [
-        f"{view.picture_now - t:,.1f} s ago {_HAPPENED[kind].format(id=id)}"
-        for _seq, t, kind, id, *_blocks in view.block_history(block, HISTORY)
+        f"{view.moment.picture_now - t:,.1f} s ago {_HAPPENED[kind].format(id=id)}"
+        for _seq, t, kind, id, *_blocks in view.history.block_events(block, HISTORY, view.moment.shown.state.seq)
     ]
     if happened:
         story.tell("history", " · ".join(happened))
     for i, request in enumerate(shown.holders_of(block)):
         index = request.table.index(block)
         at = f"tokens {index * size:,} to {min((index + 1) * size, max(1, state.computed(request))) - 1:,}"
-        chat = f" · {view.group_name(request.group)}" if request.group else ""
+        chat = f" · {view.texts.group_name(request.group)}" if request.group else ""
         story.tell("held by" if i == 0 else "", f"r{request.id}{chat}: logical block {index}, {at}")
     node_id = state.node_of[block]
     if node_id:
         node = state.nodes[node_id]
         index = node.blocks.index(state.original_of(block))
-        text = view.decode(node.ids[index * size : (index + 1) * size])
+        text = view.texts.decode(node.ids[index * size : (index + 1) * size])
         story.tell("tokens", quoted(without_markup(text), QUOTED))
-        role, begins = view.tree.text(state, node, view.decode)
+        role, begins = view.moment.tree.text(state, node, view.texts.decode)
         story.tell("node", f"{node_id}: block {index + 1} of {len(node.blocks)} · {role} {quoted(begins, 60)}")
         if block in state.pending:
             step = f"step {state.pending[block]:,}"
@@ -156,11 +156,11 @@ def _block(view: View, block: int) -> Story:
             story.tell("saved", f"{count(saved, 'prompt token')} taken from this block, not computed")
     elif shown.holders_of(block):
         why = "not in the tree yet, because the block is not full or has tokens not known yet"
-        story.tell("tokens", f"private: {why if view.caching else 'the prefix cache is off'}")
+        story.tell("tokens", f"private: {why if view.history.caching else 'the prefix cache is off'}")
     copies = copies_of(state, block)
     if copies:
         story.tell("copies", f"the same text is also in {ranges(sorted(copies))}")
-    ago = view.picture_now - float(shown.changed[block])
+    ago = view.moment.picture_now - float(shown.changed[block])
     if ago < 1e8:
         story.tell("changed", f"{ago:.1f} s ago")
     return story
@@ -174,42 +174,45 @@ _HAPPENED = {  # kind of record -> what happened to the block
 
 
 def _node(view: View, id: int) -> Story:
-    shown = view.shown
+    shown = view.moment.shown
     node = shown.state.nodes.get(id)
     if node is None:
         return Story(f"Node {id}", [("", "no longer in the tree")])
-    role, text = view.tree.text(shown.state, node, view.decode)
+    role, text = view.moment.tree.text(shown.state, node, view.texts.decode)
     story = Story(f"Node {id} · {role} {quoted(text, 40)}")
     blocks = count(len(node.blocks), "block")
     story.tell("size", f"{count(len(node.ids), 'token')} in {blocks}: {ranges(node.blocks)}")
     users = shown.users_of(id)
     if users:
-        names = ", ".join(f"r{r.id} ({view.group_name(r.group)})" if r.group else f"r{r.id}" for r in users[:6])
+        names = ", ".join(f"r{r.id} ({view.texts.group_name(r.group)})" if r.group else f"r{r.id}" for r in users[:6])
         story.tell("users", names + (f" and {len(users) - 6} more" if len(users) > 6 else ""))
     else:
-        story.tell("users", f"none; evict #{view.tree.eviction(shown).rank(node):,}")
+        story.tell("users", f"none; evict #{view.moment.tree.eviction(shown).rank(node):,}")
     story.tell("saved", f"{count(shown.saved_by(node), 'prompt token')} taken from this node, not computed")
     parent = shown.state.nodes[node.parent]
     if parent.id:
-        story.tell("follows", f"node {parent.id}: {quoted(view.tree.text(shown.state, parent, view.decode)[1], 50)}")
+        story.tell(
+            "follows",
+            f"node {parent.id}: {quoted(view.moment.tree.text(shown.state, parent, view.texts.decode)[1], 50)}",
+        )
     else:
         story.tell("follows", "nothing: prompts begin here")
     if node.children:
         story.tell("children", f"{len(node.children):,}")
-    story.tell("text", quoted(without_markup(view.decode(node.ids[:400])), QUOTED))
+    story.tell("text", quoted(without_markup(view.texts.decode(node.ids[:400])), QUOTED))
     return story
 
 
 def _step(view: View, step: int) -> Story:
-    row = view.steps.get(step)
+    row = view.history.steps.get(step)
     if row is None:
         return Story(f"Step {step:,}", [("", "older than this history")])
     story = Story(f"Step {step:,} · {row.kind}")
     drafts = f"{count(row.drafted, 'draft')}, " if row.drafted else ""
     parts = f"{count(row.decodes, 'decode')}, {drafts}{row.prefill_tokens:,} prefill"
-    story.tell("tokens", f"{row.tokens:,} of {view.shown.state.budget:,}: {parts}")
+    story.tell("tokens", f"{row.tokens:,} of {view.moment.shown.state.budget:,}: {parts}")
     for i, (request, start, n, samples) in enumerate(row.chunks[:LISTED]):
-        lane = view.lanes.lanes.get(request)
+        lane = view.history.lanes.lanes.get(request)
         total = lane.prefill_of(step, start + n, samples) if lane is not None else None
         of = f" of {total:,}" if total is not None else ""
         done = "; samples a token" if samples else ""
@@ -226,18 +229,20 @@ def _step(view: View, step: int) -> Story:
         host = ", ".join(f"{kind} {'–' if part is None else ms(part)}" for kind, part in work.items()) + " ms"
         story.tell("this step", host + (f"; device {ms(row.device_ms)} ms" if row.device_ms is not None else ""))
     if row.parts is not None:
-        since = [f"{part.name(step)} {ms(part.ms)}" for part in parts_of(view.steps, row) if part.ms is not None]
+        since = [
+            f"{part.name(step)} {ms(part.ms)}" for part in parts_of(view.history.steps, row) if part.ms is not None
+        ]
         paused = f"; paused {ms(row.parts.gate)} ms" * (row.parts.gate > 0)
         story.tell("parts", f"since the results of step {step - 1:,}: {', '.join(since)} ms{paused}")
         delayed = "not read in this step" if row.parts.delayed is None else f"{ms(row.parts.delayed)} ms"
         story.tell("pauses", f"garbage collection {ms(row.parts.gc)} ms, another program on the core {delayed}"
                    + (", stopped" if row.parts.stops else ""))  # fmt: skip
     if row.comm_ms is not None:
-        story.tell("exchange", f"{ms(row.comm_ms)} ms between {view.steps.ranks} ranks, waiting included")
+        story.tell("exchange", f"{ms(row.comm_ms)} ms between {view.history.steps.ranks} ranks, waiting included")
     story.tell("waiting", _waiting(view, row))
-    events = view.events.of_step(step)
+    events = view.history.events.of_step(step)
     for i, event in enumerate(events[:LISTED]):
-        story.tell("events" if i == 0 else "", f"{event.kind}: {view.event_text(event)}")
+        story.tell("events" if i == 0 else "", f"{event.kind}: {view.texts.event(view.history, event)}")
     _tell_more(story, len(events))
     return story
 
@@ -245,8 +250,8 @@ def _step(view: View, step: int) -> Story:
 def _waiting(view: View, row: StepRow) -> str:
     """Returns the length of the queue when the step was planned and, if the panels show a later moment, then."""
     text = f"{count(row.waiting, 'request')} in the queue" if row.waiting else "none"
-    ahead, state = view.planned_ahead, view.shown.state
-    if row.step != view.horizon or ahead is None:
+    ahead, state = view.moment.planned_ahead, view.moment.shown.state
+    if row.step != view.moment.horizon or ahead is None:
         return text
     queue = len(state.queue)
     now = f"{len(state.requests) - queue:,} running, {queue:,} waiting"

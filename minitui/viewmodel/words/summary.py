@@ -17,36 +17,39 @@ MOST_BLOCKS = 8
 
 def summary(view: View) -> list[str]:
     """Returns what the cache saved, what is evicted next and what limits the speed; empty before the first step."""
-    if view.steps.last < 0:
+    if view.history.steps.last < 0:
         return []
-    state, live = view.live.state, view.live
-    saved = count(view.saved_in_the_last_minute, "prompt token")
-    working = " (idle time counts, pauses do not)" if view.knows_the_last_minute else ""
-    rate = view.hit_rate_in_the_last_minute
+    state, live = view.history.live.state, view.history.live
+    saved = count(view.moment.reused_lately.saved, "prompt token")
+    working = " (idle time counts, pauses do not)" if view.moment.knows_the_last_minute else ""
+    rate = view.moment.reused_lately.hit_rate
     share = f": {100 * rate:.1f} % of all" if rate is not None else ""
-    resumed = view.resumed_in_the_last_minute
+    resumed = view.moment.reused_lately.resumed
     again = f"; resumed requests took {count(resumed, 'token')} from the cache again" if resumed else ""
-    nodes = "; ".join(_node(node) for node in view.tree.evicted_next(live, view.decode))
+    nodes = "; ".join(_node(node) for node in view.moment.tree.evicted_next(live, view.texts.decode))
     texts = [
-        f"the cache saved {saved} {view.last_minute}{working}{share}{again}",
+        f"the cache saved {saved} {view.moment.last_minute}{working}{share}{again}",
         f"evicted next: {nodes or 'nothing, requests hold all cached texts'} · {free_words(state)}",
     ]
     if is_under_pressure(state):
-        blocks = pressure_words(state, view.tree.eviction(live), MOST_BLOCKS)
+        blocks = pressure_words(state, view.moment.tree.eviction(live), MOST_BLOCKS)
         texts.append(f"few free blocks: the next allocations take {blocks}")
-    return texts + ["".join(limit.told()) for limit in limits(view.steps, view.horizon)]
+    return texts + ["".join(limit.told()) for limit in limits(view.history.steps, view.moment.horizon)]
 
 
 def summary_json(view: View) -> dict[str, Any]:
     """Returns the summary as plain data; null for what is unknown. "text" has its sentences."""
-    evicted, found = view.tree.evicted_next(view.live, view.decode), limits(view.steps, view.horizon)
-    rate = view.hit_rate_in_the_last_minute
+    evicted, found = (
+        view.moment.tree.evicted_next(view.history.live, view.texts.decode),
+        limits(view.history.steps, view.moment.horizon),
+    )
+    rate = view.moment.reused_lately.hit_rate
     return {
-        "after_step": view.steps.committed, "last_s": exact(view.last_minute_s),
-        "saved_prompt_tokens": view.saved_in_the_last_minute,
+        "after_step": view.history.steps.committed, "last_s": exact(view.moment.last_minute_s),
+        "saved_prompt_tokens": view.moment.reused_lately.saved,
         "hit_rate": None if rate is None else round(rate, 4),
-        "tokens_cached_after_preemption": view.resumed_in_the_last_minute,
-        "free_blocks_first": view.live.state.counts[FREE],
+        "tokens_cached_after_preemption": view.moment.reused_lately.resumed,
+        "free_blocks_first": view.history.live.state.counts[FREE],
         "evicted_next": [{"node": node.node, "tokens": node.tokens, "name": _name(node)} for node in evicted],
         "limits": [_limit(one) for one in found if isinstance(one, Limit) or one.limit],
         "text": summary(view),

@@ -98,7 +98,7 @@ class Teller:
 
     def stalled(self, seconds: float) -> Iterator[Line]:
         """Yields a line if no record has arrived for `seconds` and requests wait for their tokens."""
-        state = self.view.live.state
+        state = self.view.history.live.state
         waiting = [request.id for request in state.requests.values() if request.state == "running"]
         if seconds < STALL_S:
             self._stall_s = STALL_S
@@ -118,7 +118,7 @@ class Teller:
 
     def _running_step(self) -> tuple[int | None, list[Chunk]]:
         """Returns the step whose results come next, and its chunks of prompts; None if no such step is planned."""
-        row = self.view.steps.get(self.view.steps.committed + 1)
+        row = self.view.history.steps.get(self.view.history.steps.committed + 1)
         if row is not None:
             return row.step, row.chunks
         planned = (named(record) for record in self._batch if kind_of(record) == "step")
@@ -126,7 +126,7 @@ class Teller:
 
     def _stall(self, seconds: float, step: int | None, prefills: list[int], waiting: list[int], text: str) -> Line:
         """Returns the line about a step that has not ended. `waiting`: the requests that wait for its tokens."""
-        state = self.view.live.state
+        state = self.view.history.live.state
         return Line(state.t + seconds, state.step, "stall", text)
 
     def _each_minute(self, t: float) -> Iterator[Line]:
@@ -140,24 +140,30 @@ class Teller:
 
     def idle(self, seconds: float) -> Iterator[Line]:
         """Yields a summary if a minute has passed and no record has arrived for `seconds`."""
-        yield from self._while_idle(self.view.live.state.t + seconds)
+        yield from self._while_idle(self.view.history.live.state.t + seconds)
 
     def _while_idle(self, t: float) -> Iterator[Line]:
         """Yields a summary if a minute ended while the engine was idle, before engine time `t`. The working time
         advances to this moment, as in the panels. Minutes without records have no summary."""
         view, since = self.view, self._summed_up
-        if since is None or t - since < SUMMARY_S or self._batch or not view.idle or view.live.state.gate == "closed":
+        if (
+            since is None
+            or t - since < SUMMARY_S
+            or self._batch
+            or not view.moment.idle
+            or view.history.live.state.gate == "closed"
+        ):
             return
         self._summed_up = t - (t - since) % SUMMARY_S
         if self._news:
             self._news = False
-            view.rates.advance(since + SUMMARY_S)
+            view.history.rates.advance(since + SUMMARY_S)
             yield from self.summary()
 
     def summary(self) -> Iterator[Line]:
         """Yields lines that sum up this moment."""
         for text in summary(self.view):
-            yield Line(self.view.rates.t, self.view.steps.committed, "summary", text)
+            yield Line(self.view.history.rates.t, self.view.history.steps.committed, "summary", text)
 
     def rest(self) -> Iterator[Line]:
         """Yields the lines held back so far."""
@@ -170,7 +176,7 @@ class Teller:
         records = reader.part(len(reader.keyframes) - 1).records
         planned = max((named(record).step for record in records if kind_of(record) == "step"), default=reader.last_step)
         for line in self._whole(reader):
-            line = replace(line, t=line.t - self.view.origin)
+            line = replace(line, t=line.t - self.view.history.origin)
             if line.step > planned:  # the recording ended before this step began
                 line = replace(line, step=planned, place="after step")
             elif line.step <= reader.step_before:
@@ -204,9 +210,9 @@ class Teller:
             return
         view = self.view
         view.fold(batch)
-        events = view.events.since(seq_of(batch[0]))
+        events = view.history.events.since(seq_of(batch[0]))
         submits = [named(record) for record in batch if kind_of(record) == "submit"]
-        ended = [view.steps.get(named(record).step) for record in batch if kind_of(record) == "time"]
+        ended = [view.history.steps.get(named(record).step) for record in batch if kind_of(record) == "time"]
         rows = [row for row in ended if row is not None]
         quiet = not events and not submits and all(row.kind == "decode" for row in rows)
         if quiet:
@@ -215,11 +221,16 @@ class Teller:
             return
         yield from self._flush()
         lines = [
-            Line(r.t, view.lanes.lanes[r.request].submitted_step, "submit", self._submit(r))
-            for r in submits if r.request in view.lanes.lanes
+            Line(r.t, view.history.lanes.lanes[r.request].submitted_step, "submit", self._submit(r))
+            for r in submits if r.request in view.history.lanes.lanes
         ]  # fmt: skip
         lines += [
-            Line(event.record.t, event.step, event.kind, KIND_PREFIXES.get(event.kind, "") + view.event_text(event))
+            Line(
+                event.record.t,
+                event.step,
+                event.kind,
+                KIND_PREFIXES.get(event.kind, "") + view.texts.event(view.history, event),
+            )
             for event in events
         ]
         yield from sorted(lines, key=lambda line: line.t)
@@ -233,7 +244,7 @@ class Teller:
         return f" · {why}" if why else ""
 
     def _submit(self, submit: Any) -> str:
-        chat = f" of {self.view.group_name(submit.group)}" if submit.group else ""
+        chat = f" of {self.view.texts.group_name(submit.group)}" if submit.group else ""
         return f"r{submit.request}{chat} joins the queue with {count(submit.prompt_tokens, 'prompt token')}"
 
     def _extend(self, row: StepRow) -> Iterator[Line]:
@@ -268,7 +279,7 @@ class Teller:
             text += f" · {run.accepted:,} of {run.drafted:,} drafts accepted"
         if run.total_ms:
             text += f" · {ms(run.total_ms / n)} ms per step"
-            why = self.why(self.view.steps.get(run.worst_step)).removeprefix(" · ")
+            why = self.why(self.view.history.steps.get(run.worst_step)).removeprefix(" · ")
             if why or run.worst_ms > 2 * run.total_ms / n:
                 text += f", the slowest {ms(run.worst_ms)} ms (step {run.worst_step:,}{': ' if why else ''}{why})"
         yield Line(run.last.ended or run.t, run.first.step, "steps", text)
@@ -276,7 +287,8 @@ class Teller:
 
 def step_text(row: StepRow, view: View) -> str:
     """Returns what a step computed, how much of the token budget it used, and how long it took."""
-    text = f"{' '.join(computed(view, row)).removesuffix('.')} · {row.tokens:,} of {view.live.state.budget:,} tokens"
+    budget = view.history.live.state.budget
+    text = f"{' '.join(computed(view, row)).removesuffix('.')} · {row.tokens:,} of {budget:,} tokens"
     if row.waiting:
         text += f" · {row.waiting:,} waiting"
     if row.took_ms is not None:

@@ -1,0 +1,60 @@
+"""The texts of a view: of tokens, the names of chats, and events as sentences."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+
+from engine.trace.eviction import EVICTION_POLICIES
+from minitui.viewmodel.history.events import Event, describe
+from minitui.viewmodel.history.history import History
+from minitui.viewmodel.state.tree import is_hidden, quoted, without_markup
+
+QUOTE_WIDTH = 28
+EVENTS_KEPT = 2000  # sentences
+
+
+class Texts:
+    """`ids_to_text`: the tokenizer; None: not known yet. `group_names`: the titles of chats by their groups."""
+
+    def __init__(self) -> None:
+        self.ids_to_text: Callable[[list[int]], str] | None = None
+        self.group_names: dict[str, str] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the sentences: the history was reset."""
+        self._events: dict[int, str] = {}
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of token ids; without a tokenizer, the ids as numbers."""
+        if self.ids_to_text is None:
+            return " ".join(map(str, ids))
+        return self.ids_to_text(list(ids))
+
+    def group_name(self, group: str) -> str:
+        return self.group_names.get(group, group)
+
+    def event(self, history: History, event: Event, short: bool = False) -> str:
+        """Returns the event as a sentence, or in few words for narrow panels if `short`."""
+        if event.kind == "refuse" and event.record.group:  # a refused request has no number: name its chat
+            return f"chat {self.group_name(event.record.group)} · {event.record.reason}"
+        lane = history.lanes.lanes.get(event.request)
+        if short:
+            return describe(event, lane, short=True)
+        words = self._events.get(event.seq)
+        if words is None:
+            if len(self._events) > EVENTS_KEPT:
+                self._events.clear()
+            quote = ""
+            if event.evicted and not is_hidden(array("i", event.evicted), self.decode):
+                quote = quoted(without_markup(self.decode(array("i", event.evicted))), QUOTE_WIDTH)
+            if event.kind == "finish" and lane is not None:
+                stats = history.tokens.stats(lane, lane.finish_step)
+                words = describe(event, lane, tok_s=None if stats is None else stats.tok_s)
+                if lane.finish_step > history.steps.committed:  # its last token has no time yet
+                    return words
+            else:
+                words = describe(event, lane, quote, order=EVICTION_POLICIES[history.live.state.eviction_policy].words)
+            self._events[event.seq] = words
+        return words
