@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.mutations.__main__ import ROOT, apply, arguments_of, patches, survives
-
-pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="git applies the patches")
-
-
-def test_there_are_at_least_twenty() -> None:
-    assert len(patches()) >= 20
+from tests.mutations import MUTATIONS, Mutation
+from tests.support.paths import ROOT
 
 
-@pytest.mark.parametrize("patch", patches(), ids=lambda patch: patch.stem)
-def test_a_mutation_fits_the_code_and_names_its_test(patch: Path, tmp_path: Path) -> None:
-    changed = [line.split()[1] for line in patch.read_text().splitlines() if line.startswith("+++")]
-    for name in {path.removeprefix("b/") for path in changed}:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    try:
-        apply(patch, tmp_path)
-    except subprocess.CalledProcessError as error:
-        pytest.fail(f"{patch.name} no longer applies: make it anew. {error.stderr.decode()}")
-    assert (ROOT / arguments_of(patch)[0].split("::")[0]).exists()
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_mutation_fits_the_code_and_names_its_test(mutation: Mutation, tmp_path: Path) -> None:
+    (tmp_path / mutation.file).parent.mkdir(parents=True)
+    shutil.copy(ROOT / mutation.file, tmp_path / mutation.file)
+    mutation.apply(tmp_path)
+    compile((tmp_path / mutation.file).read_text(encoding="utf-8"), mutation.file, "exec")
+    assert (ROOT / mutation.red.split("::")[0].split()[0]).exists()
 
 
 @pytest.mark.parametrize("name", ["tree-match-covers-the-last-token", "scheduler-preempts-the-eldest"])
 def test_a_mutation_turns_a_test_red(name: str) -> None:
-    assert not survives(next(patch for patch in patches() if patch.stem == name))
+    (mutation,) = (each for each in MUTATIONS if each.name == name)
+    assert not mutation.survives()

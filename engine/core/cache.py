@@ -261,7 +261,7 @@ class KVCache:
 class Copies:
     """Gives the full blocks of requests numbers: two blocks have the same number if their texts are equal.
 
-    It is used while the prefix cache is off. With the cache, the tree finds such blocks, and requests share one of them.
+    It is used while the prefix cache is off. With it, the tree finds such blocks, and requests share one of them.
 
     The record of a block has the number and not the hash of its text, because a hash would let a viewer test guesses of
     a hidden text.

@@ -350,8 +350,8 @@ class EvictedPrefixes:
 class PendingBlocks:
     """The blocks that planned steps have yet to write, and their steps.
 
-    A block of the tree is *pending* from the planning to the commit of the step that writes it. Later steps may read it,
-    because the device runs steps in order.
+    A block of the tree is *pending* from the planning to the commit of the step that writes it. Later steps may read
+    it, because the device runs steps in order.
     """
 
     def __init__(self) -> None:

@@ -66,8 +66,8 @@ def load_kept(
 ) -> tuple[Decoder, tuple[str, ...]]:
     """Returns what `make` returns, with parameters from the entry `name`, and sentences for the user.
 
-    If there is no entry, or it is damaged, `fill` must fill the parameters, and they are kept: the file of an entry holds
-    them as they are in memory. A decoder makes its parameters in the same order at each start, so they need no names.
+    If there is no entry, or it is damaged, `fill` must fill the parameters, and they are kept: the file of an entry
+    holds them as they are in memory. A decoder makes them in the same order at each start, so they need no names.
     """
     notes: list[str] = []
     keep = ROUNDED.limit() > 0
