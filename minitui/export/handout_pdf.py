@@ -1,12 +1,20 @@
 """Lays a handout out as PDF, with fpdf2 (pip install '.[handout]').
 
-The fonts that every PDF reader has contain no block characters. So the cells of a picture are drawn: shaded and partly
-filled cells as rectangles, other characters as text. Characters outside Latin-1 are named by their code.
+The fonts that every PDF reader has contain only Latin-1. So the signs of a picture are drawn as rectangles, lines and
+polygons. Other characters, such as 漢, come from the fonts of this machine; only a character that none of them has is
+named by its code.
 """
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Sequence
+from functools import cache
+from itertools import groupby
+from math import cos, pi, sin
+from pathlib import Path
+from typing import Any
 
 from engine.errors import EngineError, not_installed
 from minitui.export.handout_parts import COLUMNS, Part, Picture
@@ -33,8 +41,27 @@ SHADES = {"░": 0.25, "▒": 0.5, "▓": 0.75}
 PARTS = {  # character -> the filled part of its cell: left, top, width, height, as shares of the cell
     "█": (0, 0, 1, 1), "■": (0.1, 0.2, 0.8, 0.6), "▌": (0, 0, 0.5, 1), "▀": (0, 0, 1, 0.5),
     "─": (0, 0.46, 1, 0.08), "═": (0, 0.4, 1, 0.2), "│": (0.46, 0, 0.08, 1),
+    "▘": (0, 0, 0.5, 0.5),
     **{eighth: (0, 1 - (i + 1) / 8, 1, (i + 1) / 8) for i, eighth in enumerate("▁▂▃▄▅▆▇")},
 }  # fmt: skip
+CIRCLE = [(0.5 + 0.4 * cos(i * pi / 8), 0.5 + 0.24 * sin(i * pi / 8)) for i in range(17)]  # a cell is higher than wide
+LINES = {  # character -> its lines, each through points of the cell
+    "╱": [[(0, 1), (1, 0)]], "╌": [[(0.1, 0.5), (0.4, 0.5)], [(0.6, 0.5), (0.9, 0.5)]],
+    "├": [[(0.5, 0), (0.5, 1)], [(0.5, 0.5), (1, 0.5)]], "└": [[(0.5, 0), (0.5, 0.5), (1, 0.5)]],
+    "→": [[(0.05, 0.5), (0.95, 0.5)], [(0.6, 0.35), (0.95, 0.5), (0.6, 0.65)]],
+    "✓": [[(0.1, 0.55), (0.4, 0.75), (0.9, 0.25)]], "○": [CIRCLE], "◌": [CIRCLE[i : i + 2] for i in range(0, 16, 2)],
+}  # fmt: skip
+POLYGONS = {  # character -> its filled polygons
+    "●": [CIRCLE], "▲": [[(0.5, 0.25), (0.95, 0.75), (0.05, 0.75)]], "▸": [[(0.2, 0.3), (0.8, 0.5), (0.2, 0.7)]],
+    "▾": [[(0.1, 0.4), (0.9, 0.4), (0.5, 0.65)]], "◂": [[(0.8, 0.3), (0.2, 0.5), (0.8, 0.7)]],
+    "▚": [[(0, 0), (0.5, 0), (0.5, 0.5), (0, 0.5)], [(0.5, 0.5), (1, 0.5), (1, 1), (0.5, 1)]],
+    "▞": [[(0.5, 0), (1, 0), (1, 0.5), (0.5, 0.5)], [(0, 0.5), (0.5, 0.5), (0.5, 1), (0, 1)]],
+}  # fmt: skip
+DRAWN = {*SHADES, *PARTS, *LINES, *POLYGONS}
+OTHER_FONTS = (  # of systems without fontconfig
+    "/System/Library/Fonts/Supplemental/Arial Unicode.ttf", "/System/Library/Fonts/Apple Symbols.ttf",
+    "C:/Windows/Fonts/msyh.ttc", "C:/Windows/Fonts/seguisym.ttf",
+)  # fmt: skip
 
 
 def to_pdf(parts: Sequence[Part]) -> bytes:
@@ -51,13 +78,12 @@ def to_pdf(parts: Sequence[Part]) -> bytes:
             _head(pdf, part)
         elif part.kind == "pre":
             for line in part.text.split("\n"):
-                pdf.set_font("courier", size=min(MONO, 9.0))
-                pdf.multi_cell(0, 4.2, _latin(line), new_x="LMARGIN", new_y="NEXT", align="L")
+                _lines(pdf, line, 4.2, "courier", min(MONO, 9.0))
             pdf.ln(2)
         else:
-            pdf.set_font("helvetica", size=TEXT)
-            pdf.set_x(MARGIN + (5 if part.kind == "item" else 0))
-            pdf.multi_cell(0, 5.2, _latin(part.text), new_x="LMARGIN", new_y="NEXT", align="L")
+            pdf.set_left_margin(MARGIN + (5 if part.kind == "item" else 0))
+            _lines(pdf, part.text, 5.2, "helvetica", TEXT)
+            pdf.set_left_margin(MARGIN)
             pdf.ln(0.5 if part.kind == "item" else 2)
     return bytes(pdf.output())
 
@@ -67,9 +93,8 @@ def _head(pdf: FPDF, part: Part) -> None:
     if (part.kind == "h1" and pdf.get_y() > MARGIN + 1) or pdf.will_page_break(30):
         pdf.add_page()
     pdf.ln(3 if level else 0)
-    pdf.start_section(_latin(part.text), level)
-    pdf.set_font("helvetica", style="B", size=HEADS[part.kind])
-    pdf.multi_cell(0, HEADS[part.kind] * 0.5, _latin(part.text), new_x="LMARGIN", new_y="NEXT", align="L")
+    pdf.start_section(_shown(pdf, part.text), level)
+    _lines(pdf, part.text, HEADS[part.kind] * 0.5, "helvetica", HEADS[part.kind], "B")
     pdf.ln(1.5)
 
 
@@ -94,7 +119,6 @@ def _run(pdf: FPDF, run: Run, x: float, y: float) -> None:
     if ground != "ground":
         _fill(pdf, THEME[ground])
         pdf.rect(x, y, cells(text) * CELL, LINE, style="F")
-    pdf.set_font("courier", style="B" if bold else "", size=MONO)
     pdf.set_text_color(*_rgb(THEME[ink]))
     for character in text:
         width = cells(character) * CELL
@@ -102,9 +126,21 @@ def _run(pdf: FPDF, run: Run, x: float, y: float) -> None:
             left, above, wide, high = PARTS.get(character, (0, 0, 1, 1))
             _fill(pdf, THEME[ink], SHADES.get(character, 1.0))
             pdf.rect(x + left * CELL, y + above * LINE, wide * CELL, high * LINE, style="F")
+        elif character in DRAWN:
+            _fill(pdf, THEME[ink])
+            pdf.set_draw_color(*_rgb(THEME[ink]))
+            for points in LINES.get(character, POLYGONS.get(character, [])):
+                placed = [(x + across * CELL, y + down * LINE) for across, down in points]
+                if character in LINES:
+                    pdf.polyline(placed)
+                else:
+                    pdf.polygon(placed, style="F")
         elif character != " ":
-            shown = _latin(character)
-            pdf.text(x, y + 0.75 * LINE, shown if len(shown) == 1 else "?")
+            shown = _shown(pdf, character)
+            other = _family(pdf, shown) if ord(shown[0]) > 255 else ""
+            size = MONO * min(1.0, width / (CELL * len(shown)))
+            pdf.set_font(other or "courier", style="B" if bold and not other else "", size=size)
+            pdf.text(x, y + 0.75 * LINE, shown)
         x += width
 
 
@@ -118,10 +154,52 @@ def _rgb(colour: str) -> tuple[int, int, int]:
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
 
-def _latin(text: str) -> str:
-    """Returns text in Latin-1: other typography as ASCII, all other characters by their code, such as <U+6F22>."""
-    return "".join(c if ord(c) < 256 else _named(to_ascii(c)) for c in visible(text))
+def _lines(pdf: FPDF, text: str, height: float, family: str, size: float, style: str = "") -> None:
+    """Writes a text, broken into lines. Characters outside Latin-1 are in a font of the machine."""
+    for other, run in groupby(_shown(pdf, text), lambda c: _family(pdf, c) if ord(c) > 255 else ""):
+        pdf.set_font(other or family, style="" if other else style, size=size)
+        pdf.write(height, "".join(run))
+    pdf.ln(height)
 
 
-def _named(character: str) -> str:
-    return character if character.isascii() else f"<U+{ord(character):04X}>"
+def _shown(pdf: FPDF, text: str) -> str:
+    """Returns text of which the PDF has all characters: other typography as ASCII, characters that no font has by
+    their code, such as <U+6F22>."""
+    return "".join(c if ord(c) < 256 else _named(pdf, to_ascii(c)) for c in visible(text))
+
+
+def _named(pdf: FPDF, character: str) -> str:
+    return character if character.isascii() or _family(pdf, character) else f"<U+{ord(character):04X}>"
+
+
+def _family(pdf: FPDF, character: str) -> str:
+    """Returns the name of a font of the machine with this character, which `pdf` then contains; empty if none has."""
+    path = find_font(character)
+    if path is None:
+        return ""
+    name = path.stem.lower()
+    if name not in pdf.fonts:
+        pdf.add_font(name, fname=path)
+    return name
+
+
+@cache
+def find_font(character: str) -> Path | None:
+    """Returns the file of a font on this machine that has this character, or None."""
+    paths: Sequence[str] = OTHER_FONTS
+    if listing := shutil.which("fc-list"):
+        wanted = f":charset={ord(character):x}:fontformat=TrueType:color=False:variable=False"
+        done = subprocess.run([listing, "-f", "%{file}\n", wanted], capture_output=True, text=True, timeout=30)
+        paths = sorted(filter(None, done.stdout.split("\n")), key=lambda path: (len(path), path))
+    return next((Path(path) for path in paths if ord(character) in _characters(path)), None)
+
+
+@cache
+def _characters(path: str) -> Any:
+    """Returns the characters of a font that can be embedded; none if the file cannot be read."""
+    try:
+        font = FPDF()
+        font.add_font("probe", fname=path)
+        return font.fonts["probe"].cmap
+    except Exception:  # fontTools raises errors of many kinds for files that it cannot read
+        return {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import zlib
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,6 +18,7 @@ from minitui.teaching.lessons.page import Check, Lesson, Page, Prediction, Seen
 from minitui.teaching.stage import Stage
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
+from minitui.tui.glyphs import UNICODE, to_ascii
 from minitui.tui.widgets.rows import plain
 from minitui.viewmodel.compare.runs import recorded_view
 from tests.support.fake_client import ByteCodec, FakeSource
@@ -98,6 +101,29 @@ def test_a_picture_in_a_pdf_has_its_cells_and_characters() -> None:
     fpdf.FPDF.set_compression = lambda self, compress: None
     pdf = to_pdf(parts * 40)
     assert pdf.count(b"/Type /Page\n") >= 2
+
+
+def test_a_pdf_draws_every_sign_and_names_no_character_that_a_font_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fpdf", reason="the extra 'handout' is not installed")
+    from minitui.export import handout_pdf
+
+    signs = {c for glyph in fields(UNICODE) for c in getattr(UNICODE, glyph.name)}
+    assert {c for c in signs if ord(c) > 255 and c not in handout_pdf.DRAWN and not to_ascii(c).isascii()} == set()
+    rows = [[("".join(sorted(signs)), "decode")], [("漢", "ink")]]
+    parts = [Part("h2", "a😀"), Part("text", "漢 and ␊"), Part("picture", picture=Picture("Pool", rows, []))]
+    monkeypatch.setattr(handout_pdf, "find_font", lambda character: None)
+    text = fpdf_text(handout_pdf.to_pdf(parts))
+    assert "?" not in text and text.count("<U+6F22>") == 2 and "<U+1F600>" in text
+    monkeypatch.undo()
+    if handout_pdf.find_font("😀") is not None:
+        pdf = handout_pdf.to_pdf(parts)
+        assert b"/FontFile2" in pdf and "<U+1F600>" not in fpdf_text(pdf)
+
+
+def fpdf_text(pdf: bytes) -> str:
+    """The texts that a PDF shows in fonts with Latin-1."""
+    streams = [zlib.decompress(found) for found in re.findall(rb"stream\n(x.*?)\nendstream", pdf, re.S)]
+    return "\n".join(b"".join(re.findall(rb"\((.*?)\) Tj", stream)).decode("latin-1") for stream in streams)
 
 
 def test_markdown_keeps_what_is_quoted_and_escapes_the_rest() -> None:
