@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, replace
 from enum import Enum
-from types import UnionType
-from typing import Any
+from typing import Annotated, Any
 
 from engine.errors import InvalidRequest
-from engine.fields import shown
+from engine.parameters import EVERY_SERVER, OPEN_SERVERS, Biases, Flag, Ids, Integer, Number, Parameter, Texts, table
 
+LARGEST = 1 << 31
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 1024
@@ -26,19 +24,6 @@ class RequestOutputKind(Enum):
     CUMULATIVE = 0  # the reply so far
     DELTA = 1  # what is new since the last output
     FINAL_ONLY = 2  # there is one output: the whole reply
-
-
-TYPES: dict[str, tuple[type | UnionType, str]] = {  # field -> (its type, the type in words)
-    "logit_bias": (dict | None, "a dict of token id to bias"),
-    "ignore_eos": (bool, "a bool"),
-    "include_stop_str_in_output": (bool, "a bool"),
-    "skip_special_tokens": (bool, "a bool"),
-    "json_schema": (dict | str | None, "a dict, or JSON as a string"),
-    "regex": (str | None, "a string"),
-    "disable_additional_properties": (bool, "a bool"),
-    "grammar": (str | None, "a string"),
-    "output_kind": (RequestOutputKind, "a RequestOutputKind"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,34 +70,76 @@ class SamplingParams:
     penalties, `temperature`, `top_k`, `top_p`, `min_p`, then a draw by Gumbel-max. `temperature=0` is an exact argmax.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0 or -1: off
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
-    bad_words: tuple[str, ...] = ()  # words whose tokens are never drawn in a row; needs a tokenizer
-    allowed_token_ids: tuple[int, ...] | None = None  # None: all. End tokens are excluded too, unless they are listed
-    min_tokens: int = 0  # no stop token or stop string ends a reply that has fewer tokens
-    max_tokens: int | None = 16  # None: as many as the context and the pool allow
-    seed: int | None = None  # None or -1: a random seed, chosen when the request is added
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    logprobs: int | None = None  # how many of the most likely tokens to report besides each sampled token
-    prompt_logprobs: int | None = None  # how many to report besides each prompt token
+    n: Annotated[int, Integer(1, 128, remote=False)] = 1
+    temperature: Annotated[float, Number(
+        0, 100, chat=True, recommended=True, servers=EVERY_SERVER,
+        help="0 is greedy. Default: the checkpoint's value.",
+    )] = 1.0
+    top_p: Annotated[float, Number(
+        0, 1, open_low=True, chat=True, recommended=True, servers=EVERY_SERVER,
+        help="Sample from the smallest set of tokens with this total probability.",
+    )] = 1.0
+    top_k: Annotated[int, Integer(
+        0, LARGEST, off=-1, chat=True, recommended=True, servers=OPEN_SERVERS,
+        help="Sample from the k most likely tokens. 0 or -1: from all.",
+    )] = 0
+    min_p: Annotated[float, Number(
+        0, 1, chat=True, recommended=True, servers=OPEN_SERVERS,
+        help="Sample from the tokens with at least this share of the most likely token's probability.",
+    )] = 0.0
+    repetition_penalty: Annotated[float, Number(
+        0, 100, open_low=True, chat=True, recommended=True, servers=OPEN_SERVERS,
+        spellings={"generate": "rep_penalty", "llamacpp": "repeat_penalty"},
+        help="Above 1: the tokens of the prompt and the answer become less likely.",
+    )] = 1.0
+    presence_penalty: Annotated[float, Number(
+        -2, 2, chat=True, servers=EVERY_SERVER, help="Subtracted from the logits of the answer's tokens.",
+    )] = 0.0
+    frequency_penalty: Annotated[float, Number(
+        -2, 2, chat=True, servers=EVERY_SERVER,
+        help="Subtracted from the logits of the answer's tokens, once for each time that the token is there.",
+    )] = 0.0
+    logit_bias: Annotated[dict[int, float] | None, Biases(
+        100, remote=False, words="a dict of token id to bias"
+    )] = None
+    # Words whose tokens are never drawn in a row. They need a tokenizer.
+    bad_words: Annotated[tuple[str, ...], Texts(MAX_BAD_WORDS, LONGEST_BAD_WORD, str.strip)] = ()
+    # None: all tokens. End tokens are excluded too, unless they are listed.
+    allowed_token_ids: Annotated[tuple[int, ...] | None, Ids(1)] = None
+    # No stop token or stop string ends a reply that has fewer tokens.
+    min_tokens: Annotated[int, Integer(0, LARGEST)] = 0
+    max_tokens: Annotated[int | None, Integer(  # None: as many as the context and the pool allow
+        1, LARGEST, chat=True, http=False, servers=EVERY_SERVER,
+        help="Maximum tokens of an answer. Default: as many as fit the context and the pool.",
+    )] = 16
+    seed: Annotated[int | None, Integer(  # None or -1: a random seed, chosen when the request is added
+        -(1 << 63), (1 << 63) - 1, off=-1, chat=True, servers=EVERY_SERVER,
+        help="The same seed gives the same answer; other requests do not change it.",
+    )] = None
+    stop: Annotated[tuple[str, ...], Texts(MAX_STOP_STRINGS, servers=EVERY_SERVER)] = ()
+    stop_token_ids: Annotated[tuple[int, ...], Ids(remote=False)] = ()
+    ignore_eos: Annotated[bool, Flag(
+        chat=True, servers=OPEN_SERVERS, help="Continue after an end token, until max_tokens."
+    )] = False
+    include_stop_str_in_output: Annotated[bool, Flag(remote=False)] = False
+    skip_special_tokens: Annotated[bool, Flag()] = True
+    # How many of the most likely tokens to report besides each sampled token, and besides each prompt token.
+    logprobs: Annotated[int | None, Integer(0, MAX_LOGPROBS, http=False)] = None
+    prompt_logprobs: Annotated[int | None, Integer(0, MAX_LOGPROBS, remote=False)] = None
     # Constraints of the reply; at most one of these four may be set. They need minitui's extra "structured" (pip).
-    json_schema: dict[str, Any] | str | None = None
-    regex: str | None = None
-    choice: tuple[str, ...] = ()
-    disable_additional_properties: bool = True  # objects of json_schema have only the properties that it declares
-    grammar: str | None = None  # a context-free grammar in the notation of Lark or llama.cpp (GBNF)
-    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # LLM: always FINAL_ONLY
+    json_schema: Annotated[dict[str, Any] | str | None, Parameter(
+        words="a dict, or JSON as a string", http=False, remote=False
+    )] = None
+    regex: Annotated[str | None, Parameter(words="a string", http=False, remote=False)] = None
+    choice: Annotated[tuple[str, ...], Texts(valid=lambda _: True, http=False, remote=False)] = ()
+    disable_additional_properties: Annotated[bool, Flag(
+        remote=False, help="The objects of a JSON schema have only the properties that it declares.",
+    )] = True
+    # A context-free grammar in the notation of Lark or llama.cpp (GBNF).
+    grammar: Annotated[str | None, Parameter(words="a string", http=False, remote=False)] = None
+    output_kind: Annotated[RequestOutputKind, Parameter(  # LLM: always FINAL_ONLY
+        words="a RequestOutputKind", http=False, remote=False
+    )] = RequestOutputKind.CUMULATIVE  # fmt: skip
     # Arguments, not fields. structured_outputs sets the fields of one constraint; the next two are refused, and the
     # last two have no effect.
     structured_outputs: InitVar[StructuredOutputsParams | dict[str, Any] | None] = None
@@ -132,21 +159,8 @@ class SamplingParams:
             )
         if structured_outputs is not None:
             self._constrain(structured_outputs)
-        # Lists and single strings are accepted, as in vLLM, and are stored as tuples.
-        for name in ("stop", "choice", "bad_words"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                value = (value,)
-            setattr(self, name, tuple(value or ()))
-        if self.stop_token_ids is None:
-            self.stop_token_ids = ()
-        for name in ("stop_token_ids", "allowed_token_ids"):  # of numpy or torch, too
-            if (value := getattr(self, name)) is not None:
-                setattr(self, name, tuple(plain_ids(value)))
-        if self.top_k == -1:
-            self.top_k = 0
-        if self.seed == -1:
-            self.seed = None
+        for parameter in STORED_OTHERWISE:
+            setattr(self, parameter.name, parameter.stored(getattr(self, parameter.name)))
 
     def _constrain(self, given: Any) -> None:
         if isinstance(given, dict):
@@ -193,51 +207,14 @@ class SamplingParams:
 
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidRequest, with the name of the field, for values that the engine cannot use."""
-        for name, (kind, words) in TYPES.items():
+        for name, parameter in PARAMETERS.items():
             value = getattr(self, name)
-            if not isinstance(value, kind):
-                raise InvalidRequest(f"{name} is of type {type(value).__name__}: it must be {words}", name)
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _integer("n", self.n, 1, 128)
-        _integer("top_k", self.top_k, 0, vocab_size)
-        _integer("min_tokens", self.min_tokens, 0, 1 << 31)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 1 << 31)
-            if self.min_tokens > self.max_tokens:
-                raise InvalidRequest(
-                    f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens})", "min_tokens"
-                )
-        if self.seed is not None:
-            _integer("seed", self.seed, -(1 << 63), (1 << 63) - 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
-        if len(self.stop) > MAX_STOP_STRINGS or any(not isinstance(s, str) or not s for s in self.stop):
+            if value is not None or not parameter.optional:
+                parameter.check(value, vocab_size)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
-                f"stop must be at most {MAX_STOP_STRINGS} strings, none of them empty; it is {self.stop!r}", "stop"
+                f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens})", "min_tokens"
             )
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, vocab_size - 1)
-        bad = self.bad_words
-        if len(bad) > MAX_BAD_WORDS or any(not isinstance(word, str) or not word.strip() for word in bad):
-            sentence = f"bad_words must be at most {MAX_BAD_WORDS:,} strings, none of them empty"
-            raise InvalidRequest(sentence, "bad_words")
-        if (longest := max(map(len, bad), default=0)) > LONGEST_BAD_WORD:
-            raise InvalidRequest(f"a bad word has {longest:,} characters; the limit is {LONGEST_BAD_WORD}", "bad_words")
-        if self.allowed_token_ids == ():
-            raise InvalidRequest("allowed_token_ids is empty: it must allow at least one token", "allowed_token_ids")
-        for token in self.allowed_token_ids or ():
-            _integer("allowed_token_ids", token, 0, vocab_size - 1)
-        for token, bias in (self.logit_bias or {}).items():
-            _integer("logit_bias", token, 0, vocab_size - 1)
-            _number("logit_bias", bias, -100.0, 100.0)
-        if any(not isinstance(choice, str) for choice in self.choice):
-            raise InvalidRequest("choice must contain only strings", "choice")
         if sum(getattr(self, name) not in (None, ()) for name in CONSTRAINTS) > 1:
             raise InvalidRequest(
                 "only one of json_schema, regex, choice and grammar can constrain a reply", "json_schema"
@@ -246,32 +223,6 @@ class SamplingParams:
             raise InvalidRequest(f"prompt_logprobs needs n = 1; n is {self.n}", "prompt_logprobs")
 
 
-def plain_ids(ids: Iterable[Any]) -> list[Any]:
-    """Returns ids of any integer type, such as numpy's or torch's, as a list of int. Other values stay as they are."""
-    values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-    if set(map(type, values)) <= {int}:  # quicker than the next line, for long prompts
-        return values
-    return [value if isinstance(value, (int, str)) else _whole(value) for value in values]
-
-
-def _whole(value: Any) -> Any:
-    try:
-        return value if getattr(value, "ndim", 0) else operator.index(value)  # an array is not an id
-    except TypeError:
-        return value
-
-
-def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
-    is_nan = value != value  # math.isnan raises OverflowError for very large integers
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or is_nan or abs(value) == math.inf:
-        raise InvalidRequest(f"{name} is {shown(value)}: it must be a finite number", name)
-    if value > high or value < low or (open_low and value == low):
-        bound = "above" if open_low else "at least"
-        raise InvalidRequest(f"{name} is {shown(value)}: it must be {bound} {low:g} and at most {high:g}", name)
-
-
-def _integer(name: str, value: object, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidRequest(f"{name} is {shown(value)}: it must be a whole number", name)
-    if not low <= value <= high:
-        raise InvalidRequest(f"{name} is {shown(value)}: it must be from {low:,} to {high:,}", name)
+PARAMETERS = table(SamplingParams)
+RECOMMENDED = [name for name, parameter in PARAMETERS.items() if parameter.recommended]
+STORED_OTHERWISE = [p for p in PARAMETERS.values() if p.off is not None or type(p).stored is not Parameter.stored]

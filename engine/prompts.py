@@ -8,7 +8,8 @@ from typing import Any, NotRequired, TypedDict
 
 from engine.errors import InvalidRequest
 from engine.options import refuse_unknown
-from engine.params import SamplingParams, plain_ids
+from engine.parameters import plain_ids
+from engine.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_messages import for_template
 

@@ -7,7 +7,7 @@
     [keys]                  # binding id = key; the help (?) lists the ids
     freeze = "f8"
 
-    [chat]
+    [chat]                  # a system prompt, and what /set lists
     system = "You are terse."
     temperature = 0.0
     max_tokens = 400
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError
+from minitui.sampling import Sampling
 
 LARGEST = 1 << 20  # bytes of the file; reading so many takes about a second
 
@@ -66,15 +67,10 @@ def data_dir() -> Path:
 
 
 @dataclass
-class ChatSettings:
+class ChatSettings(Sampling):
     """Defaults for new chats. None: the model's default."""
 
     system: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    max_tokens: int | None = None
-    seed: int | None = None
 
 
 @dataclass

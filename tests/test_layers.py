@@ -20,7 +20,7 @@ from tests.support.paths import ROOT
 ENGINE_LEVELS = (
     ("errors", "progress"),
     ("fields",),
-    ("files", "disk_cache"),
+    ("files", "disk_cache", "parameters"),
     ("params", "kernels", "trace", "eos"),
     ("config", "sampling_params"),
     ("options",),
@@ -35,6 +35,7 @@ ENGINE_LEVELS = (
     ("llm", "async_llm"),
 )
 MINITUI_LEVELS = (
+    ("sampling",),
     ("text", "visible", "lifeline", "protocol", "settings", "tutor"),
     ("progress",),
     ("trace",),

@@ -150,3 +150,97 @@ assert state.snapshot() == load.engine.snapshot()
 state.tiers[1] = 2
 assert State.from_snapshot(state.copy().snapshot()).tiers == {1: 2}
 """
+
+
+PARAMETER: list[Edit] = [
+    (
+        "engine/params.py",
+        "    repetition_penalty: Annotated[",
+        "    top_a: Annotated[float, Number(\n"
+        '        0, 1, chat=True, recommended=True, servers=("llamacpp",),\n'
+        '        help="Exclude tokens below this number times the square of the highest probability.",\n'
+        "    )] = 0.0\n"
+        "    repetition_penalty: Annotated[",
+    ),
+    ("engine/kernels/row_settings.py", "LOG_MIN_P, ", "LOG_MIN_P, LOG_TOP_A, "),
+    ("engine/kernels/row_settings.py", "range(8)", "range(9)"),
+    ("engine/worker/sampler.py", "    LOG_MIN_P,\n", "    LOG_MIN_P,\n    LOG_TOP_A,\n"),
+    ("engine/worker/sampler.py", "    TRUNCATION = TOP_K", "    TOP_A = 512\n    TRUNCATION = TOP_A | TOP_K"),
+    (
+        "engine/worker/sampler.py",
+        "        settings[REPETITION] =",
+        "        if params.top_a > 0.0 and not params.greedy:\n"
+        "            self._wants[row] |= Wants.TOP_A\n"
+        "        settings[LOG_TOP_A] = np.log(max(params.top_a, SMALLEST))\n"
+        "        settings[REPETITION] =",
+    ),
+    (
+        "engine/worker/sampler.py",
+        "        scores.masked_fill_(scores < floor",
+        "        if (wants & Wants.TOP_A).any():\n"
+        "            least = settings[:, LOG_TOP_A] + 2 * scores.amax(-1) - scores.logsumexp(-1)\n"
+        "            asked = torch.from_numpy(wants & Wants.TOP_A > 0)\n"
+        "            floor = torch.where(asked, torch.maximum(floor, least), floor)\n"
+        "        scores.masked_fill_(scores < floor",
+    ),
+]
+
+
+def test_a_sampling_parameter_is_a_row_and_its_use_in_the_sampler(repository: Path) -> None:
+    change(repository, "a sampling parameter", PARAMETER)
+    run(repository, "-c", OF_PARAMETER)
+
+
+OF_PARAMETER = """
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.errors import CheckpointError, InvalidRequest
+from engine.params import SamplingParams
+from engine.text.tokenizer_config import TokenizerConfig
+from minitui import settings
+from minitui.cli import options
+from minitui.sampling import Sampling
+from tests.engine.test_sampling import kept
+
+likely = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+assert kept(likely, top_a=0.9) == {0, 1, 2}  # 0.9 * 0.4 ** 2 = 0.144
+with pytest.raises(InvalidRequest, match="top_a is 2: it must be at least 0 and at most 1"):
+    SamplingParams(top_a=2).validate(50)
+
+chat = Sampling()
+assert chat.set("top_a", "0.5") == "top_a is 0.5, from the next message on" and chat.params({}).top_a == 0.5
+assert Sampling().params({"top_a": 0.25}).top_a == 0.25
+[option] = [option for option in options.GROUPS["sampling"] if option.name == "top_a"]
+assert "square" in option.annotation.__metadata__[0].help
+
+Path("settings.toml").write_text("[chat]\\ntop_a = 0.5")
+assert settings.load(Path("settings.toml")).chat.top_a == 0.5
+Path("generation_config.json").write_text('{"top_a": 0.5}')
+assert TokenizerConfig(Path()).generation(50) == {"top_a": 0.5}
+Path("generation_config.json").write_text('{"top_a": 7}')
+with pytest.raises(CheckpointError, match="top_a is 7"):
+    TokenizerConfig(Path()).generation(50)
+
+pytest.importorskip("fastapi")
+from minitui.server.chat_schema import ChatRequest
+from minitui.server.telemetry import Params
+from minitui.server.text_schema import CompletionRequest, GenerateRequest
+from minitui.sources.openai import OpenAISource
+from minitui.sources.remote import RemoteSource
+
+for model in (ChatRequest, CompletionRequest, GenerateRequest, Params):
+    field = model.model_json_schema()["properties"]["top_a"]
+    assert field["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 1} and "square" in field["description"]
+body = CompletionRequest.model_validate({"prompt": "x", "top_a": 0.5})
+assert body.params(5, {}).top_a == 0.5 and GenerateRequest(prompt="x", top_a=0.5).params().top_a == 0.5
+assert RemoteSource.sent(RemoteSource("http://a"), chat.params({}))["top_a"] == 0.5
+other = OpenAISource("http://a")
+for other.kind in ("openai", "vllm", "sglang"):
+    with pytest.raises(InvalidRequest, match="cannot use top_a"):
+        other.sent(chat.params({}))
+other.kind = "llamacpp"
+assert other.sent(chat.params({}))["top_a"] == 0.5
+"""

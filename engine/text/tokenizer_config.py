@@ -8,11 +8,9 @@ from typing import Any
 from engine.errors import CheckpointError, InvalidRequest
 from engine.fields import Fields, shown
 from engine.files import read_json_if_there, read_text
-from engine.params import SamplingParams
+from engine.params import RECOMMENDED, SamplingParams
 from engine.text.added_tokens import SPECIAL_NAMES, text_of
 from engine.text.chat_template import LONGEST_SOURCE
-
-GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class TokenizerConfig:
@@ -46,9 +44,7 @@ class TokenizerConfig:
     def generation(self, vocab_size: int) -> dict[str, Any]:
         """Returns the sampling settings that generation_config.json recommends."""
         fields = self._fields("generation_config.json")
-        found = {key: fields.raw[key] for key in GENERATION_DEFAULTS if fields.raw.get(key) is not None}
-        if isinstance(found.get("top_k"), int):
-            found["top_k"] = min(found["top_k"], vocab_size)
+        found = {key: fields.raw[key] for key in RECOMMENDED if fields.raw.get(key) is not None}
         if not fields.flag("do_sample", True):
             found["temperature"] = 0.0
         try:

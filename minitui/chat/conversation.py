@@ -6,12 +6,10 @@ import asyncio
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from engine.errors import InvalidRequest
-from engine.params import SamplingParams
+from minitui.sampling import Sampling
 from minitui.sources.base import Stream
 
 LEAST_SPAN = 0.2  # share of the window of `rate`; with arrivals over a shorter time, the rate would be unreliable
@@ -43,49 +41,6 @@ class Message:
     def touch(self) -> None:
         """Marks this message as changed."""
         self.version += 1
-
-
-@dataclass
-class Sampling:
-    """The sampling options of a chat. None: the checkpoint's value, or a default if the checkpoint has none."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    max_tokens: int | None = None
-    seed: int | None = None
-    ignore_eos: bool = False
-
-    def params(self, defaults: dict[str, Any]) -> SamplingParams:
-        """Returns the engine's parameters; `defaults` is the checkpoint's generation_config."""
-        chosen: dict[str, Any] = {"temperature": 0.7, "max_tokens": None} | {
-            k: v for k, v in defaults.items() if k in ("temperature", "top_p", "top_k") and v is not None
-        }
-        chosen |= {k: v for k, v in vars(self).items() if v is not None}
-        return SamplingParams(**chosen)
-
-    def set(self, name: str, text: str) -> str:
-        """Sets the option `name` to the typed `text`; returns a sentence for the user. Raises InvalidRequest."""
-        kinds: dict[str, Callable[[str], Any]] = {
-            "temperature": float, "top_p": float, "top_k": int, "max_tokens": int, "seed": int, "ignore_eos": _switch,
-        }  # fmt: skip
-        if name not in kinds:
-            raise InvalidRequest(f"there is no setting {name!r}; the settings are {', '.join(kinds)}", name)
-        try:
-            value = None if text in ("", "default", "none") else kinds[name](text)
-        except ValueError:
-            raise InvalidRequest(f"{name} cannot be {text!r}", name) from None
-        changed = replace(self)
-        setattr(changed, name, bool(value) if name == "ignore_eos" else value)
-        changed.params({}).validate(1 << 31)
-        vars(self).update(vars(changed))
-        return f"{name} is {'the default' if value is None else value}, from the next message on"
-
-
-def _switch(text: str) -> bool:
-    if text.lower() not in ("on", "off", "true", "false", "1", "0", "yes", "no"):
-        raise ValueError(text)
-    return text.lower() in ("on", "true", "1", "yes")
 
 
 @dataclass

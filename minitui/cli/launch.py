@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineError
+from engine.params import LARGEST
 from minitui import settings as settings_file
-from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import Choice, load_codec
 from minitui.chat.sessions import Chats
 from minitui.cli.options import engine_config
+from minitui.sampling import OPTIONS, Sampling
 from minitui.sources.base import Source
 from minitui.sources.local import LocalSource
 from minitui.tui.terminal import TerminalGuard, takes_unicode, tolerant_input
@@ -55,9 +56,9 @@ def make_sampling(options: dict[str, Any], defaults: settings_file.ChatSettings)
 
     Raises InvalidRequest for an invalid value.
     """
-    chosen = {name: getattr(defaults, name) if value is None else value for name, value in options.items()}
-    sampling = Sampling(**chosen)
-    sampling.params({}).validate(1 << 31)
+    given = {name: value for name, value in options.items() if value is not None}
+    sampling = Sampling(**{name: getattr(defaults, name) for name in OPTIONS} | given)
+    sampling.params({}).validate(LARGEST)
     return sampling
 
 

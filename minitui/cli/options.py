@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from engine.errors import EngineError
+from minitui.sampling import OPTIONS
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
@@ -44,21 +45,6 @@ Record = Annotated[Path | None, typer.Option(help="Write a recording of the engi
 DType = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 KvBlocks = Annotated[int | None, typer.Option(min=1, help="KV blocks in the pool. A small pool (64) fills quickly.")]
-
-
-def _sampling(
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the checkpoint's value.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Sample from the smallest set of tokens with this total probability.")
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Maximum tokens of an answer. Default: as many as fit the context and the pool.")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="The same seed gives the same answer; other requests do not change it.")
-    ] = None,
-) -> None: ...
 
 
 def _looks(
@@ -152,7 +138,13 @@ def _parameters(declared: Callable[..., None], without: tuple[str, ...] = ()) ->
     ]
 
 
-GROUPS = {"sampling": _parameters(_sampling), "looks": _parameters(_looks), "engine": _parameters(_engine)}
+SAMPLING = [
+    inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None,
+        annotation=Annotated[option.types[0] | None, typer.Option(help=option.help)],
+    ) for name, option in OPTIONS.items()
+]  # fmt: skip
+GROUPS = {"sampling": SAMPLING, "looks": _parameters(_looks), "engine": _parameters(_engine)}
 
 
 def with_options(*groups: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

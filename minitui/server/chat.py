@@ -79,7 +79,7 @@ class ChatAnswer(OpenAIAnswer):
         if self.forced:
             schemas.append(Constraint("json_schema", call_schema(self.forced), "tool_choice"))
         return body.params(
-            body.limit, info["generation"], info["vocab_size"], schemas,
+            body.limit, info["generation"], schemas,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )  # fmt: skip
 

@@ -62,7 +62,7 @@ class GenerateAnswer(Answer):
     async def prepare(self) -> None:
         service, body = self.service, self.body
         ids = await service.in_thread(encode, service.tokenizer, body.prompt, True, service.longest)
-        await self.submit([ids], body.params(service.info["vocab_size"]))
+        await self.submit([ids], body.params())
 
     def whole(self, outputs: list[Output]) -> dict[str, Any]:
         output = outputs[0]
@@ -99,7 +99,7 @@ class CompletionAnswer(OpenAIAnswer):
         # The engine draws at least one token. With max_tokens 0, that token is not a part of the answer.
         limit = None if body.max_tokens is None else max(1, body.max_tokens)
         params = body.params(
-            limit, info["generation"], info["vocab_size"], logprobs=body.logprobs,
+            limit, info["generation"], logprobs=body.logprobs,
             prompt_logprobs=max(scored, default=None),
         )  # fmt: skip
         await self.submit(

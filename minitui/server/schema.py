@@ -10,14 +10,14 @@ its first fault, and an object with too many fields is refused before its fields
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, Field, create_model, field_validator, model_validator
 
 from engine.errors import InvalidRequest
-from engine.params import LONGEST_BAD_WORD, MAX_BAD_WORDS, MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
+from engine.parameters import Flag, Integer, Number, Parameter
+from engine.params import LONGEST_BAD_WORD, MAX_BAD_WORDS, MAX_STOP_STRINGS, PARAMETERS, SamplingParams
 from minitui.server.constraints import Choices, Constraint, GrammarText, JsonSchema, Regex, StructuredOutputs, only_one
 from minitui.server.strict import Body, Strict, at_most
 
@@ -36,8 +36,37 @@ Salt = Annotated[str, Field(min_length=1, max_length=256)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 Stop = StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)] | None
 BadWord = Annotated[str, Field(min_length=1, max_length=LONGEST_BAD_WORD)]
-BadWords = Annotated[list[BadWord], Field(fail_fast=True, max_length=MAX_BAD_WORDS)]
-AllowedTokens = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED)]
+LISTS: dict[str, Any] = {  # the types of the parameters that are lists or objects
+    "logit_bias": Annotated[dict[TokenKey, Bias], at_most(MAX_BIASES), Field(max_length=MAX_BIASES)],
+    "stop": Stop,
+    "stop_token_ids": Annotated[list[TokenId], Field(fail_fast=True, max_length=64)],
+    "bad_words": Annotated[list[BadWord], Field(fail_fast=True, max_length=MAX_BAD_WORDS)],
+    "allowed_token_ids": Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED)],
+}
+BODY = {name: parameter for name, parameter in PARAMETERS.items() if parameter.http}
+
+
+def type_of(parameter: Parameter) -> Any:
+    """Returns the type of a parameter in a request."""
+    match parameter:
+        case Number():
+            low: dict[str, Any] = {"gt" if parameter.open_low else "ge": parameter.low}
+            return Annotated[float, Field(allow_inf_nan=False, le=parameter.high, **low)]
+        case Integer():
+            least = parameter.low if parameter.off is None else min(parameter.low, parameter.off)
+            return Annotated[int, Field(ge=least, le=parameter.high)]
+        case Flag():
+            return bool
+    return LISTS[parameter.name]
+
+
+def with_parameters(base: type[BaseModel], parameters: Mapping[str, Parameter]) -> Any:
+    """Returns `base` with these fields for parameters. null means the default."""
+    fields: dict[str, Any] = {
+        name: (type_of(parameter) | None, Field(None, description=parameter.help or None))
+        for name, parameter in parameters.items()
+    }
+    return create_model("Parameters", __base__=base, __module__=__name__, **fields)
 
 
 class StreamOptions(Strict):
@@ -48,7 +77,7 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None  # no effect
 
 
-class Sampled(Body):
+class Sampled(with_parameters(Body, BODY)):  # type: ignore[misc]
     """Sampling parameters, and the other fields that chats and completions share. null means the default."""
 
     refused: ClassVar = dict.fromkeys(
@@ -58,25 +87,6 @@ class Sampled(Body):
     )  # their defaults are accepted: clients of vLLM send them
 
     model: str | None = Field(None, max_length=512)
-    n: int | None = Field(None, ge=1, le=MAX_SEQUENCES)
-    temperature: Finite | None = Field(None, ge=0, le=100)
-    top_p: Finite | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=1 << 31)
-    min_p: Finite | None = Field(None, ge=0, le=1)
-    repetition_penalty: Finite | None = Field(None, gt=0, le=100)
-    presence_penalty: Finite | None = Field(None, ge=-2, le=2)
-    frequency_penalty: Finite | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[TokenKey, Bias], at_most(MAX_BIASES), Field(max_length=MAX_BIASES)] | None = None
-    seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
-    stop: Stop = None
-    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=64)] | None = None
-    min_tokens: int | None = Field(None, ge=0, le=1 << 31)
-    bad_words: BadWords | None = None
-    allowed_token_ids: AllowedTokens | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=1 << 31)  # keep the last tokens; -1: what fits
     return_token_ids: bool | None = None
     priority: int | None = Field(None, ge=-(1 << 31), le=1 << 31)  # the lowest first, with --scheduling-policy priority
@@ -87,7 +97,6 @@ class Sampled(Body):
     guided_regex: Regex | None = None
     guided_choice: Choices | None = None
     guided_grammar: GrammarText | None = None
-    disable_additional_properties: bool | None = None  # false: objects of a schema may have undeclared properties
     json_schema: str | None = Field(None, min_length=1)  # this and the next two: SGLang's names
     regex: Regex | None = None
     ebnf: GrammarText | None = None
@@ -112,7 +121,7 @@ class Sampled(Body):
         return self
 
     def params(
-        self, max_tokens: int | None, defaults: dict[str, Any], vocab_size: int,
+        self, max_tokens: int | None, defaults: dict[str, Any],
         constraints: Sequence[Constraint] = (), **more: Any,
     ) -> SamplingParams:  # fmt: skip
         """Returns the engine's parameters. `defaults`: the checkpoint's generation_config.
@@ -121,10 +130,7 @@ class Sampled(Body):
         request; a value of None is ignored.
         """
         chosen: dict[str, Any] = {key: value for key, value in defaults.items() if value is not None}
-        for name in AS_IN_ENGINE:
-            if (value := getattr(self, name)) is not None:
-                chosen[name] = value
-        chosen["top_k"] = min(chosen.get("top_k", 0), vocab_size)
+        chosen |= {name: value for name in BODY if (value := getattr(self, name)) is not None}
         if self.logit_bias:
             chosen["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         if self.structured_outputs and self.structured_outputs.disable_additional_properties is not None:
@@ -136,10 +142,6 @@ class Sampled(Body):
             except RecursionError:
                 raise InvalidRequest("json_schema is nested too deeply", "json_schema") from None
         chosen |= {name: value for name, value in more.items() if value is not None}
-        if chosen.get("min_tokens", 0) > (max_tokens or 1 << 31):
-            raise InvalidRequest(
-                f"min_tokens is {chosen['min_tokens']}, more than max_tokens ({max_tokens})", "min_tokens"
-            )
         return SamplingParams(max_tokens=max_tokens, **chosen)
 
     def constraints(self) -> list[Constraint]:
@@ -160,9 +162,3 @@ class Sampled(Body):
     def field_names(self) -> dict[str, str]:
         """Maps the engine's field names to the request's field names, where the two differ."""
         return {"json_schema": "response_format"} | {found.name: found.field for found in self.constraints()}
-
-
-# The fields that have the same name and type in SamplingParams.
-AS_IN_ENGINE = {field.name for field in fields(SamplingParams)} & set(Sampled.model_fields) - {
-    "logit_bias", "json_schema", "regex",
-}  # fmt: skip

@@ -22,7 +22,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response, StreamingRes
 from pydantic import BaseModel, Field, model_validator
 
 from engine.errors import EngineDead
-from engine.params import MAX_LOGPROBS, SamplingParams
+from engine.params import PARAMETERS, SamplingParams
 from minitui import __version__, tutor
 from minitui.protocol import TOKENIZER_FILES
 from minitui.server.access import owner_of
@@ -30,7 +30,7 @@ from minitui.server.answer import Answer, Output
 from minitui.server.bodies import Endpoints
 from minitui.server.broadcast import Watcher, encode_snapshot
 from minitui.server.errors import STREAMED, ApiError
-from minitui.server.schema import AllowedTokens, BadWords, Finite, Prompt, Stop
+from minitui.server.schema import Finite, Prompt, with_parameters
 from minitui.server.service import Service
 from minitui.server.settings import PRIVATE, Role
 from minitui.server.sse import EventStream, event
@@ -39,25 +39,11 @@ from minitui.server.strict import Body, Strict
 Tag = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
 
 
-class Params(Strict):
-    """The fields of SamplingParams that a client can send."""
+REMOTE = {name: parameter for name, parameter in PARAMETERS.items() if parameter.remote}
 
-    temperature: Finite = Field(1.0, ge=0, le=100)
-    top_p: Finite = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, le=1 << 31)
-    min_p: Finite = Field(0.0, ge=0, le=1)
-    repetition_penalty: Finite = Field(1.0, gt=0, le=100)
-    presence_penalty: Finite = Field(0.0, ge=-2, le=2)
-    frequency_penalty: Finite = Field(0.0, ge=-2, le=2)
-    min_tokens: int = Field(0, ge=0, le=1 << 31)
-    max_tokens: int | None = Field(None, ge=1, le=1 << 31)
-    seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
-    stop: Stop = None
-    bad_words: BadWords | None = None
-    allowed_token_ids: AllowedTokens | None = None
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+class Params(with_parameters(Strict, REMOTE)):  # type: ignore[misc]
+    """The fields of SamplingParams that a client can send."""
 
 
 class Submission(Body):
@@ -123,9 +109,9 @@ class TokenAnswer(Answer):
         answers[name] = self
 
     async def prepare(self) -> None:
-        body, values = self.body, self.body.params.model_dump()
-        values["top_k"] = min(values["top_k"], int(self.service.info["vocab_size"]))
-        await self.submit([body.ids], SamplingParams(**values), self.service.label(chat=body.group), "ids")
+        body = self.body
+        params = SamplingParams(**{"max_tokens": None} | body.params.model_dump(exclude_none=True))
+        await self.submit([body.ids], params, self.service.label(chat=body.group), "ids")
 
     def opening(self) -> Iterator[bytes]:
         yield event({"request": self.streams[0].request_id, "seed": self.streams[0].seed})

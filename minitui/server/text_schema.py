@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from engine.params import MAX_LOGPROBS, SamplingParams
+from engine.params import MAX_LOGPROBS, PARAMETERS, SamplingParams
 from minitui.server.chat_schema import MAX_MESSAGES, ChatMessage
-from minitui.server.schema import MAX_SEQUENCES, Finite, Prompt, Sampled, Stop, TokenIds
+from minitui.server.schema import MAX_SEQUENCES, Prompt, Sampled, TokenIds, with_parameters
 from minitui.server.strict import Body
 
 MAX_TOKENIZED = 1_000_000  # characters that /tokenize accepts; encoding them takes one or two seconds and 200 MB
@@ -46,27 +46,19 @@ class CompletionRequest(Sampled):
         return self
 
 
-class GenerateRequest(Body):
-    """POST /generate: a simple endpoint for one prompt, with few parameters. By default it streams a greedy reply."""
+GENERATE = {p.spellings.get("generate", name): p for name, p in PARAMETERS.items() if p.chat or name == "stop"}
+
+
+class GenerateRequest(with_parameters(Body, GENERATE)):  # type: ignore[misc]
+    """POST /generate: a simple endpoint for one prompt, with the parameters of chats. It streams a greedy reply."""
 
     prompt: str = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1, le=1 << 31)
-    temperature: Finite | None = Field(None, ge=0, le=100)
-    top_k: int | None = Field(None, ge=-1, le=1 << 31)
-    top_p: Finite | None = Field(None, gt=0, le=1)
-    rep_penalty: Finite | None = Field(None, gt=0, le=100)
-    seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
-    stop: Stop = None
     stream: bool | None = None
 
-    def params(self, vocab_size: int) -> SamplingParams:
+    def params(self) -> SamplingParams:
         """Returns the engine's parameters."""
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return SamplingParams(
-            max_tokens=self.max_tokens or 64, temperature=self.temperature or 0.0, seed=self.seed,
-            top_p=1.0 if self.top_p is None else self.top_p, top_k=min(self.top_k or 0, vocab_size),
-            repetition_penalty=1.0 if self.rep_penalty is None else self.rep_penalty, stop=stop,
-        )  # fmt: skip
+        given = {p.name: value for name, p in GENERATE.items() if (value := getattr(self, name)) is not None}
+        return SamplingParams(**{"max_tokens": 64, "temperature": 0.0} | given)
 
 
 class TokenizeRequest(Body):

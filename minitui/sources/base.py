@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import EngineDead, EngineError
-from engine.params import SamplingParams
+from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.params import PARAMETERS, SamplingParams
 from engine.process.heartbeat import Condition
 from engine.process.stream import Stream
 from engine.progress import Progress
@@ -106,6 +106,24 @@ class Source(ABC):
     @abstractmethod
     def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> Stream:
         """Ask for an answer; `group` labels the request in the records."""
+
+    def cannot_use(self, name: str) -> str:
+        """Returns the reason, as a sentence, if `submit` refuses the sampling parameter `name`; else empty."""
+        return ""
+
+    def sent(self, params: SamplingParams, always: Collection[str] = (), server: str = "") -> dict[str, Any]:
+        """Returns the fields of a request to a server: the parameters that differ from their defaults, and `always`.
+
+        `server`: its kind, if it may have other names. Raises InvalidRequest if this source refuses a parameter.
+        """
+        body = {}
+        for name, parameter in PARAMETERS.items():
+            value = getattr(params, name)
+            if value != parameter.default and (reason := self.cannot_use(name)):
+                raise InvalidRequest(reason, name)
+            if value is not None and (value != parameter.default or name in always):
+                body[parameter.spellings.get(server, name)] = value
+        return body
 
     @abstractmethod
     async def control(self, verb: str, **arguments: Any) -> Any:

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.errors import EngineDead, EngineError, InvalidRequest
-from engine.params import SamplingParams
+from engine.parameters import OPEN_SERVERS
+from engine.params import PARAMETERS, SamplingParams
 from engine.text.output import Delta
 from engine.trace.records import Record
 from minitui.sources.base import Progress, Source, Stream
@@ -34,6 +35,7 @@ from minitui.sources.http import (
 from minitui.sources.remote_checks import count
 from minitui.sources.server_metrics import MetricsPoller, ServerMetrics
 
+KINDS = ("minitui", *OPEN_SERVERS)  # owners of models that minitui knows
 MAX_MODELS, MAX_NAME = 1_000, 400  # models in a server's list; characters of a model's name
 ROLES = ("system", "user", "assistant")
 END = len(ROLES)
@@ -226,6 +228,7 @@ class OpenAISource(Source):
         self.models: list[str] = []
         self.http = open_client(self.url, key)
         self.poller = MetricsPoller(self.http)
+        self.kind = ""  # the server's name for itself, if minitui knows its API; else "openai". "": not known yet
         self._model = model
         self._answers = 0
 
@@ -234,6 +237,7 @@ class OpenAISource(Source):
         on_progress({"stage": "connect", "done": 0, "total": 0, "text": f"connecting to {self.url}"})
         with self._starting():
             self.models = names = await self.list_models()
+            self.kind = self.kind or "openai"
             if self._model and names and self._model not in names:
                 raise EngineError(f"{self.url} has no model {self._model!r}; it has {', '.join(names[:8])}")
             if not self._model and not names:
@@ -258,12 +262,14 @@ class OpenAISource(Source):
                         "address right? If it is, name the model with --model"
                     )
                 return []
-            return [str(entry["id"])[:MAX_NAME] for entry in load_json(response.content)["data"][:MAX_MODELS]]
+            entries = load_json(response.content)["data"][:MAX_MODELS]
+            self.kind = next((e["owned_by"] for e in entries if e.get("owned_by") in KINDS), "openai")
+            return [str(entry["id"])[:MAX_NAME] for entry in entries]
         except (httpx.HTTPError, OSError) as error:
             raise unreachable(self.url, error) from error
         except EngineError:
             raise
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             if self._model:
                 return []
             raise EngineError(
@@ -280,19 +286,20 @@ class OpenAISource(Source):
     def connection(self) -> str:
         return self.poller.trouble
 
+    def cannot_use(self, name: str) -> str:
+        if not self.kind or PARAMETERS[name].known_to(self.kind):
+            return ""
+        api = "OpenAI's API" if self.kind == "openai" else f"the API of {self.kind}"
+        return f"{self.url} cannot use {name}: {api} does not have it. /set {name} default leaves it out"
+
     def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> OpenAIStream:
         """Ask for an answer to the conversation that `ids` encode. `group` is not sent."""
-        self._answers += 1
         body: dict[str, Any] = {
             "model": self.info["model"], "messages": self.codec.messages(ids), "stream": True,
-            "temperature": params.temperature, "top_p": params.top_p, "stream_options": {"include_usage": True},
+            "stream_options": {"include_usage": True},
+            **self.sent(params, ("temperature", "top_p", "max_tokens"), self.kind),
         }  # fmt: skip
-        if params.max_tokens is not None:
-            body["max_tokens"] = params.max_tokens
-        if params.seed is not None:
-            body["seed"] = params.seed
-        if params.stop:
-            body["stop"] = list(params.stop)
+        self._answers += 1
         return OpenAIStream(self, body, self._answers)
 
     @property

@@ -63,6 +63,9 @@ class RecordingSource(Source):
     def on_death(self, callback: Callable[[str], None]) -> None:
         self.source.on_death(callback)
 
+    def cannot_use(self, name: str) -> str:
+        return self.source.cannot_use(name)
+
     def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> Stream:
         return self.source.submit(ids, params, group)
 

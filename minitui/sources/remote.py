@@ -9,12 +9,11 @@ import asyncio
 import contextlib
 import time
 import uuid
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engine.errors import EngineDead, EngineError, InvalidRequest
-from engine.params import SamplingParams
+from engine.errors import EngineDead, EngineError
+from engine.params import PARAMETERS, SamplingParams
 from engine.text.output import Delta
 from engine.trace.records import Record
 from minitui.settings import data_dir
@@ -39,11 +38,6 @@ from minitui.sources.remote_records import RemoteRecords
 
 GIVE_UP_S = 60.0  # a server that cannot be reached for this long counts as dead
 LOADING_S = 600.0  # the longest wait for a server that loads its model
-DEFAULTS = SamplingParams()
-NOT_SENT = (  # /minitui/submit accepts all other fields of SamplingParams (minitui/server/telemetry.py)
-    "n", "logit_bias", "stop_token_ids", "include_stop_str_in_output", "prompt_logprobs", "json_schema", "regex",
-    "choice", "grammar", "disable_additional_properties", "output_kind",
-)  # fmt: skip
 
 
 class RemoteStream(Stream):
@@ -180,13 +174,12 @@ class RemoteSource(Source):
 
     # ---- requests
 
+    def cannot_use(self, name: str) -> str:
+        return "" if PARAMETERS[name].remote else f"a chat with a server cannot use {name}"
+
     def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> RemoteStream:
         """Ask for an answer; returns at once. If the server refuses the request, the stream raises the error."""
-        values = asdict(params)
-        for name in NOT_SENT:
-            if values.pop(name) != getattr(DEFAULTS, name):
-                raise InvalidRequest(f"a chat with a server cannot use {name}", name)
-        values["stop"] = values["stop"] or None
+        values = self.sent(params, ("max_tokens",))
         return RemoteStream(self, {"tag": uuid.uuid4().hex, "ids": list(ids), "group": group, "params": values})
 
     async def control(self, verb: str, **arguments: Any) -> Any:

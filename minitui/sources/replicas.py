@@ -176,6 +176,10 @@ class ReplicaSource(Source):
 
     # ---- requests
 
+    def cannot_use(self, name: str) -> str:
+        """Returns the reason of the first replica that refuses the parameter: a chat may go to any of them."""
+        return next((why for each in self.replicas if each.source and (why := each.source.cannot_use(name))), "")
+
     def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> ReplicaStream:
         """Ask for an answer. Raises EngineDead if no replica can give it."""
         return ReplicaStream(self, list(ids), params, group)

@@ -11,18 +11,18 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 from engine.errors import EngineError, InvalidRequest
-from engine.params import SamplingParams
+from engine.params import PARAMETERS, RECOMMENDED, SamplingParams
 from engine.trace.kind import Reader, Record, kind_of, named
 from minitui.protocol import MOST_RANKS
 from minitui.sources.base import Progress
 from minitui.sources.http import check, close_client, httpx, load_json, normalise, open_client
 from minitui.sources.openai import CompletionStream
-from minitui.sources.remote import DEFAULTS, NOT_SENT, RemoteSource
+from minitui.sources.remote import RemoteSource
 from minitui.sources.remote_checks import count
 from minitui.sources.remote_info import probe_async
 
@@ -218,17 +218,17 @@ class VllmSource(RemoteSource):
         await super().close()
         await close_client(self.api)
 
+    def cannot_use(self, name: str) -> str:
+        usable = PARAMETERS[name].remote and PARAMETERS[name].known_to("vllm")
+        return "" if usable else f"a chat with vLLM cannot use {name}"
+
     def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> VllmStream:  # type: ignore[override]
         """Ask for an answer; returns at once. If vLLM refuses the request, the stream raises the error."""
-        values = asdict(params)
-        for name in NOT_SENT:
-            if values.pop(name) != getattr(DEFAULTS, name):
-                raise InvalidRequest(f"a chat with vLLM cannot use {name}", name)
+        values = self.sent(params, RECOMMENDED, "vllm")  # vLLM's own defaults may come from the checkpoint
         room = int(self.info.get("max_model_len") or 1 << 31) - len(ids)
         if room < 1:
             raise InvalidRequest(f"the chat has {len(ids):,} tokens; this model takes {room + len(ids):,}", "ids")
-        values["max_tokens"] = min(values["max_tokens"] or room, room)
-        values = {name: value for name, value in values.items() if value != getattr(DEFAULTS, name) or name in SENT}
+        values["max_tokens"] = min(params.max_tokens or room, room)
         body = {
             "model": self._served, "prompt": list(ids), "stream": True, "return_token_ids": True, **values,
         }  # fmt: skip
@@ -266,6 +266,3 @@ class VllmSource(RemoteSource):
                 return
 
 
-SENT = (  # sent even if they have their defaults: vLLM's own defaults may come from the checkpoint
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens",
-)  # fmt: skip

@@ -192,7 +192,7 @@ class ChatCommands:
             s = self.session.sampling
             self.app.say("; ".join(f"{k} {'default' if v is None else v}" for k, v in vars(s).items()))
             return
-        self.app.say(self.session.sampling.set(name, value.strip()))
+        self.app.say(self.session.sampling.set(name, value.strip(), self.app.source.cannot_use))
 
     def do_think(self, _: str) -> None:
         answers = [m for m in self.session.messages if m.role == "assistant"]

@@ -165,7 +165,7 @@ def test_closing_gives_back_what_was_held() -> None:
     [
         ("max_tokens", {"max_tokens": 0}), ("max_tokens", {"max_tokens": -1}), ("temperature", {"temperature": -0.1}),
         ("temperature", {"temperature": float("nan")}), ("top_p", {"top_p": 0.0}), ("top_p", {"top_p": 1.5}),
-        ("top_k", {"top_k": 51}), ("top_k", {"top_k": -2}), ("min_p", {"min_p": float("inf")}), ("n", {"n": 0}),
+        ("top_k", {"top_k": 1 << 40}), ("top_k", {"top_k": -2}), ("min_p", {"min_p": float("inf")}), ("n", {"n": 0}),
         ("repetition_penalty", {"repetition_penalty": 0.0}), ("seed", {"seed": 1 << 64}), ("stop", {"stop": ("",)}),
         ("stop_token_ids", {"stop_token_ids": (50,)}), ("logit_bias", {"logit_bias": {50: 1.0}}),
         ("min_tokens", {"min_tokens": 20}), ("logprobs", {"logprobs": 21}), ("temperature", {"temperature": "hot"}),

@@ -182,6 +182,7 @@ def test_noise_is_finite_and_gumbel() -> None:
         {"top_k": 0},
         {"top_k": -1},
         {"top_k": VOCAB},
+        {"top_k": 10 * VOCAB},
         {"top_p": 1.0},
         {"min_p": 0.0},
         {"repetition_penalty": 1.0},

@@ -127,7 +127,7 @@ def test_rules_and_a_grammar_hold_together(checkpoint: Path) -> None:
         ({"bad_words": [""]}, "bad_words", "none of them empty"),
         ({"bad_words": [5]}, "bad_words", "strings"),
         ({"bad_words": ["a"] * (MAX_BAD_WORDS + 1)}, "bad_words", "at most 1,024"),
-        ({"bad_words": ["a" * (LONGEST_BAD_WORD + 1)]}, "bad_words", "has 257 characters"),
+        ({"bad_words": ["a" * (LONGEST_BAD_WORD + 1)]}, "bad_words", "string of 257 characters"),
     ],
 )
 def test_rules_that_cannot_be_kept_are_refused(

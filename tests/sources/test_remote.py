@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.errors import EngineDead, EngineError, InvalidRequest
-from engine.params import SamplingParams
+from engine.parameters import Biases, Flag, Ids, Integer, Number, Texts
+from engine.params import PARAMETERS, SamplingParams
 from engine.trace.state import State
 from minitui.server.settings import Role, ServerSettings
 from tests.support.serving import Running
@@ -365,8 +366,22 @@ async def test_the_application_shows_an_engine_elsewhere_as_its_own(server: Runn
         assert app.view.history.live.state.snapshot() == told
 
 
-def test_every_sampling_parameter_reaches_the_server_or_is_refused() -> None:
-    from minitui.server.telemetry import Params
-    from minitui.sources.remote import NOT_SENT
+VALUES: dict[type, Any] = {Number: 0.5, Integer: 3, Texts: ("x",), Ids: (5,), Biases: {5: 1.0}}
 
-    assert {field.name for field in fields(SamplingParams)} - set(NOT_SENT) == set(Params.model_fields)
+
+@pytest.mark.parametrize("name", PARAMETERS)
+async def test_a_sampling_parameter_reaches_a_minitui_server_or_is_refused(name: str) -> None:
+    from minitui.server.telemetry import Params
+    from minitui.sources.remote import RemoteSource
+
+    row = PARAMETERS[name]
+    value = not row.default if isinstance(row, Flag) else VALUES.get(type(row), "x")
+    source = RemoteSource("http://127.0.0.1:1")
+    params = SamplingParams(**{"max_tokens": None, name: value})
+    if row.remote:
+        told = Params.model_validate_json(json.dumps(source.sent(params))).model_dump(exclude_none=True)
+        assert SamplingParams(**{"max_tokens": None} | told) == params
+    else:
+        with pytest.raises(InvalidRequest, match=f"cannot use {name}"):
+            source.sent(params)
+    await source.close()

@@ -165,6 +165,50 @@ async def test_a_chat_through_the_openai_endpoints_of_our_own_server(server: Run
     await source.close()
 
 
+SETTINGS = {"temperature": 0.5, "top_k": 1, "repetition_penalty": 1.5, "frequency_penalty": 0.5, "seed": 7}
+
+
+@pytest.mark.parametrize(
+    ("owner", "unlike"),
+    [
+        ("someone", {"top_k": None, "repetition_penalty": None}), ("sglang", {}), ("vllm", {}), ("minitui", {}),
+        ("llamacpp", {"repetition_penalty": "repeat_penalty"}),
+    ],
+)  # fmt: skip
+async def test_a_sampling_option_is_sent_or_refused_when_it_is_set(owner: str, unlike: dict[str, str | None]) -> None:
+    """`unlike`: the options that this kind of server calls otherwise; None: it has no such option."""
+    from minitui.sources.openai import OpenAISource
+
+    fake = await FakeServer().start()
+    fake.owner = owner
+    source = OpenAISource(fake.url)
+    await source.start(lambda progress: None)
+    chats = Chats(source)
+    chats.use(source.codec)
+    chat = chats.new("")
+    expected = {}
+    for name, value in SETTINGS.items():
+        if (spelled := unlike.get(name, name)) is not None:
+            assert f"{name} is {value}" in chat.sampling.set(name, str(value), source.cannot_use)
+            expected[spelled] = value
+            continue
+        with pytest.raises(InvalidRequest, match=f"cannot use {name}: OpenAI's API does not have it"):
+            chat.sampling.set(name, str(value), source.cannot_use)
+        assert getattr(chat.sampling, name) is None
+    chats.send(chat, "Q")
+    assert chat._task is not None
+    await asyncio.wait_for(chat._task, 10)
+    [body] = fake.asked
+    assert {**body, **expected} == body
+    assert {*body} - {*expected} == {"model", "messages", "stream", "stream_options", "top_p"}
+    chat.sampling = Sampling(top_k=1)  # of settings.toml
+    chats.send(chat, "Q")
+    await asyncio.wait_for(chat._task, 10)
+    assert len(fake.asked) == 2 if "top_k" not in unlike else "/set top_k default" in chat.messages[-1].error
+    await source.close()
+    await fake.kill()
+
+
 async def test_a_chat_on_such_a_server_is_stored_and_can_continue_later(tmp_path: Path) -> None:
     from minitui.sources.openai import OpenAISource
 

@@ -17,6 +17,7 @@ class FakeServer:
         self.status = 200
         self.refusal: Any = None  # the body of an answer with another status; None: OpenAI's form
         self.models_status = 200
+        self.owner = "someone"  # of the models in the list: the kind of server
         self.pieces = ("one ", "two ", "three")
         self.hold: asyncio.Event | None = None  # an answer waits here before its last piece
         self.dies_after: int | None = None
@@ -71,7 +72,8 @@ class FakeServer:
                 refusal = self.refusal or {"error": {"message": f"status {self.status}"}}
                 self._reply(writer, self.status, json.dumps(refusal))
         elif path == "/v1/models":
-            self._reply(writer, self.models_status, json.dumps({"data": [{"id": name} for name in self.models]}))
+            listed = [{"id": name, "owned_by": self.owner} for name in self.models]
+            self._reply(writer, self.models_status, json.dumps({"data": listed}))
         elif path == "/metrics" and self.page is not None:
             self._reply(writer, 200, self.page)
         else:

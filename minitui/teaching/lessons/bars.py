@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 from engine.errors import EngineError
-from engine.params import MAX_LOGPROBS, SamplingParams
+from engine.params import MAX_LOGPROBS, PARAMETERS, RECOMMENDED, SamplingParams
 from minitui.teaching.lessons.page import Seen
 from minitui.teaching.stage import Stage
 from minitui.viewmodel.board import Candidate, Candidates
@@ -26,9 +26,7 @@ SHARP = 0.5  # the temperature of the prediction: it doubles the difference of t
 CUT = ("top_k", "top_p", "min_p")  # settings that keep some tokens, without another change
 EQUAL = 0.02  # factors that differ by a smaller share are equal
 UNLISTED = "The engine lists only the likeliest tokens. A dash marks a token that was not cut, but is not in this list."
-SETTINGS: dict[str, Callable[[str], float]] = {
-    "temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float, "seed": int,
-}  # fmt: skip
+SETTINGS = [*RECOMMENDED, "seed"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ def parse_settings(text: str) -> dict[str, Any]:
         if name not in SETTINGS:
             raise EngineError(f"there is no setting {name[:40]!r} here; the settings are {', '.join(SETTINGS)}")
         try:
-            settings[name] = SETTINGS[name](value)
+            settings[name] = PARAMETERS[name].parse(value)
         except ValueError:
             raise EngineError(f"{name} needs a number, not {value[:40]!r}") from None
     return settings
