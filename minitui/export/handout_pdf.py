@@ -45,13 +45,13 @@ PARTS = {  # character -> the filled part of its cell: left, top, width, height,
     **{eighth: (0, 1 - (i + 1) / 8, 1, (i + 1) / 8) for i, eighth in enumerate("▁▂▃▄▅▆▇")},
 }  # fmt: skip
 CIRCLE = [(0.5 + 0.4 * cos(i * pi / 8), 0.5 + 0.24 * sin(i * pi / 8)) for i in range(17)]  # a cell is higher than wide
-LINES = {  # character -> its lines, each through points of the cell
+LINES: dict[str, list[list[tuple[float, float]]]] = {  # character -> its lines, each through points of the cell
     "╱": [[(0, 1), (1, 0)]], "╌": [[(0.1, 0.5), (0.4, 0.5)], [(0.6, 0.5), (0.9, 0.5)]],
     "├": [[(0.5, 0), (0.5, 1)], [(0.5, 0.5), (1, 0.5)]], "└": [[(0.5, 0), (0.5, 0.5), (1, 0.5)]],
     "→": [[(0.05, 0.5), (0.95, 0.5)], [(0.6, 0.35), (0.95, 0.5), (0.6, 0.65)]],
     "✓": [[(0.1, 0.55), (0.4, 0.75), (0.9, 0.25)]], "○": [CIRCLE], "◌": [CIRCLE[i : i + 2] for i in range(0, 16, 2)],
 }  # fmt: skip
-POLYGONS = {  # character -> its filled polygons
+POLYGONS: dict[str, list[list[tuple[float, float]]]] = {  # character -> its filled polygons
     "●": [CIRCLE], "▲": [[(0.5, 0.25), (0.95, 0.75), (0.05, 0.75)]], "▸": [[(0.2, 0.3), (0.8, 0.5), (0.2, 0.7)]],
     "▾": [[(0.1, 0.4), (0.9, 0.4), (0.5, 0.65)]], "◂": [[(0.8, 0.3), (0.2, 0.5), (0.8, 0.7)]],
     "▚": [[(0, 0), (0.5, 0), (0.5, 0.5), (0, 0.5)], [(0.5, 0.5), (1, 0.5), (1, 1), (0.5, 1)]],
@@ -198,8 +198,8 @@ def find_font(character: str) -> Path | None:
 def _characters(path: str) -> Any:
     """Returns the characters of a font that can be embedded; none if the file cannot be read."""
     try:
-        font = FPDF()
-        font.add_font("probe", fname=path)
-        return font.fonts["probe"].cmap
+        probe: Any = FPDF()
+        probe.add_font("probe", fname=path)
+        return probe.fonts["probe"].cmap
     except Exception:  # fontTools raises errors of many kinds for files that it cannot read
         return {}
