@@ -20,9 +20,9 @@ from engine.model.hf_config import read_model_config
 from engine.model.traits import lacking
 from engine.progress import Progress
 from engine.text.tokenizer import Tokenizer
-from engine.worker import kept_files
 from engine.worker.limits import resolve
-from engine.worker.memory import check_memory
+from engine.worker.weights import kept_files
+from engine.worker.weights.memory import check_memory
 
 if TYPE_CHECKING:
     from engine.worker.rank_runner import LeadRunner
@@ -158,12 +158,12 @@ def choose_parts(model: ModelConfig, config: EngineConfig) -> Parts:
     from engine.worker.runner import Parts
 
     if resolve(config, model).device.type == "cpu" and config.tensor_parallel_size == 1:
-        from engine.worker.cpu import CPUSteps
+        from engine.worker.cpu.executor import CPUSteps
 
         return Parts(ops, (CPUSteps, Eager))
     if not without_graphs(model, config):
-        from engine.worker import fused_ops
-        from engine.worker.cuda_graphs import CudaGraphs
+        from engine.worker.graphs import fused_ops
+        from engine.worker.graphs.cuda_graphs import CudaGraphs
 
         return Parts(fused_ops, (CudaGraphs, Eager), 0 if config.enforce_eager else GRAPH_BYTES)
     return Parts(ops, (Eager,))

@@ -19,7 +19,7 @@ CHOICES = {
     "logprobs_mode": ("raw_logprobs", "processed_logprobs"),
 }
 MOST_SPECULATIVE_TOKENS = 32
-# The largest value of each setting; a larger value must be a typo. engine/worker/memory.py checks whether smaller
+# The largest value of each setting; a larger value must be a typo. worker/weights/memory.py checks whether smaller
 # values fit in memory.
 MOST = {
     "block_size": 1 << 16,
@@ -41,7 +41,7 @@ class EngineConfig:
     # auto: float32 on a CPU; on a GPU the checkpoint's type, or bfloat16 if that is float32 or `quantization` needs it.
     dtype: str = "auto"
     # The type of the weight matrices. none: `dtype`; bf16, int8 or int4: on a CPU; fp8: on a GPU; checkpoint: on a GPU,
-    # the 8-bit floats of a quantised checkpoint, unchanged; auto: what is fast and fits (engine/worker/quantised.py).
+    # the 8-bit floats of a quantised checkpoint, unchanged; auto: what is fast and fits (worker/weights/quantised.py).
     quantization: str = "auto"
     device: str = "auto"  # auto: cuda if there is a GPU
     block_size: int = 16  # tokens
@@ -68,7 +68,7 @@ class EngineConfig:
     seed: int = 0  # for dummy weights; a request without a seed gets a random seed
     tensor_parallel_size: int = 1  # ranks that share the model, each a process with its own device
     load_tokenizer: bool = True
-    keep_weights: bool = True  # weights rounded for a CPU stay on disk for later starts (engine/worker/load_model.py)
+    keep_weights: bool = True  # weights rounded for a CPU stay on disk for later starts (worker/weights/load_model.py)
     cpu_threads: int | None = None  # None: one fewer than the number of physical cores, but at least 1
 
     def __post_init__(self) -> None:

@@ -176,7 +176,7 @@ class Cache:
             raise OSError(errno.ENOSPC, f"it takes {_gb(size)}, and {_gb(free)} are free there{half}")
 
 
-ROUNDED = Cache("weights", 20.0, "MINITUI_KEPT_WEIGHTS_GB")  # engine/worker/load_model.py
+ROUNDED = Cache("weights", 20.0, "MINITUI_KEPT_WEIGHTS_GB")  # engine/worker/weights/load_model.py
 UNPACKED = Cache("gguf", 100.0, "MINITUI_UNPACKED_GGUF_GB", needed=True)  # engine/gguf/checkpoint.py
 COMPILED = Cache("kernels", 0.01, private=True)  # engine/kernels/cpu/machine_code.py; about 50 KB each
 

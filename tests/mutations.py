@@ -45,7 +45,7 @@ class Mutation:
             shutil.copy(ROOT / "pyproject.toml", name)
             self.apply(Path(name))
             # Only the plugins that the tests use: the others take longer to load than most of these tests to run.
-            plugins = ["-o", "addopts=", *"-p pytest_asyncio.plugin -p pytest_timeout -p no:cacheprovider".split()]
+            plugins = ["-o", "addopts=", "-ppytest_asyncio.plugin", "-ppytest_timeout", "-pno:cacheprovider"]
             run = subprocess.run(
                 [sys.executable, "-m", "pytest", "-x", "-q", *plugins, *shlex.split(self.red)], cwd=name,
                 env={

@@ -19,7 +19,7 @@ from engine.model.slots import Slot
 
 
 class Ops(Protocol):
-    """The decoder's small operations. engine/model/ops.py specifies them; engine/worker/fused_ops.py fuses them."""
+    """The decoder's small operations. engine/model/ops.py specifies them; worker/graphs/fused_ops.py fuses them."""
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, /) -> torch.Tensor: ...
 

@@ -24,10 +24,10 @@ WORDS = {
     "query_scales": "queries scaled by their positions",
 }
 SUPPORTED: dict[str, frozenset[str]] = {
-    "cpu_decode": frozenset({"softcap", "sinks", "windows"}),  # engine/worker/cpu_decode.py
-    "compiled": frozenset({"windows", "several_ropes"}),  # engine/worker/compiled_decoder.py
-    "graphs": frozenset(WORDS) - {"query_scales"},  # engine/worker/cuda_graphs.py and fused_decode.py
-    # The kernels for one token in engine/worker/fused_decode.py. They need no norms in float32 either.
+    "cpu_decode": frozenset({"softcap", "sinks", "windows"}),  # engine/worker/cpu/cpu_decode.py
+    "compiled": frozenset({"windows", "several_ropes"}),  # engine/worker/cpu/compiled_decoder.py
+    "graphs": frozenset(WORDS) - {"query_scales"},  # engine/worker/graphs/cuda_graphs.py and fused_decode.py
+    # The kernels for one token in engine/worker/graphs/fused_decode.py. They need no norms in float32 either.
     "one_token": frozenset({"experts", "softcap", "sinks", "windows", "logit_softcap", "several_ropes"}),
     "ranks": frozenset(WORDS) - {"full_qk_norm"},  # engine/parallel/shards.py
     # The bounds of engine/model/kv_scales.py assume an RMSNorm before the projections.

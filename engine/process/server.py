@@ -29,7 +29,7 @@ from engine.process.heartbeat import Heart
 from engine.process.loop import EngineLoop, check_config
 from engine.process.startup import import_torch, log_to_stderr
 from engine.process.writer import EXIT_GRACE_S, Writer
-from engine.worker.cores import leave_a_core
+from engine.worker.cpu.cores import leave_a_core
 
 logger = logging.getLogger("engine")
 

@@ -21,7 +21,7 @@ class Limits:
     device: torch.device
     dtype: torch.dtype
     kv_dtype: torch.dtype  # of the KV cache
-    quantization: str  # none, or a kind of engine/worker/quantised.py
+    quantization: str  # none, or a kind of engine/worker/weights/quantised.py
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
@@ -35,7 +35,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Limits:
     """
     import torch
 
-    from engine.worker.quantised import KEPT, choose, refusal
+    from engine.worker.weights.quantised import KEPT, choose, refusal
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.device != "auto":

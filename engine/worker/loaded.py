@@ -27,13 +27,13 @@ from engine.model.group import ALONE, Group
 from engine.model.kv_scales import kv_scales
 from engine.progress import Progress
 from engine.worker.batch import Batch
-from engine.worker.cores import default_threads
+from engine.worker.cpu.cores import default_threads
 from engine.worker.inputs import Draws
 from engine.worker.launch import DrawnLogprobs, LaunchedStep, PromptLogprobs
 from engine.worker.limits import resolve
-from engine.worker.load_model import load_model
 from engine.worker.sampler import Drawn
 from engine.worker.upload import to_host
+from engine.worker.weights.load_model import load_model
 
 CPU_KV_BYTES = 1 << 30  # default pool on a CPU; smaller if CPU_KV_SEQUENCES sequences of maximum length need less
 CPU_KV_SEQUENCES = 16

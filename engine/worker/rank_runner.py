@@ -5,7 +5,7 @@ cache has the keys and values of its rank's heads. The logits are gathered on al
 reasons: only rank 0 has the grammars, and the results of the ranks may differ by rounding. The drawn ids are broadcast
 into every rank's last tokens. So a step can be launched before the host has the ids of the previous step.
 
-With CUDA graphs all ranks draw (engine/worker/sampling_graphs.py). This is possible because the plan contains the
+With CUDA graphs all ranks draw (worker/graphs/sampling_graphs.py). This is possible because the plan contains the
 sampling settings, and the noise is a function of seed, position and token.
 """
 

@@ -101,7 +101,7 @@ def _report(options: Options, say: Any) -> dict[str, Any]:
     """Returns the machine's limits and each model's rows, and calls `say` with their lines."""
     import torch
 
-    from engine.worker.cores import default_threads
+    from engine.worker.cpu.cores import default_threads
     from minitui.bench.limits import measure_limits
 
     on_gpu = torch.cuda.is_available() and options.device != "cpu"
@@ -175,7 +175,7 @@ def _measure(
     from engine.hub.resolve import resolve_model
     from engine.llm import LLM
     from engine.model.hf_config import read_model_config
-    from engine.worker.quantised import itemsizes
+    from engine.worker.weights.quantised import itemsizes
     from minitui.bench.cpu import cpu_rows
     from minitui.bench.gpu import H200, GpuRows
     from minitui.bench.limits import Work

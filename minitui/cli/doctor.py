@@ -163,7 +163,7 @@ def _gpu_kinds() -> dict[str, tuple[float, float]]:
     """Like _cpu_kinds, for the GPUs."""
     import torch
 
-    from engine.worker.quantised import itemsizes
+    from engine.worker.weights.quantised import itemsizes
 
     kinds = {"bfloat16": "none", "fp8": "fp8"} if eight_bits() else {"bfloat16": "none"}
     return {name: itemsizes(kind, torch.bfloat16) for name, kind in kinds.items()}
@@ -175,7 +175,7 @@ def _bundled_weights() -> str:
 
     from engine.config import EngineConfig
     from engine.model.hf_config import read_model_config
-    from engine.worker.quantised import choose
+    from engine.worker.weights.quantised import choose
     from minitui import tutor
 
     config = read_model_config(tutor.model_dir())
@@ -187,7 +187,7 @@ def _cpu_kinds() -> dict[str, tuple[float, float]]:
     import torch
 
     from engine.model.four_bits import Int4Weight
-    from engine.worker.quantised import itemsizes
+    from engine.worker.weights.quantised import itemsizes
 
     compiled = importlib.util.find_spec("llvmlite") is not None
     kinds = {"float32": "none", "bf16": "bf16" if compiled else "", "int8": "int8"}
@@ -199,7 +199,7 @@ def cpu_read_speed() -> float:
     """Returns the bytes of memory that the engine's threads read per second."""
     import torch
 
-    from engine.worker.cores import default_threads
+    from engine.worker.cpu.cores import default_threads
     from minitui.bench import limits
 
     torch.set_num_threads(default_threads())

@@ -144,7 +144,7 @@ def fit(config: ModelConfig, machine: Machine, checkpoint: Path | None = None) -
     import torch
 
     from engine.config import EngineConfig
-    from engine.worker.quantised import BESIDE_WEIGHTS, choose, free_memory, itemsizes, weight_bytes
+    from engine.worker.weights.quantised import BESIDE_WEIGHTS, choose, free_memory, itemsizes, weight_bytes
     from minitui.bench.limits import Limits, Work
 
     if machine.gpu_free is not None:
@@ -167,7 +167,7 @@ def _on_gpu(config: ModelConfig, machine: Machine) -> dict[str, str]:
     """Returns the kinds of weights that the GPU can compute, the preferred kind first, and what `fit` says of each."""
     import torch
 
-    from engine.worker.quantised import KEPT, check_fp8_sizes, check_kept
+    from engine.worker.weights.quantised import KEPT, check_fp8_sizes, check_kept
 
     packed = config.packing is not None
     kinds = {"none": "yes, expanded to bfloat16" if packed else "yes"}

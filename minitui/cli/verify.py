@@ -93,7 +93,7 @@ def run_verify(model: str, dtype: str = "auto", device: str = "auto", as_json: b
     from engine.hub.resolve import resolve_model
     from engine.model.hf_config import read_model_config
     from engine.worker.limits import resolve
-    from engine.worker.quantised import free_memory
+    from engine.worker.weights.quantised import free_memory
 
     try:
         import torch

@@ -76,7 +76,7 @@ def record_kernels(model: str, **options: Any) -> list[dict[str, float]]:
 
 @contextmanager
 def _engine(model: str, mode: str, **options: Any) -> Iterator[StepRecorder]:
-    with patch("engine.worker.capture._capture", Launches) if mode == "eager" else nullcontext():
+    with patch("engine.worker.graphs.capture._capture", Launches) if mode == "eager" else nullcontext():
         llm = LLM(
             model, dummy_weights=True, load_tokenizer=False, enable_prefix_caching=False, kv_tokens=KV_TOKENS,
             overlap=MODES[mode], **options,
@@ -95,7 +95,7 @@ def _engine(model: str, mode: str, **options: Any) -> Iterator[StepRecorder]:
 class Launches:
     """Stands in for a captured graph: a replay launches the kernels again, one after the other.
 
-    Takes the arguments of engine.worker.capture._capture.
+    Takes the arguments of engine.worker.graphs.capture._capture.
     """
 
     def __init__(self, run: Callable[[], None], *_: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import EngineError
-from engine.worker import quantised
+from engine.worker.weights import quantised
 from minitui import tutor
 from minitui.cli import verify
 from minitui.cli.verify import NEW_TOKENS, PROMPTS, Reference, _same_tokens, run_verify

@@ -470,7 +470,7 @@ def test_a_recommended_top_k_may_be_larger_than_the_vocabulary(tmp_path: Path) -
 def test_absurd_sizes_are_refused_before_anything_is_allocated(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    from engine.worker.memory import check_memory
+    from engine.worker.weights.memory import check_memory
 
     model = read(tmp_path)
     with pytest.raises(EngineError, match=message):

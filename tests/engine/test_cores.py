@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.worker import cores
+from engine.worker.cpu import cores
 
 
 @pytest.fixture(autouse=True)

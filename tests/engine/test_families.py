@@ -24,7 +24,7 @@ from engine.model.hf_config import read_model_config
 from engine.model.traits import SUPPORTED, WORDS, lacking, traits
 from engine.parallel.shards import check
 from engine.params import SamplingParams
-from engine.worker.cpu import CPUSteps
+from engine.worker.cpu.executor import CPUSteps
 from engine.worker.limits import resolve
 from tests.engine.test_engine_model import make_engine
 from tests.engine.test_parallel import play

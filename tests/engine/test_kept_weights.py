@@ -18,7 +18,7 @@ from engine.disk_cache import ROUNDED
 from engine.errors import EngineError
 from engine.model.four_bits import Int4Weight
 from engine.model.linear import ByteWeight
-from engine.worker import kept_files, load_model, quantised
+from engine.worker.weights import kept_files, load_model, quantised
 from tests.support.models import Driver, make_request, make_runner, prompt, reference, save
 from tests.support.packing import FORMATS, quantise
 

@@ -14,8 +14,8 @@ from engine.errors import CheckpointError, EngineError
 from engine.model.config import Packing
 from engine.model.hf_config import read_model_config
 from engine.model.linear import ByteWeight, Fp8Weight, Int8Rows
-from engine.worker import quantised
 from engine.worker.limits import resolve
+from engine.worker.weights import quantised
 from tests.support.families import checkpoint
 from tests.support.images import save_layouts, with_images
 from tests.support.models import Driver, load_decoder, make_request, make_runner, prompt, reference, save

@@ -16,8 +16,8 @@ from engine.model.four_bits import Int4Weight
 from engine.model.hf_config import read_model_config
 from engine.model.hf_packing import METHODS
 from engine.model.linear import ByteWeight, Int8Weight
-from engine.worker import quantised
 from engine.worker.limits import resolve
+from engine.worker.weights import quantised
 from tests.support import paths
 from tests.support.families import checkpoint, random_config
 from tests.support.models import Driver, load_decoder, make_request, make_runner, prompt, reference, rewrite, save

@@ -63,7 +63,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
         "triton")}
     )  # fmt: skip
     modules = {
-        "engine.worker.fused_ops": [], "engine.worker.cuda_graphs": ["CudaGraphs"],
+        "engine.worker.graphs.fused_ops": [], "engine.worker.graphs.cuda_graphs": ["CudaGraphs"],
         "flash_attn": ["flash_attn_varlen_func"], "flash_attn.cute": ["flash_attn_varlen_func"],
     }  # fmt: skip
     for name, contents in modules.items():
@@ -71,7 +71,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
         vars(module).update({content: stand_in(content) for content in contents})
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr("engine.attention.torch_backend.TorchAttention", stand_in("torch"))
-    monkeypatch.setattr("engine.worker.quantised.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("engine.worker.weights.quantised.importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
 
@@ -88,8 +88,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
 def imported(name: str) -> Iterator[Any]:
     """A module that needs triton, whether or not it is installed: its functions can be called, not its kernels."""
     ours = (
-        "triton", "engine.kernels", "engine.attention.triton_backend", "engine.worker.cuda_graphs",
-        "engine.worker.fused_", "engine.worker.sampling_graphs", "engine.worker.verify_graphs",
+        "triton", "engine.kernels", "engine.attention.triton_backend", "engine.worker.graphs.cuda_graphs",
+        "engine.worker.fused_", "engine.worker.graphs.sampling_graphs", "engine.worker.graphs.verify_graphs",
     )  # fmt: skip
 
     def forget() -> dict[str, ModuleType]:
@@ -295,9 +295,9 @@ class Stage:
     """A runner with graphs, on the host: `went` lists the replayed graphs, and the draws and steps without a graph."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, speculation: str) -> None:
-        with imported("engine.worker.cuda_graphs") as graphs:
-            verify_graphs = sys.modules["engine.worker.verify_graphs"]
-            extend_graphs = sys.modules["engine.worker.extend_graphs"]
+        with imported("engine.worker.graphs.cuda_graphs") as graphs:
+            verify_graphs = sys.modules["engine.worker.graphs.verify_graphs"]
+            extend_graphs = sys.modules["engine.worker.graphs.extend_graphs"]
         self.went: list[str] = []
         self.captured: list[str] = []
         for module in (graphs, verify_graphs, extend_graphs):

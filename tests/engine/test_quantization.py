@@ -23,7 +23,7 @@ from engine.model.hf_config import read_model_config
 from engine.model.linear import Fp8Weight, Int8Weight, embed, linear, quantise_rows
 from engine.model.weights import dummy_weights, load_weights
 from engine.params import SamplingParams
-from engine.worker import quantised
+from engine.worker.weights import quantised
 from minitui import tutor
 from tests.support.models import Driver, make_request, make_runner, prompt, reference, save
 from tests.support.parity import (  # noqa: F401 (fixtures)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.worker.cores import default_threads
+from engine.worker.cpu.cores import default_threads
 from engine.worker.loaded import CPU_KV_BYTES
 from engine.worker.runner import Runner
 from tests.support.models import VOCAB, Driver, eager, held, make_request, make_runner, prompt, reference, save

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from engine.errors import CheckpointError
 from engine.model.hf_config import read_model_config
 from engine.model.linear import Fp8Blocks
-from engine.worker import quantised
+from engine.worker.weights import quantised
 from minitui.cli.verify import _loaded
 from tests.support.images import save_layouts, with_images
 from tests.support.models import Driver, load_decoder, make_request, make_runner, prompt, rewrite

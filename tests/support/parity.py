@@ -13,8 +13,8 @@ import torch
 from engine.core.step import StepPlan
 from engine.llm import LLM
 from engine.params import SamplingParams
-from engine.worker.compiled_decoder import KERNELS, CompiledDecoder
-from engine.worker.cpu import CPUSteps
+from engine.worker.cpu.compiled_decoder import KERNELS, CompiledDecoder
+from engine.worker.cpu.executor import CPUSteps
 from tests.support.models import Driver, eager, make_request, make_runner, prompt, reference, save
 
 PROMPT = 37  # tokens

@@ -1,6 +1,6 @@
 """Calls of the kernels for one matrix: its product with activations, and its rounding to 4-bit numbers.
 
-CompiledDecoder (engine/worker/compiled_decoder.py) calls the kernels of all layers at once instead.
+CompiledDecoder (engine/worker/cpu/compiled_decoder.py) calls the kernels of all layers at once instead.
 """
 
 from __future__ import annotations

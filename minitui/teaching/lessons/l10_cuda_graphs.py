@@ -112,7 +112,7 @@ LESSON = Lesson(
             (captures) the graph once. Later, a single call replays the graph. Here, a replay has the same arguments,
             addresses too. So the inputs of a step are copied into fixed buffers, and the KV pool never moves.
             """,
-            code="engine.worker.cuda_graphs",
+            code="engine.worker.graphs.cuda_graphs",
         ),
         Page(
             "Host and device",
@@ -224,7 +224,7 @@ LESSON = Lesson(
             128, then multiples of 32.
             """,
             panel="step",
-            code="engine.worker.cuda_graphs:ladder",
+            code="engine.worker.graphs.cuda_graphs:ladder",
             run=batch_sizes,
             predict=Prediction(
                 f"{LARGEST_BATCH} requests decode. Which graph is replayed?",
@@ -256,7 +256,7 @@ LESSON = Lesson(
             vLLM captures layers, not logits or sampling. It captures all layers of a decode step, if its attention
             kernels allow this. In small steps with prompts, it does not capture attention.
             """,
-            code="engine.worker.cuda_graphs:DecodeGraphs.launch",
+            code="engine.worker.graphs.cuda_graphs:DecodeGraphs.launch",
         ),
     ),
     close,

@@ -24,7 +24,7 @@ from engine.kernels import norms, sample, split_linear  # noqa: E402
 from engine.kernels.decode_attention import DecodeWorkspace, decode_attention  # noqa: E402
 from engine.kernels.gemv import gemv  # noqa: E402
 from engine.kernels.prefill_attention import PrefillWorkspace, prefill_attention  # noqa: E402
-from engine.worker import fused_ops  # noqa: E402
+from engine.worker.graphs import fused_ops  # noqa: E402
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16

@@ -29,7 +29,7 @@ from engine.kernels.gemv import gemv  # noqa: E402
 from engine.kernels.moe_one import one_token  # noqa: E402
 from engine.kernels.moe_route import Routes, route  # noqa: E402
 from engine.kernels.moe_tiles import tiles_for  # noqa: E402
-from engine.worker import fused_ops as ops  # noqa: E402
+from engine.worker.graphs import fused_ops as ops  # noqa: E402
 from tests.engine.gpu.test_engine import OPTIONS, greedy, ids_of  # noqa: E402
 from tests.engine.gpu.test_kernels import DEVICE, DTYPE, error, normal  # noqa: E402
 from tests.support.parity import below_best  # noqa: E402

@@ -21,8 +21,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytest.importorskip("triton")
 
+from engine.worker.graphs.verify_graphs import VerifyGraphs  # noqa: E402
 from engine.worker.launch import LaunchedStep  # noqa: E402
-from engine.worker.verify_graphs import VerifyGraphs  # noqa: E402
 from tests.engine.gpu.test_engine import OPTIONS, SHAPE, TOLERANCE, ids_of  # noqa: E402
 from tests.support.parity import below_best  # noqa: E402
 

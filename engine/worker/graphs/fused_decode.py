@@ -32,7 +32,7 @@ from engine.model.decoder import Decoder, DenseMLP, Layer
 from engine.model.group import Group
 from engine.model.linear import GpuWeight, Matrix, linear
 from engine.model.traits import lacking
-from engine.worker import fused_ops
+from engine.worker.graphs import fused_ops
 
 SPLIT_TOKENS = 64  # up to this number of tokens, a projection spends most of its time reading weights
 Attend = Callable[[int, Layer, torch.Tensor], torch.Tensor]  # (index of the layer, the layer, qkv) -> attention

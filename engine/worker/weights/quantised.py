@@ -24,7 +24,7 @@ from engine.model.group import ALONE, Group
 from engine.model.linear import BLOCK, Bf16Weight, ByteWeight, Fp8Weight, Int8Weight
 from engine.model.slots import Shapes, kept
 from engine.model.weights import tensor_shapes
-from engine.worker.compiled_decoder import CompiledDecoder
+from engine.worker.cpu.compiled_decoder import CompiledDecoder
 
 KEPT = "checkpoint"  # each matrix as the checkpoint has it: 8-bit numbers with their scales, or a tensor
 KINDS: dict[str, type[ByteWeight] | None] = {

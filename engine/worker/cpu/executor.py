@@ -12,8 +12,8 @@ from engine.attention.torch_backend import TorchAttention
 from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.progress import Progress
-from engine.worker.compiled_decoder import CompiledDecoder
-from engine.worker.cpu_decode import CPUDecode
+from engine.worker.cpu.compiled_decoder import CompiledDecoder
+from engine.worker.cpu.cpu_decode import CPUDecode
 from engine.worker.eager import Eager
 from engine.worker.inputs import Draws
 from engine.worker.launch import LaunchedStep

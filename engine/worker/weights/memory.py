@@ -28,7 +28,7 @@ def check_memory(
             "--max-model-len"
         )
     ranks = config.tensor_parallel_size
-    from engine.worker.quantised import weight_bytes  # needs torch
+    from engine.worker.weights.quantised import weight_bytes  # needs torch
 
     columns = -(-limits.max_model_len // config.block_size)
     parts = {

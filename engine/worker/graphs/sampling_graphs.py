@@ -20,7 +20,7 @@ import torch
 from engine.core.step import StepPlan
 from engine.kernels.row_settings import NUM_SETTINGS
 from engine.kernels.sample import SampleWorkspace, draw
-from engine.worker.capture import Work
+from engine.worker.graphs.capture import Work
 from engine.worker.launch import LaunchedStep
 from engine.worker.loaded import LoadedModel
 from engine.worker.sampler import Wants

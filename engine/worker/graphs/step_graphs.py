@@ -1,4 +1,4 @@
-"""The base class of the classes that capture steps as CUDA graphs (engine/worker/cuda_graphs.py, verify_graphs.py)."""
+"""The base class of the classes that capture steps as CUDA graphs (cuda_graphs.py, verify_graphs.py)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 from engine.core.request import Grammar
 from engine.core.step import StepPlan
-from engine.worker.capture import Work
-from engine.worker.fused_decode import DecodeLayers
+from engine.worker.graphs.capture import Work
+from engine.worker.graphs.fused_decode import DecodeLayers
+from engine.worker.graphs.sampling_graphs import SamplingGraphs
 from engine.worker.inputs import Draws
 from engine.worker.launch import LaunchedStep
 from engine.worker.loaded import LoadedModel
-from engine.worker.sampling_graphs import SamplingGraphs
 
 
 class StepGraphs:

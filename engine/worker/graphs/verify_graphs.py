@@ -31,12 +31,12 @@ from engine.attention.base import ForwardMeta
 from engine.attention.triton_backend import TritonAttention
 from engine.core.request import Grammar
 from engine.core.step import StepPlan
-from engine.worker.fused_decode import DecodeLayers
+from engine.worker.graphs.fused_decode import DecodeLayers
+from engine.worker.graphs.sampling_graphs import DRAWABLE, SamplingGraphs
+from engine.worker.graphs.step_graphs import StepGraphs
 from engine.worker.inputs import drawing_tokens
 from engine.worker.launch import LaunchedStep
 from engine.worker.loaded import LoadedModel
-from engine.worker.sampling_graphs import DRAWABLE, SamplingGraphs
-from engine.worker.step_graphs import StepGraphs
 from engine.worker.upload import Staging
 
 SIZES = (4, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # tokens; also sizes of `ladder`, whose sampling graphs are used here

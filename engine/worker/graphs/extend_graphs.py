@@ -32,11 +32,11 @@ from engine.attention.triton_backend import TritonAttention
 from engine.core.request import Grammar
 from engine.core.step import StepPlan
 from engine.kernels.prefill_attention import BLOCK_M, num_splits
-from engine.worker.fused_decode import DecodeLayers
+from engine.worker.graphs.fused_decode import DecodeLayers
+from engine.worker.graphs.sampling_graphs import DRAWABLE, SamplingGraphs
+from engine.worker.graphs.step_graphs import StepGraphs
 from engine.worker.launch import LaunchedStep
 from engine.worker.loaded import LoadedModel
-from engine.worker.sampling_graphs import DRAWABLE, SamplingGraphs
-from engine.worker.step_graphs import StepGraphs
 from engine.worker.upload import Staging
 
 SEQUENCES = 8

@@ -17,7 +17,7 @@ from engine.disk_cache import ROUNDED
 from engine.files import checkpoint_files
 from engine.model.config import ModelConfig
 
-KINDS = ("int8", "int4")  # of engine/worker/quantised.py; other weights are read as quickly from the checkpoint
+KINDS = ("int8", "int4")  # of engine/worker/weights/quantised.py; other weights are read as quickly from the checkpoint
 REVISION = 3  # increases when the parameters of a decoder, their order or their contents change
 WEIGHTS = "weights"  # the file of an entry: the parameters, each at a multiple of ALIGNED bytes
 ALIGNED = 64

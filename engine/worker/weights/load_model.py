@@ -20,9 +20,9 @@ from engine.model.experts import Ops
 from engine.model.group import Group
 from engine.model.weights import dummy_weights, load_weights
 from engine.progress import Progress
-from engine.worker.kept_files import ALIGNED, KINDS, WEIGHTS, entry_name, large_pages, read
 from engine.worker.limits import Limits
-from engine.worker.quantised import KEPT, describe_kept, kept_matrices, matrices
+from engine.worker.weights.kept_files import ALIGNED, KINDS, WEIGHTS, entry_name, large_pages, read
+from engine.worker.weights.quantised import KEPT, describe_kept, kept_matrices, matrices
 
 LEAST = 1 << 26  # bytes; fewer are rounded in a moment
 

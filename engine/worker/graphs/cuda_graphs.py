@@ -4,9 +4,9 @@ Each form of step is captured in several sizes. A step is padded to the next cap
 size is replayed. The forms:
 
     decode   one token per sequence; the size is the number of sequences
-    extend   chunks of few prompts, with or without sequences that decode (engine/worker/extend_graphs.py)
-    verify   a few tokens per sequence, some of them drafts; only with speculation (engine/worker/verify_graphs.py)
-    sample   from logits to tokens (engine/worker/sampling_graphs.py)
+    extend   chunks of few prompts, with or without sequences that decode (engine/worker/graphs/extend_graphs.py)
+    verify   a few tokens per sequence, some of them drafts; only with speculation (verify_graphs.py)
+    sample   from logits to tokens (engine/worker/graphs/sampling_graphs.py)
 
 All inputs of a graph have fixed addresses. The host writes only to pinned staging buffers, and reuses a buffer only
 after the copy from it has finished. The device's state (block table, last token, settings) changes only in stream
@@ -34,15 +34,15 @@ from engine.kernels.moe_tiles import forms
 from engine.model.experts import Experts
 from engine.model.linear import ByteWeight
 from engine.progress import Progress
-from engine.worker.capture import Work, capture_all
-from engine.worker.extend_graphs import SEQUENCES, ExtendGraphs
-from engine.worker.fused_decode import DecodeLayers
+from engine.worker.graphs.capture import Work, capture_all
+from engine.worker.graphs.extend_graphs import SEQUENCES, ExtendGraphs
+from engine.worker.graphs.fused_decode import DecodeLayers
+from engine.worker.graphs.sampling_graphs import DRAWABLE, SamplingGraphs
+from engine.worker.graphs.step_graphs import StepGraphs
+from engine.worker.graphs.verify_graphs import VerifyGraphs, verify_sizes
 from engine.worker.launch import LaunchedStep
 from engine.worker.loaded import LoadedModel
-from engine.worker.sampling_graphs import DRAWABLE, SamplingGraphs
-from engine.worker.step_graphs import StepGraphs
 from engine.worker.upload import Staging
-from engine.worker.verify_graphs import VerifyGraphs, verify_sizes
 
 CHANGES = 1024  # block table changes that fit into the input of a decode step; more changes are sent before the step
 WARM_UP_TOKENS = (1, 24, 100, 256, 700, 1024, 2047)
