@@ -63,7 +63,6 @@ class Moment:
 
     def begin(self) -> None:
         """Show the present of a history that was reset."""
-        self._steps, self._rates = self.history.steps, self.history.rates
         self.shown = self.history.live
         self.tree = Tree()
         self.past: Past | None = None  # None: the present is shown
@@ -83,7 +82,7 @@ class Moment:
     @property
     def working_now(self) -> float:
         """The working time at the moment of the picture, in seconds (see Rates)."""
-        return self._rates.now if self.past is None else self.past.marks["now"]
+        return self.history.rates.now if self.past is None else self.past.marks["now"]
 
     @property
     def picture_now(self) -> float:
@@ -123,7 +122,7 @@ class Moment:
     @property
     def since_result_ms(self) -> float:
         """Working time since the results of the last step; 0 in the past, and if it is too short to be a stall."""
-        ms = (self._rates.now - self.history.result_at) * 1e3
+        ms = (self.history.rates.now - self.history.result_at) * 1e3
         return ms if ms >= STALL_FROM_MS and self.past is None and self.shown.state.requests else 0.0
 
     @property
@@ -134,15 +133,16 @@ class Moment:
     @property
     def newest(self) -> int:
         """The last step of the present. Paused, this is a step that has ended: the steps in flight come after it."""
-        return self._steps.last_ended if self._stopped and self._steps.last_ended >= 0 else self._steps.last
+        steps = self.history.steps
+        return steps.last_ended if self._stopped and steps.last_ended >= 0 else steps.last
 
     @property
     def oldest(self) -> int:
         """The oldest step to which the picture can go back; the newest step if there is no other."""
-        at = self._steps.indices(self._steps.first, self.newest)
-        ends = self._steps.column("end_seq")[at]
+        at = self.history.steps.indices(self.history.steps.first, self.newest)
+        ends = self.history.steps.column("end_seq")[at]
         kept = at[(ends > 0) & (ends >= self.history.past.first_seq)]
-        return int(self._steps.column("step")[kept[0]]) if len(kept) else self.newest
+        return int(self.history.steps.column("step")[kept[0]]) if len(kept) else self.newest
 
     @property
     def planned_ahead(self) -> int | None:
@@ -154,12 +154,12 @@ class Moment:
     @property
     def bucket(self) -> int:
         """The bucket of `rates` in which the picture's last step ended; the current bucket for a live picture."""
-        return self._rates.bucket if self.past is None else self.past.bucket
+        return self.history.rates.bucket if self.past is None else self.past.bucket
 
     def recent(self, name: str, n: int, filling: bool = True) -> np.ndarray:
         """Returns the last `n` buckets of `rates`, oldest first. In the past, the last of them has only what came
         before the end of the picture's step. `filling` False: without the bucket that is being filled."""
-        values = self._rates.series(name, n, self.bucket + filling)
+        values = self.history.rates.series(name, n, self.bucket + filling)
         if self.past is not None and filling:
             state = self.shown.state
             levels = {"running": len(state.requests) - len(state.queue), "used": self.shown.used}
@@ -215,14 +215,14 @@ class Moment:
             self.present()
             return False
         direction = -1 if step < self.horizon else 1
-        row = self._steps.get(step)
+        row = self.history.steps.get(step)
         while row is not None and not row.end_seq:  # a failed step has no timing: skip it
-            row = self._steps.get(row.step + direction)
+            row = self.history.steps.get(row.step + direction)
         if row is None or row.end_seq < self.history.past.first_seq:
             return False
         self.shown = self.history.past.state_at(row.end_seq)
-        bucket = int(self._steps.column("bucket")[row.step % self._steps.capacity])
-        self.past = Past(row.step, bucket, self._rates.marked(row.step))
+        bucket = int(self.history.steps.column("bucket")[row.step % self.history.steps.capacity])
+        self.past = Past(row.step, bucket, self.history.rates.marked(row.step))
         self.tree.refresh(self.shown, self.now, force=True)
         return True
 
@@ -240,21 +240,21 @@ class Moment:
         the past, it is that of the steps of the last second, from results to results without pauses: as the gaps of
         the requests are measured."""
         if not self.slowed and not self.exact:
-            return self._rates.per_second(what, 1.0, self.bucket)
+            return self.history.rates.per_second(what, 1.0, self.bucket)
         last = self.horizon
-        at = self._steps.indices(last - 511, last)
-        took = self._steps.column("took")[at]
+        at = self.history.steps.indices(last - 511, last)
+        took = self.history.steps.column("took")[at]
         at, took = at[~np.isnan(took)], took[~np.isnan(took)]
         recent = np.cumsum(took[::-1])[::-1] <= 1000.0  # the steps of the last second
         at, seconds = at[recent], float(took[recent].sum()) / 1e3
-        decodes, accepted = (int(self._steps.column(name)[at].sum()) for name in ("decodes", "accepted"))
-        tokens = decodes + accepted if what == "decode" else int(self._steps.prefilled(at).sum())
+        decodes, accepted = (int(self.history.steps.column(name)[at].sum()) for name in ("decodes", "accepted"))
+        tokens = decodes + accepted if what == "decode" else int(self.history.steps.prefilled(at).sum())
         return tokens / seconds if seconds else 0.0
 
     @property
     def reused(self) -> Reuse:
         """From the begin of the history to the moment of the picture."""
-        totals = self._rates.totals if self.past is None else self.past.marks
+        totals = self.history.rates.totals if self.past is None else self.past.marks
         return Reuse(*(int(totals[f"total {name}"]) for name in ("cached", "resumed", "missed")))
 
     @property
@@ -280,7 +280,7 @@ class Moment:
     @property
     def since_begin(self) -> str:
         """Returns "since step 1,204": the history begins with this step."""
-        return f"since step {self._steps.begin:,}"
+        return f"since step {self.history.steps.begin:,}"
 
     @property
     def dropped_s(self) -> float:

@@ -159,10 +159,10 @@ def test_static_and_continuous_batching_differ_in_steps_not_in_work(monkeypatch:
     continuous = viewed(played(monkeypatch), "continuous batching")
     both = compared(static, continuous, key="steps")
     first, second = (run.figures for run in both.runs)
-    assert (first.history.steps, second.history.steps) == (9 + 4 + 8, 3 + 4 + 2 + 8)
+    assert (first.steps, second.steps) == (9 + 4 + 8, 3 + 4 + 2 + 8)
     assert first.replies == second.replies == sum(LENGTHS)
     assert both.unlike == ""
-    words = f"the number of steps was {second.history.steps} instead of 21 ({second.history.steps / 21 - 1:+.0%})"
+    words = f"the number of steps was {second.steps} instead of 21 ({second.steps / 21 - 1:+.0%})"
     assert both.sentence.startswith(f"With continuous batching, compared with static batching, {words}")
     waits = [run.doing("steps", 0.5) for run in both.runs]
     assert waits[0] == waits[1] == {"decode": 0, "prefill": 2, "queued": 3, "finished": 0}
