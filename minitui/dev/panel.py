@@ -1,4 +1,4 @@
-"""A small application that shows one panel with simulated records: `python -m minitui.dev.panel block-map`.
+"""A small application that shows one panel with simulated records: `python -m minitui.dev.panel map`.
 
 Keys: space pauses the simulated engine, n runs one step, t changes the theme, a switches to ASCII and back, q quits.
 All other keys go to the panel.
@@ -16,34 +16,15 @@ from textual.binding import Binding
 
 from engine.trace.state import State
 from minitui.dev.simulator import CLASSROOM, Load, Stress
+from minitui.tui import panels
 from minitui.tui.glyphs import ASCII, glyphs, use_ascii
 from minitui.tui.theme import THEMES
-from minitui.tui.widgets.attention import Attention, KeySlot
+from minitui.tui.widgets import lesson_panels
 from minitui.tui.widgets.base import LinePanel
-from minitui.tui.widgets.block_map import BlockMap
-from minitui.tui.widgets.block_table import BlockTable
-from minitui.tui.widgets.candidates import CandidateBars
-from minitui.tui.widgets.curves import CostCurves
-from minitui.tui.widgets.events import Events
-from minitui.tui.widgets.experts import ExpertMap
 from minitui.tui.widgets.first_token import FirstTokens
-from minitui.tui.widgets.lanes import BatchLanes
-from minitui.tui.widgets.occupancy import Occupancy
 from minitui.tui.widgets.origin import PromptOrigin
-from minitui.tui.widgets.pieces import TextPieces
-from minitui.tui.widgets.recorded_runs import HostAndDevice
-from minitui.tui.widgets.requests import RequestTable
 from minitui.tui.widgets.side_by_side import SideBySide
-from minitui.tui.widgets.step_bar import StepBar
-from minitui.tui.widgets.timeline import RequestTimeline
-from minitui.tui.widgets.timings import StepTimings
-from minitui.tui.widgets.tree import RadixTree
-from minitui.tui.widgets.tree_blocks import NodeBlocks
-from minitui.tui.widgets.trends import TrendCharts
-from minitui.tui.widgets.vitals import Vitals
-from minitui.tui.widgets.waterfall import Waterfall
 from minitui.tui.widgets.why import Why
-from minitui.tui.widgets.wire import WireLines
 from minitui.viewmodel.view import View
 
 
@@ -121,33 +102,10 @@ class Alone(App[None]):
 
 
 PANELS: dict[str, type[LinePanel]] = {
-    "attention": Attention,
-    "block-map": BlockMap,
-    "block-table": BlockTable,
-    "candidates": CandidateBars,
-    "curves": CostCurves,
-    "events": Events,
-    "experts": ExpertMap,
-    "first-token": FirstTokens,
-    "lanes": BatchLanes,
-    "occupancy": Occupancy,
-    "origin": PromptOrigin,
-    "pieces": TextPieces,
-    "recorded-runs": HostAndDevice,
-    "requests": RequestTable,
-    "runs": SideBySide,
-    "slot": KeySlot,
-    "step-bar": StepBar,
-    "timeline": RequestTimeline,
-    "timings": StepTimings,
-    "tree": RadixTree,
-    "tree-blocks": NodeBlocks,
-    "trends": TrendCharts,
-    "vitals": Vitals,
-    "waterfall": Waterfall,
-    "why": Why,
-    "wire": WireLines,
-}
+    **lesson_panels.PANELS,
+    **{name: panel.widget for name, panel in panels.PANELS.items()},
+    "compare": SideBySide, "first-token": FirstTokens, "origin": PromptOrigin, "why": Why,
+}  # fmt: skip
 
 
 def main(name: str) -> None:
@@ -159,4 +117,4 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*(sys.argv[1:] or ["block-map"]))
+    main(*(sys.argv[1:] or ["map"]))

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from minitui.tui.panels import BY_KEY, PANELS
+
 
 @dataclass(frozen=True)
 class Action:
@@ -118,13 +120,8 @@ _TABLE = {
         Action("chat", "Chat", key="1", slash="chat", help="Show the chats."),
         Action("inspect", "Inspect", key="2", slash="inspect", footer="inspect",
             help="Show the engine: step, blocks, tree, batches, timings, events. Again: all panels."),
-        Action("requests", "Requests", key="5", slash="requests",
-            help="Show every request with its times and token gaps, and why one stalled (inspect). Again: all panels."),
-        Action("trends", "Trends", key="6", slash="trends",
-            help="Show first tokens, gaps, hit rate, pool and queue over the last minutes or hours. Again: all "
-                 "panels."),
-        Action("waterfall", "Waterfall", key="w", slash="waterfall",
-            help="Show host, device and requests on an axis of time (inspect). Again: all panels."),
+        *(Action(name, PANELS[name].title, key=PANELS[name].key, slash=name, help=PANELS[name].does)
+          for name in BY_KEY),
         Action("lecture", "Lecture", key="3", slash="lecture",
             help="Show one sentence for each step: what the step did, and why."),
         Action("goto", "Go to…", key="g", slash="goto", takes="[name]", footer="go to",
@@ -150,6 +147,10 @@ KEY_NAMES = {
     "question_mark": "?", "colon": ":", "comma": ",", "full_stop": ".", "less_than_sign": "<", "greater_than_sign": ">",
     "left_square_bracket": "[", "right_square_bracket": "]", "slash": "/",
 }  # fmt: skip
+
+_keys = [key for action in ACTIONS for key in action.key.split(",") if key]
+if taken := next((key for key in _keys if _keys.count(key) > 1), ""):
+    raise TypeError(f"two actions have the key {taken!r}: {[a.id for a in ACTIONS if taken in a.key.split(',')]}")
 
 
 def key_label(key: str) -> str:

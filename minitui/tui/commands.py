@@ -9,6 +9,7 @@ from typing import Any
 from engine.errors import EngineError
 from minitui.tui.actions import BY_ID, BY_SLASH, key_label
 from minitui.tui.chat_commands import ChatCommands, whole_number
+from minitui.tui.panels import BY_KEY
 from minitui.tui.screens.bindings import CURSOR_KEYS, bindings_here
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.viewmodel.places import find
@@ -37,6 +38,8 @@ class Commands(ChatCommands):
             self._check(action)
             if action in MODES:
                 self.app.open_mode(action)
+            elif action in BY_KEY:
+                self._show_alone(action)
             else:
                 getattr(self, f"do_{action}")(argument.strip())
             return True
@@ -204,15 +207,6 @@ class Commands(ChatCommands):
             self.app.open_mode("inspect")
         elif isinstance(screen := self.app.screen, InspectScreen):
             screen.show_all()
-
-    def do_requests(self, _: str) -> None:
-        self._show_alone("requests")
-
-    def do_trends(self, _: str) -> None:
-        self._show_alone("trends")
-
-    def do_waterfall(self, _: str) -> None:
-        self._show_alone("waterfall")
 
     def _show_alone(self, panel: str) -> None:
         """Show a panel that is never beside others; on the inspect screen, the same again shows all panels."""

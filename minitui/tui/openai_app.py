@@ -8,6 +8,7 @@ from minitui.sources.openai import OpenAISource
 from minitui.sources.server_metrics import MetricsPoller
 from minitui.sources.vllm import HOW
 from minitui.tui.app import MinituiApp
+from minitui.tui.panels import BY_KEY
 from minitui.tui.screens.chat import RAIL_FROM, ChatScreen
 from minitui.tui.widgets.base import LinePanel
 from minitui.tui.widgets.server_vitals import ServerVitals
@@ -23,7 +24,7 @@ def need_records(reason: str) -> dict[str, str]:
     """Returns NOT_OFFERED with `reason` for the actions that need an engine's records or control the engine. "restart"
     is offered: it connects to the server again."""
     return {
-        **dict.fromkeys(("Engine", "inspect", "requests", "trends", "waterfall", "lecture", "goto"), reason),
+        **dict.fromkeys(("Engine", "inspect", *BY_KEY, "lecture", "goto"), reason),
         "restart": "",
     }
 

@@ -9,22 +9,13 @@ import pytest
 from minitui.text import ms
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
-from minitui.tui.widgets.base import LinePanel
-from minitui.tui.widgets.block_map import BlockMap
-from minitui.tui.widgets.block_table import BlockTable
-from minitui.tui.widgets.lanes import BatchLanes
-from minitui.tui.widgets.requests import RequestTable
+from minitui.tui.panels import PANELS
 from minitui.tui.widgets.rows import Row, plain
-from minitui.tui.widgets.step_bar import StepBar
 from minitui.tui.widgets.timings import StepTimings
-from minitui.tui.widgets.tree import RadixTree
-from minitui.tui.widgets.trends import TrendCharts
-from minitui.tui.widgets.vitals import Vitals
 from minitui.viewmodel.view import View
 from tests.viewmodel.test_spans import folded_view
 
 SIZES = ((50, 10), (60, 11), (80, 12), (80, 17), (120, 12), (240, 30))  # of panels on terminals from 80x24 to 240x70
-PANELS = (BatchLanes, BlockMap, BlockTable, RadixTree, RequestTable, StepBar, StepTimings, TrendCharts, Vitals)
 
 
 @pytest.fixture(scope="module", params=["h200-8b", "small-pool", "vllm-8b"])
@@ -32,8 +23,8 @@ def view(request: Any) -> View:
     return folded_view(TraceReader(find_trace(request.param)))
 
 
-@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.__name__)
-def test_a_panel_has_words_that_fit(panel: type[LinePanel], view: View, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", PANELS)
+def test_a_panel_has_words_that_fit(name: str, view: View, monkeypatch: pytest.MonkeyPatch) -> None:
     cut: list[tuple[int, int, str]] = []
     done, size = Row.done, (0, 0)
 
@@ -47,9 +38,9 @@ def test_a_panel_has_words_that_fit(panel: type[LinePanel], view: View, monkeypa
     monkeypatch.setattr(Row, "done", watched)
     drawn = 0
     for size in SIZES:
-        if panel in (StepBar, Vitals) and size[0] < 80:
+        if PANELS[name].column == "top" and size[0] < 80:
             continue  # they are always as wide as the terminal
-        drawn += len(panel(frame="box").framed(view, *size))
+        drawn += len(PANELS[name].widget(frame="box").framed(view, *size))
     assert drawn and not cut
 
 

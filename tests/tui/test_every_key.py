@@ -14,6 +14,7 @@ import pytest
 from textual.pilot import Pilot
 
 from minitui.tui.app import MinituiApp
+from minitui.tui.panels import ALONE, IN_ORDER
 from minitui.tui.replay_app import ReplayApp
 from minitui.tui.screens.bindings import bindings_here
 from minitui.tui.screens.inspect import InspectScreen
@@ -23,8 +24,6 @@ from tests.tui.test_keys import live, recording, two_recordings
 # They end the application, start again, or change the chats or the settings: their commands are not run.
 NOT_RUN = ("new", "fork", "replay", "retry", "close", "reset", "quit", "theme", "tokens", "clear")
 LEFT_OUT = {"keys", "suspend", "interrupt"}  # the first works in the prompt; the others would end this process
-PANELS = tuple(name for name in InspectScreen.PANELS if name != "experts")  # the recording's model has no experts
-
 
 async def return_to(app: MinituiApp, mode: str, panel: str) -> None:
     """Close dialogs, and show the place again if a key has left it."""
@@ -36,7 +35,7 @@ async def return_to(app: MinituiApp, mode: str, panel: str) -> None:
     app.leave_prompt()
     screen = app.screen
     if isinstance(screen, InspectScreen) and panel and (screen.current != panel or not screen._panels[panel].has_focus):
-        screen._go_to(type(screen._place)(panel, panel in screen.ALONE or screen.small))
+        screen._go_to(type(screen._place)(panel, panel in ALONE or screen.small))
     if isinstance(app, ReplayApp):
         app.replay.set_paused(True)
     await settled()
@@ -80,7 +79,8 @@ async def test_every_key_of_a_panel_runs_its_action() -> None:
     async with recording((120, 40)) as (app, pilot):
         running = app.view.moment.shown.state.requests
         app.view.select("request", max(running, key=lambda id: len(running[id].table)))
-        for panel in PANELS:
+        assert isinstance(app.screen, InspectScreen)
+        for panel in (name for name in IN_ORDER if name not in app.screen.absent):
             assert await press_all(app, pilot, "inspect", panel, common=False) == []
         assert await press_all(app, pilot, "inspect", "map") == []
 

@@ -23,6 +23,7 @@ from minitui.tui.app import MinituiApp
 from minitui.tui.commands import MODES
 from minitui.tui.compare_app import RecordingsApp, TwoRecordings
 from minitui.tui.openai_app import ForeignApp
+from minitui.tui.panels import BY_KEY
 from minitui.tui.replay_app import ReplayApp, replay_app
 from minitui.tui.replica_app import ForeignReplicaApp
 from minitui.tui.screens.bindings import bindings_here
@@ -79,7 +80,7 @@ async def two_recordings(size: tuple[int, int]) -> AsyncIterator[tuple[Recording
 async def test_the_help_lists_only_keys_that_reach_an_action(opened: Any) -> None:
     async with opened((80, 24)) as (app, pilot):
         for action in app.actions:
-            assert action.id in MODES or hasattr(app.commands, f"do_{action.id}"), action.id
+            assert action.id in MODES or action.id in BY_KEY or hasattr(app.commands, f"do_{action.id}"), action.id
             app.commands._check(action.id)  # raises an error where the action is not offered
         for mode in app.MODES:
             await app.switch_mode(mode)
@@ -126,7 +127,7 @@ def replayed() -> MinituiApp:
 
 CONTROL = {"gate", "resume", "step", "step10", "until", "slower", "faster", "slow", "clear", "reset"}
 PAST = {"freeze", "back", "forward", "now"}
-PANELS = {"inspect", "requests", "trends", "waterfall", "lecture", "goto"}
+PANELS = {"inspect", *BY_KEY, "lecture", "goto"}
 REPLICAS = {"replicas", "pin", "unpin"}
 CHATS = {"new", "fork", "write", "search", "chat", "slash"}
 

@@ -1,4 +1,4 @@
-"""What the Chat screen and the Lesson screen look like, in three sizes: the pictures stand in tests/snapshots."""
+"""What the Chat screen and the Lesson screen look like, in two sizes: the pictures stand in tests/snapshots."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from textual.widgets import Static
 from minitui.text import match_reasons
 from minitui.tui.actions import key_label
 from minitui.tui.glyphs import glyphs
+from minitui.tui.panels import PANELS
 from minitui.tui.screens.base import BaseScreen
 from minitui.tui.screens.bindings import BindingGroup
 from minitui.tui.screens.dialogs import Overlay
@@ -27,6 +28,14 @@ SAVED = """\
 A chat is saved as soon as it has a question. F searches all saved chats; minitui chat --resume opens the last ones.
 A chat that is open in another minitui opens here as a copy, so neither overwrites the other."""
 MAX_WIDTH = 104  # columns, as in DEFAULT_CSS
+
+
+def _panels() -> str:
+    """Returns a line for each panel of the inspect screen, with its key."""
+    keys = {name: f"({key_label(panel.key)}) " if panel.key else "" for name, panel in PANELS.items()}
+    return "\n".join(f"  {panel.title:<13}  {keys[name]}{panel.help}" for name, panel in PANELS.items())
+
+
 ABOUT = {
     "cached": """\
 The server publishes which texts it stores in its prefix cache and removes from it (KV events). This screen is computed
@@ -88,25 +97,10 @@ panel beside the answer, or the line above a narrow one, shows the figures of th
 this page does not have is unknown. The times under an answer are measured here.
 
 {SAVED}""",
-    "inspect": """\
+    "inspect": f"""\
 The engine records what it does, step by step. This screen is computed from those records.
 
-  vitals         the engine's health: tokens per second of answers and prompts over the last second of working time,
-                 running and waiting requests, the share of new prompts' tokens that came from the cache in the last
-                 minute, the pool, the median time of decode steps. Working time passes also while no request runs, but
-                 not while the engine is paused, and without the delay of slow motion. (After such a delay the
-                 processor's caches are cold: a step of a small model on a CPU can take two or three times as long.)
-                 "Since step 2,509": no earlier records are known
-  step           what one step computes: tokens of decoding requests, and chunks of prompts
-  KV blocks      the pool: free, cached (only in the tree), active (one request), shared (several requests); the waste
-  block table    positions → blocks of the selected request; the last block may be partly filled
-  radix tree     the cached texts: the requests that use them, the tokens saved, the order of eviction
-  lanes          waiting and running requests over time
-  timings        decode, mixed and prefill steps; the slowest steps and why; whether the host or the device limits
-  events         every decision with its reason, the newest first
-  waterfall      (w) host, device and requests on an axis of time: what each step spent its time on
-  requests       (5) a line for each request: its token gaps and what caused the longest; enter: each token
-  trends         (6) first tokens, token gaps, hit rate, pool and queue over the last minutes and hours
+{_panels()}
 
 Tab goes to the next panel, and ? explains the panel with the focus. Select an item with the arrow keys: every panel
 marks it. z shows one panel alone. Enter in a list of steps or gaps goes to that moment and shows all panels; esc goes

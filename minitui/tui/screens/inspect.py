@@ -2,40 +2,140 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding
 
+from minitui.tui.app_base import AppBase
+from minitui.tui.panels import ALONE, IN_ORDER, PANELS, Room
 from minitui.tui.screens.base import BaseScreen, Hint
-from minitui.tui.screens.jumps import Jumps, Place
-from minitui.tui.screens.panel_painter import PanelPainter
 from minitui.tui.widgets.bar import Bar
 from minitui.tui.widgets.base import Column, Columns, LinePanel, Opened, selected
 from minitui.tui.widgets.block_map import BlockMap
-from minitui.tui.widgets.block_table import BlockTable
-from minitui.tui.widgets.details import Details, SelectedBlock
+from minitui.tui.widgets.details import Details
 from minitui.tui.widgets.events import Events
-from minitui.tui.widgets.experts import ExpertMap
-from minitui.tui.widgets.lanes import BatchLanes
-from minitui.tui.widgets.requests import RequestTable
 from minitui.tui.widgets.status_bar import StatusBar
-from minitui.tui.widgets.step_bar import StepBar
-from minitui.tui.widgets.timeline import JumpRequested, RequestTimeline, TimelineClosed, TimelineOpened
-from minitui.tui.widgets.timings import StepTimings
+from minitui.tui.widgets.timeline import JumpRequested, TimelineClosed, TimelineOpened
 from minitui.tui.widgets.top_bar import TopBar
-from minitui.tui.widgets.tree import RadixTree
-from minitui.tui.widgets.trends import TrendCharts
-from minitui.tui.widgets.vitals import Vitals
-from minitui.tui.widgets.waterfall import Waterfall
 from minitui.viewmodel.view import View
 
 WIDE, TALL = 100, 32  # a smaller terminal shows one panel at a time
-TIMINGS_HEIGHT = 10  # rows; a terminal with at least as many rows as a number of ROOMY has one more
-ROOMY = (36, 44)
-REQUESTS = ("requests", "timeline")
 BOTH = 44  # a terminal with fewer rows shows either the requests or the timeline of one
+BARS = (2, 1)  # `every` and `turn` (see Panel) of the top bar and the status bar
+SKIPPING_EVERY = 4  # while frames are skipped, a panel is painted in one of at least so many
+PAINT_S = 0.005  # the panels of a frame are painted in turns of about this time
+
+
+class Place(NamedTuple):
+    """The current panel, and whether it is maximised."""
+
+    panel: str
+    maximised: bool
+
+
+class _Jump(NamedTuple):
+    """`place`: the panel before the jump. `before`: the step that was shown; None: the present."""
+
+    step: int
+    place: Place
+    before: int | None
+
+
+class Jumps:
+    """Goes to steps, and back to the panel and the moment before the last jump."""
+
+    def __init__(self, app: AppBase) -> None:
+        self._app = app
+        self._last: _Jump | None = None
+
+    @property
+    def shown(self) -> bool:
+        """True if the picture still shows the step of the last jump."""
+        return self._last is not None and self._last.step == self._app.view.moment.horizon
+
+    def go(self, step: int, place: Place) -> bool:
+        """Show the engine as it was after a step. `place`: the panel to go back to. False: the step is not kept."""
+        view = self._app.view
+        stays = view.moment.travel_text or view.moment.playback is not None
+        if view.moment.horizon != step or self._last is None:
+            self._last = _Jump(step, place, view.moment.horizon if stays else None)
+        if self._app.travel_to(step):
+            return True
+        self._last = None
+        self._app.say(f"step {step:,} is no longer kept: the picture cannot go back so far", error=True)
+        return False
+
+    def undo(self) -> Place | None:
+        """Go back to the moment before the last jump. Returns the panel to show; None if that step is no longer
+        shown."""
+        last, shown = self._last, self.shown
+        self._last = None
+        if last is None or not shown:
+            return None
+        if last.before is None:
+            self._app.to_now()
+        else:
+            self._app.travel_to(last.before)
+        return last.place
+
+
+class PanelPainter:
+    """Paints each panel at its rate. A panel that is due in a frame that is not drawn is painted in the next frame.
+
+    After a selection, and in every frame while the picture does not move (frozen, paused, in the past), all panels are
+    painted. `later` calls a function after the keys that have arrived are handled.
+    """
+
+    def __init__(
+        self, app: AppBase, panels: Mapping[str, LinePanel], bars: Sequence[Bar], later: Callable[..., object]
+    ) -> None:
+        self.frames = 0
+        self._app, self._panels, self._bars, self._later = app, panels, bars, later
+        self._due: deque[str] = deque()
+        self._at_once = False  # the picture must not wait: something was selected, or the picture does not move
+        self._painted_moment: object = None
+
+    def paint(self, view: View) -> None:
+        """Paint what is due in this frame; called once a frame."""
+        limiter = self._app.frame_limiter
+        before, self.frames = self.frames, self.frames + limiter.stride
+        moment = (view.version, view.moment.travel_text, view.moment.still)
+        at_once = self._at_once = view.moment.still or moment != self._painted_moment
+        self._painted_moment = moment
+        least = SKIPPING_EVERY if limiter.skipping else 1
+
+        def is_due(every: int, turn: int) -> bool:
+            every = max(every, least)
+            return at_once or (self.frames - turn) // every > (before - turn) // every
+
+        if is_due(*BARS):
+            for bar in self._bars:
+                bar.paint(view)
+        for name, panel in PANELS.items():
+            if (is_due(panel.every, panel.turn) or not self._panels[name].painted) and name not in self._due:
+                self._due.append(name)
+        if self._app.is_headless:
+            self._paint_due()
+        else:
+            self._later(self._paint_due)
+
+    def _paint_due(self) -> None:
+        """Paint the panels of `_due`. After PAINT_S, the rest waits until the keys that arrived are handled."""
+        began = time.monotonic()
+        if self._app.feed.key_waits("panels") and not (self._at_once or self._app.is_headless):
+            return  # the next frame paints them
+        while self._due:
+            panel = self._panels[self._due.popleft()]
+            if panel.display:
+                panel.paint(self._app.view)
+                if time.monotonic() - began >= PAINT_S and self._due and not self._app.is_headless:
+                    self._later(self._paint_due)
+                    return
 
 
 class InspectScreen(BaseScreen[None]):
@@ -54,19 +154,15 @@ class InspectScreen(BaseScreen[None]):
         layout: vertical; background: $ground; layers: base above;
         & #columns { height: 1fr; }
         & #left, & #right { width: 1fr; }
-        & #lanes, & #tree, & #events, & #waterfall, & #requests, & #timeline, & #trends { height: 1fr; }
-        & #experts { display: none; }
+        & #left > LinePanel, & #right > LinePanel { height: 1fr; }
     }
     """
     FIGURES = True
-    LEFT: ClassVar = ("map", "table", "lanes", "experts")
-    PANELS: ClassVar = (*LEFT, "tree", "timings", "waterfall", "events", *REQUESTS, "trends")
-    ALONE: ClassVar = frozenset({"waterfall", "trends", *REQUESTS})  # panels that are never beside others
 
     def __init__(self) -> None:
         super().__init__()
         self._panels: dict[str, LinePanel] = {}  # by name; empty until the screen is mounted
-        self.absent = {"experts"}  # panels without data from this engine
+        self.absent = {name for name, panel in PANELS.items() if not panel.known(View())}  # without data yet
         self.current = "map"
         self.maximised = False
         self._before_alone = Place("map", False)  # before a panel of ALONE was shown
@@ -77,23 +173,13 @@ class InspectScreen(BaseScreen[None]):
 
     def compose(self) -> ComposeResult:
         yield TopBar()
-        yield Vitals(id="vitals")
-        yield StepBar(id="step")
+        columns: dict[str, list[LinePanel]] = {}
+        for name, panel in PANELS.items():
+            columns.setdefault(panel.column, []).append(panel.widget(id=name))
+        yield from columns["top"]
         with Columns(id="columns"):
-            with Column(id="left"):
-                yield BlockMap(id="map")
-                yield SelectedBlock(id="about")
-                yield BlockTable(id="table")
-                yield BatchLanes(id="lanes")
-                yield ExpertMap(id="experts")
-            with Column(id="right"):
-                yield RadixTree(id="tree")
-                yield StepTimings(id="timings")
-                yield Waterfall(id="waterfall")
-                yield Events(id="events")
-                yield RequestTable(id="requests")
-                yield RequestTimeline(id="timeline")
-                yield TrendCharts(id="trends")
+            yield Column(*columns["left"], id="left")
+            yield Column(*columns["right"], *columns["alone"], id="right")
         yield Details(id="details")
         yield StatusBar()
 
@@ -110,8 +196,8 @@ class InspectScreen(BaseScreen[None]):
         """Returns the keys of this screen, then the actions on the engine."""
         hints = super().hints()
         first = [("tab", "panel"), *(hint for hint in hints if hint[1] == "help")]
-        panels = [("esc", "back")] if self.current in self.ALONE or self._jumps.shown else []
-        panels += [(self.app.key_of("requests"), "requests")] if self.current not in REQUESTS else []
+        panels = [("esc", "back")] if self.current in ALONE or self._jumps.shown else []
+        panels += [(self.app.key_of("requests"), "requests")] if self.current not in ("requests", "timeline") else []
         panels += [hint for hint in hints if hint[1] == "go to"]
         panels += [(self.app.key_of("waterfall"), "waterfall")] if self.current != "waterfall" else []
         panels += [hint for hint in hints if hint[1] in ("pause", "step")]
@@ -145,32 +231,27 @@ class InspectScreen(BaseScreen[None]):
         if not self._panels:
             return
         single = self.single
-        if not single and self.current in self.ALONE:
+        if not single and self.current in ALONE:
             self.current = self._before_alone.panel
             self._panels[self.current].focus()
-        for name in self.PANELS:
-            self._panels[name].display = name == self.current if single else name not in self.absent | self.ALONE
-        if self.current in REQUESTS and self.size.height >= BOTH:
-            for name in REQUESTS:
-                self._panels[name].display = True
-        about = self._panels["about"]
-        about.display = self._about = self._describes_block
-        about.styles.height = max(10, self.size.height // 3)
-        self._left.display = not single or self.current in self.LEFT
-        self._right.display = not single or self.current not in self.LEFT
+        home = PANELS[self.current].part_of or self.current  # in a high terminal, with the panels that are part of it
+        for name in IN_ORDER:
+            panel = PANELS[name]
+            both = panel.alone and home in (name, panel.part_of) and self.size.height >= BOTH
+            alone = name == self.current or both
+            self._panels[name].display = alone if single else name not in self.absent | ALONE
+        self._panels["about"].display = self._about = self._describes_block
+        in_left = PANELS[self.current].column == "left"
+        self._left.display = not single or in_left
+        self._right.display = not single or not in_left
         step = self._panels["step"]
         step.frame = "none" if single else "box"
         step.styles.height = 2 if single else 4
-        if single:
-            for name in self.PANELS:
-                self._panels[name].styles.height = "1fr"
-            return
-        rows = self.size.height - 7 - self._above
-        min_rows, share = (9, 0.38) if self._above < 4 else (7, 0.3)  # a long story shrinks the map, not the lanes
-        self._panels["map"].styles.height = max(min_rows, round(rows * share))
-        self._panels["table"].styles.height = 6 if rows >= 32 else 5
-        self._panels["timings"].styles.height = TIMINGS_HEIGHT + sum(self.size.height >= rows for rows in ROOMY)
-        self._panels["experts"].styles.height = max(5, round(rows * 0.2))
+        room = Room(self.size.height - 7 - self._above, self.size.height, self._above)
+        for name, panel in PANELS.items():
+            if panel.column != "top":
+                fixed = panel.height is not None and not (single and panel.can_focus)
+                self._panels[name].styles.height = panel.height(room) if fixed and panel.height else "1fr"
 
     # ---- painting
 
@@ -178,8 +259,9 @@ class InspectScreen(BaseScreen[None]):
         """Show the view; called once a frame while this screen is visible."""
         if not self._panels:
             return
-        if view.history.experts.known == ("experts" in self.absent):
-            self.absent = set() if view.history.experts.known else {"experts"}
+        absent = {name for name, panel in PANELS.items() if not panel.known(view)}
+        if absent != self.absent:
+            self.absent = absent
             if self.current in self.absent:
                 self.action_panel(1)
             self.lay_out()
@@ -201,7 +283,7 @@ class InspectScreen(BaseScreen[None]):
 
     def on_descendant_focus(self, event: events.DescendantFocus) -> None:
         """Make the panel with the focus the current panel."""
-        if event.widget.id in self.PANELS:
+        if event.widget.id in IN_ORDER:
             self.current = event.widget.id
             if self.single:
                 self.lay_out()
@@ -209,8 +291,8 @@ class InspectScreen(BaseScreen[None]):
     def action_panel(self, by: int) -> None:
         """Go to the next or previous panel."""
         self._close_details()
-        absent = self.absent if self.single else self.absent | self.ALONE
-        present = [name for name in self.PANELS if name not in absent or name == self.current]
+        absent = self.absent if self.single else self.absent | ALONE
+        present = [name for name in IN_ORDER if name not in absent or name == self.current]
         self._show(present[(present.index(self.current) + by) % len(present)])
 
     def _show(self, name: str) -> None:
@@ -229,7 +311,7 @@ class InspectScreen(BaseScreen[None]):
     def show_all(self) -> None:
         """Show all panels. A small terminal shows the one that was shown before a panel of ALONE."""
         self._close_details()
-        self._go_to(Place(self._before_alone.panel if self.current in self.ALONE else self.current, False))
+        self._go_to(Place(self._before_alone.panel if self.current in ALONE else self.current, False))
 
     def _close_details(self) -> None:
         if self._panels and self._details.display:
@@ -245,7 +327,7 @@ class InspectScreen(BaseScreen[None]):
             self._show_alone(name)
 
     def _show_alone(self, name: str) -> None:
-        if self.current not in self.ALONE:
+        if self.current not in ALONE:
             self._before_alone = self._place
         self._go_to(Place(name, True))
 
@@ -278,7 +360,7 @@ class InspectScreen(BaseScreen[None]):
         if kind == "request":
             self._open_timeline()
         else:
-            maximised = self.maximised and self.current not in self.ALONE
+            maximised = self.maximised and self.current not in ALONE
             self._go_to(Place("map" if kind == "block" else "tree", maximised))
 
     @property
@@ -314,7 +396,7 @@ class InspectScreen(BaseScreen[None]):
             self._details.action_close()
         elif self._undo_jump():
             pass
-        elif self.current in self.ALONE:
+        elif self.current in ALONE:
             self.toggle(self.current)
         elif block_map.zoomed_at is not None:
             block_map.action_unzoom()

@@ -30,7 +30,6 @@ class SelectedBlock(LinePanel, can_focus=False):
     """The tokens, holders, age and history of the selected block, below a maximised map."""
 
     TITLE = "Block"
-    DEFAULT_CSS = "SelectedBlock { display: none; }"
 
     def picture(self, view: View, width: int, height: int) -> Picture:
         block = selected(view, "block")

@@ -10,7 +10,7 @@ from textual.binding import Binding
 from minitui.text import count
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
-from minitui.tui.widgets.rows import Row, Run, Runs, legend
+from minitui.tui.widgets.rows import Row, Run, Runs, legend, wrapped
 from minitui.viewmodel.history.experts import ExpertLoad
 from minitui.viewmodel.view import View
 
@@ -48,12 +48,9 @@ the most work.""")
     def picture(self, view: View, width: int, height: int) -> Picture:
         load = view.history.experts.at(view.moment.horizon)
         if load is None:
-            text = (
-                "no step yet"
-                if view.history.experts.known
-                else "this model has no experts, or no step has used them yet"
-            )
-            return Picture([Row(text, "dim").done(width)])
+            known = view.history.experts.known
+            text = "no step yet" if known else "this model has no experts, or no step has used them yet"
+            return Picture(wrapped(text, "dim", width))
         self._last = len(load.layers) - 1
         self.chosen = min(self.chosen, self._last)
         relative = load.relative
