@@ -18,8 +18,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minitui.protocol import is_loopback
-from minitui.server.bodies import check_size
-from minitui.server.encoding import Inflater
+from minitui.server.bodies import Inflater, check_size
 from minitui.server.errors import ApiError, as_api_error
 from minitui.server.notices import HEADER, begin, header
 from minitui.server.origins import authority, is_same_origin

@@ -7,6 +7,7 @@ before the body is parsed. Large bodies are parsed in a thread.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn, cast
 
@@ -14,11 +15,13 @@ from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
 from minitui.server.errors import RESPONSES, ApiError
 from minitui.server.service import Service
 
+WINDOW = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # zlib's number for the format
 SMALL = 16 << 10  # bytes; smaller bodies are parsed on the event loop, without the delay of a thread
 MAX_CONTAINERS = 20_000  # lists and objects; 2,000 turns of an agent with tools have about 10,000
 MAX_VALUES = 400_000  # in lists and objects; the longest prompts in token ids have about 250,000
@@ -98,3 +101,40 @@ def _parse(model: type[BaseModel], body: bytes) -> BaseModel:
 def _invalid(error: ValidationError, value: Any) -> NoReturn:
     found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
     raise RequestValidationError(found, body=value) from None
+
+
+class Inflater:
+    """Turns the pieces of a body as sent into its bytes. Without Content-Encoding, they are the same.
+
+    It works piece by piece: a small, dense body holds neither the memory nor the event loop.
+    """
+
+    def __init__(self, headers: Headers) -> None:
+        coding = headers.get("content-encoding", "identity").strip().lower()
+        if coding not in (*WINDOW, "identity", ""):
+            raise ApiError(
+                415, f"the body's encoding {coding[:64]!r} is not supported: use gzip, deflate or none",
+                code="unsupported_encoding",
+            )  # fmt: skip
+        self.coding = coding if coding in WINDOW else ""
+        self._stream = zlib.decompressobj(WINDOW[coding]) if self.coding else None
+
+    def push(self, piece: bytes, most: int) -> bytes:
+        """Returns the next bytes of the body, at most `most` of them."""
+        if self._stream is None:
+            return piece[:most]
+        try:
+            found = self._stream.decompress(piece, most)
+        except zlib.error as error:
+            raise self._damaged(str(error)) from error
+        if self._stream.unused_data:
+            raise self._damaged("there are bytes after its end")
+        return found
+
+    def end(self) -> None:
+        """Raises ApiError if the body ended too early."""
+        if self._stream is not None and not self._stream.eof:
+            raise self._damaged("its end is missing")
+
+    def _damaged(self, reason: str) -> ApiError:
+        return ApiError(400, f"the body is not valid {self.coding}: {reason}", code="bad_encoding")

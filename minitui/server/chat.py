@@ -23,7 +23,8 @@ from minitui.server.prompts import conversation
 from minitui.server.reply_parser import THINK, ForcedCallParser, Parts, ReplyParser
 from minitui.server.reply_schema import OpenAIResponse
 from minitui.server.service import Service
-from minitui.server.tools import call_schema
+
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def router(service: Service) -> APIRouter:
@@ -214,3 +215,23 @@ class Choice:
             message |= {"function_call": calls[0]["function"]} if self._legacy else {"tool_calls": calls}
             message["content"] = self.parts.content or None
         return message
+
+
+def call_schema(tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the JSON schema of a reply that calls one of these tools (engine/text/tool_messages.py describes them).
+
+    The parameters of each tool get a URI of their own, so "#/$defs/…" in them means the definitions of the same tool.
+    """
+    branches = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool["function"]["name"]},
+                "arguments": {**(tool["function"].get("parameters") or NO_PARAMETERS), "$id": f"tool:{number}"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for number, tool in enumerate(tools)
+    ]
+    return branches[0] if len(branches) == 1 else {"anyOf": branches}

@@ -2,7 +2,7 @@
 
     <think>...</think>                      reasoning; Granite has its answer in <response>...</response> after it
     <tool_call>{"name", "arguments"}</tool_call>   a call, in the format of Hermes and Qwen
-    a call without markers                  if the reply's content begins with it (bare_calls.py)
+    a call without markers                  if the reply's content begins with it (BareCalls)
     everything else                         content
 
 A marker may arrive in pieces. Text that may be the beginning of a marker is held back until later text shows whether it
@@ -11,15 +11,17 @@ is a marker.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minitui.server.bare_calls import BareCalls
+Call = tuple[str, dict[str, Any]]
 
+LONGEST = 65_536  # characters of calls in Python's syntax; their parser needs much memory
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 RESPONSE, END_RESPONSE = "<response>", "</response>"
@@ -213,3 +215,74 @@ def _call(name: str, arguments: str) -> dict[str, Any]:
     name, arguments = (text.encode("utf-8", "replace").decode() for text in (name, arguments))
     function = {"name": name, "arguments": arguments}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+class BareCalls:
+    """The calls of some tools. `names`: the names of the tools."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = sorted(set(names), key=len, reverse=True)
+        one = "|".join(map(re.escape, self._names))
+        self._json = re.compile(
+            rf'\[?\s*{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?:{one})"\s*,\s*"(?:parameters|arguments)"'
+        )
+        self._python = re.compile(rf"\[\s*(?:{one})\s*\(")
+        self._line = re.compile(rf"({one})\n\s*(?={{)")
+        self._longest = 64 + max(map(len, self._names), default=0)
+
+    def begins(self, text: str) -> bool | None:
+        """Returns whether a reply that begins with this text begins with a call; None if this is not known yet."""
+        if any(pattern.match(text) for pattern in (self._json, self._python, self._line)):
+            return True
+        heads = [f"{name}\n" for name in self._names]
+        possible = text[:1] in ("", "{", "[") or any(
+            head.startswith(text) or (text.startswith(head) and not text[len(head) :].strip()) for head in heads
+        )
+        return None if possible and len(text) < self._longest else False
+
+    def parse(self, text: str) -> list[Call]:
+        """Returns the calls in a whole reply; [] if it is something else."""
+        text = text.strip()
+        if found := self._line.match(text):
+            values = _values(text[found.end() :])
+            return [(found[1], values[0])] if len(values) == 1 and isinstance(values[0], dict) else []
+        calls = _python_calls(text) if self._python.match(text) else [_named(each) for each in _values(text)]
+        return [] if any(call is None or call[0] not in self._names for call in calls) else [c for c in calls if c]
+
+
+def _python_calls(text: str) -> list[Call | None]:
+    if len(text) > LONGEST:
+        return []
+    try:
+        tree = ast.parse(text, mode="eval").body
+        return [_python_call(call) for call in tree.elts] if isinstance(tree, ast.List) else []
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return []
+
+
+def _python_call(call: ast.expr) -> Call | None:
+    """Returns a call such as f(a=1). Raises ValueError or TypeError if an argument is not a value in JSON."""
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+        return None
+    arguments = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    return call.func.id, json.loads(json.dumps(arguments))
+
+
+def _values(text: str) -> list[Any]:
+    """Returns the values in JSON that follow each other, with ; or spaces between them; [] if there is other text."""
+    decoder, at, found = json.JSONDecoder(), 0, []
+    try:
+        while at < len(text):
+            value, end = decoder.raw_decode(text, at)
+            found += value if isinstance(value, list) else [value]
+            at = len(text) - len(text[end:].lstrip("; \n"))
+    except (ValueError, RecursionError):
+        return []
+    return found
+
+
+def _named(value: Any) -> Call | None:
+    if not isinstance(value, dict):
+        return None
+    name, arguments = value.get("name"), value.get("parameters", value.get("arguments"))
+    return (name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
