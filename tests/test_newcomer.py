@@ -23,7 +23,8 @@ EVICTION: list[Edit] = [
     )
 ]
 FIELD: list[Edit] = [
-    ("engine/trace/kinds.py", "    row: Count\n    reason: Text\n", "    row: Count\n    reason: Text\n    place: Count = 0\n"),
+    ("engine/trace/kinds.py", "    row: Count\n    reason: Text\n",
+     "    row: Count\n    reason: Text\n    place: Count = 0\n"),
     ("engine/core/scheduler.py", '"resumed" if resumed else "new")', '"resumed" if resumed else "new", 7)'),
 ]
 STATE_FIELDS: list[Edit] = [
@@ -33,8 +34,10 @@ STATE_FIELDS: list[Edit] = [
         "    last_used: Sequence\n",
         "    last_used: Sequence\n    hits: Annotated[int, later(count)] = 0\n",
     ),
-    ("engine/trace/views.py", "BLOCKS: dict[str, Bound] = {", 'BLOCKS: dict[str, Bound] = {\n    "tiers": later(count),'),
-    ("engine/trace/state.py", "        self.counts = [", "        self.tiers: dict[int, int] = {}\n        self.counts = ["),
+    ("engine/trace/views.py", "BLOCKS: dict[str, Bound] = {",
+     'BLOCKS: dict[str, Bound] = {\n    "tiers": later(count),'),
+    ("engine/trace/state.py", "        self.counts = [",
+     "        self.tiers: dict[int, int] = {}\n        self.counts = ["),
     ("engine/core/engine.py", '"row": r.row,', '"row": r.row, "place": 0,'),
     ("engine/core/engine.py", '"users": n.users,', '"users": n.users, "hits": 0,'),
 ]
@@ -44,8 +47,9 @@ STATE_FIELDS: list[Edit] = [
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the sources, without pictures and tests that nothing here runs."""
     copy = tmp_path_factory.mktemp("newcomer")
+    unused = shutil.ignore_patterns("__pycache__", "snapshots", "*.png")
     for folder in ("engine", "minitui", "tests"):
-        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "snapshots", "*.png"))
+        shutil.copytree(ROOT / folder, copy / folder, ignore=unused)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, copy)
     return copy

@@ -170,6 +170,14 @@ def for_one_user(model: str | None, engine: dict[str, Any]) -> dict[str, Any]:
     return {**engine, "kv_tokens": TUTOR_KV_TOKENS}
 
 
+def _typed(name: str, value: Any) -> str:
+    """Returns an option as the user types it."""
+    name = name.replace("_", "-")
+    if not isinstance(value, bool):
+        return f"--{name}={value}"
+    return f"--{name}" if value else "--unicode" if name == "ascii" else f"--no-{name}"
+
+
 def run_in_browser(
     model: str | None, engine: dict[str, Any], web: WebSettings, key: str, options: dict[str, Any]
 ) -> int:
@@ -181,12 +189,7 @@ def run_in_browser(
         os.environ["MINITUI_KEY"] = key  # each tab's application reads the key from the environment
     if web.connect:
         options = {**options, "model": model}
-    flags = {("ascii", True): "--ascii", ("ascii", False): "--unicode", ("resume", True): "--resume"}
-    passed = (
-        flags.get((name, value)) or f"--{name.replace('_', '-')}={value}"
-        for name, value in options.items() if value is not None
-    )  # fmt: skip
-    web = replace(web, options=tuple(passed))
+    web = replace(web, options=tuple(_typed(name, value) for name, value in options.items() if value is not None))
     if web.mirror:  # one application; otherwise the tabs of many users share the pool
         engine = for_one_user(model, engine)
     return run_web(web, engine_config(choice.name, **engine), choice.label, log_path())

@@ -188,6 +188,19 @@ def test_the_command_line_comes_before_the_settings_and_those_before_the_checkpo
     assert (settings.theme, settings.fps, settings.ascii) == ("minitui-light", 20, True)
 
 
+def test_the_tabs_of_a_browser_get_the_options_as_they_are_typed(monkeypatch):
+    from minitui.cli.chat import run_in_browser
+    from minitui.web.serve import WebSettings
+
+    passed: list[str] = []
+    monkeypatch.setattr("minitui.web.serve.run_web", lambda web, *_: passed.extend(web.options) or 0)
+    options = {"top_k": 5, "seed": None, "ascii": False, "resume": True, "ignore_eos": True}
+    assert run_in_browser(None, {}, WebSettings("127.0.0.1", 8001, ("http://a",)), "", options) == 0
+    assert passed == ["--top-k=5", "--unicode", "--resume", "--ignore-eos"]
+    assert run_in_browser(None, {}, WebSettings("127.0.0.1", 8001, ("http://a",)), "", {"ignore_eos": False}) == 0
+    assert passed[-1] == "--no-ignore-eos"
+
+
 async def test_ask_streams_and_closes_the_engine(capsys):
     source = FakeSource()
     assert await ask_source(source, "why?", "Be brief.", Sampling(), False, load=lambda info: ByteCodec()) == 0
