@@ -229,9 +229,9 @@ with pytest.raises(CheckpointError, match="top_a is 7"):
     TokenizerConfig(Path()).generation(50)
 
 pytest.importorskip("fastapi")
-from minitui.server.chat_schema import ChatRequest
-from minitui.server.telemetry import Params
-from minitui.server.text_schema import CompletionRequest, GenerateRequest
+from minitui.server.openai.chat_schema import ChatRequest
+from minitui.server.telemetry.endpoints import Params
+from minitui.server.openai.text_schema import CompletionRequest, GenerateRequest
 from minitui.sources.openai import OpenAISource
 from minitui.sources.remote import RemoteSource
 

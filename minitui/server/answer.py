@@ -28,7 +28,7 @@ from engine.text.structured import CANNOT_CONTINUE
 from minitui.server.access import owner_of
 from minitui.server.errors import ApiError
 from minitui.server.notices import notice
-from minitui.server.reply_schema import PromptDetails, Usage
+from minitui.server.openai.reply_schema import PromptDetails, Usage
 from minitui.server.schema import Sampled, StreamOptions
 from minitui.server.service import Service
 from minitui.server.sse import DONE, EventStream, event, failure, unless_disconnected

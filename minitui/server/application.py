@@ -7,12 +7,15 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from minitui import __version__
-from minitui.server import chat, completions, errors, health, telemetry, tokenize
+from minitui.server import errors
 from minitui.server.access import OPEN, Guard
 from minitui.server.docs import add_docs
 from minitui.server.messages import endpoints as messages
+from minitui.server.openai import chat, completions, tokenize
 from minitui.server.responses import endpoints as responses
 from minitui.server.service import Service
+from minitui.server.telemetry import endpoints as telemetry
+from minitui.server.telemetry import health
 
 
 def create_api(service: Service) -> FastAPI:

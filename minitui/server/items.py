@@ -16,10 +16,10 @@ from pydantic import Field, ValidationError, model_validator
 
 from engine.errors import InvalidRequest
 from minitui.server.answer import Output
-from minitui.server.chat import ChatAnswer
-from minitui.server.chat_schema import ChatRequest
 from minitui.server.errors import ApiError, as_api_error
-from minitui.server.reply_parser import END_THINK
+from minitui.server.openai.chat import ChatAnswer
+from minitui.server.openai.chat_schema import ChatRequest
+from minitui.server.openai.reply_parser import END_THINK
 from minitui.server.schema import Sampled
 from minitui.server.service import Service
 from minitui.server.strict import Open

@@ -26,11 +26,11 @@ from engine.process.client import EngineClient
 from engine.process.heartbeat import Condition
 from engine.text import early_tokenizer
 from engine.text.tokenizer import Tokenizer
-from minitui.server.broadcast import Broadcast
 from minitui.server.errors import ApiError, ContextExceeded
-from minitui.server.http_metrics import HttpMetrics
-from minitui.server.metrics import Metrics
 from minitui.server.settings import ServerSettings
+from minitui.server.telemetry.broadcast import Broadcast
+from minitui.server.telemetry.http_metrics import HttpMetrics
+from minitui.server.telemetry.metrics import Metrics
 from minitui.trace.recorder import Recording
 
 logger = logging.getLogger("minitui.server")

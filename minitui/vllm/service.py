@@ -17,14 +17,15 @@ from engine.process.client import EngineClient
 from engine.text.tokenizer import Tokenizer
 from engine.trace.records import Record
 from minitui import __version__
-from minitui.server import errors, telemetry
+from minitui.server import errors
 from minitui.server.access import Guard
-from minitui.server.broadcast import Broadcast
 from minitui.server.errors import ApiError
-from minitui.server.http_metrics import HttpMetrics
-from minitui.server.metrics import Metrics
 from minitui.server.service import MASK_TEXT, Service
 from minitui.server.settings import ServerSettings
+from minitui.server.telemetry import endpoints as telemetry
+from minitui.server.telemetry.broadcast import Broadcast
+from minitui.server.telemetry.http_metrics import HttpMetrics
+from minitui.server.telemetry.metrics import Metrics
 from minitui.trace.recorder import Recording
 from minitui.vllm.translate import Translator
 

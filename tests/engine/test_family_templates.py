@@ -138,7 +138,7 @@ HARMONY = [
 @pytest.mark.parametrize(("reply", "shown"), HARMONY)
 def test_channels_of_gpt_oss_are_shown_as_thinking_and_calls(reply: str, shown: str, tmp_path: Path) -> None:
     """The same text token by token, and the parser of the server finds the parts."""
-    from minitui.server.reply_parser import ReplyParser
+    from minitui.server.openai.reply_parser import ReplyParser
 
     form = FORMATS["gpt-oss"]
     tokenizer = tiktoken_like()
@@ -195,7 +195,7 @@ CALLS = {  # tokens of a family, a reply, its content, its calls
 @pytest.mark.parametrize("name", CALLS)
 def test_the_calls_of_every_family_are_found(name: str, tmp_path: Path) -> None:
     """Token by token and as a whole, through the server's parser."""
-    from minitui.server.reply_parser import ReplyParser
+    from minitui.server.openai.reply_parser import ReplyParser
 
     tokens, reply, content, calls = CALLS[name]
     tokenizer = tiktoken_like()
@@ -225,7 +225,7 @@ def test_the_calls_of_every_family_are_found(name: str, tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("tools", [[], TOOLS])
 def test_the_answer_of_granite_is_the_content(reply: str, content: str, tools: list[Any]) -> None:
-    from minitui.server.reply_parser import ReplyParser
+    from minitui.server.openai.reply_parser import ReplyParser
 
     for pieces in (list(reply), [reply]):
         parser = ReplyParser(tools=tools)

@@ -130,10 +130,10 @@ def test_every_field_of_the_official_clients_has_its_decision() -> None:
     from openai.types.chat import completion_create_params as chats
     from openai.types.responses import response_create_params as responses
 
-    from minitui.server.chat_schema import ChatRequest
     from minitui.server.messages.schema import MessagesRequest
+    from minitui.server.openai.chat_schema import ChatRequest
+    from minitui.server.openai.text_schema import CompletionRequest
     from minitui.server.responses.schema import ResponsesRequest
-    from minitui.server.text_schema import CompletionRequest
 
     undecided = {"moderation"}  # refused as unknown: this server moderates nothing
     for request, params in (

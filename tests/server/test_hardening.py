@@ -203,7 +203,7 @@ def test_a_reader_that_stops_reading_is_dropped() -> None:
 
 
 def test_a_slow_watcher_loses_records_not_memory() -> None:
-    from minitui.server.broadcast import MAX_UNREAD, Watcher
+    from minitui.server.telemetry.broadcast import MAX_UNREAD, Watcher
 
     watcher = Watcher()
     for _ in range(100):

@@ -11,7 +11,7 @@ import pytest
 
 from engine.core.step import TokenLogprobs
 from engine.text.tokenizer import Tokenizer
-from minitui.server.logprobs import Offsets, completion_logprobs
+from minitui.server.openai.logprobs import Offsets, completion_logprobs
 from minitui.server.settings import Role
 from minitui.tutor import model_dir
 from tests.support.serving import Running

@@ -14,7 +14,7 @@ pytest.importorskip("llguidance", reason="the extra 'structured' is not installe
 
 import pydantic
 
-from minitui.server.reply_parser import ForcedCallParser
+from minitui.server.openai.reply_parser import ForcedCallParser
 
 CHAT = "/v1/chat/completions"
 QUESTION: list[Any] = [{"role": "user", "content": "What is the KV cache?"}]

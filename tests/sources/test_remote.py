@@ -371,7 +371,7 @@ VALUES: dict[type, Any] = {Number: 0.5, Integer: 3, Texts: ("x",), Ids: (5,), Bi
 
 @pytest.mark.parametrize("name", PARAMETERS)
 async def test_a_sampling_parameter_reaches_a_minitui_server_or_is_refused(name: str) -> None:
-    from minitui.server.telemetry import Params
+    from minitui.server.telemetry.endpoints import Params
     from minitui.sources.remote import RemoteSource
 
     row = PARAMETERS[name]

@@ -14,7 +14,7 @@ from engine.params import SamplingParams
 from engine.trace.records import Record
 from engine.trace.state import State
 from minitui.export import export
-from minitui.server.metrics import Metrics
+from minitui.server.telemetry.metrics import Metrics
 from minitui.trace.reader import TraceReader
 from minitui.trace.recorder import Recorder
 from minitui.tui.widgets.lanes import BatchLanes

@@ -9,10 +9,10 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from minitui.server.bodies import Endpoints
-from minitui.server.chat import prompt_of
 from minitui.server.errors import STREAMED
 from minitui.server.messages.answer import MessagesAnswer
 from minitui.server.messages.schema import CountRequest, MessagesRequest
+from minitui.server.openai.chat import prompt_of
 from minitui.server.service import Service
 
 

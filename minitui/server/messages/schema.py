@@ -12,9 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from engine.errors import InvalidRequest
-from minitui.server.chat_schema import MAX_MESSAGES, MAX_TOOLS
 from minitui.server.errors import ApiError
 from minitui.server.items import Turns, Typed
+from minitui.server.openai.chat_schema import MAX_MESSAGES, MAX_TOOLS
 from minitui.server.schema import Sampled, Stop
 from minitui.server.strict import Open, Strict
 

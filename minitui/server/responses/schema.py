@@ -12,9 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from minitui.server.chat_schema import MAX_MESSAGES
 from minitui.server.items import Turns, Typed
 from minitui.server.notices import notice
+from minitui.server.openai.chat_schema import MAX_MESSAGES
 from minitui.server.responses.tools import Called, ToolChoice, Tools, as_arguments
 from minitui.server.schema import MAX_METADATA, Sampled, StreamOptions
 from minitui.server.strict import Open, Strict, at_most

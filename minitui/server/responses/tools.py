@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import from_json
 
-from minitui.server.chat_schema import MAX_TOOLS
 from minitui.server.errors import ApiError
 from minitui.server.items import Typed
 from minitui.server.notices import notice
+from minitui.server.openai.chat_schema import MAX_TOOLS
 from minitui.server.strict import Open
 
 Needs = dict[str, tuple[str, ...]]  # type of a tool -> the fields that it needs

@@ -116,7 +116,7 @@ LESSON = Lesson(
             the stop string {quoted(STOP)} (L7 Detokenizer). The reply has only {quoted(HELD)}.
             """,
             panel="wire",
-            code="minitui.server.chat",
+            code="minitui.server.openai.chat",
             run=request,
             predict=Prediction(
                 f"How many events of the streamed reply of {TOKENS} tokens have text?",

@@ -15,13 +15,13 @@ from engine.errors import InvalidRequest
 from engine.params import SamplingParams
 from minitui.server.answer import OpenAIAnswer, Output
 from minitui.server.bodies import Endpoints
-from minitui.server.chat_schema import ChatRequest
 from minitui.server.constraints import Constraint
 from minitui.server.errors import STREAMED, ApiError
-from minitui.server.logprobs import chat_logprobs, prompt_logprobs, without_end
-from minitui.server.prompts import conversation
-from minitui.server.reply_parser import THINK, ForcedCallParser, Parts, ReplyParser
-from minitui.server.reply_schema import OpenAIResponse
+from minitui.server.openai.chat_schema import ChatRequest
+from minitui.server.openai.logprobs import chat_logprobs, prompt_logprobs, without_end
+from minitui.server.openai.prompts import conversation
+from minitui.server.openai.reply_parser import THINK, ForcedCallParser, Parts, ReplyParser
+from minitui.server.openai.reply_schema import OpenAIResponse
 from minitui.server.service import Service
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}

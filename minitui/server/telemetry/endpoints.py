@@ -28,13 +28,13 @@ from minitui.protocol import TOKENIZER_FILES
 from minitui.server.access import owner_of
 from minitui.server.answer import Answer, Output
 from minitui.server.bodies import Endpoints
-from minitui.server.broadcast import Watcher, encode_snapshot
 from minitui.server.errors import STREAMED, ApiError
 from minitui.server.schema import Finite, Prompt, with_parameters
 from minitui.server.service import Service
 from minitui.server.settings import PRIVATE, Role
 from minitui.server.sse import EventStream, event
 from minitui.server.strict import Body, Strict
+from minitui.server.telemetry.broadcast import Watcher, encode_snapshot
 
 Tag = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
 

@@ -218,7 +218,12 @@ def _call(name: str, arguments: str) -> dict[str, Any]:
 
 
 class BareCalls:
-    """The calls of some tools. `names`: the names of the tools."""
+    """Finds calls without markers: a reply that begins with a call of one of the tools. `names`: of the tools.
+
+    Llama 3.1, 3.3    {"name": "f", "parameters": {…}}, several with ; between them
+    Llama 3.2         [f(a=1, b="x"), g()]
+    GLM-4             f, a new line, {…}
+    """
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = sorted(set(names), key=len, reverse=True)

@@ -10,10 +10,10 @@ from fastapi.responses import JSONResponse
 from engine.errors import InvalidRequest
 from minitui.server.bodies import Endpoints
 from minitui.server.errors import ApiError
-from minitui.server.prompts import conversation, encode
-from minitui.server.reply_schema import ModelCard, ModelList, Text, Tokens
+from minitui.server.openai.prompts import conversation, encode
+from minitui.server.openai.reply_schema import ModelCard, ModelList, Text, Tokens
+from minitui.server.openai.text_schema import DetokenizeRequest, TokenizeRequest
 from minitui.server.service import Service
-from minitui.server.text_schema import DetokenizeRequest, TokenizeRequest
 
 
 def router(service: Service) -> APIRouter:

@@ -16,7 +16,7 @@ from fastapi.responses import Response
 from minitui.server.answer import Answer, OpenAIAnswer, Output, Part, usage_of
 from minitui.server.bodies import Endpoints
 from minitui.server.errors import STREAMED
-from minitui.server.logprobs import (
+from minitui.server.openai.logprobs import (
     Offsets,
     completion_logprobs,
     echoed_logprobs,
@@ -24,11 +24,11 @@ from minitui.server.logprobs import (
     prompt_logprobs,
     without_end,
 )
-from minitui.server.prompts import encode
-from minitui.server.reply_schema import Generated, OpenAIResponse
+from minitui.server.openai.prompts import encode
+from minitui.server.openai.reply_schema import Generated, OpenAIResponse
+from minitui.server.openai.text_schema import CompletionRequest, GenerateRequest
 from minitui.server.service import Service
 from minitui.server.sse import event
-from minitui.server.text_schema import CompletionRequest, GenerateRequest
 
 
 def router(service: Service) -> APIRouter:

@@ -19,8 +19,8 @@ from engine.process.client import EngineClient
 from engine.trace.kind import KINDS, seq_of
 from engine.trace.records import Record
 from engine.trace.state import State
-from minitui.server.metrics import Metrics
 from minitui.server.sse import KEEP_ALIVE, event
+from minitui.server.telemetry.metrics import Metrics
 from minitui.trace.lines import snapshot_json
 from minitui.trace.recorder import Recording
 

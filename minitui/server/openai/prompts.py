@@ -12,8 +12,8 @@ from typing import Any
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_messages import for_template
-from minitui.server.chat_schema import ChatMessage
 from minitui.server.errors import ContextExceeded
+from minitui.server.openai.chat_schema import ChatMessage
 
 CHARACTERS_PER_TOKEN = 8  # an upper limit: real texts have fewer on average
 MARGIN = 16  # tokens: cutting a text can add a few tokens where it is cut

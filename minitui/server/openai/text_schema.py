@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from engine.params import MAX_LOGPROBS, PARAMETERS, SamplingParams
-from minitui.server.chat_schema import MAX_MESSAGES, ChatMessage
+from minitui.server.openai.chat_schema import MAX_MESSAGES, ChatMessage
 from minitui.server.schema import MAX_SEQUENCES, Prompt, Sampled, TokenIds, with_parameters
 from minitui.server.strict import Body
 

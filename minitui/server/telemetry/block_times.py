@@ -10,7 +10,7 @@ from itertools import groupby
 from engine.trace.kind import Reader, Record
 from engine.trace.records import CLEARED
 from engine.trace.state import State
-from minitui.server.prometheus import Histogram
+from minitui.server.telemetry.prometheus import Histogram
 
 
 class BlockTimes(Reader):

@@ -1,0 +1,1 @@
+"""What can be seen of the server: /metrics, /health, and the records for minitui's own client."""
