@@ -19,12 +19,11 @@ from minitui.dev.simulator import CLASSROOM, Load, Stress
 from minitui.tui import panels
 from minitui.tui.glyphs import ASCII, glyphs, use_ascii
 from minitui.tui.theme import THEMES
-from minitui.tui.widgets import lesson_panels
 from minitui.tui.widgets.base import LinePanel
-from minitui.tui.widgets.first_token import FirstTokens
-from minitui.tui.widgets.origin import PromptOrigin
+from minitui.tui.widgets.chat.occupancy import PromptOrigin
+from minitui.tui.widgets.lecture import FirstTokens, Why
+from minitui.tui.widgets.lesson import panels as lesson_panels
 from minitui.tui.widgets.side_by_side import SideBySide
-from minitui.tui.widgets.why import Why
 from minitui.viewmodel.view import View
 
 

@@ -45,7 +45,7 @@ from minitui.tui.replay_app import ReplayApp
 from minitui.tui.replica_app import ReplicaApp
 from minitui.tui.screens.compare import CompareScreen
 from minitui.tui.screens.lesson import LessonScreen
-from minitui.tui.widgets.experts import ExpertMap
+from minitui.tui.widgets.inspect.experts import ExpertMap
 from minitui.web.serve import OwnServer
 
 FOLLOW_UPS = (

@@ -20,7 +20,7 @@ from minitui.sources.base import Source
 from minitui.teaching.lessons.page import Lesson, Page, find_code, fresh, paragraphs
 from minitui.teaching.prediction import LETTERS
 from minitui.teaching.stage import Restart, Stage, plain_stage
-from minitui.tui.widgets.lesson_panels import HEIGHTS, PANELS, PARTNERS
+from minitui.tui.widgets.lesson.panels import HEIGHTS, PANELS, PARTNERS
 from minitui.tui.widgets.rows import plain
 from minitui.visible import visible
 

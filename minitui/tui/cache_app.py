@@ -12,13 +12,10 @@ from minitui.sources.vllm import ONLY_WATCHES
 from minitui.tui.app import MinituiApp
 from minitui.tui.openai_app import need_records
 from minitui.tui.screens.base import BaseScreen, Hint
-from minitui.tui.widgets.bar import Bar
+from minitui.tui.widgets.bars import Bar, StatusBar, TopBar
 from minitui.tui.widgets.base import Column, Columns, LinePanel
-from minitui.tui.widgets.cached import MISSING, CachedTexts, CachePool, Missing
-from minitui.tui.widgets.events import Events
-from minitui.tui.widgets.server_vitals import ServerVitals
-from minitui.tui.widgets.status_bar import StatusBar
-from minitui.tui.widgets.top_bar import TopBar
+from minitui.tui.widgets.inspect.events import Events
+from minitui.tui.widgets.servers.figures import MISSING, CachedTexts, CachePool, Missing, ServerVitals
 from minitui.viewmodel.view import View
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from minitui.tui.app import MinituiApp
 from minitui.tui.panels import BY_KEY
 from minitui.tui.screens.chat import RAIL_FROM, ChatScreen
 from minitui.tui.widgets.base import LinePanel
-from minitui.tui.widgets.server_vitals import ServerVitals
+from minitui.tui.widgets.servers.figures import ServerVitals
 
 NO_RECORDS = (
     "this server does not report what its engine does, and its engine cannot be controlled from here; for vLLM, "

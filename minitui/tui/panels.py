@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from minitui.tui.widgets.base import LinePanel
-from minitui.tui.widgets.block_map import BlockMap
-from minitui.tui.widgets.block_table import BlockTable
-from minitui.tui.widgets.details import SelectedBlock
-from minitui.tui.widgets.events import Events
-from minitui.tui.widgets.experts import ExpertMap
-from minitui.tui.widgets.lanes import BatchLanes
-from minitui.tui.widgets.requests import RequestTable
-from minitui.tui.widgets.step_bar import StepBar
-from minitui.tui.widgets.timeline import RequestTimeline
-from minitui.tui.widgets.timings import StepTimings
-from minitui.tui.widgets.tree import RadixTree
-from minitui.tui.widgets.trends import TrendCharts
-from minitui.tui.widgets.vitals import Vitals
-from minitui.tui.widgets.waterfall import Waterfall
+from minitui.tui.widgets.inspect.block_map import BlockMap
+from minitui.tui.widgets.inspect.block_table import BlockTable
+from minitui.tui.widgets.inspect.details import SelectedBlock
+from minitui.tui.widgets.inspect.events import Events
+from minitui.tui.widgets.inspect.experts import ExpertMap
+from minitui.tui.widgets.inspect.lanes import BatchLanes
+from minitui.tui.widgets.inspect.requests import RequestTable
+from minitui.tui.widgets.inspect.step_bar import StepBar
+from minitui.tui.widgets.inspect.timeline import RequestTimeline
+from minitui.tui.widgets.inspect.timings import StepTimings
+from minitui.tui.widgets.inspect.tree import RadixTree
+from minitui.tui.widgets.inspect.trends import TrendCharts
+from minitui.tui.widgets.inspect.vitals import Vitals
+from minitui.tui.widgets.inspect.waterfall import Waterfall
 from minitui.viewmodel.view import View
 
 COLUMNS = ("top", "left", "right", "alone")

@@ -18,7 +18,7 @@ from minitui.tui.app import MinituiApp
 from minitui.tui.openai_app import ForeignChatScreen, need_records
 from minitui.tui.screens.chat import ChatScreen
 from minitui.tui.screens.replicas import ReplicaScreen
-from minitui.tui.widgets.replicas import Replicas
+from minitui.tui.widgets.servers.replicas import Replicas
 
 CHECK_EVERY_S = 0.5
 TAB = ("replicas", "4 Replicas")

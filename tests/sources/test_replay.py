@@ -18,7 +18,7 @@ from minitui.sources.replay import ReplaySource
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
 from minitui.trace.recorder import Recorder
-from minitui.tui.widgets.vitals import vitals
+from minitui.tui.widgets.inspect.vitals import vitals
 from minitui.viewmodel.explain.cost_model import fit
 from minitui.viewmodel.explain.cost_models import first_model, first_steps
 from minitui.viewmodel.moment import Playback

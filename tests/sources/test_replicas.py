@@ -391,7 +391,7 @@ async def test_the_application_shows_its_replicas_and_survives_one(server: Runni
     from minitui.chat.model_choice import load_codec
     from minitui.sources.replicas import ReplicaSource
     from minitui.tui.replica_app import ReplicaApp
-    from minitui.tui.widgets.replicas import Replicas
+    from minitui.tui.widgets.servers.replicas import Replicas
 
     doors = [await Door(server.url).start() for _ in range(2)]
     source = ReplicaSource([door.url for door in doors], cache=tmp_path)
@@ -460,7 +460,7 @@ async def test_the_application_shows_its_replicas_and_survives_one(server: Runni
 async def test_servers_without_metrics_have_dashes_and_no_panels() -> None:
     from minitui.sources.replicas import ReplicaSource
     from minitui.tui.replica_app import ForeignReplicaApp
-    from minitui.tui.widgets.replicas import Replicas
+    from minitui.tui.widgets.servers.replicas import Replicas
 
     servers = (await FakeServer().start(), await FakeServer(page=VLLM).start())
     source = ReplicaSource([server.url for server in servers], exact=False)
@@ -498,7 +498,7 @@ async def test_servers_without_metrics_have_dashes_and_no_panels() -> None:
 async def test_a_server_that_answers_before_the_model_is_known_is_up() -> None:
     from minitui.sources.replicas import ReplicaSource
     from minitui.tui.replica_app import ForeignReplicaApp
-    from minitui.tui.widgets.replicas import Replicas
+    from minitui.tui.widgets.servers.replicas import Replicas
 
     servers = (await FakeServer().start(), await FakeServer(page=VLLM).start())
     servers[0].silent.set()

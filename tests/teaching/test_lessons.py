@@ -53,10 +53,10 @@ from minitui.tui.glyphs import glyphs
 from minitui.tui.lesson_app import LessonApp
 from minitui.tui.screens.code import CodePanel, CodeScreen, wrap_code
 from minitui.tui.screens.lesson import LessonScreen
-from minitui.tui.widgets.lesson_panels import BOTH_ROWS, HEIGHTS, PANEL_ROWS, PANELS, PARTNERS, RESULT_ROWS, TALL
-from minitui.tui.widgets.lesson_text import LessonText, page_lines
+from minitui.tui.widgets.bars import StatusBar
+from minitui.tui.widgets.lesson.panels import BOTH_ROWS, HEIGHTS, PANEL_ROWS, PANELS, PARTNERS, RESULT_ROWS, TALL
+from minitui.tui.widgets.lesson.text import LessonText, page_lines
 from minitui.tui.widgets.rows import cells
-from minitui.tui.widgets.status_bar import StatusBar
 from minitui.viewmodel.board import Pieces, Wire
 from minitui.viewmodel.compare.comparison import Comparison
 from minitui.viewmodel.updater import Updater

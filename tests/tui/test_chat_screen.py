@@ -35,15 +35,14 @@ from minitui.tui.screens.dialogs import ChoiceDialog, EngineDownDialog, TextDial
 from minitui.tui.screens.help import ABOUT, HelpScreen, reflow
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.theme import COLOURS
+from minitui.tui.widgets.bars import StatusBar, TopBar
 from minitui.tui.widgets.base import LinePanel
-from minitui.tui.widgets.block_map import BlockMap
-from minitui.tui.widgets.block_table import BlockTable
-from minitui.tui.widgets.prompt import Prompt
-from minitui.tui.widgets.session_tabs import SessionTabs
-from minitui.tui.widgets.status_bar import StatusBar
-from minitui.tui.widgets.top_bar import TopBar
-from minitui.tui.widgets.transcript import MOST_SHOWN, Transcript
-from minitui.tui.widgets.tree import RadixTree
+from minitui.tui.widgets.chat.prompt import Prompt
+from minitui.tui.widgets.chat.session_tabs import SessionTabs
+from minitui.tui.widgets.chat.transcript import MOST_SHOWN, Transcript
+from minitui.tui.widgets.inspect.block_map import BlockMap
+from minitui.tui.widgets.inspect.block_table import BlockTable
+from minitui.tui.widgets.inspect.tree import RadixTree
 from tests.support.chat_file import open_chats
 from tests.support.driving import drawn, press, settled, type_text, until
 from tests.support.fake_client import ByteCodec, FakeSource

@@ -10,8 +10,8 @@ from minitui.text import ms
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
 from minitui.tui.panels import PANELS
+from minitui.tui.widgets.inspect.timings import StepTimings
 from minitui.tui.widgets.rows import Row, plain
-from minitui.tui.widgets.timings import StepTimings
 from minitui.viewmodel.view import View
 from tests.viewmodel.test_spans import folded_view
 

@@ -16,7 +16,7 @@ from minitui.dev.simulator import SMALL
 from minitui.dev.simulator_app import StressApp
 from minitui.tui.glyphs import UNICODE, use_ascii
 from minitui.tui.screens.inspect import InspectScreen
-from minitui.tui.widgets.experts import ExpertMap
+from minitui.tui.widgets.inspect.experts import ExpertMap
 from minitui.tui.widgets.rows import plain
 from minitui.viewmodel.history.experts import SUMMED, ExpertLoads
 from minitui.viewmodel.view import View

@@ -15,7 +15,7 @@ from minitui.settings import Settings
 from minitui.tui.app import MinituiApp
 from minitui.tui.replay_app import replay_app
 from minitui.tui.screens.inspect import InspectScreen
-from minitui.tui.widgets.status_bar import StatusBar
+from minitui.tui.widgets.bars import StatusBar
 from minitui.viewmodel.places import find
 from tests.support.driving import press, type_text, until
 from tests.support.fake_client import ByteCodec, FakeSource

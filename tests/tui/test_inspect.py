@@ -17,13 +17,13 @@ from minitui.tui.glyphs import use_ascii
 from minitui.tui.panels import ALONE, IN_ORDER
 from minitui.tui.row_update import RowUpdate
 from minitui.tui.screens.inspect import InspectScreen
-from minitui.tui.widgets.block_map import BlockMap
-from minitui.tui.widgets.details import Details
-from minitui.tui.widgets.events import Events
-from minitui.tui.widgets.lanes import BatchLanes
-from minitui.tui.widgets.timings import StepTimings
-from minitui.tui.widgets.tree import RadixTree
-from minitui.tui.widgets.waterfall import Waterfall
+from minitui.tui.widgets.inspect.block_map import BlockMap
+from minitui.tui.widgets.inspect.details import Details
+from minitui.tui.widgets.inspect.events import Events
+from minitui.tui.widgets.inspect.lanes import BatchLanes
+from minitui.tui.widgets.inspect.timings import StepTimings
+from minitui.tui.widgets.inspect.tree import RadixTree
+from minitui.tui.widgets.inspect.waterfall import Waterfall
 from minitui.viewmodel.view import View
 from tests.support.paths import SNAPSHOTS
 from tests.support.simulated import LiveStress

@@ -15,7 +15,7 @@ from minitui.text import count
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
 from minitui.tui.screens.lecture import LectureScreen
-from minitui.tui.widgets.why import Why
+from minitui.tui.widgets.lecture import Why
 from minitui.viewmodel.explain.predict import question_about
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.narrate import narrate, notable

@@ -29,12 +29,12 @@ from minitui.teaching.lessons.recorded_timelines import (
 from minitui.teaching.recorded_steps import recorded_device
 from minitui.teaching.stage import Stage
 from minitui.tui.widgets.base import LinePanel
-from minitui.tui.widgets.curves import CostCurves
-from minitui.tui.widgets.lesson_panels import NumberedBlocks
-from minitui.tui.widgets.recorded_runs import HostAndDevice
+from minitui.tui.widgets.lesson.curves import CostCurves
+from minitui.tui.widgets.lesson.panels import NumberedBlocks
+from minitui.tui.widgets.lesson.recorded_runs import HostAndDevice
+from minitui.tui.widgets.lesson.tree_blocks import NodeBlocks
+from minitui.tui.widgets.lesson.wire import WireLines
 from minitui.tui.widgets.rows import plain, whole_words
-from minitui.tui.widgets.tree_blocks import NodeBlocks
-from minitui.tui.widgets.wire import WireLines
 from minitui.viewmodel.board import Curve, Curves, RecordedRun, RecordedRuns, TreeBlocks, TreeLine, Wire
 from minitui.viewmodel.view import View
 

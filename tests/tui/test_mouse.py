@@ -11,10 +11,10 @@ from minitui.tui.app import MinituiApp
 from minitui.tui.glyphs import glyphs
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.widgets.base import LinePanel, selected
-from minitui.tui.widgets.block_table import BlockTable
-from minitui.tui.widgets.lanes import BatchLanes
+from minitui.tui.widgets.inspect.block_table import BlockTable
+from minitui.tui.widgets.inspect.lanes import BatchLanes
+from minitui.tui.widgets.inspect.timings import StepTimings
 from minitui.tui.widgets.replay_bar import ReplayBar
-from minitui.tui.widgets.timings import StepTimings
 from tests.support.driving import drawn, press, until
 from tests.tui.test_keys import live, recording
 

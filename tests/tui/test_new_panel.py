@@ -12,8 +12,8 @@ import pytest
 
 from minitui.tui.panels import Panel, table
 from minitui.tui.widgets.base import LinePanel, Picture
-from minitui.tui.widgets.vitals import Vitals
-from minitui.tui.widgets.waterfall import Waterfall
+from minitui.tui.widgets.inspect.vitals import Vitals
+from minitui.tui.widgets.inspect.waterfall import Waterfall
 from minitui.viewmodel.view import View
 from tests.support.paths import ROOT
 
@@ -68,12 +68,12 @@ def test_a_new_panel_needs_its_class_and_one_row(tmp_path: Path) -> None:
         if not (tmp_path / folder).exists():
             (tmp_path / folder).symlink_to(ROOT / folder)
     (tmp_path / "pyproject.toml").symlink_to(ROOT / "pyproject.toml")
-    (tmp_path / "minitui/tui/widgets/odometer.py").write_text(WIDGET, encoding="utf-8")
+    (tmp_path / "minitui/tui/widgets/inspect/odometer.py").write_text(WIDGET, encoding="utf-8")
     (tmp_path / "tests/tui/test_odometer.py").write_text(TEST, encoding="utf-8")
     path = tmp_path / "minitui/tui/panels.py"
     rows = path.read_text(encoding="utf-8")
     rows = rows.replace("PANELS = table((\n", f"PANELS = table((\n{ROW}")
-    rows = rows.replace("\n\n\n", "\nfrom minitui.tui.widgets.odometer import Odometer\n\n\n", 1)
+    rows = rows.replace("\n\n\n", "\nfrom minitui.tui.widgets.inspect.odometer import Odometer\n\n\n", 1)
     path.write_text(rows, encoding="utf-8")
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", *TESTS],

@@ -25,7 +25,7 @@ from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceError
 from minitui.tui.demo import play_in_app
 from minitui.tui.replay_app import ReplayApp, replay_app, shortened
-from minitui.tui.widgets.status_bar import StatusBar
+from minitui.tui.widgets.bars import StatusBar
 from minitui.viewmodel.history.spans import Timeline
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.narrate import narrate

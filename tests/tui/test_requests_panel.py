@@ -21,16 +21,14 @@ from minitui.trace.reader import TraceReader
 from minitui.tui.replay_app import ReplayApp, replay_app
 from minitui.tui.screens.inspect import InspectScreen
 from minitui.tui.widgets.base import Opened
-from minitui.tui.widgets.details import Details, SelectedBlock
-from minitui.tui.widgets.event_search import Search
-from minitui.tui.widgets.events import Events
-from minitui.tui.widgets.request_columns import COLUMNS
-from minitui.tui.widgets.requests import RequestTable
+from minitui.tui.widgets.inspect.details import Details, SelectedBlock
+from minitui.tui.widgets.inspect.events import Events, Search
+from minitui.tui.widgets.inspect.requests import COLUMNS, RequestTable
+from minitui.tui.widgets.inspect.timeline import RequestTimeline
+from minitui.tui.widgets.inspect.timings import StepTimings
+from minitui.tui.widgets.inspect.trends import TrendCharts
+from minitui.tui.widgets.inspect.waterfall import Waterfall
 from minitui.tui.widgets.rows import plain
-from minitui.tui.widgets.timeline import RequestTimeline
-from minitui.tui.widgets.timings import StepTimings
-from minitui.tui.widgets.trends import TrendCharts
-from minitui.tui.widgets.waterfall import Waterfall
 from minitui.viewmodel.history.trends import METRICS
 from minitui.viewmodel.requests import RequestFigures, Requests
 from minitui.viewmodel.view import View

@@ -11,7 +11,7 @@ from textual.app import App, ComposeResult
 from minitui.trace.bundled import bundled
 from minitui.tui.glyphs import glyphs, use_ascii
 from minitui.tui.theme import THEMES
-from minitui.tui.widgets.lesson_runs import Runs, RunsInSteps
+from minitui.tui.widgets.lesson.runs import Runs, RunsInSteps
 from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.side_by_side import SideBySide
 from minitui.viewmodel.compare.runs import Run

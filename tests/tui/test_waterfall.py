@@ -14,10 +14,9 @@ from minitui.dev.simulator import CLASSROOM, SMALL
 from minitui.trace.bundled import bundled, find_trace
 from minitui.trace.reader import TraceReader
 from minitui.tui.glyphs import use_ascii
-from minitui.tui.widgets.axis_panel import MOST_STEPS
+from minitui.tui.widgets.inspect.waterfall import MOST_STEPS, Waterfall
 from minitui.tui.widgets.rows import plain
 from minitui.tui.widgets.tracks import SCALES, Scale, mark, track
-from minitui.tui.widgets.waterfall import Waterfall
 from minitui.viewmodel.explain.limits import limits
 from minitui.viewmodel.history.spans import Span, Timeline
 from minitui.viewmodel.history.steps import Steps

@@ -18,29 +18,26 @@ from minitui.trace.reader import TraceReader
 from minitui.tui import theme
 from minitui.tui.glyphs import ASCII, UNICODE, glyphs, use_ascii
 from minitui.tui.theme import COLOURS, Palette, palette
-from minitui.tui.widgets.attention import Attention, KeySlot, triangle
 from minitui.tui.widgets.base import LinePanel
-from minitui.tui.widgets.block_colours import COLOURINGS
-from minitui.tui.widgets.block_grid import grid
-from minitui.tui.widgets.block_map import BlockMap
-from minitui.tui.widgets.block_table import BlockTable
-from minitui.tui.widgets.candidates import CandidateBars
-from minitui.tui.widgets.events import Events
-from minitui.tui.widgets.experts import ExpertMap
-from minitui.tui.widgets.lanes import BatchLanes
-from minitui.tui.widgets.occupancy import Occupancy, shares
-from minitui.tui.widgets.origin import PromptOrigin
-from minitui.tui.widgets.pieces import TextPieces
-from minitui.tui.widgets.requests import RequestTable
+from minitui.tui.widgets.chat.occupancy import Occupancy, PromptOrigin, shares
+from minitui.tui.widgets.inspect.block_colours import COLOURINGS
+from minitui.tui.widgets.inspect.block_map import BlockMap, grid
+from minitui.tui.widgets.inspect.block_table import BlockTable
+from minitui.tui.widgets.inspect.events import Events
+from minitui.tui.widgets.inspect.experts import ExpertMap
+from minitui.tui.widgets.inspect.lanes import BatchLanes
+from minitui.tui.widgets.inspect.requests import RequestTable
+from minitui.tui.widgets.inspect.step_bar import StepBar
+from minitui.tui.widgets.inspect.timeline import RequestTimeline
+from minitui.tui.widgets.inspect.timing_rows import kind_rows
+from minitui.tui.widgets.inspect.timings import StepTimings
+from minitui.tui.widgets.inspect.tree import LARGE as LARGE_PANEL
+from minitui.tui.widgets.inspect.tree import TALL, RadixTree
+from minitui.tui.widgets.inspect.vitals import Vitals, vitals
+from minitui.tui.widgets.inspect.waterfall import Waterfall
+from minitui.tui.widgets.lesson.attention import Attention, KeySlot, triangle
+from minitui.tui.widgets.lesson.tokens import CandidateBars, TextPieces
 from minitui.tui.widgets.rows import cells, cut, fit, plain
-from minitui.tui.widgets.step_bar import StepBar
-from minitui.tui.widgets.timeline import RequestTimeline
-from minitui.tui.widgets.timing_rows import kind_rows
-from minitui.tui.widgets.timings import StepTimings
-from minitui.tui.widgets.tree import LARGE as LARGE_PANEL
-from minitui.tui.widgets.tree import TALL, RadixTree
-from minitui.tui.widgets.vitals import Vitals, vitals
-from minitui.tui.widgets.waterfall import Waterfall
 from minitui.viewmodel.board import Candidate, Candidates, KeyRead, Pieces
 from minitui.viewmodel.explain.timing import why_briefly, why_slow
 from minitui.viewmodel.history.lane import DECODING, FINISHED, NOTHING, PREEMPTED, PREFILLING, QUEUED

@@ -17,15 +17,15 @@ from minitui.text import duration, exact, ms
 from minitui.trace.bundled import bundled, describe
 from minitui.trace.reader import TraceReader
 from minitui.tui.widgets.base import Picture
-from minitui.tui.widgets.events import Events
-from minitui.tui.widgets.lanes import BatchLanes
-from minitui.tui.widgets.occupancy import waste_words
-from minitui.tui.widgets.requests import RequestTable
+from minitui.tui.widgets.chat.occupancy import waste_words
+from minitui.tui.widgets.inspect.events import Events
+from minitui.tui.widgets.inspect.lanes import BatchLanes
+from minitui.tui.widgets.inspect.requests import RequestTable
+from minitui.tui.widgets.inspect.timings import StepTimings
+from minitui.tui.widgets.inspect.tree import RadixTree
+from minitui.tui.widgets.inspect.trends import TrendCharts
+from minitui.tui.widgets.inspect.vitals import Vitals
 from minitui.tui.widgets.rows import plain
-from minitui.tui.widgets.timings import StepTimings
-from minitui.tui.widgets.tree import RadixTree
-from minitui.tui.widgets.trends import TrendCharts
-from minitui.tui.widgets.vitals import Vitals
 from minitui.viewmodel.compare.comparison import Comparison, as_data
 from minitui.viewmodel.compare.runs import Run, recorded_view
 from minitui.viewmodel.explain.timing import step_times

@@ -12,7 +12,7 @@ from minitui.cli.tail import tail_trace
 from minitui.dev.simulator import SMALL, Load, Stress
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
-from minitui.tui.widgets.requests import RequestTable
+from minitui.tui.widgets.inspect.requests import RequestTable
 from minitui.tui.widgets.rows import plain
 from minitui.viewmodel.compare.runs import recorded_view
 from minitui.viewmodel.explain.first_token_reason import explain_first_token

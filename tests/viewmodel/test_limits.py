@@ -10,9 +10,9 @@ import pytest
 
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
-from minitui.tui.widgets.host_device import host_and_device
-from minitui.tui.widgets.timings import StepTimings
-from minitui.tui.widgets.waterfall import Waterfall
+from minitui.tui.widgets.inspect.host_device import host_and_device
+from minitui.tui.widgets.inspect.timings import StepTimings
+from minitui.tui.widgets.inspect.waterfall import Waterfall
 from minitui.viewmodel.explain.limits import Limit, limits
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.story import tell

@@ -8,7 +8,7 @@ import pytest
 
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
-from minitui.tui.widgets.occupancy import waste_words
+from minitui.tui.widgets.chat.occupancy import waste_words
 from minitui.viewmodel.explain.cost_models import first_model
 from minitui.viewmodel.explain.stalls import gap_words
 from minitui.viewmodel.history.spans import Timeline

@@ -6,8 +6,8 @@ import pytest
 
 from minitui.trace.bundled import bundled, find_trace
 from minitui.trace.reader import TraceReader
+from minitui.tui.widgets.inspect.step_bar import StepBar
 from minitui.tui.widgets.rows import plain
-from minitui.tui.widgets.step_bar import StepBar
 from minitui.viewmodel.compare.runs import recorded_view
 from minitui.viewmodel.history.lane import FINISHED
 from minitui.viewmodel.moment import Playback

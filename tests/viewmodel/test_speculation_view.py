@@ -17,11 +17,11 @@ from minitui.export import export
 from minitui.server.telemetry.metrics import Metrics
 from minitui.trace.reader import TraceReader
 from minitui.trace.recorder import Recorder
-from minitui.tui.widgets.lanes import BatchLanes
+from minitui.tui.widgets.inspect.lanes import BatchLanes
+from minitui.tui.widgets.inspect.step_bar import StepBar
+from minitui.tui.widgets.inspect.timings import StepTimings
+from minitui.tui.widgets.inspect.vitals import Vitals
 from minitui.tui.widgets.rows import plain
-from minitui.tui.widgets.step_bar import StepBar
-from minitui.tui.widgets.timings import StepTimings
-from minitui.tui.widgets.vitals import Vitals
 from minitui.viewmodel.history.lane import DECODING, GAINING
 from minitui.viewmodel.view import View
 from minitui.viewmodel.words.narrate import narrate

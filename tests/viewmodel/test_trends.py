@@ -10,8 +10,8 @@ from minitui.dev.panel import stress_view
 from minitui.dev.simulator import CLASSROOM, Load, Stress
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
+from minitui.tui.widgets.inspect.trends import TrendCharts
 from minitui.tui.widgets.rows import plain
-from minitui.tui.widgets.trends import TrendCharts
 from minitui.viewmodel.history.trends import METRICS, SPANS, Trends, shortest_span
 from minitui.viewmodel.view import View
 

@@ -7,7 +7,7 @@ import pytest
 from engine.trace.state import State
 from minitui.trace.bundled import find_trace
 from minitui.trace.reader import TraceReader
-from minitui.tui.widgets.requests import RequestTable
+from minitui.tui.widgets.inspect.requests import RequestTable
 from minitui.tui.widgets.rows import plain
 from minitui.viewmodel.compare.runs import Run, recorded_view
 from minitui.viewmodel.requests import Requests

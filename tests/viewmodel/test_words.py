@@ -12,9 +12,9 @@ from minitui.export.markdown import _shortened
 from minitui.text import ms
 from minitui.trace.bundled import bundled
 from minitui.trace.reader import TraceReader
-from minitui.tui.widgets.requests import RequestTable
+from minitui.tui.widgets.inspect.requests import RequestTable
+from minitui.tui.widgets.inspect.vitals import vitals
 from minitui.tui.widgets.rows import plain
-from minitui.tui.widgets.vitals import vitals
 from minitui.viewmodel.compare.runs import recorded_view
 from minitui.viewmodel.explain.timing import why_briefly
 from minitui.viewmodel.history.events import Event, describe

@@ -33,7 +33,7 @@ import msgpack
 import zmq
 import zmq.asyncio
 
-from minitui.tui.widgets.cached import CachePool
+from minitui.tui.widgets.servers.figures import CachePool
 from minitui.vllm import zmtp
 from minitui.vllm.cached_tree import UNKNOWN_BEGINNING, CachedTree
 from minitui.vllm.kv_messages import Event, read
@@ -584,7 +584,7 @@ async def test_the_screen_shows_the_texts_the_pool_and_what_is_missing() -> None
     from minitui.chat.sessions import Chats
     from minitui.settings import Settings
     from minitui.tui.cache_app import CacheApp
-    from minitui.tui.widgets.cached import MISSING
+    from minitui.tui.widgets.servers.figures import MISSING
 
     publisher = Publisher(True)
     ids = list(range(500, 516))

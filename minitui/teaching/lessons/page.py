@@ -60,7 +60,7 @@ class TypeIn:
 class Page:
     """A page. Empty lines separate paragraphs of `text`. A line that begins with a space is not joined to other lines.
 
-    `panel`: a key of minitui.tui.widgets.lesson_panels.PANELS; that panel is shown beside the text. `code`: the source
+    `panel`: a key of minitui.tui.widgets.lesson.panels.PANELS; that panel is shown beside the text. `code`: the source
     to show, as "package.module:Class.function". `run`: the experiment. `type_in`: the text that the reader may type for
     the experiment, which finds the text in `Stage.typed`.
     """

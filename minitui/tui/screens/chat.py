@@ -13,21 +13,17 @@ from minitui.tui import markdown
 from minitui.tui.actions import complete_slash
 from minitui.tui.glyphs import glyphs
 from minitui.tui.screens.base import BaseScreen, Hint
-from minitui.tui.widgets.bar import Bar
+from minitui.tui.widgets.bars import Bar, Loading, StatusBar, TopBar
 from minitui.tui.widgets.base import LinePanel
-from minitui.tui.widgets.block_table import BlockTable
-from minitui.tui.widgets.events import Events
-from minitui.tui.widgets.loading import Loading
-from minitui.tui.widgets.occupancy import Occupancy
-from minitui.tui.widgets.origin import PromptOrigin
-from minitui.tui.widgets.prompt import Completion, CompletionList, Prompt, complete_question
+from minitui.tui.widgets.chat.occupancy import Occupancy, PromptOrigin
+from minitui.tui.widgets.chat.prompt import Completion, CompletionList, Prompt, complete_question
+from minitui.tui.widgets.chat.session_tabs import SessionTabs
+from minitui.tui.widgets.chat.transcript import LABEL, Transcript
+from minitui.tui.widgets.inspect.block_table import BlockTable
+from minitui.tui.widgets.inspect.events import Events
+from minitui.tui.widgets.inspect.step_bar import StepBar
+from minitui.tui.widgets.inspect.vitals import Vitals
 from minitui.tui.widgets.rows import Run
-from minitui.tui.widgets.session_tabs import SessionTabs
-from minitui.tui.widgets.status_bar import StatusBar
-from minitui.tui.widgets.step_bar import StepBar
-from minitui.tui.widgets.top_bar import TopBar
-from minitui.tui.widgets.transcript import LABEL, Transcript
-from minitui.tui.widgets.vitals import Vitals
 from minitui.viewmodel.view import View
 
 RAIL_FROM = 100  # columns; a narrower screen does not show the panels on the right (the rail)

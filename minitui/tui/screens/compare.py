@@ -1,4 +1,4 @@
-"""The compare screen: two runs on one clock, and their figures."""
+"""The compare screen: two runs on one clock, and their figures with what changes between them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,85 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Container
 
+from minitui.tui.glyphs import glyphs
 from minitui.tui.screens.base import BaseScreen, Hint
-from minitui.tui.widgets.bar import Bar
-from minitui.tui.widgets.base import LinePanel
-from minitui.tui.widgets.differences import Differences
+from minitui.tui.widgets.bars import Bar, StatusBar, TopBar
+from minitui.tui.widgets.base import LinePanel, Picture, ScrollPanel, paragraphs
+from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, wrapped
 from minitui.tui.widgets.side_by_side import SideBySide
-from minitui.tui.widgets.status_bar import StatusBar
-from minitui.tui.widgets.top_bar import TopBar
+from minitui.viewmodel.compare.comparison import Comparison, Difference
 from minitui.viewmodel.view import View
+
+TITLE, CHANGE, WORD = 28, 10, 7  # cells of the name of a figure, of a change, and of "better" or "worse"
+LEAST, MOST = 12, 20  # cells of a value
+STYLES = {True: "good", False: "bad", None: "ink"}
+WORDS = {True: "better", False: "worse", None: ""}
+SAMPLES = 100  # with fewer samples, a percentile says little: their number is shown
+
+
+class Differences(ScrollPanel):
+    """Up and down scroll."""
+
+    TITLE = "What differs"
+    help_text = paragraphs("""\
+The figures of both runs, and the change from the first to the second: a share of the first, or how many times as much.
+"Better" and "worse" are given only for counts that differ, and for times and speeds that differ by more than a tenth:
+smaller differences are normal between two runs of the same setting. Each setting runs once: repeat the comparison to
+see how much the times vary on this machine. "Host waited for a core" is time in which other programs ran.
+
+Times are those of the engine, without pauses and slow motion. The time of a run is from the begin of its first step to
+the end of its last. A gap is the time between two arrivals of tokens of a request. "Computed" counts a prompt token
+twice if it was computed twice. p50 and p99 are taken over all requests (first token) or all gaps of all requests; n is
+their number.""")
+    BINDINGS: ClassVar = [
+        Binding("up", "scroll(-1)", "up", show=False, id="differences.up"),
+        Binding("down", "scroll(1)", "down", show=False, id="differences.down"),
+    ]
+
+    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
+        super().__init__(id=id, frame=frame)
+        self.comparison: Comparison | None = None
+        self.notes: tuple[str, ...] = ()  # sentences below the figures
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        if self.comparison is None or not self.comparison.shows(view):
+            self.comparison = Comparison.of(view)
+        comparison = self.comparison
+        comparison.refresh()
+        if len(comparison.runs) < 2:
+            return Picture([Row("the second run has not begun", "dim").done(width)])
+        worded = width >= TITLE + 2 * LEAST + CHANGE + WORD
+        others = CHANGE + (WORD if worded else 0)
+        value = max(LEAST, min(MOST, (width - TITLE - others) // 2))
+        title = max(1, width - 2 * value - others)
+        head = Row("", "dim").to(title)
+        for run in comparison.runs:
+            head.right(fit(clean(run.name) or "this run", value - 1, glyphs().dots).rstrip(), head.width + value, "dim")
+        rows = [self._row(one, comparison, title, value, width) for one in comparison.differences]
+        for text in (comparison.unlike, comparison.disturbed, *self.notes):
+            rows += [Row().done(width), *wrapped(text, "ink", width)] if text else []
+        shown, below = self.window(rows, height - 1)
+        note: list[Run] = [(f"{below} more below", "dim")] if below else []
+        return Picture([head.right("change", head.width + CHANGE, "dim").done(width), *shown], note=note)
+
+    def _row(self, one: Difference, comparison: Comparison, title: int, value: int, width: int) -> Runs:
+        quantity, better = one.quantity, one.better
+        row = Row(fit(quantity.title + self._samples(one, comparison), title, glyphs().dots), "ink")
+        for amount in (one.first, one.second):
+            row.right(quantity.text(amount), row.width + value, "bold ink" if better is not None else "ink")
+        row.right(one.change, row.width + CHANGE, STYLES[better])
+        if width >= row.width + WORD:
+            row.add(" " + WORDS[better], STYLES[better])
+        return row.done(width)
+
+    @staticmethod
+    def _samples(one: Difference, comparison: Comparison) -> str:
+        """Returns the number of samples of a percentile, if it is small."""
+        if not one.quantity.samples:
+            return ""
+        fewest = min(getattr(run.figures, one.quantity.samples) for run in comparison.runs)
+        return f" (n={fewest:,})" if fewest < SAMPLES else ""
+
 
 WIDE = 170  # columns: the figures are beside the lanes
 TALL = 50  # rows: the figures are below the lanes; a smaller terminal shows one of the two

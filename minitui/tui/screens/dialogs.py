@@ -15,7 +15,7 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from minitui.tui.screens.base import BaseScreen
-from minitui.tui.widgets.prompt import Prompt
+from minitui.tui.widgets.chat.prompt import Prompt
 from minitui.visible import visible, visible_line
 
 Result = TypeVar("Result")

@@ -14,14 +14,12 @@ from textual.binding import Binding
 from minitui.tui.app_base import AppBase
 from minitui.tui.panels import ALONE, IN_ORDER, PANELS, Room
 from minitui.tui.screens.base import BaseScreen, Hint
-from minitui.tui.widgets.bar import Bar
+from minitui.tui.widgets.bars import Bar, StatusBar, TopBar
 from minitui.tui.widgets.base import Column, Columns, LinePanel, Opened, selected
-from minitui.tui.widgets.block_map import BlockMap
-from minitui.tui.widgets.details import Details
-from minitui.tui.widgets.events import Events
-from minitui.tui.widgets.status_bar import StatusBar
-from minitui.tui.widgets.timeline import JumpRequested, TimelineClosed, TimelineOpened
-from minitui.tui.widgets.top_bar import TopBar
+from minitui.tui.widgets.inspect.block_map import BlockMap
+from minitui.tui.widgets.inspect.details import Details
+from minitui.tui.widgets.inspect.events import Events
+from minitui.tui.widgets.inspect.timeline import JumpRequested, TimelineClosed, TimelineOpened
 from minitui.viewmodel.view import View
 
 WIDE, TALL = 100, 32  # a smaller terminal shows one panel at a time

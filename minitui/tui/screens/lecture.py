@@ -15,17 +15,14 @@ from textual.binding import Binding
 from minitui.teaching.prediction import verdict
 from minitui.tui.actions import BY_ID
 from minitui.tui.screens.base import BaseScreen, Hint
-from minitui.tui.widgets.bar import Bar
+from minitui.tui.widgets.bars import Bar, StatusBar, TopBar
 from minitui.tui.widgets.base import Column, Columns, LinePanel, Opened
-from minitui.tui.widgets.block_map import BlockMap
-from minitui.tui.widgets.block_table import BlockTable
-from minitui.tui.widgets.details import Details
-from minitui.tui.widgets.first_token import FirstTokens
-from minitui.tui.widgets.status_bar import StatusBar
-from minitui.tui.widgets.step_bar import StepBar
-from minitui.tui.widgets.top_bar import TopBar
-from minitui.tui.widgets.tree import RadixTree
-from minitui.tui.widgets.why import Why
+from minitui.tui.widgets.inspect.block_map import BlockMap
+from minitui.tui.widgets.inspect.block_table import BlockTable
+from minitui.tui.widgets.inspect.details import Details
+from minitui.tui.widgets.inspect.step_bar import StepBar
+from minitui.tui.widgets.inspect.tree import RadixTree
+from minitui.tui.widgets.lecture import FirstTokens, Why
 from minitui.viewmodel.explain.predict import question_about, why_no_question
 from minitui.viewmodel.view import View
 

@@ -20,10 +20,9 @@ from minitui.teaching.reading import Reading
 from minitui.teaching.stage import Stage
 from minitui.tui.screens.base import BaseScreen, Hint
 from minitui.tui.screens.code import CodeScreen
-from minitui.tui.widgets.bar import Bar
+from minitui.tui.widgets.bars import Bar, StatusBar, TopBar
 from minitui.tui.widgets.base import LinePanel
-from minitui.tui.widgets.lesson_keys import hints
-from minitui.tui.widgets.lesson_panels import (
+from minitui.tui.widgets.lesson.panels import (
     BOTH_ROWS,
     HEIGHTS,
     LIVE,
@@ -33,10 +32,8 @@ from minitui.tui.widgets.lesson_panels import (
     RESULT_ROWS,
     arrangement,
 )  # fmt: skip
-from minitui.tui.widgets.lesson_text import LessonText, page_lines
-from minitui.tui.widgets.status_bar import StatusBar
-from minitui.tui.widgets.top_bar import TopBar
-from minitui.tui.widgets.wire import WireLines
+from minitui.tui.widgets.lesson.text import LessonText, hints, page_lines
+from minitui.tui.widgets.lesson.wire import WireLines
 from minitui.viewmodel.view import View
 
 NOTHING = "no picture yet: the experiment has not run"

@@ -6,11 +6,9 @@ from textual import getters
 from textual.app import ComposeResult
 
 from minitui.tui.screens.base import BaseScreen, Hint
-from minitui.tui.widgets.bar import Bar
-from minitui.tui.widgets.replicas import Replicas
-from minitui.tui.widgets.session_tabs import SessionTabs
-from minitui.tui.widgets.status_bar import StatusBar
-from minitui.tui.widgets.top_bar import TopBar
+from minitui.tui.widgets.bars import Bar, StatusBar, TopBar
+from minitui.tui.widgets.chat.session_tabs import SessionTabs
+from minitui.tui.widgets.servers.replicas import Replicas
 from minitui.viewmodel.view import View
 
 

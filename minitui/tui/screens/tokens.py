@@ -13,8 +13,7 @@ from minitui.chat.alternatives import alternatives
 from minitui.tui.glyphs import glyphs
 from minitui.tui.screens.dialogs import Overlay
 from minitui.tui.widgets.base import LinePanel, Picture
-from minitui.tui.widgets.candidates import candidates_picture
-from minitui.tui.widgets.pieces import NEW, piece_lines
+from minitui.tui.widgets.lesson.tokens import NEW, candidates_picture, piece_lines
 from minitui.tui.widgets.rows import Row, wrapped
 from minitui.viewmodel.board import Candidate, Candidates, Pieces
 from minitui.viewmodel.view import View

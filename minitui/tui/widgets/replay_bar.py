@@ -6,7 +6,7 @@ from typing import Protocol, cast
 
 from minitui.sources.replay import ReplaySource
 from minitui.tui.glyphs import glyphs
-from minitui.tui.widgets.bar import Bar
+from minitui.tui.widgets.bars import Bar
 from minitui.tui.widgets.base import Picture
 from minitui.tui.widgets.rows import Row
 from minitui.viewmodel.view import View

@@ -15,10 +15,10 @@ from textual.binding import Binding
 from minitui.text import count, duration, ms
 from minitui.tui.glyphs import glyphs
 from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
+from minitui.tui.widgets.inspect.waterfall_texts import request_legend
 from minitui.tui.widgets.rows import Row, Run, Runs, clean, fit, legend, runs_width
 from minitui.tui.widgets.rows import cells as width_of
 from minitui.tui.widgets.tracks import STYLES, Scale, mark, number, ruler, track
-from minitui.tui.widgets.waterfall_texts import request_legend
 from minitui.viewmodel.compare.comparison import Comparison
 from minitui.viewmodel.compare.runs import DRAFTS, STALL
 from minitui.viewmodel.compare.runs import Run as OneRun

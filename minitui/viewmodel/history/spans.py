@@ -1,6 +1,6 @@
 """Spans: what the host and the device did, and the phases of each request, on one axis of time in milliseconds.
 
-The waterfall (tui/widgets/waterfall.py) and the export for Perfetto (export/perfetto.py) draw these spans.
+The waterfall (tui/widgets/inspect/waterfall.py) and the export for Perfetto (export/perfetto.py) draw these spans.
 
     host      emit, gate, plan, launch, wait and commit of the steps. With overlap, the host plans and launches step
               n+1 before step n arrives. Recordings of vLLM and of older versions have no "parts" records: what the host

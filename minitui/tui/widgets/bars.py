@@ -1,0 +1,184 @@
+"""The bars of the screens: the top bar, the status bar, and the progress of an engine that is starting."""
+
+from __future__ import annotations
+
+import textwrap
+
+from textual import getters
+from textual.geometry import Size
+from textual.widgets import TextArea
+
+from minitui.tui.app_base import AppBase
+from minitui.tui.glyphs import glyphs
+from minitui.tui.screens.base import BaseScreen, Hint
+from minitui.tui.widgets.base import LinePanel, Picture
+from minitui.tui.widgets.rows import Row, Run, clip, fit
+from minitui.viewmodel.view import View
+
+
+class Bar(LinePanel, can_focus=False):
+    """A bar. Its height is one line, unless its own CSS sets another height."""
+
+    app = getters.app(AppBase)
+    FRAME = "none"
+    DEFAULT_CSS = "Bar { height: 1; }"
+
+
+class Loading(Bar):
+    """Shows a text, a percentage and a bar while `app.progress` is set; hidden otherwise."""
+
+    DEFAULT_CSS = "Loading { height: 3; padding: 1 2 0 2; }"
+
+    def paint(self, view: View) -> int:
+        """Paint the bar, or hide it."""
+        wanted = self.app.progress is not None
+        if self.display != wanted:
+            self.display = wanted
+        return super().paint(view) if wanted else 0
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        progress = self.app.progress or {}
+        done, total = progress.get("done") or 0, progress.get("total") or 0
+        text = str(progress.get("text") or progress.get("stage") or self.app.source.missing)
+        row = Row(fit(text, width - 6), "dim")
+        if not total:
+            return Picture([row.done(width)])
+        share = min(max(done / total, 0.0), 1.0)
+        filled = round(share * width)
+        g = glyphs()
+        bar = Row(g.active * filled, "running").add(g.rule * (width - filled), "faint")
+        return Picture([row.right(f"{share:4.0%}", width, "bold ink").done(width), bar.done(width)])
+
+
+FRESH_S = 60.0  # dropped records are shown as an alarm for so long
+
+
+class StatusBar(Bar):
+    """The last line of a screen. It shows the screen's keys, or the prompt's keys while the prompt has the focus."""
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        screen, feed = self.screen, self.app.feed
+        assert isinstance(screen, BaseScreen)
+        typing = isinstance(self.app.focused, TextArea)
+        row = Row(" TYPING " if typing else " KEYS ", "bold on-fill on running" if typing else "bold on-fill on decode")
+        figures = ""
+        if screen.FIGURES or feed.backlog or feed.dropped:
+            dot = glyphs().middot
+            figures = f"{view.steps_per_frame:,.0f} steps/frame {dot} " if width >= 100 else ""
+            if width >= 100 or feed.backlog:
+                figures += f"backlog {feed.backlog:,} {dot} "
+            figures += f"{feed.dropped:,} dropped{_ago(view.moment.dropped_s) if feed.dropped else ''} "
+        room = width - len(figures) - 1
+        for key, what in self._typing_hints() if typing else self._key_hints(screen):
+            if row.width + len(key) + len(what) + 3 > room:
+                break
+            row.add("  " + key, "bold ink").add(" " + what, "dim")
+        fresh = feed.dropped > 0 and view.moment.dropped_s < FRESH_S
+        return Picture([row.right(figures, width, "bad" if fresh else "dim").done(width)])
+
+    def _typing_hints(self) -> list[Hint]:
+        if self.app.focused is not None and self.app.focused.screen is not self.screen:  # in a dialog
+            return [("enter", "accept"), ("esc", "cancel")]
+        escape = [("esc", "keys")]
+        if self.app.answer_waits:
+            state = "engine paused" if self.app.gated else "answer waits"
+            escape = [("esc", f"keys ({state})"), ("esc esc", "cancel")]
+        elif self.app.session.busy:
+            escape = [("esc", "cancel"), (self.app.key_of("keys"), "keys")]
+        return [("enter", "send"), *escape, ("/", "commands"), ("tab", "complete"), ("ctrl+j", "new line")]
+
+    def _key_hints(self, screen: BaseScreen[None]) -> list[Hint]:
+        view = self.app.view
+        now = [(self.app.key_of("now"), "now")] if view.moment.travel_text and view.moment.playback is None else []
+        return now + screen.hints()
+
+
+def _ago(seconds: float) -> str:
+    """Returns how long ago records were dropped: " 12 s ago", " 3 min ago", " 2 h ago"."""
+    if seconds < FRESH_S:
+        return f" {seconds:.0f} s ago"
+    return f" {seconds / 60:.0f} min ago" if seconds < 3600 else f" {seconds / 3600:.0f} h ago"
+
+
+NAME = " minitui "
+
+
+class TopBar(Bar):
+    """A line with screens, model and flags; below it, the story of a demo or a recording."""
+
+    DEFAULT_CSS = "TopBar { height: auto; }"
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        return 1 + len(self._story(width))
+
+    def _story(self, width: int) -> list[str]:
+        lines = self.app.story.split("\n")
+        return [piece for line in lines for piece in textwrap.wrap(line, max(20, width - 4)) or [""] if line]
+
+    def paint(self, view: View) -> int:
+        """Paint the bar. If the height of the story has changed, ask Textual for a new layout."""
+        if self.size.width and self.size.height != 1 + len(self._story(self.size.width)):
+            self.refresh(layout=True)
+        return super().paint(view)
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        row = Row(NAME, "bold ink")
+        for mode, label in self.app.TABS:
+            row.add(f" {label} ", "bold on-fill on hit" if self.app.current_mode == mode else "dim")
+        flags = self._flags(view)
+        room = width - row.width - sum(len(text) for text, _ in flags) - 2
+        about = describe_engine(self.app.source.info, room - 3)
+        if len(about) + 3 <= room:
+            row.add("   " + about, "dim")
+        elif room > 12:
+            row.add("   " + clip(about, room - 3), "dim")
+        row.to(width - sum(len(text) for text, _ in flags) - 1)
+        rows = [row.extend(flags).done(width)]
+        for line in self._story(width):
+            story = Row("  ", "ink on select").add(line, "bold ink on select")
+            rows.append(story.to(width, " ", "ink on select").done(width))
+        return Picture(rows)
+
+    def _flags(self, view: View) -> list[Run]:
+        """Returns a flag for each reason why the picture does not show the present state of a running engine."""
+        feed, condition = self.app.feed, self.app.condition
+        flags: list[Run] = []
+        if condition.hung:
+            flags.append((" the engine does not answer: /restart ", "bold on-fill on bad"))
+        elif condition.long:
+            flags.append((f" {condition.long} ", "bold on-fill on running"))
+        if feed.source.connection:
+            flags.append((" no connection: trying again ", "bold on-fill on bad"))
+        if feed.frozen:
+            flags.append((f" FROZEN {glyphs().middot} {feed.steps_behind:,} steps behind ", "bold on-fill on hit"))
+        times = [view.moment.travel_text, view.moment.gate_text, view.moment.pace_text]
+        if view.moment.playback is not None:  # the bar of the replay says which moment is shown
+            times = [f"recorded: {text}" for text in times[1:] if text]
+        for text in times:
+            if text:
+                flags.append((f" {text} ", "bold on-fill on running"))
+        return flags
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        start = len(NAME)
+        for mode, label in self.app.TABS:
+            if start <= column < start + len(label) + 2:
+                self.app.open_mode(mode)
+            start += len(label) + 2
+
+
+def describe_engine(info: dict[str, object], room: int) -> str:
+    """Returns the model, the device and the pool in a few words; empty before they are known. If they do not fit into
+    `room` cells, the weights are left out, then the device and the pool."""
+    if not info:
+        return ""
+    dot = f" {glyphs().middot} "
+    weights = "dtype" if info.get("quantization", "none") == "none" else "quantization"
+    known = [str(info[name]) for name in ("model", "device", weights) if name in info]
+    if "num_blocks" in info:  # only minitui's servers report the pool
+        small = " in fp8" if info.get("kv_cache_dtype") == "fp8" else ""
+        null = " (1 null)" if str(info.get("engine", "")).startswith("vLLM") else ""  # vLLM counts its null block
+        known.append(f"{info['num_blocks']:,} blocks of {info['block_size']}{small}{null}")
+    while len(known) > 1 and len(dot.join(known)) > room:
+        del known[-2 if len(known) > 2 else -1]
+    return dot.join(known)

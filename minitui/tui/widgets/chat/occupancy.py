@@ -1,0 +1,157 @@
+"""Small panels for the chat: how full is the pool, and where did the tokens of a prompt come from?"""
+
+from __future__ import annotations
+
+from engine.trace.views import ACTIVE, CACHED, FREE, SHARED
+from engine.trace.waste import WasteFigures
+from minitui.text import count, match_reason, short
+from minitui.tui.glyphs import glyphs
+from minitui.tui.widgets.base import LinePanel, Picture
+from minitui.tui.widgets.rows import Row, Run
+from minitui.viewmodel.state.annotated_state import STATE_NAMES, AnnotatedState
+from minitui.viewmodel.view import View
+
+
+class PromptOrigin(LinePanel, can_focus=False):
+    """Shows the prompt of the selected request, else of the newest running request, else of the last finished one."""
+
+    TITLE = "Prompt: cached or computed"
+    NEEDS_STATE = True
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        id = view.subject()
+        if id is None and view.selection is not None:
+            known = [request for request in view.links.requests if request in view.history.lanes.lanes]
+            id = max(known, default=None)
+        lane = view.history.lanes.lanes.get(id) if id is not None else None
+        if lane is None:
+            return Picture([Row("no request yet", "dim").done(width)])
+        prompt = max(1, lane.prompt_tokens)
+        # A preempted request computes its prompt again: without `min`, the bar would be longer than the prompt.
+        cached = lane.cached_tokens
+        computed = min(lane.computed_tokens, prompt - cached)
+        waiting = prompt - cached - computed
+        g = glyphs()
+        cells = [round(n * width / prompt) for n in (cached, computed)]
+        row = Row(g.busy * cells[0], "hit").add(g.prefill * cells[1], "prefill")
+        row.to(width, g.unused, "faint")
+        words = Row(f"{cached:,} from the tree", "hit").add(" · ", "dim").add(f"{computed:,} computed", "prefill")
+        if waiting > 0:
+            words.add(f" · {waiting:,} left", "dim")
+        rows = [row.done(width), words.done(width)]
+        if lane.stop:
+            rows.append(Row(match_reason(lane.stop, lane.stop_at, cached > 0), "dim").done(width))
+        return Picture(rows[:height])
+
+
+ORDER = (ACTIVE, SHARED, CACHED, FREE)
+MIN_BAR = 8  # cells
+
+
+def glyph(code: int) -> str:
+    """Returns the glyph of a block state."""
+    return getattr(glyphs(), STATE_NAMES[code])
+
+
+def shares(counts: tuple[int, int, int, int], width: int) -> dict[int, int]:
+    """Returns {state: its number of cells in the bar}, `width` cells in total.
+
+    The cells are in proportion to the blocks, but a state with any blocks has at least one cell.
+    """
+    total = sum(counts)
+    if total == 0 or width < 4:
+        return {FREE: width, ACTIVE: 0, SHARED: 0, CACHED: 0}
+    exact = {code: counts[code] * width / total for code in ORDER}
+    out = {code: max(int(exact[code]), 1 if counts[code] else 0) for code in ORDER}
+    by_remainder = sorted(ORDER, key=lambda code: exact[code] - out[code], reverse=True)
+    i = 0
+    while sum(out.values()) < width:
+        out[by_remainder[i % 4]] += 1
+        i += 1
+    while sum(out.values()) > width:
+        out[max(out, key=lambda code: out[code])] -= 1
+    return out
+
+
+def bar(shown: AnnotatedState, width: int) -> list[Run]:
+    """Returns a bar of `width` cells with four parts: active, shared, cached, free."""
+    cells = shares(shown.counts, width)
+    return [(glyph(code) * cells[code], STATE_NAMES[code]) for code in ORDER if cells[code]]
+
+
+def entries(shown: AnnotatedState) -> list[list[Run]]:
+    """Returns an entry for each state: its glyph, its name and its number of blocks."""
+    return [
+        [(glyph(code), STATE_NAMES[code]), (f" {STATE_NAMES[code]} ", "dim"), (f"{shown.counts[code]:,}", "ink")]
+        for code in ORDER
+    ]
+
+
+def legend(shown: AnnotatedState) -> list[Run]:
+    """Returns the entries as the runs of one line."""
+    return [run for entry in entries(shown) for run in (*entry, ("  ", "ink"))]
+
+
+def lead(shown: AnnotatedState) -> Row:
+    """Returns the label before the bar: the share of the pool that is not free."""
+    share = 1 - shown.counts[FREE] / max(1, shown.total)
+    percent = f"{100 * share:.0f}" if not 0 < share < 0.01 else "<1"
+    return Row("KV pool ", "dim").add(f"{percent} % ", "bold ink")
+
+
+def waste_words(waste: WasteFigures, room: int, recomputed: int = 0) -> str:
+    """Returns the figures in the longest wording that has at most `room` characters, else in the shortest. If tokens
+    computed again are not recorded, only the tokens `recomputed` by the known preempted requests are known."""
+    again, copied = waste.again, "–" if waste.copies is None else f"{waste.copies:,}"
+    copies = "copy" if waste.copies == 1 else "copies"
+    hold = "block holds" if waste.copies == 1 else "blocks hold"
+    share = f" ({100 * waste.unused_slots / waste.slots:.0f} %)" if waste.slots else ""
+    slots = count(waste.unused_slots, "slot")
+    if again is None:
+        long = brief = f"{recomputed:,} preempted, others –"
+        total = f"{short(recomputed)} preempted"
+    else:
+        parts = (again.evicted, "evicted"), (again.preempted, "preempted"), (again.duplicate, "duplicate")
+        long = ", ".join(f"{tokens:,} {why}" for tokens, why in parts)
+        brief = f"{again.evicted:,} evicted {again.preempted:,} preempted {again.duplicate:,} duplicate"
+        total = short(again.evicted + again.preempted + again.duplicate)
+    whole = f"{slots} of the requests' blocks unused{share} · {copied} {hold} a copy · tokens computed again"
+    wordings = (
+        f"{whole} since the start: {long}",
+        f"{whole}: {long}",
+        f"{slots} unused{share} · {copied} block {copies} · tokens again: {long}",
+        f"{slots} unused · {copied} {copies} · again: {brief}",
+        f"{slots} unused · {copied} block {copies} · {total} tokens computed again",
+        f"{slots} unused · {copied} {copies} · {total} tokens again",
+        f"{short(waste.unused_slots)} slots {copied} {copies} {total} again",
+    )
+    return next((words for words in wordings if len(words) <= room), wordings[-1])
+
+
+def waste(view: View, width: int) -> Row:
+    """Returns the row about the waste."""
+    lead = "waste "
+    return Row(lead, "dim").add(waste_words(view.waste, width - len(lead), view.recomputed), "dim")
+
+
+class Occupancy(LinePanel, can_focus=False):
+    """The bar and the numbers of blocks in one line, and the waste in a second line, for small screens."""
+
+    FRAME = "none"
+    NEEDS_STATE = True
+    DEFAULT_CSS = "Occupancy { height: 2; }"
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        shown = view.moment.shown
+        words = Row(" ").extend(legend(shown)).add(f"of {shown.total:,}", "dim")
+        head = lead(shown)
+        room = width - head.width - words.width
+        if room < MIN_BAR:  # leave out the total
+            words = Row(" ").extend(legend(shown))
+            room = width - head.width - words.width
+        if room < MIN_BAR:  # leave out the names
+            words = Row(" ")
+            for code in ORDER:
+                words.add(glyph(code), STATE_NAMES[code]).add(f" {shown.counts[code]:,} ")
+            room = max(4, width - head.width - words.width)
+        return Picture([head.extend(bar(shown, room)).extend(words.runs).done(width), waste(view, width).done(width)])

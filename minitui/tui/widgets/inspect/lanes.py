@@ -1,0 +1,308 @@
+"""Batch lanes: which requests waited, and which ran? A row is a request; a column is k steps, the newest at the right.
+
+A cell shows one phase. If several occur in the column's steps, the first in this order has priority: preempted,
+finished, prefill, decode, waiting. A row above the requests shows the duration of the slowest step of each column.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+from textual.binding import Binding
+
+from minitui.text import ms
+from minitui.tui.glyphs import glyphs
+from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
+from minitui.tui.widgets.inspect.vitals import spark
+from minitui.tui.widgets.rows import Row, Run, Runs, fit, fitting, legend, runs_width
+from minitui.viewmodel.history.lane import DECODING, FINISHED, GAINING, NOTHING, PREEMPTED, PREFILLING, QUEUED, Lane
+from minitui.viewmodel.history.lanes import LaneRows
+from minitui.viewmodel.view import View
+
+SPAN_SECONDS = 10.0
+STEPS_PER_COLUMN = (1, 2, 5, 10, 20, 50, 100, 200, 500)
+STYLES = {
+    NOTHING: "ink", QUEUED: "dim", DECODING: "decode", GAINING: "hit", PREFILLING: "prefill", FINISHED: "good",
+    PREEMPTED: "bad",
+}  # fmt: skip
+WORDS = {
+    PREFILLING: "prefill", DECODING: "decode", QUEUED: "waits", PREEMPTED: "preempted", FINISHED: "done",
+}  # fmt: skip
+
+
+class BatchLanes(LinePanel):
+    """Up and down choose a request, left and right a step; [ and ] set the steps per column; PageUp/PageDown scroll."""
+
+    TITLE = "Batch lanes"
+    NEEDS_STATE = True
+    help_text = paragraphs("""\
+Continuous batching. Each line is a request, each column one or more steps. A request first waits, then its prompt is
+prefilled (many tokens per step), then it decodes until it finishes. Requests join and leave
+between any two steps; no request waits for the slowest request of a batch. The first row is the time: -2 s is two
+seconds before the last step. The second row has a bar for the duration of each step; for a column of several steps,
+of the slowest. A full bar is the longest duration in sight; the last row says how long it is. × means preempted: the
+pool was full and the request released its blocks. With more requests than lines, a line is reused when its request has
+finished: "r9 +2" means that r9 uses the line now, and that two finished requests used it before. If you select one of
+these two, the label names that request.""")
+    BINDINGS: ClassVar = [
+        Binding("up", "choose(-1)", "request above", show=False, id="lanes.up"),
+        Binding("down", "choose(1)", "request below", show=False, id="lanes.down"),
+        Binding("left", "step(-1)", "step before", show=False, id="lanes.left"),
+        Binding("right", "step(1)", "step after", show=False, id="lanes.right"),
+        Binding("pageup", "scroll(-1)", "earlier", show=False, id="lanes.earlier"),
+        Binding("pagedown", "scroll(1)", "later", show=False, id="lanes.later"),
+        Binding("left_square_bracket", "zoom(-1)", "fewer steps per column", show=False, id="lanes.finer"),
+        Binding("right_square_bracket", "zoom(1)", "more steps per column", show=False, id="lanes.coarser"),
+        Binding("end", "latest", "now", show=False, id="lanes.latest"),
+        Binding("enter", "open", "details", show=False, id="lanes.open"),
+    ]
+
+    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
+        super().__init__(id=id, frame=frame)
+        self.k = 1
+        self.fixed_k: int | None = None  # the k chosen by the user
+        self.back = 0  # number of columns scrolled back
+        self.first_step = 0  # the first step of the leftmost column
+        self.columns = 0
+        self.label = 5  # cells for the labels at the left
+        self.rows = LaneRows()
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        named = width >= 84
+        lanes = view.history.lanes.lanes
+        widest = len(str(max(lanes))) if lanes else 1
+        self.label = max(9, widest + 5) + (11 if named else 0)
+        self.columns = max(1, width - self.label)
+        horizon = view.moment.horizon
+        self._choose_k(view, horizon)
+        last_column = horizon // self.k - self.back
+        self.first_step = (last_column - self.columns + 1) * self.k
+        end = min(horizon, self.first_step + self.k * self.columns - 1)
+        scale = (self.back, self.k)
+        self.rows.place(view.history.lanes, max(0, height - 3), self.first_step, end, scale, selected(view, "request"))
+        rows: list[Runs] = [self._scale(view, width, horizon), self._slowest(view, width, horizon)]
+        rows += [self._row(view, slot, width, horizon, named) for slot in self.rows.slots]
+        rows.append(self._rest(view, width, end))
+        steps = "1 column = 1 step" if self.k == 1 else f"1 column = {self.k} steps"
+        note = [(steps, "ink"), *self.own_key("[ ]")]
+        title = "Batch lanes · requests over steps"
+        return Picture(rows, title=title, brief=self.TITLE, note=note, legend=self._legend(view, width))
+
+    def _legend(self, view: View, width: int) -> list[Run]:
+        marks = _marks()
+        lanes = view.history.lanes.lanes
+        left_out = -1 if any(lanes[id].preemptions for slot in self.rows.slots for id in slot) else PREEMPTED
+        entries = [(marks[code], STYLES[code], word) for code, word in WORDS.items() if code != left_out]
+        if any(lane.gains for lane in view.history.lanes.active.values()):
+            entries.append((glyphs().gaining, "hit", "drafts accepted"))
+        if any(len(slot) > 1 for slot in self.rows.slots):
+            with_note = legend(("+2", "ink", "2 finished before"), *entries)
+            if runs_width(with_note) <= width - 4:
+                return with_note
+        return legend(*entries)
+
+    def _choose_k(self, view: View, horizon: int) -> None:
+        if self.fixed_k is not None:
+            self.k = self.fixed_k
+            return
+        if view.moment.exact and view.history.steps.last - view.history.steps.first < self.columns:
+            self.k = 1
+            return
+        last = view.history.steps.get(horizon)
+        if last is None:
+            return
+        steps = last.step - view.history.steps.since(last.t - SPAN_SECONDS, last.step) + 1
+        needed_k = next((k for k in STEPS_PER_COLUMN if k * self.columns >= steps), STEPS_PER_COLUMN[-1])
+        # In a moving picture, choose a smaller k only if all steps clearly fit: the scale must not jump to and fro.
+        if (
+            view.moment.still
+            or needed_k > self.k
+            or (2.5 * needed_k < self.k and steps < 0.8 * needed_k * self.columns)
+        ):
+            self.k = needed_k
+
+    def _scale(self, view: View, width: int, horizon: int) -> Runs:
+        """Returns the time scale: how many seconds ago the steps of some columns ended."""
+        row = Row("time", "dim").to(self.label)
+        last = view.history.steps.get(min(horizon, self.first_step + self.k * self.columns - 1))
+        if last is None:
+            return row.done(width)
+        now = f"step {last.step:,}"
+        marks: list[tuple[int, str]] = []
+        for seconds in (60, 30, 20, 10, 5, 2, 1):
+            step = view.history.steps.since(last.t - seconds, last.step)
+            if step <= max(view.history.steps.first, 0):
+                continue
+            column = (step - self.first_step) // self.k
+            if 0 <= column < self.columns - len(now) - 6 and all(abs(column - at) > 6 for at, _ in marks):
+                marks.append((column, f"-{seconds} s"))
+        for column, text in sorted(marks):
+            if self.label + column >= row.width:
+                row.to(self.label + column).add(text, "dim")
+        return row.right(now, width, "dim").done(width)
+
+    def _slowest(self, view: View, width: int, horizon: int) -> Runs:
+        """Returns the slowest step of each column as a sparkline."""
+        steps = view.history.steps
+        at = steps.indices(self.first_step, min(horizon, self.first_step + self.k * self.columns - 1))
+        row = Row("duration" if self.label < 18 else "duration of step", "dim").to(self.label)
+        if not len(at):
+            return row.done(width)
+        took = np.nan_to_num(steps.column("took")[at])
+        column = (steps.column("step")[at] - self.first_step) // self.k
+        worst = np.zeros(self.columns)
+        np.maximum.at(worst, column, took)
+        return row.add(spark(worst), "step").done(width)
+
+    def _row(self, view: View, slot: list[int], width: int, horizon: int, named: bool) -> Runs:
+        """Returns one row with the phases of its requests. The label names the selected request, or else the
+        last request of the row, and gives the number of other requests. The name of each other finished request follows
+        its end, if there is room."""
+        lanes = view.history.lanes.lanes
+        seen = [lanes[id] for id in slot if lanes[id].submitted_step <= horizon + 1 and view.moment.begun(lanes[id])]
+        if not seen:
+            return Row().done(width)
+        owner = next((lane for lane in reversed(seen) if lane.id in view.links.requests), seen[-1])
+        lit = owner.id in view.links.requests
+        ground = " on select" if lit else ""
+        live = owner.finish_step > horizon
+        row = Row(f"r{owner.id}", ("bold accent" if lit else "ink" if live else "dim") + ground)
+        if len(seen) > 1:
+            row.add(f" +{len(seen) - 1}", "dim" + ground)
+        if named:
+            row.to(self.label - 11, " ", "ink" + ground)
+            row.add(fit(view.texts.group_name(owner.group), 10), ("ink" if lit else "dim") + ground)
+        row.to(self.label, " ", "ink" + ground)
+        cells = [(NOTHING, False)] * self.columns
+        for lane in seen:
+            lit = lane.id in view.links.requests
+            for code, columns in lane.pieces(self.first_step, self.k, self.columns, horizon):
+                for x in columns:
+                    if code > cells[x][0]:
+                        cells[x] = (code, lit)
+        if view.links.step is not None:
+            x = (view.links.step - self.first_step) // self.k
+            if 0 <= x < self.columns:
+                cells[x] = (cells[x][0], True)
+        names = self._names(cells, [lane for lane in seen if lane is not owner and lane.finish_step <= horizon])
+        marks = _marks()
+        start = 0
+        for x in range(1, self.columns + 1):
+            if x < self.columns and cells[x] == cells[start] and x not in names and start not in names:
+                continue
+            if x < self.columns and start in names and x - start < len(names[start]):
+                continue
+            code, lit = cells[start]
+            text = names.get(start) or marks[code] * (x - start)
+            row.add(text, ("dim" if start in names else STYLES[code]) + (" on select" if lit else ""))
+            start = x
+        return row.done(width)
+
+    def _names(self, cells: list[tuple[int, bool]], ended: list[Lane]) -> dict[int, str]:
+        """Returns {column after the request's end: name of the request} for requests that are not in the label."""
+        names = {}
+        for lane in ended:
+            at, name = (lane.finish_step - self.first_step) // self.k + 1, f"r{lane.id}"
+            if at > 0 and at + len(name) < self.columns and {*cells[at : at + len(name) + 1]} == {(NOTHING, False)}:
+                names[at] = name
+        return names
+
+    def _rest(self, view: View, width: int, end: int) -> Runs:
+        """Returns the last row: the number of requests without a row, by phase."""
+        shown = {id for slot in self.rows.slots for id in slot}
+        requests = view.moment.shown.state.requests
+        hidden = [
+            r
+            for id, r in requests.items()
+            if id not in shown and view.history.lanes.lanes[id].submitted_step <= end + 1
+        ]
+        decoding = sum(r.joined_at >= 0 for r in hidden)
+        waiting = sum(r.state != "running" for r in hidden)
+        ended = view.history.lanes.number_ended(self.first_step, end)
+        ended -= sum(self.first_step <= view.history.lanes.lanes[id].finish_step <= end for id in shown)
+        if end == view.moment.horizon:  # steps overlap: a request may have finished while the next steps were planned
+            later = [lane for lane in view.history.lanes.ended_since(end + 1) if lane.id not in shown]
+            ended += sum(lane.id not in requests and view.moment.begun(lane) for lane in later)
+        prefilling = len(hidden) - decoding - waiting
+        counts = ((decoding, "decoding"), (prefilling, "prefilling"), (waiting, "waiting"), (ended, "done"))
+        row = Row()
+        if parts := [f"{n:,} {word}" for n, word in counts if n]:
+            texts = ("+ " + ", ".join(parts), "+ " + ", ".join(part.removesuffix("ing") for part in parts))
+            row.add(fitting(width, *texts), "dim")
+        took = view.history.steps.column("took")[view.history.steps.indices(self.first_step, end)]
+        took = took[took > 0]
+        if len(took):
+            text = f"duration of these steps: {ms(took.min())} to {ms(took.max())} ms"
+            if row.width + len(text) + 3 <= width:
+                row.right(text, width, "dim")
+        return row.done(width)
+
+    # ---- selection and scale
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        index = row - 2
+        if 0 <= index < len(self.rows.slots) and self.rows.slots[index]:
+            view.select("request", self._request_at(view, self.rows.slots[index], column))
+        elif row < 2 and column >= self.label:
+            self._select_step(view, self.first_step + (column - self.label) * self.k)
+
+    def _request_at(self, view: View, slot: list[int], column: int) -> int:
+        """Returns the request of a row that was waiting or running in a column; if none was, the row's last request."""
+        step = self.first_step + (column - self.label) * self.k
+        lanes = view.history.lanes.lanes
+        here = [id for id in slot if lanes[id].submitted_step <= step + self.k and lanes[id].finish_step >= step]
+        return here[-1] if here and column >= self.label else slot[-1]
+
+    def action_choose(self, by: int) -> None:
+        """Select the request in the row above or below."""
+        rows = [slot for slot in self.rows.slots if slot]
+        if not rows:
+            return
+        chosen = selected(self.view, "request")
+        found = [i for i, slot in enumerate(rows) if chosen in slot]
+        if found:
+            at = max(0, min(len(rows) - 1, found[0] + by))
+        else:
+            at = len(rows) - 1 if by < 0 else 0
+        self.view.select("request", rows[at][-1])
+        self.repaint()
+
+    def action_step(self, by: int) -> None:
+        chosen = selected(self.view, "step")
+        step = self.view.moment.horizon if chosen is None else chosen + by * self.k
+        self._select_step(self.view, step)
+        self.repaint()
+
+    def _select_step(self, view: View, step: int) -> None:
+        step = max(max(view.history.steps.first, 0), min(view.moment.horizon, step))
+        if step in view.history.steps:
+            view.select("step", step)
+
+    def action_scroll(self, by: int) -> None:
+        self.back = max(0, self.back - by * max(1, self.columns // 2))
+        kept = (self.view.moment.horizon - max(self.view.history.steps.first, 0)) // self.k
+        self.back = min(self.back, max(0, kept - self.columns // 2))
+        self.repaint()
+
+    def action_zoom(self, by: int) -> None:
+        at = STEPS_PER_COLUMN.index(self.k) if self.k in STEPS_PER_COLUMN else 0
+        self.fixed_k = STEPS_PER_COLUMN[max(0, min(len(STEPS_PER_COLUMN) - 1, at + by))]
+        self.repaint()
+
+    def action_latest(self) -> None:
+        self.back_to_now()
+        self.back, self.fixed_k = 0, None
+        self.repaint()
+
+    def action_open(self) -> None:
+        if self.view.selection is not None:
+            self.post_message(Opened(self.view.selection.kind, self.view.selection.id))
+
+
+def _marks() -> dict[int, str]:
+    g = glyphs()
+    return {
+        NOTHING: " ", QUEUED: g.queued, DECODING: g.decode, GAINING: g.gaining, PREFILLING: g.prefill,
+        FINISHED: g.finished, PREEMPTED: g.preempted,
+    }  # fmt: skip

@@ -1,0 +1,365 @@
+"""Timings: why are steps slow?
+
+The panel shows percentiles for each kind of step, the slowest step and its cause, the parts of the last time to first
+token, and the work of host and device in the last few steps. A large panel shows charts and the slowest steps instead.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+from textual.binding import Binding
+
+from minitui.text import ms, short
+from minitui.tui.glyphs import glyphs
+from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs
+from minitui.tui.widgets.chart import LABEL, bars, scale_of
+from minitui.tui.widgets.inspect.host_device import host_and_device, means_row
+from minitui.tui.widgets.inspect.step_bar import cause_within
+from minitui.tui.widgets.inspect.timeline import JumpRequested
+from minitui.tui.widgets.inspect.timing_rows import (
+    KINDS,
+    drafts_row,
+    exchange_row,
+    first_token_row,
+    kind_rows,
+    limit_rows,
+    slowest_rows,
+)
+from minitui.tui.widgets.rows import Row, Run, Runs, first_rows, fitting, legend
+from minitui.viewmodel.explain.timing import StepTimes, Timings, rows_of, step_times, usual_words, why_slow
+from minitui.viewmodel.history.steps import StepRow
+from minitui.viewmodel.view import View
+
+STYLES = ("decode", "prefill", "prefill-2")  # of step_times.KINDS
+HISTOGRAM = 30  # cells
+BESIDE_FROM = 72  # cells: a narrower panel has no histogram
+LEAST_CHART = 4  # rows of the smallest chart
+KIND = 9  # cells
+DEVICE_FROM = 100  # cells: the list of a narrower panel has no device times
+
+
+def charts(times: StepTimes, width: int, rows: int, chosen: int | None) -> list[Runs]:
+    """Returns the chart of step times with the histogram beside it. `chosen`: a step whose column is marked."""
+    beside = HISTOGRAM if width >= BESIDE_FROM else 0
+    room = width - beside - bool(beside) * 2
+    k, longest, median, slowest = times.columns(max(1, room - LABEL))
+    scale = scale_of(longest, median)
+    at = np.flatnonzero(times.step == chosen)
+    cursor = int(at[0]) // k if len(at) else None
+    styles = [STYLES[int(times.kind[i])] for i in slowest]
+    head = Row("ms, log" if scale.low else "ms", "dim").to(LABEL)
+    head.add(_heading(k, room - head.width), "dim")
+    drawn = [head.done(room), *bars(longest, styles, scale, rows - 2, room, ms, solid=median, cursor=cursor)]
+    first, last = f"{int(times.step[0]):,}", f"{int(times.step[-1]):,}"
+    axis = Row("step", "dim").to(LABEL).add(first, "dim")
+    drawn.append(axis.right(last, max(axis.width + len(last) + 1, LABEL + len(longest)), "dim").done(room))
+    if not beside:
+        return drawn
+    gap: list[Run] = [("  ", "ink")]
+    return [(*left, *gap, *right) for left, right in zip(drawn, _histogram(times, beside, rows), strict=True)]
+
+
+def _heading(k: int, width: int) -> str:
+    """Returns what the columns of the chart show: `k` steps each."""
+    if k == 1:
+        return "took"
+    whole = f"took: the median, up to the longest of {k} steps"
+    return fitting(width, whole, f"took: median and longest of {k}", "took")
+
+
+def _histogram(times: StepTimes, width: int, rows: int) -> list[Runs]:
+    drawn = [Row("up to", "dim").right("steps", width, "dim").done(width)]
+    bins = times.histogram(rows - 1)
+    most = max(sum(counts) for _, counts in bins)
+    room = width - LABEL - 7
+    for limit, counts in bins:
+        row = Row(ms(limit).rjust(LABEL - 2), "dim").to(LABEL)
+        total = sum(counts)
+        cells = max(1, round(total / most * room)) if total else 0
+        begin = seen = 0
+        for count, style in zip(counts, STYLES, strict=True):
+            seen += count
+            end = round(cells * seen / total) if total else 0
+            row.add(glyphs().busy * (end - begin), style)
+            begin = end
+        drawn.append(row.right(short(total) if total else "", width, "dim").done(width))
+    return [*drawn, *[Row().done(width)] * (rows - len(drawn))]
+
+
+def up_down() -> str:
+    """Returns the keys that choose a step of the list, in words."""
+    return "↑ ↓" if glyphs().rule != "-" else "^ v"
+
+
+def list_top(slowest: list[StepRow], chosen: int, rows: int) -> int:
+    """Returns the index of the first step that a list of `rows` rows, one of them its heading, shows."""
+    return max(0, min(chosen - rows + 2, len(slowest) - rows + 1))
+
+
+def room_for_why(view: View, width: int) -> int:
+    """Returns the cells for the cause of a step in its row of the list."""
+    return width - _ends(view, width)[-1] - 2 - KIND
+
+
+def _ends(view: View, width: int) -> tuple[int, ...]:
+    """Returns where the columns of figures end: step, took and, in a wide panel, device."""
+    return (20, 29, 38) if view.timings.device_ms is not None and width >= DEVICE_FROM else (20, 29)
+
+
+def slow_steps(
+    slowest: list[StepRow], view: View, at: int, chosen: bool, width: int, rows: int, among: int
+) -> list[Runs]:
+    """Returns the list of the slowest steps, with the step at index `at`. `chosen`: it is highlighted. `among`: they
+    are the slowest ones of so many steps. The heading says so, and how many do not fit."""
+    room, top, ends = rows - 1, list_top(slowest, at, rows), _ends(view, width)
+    head = Row(f"slowest {len(slowest)}", "dim")
+    for name, end in zip(("step", "took ms", "device"), ends, strict=False):
+        head.right(name, end, "dim")
+    head.to(ends[-1] + 2).add("kind".ljust(KIND) + "why", "dim")
+    last, hidden = f"of the last {among:,} steps", len(slowest) - room
+    more = f"+{hidden} more: {up_down()}" if hidden > 0 else ""
+    told = [f"{last} · {more}", f"of {among:,} steps · {more}", more] if more else [last, f"of {among:,} steps"]
+    head.right(fitting(width - head.width - 2, *told, ""), width, "dim")
+    drawn = [head.done(width)]
+    for i in range(top, min(len(slowest), top + room)):
+        step = slowest[i]
+        ground = " on select" if chosen and i == at else ""
+        row = Row(f"{i + 1:>9}", "dim" + ground)
+        device = glyphs().dash if step.device_ms is None else ms(step.device_ms)
+        for text, end in zip((f"{step.step:,}", ms(step.took_ms or 0.0), device), ends, strict=False):
+            row.to(end - len(text), " ", "ink" + ground).add(text, "bold ink" + ground)
+        style = STYLES[("decode", "mixed", "prefill").index(step.kind)]
+        row.to(ends[-1] + 2, " ", "ink" + ground).add(step.kind.ljust(KIND), style + ground)
+        model = view.models.of(step.step)
+        usual = usual_words(step, model)
+        fits = 0 < len(usual) <= width - row.width
+        why = usual if fits else cause_within(step, model, width - row.width) or "expected time unknown"
+        drawn.append(row.add(why, "ink" + ground).to(width, " ", "ink" + ground).done(width))
+    return drawn
+
+
+LARGE_FROM = 15  # rows: a panel of this height shows the charts and the slowest steps
+WHOLE_LIST = 9  # rows: the tracks are left out of a panel with fewer for the list
+FOOT = 3  # rows for the whole cause of a step
+LEAST_LIST = 4  # rows: a smaller panel has the list without the charts if so many rows are free
+SLOWEST = 10
+SPANS = (200, 1_000, 5_000, 32_768)  # the numbers of steps that the large form can show
+
+
+class StepTimings(LinePanel):
+    """The panel of timings. Enter opens the details of the slowest step."""
+
+    TITLE = "Timings"
+    NEEDS_STATE = True
+    help_text = paragraphs("""\
+Decoding usually waits for memory: it reads the weights for few tokens, so a few more requests often cost little. A long
+prefill computes many tokens at once, and usually waits for computation. A mixed step does both, and every request in it
+waits for the whole step: this is a reason to cut long prompts into chunks. One step in a hundred takes longer than p99.
+The table is about the steps of the last ten seconds: the title says how many. It has the time that a step took ("took
+ms"), with a kind's share of the time. Where steps overlap, it has the device's times ("device ms") and shares of the
+device's time, because the time between two results includes the launch of the next step. The chart and the list of the
+slowest steps always have the time that a step took ("took"), and the list has the device's time beside it where there
+is room.
+
+A step's time begins with the results of the step before: it contains the commit of that step and, with overlap, the
+plan and the launch of the next step. Pauses and slow motion do not count. A prefill is launched kernel by kernel, so
+its launch can cost more time than the device.
+
+"Expected" is the time that a step should take. It is computed from rows, prompt tokens and the keys that attention
+reads, with costs that are fitted to up to 1,000 steps before; at the beginning of a run, to its first steps. A replay
+of the whole run says the same. The first 1,000 steps of a recording that begins later are explained by all of them. A
+step that would determine its own expected time is left out. If the steps before had other numbers of rows, and do not
+tell what these rows cost, the expected time is unknown. The explanation of a step stays the same. The
+number after "+" is the excess, followed by its measured causes, all in milliseconds. An excess of up to 25 % of the
+expected time is the usual variation: it has no causes. A "rest" beside causes is
+within it, too.
+
+"Unexplained" is the part of the excess for which no cause was measured. A prompt has a cost only if the fit determines
+this cost: its standard error is at most 30 % of it. vLLM reports only when a step ended, not the launch or the device:
+there, no time can be put down to prompts.
+
+With several ranks (GPUs), each rank computes a part of every layer, and twice per layer the ranks add up their parts.
+During this exchange, no rank computes; the time of the exchange includes the wait for the slowest rank.
+
+A line says whether the host or the device limits the speed: the device, if the host waits for half of the time or more.
+If this differs, there is a line for the steps in whose time the host launched prompts, and one for the others, with
+their number and share of the time. With overlap, the host launches a prompt in the time of the step before: so a step
+can launch prompts and decode only. If another program had the core of the engine (also the process that draws
+this screen), a line has its share of the time; host and device share the other time. The times of steps, host and
+device include it, and the two means then say "with other programs". A record has the length of these
+delays, but not their place in the step, so the host's share of the other time can be a range. The delays are not read
+in every short step: a reading has those of all steps since the reading before. A line says if they are known for less
+than 90 % of the steps. The tracks show the work of host and device in the last steps. While the device computes, the
+host can plan the next step. The device's time runs from a step's first kernel to its last. Without CUDA graphs the
+device also waits for launches in this time, so it is busy for at most the given share of the time. The waterfall (w)
+shows the tracks with an axis, for all steps that are kept.
+
+Where there is room, a list has the slowest ten of the last 1,000 steps (its heading says of how many; in a large panel,
+left and right change it) with their causes; a large panel (z) also shows the time of each
+step and a histogram. Up and down choose a step of the list; a cause that is too long for its row is below the list. d
+opens all details of the step, and Enter goes back in time to the step, as does a click on the chosen step. Where the
+list is narrow, a time with a plus is an excess, as "launch +12.3", and one without is expected.""")
+    BINDINGS: ClassVar = [
+        Binding("enter", "open", "open the slowest step, or go to the chosen one", show=False, id="timings.open"),
+        Binding("d", "details", "all details of the chosen step", show=False, id="timings.details"),
+        Binding("up", "choose(-1)", "slower step", show=False, id="timings.up"),
+        Binding("down", "choose(1)", "faster step", show=False, id="timings.down"),
+        Binding("left", "span(1)", "more steps", show=False, id="timings.left"),
+        Binding("right", "span(-1)", "fewer steps", show=False, id="timings.right"),
+    ]
+
+    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
+        super().__init__(id=id, frame=frame)
+        self.times: StepTimes | None = None  # the steps of the charts and of the list; None: only the slowest is shown
+        self.slowest: list[StepRow] = []
+        self.chosen: int | None = None  # a step of `slowest`; None: no row is chosen
+        self.span = 1  # index in SPANS
+        self._list_row = self._listed = 0  # where the list begins, and its rows with the heading
+        self._slowest_rows = range(0)  # the rows about the slowest step, if there is no list
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        t = view.timings
+        rows = kind_rows(t, width)
+        more = [first_token_row(t, width)]
+        if t.drafted:
+            more.append(drafts_row(t, width))
+        if t.ranks > 1:
+            more.append(exchange_row(t, width))
+        rest = height - len(rows) - len(more) - len(t.limits)
+        self.times = (
+            step_times(view.history.steps, view.moment.horizon, SPANS[self.span]) if rest >= 2 + LEAST_LIST else None
+        )
+        if self.times is None or not len(self.times.took):
+            self.times = None
+            return self._small(view, rows, more, width, height)
+        if height >= LARGE_FROM:
+            return self._large(self.times, view, [*rows, *more], width, height)
+        rows += more
+        tracks = height >= len(rows) + 2 + WHOLE_LIST
+        if tracks:
+            rows += host_and_device(view, width)
+        rows += limit_rows(t.limits, width)
+        self._list(self.times, view, rows, width, height - len(rows))
+        return self._framed(t, rows, tracks, f"{up_down()} choose · enter jump · d details")
+
+    def _small(self, view: View, kinds: list[Runs], more: list[Runs], width: int, height: int) -> Picture:
+        """Returns the picture without the list of the slowest steps. What is least important is left out first: the
+        kinds without steps, the tracks, the first token, the rows after it, then the means of host and device."""
+        t = view.timings
+        limits = limit_rows(t.limits, width)
+        if len(kinds) + 1 + len(more) + 2 + len(limits) > height:
+            used = [getattr(t, name).steps for _, name, _ in KINDS]
+            kinds = [kinds[0], *(row for row, steps in zip(kinds[1:], used, strict=True) if steps)]
+        more = more[max(0, len(more) + len(kinds) + len(limits) + 2 - height) :]
+        spare = height - len(kinds) - len(more) - len(limits)
+        slowest = slowest_rows(view, width, max(1, spare if spare < 4 else spare - 2))
+        self._slowest_rows = range(len(kinds), len(kinds) + len(slowest))
+        spare -= len(slowest)
+        tracks = host_and_device(view, width) if spare >= 2 else [means_row(t, width)] * (spare == 1)
+        rows = [*kinds, *slowest, *more, *tracks, *limits]
+        return self._framed(t, rows[:height], len(tracks) == 2, "d details of the slowest")
+
+    def _framed(self, t: Timings, rows: list[Runs], tracks: bool, keys: str) -> Picture:
+        g = glyphs()
+        key = legend(
+            (g.commit, "hit", "plan, launch, commit"), (g.busy, "decode", "decode"),
+            (g.prefill, "prefill", "with prefill"),
+        )  # fmt: skip
+        note = self.own_key(keys, first=True) if t.slowest is not None else []
+        return Picture(rows, title=_title(t), note=note, legend=key if tracks and t.device_ms is not None else [])
+
+    def _large(self, times: StepTimes, view: View, rows: list[Runs], width: int, height: int) -> Picture:
+        """Returns the picture with the charts and the list of the slowest steps."""
+        rows += limit_rows(view.timings.limits, width, reasons=True)
+        rest = height - len(rows)
+        self._choose_slowest(times, view)
+        # The longest foot: the choice of another step then moves no row of the list.
+        foot = max(len(self._foot(step, view, width)) for step in self.slowest)
+        listed = min(len(self.slowest) + 1 + foot, max(4 + foot, rest // 3))
+        if rest - listed >= LEAST_CHART:
+            rows += charts(times, width, rest - listed, self.slowest[self._at].step)
+        else:
+            listed = rest
+        self._list(times, view, rows, width, listed)
+        g = glyphs()
+        arrows = f"{'← →' if g.rule != '-' else '< >'} · {up_down()} choose · enter jump · d details"
+        note: list[Run] = [(f"charts: {len(times.took):,} steps", "ink"), *self.own_key(arrows)]
+        key = legend((g.busy, "decode", "decode"), (g.busy, "prefill", "mixed"), (g.busy, "prefill-2", "prefill"))
+        key.append(("  ░ up to the longest", "dim"))
+        return Picture(rows[:height], title=_title(view.timings), note=note, legend=key)
+
+    def _choose_slowest(self, times: StepTimes, view: View) -> None:
+        self.slowest = rows_of(view.history.steps, times.slowest(SLOWEST))
+        if all(row.step != self.chosen for row in self.slowest):
+            self.chosen = None
+
+    @property
+    def _at(self) -> int:
+        """The index of the chosen step in `slowest`; 0 without a choice."""
+        return next((i for i, row in enumerate(self.slowest) if row.step == self.chosen), 0)
+
+    def _list(self, times: StepTimes, view: View, rows: list[Runs], width: int, height: int) -> None:
+        """Add the list of the slowest steps to the rows, and below it the whole cause of the chosen step."""
+        self._choose_slowest(times, view)
+        foot = self._foot(self.slowest[self._at], view, width, max(0, min(FOOT, height - 2)))
+        self._list_row, self._listed = len(rows), height - len(foot)
+        is_chosen, among = self.chosen is not None, len(times.took)
+        listed = slow_steps(self.slowest, view, self._at, is_chosen, width, self._listed, among)
+        rows += [*listed, *[Row().done(width)] * (self._listed - len(listed)), *foot]
+
+    def _foot(self, step: StepRow, view: View, width: int, most: int = FOOT) -> list[Runs]:
+        """Returns at most `most` rows with the cause of a step, if its row of the list has not all of it."""
+        why = why_slow(step, view.models.of(step.step))
+        if len(why) <= room_for_why(view, width):
+            return []
+        return first_rows(f"step {step.step:,}: {why}", "ink", width, most, "d: details")
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        if self.times is not None:
+            index = row - self._list_row - 1 + list_top(self.slowest, self._at, self._listed)
+            if self._list_row < row < self._list_row + self._listed and 0 <= index < len(self.slowest):
+                chosen, self.chosen = self.chosen, self.slowest[index].step
+                if chosen == self.chosen:
+                    self.action_open()
+        elif row in self._slowest_rows and view.timings.slowest is not None:
+            view.select("step", view.timings.slowest.step)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Allow a choice of steps only where a list shows them."""
+        listed = self.times is not None or action not in ("choose", "span")
+        return listed and super().check_action(action, parameters)
+
+    def action_choose(self, by: int) -> None:
+        """Choose another one of the slowest steps."""
+        if self.times is not None:
+            at = 0 if self.chosen is None else max(0, min(len(self.slowest) - 1, self._at + by))
+            self.chosen = self.slowest[at].step
+            self.repaint()
+
+    def action_span(self, by: int) -> None:
+        """Show more or fewer steps."""
+        self.span = max(0, min(len(SPANS) - 1, self.span + by))
+        self.repaint()
+
+    def action_open(self) -> None:
+        """Open the details of the slowest step; in the large form, go back in time to the chosen step."""
+        if self.times is not None:
+            self.chosen = self.slowest[self._at].step
+            self.view.select("step", self.chosen)
+            self.post_message(JumpRequested(self.chosen))
+            return
+        self.action_details()
+
+    def action_details(self) -> None:
+        """Open the details of the chosen step, or of the slowest one."""
+        slowest = self.slowest[self._at] if self.times is not None else self.view.timings.slowest
+        if slowest is not None:
+            self.view.select("step", slowest.step)
+            self.post_message(Opened("step", slowest.step))
+
+
+def _title(t: Timings) -> str:
+    """Returns the title, with the steps that the table is about."""
+    return f"Timings · {t.steps:,} steps in {t.seconds:.1f} s" if t.steps else "Timings"

@@ -1,0 +1,183 @@
+"""Trends: are first tokens, token gaps, cache hits, pool and queue getting better or worse? One chart for each."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+from textual.binding import Binding
+
+from minitui.text import ms, short
+from minitui.tui.glyphs import glyphs
+from minitui.tui.widgets.base import LinePanel, Picture, paragraphs
+from minitui.tui.widgets.chart import LABEL, Scale, bars, scale_of
+from minitui.tui.widgets.inspect.timeline import JumpRequested
+from minitui.tui.widgets.rows import Row, Run, Runs, fitting, legend
+from minitui.viewmodel.history.rates import BUCKET
+from minitui.viewmodel.history.trends import METRICS, SPANS, Metric, Series, shortest_span
+from minitui.viewmodel.view import View
+
+STYLES = {
+    "first token": "prefill",
+    "token gaps": "decode",
+    "hit of a prompt": "hit",
+    "pool": "pool",
+    "queue": "waiting",
+}
+NAMES = {15: "15 seconds", 60: "1 minute", 300: "5 minutes", 1800: "30 minutes", 7200: "2 hours"}
+
+
+class TrendCharts(LinePanel):
+    """Left and right move the cursor, up and down change the span, Enter goes back in time to the cursor."""
+
+    TITLE = "Trends"
+    NEEDS_STATE = True
+    help_text = paragraphs("""\
+One chart for each figure, over 15 seconds, 1 minute, 5 minutes, 30 minutes or 2 hours: at first the shortest span that
+shows the whole run. In each column the solid part is p50, the
+median, and the shaded part ends at p99: one value in a hundred is higher. For cache hits the bad values are the low
+ones, so p1 is the solid part and p50 is the end of the shaded part.
+
+"First token" is the time from a question to the first token of its answer: queue + prefill. "Token gaps" are the times
+between two tokens of a request, also if it was preempted between them. "Hit of a prompt" is the share of one prompt
+that came from the cache; the hit rate in the vitals is that of all prompt tokens together. "Pool" is the share of
+blocks that hold data, and "queue" the number of waiting requests: for half of the time, they were not above their p50,
+and "now" is the value at the moment of the picture, which may have
+lasted for less than 1 % of the time and be above p99. Pauses and slow motion do not count as time.
+
+Percentiles of up to 4,096 values are exact; of more values, they are exact within 3 %. "Of 64" is the number of values.
+The charts count all first tokens of their span; the median in Timings is that of the last 32 first tokens.
+
+The figures beside each name are of the whole span, or of the column under the cursor. If the largest value is much
+larger than the usual one, the scale is logarithmic.""")
+    BINDINGS: ClassVar = [
+        Binding("left", "move(-1)", "earlier", show=False, id="trends.left"),
+        Binding("right", "move(1)", "later", show=False, id="trends.right"),
+        Binding("pageup", "move(-10)", "ten columns earlier", show=False, id="trends.pageup"),
+        Binding("pagedown", "move(10)", "ten columns later", show=False, id="trends.pagedown"),
+        Binding("up", "span(1)", "longer span", show=False, id="trends.up"),
+        Binding("down", "span(-1)", "shorter span", show=False, id="trends.down"),
+        Binding("home", "latest", "without cursor", show=False, id="trends.latest"),
+        Binding("enter", "jump", "go back in time to the cursor", show=False, id="trends.jump"),
+    ]
+
+    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
+        super().__init__(id=id, frame=frame)
+        self.span = SPANS[0]
+        self._chosen = False  # the user chose the span
+        self.back: int | None = None  # the cursor, in columns before the last; None: no cursor
+        self._ends = np.empty(0)
+        self._columns = 1
+        self._wide = 1  # cells of a column
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        now, live = (view.moment.bucket * BUCKET, False) if view.moment.travel_text else (view.history.rates.now, True)
+        if not self._chosen:
+            self.span = shortest_span(now)
+        columns = max(1, width - LABEL)
+        each, more = divmod(max(0, height - 1), len(METRICS))  # rows of a chart; the first `more` charts have one more
+        rows: list[Runs] = []
+        cursor = None
+        for i, metric in enumerate(METRICS):
+            series, whole = view.history.trends.series(metric.name, self.span, columns, now, live)
+            self._ends, self._columns = series.end, len(series.end)
+            self._wide = max(1, columns // self._columns)
+            if self.back is not None:
+                self.back = min(self.back, self._columns - 1)
+                cursor = self._columns - 1 - self.back
+            level = {"pool": 100 * view.moment.shown.used, "queue": len(view.moment.shown.state.queue)}.get(metric.name)
+            rows += self._chart(metric, series, whole, level, max(0, each + (i < more) - 1), width, cursor)
+        rows.append(self._axis(now, width, cursor))
+        g = glyphs()
+        arrows = "← → cursor · ↑ ↓ span" if g.rule != "-" else "< > cursor | ^ v span"
+        note: list[Run] = [(NAMES[self.span], "ink"), *self.own_key(f"{arrows} · enter jump")]
+        key = legend((g.busy, "ink", "p50"), (g.cached, "ink", "up to p99"))
+        return Picture(rows[:height], note=note, legend=[*key, ("  hits: p1, up to p50", "dim")])
+
+    def _chart(
+        self, metric: Metric, series: Series, whole: tuple[float, float, int], level: float | None, rows: int,
+        width: int, cursor: int | None,
+    ) -> list[Runs]:  # fmt: skip
+        """Returns the rows of a chart. `level`: the value of a level at the moment of the picture."""
+        p50, tail, count = whole if cursor is None else series.at(cursor)
+        row = Row(metric.name, "bold ink")
+        if level is not None and cursor is None:
+            row.add("  now ", "dim").add(f"{_number(metric, level)} {metric.unit}".rstrip(), "ink")
+        for name, value in (("p50", p50), (f"p{metric.tail}", tail)):
+            text = glyphs().dash if np.isnan(value) else f"{_number(metric, value)} {metric.unit}".rstrip()
+            row.add(f"  {name} ", "dim").add(text, "ink")
+        if not metric.level:
+            row.add(f"  of {short(count)}", "dim")
+        low, high = (series.p50, series.tail) if metric.tail > 50 else (series.tail, series.p50)
+        scale = Scale(0.0, 100.0) if metric.unit == "%" else scale_of(high, low)
+        if metric.name == "queue":
+            scale = Scale(scale.low, max(1.0, scale.high, level or 0.0))
+        if scale.low:
+            row.add(fitting(width - row.width, "  log scale", "  log", ""), "dim")
+        shown = np.where(high > 0, high, np.nan)  # zero is an empty column
+        shown, low = np.repeat(shown, self._wide), np.repeat(low, self._wide)
+        drawn = bars(
+            shown, [STYLES[metric.name]] * len(shown), scale, rows, width, lambda value: _mark(metric, value),
+            solid=low, cursor=None if cursor is None else cursor * self._wide,
+        )  # fmt: skip
+        return [row.done(width), *drawn]
+
+    def _axis(self, now: float, width: int, cursor: int | None) -> Runs:
+        """Returns the times below the columns, as minutes and seconds before the end of the picture."""
+        row = Row("time", "dim").to(LABEL)
+        places = [0, self._columns // 4, self._columns // 2, 3 * self._columns // 4]
+        for x in places if cursor is None else [0, cursor]:
+            begin = float(self._ends[x - 1]) if x else float(self._ends[0]) - self.span / self._columns
+            text = _ago(now - (float(self._ends[x]) if x == cursor else begin))
+            at = LABEL + x * self._wide
+            if at >= row.width and at + len(text) <= LABEL + self._columns * self._wide - 5:
+                row.to(at).add(text, "bold accent" if x == cursor else "dim")
+        return row.right("now", LABEL + self._columns * self._wide, "dim").done(width)
+
+    # ---- keys and the mouse
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        at = (column - LABEL) // self._wide
+        if 0 <= at < self._columns:
+            self.back = self._columns - 1 - at
+
+    def action_move(self, by: int) -> None:
+        at = 0 if self.back is None else self.back - by
+        self.back = max(0, min(self._columns - 1, at))
+        self.repaint()
+
+    def action_span(self, by: int) -> None:
+        """Show a longer or shorter span."""
+        self._chosen = True
+        self.span = SPANS[max(0, min(len(SPANS) - 1, SPANS.index(self.span) + by))]
+        self.back = None
+        self.repaint()
+
+    def action_latest(self) -> None:
+        self.back = None
+        self.repaint()
+
+    def action_jump(self) -> None:
+        """Go back in time to the last step of the column under the cursor."""
+        if self.back is None:
+            return
+        step = self.view.history.steps.before_bucket(int(self._ends[self._columns - 1 - self.back] / BUCKET))
+        if step is None:
+            self.app.notify("no step of this time is kept", markup=False)
+        else:
+            self.post_message(JumpRequested(step))
+
+
+def _number(metric: Metric, value: float) -> str:
+    return ms(value) if metric.unit == "ms" else short(value)
+
+
+def _mark(metric: Metric, value: float) -> str:
+    """Returns a value of the scale; empty for a fraction of a small number of requests."""
+    whole = bool(metric.unit) or value >= 10 or value == round(value)
+    return _number(metric, value) if whole else ""
+
+
+def _ago(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"-{minutes}:{rest:02d}"

@@ -1,0 +1,363 @@
+"""The waterfall: the work of host and device on an axis of time, and below it a track for each request.
+
+The picture ends with the newest step until it is moved. It shows the same as the export for Perfetto: both draw the
+spans of viewmodel/history/spans.py. Only the steps in sight are computed.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+from textual import events
+from textual.binding import Binding
+
+from minitui.text import duration
+from minitui.tui.widgets.base import LinePanel, Opened, Picture, paragraphs, selected
+from minitui.tui.widgets.inspect.timing_rows import limit_rows
+from minitui.tui.widgets.inspect.waterfall_texts import (
+    at_cursor,
+    covering,
+    figures,
+    labels,
+    request_labels,
+    request_legend,
+)
+from minitui.tui.widgets.rows import Row, Run, Runs, fit
+from minitui.tui.widgets.tracks import SCALES, UNKNOWN, Scale, number, numbered, ruler, track
+from minitui.viewmodel.history.device_spans import PERHAPS
+from minitui.viewmodel.history.lane import Lane
+from minitui.viewmodel.history.spans import Span, Timeline
+from minitui.viewmodel.view import View
+
+MOST_STEPS = 200  # the most steps in sight
+
+
+class AxisPanel(LinePanel):
+    """Owns the part of the axis that is in sight, and the cursor. `[` and `]` change the scale, page up and page down
+    move the picture; the mouse drags it, and its wheel changes the scale."""
+
+    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
+        super().__init__(id=id, frame=frame)
+        self.right: float | None = None  # the right edge on the axis; None: follows the newest step
+        self.cursor: float | None = None  # a place on the axis
+        self.chosen_ms: float | None = None  # the scale chosen by the user, in ms per column
+        self.scale = Scale(0.0, 1.0, 1)
+        self.steps_in_sight = (0, -1)  # the first and the last
+        self.label = 0  # cells for the names of the tracks
+        self._drag: tuple[int, float] | None = None  # where the mouse button was pressed, and the right edge then
+        self._dragged = False
+
+    @property
+    def cursor_column(self) -> int | None:
+        """The column of the cursor, which may be out of sight; None without a cursor."""
+        return None if self.cursor is None else self.scale.column(self.cursor)
+
+    def ends_drag(self) -> bool:
+        """Returns True if a click is the end of a drag; asking a second time returns False."""
+        dragged, self._dragged = self._dragged, False
+        return dragged
+
+    def on_mouse_down(self, event: events.MouseDown) -> None:
+        if self.painted:
+            self._drag, self._dragged = (event.x, self.scale.right), False
+            self.capture_mouse()
+
+    def on_mouse_move(self, event: events.MouseMove) -> None:
+        if self._drag is not None and event.x != self._drag[0]:
+            self._dragged = True
+            self._move_to(self._drag[1] - (event.x - self._drag[0]) * self.scale.ms)
+
+    def on_mouse_up(self, event: events.MouseUp) -> None:
+        self._drag = None
+        self.release_mouse()
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        self._wheel(event, -1)
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        self._wheel(event, 1)
+
+    def _wheel(self, event: events.MouseEvent, by: int) -> None:
+        event.stop()
+        if not self.painted:
+            return
+        if event.shift:
+            self._move_to(self.scale.right + by * self.scale.columns * self.scale.ms / 8)
+        else:
+            self._zoom(by, self.scale.left + (event.x - 2 - self.label + 0.5) * self.scale.ms)
+
+    def _move_to(self, right: float) -> None:
+        """Show the time before `right`; stop following the newest step."""
+        line = Timeline(self.view.history.steps, self.view.moment.horizon)
+        half = self.scale.columns * self.scale.ms / 2
+        self.right = max(line.begin + half, min(right, line.end + half))
+        self.repaint()
+
+    def _zoom(self, by: int, around: float | None) -> None:
+        """Change the scale; the place `around` keeps its column. None: the right edge stays."""
+        at = min(range(len(SCALES)), key=lambda i: abs(SCALES[i] - self.scale.ms))
+        if by > 0 and self.steps_in_sight[1] - self.steps_in_sight[0] + 1 >= MOST_STEPS:
+            return
+        self.chosen_ms = SCALES[max(0, min(len(SCALES) - 1, at + by))]
+        if around is not None and self.right is not None:
+            self.right = around + (self.scale.right - around) * self.chosen_ms / self.scale.ms
+        self.repaint()
+
+    def action_pan(self, by: int) -> None:
+        self._move_to(self.scale.right + by * self.scale.columns * self.scale.ms / 2)
+
+    def action_zoom(self, by: int) -> None:
+        visible = self.cursor is not None and self.scale.left <= self.cursor < self.scale.right
+        self._zoom(by, self.cursor if visible else None)
+
+
+LABEL = 11  # cells
+NAME = 11  # cells for the name of a chat
+NAMED = 110  # from this width on, the tracks of requests have names
+STEPS_SHOWN = 4  # at the automatic scale, about this many steps are in sight
+RECENT = 32  # steps that decide the automatic scale
+TRACKS = 5  # rows of scale, steps, host, device and pauses
+LOW = 16  # a panel with fewer rows leaves out empty tracks and parts without time
+
+
+class Waterfall(AxisPanel):
+    """Left and right move the cursor, [ and ] change the scale, page up and page down move the picture."""
+
+    TITLE = "Waterfall"
+    NEEDS_STATE = True
+    help_text = paragraphs("""\
+Time runs to the right; the scale is in milliseconds from the left edge. The time of the left edge is in seconds since
+the first record that the application knows; in a recording, since its beginning, as in the bar at the bottom. The row
+of steps shows when the results of each step arrived on the host. The next rows show what the host did for which step,
+when the device computed, and what delayed the host. With overlap, the host plans and launches the next step while the
+device computes: then the device has no gaps, and the host waits. If the host never waits and the device has gaps, the
+host limits the speed. A line says which one limits: the device if the host waits for at least half of the time. If the
+host limits steps in whose time it launches prompts, and the device limits the others, there is a line for each, with
+its share of the time. If another program had the core of the engine, a line has its share of the time; host and device
+share the other time.
+
+Parts of a step on the host: emit (output and commands between two steps), gate (a pause or slow motion), plan, launch,
+wait (for the device), commit. They add up to the time between two arrivals. "Not reported" is time for which the
+records do not say what the host did: vLLM reports neither launch nor wait ("launch or wait" is the time of both, which
+nothing separates), and recordings of older versions have no record of emit, gate and wait. A pause and slow motion are
+drawn as at most 2 ms, and time without work as at most 1 second; the figures give the true times.
+
+The row of pauses shows garbage collection (gc), time in which another program used the core (delayed), and signals
+that stopped the process (stop). Their lengths are measured, their places inside the step are not: they are drawn at
+its end.
+
+A step's time on the device is measured, its begin is not. The device begins a step when the host launches it and the
+step before has ended, and its results arrive after its end; if the host waited for them, at its end. Mostly this
+determines the place. Where it does not, ░ (: in ASCII) marks the time before and after the part that is certain, and
+"began within" is the length of the uncertain time. A dash means that the device does not report its time.
+
+◂ at the left edge marks a step that began before the picture; ╱ (? in ASCII) marks time that is not reported.
+
+Where the panel has few rows, the row of pauses is left out if there are no pauses, and parts without time are left
+out. d opens all details of the step, Enter those of the selected request or step.
+
+The picture follows the newest step. It stops if you move it or the cursor; press "end" to follow again. The mouse
+wheel changes the scale, dragging moves the picture, and a click sets the cursor.""")
+    BINDINGS: ClassVar = [
+        Binding("left", "part(-1)", "part before", show=False, id="waterfall.left"),
+        Binding("right", "part(1)", "part after", show=False, id="waterfall.right"),
+        Binding("shift+left", "step(-1)", "step before", show=False, id="waterfall.before"),
+        Binding("shift+right", "step(1)", "step after", show=False, id="waterfall.after"),
+        Binding("pageup", "pan(-1)", "earlier", show=False, id="waterfall.earlier"),
+        Binding("pagedown", "pan(1)", "later", show=False, id="waterfall.later"),
+        Binding("left_square_bracket,plus", "zoom(-1)", "zoom in", show=False, id="waterfall.finer"),
+        Binding("right_square_bracket,minus", "zoom(1)", "zoom out", show=False, id="waterfall.coarser"),
+        Binding("end", "latest", "follow", show=False, id="waterfall.latest"),
+        Binding("up", "choose(-1)", "request above", show=False, id="waterfall.up"),
+        Binding("down", "choose(1)", "request below", show=False, id="waterfall.down"),
+        Binding("enter", "open", "details", show=False, id="waterfall.open"),
+        Binding("d", "details", "details of the step", show=False, id="waterfall.details"),
+    ]
+
+    def __init__(self, *, id: str | None = None, frame: str | None = None) -> None:
+        super().__init__(id=id, frame=frame)
+        self.host: list[Span] = []  # the spans in sight
+        self.lanes: list[Lane] = []  # the requests on the screen
+        self._alive: list[Lane] = []  # all requests of the steps in sight
+        self._auto_ms = 0.0
+        self._lanes_row = TRACKS
+        self.step: int | None = None  # the step at the cursor
+        self._chosen: int | None = None  # the selected step at the last paint
+        self._horizon = -1
+
+    # ---- the picture
+
+    def picture(self, view: View, width: int, height: int) -> Picture:
+        line = Timeline(view.history.steps, view.moment.horizon)
+        if line.last < 0:
+            return Picture([Row("no step is timed yet", "dim").done(width)])
+        named = NAME if width >= NAMED else 0
+        self.label = min(LABEL + named, width // 3)
+        self._look(view, line, max(1, width - self.label))
+        first, last = self.steps_in_sight
+        scale, cursor = self.scale, self.cursor_column
+        self.host = line.host(first, last)
+        steps = line.arrivals(first, last)
+        device = line.device(first, last)
+        known = {span.step for span in device}
+        device += [step._replace(kind=UNKNOWN) for step in steps if step.step not in known]
+        rows = [self._track(f"{line.clock(scale.left) - view.history.origin:.3f} s", ruler(scale, cursor), width)]
+        pauses = line.pauses(first, last)
+        named_spans = (("steps", numbered(steps, scale)), ("host", self.host), ("device", device), ("pauses", pauses))
+        for name, spans in named_spans if pauses or height >= LOW else named_spans[:-1]:
+            rows.append(self._track(name, track(spans, scale, cursor, labels), width))
+        if self.cursor is not None:
+            rows.append(at_cursor(self.cursor, scale.left, self.host, device, width))
+        late = view.moment.since_result_ms
+        if (row := view.history.steps.get(line.last if self.step is None else self.step)) is not None:
+            seen = {span.kind for span in (*self.host, *device, *pauses)} if height < LOW else None
+            room = height - len(rows) - len(view.timings.limits) - bool(late) - 1  # 1: of a request
+            within = next((span for span in device if span.step == row.step and span.kind == PERHAPS), None)
+            rows += figures(row, view.history.steps, view.models.of(row.step), width, seen, room, within)
+        rows += limit_rows(view.timings.limits, width)
+        if late:
+            rows.append(Row(f"no results for {duration(late)} so far", "bold bad").done(width))
+        self._lanes_row = len(rows)
+        rows += self._requests(view, line, named, max(0, height - len(rows)), width)
+        note = [(f"1 column = {number(scale.ms)} ms", "ink"), *self.own_key("[ ] · d details")]
+        if last - first + 1 >= MOST_STEPS:
+            note.append((f" · the last {MOST_STEPS} steps", "dim"))
+        note.append((" · follows" if self.right is None else " · end: follow", "dim"))
+        hidden = len(self._alive) > len(self.lanes) == 1  # a single row has no line that counts the others
+        title = f"{self.TITLE} · 1 of {len(self._alive)} requests" if hidden else self.TITLE
+        return Picture(rows, title=title, brief=self.TITLE, note=note, legend=request_legend())
+
+    def _look(self, view: View, line: Timeline, columns: int) -> None:
+        """Choose the scale and the steps in sight."""
+        if view.moment.exact and view.moment.horizon != self._horizon:  # the picture shows another moment
+            self.right = self.cursor = self.step = None
+        self._horizon = view.moment.horizon
+        scale_ms = self.chosen_ms or self._automatic(view, line, columns)
+        chosen = selected(view, "step")
+        if chosen != self._chosen and chosen is not None and chosen != self.step:  # selected in another panel
+            self.step, self.cursor = chosen, line.arrived(chosen)
+            self.right = self.cursor + columns * scale_ms / 2
+        self._chosen = chosen
+        right = line.end if self.right is None else self.right
+        self.scale = Scale(right - columns * scale_ms, scale_ms, columns)
+        self.steps_in_sight = line.steps_between(self.scale.left, right, MOST_STEPS)
+
+    def _automatic(self, view: View, line: Timeline, columns: int) -> float:
+        took = view.history.steps.column("took")[view.history.steps.indices(line.last - RECENT + 1, line.last)]
+        known = took[~np.isnan(took)]
+        wanted = STEPS_SHOWN * float(np.median(known)) / columns if len(known) else 1.0
+        # A finer scale is chosen only if it is much finer, so that the scale does not change back and forth.
+        if not wanted <= self._auto_ms < 5 * wanted:
+            self._auto_ms = next((scale for scale in SCALES if scale >= wanted), SCALES[-1])
+        return self._auto_ms
+
+    def _track(self, name: str, cells: list[Run], width: int, style: str = "dim") -> Runs:
+        return Row(fit(name, self.label), style).extend(cells).done(width)
+
+    # ---- requests
+
+    def _requests(self, view: View, line: Timeline, named: int, room: int, width: int) -> list[Runs]:
+        first, last = self.steps_in_sight
+        alive = [
+            lane for lane in (*view.history.lanes.ended_since(first), *view.history.lanes.active.values())
+            if lane.submitted_step <= last + 1 and view.moment.begun(lane)
+        ]  # fmt: skip
+        alive.sort(key=lambda lane: lane.id)
+        hidden = max(0, len(alive) - room)
+        counted = hidden > 0 and room > 1
+        top = hidden + counted  # the newest requests are shown; a line counts the others
+        chosen = selected(view, "request")
+        at = next((i for i, lane in enumerate(alive) if lane.id == chosen), None)
+        top = top if at is None else min(top, at)
+        self._alive = alive
+        self.lanes = alive[top : top + room - counted]
+        rows = []
+        for lane in self.lanes:
+            lit = lane.id in view.links.requests
+            name = f"r{lane.id}"
+            if named:
+                name = fit(name, self.label - named) + fit(view.texts.group_name(lane.group), named - 1)
+            spans = line.request(lane, first, last)
+            cells = track(spans, self.scale, self.cursor_column, request_labels, request=True)
+            rows.append(self._track(name, cells, width, "bold accent" if lit else "ink"))
+        if counted:
+            others = len(alive) - len(self.lanes)
+            rows.append(Row(f"+ {others} more requests: up and down show them", "dim").done(width))
+        return rows
+
+    # ---- keys and mouse
+
+    def clicked(self, view: View, column: int, row: int) -> None:
+        if self.ends_drag():
+            return
+        if column >= self.label:
+            self._set_cursor(self.scale.left + (column - self.label + 0.5) * self.scale.ms)
+        if 0 <= (index := row - self._lanes_row) < len(self.lanes):
+            view.select("request", self.lanes[index].id)
+
+    def _set_cursor(self, place: float, step: int | None = None) -> None:
+        """Move the cursor and select the step of the host's work there."""
+        self.cursor = place
+        if self.right is None:
+            self.right = self.scale.right
+        if not self.scale.left <= place < self.scale.right:
+            self.right = place + self.scale.columns * self.scale.ms / 2
+        span = covering(self.host, place)
+        step = span.step if step is None and span is not None else step
+        if step is not None and step in self.view.history.steps:
+            self.step = self._chosen = step
+            self.view.select("step", step)
+
+    def action_part(self, by: int) -> None:
+        """Move the cursor to the part of the host's work before or after it."""
+        line = Timeline(self.view.history.steps, self.view.moment.horizon)
+        place = self.scale.right if self.cursor is None else self.cursor
+        first, last = line.steps_between(place - self.scale.ms, place + self.scale.ms, 8)
+        spans = line.host(max(line.first, first - 1), min(line.last, last + 1))
+        later = [span for span in spans if span.begin > place]
+        before = [span for span in spans if span.begin < place]
+        if later if by > 0 else before:
+            span = later[0] if by > 0 else before[-1]
+            self._set_cursor(span.begin, span.step)
+        self.repaint()
+
+    def action_step(self, by: int) -> None:
+        """Move the cursor to the arrival of the step before or after."""
+        line = Timeline(self.view.history.steps, self.view.moment.horizon)
+        step = line.last if self.step is None else self.step + by
+        row = self.view.history.steps.get(step)
+        while row is not None and row.ended is None:  # a failed step has no times
+            row = self.view.history.steps.get(row.step + by)
+        if row is not None and row.step <= line.last:
+            self._set_cursor(line.arrived(row.step), row.step)
+        self.repaint()
+
+    def action_latest(self) -> None:
+        """Follow the newest step at the automatic scale; in the past, also return to now."""
+        self.back_to_now()
+        self.right = self.cursor = self.step = self.chosen_ms = None
+        if selected(self.view, "step") is not None:
+            self.view.select(None)
+        self.repaint()
+
+    def action_choose(self, by: int) -> None:
+        """Select the request above or below."""
+        ids = [lane.id for lane in self._alive]
+        chosen = selected(self.view, "request")
+        if chosen in ids:
+            self.view.select("request", ids[max(0, min(len(ids) - 1, ids.index(chosen) + by))])
+        elif self.lanes:
+            self.view.select("request", self.lanes[-1 if by < 0 else 0].id)
+        self.repaint()
+
+    def action_details(self) -> None:
+        """Open the details of the step at the cursor, or of the newest one."""
+        step = Timeline(self.view.history.steps, self.view.moment.horizon).last if self.step is None else self.step
+        if step in self.view.history.steps:
+            self.view.select("step", step)
+            self.post_message(Opened("step", step))
+
+    def action_open(self) -> None:
+        if self.view.selection is not None:
+            self.post_message(Opened(self.view.selection.kind, self.view.selection.id))

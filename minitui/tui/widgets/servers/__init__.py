@@ -1,0 +1,1 @@
+"""Panels about servers: several replicas, and servers that are no minitui."""
