@@ -16,7 +16,7 @@ from engine.eos import eos_ids
 from engine.errors import EngineError
 from engine.hub.resolve import resolve_model
 from engine.model.config import ModelConfig
-from engine.model.hf_config import read_model_config
+from engine.model.hf.config import read_model_config
 from engine.model.traits import lacking
 from engine.progress import Progress
 from engine.text.tokenizer import Tokenizer

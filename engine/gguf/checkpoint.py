@@ -21,7 +21,7 @@ from engine.gguf.parts import model_name, parts_of, read_parts
 from engine.gguf.tensors import Output, four_bits, outputs, write
 from engine.gguf.tokenizer import end_tokens, tokenizer_files
 from engine.model.config import ModelConfig
-from engine.model.hf_config import ConfigReader
+from engine.model.hf.config import ConfigReader
 from engine.progress import Progress
 
 REVISION = 3  # increases when the contents of the directories change

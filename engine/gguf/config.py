@@ -12,8 +12,8 @@ from engine.gguf.families import Family
 from engine.gguf.header import Header
 from engine.model.config import LONGROPE
 from engine.model.families import MODEL_TYPES
-from engine.model.hf_config import MOST_LAYERS, ConfigReader
-from engine.model.hf_layers import FULL, SLIDING
+from engine.model.hf.config import MOST_LAYERS, ConfigReader
+from engine.model.hf.layers import FULL, SLIDING
 
 # Key of the metadata, without the architecture -> field of config.json. A family that lacks the field refuses it.
 FIELDS = {

@@ -97,7 +97,7 @@ class Download:
         )
 
     def _check_description(self, directory: Path, tokenizer: bool) -> None:
-        from engine.model.hf_config import read_model_config
+        from engine.model.hf.config import read_model_config
         from engine.text.tokenizer import Tokenizer
 
         read_model_config(directory)

@@ -1,6 +1,6 @@
 """The table of the supported model families: what differs between architectures, as data.
 
-Everything that a config.json says itself is read by engine/model/hf_config.py. The decoder (engine/model/decoder.py)
+Everything that a config.json says itself is read by engine/model/hf/config.py. The decoder (engine/model/decoder.py)
 computes every family; engine/model/checkpoint.py maps names and tensors of a checkpoint to the decoder's parameters.
 """
 
@@ -47,7 +47,7 @@ class Architecture:
     interleaved: bool = False
     longrope: bool = False  # rope kinds are "default" and "longrope"
     two_ropes: bool = False  # layers with a window have other rotary positions, without scaling
-    # Foreign keys (engine/model/foreign_keys.py) that are read for this architecture.
+    # Foreign keys (engine/model/hf/foreign_keys.py) that are read for this architecture.
     reads: str = ""
     # Names of modules in the checkpoint, by the decoder's names.
     names: Mapping[str, str] = field(default_factory=dict)

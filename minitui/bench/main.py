@@ -174,7 +174,7 @@ def _measure(
 
     from engine.hub.resolve import resolve_model
     from engine.llm import LLM
-    from engine.model.hf_config import read_model_config
+    from engine.model.hf.config import read_model_config
     from engine.worker.weights.quantised import itemsizes
     from minitui.bench.cpu import cpu_rows
     from minitui.bench.gpu import H200, GpuRows

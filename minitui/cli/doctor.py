@@ -174,7 +174,7 @@ def _bundled_weights() -> str:
     import torch
 
     from engine.config import EngineConfig
-    from engine.model.hf_config import read_model_config
+    from engine.model.hf.config import read_model_config
     from engine.worker.weights.quantised import choose
     from minitui import tutor
 

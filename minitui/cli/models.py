@@ -101,7 +101,7 @@ class Machine:
 
 def examine(snapshot: Snapshot, machine: Machine) -> Model:
     """Returns what is known of a model in the cache."""
-    from engine.model.hf_config import read_model_config
+    from engine.model.hf.config import read_model_config
 
     revision = snapshot.refs[0] if snapshot.refs else snapshot.commit[:7]
     bytes_ = None if snapshot.missing else weights_size(snapshot.path)

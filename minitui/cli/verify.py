@@ -91,7 +91,7 @@ def run_verify(model: str, dtype: str = "auto", device: str = "auto", as_json: b
     """Compares and prints the results; returns 0 if all agree, else 1. Raises EngineError if the model cannot run."""
     from engine.config import EngineConfig
     from engine.hub.resolve import resolve_model
-    from engine.model.hf_config import read_model_config
+    from engine.model.hf.config import read_model_config
     from engine.worker.limits import resolve
     from engine.worker.weights.quantised import free_memory
 
@@ -125,7 +125,7 @@ def run_reference(directory: Path, dtype: Any, device: Any) -> Reference:
     import torch
     from transformers.utils import logging
 
-    from engine.model.hf_config import read_model_config
+    from engine.model.hf.config import read_model_config
     from engine.text.tokenizer import Tokenizer
 
     logging.set_verbosity_error()

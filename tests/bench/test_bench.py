@@ -16,7 +16,7 @@ from engine.core.allocator import BlockAllocator
 from engine.core.radix import RadixTree
 from engine.gguf.header import read_header
 from engine.llm import LLM
-from engine.model.hf_config import read_model_config
+from engine.model.hf.config import read_model_config
 from engine.trace.records import RecordLog
 from minitui.bench import cpu, gpu, limits, llama, main, speculation
 from minitui.bench.limits import Limits, Work, write_config

@@ -18,7 +18,7 @@ from engine.hub.cache import cached_snapshots
 from engine.hub.gguf_files import in_cache
 from engine.hub.resolve import resolve_model
 from engine.model.four_bits import Int4Weight
-from engine.model.hf_config import read_model_config
+from engine.model.hf.config import read_model_config
 from engine.worker.weights import quantised
 from minitui import tutor
 from minitui.bench.limits import write_config

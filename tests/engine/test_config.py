@@ -19,7 +19,7 @@ from engine.errors import CheckpointError, EngineError
 from engine.files import read_json
 from engine.model.config import ModelConfig
 from engine.model.families import MODEL_TYPES
-from engine.model.hf_config import read_model_config
+from engine.model.hf.config import read_model_config
 from engine.worker.limits import resolve
 from tests.support import paths
 
@@ -303,7 +303,7 @@ def test_every_field_of_the_familys_configuration_is_looked_at(
 
     from transformers import AutoConfig
 
-    import engine.model.hf_config
+    import engine.model.hf.config
 
     class Watched(dict[str, Any]):
         seen: set[str] = set()  # noqa: RUF012
@@ -319,9 +319,9 @@ def test_every_field_of_the_familys_configuration_is_looked_at(
     config = AutoConfig.for_model(kind)
     raw = Watched({**QWEN3, **EXPERTS, "architectures": None, "model_type": kind})
     del raw["use_sliding_window"], raw["max_window_layers"]
-    monkeypatch.setattr(engine.model.hf_config, "read_json", lambda path: raw)
+    monkeypatch.setattr(engine.model.hf.config, "read_json", lambda path: raw)
     read_model_config(tmp_path)
-    from engine.model.foreign_keys import neutral_values
+    from engine.model.hf.foreign_keys import neutral_values
 
     looked_at = raw.seen | set(neutral_values(64, 64, 2))
     looked_at.add("eos_token_id")  # by engine.eos
@@ -407,7 +407,7 @@ def test_whatever_lies_in_the_place_of_a_file_is_a_sentence(kind: str, name: str
     else:
         path.write_text('{"model_type": "\\ud800", "eos_token_id": 1}')
     code = (
-        "import sys; from engine.model.hf_config import read_model_config; from engine.text.tokenizer import Tokenizer;"
+        "import sys; from engine.model.hf.config import read_model_config; from engine.text.tokenizer import Tokenizer;"
         "read_model_config(sys.argv[1]); Tokenizer(sys.argv[1])"
     )
     run = [sys.executable, "-c", code, str(tmp_path / "m")]

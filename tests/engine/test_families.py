@@ -20,7 +20,7 @@ from engine.config import EngineConfig
 from engine.errors import CheckpointError, EngineError
 from engine.model.config import ModelConfig
 from engine.model.families import ARCHITECTURES, MODEL_TYPES
-from engine.model.hf_config import read_model_config
+from engine.model.hf.config import read_model_config
 from engine.model.traits import SUPPORTED, WORDS, lacking, traits
 from engine.parallel.shards import check
 from engine.params import SamplingParams

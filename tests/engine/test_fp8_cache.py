@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.llm import LLM
 from engine.model import ops
-from engine.model.hf_config import read_model_config
+from engine.model.hf.config import read_model_config
 from engine.model.kv_scales import kv_scales
 from engine.params import SamplingParams
 from minitui import tutor

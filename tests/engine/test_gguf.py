@@ -25,7 +25,7 @@ from engine.gguf.tokenizer import tokenizer_files
 from engine.hub.resolve import resolve_model
 from engine.llm import LLM
 from engine.model.four_bits import Int4Weight
-from engine.model.hf_config import read_model_config
+from engine.model.hf.config import read_model_config
 from engine.model.rope import inverse_frequencies
 from engine.params import SamplingParams
 from engine.text.tokenizer import Tokenizer

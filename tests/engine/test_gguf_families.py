@@ -20,7 +20,7 @@ from engine.gguf.families import FAMILIES
 from engine.gguf.header import BLOCKS
 from engine.hub.resolve import resolve_model
 from engine.model.config import ModelConfig, RopeConfig
-from engine.model.hf_config import read_model_config
+from engine.model.hf.config import read_model_config
 from engine.model.rope import rope_table
 from tests.support import paths
 from tests.support.families import LLAMA3, checkpoint

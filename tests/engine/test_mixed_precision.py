@@ -12,7 +12,7 @@ import torch
 
 from engine.errors import CheckpointError, EngineError
 from engine.model.config import Packing
-from engine.model.hf_config import read_model_config
+from engine.model.hf.config import read_model_config
 from engine.model.linear import ByteWeight, Fp8Weight, Int8Rows
 from engine.worker.limits import resolve
 from engine.worker.weights import quantised

@@ -15,7 +15,7 @@ import torch
 
 from engine.model import ops
 from engine.model.config import RopeConfig
-from engine.model.hf_config import read_model_config
+from engine.model.hf.config import read_model_config
 from engine.model.rope import attention_factor, inverse_frequencies, rope_table
 from tests.support.models import SMALL, SMALL_EXPERTS, Driver, make_request, make_runner, prompt, reference, save
 from tests.support.parity import (

@@ -24,7 +24,7 @@ from engine.model import ops
 from engine.model.config import ExpertsConfig
 from engine.model.decoder import Decoder, DenseMLP
 from engine.model.experts import Experts
-from engine.model.hf_config import read_model_config
+from engine.model.hf.config import read_model_config
 from engine.model.weights import dummy_weights
 from engine.params import SamplingParams
 from tests.support.models import (

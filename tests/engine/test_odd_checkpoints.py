@@ -19,7 +19,7 @@ from engine.hub.resolve import resolve_model
 from engine.llm import LLM
 from engine.model.decoder import Decoder
 from engine.model.families import WITH_IMAGES
-from engine.model.hf_config import read_model_config
+from engine.model.hf.config import read_model_config
 from engine.text.tokenizer import Tokenizer
 from minitui import tutor
 from tests.support.images import IMAGES, save_layouts, with_images

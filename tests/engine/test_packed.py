@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from engine.errors import CheckpointError
 from engine.model.four_bits import Int4Weight
-from engine.model.hf_config import read_model_config
-from engine.model.hf_packing import METHODS
+from engine.model.hf.config import read_model_config
+from engine.model.hf.packing import METHODS
 from engine.model.linear import ByteWeight, Int8Weight
 from engine.worker.limits import resolve
 from engine.worker.weights import quantised

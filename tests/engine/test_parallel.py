@@ -27,7 +27,7 @@ from engine.llm import LLM
 from engine.model import weights
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
-from engine.model.hf_config import read_model_config
+from engine.model.hf.config import read_model_config
 from engine.parallel import mailbox
 from engine.parallel.processes import Workers, device_of
 from engine.parallel.shards import check, shard_config, shard_slots

@@ -19,7 +19,7 @@ from engine.model import linear as matrices
 from engine.model.bf16_pairs import Bf16Pairs
 from engine.model.decoder import Decoder
 from engine.model.four_bits import Int4Weight
-from engine.model.hf_config import read_model_config
+from engine.model.hf.config import read_model_config
 from engine.model.linear import Fp8Weight, Int8Weight, embed, linear, quantise_rows
 from engine.model.weights import dummy_weights, load_weights
 from engine.params import SamplingParams

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine.errors import CheckpointError
-from engine.model.hf_config import read_model_config
+from engine.model.hf.config import read_model_config
 from engine.model.linear import Fp8Blocks
 from engine.worker.weights import quantised
 from minitui.cli.verify import _loaded

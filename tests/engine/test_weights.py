@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, EngineError
 from engine.model.decoder import Decoder
-from engine.model.hf_config import read_model_config
+from engine.model.hf.config import read_model_config
 from engine.model.weights import dummy_weights
 from tests.support.models import Driver, load_decoder, make_request, make_runner, plain_runner, reference, rewrite, save
 
@@ -211,7 +211,7 @@ from pathlib import Path
 from engine.process.startup import import_torch
 import_torch()
 import torch
-from engine.model.hf_config import read_model_config
+from engine.model.hf.config import read_model_config
 from engine.model.decoder import Decoder
 from engine.model.weights import load_weights
 def memory(name):

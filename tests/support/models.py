@@ -19,7 +19,7 @@ from engine.model import ops
 from engine.model.checkpoint import checkpoint_slots
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
-from engine.model.hf_config import read_model_config
+from engine.model.hf.config import read_model_config
 from engine.model.weights import load_weights
 from engine.params import SamplingParams
 from engine.worker.eager import Eager

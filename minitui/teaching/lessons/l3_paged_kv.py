@@ -288,7 +288,7 @@ LESSON = Lesson(
             a reservation: the running requests together may need more blocks than the pool has. Then one of them has to
             release its blocks and to wait.
             """,
-            code="engine.core.scheduler:Scheduler._obstacle",
+            code="engine.core.scheduler:Scheduler._admissible",
         ),
     ),
     close,

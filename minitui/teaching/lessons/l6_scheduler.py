@@ -274,7 +274,7 @@ LESSON = Lesson(
             of the two has a prompt of {WAITING} tokens.
             """,
             panel="lanes",
-            code="engine.core.scheduler:Scheduler._obstacle",
+            code="engine.core.scheduler:Scheduler._admissible",
             run=fifth_waits,
             predict=Prediction(
                 "Which reasons does the log name for the last of these requests?",

@@ -20,7 +20,7 @@ import torch
 from engine.build import without_graphs
 from engine.config import EngineConfig
 from engine.llm import LLM
-from engine.model.hf_config import read_model_config
+from engine.model.hf.config import read_model_config
 from engine.model.traits import lacking
 from engine.params import SamplingParams
 from engine.trace.kind import FIELDS

@@ -12,11 +12,11 @@ from engine.fields import Fields, shown
 from engine.files import read_json
 from engine.model.config import NO_ROPE, ExpertsConfig, ModelConfig, RopeConfig
 from engine.model.families import ARCHITECTURES, MODEL_TYPES, WITH_IMAGES, Architecture
-from engine.model.foreign_keys import ACTIVATIONS, neutral_values
-from engine.model.hf_layers import LayerReader
-from engine.model.hf_packing import read_packing
-from engine.model.hf_rope import MOST_POSITIONS, RopeReader
-from engine.model.nearest import nearest
+from engine.model.hf.foreign_keys import ACTIVATIONS, neutral_values
+from engine.model.hf.layers import LayerReader
+from engine.model.hf.nearest import nearest
+from engine.model.hf.packing import read_packing
+from engine.model.hf.rope import MOST_POSITIONS, RopeReader
 
 TIED = "tie_word_embeddings"
 MOST_LAYERS = 10_000
