@@ -218,7 +218,12 @@ class MinituiApp(AppBase):
         self, title: str, text: str, then: Callable[[str], object], lines: bool = False, selected: bool = False
     ) -> None:
         dialog = TextDialog(title, text, lines, selected)
-        self.push_screen(dialog, lambda answer: then(answer) if answer is not None else None)
+
+        def answered(answer: str | None) -> None:
+            if answer is not None:
+                then(answer)
+
+        self.push_screen(dialog, answered)
 
     def choose(
         self, title: str, choices: list[tuple[str, str]], then: Callable[[str], None],

@@ -27,12 +27,19 @@ from minitui.sources.base import Source
 from minitui.teaching.prediction import LETTERS
 from minitui.teaching.stage import Stage
 from minitui.tui.actions import ACTIONS, BY_ID, NEED_CONTROL, Action, key_label
-from minitui.tui.frame_limiter import FrameLimiter, draw_sooner
+from minitui.tui.frame_limiter import FrameLimiter
 from minitui.tui.glyphs import use_ascii
-from minitui.tui.key_reading import LOST_S, KeyDone, KeyOrder, escape_and_keys, noting_keys
 from minitui.tui.line_filters import AsciiLines, VisibleLines
-from minitui.tui.notices import Notices
-from minitui.tui.strips import keep_no_lines
+from minitui.tui.textual_insides import (
+    LOST_S,
+    KeyDone,
+    KeyOrder,
+    Notices,
+    draw_sooner,
+    escape_and_keys,
+    keep_no_lines,
+    noting_keys,
+)
 from minitui.tui.theme import THEMES
 from minitui.viewmodel.updater import Updater
 from minitui.viewmodel.view import View

@@ -9,8 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from textual import screen
-
 HIGH = 0.13  # share of a core above which frames are skipped
 LOW = 0.09  # share of a core, at half the frames, below which all frames are drawn again
 WINDOW_S = 1.0  # the share is measured over this time
@@ -47,9 +45,3 @@ class FrameLimiter:
     def stride(self) -> int:
         """The number of frames from one drawn frame to the next."""
         return 2 if self.skipping else 1
-
-
-def draw_sooner() -> None:
-    """Let Textual write a changed screen up to 120 times a second. Usually it writes up to 60 times, and a key whose
-    effect just missed one of these times waited up to 33 ms. Nothing is written while nothing changes."""
-    screen.UPDATE_PERIOD = 1 / 120  # type: ignore[misc]

@@ -20,7 +20,7 @@ from engine.trace.records import PACKET, packets
 from engine.trace.state import State
 from minitui.dev.simulator import SMALL, Load, Stress
 from minitui.tui.frame_limiter import FrameLimiter
-from minitui.tui.key_reading import noting_keys
+from minitui.tui.textual_insides import noting_keys
 from minitui.tui.theme import THEMES
 from minitui.tui.widgets.base import LinePanel, Picture
 from minitui.tui.widgets.rows import Row

@@ -15,8 +15,8 @@ from minitui.dev.simulator_app import StressApp, measure
 from minitui.dev.simulator_process import StressProcess
 from minitui.tui.glyphs import use_ascii
 from minitui.tui.panels import ALONE, IN_ORDER
-from minitui.tui.row_update import RowUpdate
 from minitui.tui.screens.inspect import InspectScreen
+from minitui.tui.textual_insides import RowUpdate
 from minitui.tui.widgets.inspect.block_map import BlockMap
 from minitui.tui.widgets.inspect.details import Details
 from minitui.tui.widgets.inspect.events import Events

@@ -11,7 +11,7 @@ from textual.strip import Strip
 
 from minitui.dev.simulator import SMALL
 from minitui.dev.simulator_app import StressApp
-from minitui.tui.strips import keep_no_lines
+from minitui.tui.textual_insides import keep_no_lines
 from tests.support.simulated import LiveStress
 
 

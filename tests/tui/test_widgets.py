@@ -225,7 +225,7 @@ async def test_what_is_on_the_screen_is_what_a_fresh_panel_would_show(panel):
     app = Alone(panel, SMALL, warm_up=2.0, fps=0)
     async with app.run_test(size=(90, 24)) as pilot:
         widget, drawn = app.panel, {}
-        refresh, refresh_cells = LinePanel.refresh, LinePanel._refresh_cells
+        refresh, refresh_cells = LinePanel.refresh, LinePanel.refresh_cells
 
         def recording(self, *regions, **options):
             if not regions:
@@ -237,7 +237,7 @@ async def test_what_is_on_the_screen_is_what_a_fresh_panel_would_show(panel):
             return refresh(self, *regions, **options) if not regions else refresh_cells(self, list(regions))
 
         widget.refresh = recording.__get__(widget)
-        widget._refresh_cells = lambda regions: widget.refresh(*regions)
+        widget.refresh_cells = lambda regions: widget.refresh(*regions)
         changes = 0
         for frame in range(60):
             app.stress.run(0.05)

@@ -17,10 +17,10 @@ from textual.geometry import Region, Size
 from textual.message import Message
 from textual.reactive import Reactive
 from textual.strip import Strip
-from textual.widget import Widget
 
 from minitui.tui.glyphs import ASCII, Glyphs, glyphs, to_ascii
 from minitui.tui.line_filters import VisibleLines
+from minitui.tui.textual_insides import CellWidget
 from minitui.tui.theme import Palette, palette
 from minitui.tui.widgets.rows import Line, Row, Run, Runs, cells, clip, plain, runs_width, wrapped
 from minitui.viewmodel.view import View
@@ -156,7 +156,7 @@ class Columns(Horizontal):
     BLANK = True
 
 
-class LinePanel(Widget, can_focus=True):
+class LinePanel(CellWidget, can_focus=True):
     """A panel drawn row by row. `FRAME`: "box" for a border, "none" for no border."""
 
     FRAME: ClassVar[str] = "box"
@@ -219,18 +219,8 @@ class LinePanel(Widget, can_focus=True):
                 self._strips[y] = None
         if regions:
             self.drawn_rows = rows
-            self._refresh_cells(regions)
+            self.refresh_cells(regions)
         return len(regions)
-
-    def _refresh_cells(self, regions: list[Region]) -> None:
-        """Let the screen draw these regions. `refresh` does the same, but it first sends a message to this panel and
-        then one to the screen; for 60 panels a second, this takes a fiftieth of a core."""
-        if not self.is_mounted or self.styles.gutter:
-            self.refresh(*regions)
-            return
-        self._repaint_regions.update(regions)
-        self.screen._dirty_widgets.add(self)
-        self.screen.check_idle()
 
     def drawn(self, view: View, width: int, height: int) -> list[Runs]:
         """Returns the rows of `framed` as they are drawn: blank in a very narrow panel, in ASCII with `--ascii`."""
@@ -276,9 +266,8 @@ class LinePanel(Widget, can_focus=True):
         return strip
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        # Textual's own rendering would style, pad and filter these finished lines again, so it is not used. It also
-        # clears the dirty regions. They are cleared here instead: otherwise they would grow without end.
-        self._dirty_regions.clear()
+        # Textual's own rendering would style, pad and filter these finished lines again, so it is not used.
+        self.forget_dirty()
         if self.styles.gutter:
             return super().render_lines(crop)
         strips = [self.render_line(y) for y in range(crop.y, crop.bottom)]
