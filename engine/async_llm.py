@@ -47,8 +47,8 @@ class AsyncLLM:
                 client = await EngineClient.start(self._config)
                 try:
                     if self._config.load_tokenizer:
-                        self._tokenizer = await asyncio.to_thread(early_tokenizer.load, client.info["model_dir"])
-                        self._tokenizer.context = client.info["max_model_len"]
+                        self._tokenizer = await asyncio.to_thread(early_tokenizer.load, client.info.model_dir)
+                        self._tokenizer.context = client.info.max_model_len
                 except BaseException:  # also a cancelled start: the process must not outlive it
                     client.kill()
                     raise
@@ -79,7 +79,7 @@ class AsyncLLM:
             kind = type(params).__name__
             raise InvalidRequest(f"sampling_params is of type {kind}: it must be SamplingParams", "sampling_params")
         params = params.clone()  # the caller may change its own
-        params.validate(client.info["vocab_size"])
+        params.validate(client.info.vocab_size)
         found = await asyncio.to_thread(read, prompt, self._tokenizer, add_special_tokens)
         name = str(self._prompts) if request_id is None else request_id
         self._prompts += 1
@@ -118,7 +118,7 @@ class AsyncLLM:
 
     async def get_default_sampling_params(self) -> SamplingParams:
         """Returns the settings that the checkpoint's generation_config.json recommends."""
-        return SamplingParams(**(await self.start()).info["generation"])
+        return SamplingParams(**(await self.start()).info.generation)
 
     async def pause_generation(self, *, mode: str = "keep") -> None:
         """Pause the engine between two steps. All requests stay and continue after resume_generation."""

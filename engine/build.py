@@ -15,6 +15,7 @@ from engine.core.scheduler import SchedulerConfig
 from engine.eos import eos_ids
 from engine.errors import EngineError
 from engine.hub.resolve import resolve_model
+from engine.info import EngineInfo
 from engine.model.config import ModelConfig
 from engine.model.hf.config import read_model_config
 from engine.model.traits import lacking
@@ -39,7 +40,7 @@ class Built:
 
     engine: Engine
     tokenizer: Tokenizer | None
-    info: dict[str, Any]
+    info: EngineInfo
     close: Callable[[], None]  # ends the processes of other ranks
 
 
@@ -102,31 +103,31 @@ def build_engine(
     notes += [*limits.notes, *runner.loaded.notes]
     if not ends:
         notes.append("the checkpoint names no token that ends a reply (eos_token_id), so replies end at max_tokens")
-    speculation = None
+    speculation: dict[str, Any] = {}
     if config.speculation != "off":
         speculation = {"method": config.speculation, "tokens": config.speculative_tokens}
         notes.append("speculation: steps are not overlapped, because each step needs the tokens of the previous step")
     if limits.device.type == "cuda" and (why_not := without_graphs(model, config)):
         notes.append(f"steps are several times slower, without CUDA graphs and without most of our kernels: {why_not}")
-    info = {
-        "model": Path(config.model).name, "model_dir": str(directory), "architecture": model.architecture,
-        "parameters": model.num_parameters, "active_parameters": model.active_parameters,
-        "device": runner.loaded.device_name,
-        "dtype": str(limits.dtype).removeprefix("torch."),
-        "quantization": {"checkpoint": "fp8"}.get(limits.quantization, limits.quantization),
-        "kv_cache_dtype": "fp8" if config.kv_cache_dtype == "fp8" else str(limits.dtype).removeprefix("torch."),
-        "num_blocks": runner.num_blocks - 1, "block_size": runner.block_size, "max_model_len": limits.max_model_len,
-        "max_num_seqs": limits.max_num_seqs, "max_num_batched_tokens": limits.max_num_batched_tokens,
-        "vocab_size": model.vocab_size, "eos_ids": sorted(ends), "attention": runner.loaded.attention_name,
-        "overlap": engine.delay > 0, "kv_bytes_per_token": model.kv_bytes_per_token(limits.kv_dtype),
-        "prefix_caching": config.enable_prefix_caching, "chunked_prefill": config.enable_chunked_prefill,
-        "scheduling_policy": config.scheduling_policy, "eviction_policy": config.eviction_policy,
-        "dummy_weights": config.dummy_weights,
-        "generation": tokenizer.generation if tokenizer is not None else {},
-        "load_seconds": round(time.perf_counter() - started, 3), "notes": notes,
-        "speculation": speculation, "tensor_parallel_size": config.tensor_parallel_size,
-    }  # fmt: skip
-    logger.info("ready: %s", info)
+    info = EngineInfo(
+        model=Path(config.model).name, model_dir=str(directory), architecture=model.architecture,
+        parameters=model.num_parameters, active_parameters=model.active_parameters,
+        device=runner.loaded.device_name,
+        dtype=str(limits.dtype).removeprefix("torch."),
+        quantization={"checkpoint": "fp8"}.get(limits.quantization, limits.quantization),
+        kv_cache_dtype="fp8" if config.kv_cache_dtype == "fp8" else str(limits.dtype).removeprefix("torch."),
+        num_blocks=runner.num_blocks - 1, block_size=runner.block_size, max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens,
+        vocab_size=model.vocab_size, eos_ids=sorted(ends), attention=runner.loaded.attention_name,
+        overlap=engine.delay > 0, kv_bytes_per_token=model.kv_bytes_per_token(limits.kv_dtype),
+        prefix_caching=config.enable_prefix_caching, chunked_prefill=config.enable_chunked_prefill,
+        scheduling_policy=config.scheduling_policy, eviction_policy=config.eviction_policy,
+        dummy_weights=config.dummy_weights,
+        generation=tokenizer.generation if tokenizer is not None else {},
+        load_seconds=round(time.perf_counter() - started, 3), notes=notes,
+        speculation=speculation, tensor_parallel_size=config.tensor_parallel_size,
+    )  # fmt: skip
+    logger.info("ready: %s", info.to_json())
     return Built(engine, tokenizer, info, runner.close)
 
 

@@ -113,7 +113,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the settings that the checkpoint's generation_config.json recommends."""
-        return SamplingParams(**self.info["generation"])
+        return SamplingParams(**self.info.generation)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Returns True, as in vLLM."""

@@ -1,8 +1,14 @@
-"""What clients and servers share: names of tokenizer files, which hosts are local, and how many ranks may exist."""
+"""What clients and servers share: facts about a server, names of tokenizer files, which hosts are local, and how many
+ranks may exist."""
 
 from __future__ import annotations
 
 import ipaddress
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from engine.info import EngineInfo, Maybe, Name, is_name
+from engine.trace.kind import Bound, Counts, MaybeDuration, OrNone
 
 MOST_RANKS = 64  # data parallel ranks of another engine, behind one address
 
@@ -10,6 +16,27 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", "chat_template.jinja",
     "chat_template.json", "special_tokens_map.json", "added_tokens.json",
 )  # fmt: skip
+
+Digests = Bound(lambda value: type(value) is dict and all(map(is_name, value)) and all(map(is_name, value.values())))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerInfo(EngineInfo):
+    """The answer of /minitui/info: of a minitui server, or of the recorder's telemetry beside vLLM."""
+
+    server: Name = ""  # minitui's version
+    began: Name = ""  # the name of this start of the engine
+    role: Name = ""  # the caller's
+    hide_text: Maybe = None
+    bundled: Maybe = None  # the model is the one in minitui
+    tokenizer_files: Annotated[dict[str, str], Digests] = field(default_factory=dict)  # name -> SHA-256
+    # vLLM's
+    api_port: OrNone = -1
+    telemetry_port: OrNone = -1
+    telemetry_ports: Counts = field(default_factory=list)  # of all ranks
+    rank: OrNone = -1
+    async_scheduling: Maybe = None
+    recording_us: MaybeDuration = None  # the mean time per step that vLLM's process spends on the recording
 
 
 def is_loopback(host: str) -> bool:

@@ -23,7 +23,7 @@ ENGINE_LEVELS = (
     ("files", "disk_cache", "parameters"),
     ("params", "kernels", "trace", "eos"),
     ("config", "sampling_params"),
-    ("options",),
+    ("options", "info"),
     ("core", "attention"),
     ("model", "text"),
     ("parallel",),

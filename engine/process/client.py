@@ -25,12 +25,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.info import EngineInfo
 from engine.params import SamplingParams
 from engine.process.commands import MAX_UNSENT, Command, Outbox
 from engine.process.heartbeat import TICK_S, Condition, Watch
@@ -63,7 +65,7 @@ class EngineClient:
         """`log_file`: the log of the process; None: a file in the temporary directory. `launch` starts the process."""
         self.config = config
         self.log_file = log_file or Path(tempfile.gettempdir()) / f"minitui-engine-{os.getpid()}.log"
-        self.info: dict[str, Any] = {}
+        self.info = EngineInfo()
         self.error: str | None = None  # why the engine has ended, as a sentence; None: it has not ended
         self._loop = asyncio.get_running_loop()
         self._waiting = Waiting(self._loop)
@@ -131,7 +133,7 @@ class EngineClient:
             daemon=True,
         ).start()  # fmt: skip
         try:
-            self.info = {**await ready, "log_file": str(self.log_file)}
+            self.info = replace(await ready, log_file=str(self.log_file))
         except (asyncio.CancelledError, EngineError):
             if process is self._process:
                 self.kill()
@@ -282,7 +284,7 @@ class EngineClient:
         self._waiting.end_streams(InvalidRequest("another engine replaced this one"))
         self.config = config
         ready = self._waiting.for_start()
-        self.info = {**await ready, "log_file": str(self.log_file)}
+        self.info = replace(await ready, log_file=str(self.log_file))
         self.drain_packets()  # drop the records of the previous engine
 
     async def close(self) -> None:
@@ -368,10 +370,10 @@ class Waiting:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.streams: dict[int, Stream] = {}  # tag -> the open stream
         self._calls: dict[int, asyncio.Future[Any]] = {}  # tag -> the answer
-        self._ready: asyncio.Future[dict[str, Any]] | None = None
+        self._ready: asyncio.Future[EngineInfo] | None = None
         self._loop = loop
 
-    def for_start(self) -> asyncio.Future[dict[str, Any]]:
+    def for_start(self) -> asyncio.Future[EngineInfo]:
         """Return the description of the engine that starts now. Raises EngineError if it cannot start."""
         self._ready = self._loop.create_future()
         return self._ready

@@ -91,7 +91,7 @@ def _serve(
             logger.exception("the engine could not start")
         writer.send("failed", str(as_engine_error(error)))
         return 1, None
-    if built.info["device"].startswith("CPU") and command.arguments[0].cpu_threads is None:
+    if built.info.device.startswith("CPU") and command.arguments[0].cpu_threads is None:
         leave_a_core()
     writer.send("ready", built.info)
     try:

@@ -57,7 +57,7 @@ class _Ours:
     """The engine, measured as the other one is. A step is measured from its plan to the end of its commit."""
 
     def __init__(self, llm: LLM) -> None:
-        self._llm, self._vocab, self._seed = llm, int(llm.info["vocab_size"]), 0
+        self._llm, self._vocab, self._seed = llm, int(llm.info.vocab_size), 0
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
         self._seed += 1  # always new prompts: repeated prompts would be cached

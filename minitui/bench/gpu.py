@@ -39,7 +39,7 @@ class GpuRows:
 
     def __init__(self, llm: LLM, work: Work, limits: Limits, references: dict[str, tuple[float, float]]) -> None:
         self._llm, self._work, self._limits, self._references = llm, work, limits, references
-        self._vocab = int(llm.info["vocab_size"])
+        self._vocab = int(llm.info.vocab_size)
         self._seed = 0
 
     def all(self) -> Iterator[Row]:
@@ -47,7 +47,7 @@ class GpuRows:
         self._warm_up()
         yield self.single()
         for batch in (64, 256):
-            if batch <= self._llm.info["max_num_seqs"]:
+            if batch <= self._llm.info.max_num_seqs:
                 yield from self.batch(batch)
         yield self.prefill()
         yield from self.mixed()

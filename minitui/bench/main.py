@@ -188,20 +188,20 @@ def _measure(
     load = partial(LLM, str(directory), **engine_options(options, dummy, on_gpu, config.max_context))
     llm = load()
     info = llm.info
-    notes = [*info["notes"], *llm.engine.runner.loaded.memory.notes]  # type: ignore[attr-defined]
-    quantised = info["quantization"] != "none"
-    used = info["active_parameters"]
-    active = f" ({used / 1e9:.2f} active per token)" if used < info["parameters"] else ""
+    notes = [*info.notes, *llm.engine.runner.loaded.memory.notes]  # type: ignore[attr-defined]
+    quantised = info.quantization != "none"
+    used = info.active_parameters
+    active = f" ({used / 1e9:.2f} active per token)" if used < info.parameters else ""
     say(
-        f"{info['parameters'] / 1e9:.2f} billion parameters{active} "
-        f"in {info['quantization' if quantised else 'dtype']}, attention {info['attention']}, KV cache in "
-        f"{info['kv_cache_dtype']}, "
-        f"{info['num_blocks']:,} blocks of {info['block_size']} tokens, overlap {'on' if info['overlap'] else 'off'}, "
-        f"ready in {info['load_seconds']:.1f} s",
+        f"{info.parameters / 1e9:.2f} billion parameters{active} "
+        f"in {info.quantization if quantised else info.dtype}, attention {info.attention}, KV cache in "
+        f"{info.kv_cache_dtype}, "
+        f"{info.num_blocks:,} blocks of {info.block_size} tokens, overlap {'on' if info.overlap else 'off'}, "
+        f"ready in {info.load_seconds:.1f} s",
         *notes, sep="\n",
     )  # fmt: skip
-    itemsize, small = getattr(torch, info["dtype"]).itemsize, info["kv_cache_dtype"] == "fp8"
-    weights = itemsizes(info["quantization"], getattr(torch, info["dtype"]))
+    itemsize, small = getattr(torch, info.dtype).itemsize, info.kv_cache_dtype == "fp8"
+    weights = itemsizes(info.quantization, getattr(torch, info.dtype))
     work = Work.of(config, 1 if small else itemsize, weights)
     if on_gpu:
         references = H200.get(label, {}) if "H200" in torch.cuda.get_device_name() else {}
@@ -212,14 +212,14 @@ def _measure(
             other, note = None, ""
             if not options.no_compare:
                 try:
-                    other = stack.enter_context(LlamaCpp(config, info["quantization"], torch.get_num_threads()))
+                    other = stack.enter_context(LlamaCpp(config, info.quantization, torch.get_num_threads()))
                     note = f"beside it: {other.name}, {options.pairs} pair{'s' if options.pairs > 1 else ''} of runs"
                 except NotMeasured as error:
                     note = str(error)
                 say(note)
                 notes.append(note)
             rows = said(cpu_rows(llm, work, limits, options.pairs, other), say)
-    result: dict[str, Any] = {"info": info, "notes": notes, "rows": rows}
+    result: dict[str, Any] = {"info": info.to_json(), "notes": notes, "rows": rows}
     if not options.no_watching:
         result["watching"], lines = watching(llm, 64 if on_gpu else 4, pairs=options.pairs)
         say(*lines, sep="\n")

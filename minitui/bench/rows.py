@@ -176,7 +176,7 @@ def watched_runs(llm: LLM, rows: int, tokens: int, pairs: int) -> dict[str, Any]
     """Runs `rows` replies of `tokens` tokens each, `pairs` times with and without records; returns the slowdown and
     the half width of its 95 % interval."""
     log = llm.engine.log
-    vocab, ratios, per_step = int(llm.info["vocab_size"]), [], []
+    vocab, ratios, per_step = int(llm.info.vocab_size), [], []
     params = greedy(tokens)
     seconds(llm, random_prompts([32] * rows, vocab, 10_000), params)
     try:

@@ -112,7 +112,7 @@ def timed(llm: LLM, streams: int, reply: int) -> dict[str, Timed]:
 
     Returns, by the name of the text, the median speeds of REPEATS runs and the total of their drafts.
     """
-    vocab = int(llm.info["vocab_size"])
+    vocab = int(llm.info.vocab_size)
     found: dict[str, list[Timed]] = {}
     for repeat in range(REPEATS + 1):
         sets = [texts(vocab, reply, 1 + stream + streams * repeat) for stream in range(streams)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from engine.errors import CheckpointError
+from engine.info import EngineInfo
 from engine.text import early_tokenizer
 from minitui import tutor
 from minitui.chat.prompt import Codec
+from minitui.protocol import ServerInfo
 
 PLAIN_SYSTEM_PROMPT = "You are a helpful assistant. Answer clearly and briefly."
 
@@ -37,9 +38,9 @@ def choose_model(name: str | None, system: str | None = None) -> Choice:
     return _bundled(str(path), "tutor", system)
 
 
-def served_choice(info: dict[str, Any], system: str | None) -> Choice:
+def served_choice(info: ServerInfo, system: str | None) -> Choice:
     """Returns the choice for the model of a minitui server, from the server's `info`."""
-    return _bundled("", "", system) if info.get("bundled") else _plain("", system)
+    return _bundled("", "", system) if info.bundled else _plain("", system)
 
 
 def _bundled(name: str, label: str, system: str | None) -> Choice:
@@ -51,9 +52,9 @@ def _plain(name: str, system: str | None) -> Choice:
     return Choice(name, "", PLAIN_SYSTEM_PROMPT if system is None else system, "model")
 
 
-def load_codec(info: dict[str, Any]) -> Codec:
+def load_codec(info: EngineInfo) -> Codec:
     """Returns the tokenizer of the checkpoint that the engine has loaded. Raises CheckpointError."""
-    tokenizer = early_tokenizer.load(info["model_dir"])
-    tokenizer.context = info.get("max_model_len")
+    tokenizer = early_tokenizer.load(info.model_dir)
+    tokenizer.context = info.max_model_len or None
     tokenizer.start_rendering()
     return tokenizer

@@ -143,7 +143,7 @@ class Chats:
     @property
     def model(self) -> str:
         """The name of the checkpoint, or of a codec with its own ids. Token ids are valid for this name only."""
-        return getattr(self.codec, "spelling", "") or str(self.source.info.get("model", ""))
+        return getattr(self.codec, "spelling", "") or self.source.info.model
 
     def asked(self) -> list[str]:
         """Returns every question of the listed chats, oldest first."""
@@ -242,7 +242,7 @@ class Chats:
             await self._usable.wait()
             # The template and the encoding take milliseconds and would block drawing in this event loop.
             prompt = await asyncio.to_thread(self.prompt, session)
-            params = session.sampling.params(self.source.info.get("generation") or {})
+            params = session.sampling.params(self.source.info.generation)
             computed = like is not None and self.begins_in_cache(prompt.ids) is False
             if computed:
                 assert like is not None

@@ -14,6 +14,7 @@ from minitui.chat.model_choice import Choice, choose_model, served_choice
 from minitui.chat.store import Store
 from minitui.cli.launch import apply_looks, live_source, log_path, make_sampling, recorded, run_app
 from minitui.cli.options import Model, Record, System, chosen_options, engine_config, with_options
+from minitui.protocol import ServerInfo
 from minitui.sources.base import Source
 from minitui.tui.terminal import need_terminal
 
@@ -125,17 +126,17 @@ def connect_to(
         [url] = urls
         info = probe(url, key)
         if info is not None and not is_telemetry(info):
-            if info and model not in (None, info["model"]):
-                raise EngineError(f"{url} serves {info['model']!r}, not {model!r}: remove --model")
+            if info and model not in (None, info.model):
+                raise EngineError(f"{url} serves {info.model!r}, not {model!r}: remove --model")
             return RemoteSource(url, key), served_choice(info, system), None
         [engines] = find([url], key)
         if not engines and record:
             raise EngineError(f"{url} sends no engine records: there is nothing to record. For vLLM, {HOW}")
         if not engines:
-            return OpenAISource(url, key, model or ""), served_choice({}, system), ForeignApp
+            return OpenAISource(url, key, model or ""), served_choice(ServerInfo(), system), ForeignApp
         info = next(engine.info for engine in engines if engine.info)
-        if model not in (None, info["model"]):
-            raise EngineError(f"{url} serves {info['model']!r}, not {model!r}: remove --model")
+        if model not in (None, info.model):
+            raise EngineError(f"{url} serves {info.model!r}, not {model!r}: remove --model")
         if len(engines) == 1:
             return VllmSource(engines[0], key), served_choice(info, system), None
         if record:
@@ -147,14 +148,14 @@ def connect_to(
     found = probe_all(urls, key)
     if all(isinstance(info, EngineError) for info in found):
         raise EngineError("; ".join(str(error) for error in found))
-    infos = [info if isinstance(info, dict) else None for info in found]
+    infos = [info if isinstance(info, ServerInfo) else None for info in found]
     unknown = [url for url, info in zip(urls, found, strict=True) if info is None or is_telemetry(info)]
     engines_of = dict(zip(unknown, find(unknown, key), strict=True))
     servers: list[str | Engine] = []
     for url in urls:
         servers += engines_of.get(url) or [url]
     infos += [engine.info for engines in engines_of.values() for engine in engines]
-    choice = served_choice(next(filter(None, infos), {}), system)
+    choice = served_choice(next(filter(None, infos), ServerInfo()), system)
     source = ReplicaSource(servers, key, model or "", exact=all(engines_of.values()))
     return source, choice, ForeignReplicaApp if all(info is None for info in infos) else ReplicaApp
 

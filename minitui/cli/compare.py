@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.errors import EngineError
+from engine.info import EngineInfo
 from minitui import settings as settings_file
 from minitui.chat.conversation import Sampling
 from minitui.chat.model_choice import Choice, choose_model, load_codec
@@ -138,7 +139,7 @@ def _run(
         saving = partial(traces.save, contrast)
         if text:
             comparison, outcome = asyncio.run(_play(contrast, source, choice.system, sampling, restart))
-            title = f"{contrast.title} ({outcome.infos[1]['model']})"
+            title = f"{contrast.title} ({outcome.infos[1].model})"
             _report(comparison, title, outcome.infos, [outcome.replies], json)
             if save is not None:
                 _saved(saving(save))
@@ -217,7 +218,7 @@ def run_names(first: str, second: str) -> tuple[str, str]:
     return first, second
 
 
-def _report(comparison: Comparison, title: str, infos: list[dict[str, Any]], notes: list[str], json: bool) -> None:
+def _report(comparison: Comparison, title: str, infos: list[EngineInfo], notes: list[str], json: bool) -> None:
     notes = [*notes, comparison.disturbed]
     from minitui.viewmodel.compare.comparison import as_data, settings_that_differ, told
 

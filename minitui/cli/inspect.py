@@ -14,6 +14,7 @@ from minitui.chat.model_choice import served_choice
 from minitui.cli.chat import connect_to
 from minitui.cli.launch import apply_looks, recorded, run_app
 from minitui.cli.options import Record, with_options
+from minitui.protocol import ServerInfo
 from minitui.tui.terminal import need_terminal
 
 INSTALL = "pip install 'minitui[vllm]'"
@@ -103,4 +104,4 @@ def _over_events(
     except ImportError as error:
         raise EngineError(f"--kv-events needs more packages ({error}): {INSTALL}") from error
     source = KvSource(url, events, key, tokenizer, note)
-    return run_app(source, served_choice({}, None), settings, Sampling(), make=CacheApp)
+    return run_app(source, served_choice(ServerInfo(), None), settings, Sampling(), make=CacheApp)

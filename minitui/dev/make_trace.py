@@ -13,13 +13,14 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core.engine import Engine
+from engine.info import EngineInfo
 from engine.params import SamplingParams
 from engine.trace.kind import Reader, Record
 from minitui.trace.recorder import Recorder
@@ -96,10 +97,10 @@ class Notable(Reader):
         return [(step, text.format(amount)) for text, (amount, step) in self._most.items()]
 
 
-def record_run(engine: Engine, info: dict[str, Any], due: list[Arrival], path: Path) -> Recorder:
+def record_run(engine: Engine, info: EngineInfo, due: list[Arrival], path: Path) -> Recorder:
     """Submits each request when it is due, or earlier if the engine is idle; records the whole run in `path`."""
     recorder = Recorder(path)
-    recorder.begin({**info, "random_text": True}, engine.snapshot())
+    recorder.begin(replace(info, random_text=True), engine.snapshot())
     notable = Notable()
     waiting = list(reversed(due))
     began = engine.log.now()
@@ -157,14 +158,14 @@ def main(
     )  # fmt: skip
     built = build_engine(config)
     # The first steps on a device compile and warm up: they are not recorded.
-    warm = arrivals(Traffic(requests=4, arrivals_s=0.0, seed=1), built.info["vocab_size"], built.info["max_model_len"])
+    warm = arrivals(Traffic(requests=4, arrivals_s=0.0, seed=1), built.info.vocab_size, built.info.max_model_len)
     for arrival in warm:
         built.engine.add_request(arrival.ids, replace(arrival.params, max_tokens=4))
     while built.engine.has_work:
         built.engine.step()
     built.engine.clear_cache()
     built.engine.log.drain()
-    due = arrivals(traffic, built.info["vocab_size"], built.info["max_model_len"])
+    due = arrivals(traffic, built.info.vocab_size, built.info.max_model_len)
     recorder = record_run(built.engine, built.info, due, out)
     size = out.stat().st_size
     print(f"{out}: {recorder.records:,} records of {recorder.steps:,} steps, {size / 1e3:,.0f} kB")

@@ -63,7 +63,7 @@ def record_shape(model: str, **options: Any) -> dict[str, Any]:
                 found["timelines"].append({"mode": mode, "rows": rows, "records": recorder.timeline(rows)})
             if mode == "overlap":
                 names = ("model", "parameters", "dtype", "attention", "kv_bytes_per_token")
-                found |= {name: recorder.info[name] for name in names}
+                found |= {name: getattr(recorder.info, name) for name in names}
                 found |= {"context": _context(), "decode": recorder.decode_costs(), "prefill": recorder.prefill_costs()}
     return found
 
@@ -133,7 +133,7 @@ class StepRecorder:
 
     def decode_costs(self) -> list[dict[str, Any]]:
         """Returns the cost of a decode step for 1, 2, 4 … rows."""
-        sizes = _doubling(min(MOST_ROWS, int(self.info["max_num_seqs"])))
+        sizes = _doubling(min(MOST_ROWS, int(self.info.max_num_seqs)))
         return _costs(sizes, PASSES, self._decode_steps)
 
     def _decode_steps(self, n: int) -> list[StepRow]:
@@ -142,7 +142,7 @@ class StepRecorder:
 
     def prefill_costs(self) -> list[dict[str, Any]]:
         """Returns the cost of a step that computes a prompt of 1, 2, 4 … tokens."""
-        most = min(MOST_PROMPT, int(self.info["max_num_batched_tokens"]), int(self.info["max_model_len"]) - 1)
+        most = min(MOST_PROMPT, int(self.info.max_num_batched_tokens), int(self.info.max_model_len) - 1)
         return _costs(_doubling(most), REPEATS, lambda n: [row for row in _steps(self.run(n, 1, 1)) if row.chunks])
 
     def timeline(self, rows: int) -> list[Record]:
@@ -178,7 +178,7 @@ class StepRecorder:
 
     def _add(self, prompt: int, rows: int, params: SamplingParams) -> None:
         self._seed += 1
-        for ids in random_prompts([prompt] * rows, int(self.info["vocab_size"]), self._seed):
+        for ids in random_prompts([prompt] * rows, int(self.info.vocab_size), self._seed):
             self._engine.add_request(ids, params)
 
 

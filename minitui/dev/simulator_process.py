@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from engine.errors import InvalidRequest
+from engine.info import EngineInfo
 from engine.params import SamplingParams
 from engine.progress import Progress
 from engine.trace.records import Packet, Record, packets
@@ -141,12 +142,11 @@ class StressProcess(SimulatedSource):
                     self.made.append((self._packets[-1].last, sent))
 
 
-def describe(load: Load) -> dict[str, Any]:
+def describe(load: Load) -> EngineInfo:
     """Returns the `info` of a source with this load."""
-    return {
-        "model": "stress", "device": "make-believe", "dtype": "none", "num_blocks": load.blocks,
-        "block_size": load.block_size,
-    }  # fmt: skip
+    return EngineInfo(
+        model="stress", device="make-believe", dtype="none", num_blocks=load.blocks, block_size=load.block_size
+    )
 
 
 def warmed(stress: Stress, seconds: float) -> State:

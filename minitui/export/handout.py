@@ -70,7 +70,7 @@ async def write_handout(
             Part(
                 "text",
                 f"The lessons of minitui {__version__}. Read a page, predict, discuss; then compare with the results. "
-                f"The experiments ran with {info['model']} on {info['device']}. Run them yourself: minitui lesson.",
+                f"The experiments ran with {info.model} on {info.device}. Run them yourself: minitui lesson.",
             ),
         ]
         for number, lesson in enumerate(lessons):

@@ -43,8 +43,8 @@ def write_markdown(reader: TraceReader, path: Path) -> None:
 
 def _head(reader: TraceReader) -> list[str]:
     info = reader.info
-    where = f"{info.get('model', 'a model')} on {info.get('device', 'a device')}"
-    pool = f"{info['num_blocks']:,} blocks of {info['block_size']} tokens"
+    where = f"{info.model} on {info.device}"
+    pool = f"{info.num_blocks:,} blocks of {info.block_size} tokens"
     seconds = reader.end_t - reader.begin_t
     span = f"{seconds:.2f} s of the engine's clock"
     if seconds - reader.seconds > 0.05:

@@ -71,7 +71,7 @@ class _Converter(Reader):
 
     def _names(self) -> Iterator[Event]:
         info = self.reader.info
-        about = f"{info.get('model', 'engine')} on {info.get('device', '?')}"
+        about = f"{info.model} on {info.device}"
         ends = (named(record) for record in self.reader.records() if kind_of(record) == "time")
         times = any(end.device_ms is not None for end in ends)
         device = "device" if times else "device: the engine does not report its times"

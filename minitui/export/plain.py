@@ -21,7 +21,7 @@ def write_json(reader: TraceReader, path: Path) -> None:
     """
     steps = Steps()
     head = {
-        "header": reader.header,
+        "header": reader.header | {"info": reader.info.to_json()},
         "complete": reader.complete,
         "bookmarks": [{"step": step, "text": text} for step, text in reader.bookmarks],
         "chats": reader.names,

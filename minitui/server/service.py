@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from engine.config import EngineConfig
 from engine.errors import EngineDead, EngineError
+from engine.info import EngineInfo
 from engine.params import SamplingParams
 from engine.process.client import EngineClient
 from engine.process.heartbeat import Condition
@@ -93,7 +94,7 @@ class Service:
     async def _use(self, client: EngineClient) -> Tokenizer:
         """Serve the requests with this client. Returns its tokenizer."""
         self._client = client
-        self._tokenizer = await asyncio.to_thread(early_tokenizer.load, client.info["model_dir"])
+        self._tokenizer = await asyncio.to_thread(early_tokenizer.load, client.info.model_dir)
         self._tokenizer.context = self.longest
         self._tokenizer.start_rendering()
         return self._tokenizer
@@ -198,7 +199,7 @@ class Service:
         return self._tokenizer
 
     @property
-    def info(self) -> dict[str, Any]:
+    def info(self) -> EngineInfo:
         return self.client.info
 
     @property
@@ -209,7 +210,7 @@ class Service:
     @property
     def names(self) -> tuple[str, ...]:
         """All names of the model in requests, except "default"."""
-        return self.settings.served_names or (str(self._client.info["model"]) if self._client is not None else "",)
+        return self.settings.served_names or (str(self._client.info.model) if self._client is not None else "",)
 
     @property
     def condition(self) -> Condition:
@@ -251,14 +252,14 @@ class Service:
     @property
     def longest(self) -> int:
         """The largest number of tokens that a prompt and its reply may have together."""
-        return int(self.info["max_model_len"])
+        return int(self.info.max_model_len)
 
     # ---- admission
 
     @property
     def capacity(self) -> int:
         """The largest number of open sequences, running and waiting together."""
-        return int(self.info["max_num_seqs"]) + self.settings.max_waiting
+        return int(self.info.max_num_seqs) + self.settings.max_waiting
 
     @contextlib.contextmanager
     def admit(self, sequences: int) -> Iterator[None]:
@@ -347,7 +348,7 @@ class Service:
 
     def check(self, prompts: list[list[int]], params: SamplingParams, field: str) -> None:
         """Raises ApiError or InvalidRequest, with the name of the field, if the engine cannot run the request."""
-        vocabulary, longest = int(self.info["vocab_size"]), self.longest
+        vocabulary, longest = int(self.info.vocab_size), self.longest
         params.validate(vocabulary)
         for ids in prompts:
             if not ids:

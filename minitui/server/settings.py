@@ -13,7 +13,6 @@ from minitui.protocol import is_loopback
 from minitui.server.origins import authority
 
 MIN_KEY_LENGTH = 8
-PRIVATE = ("model_dir", "log_file")  # facts of the engine that callers do not get: paths on the server's machine
 
 
 class Role(IntEnum):

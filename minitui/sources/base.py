@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.info import EngineInfo
 from engine.params import PARAMETERS, SamplingParams
 from engine.process.heartbeat import Condition
 from engine.process.stream import Stream
@@ -34,7 +35,7 @@ class Source(ABC):
     missing = "the engine is starting"  # why there is no state yet, as a sentence
 
     def __init__(self) -> None:
-        self.info: dict[str, Any] = {}  # facts about the engine; empty before `start`
+        self.info = EngineInfo()  # false before `start`
         self.error: str | None = None  # why there is no engine, as a sentence
         self._ready = asyncio.Event()  # set when `start` has succeeded or failed
         self._on_death: list[Callable[[str], None]] = []

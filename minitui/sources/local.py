@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,7 @@ class LocalSource(Source):
         assert self._client is not None
         with self._starting():
             await launch
-            self.info = {**self._client.info, **({"model": self._label} if self._label else {})}
+            self.info = replace(self._client.info, model=self._label or self._client.info.model)
 
     def _died(self, sentence: str) -> None:
         if self.info:  # if the engine ends before it is ready, `start` raises the error

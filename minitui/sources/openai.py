@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.info import EngineInfo
 from engine.parameters import OPEN_SERVERS
 from engine.params import PARAMETERS, SamplingParams
 from engine.text.output import Delta
@@ -243,7 +244,7 @@ class OpenAISource(Source):
             if not self._model and not names:
                 raise EngineError(f"{self.url} lists no model: choose one with --model")
             model = self._model or names[0]
-            self.info = {"model": model, "device": self.url, "generation": {}, "log_file": "on the server"}
+            self.info = EngineInfo(model=model, device=self.url, log_file="on the server")
             self.keep(self.poller.run())
 
     async def list_models(self) -> list[str]:
@@ -295,7 +296,7 @@ class OpenAISource(Source):
     def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> OpenAIStream:
         """Ask for an answer to the conversation that `ids` encode. `group` is not sent."""
         body: dict[str, Any] = {
-            "model": self.info["model"], "messages": self.codec.messages(ids), "stream": True,
+            "model": self.info.model, "messages": self.codec.messages(ids), "stream": True,
             "stream_options": {"include_usage": True},
             **self.sent(params, ("temperature", "top_p", "max_tokens"), self.kind),
         }  # fmt: skip

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from engine.errors import EngineDead, EngineError
 from engine.params import PARAMETERS, SamplingParams
 from engine.text.output import Delta
 from engine.trace.records import Record
+from minitui.protocol import ServerInfo
 from minitui.settings import data_dir
 from minitui.sources import remote_checks
 from minitui.sources.base import Progress, Source, Stream
@@ -120,14 +122,14 @@ class RemoteSource(Source):
         with self._starting():
             try:
                 info = await self._load_info(on_progress)
-                directory = await load_tokenizer(self.http, self.url, info["tokenizer_files"], self._cache)
+                directory = await load_tokenizer(self.http, self.url, info.tokenizer_files, self._cache)
                 if self._watching:
                     await self.watch()
             except (httpx.HTTPError, OSError) as error:
                 raise unreachable(self.url, error) from error
-            self.info = {**info, "model_dir": str(directory), "log_file": f"on the server {self.url}"}
+            self.info = replace(info, model_dir=str(directory), log_file=f"on the server {self.url}")
 
-    async def _load_info(self, on_progress: Progress) -> dict[str, Any]:
+    async def _load_info(self, on_progress: Progress) -> ServerInfo:
         deadline = time.monotonic() + LOADING_S
         while True:
             response = await self.http.get("/minitui/info")

@@ -1,7 +1,7 @@
 """Checks the types, ranges and sizes of data from a minitui server, before the data is stored or applied.
 
 Records and snapshots get the same checks as in a trace (minitui/trace/check.py, minitui/trace/follow.py). This module
-adds checks of answers, of facts about the engine, and of sizes that grow during a long connection.
+adds checks of answers, and of sizes that grow during a long connection; ServerInfo checks the facts about the engine.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from sys import intern
 from typing import Any
 
 from engine.errors import EngineError
+from engine.info import MOST_TEXT, is_name
 from engine.trace.kind import MOST, MOST_NUMBER, MOST_RECORDS, kind_of, named, position
 from engine.trace.records import Record
 from engine.trace.state import State
+from minitui.protocol import ServerInfo
 from minitui.trace import check as trace_check
-from minitui.trace.check import MOST_BLOCKS
 from minitui.trace.follow import Follower
 
-MOST_TEXT = 4_096  # characters of a name or a reason; thousands of such texts are kept
 MOST_REQUESTS = 1 << 16
 MOST_LOADS = 1 << 16  # expert loads (layers times experts) in a record; hundreds of these records are kept
 
@@ -29,7 +29,7 @@ class Refused(EngineError):
 
 def greeting(data: Any) -> tuple[str, int]:
     """Returns (the engine's name, the number of its last record) from the event that begins a record stream."""
-    if type(data) is not dict or not _text(data.get("began")) or not _count(data.get("seq")):
+    if type(data) is not dict or not is_name(data.get("began")) or not _count(data.get("seq")):
         raise Refused("its greeting lacks the engine's name or the record number")
     return data["began"], data["seq"]
 
@@ -46,7 +46,7 @@ def records(data: Any) -> list[Record]:
             record = trace_check.record(row[0], row[1:])
         except ValueError as error:
             raise Refused(str(error)) from error
-        if not all(_text(field) for field in record if type(field) is str):
+        if not all(is_name(field) for field in record if type(field) is str):
             raise Refused(f"a text in record {row[0]:,} ({kind_of(record)}) has more than {MOST_TEXT:,} characters")
         if kind_of(record) == "experts" and sum(len(tokens) for _, tokens in named(record).load) > MOST_LOADS:
             raise Refused(f"record {row[0]:,} has more than {MOST_LOADS:,} expert loads")
@@ -58,7 +58,7 @@ def records(data: Any) -> list[Record]:
 
 def snapshot(data: Any) -> dict[str, Any]:
     """Returns the checked snapshot: the fields of engine.trace.state, and "began"."""
-    if type(data) is not dict or not _text(data.get("began")):
+    if type(data) is not dict or not is_name(data.get("began")):
         raise Refused("its snapshot does not name the engine")
     try:
         return trace_check.snapshot(data)
@@ -87,14 +87,16 @@ class Watch:
             raise Refused(f"its state has more than {MOST_REQUESTS:,} requests")
 
 
-def info(data: Any) -> dict[str, Any]:
+def info(data: Any) -> ServerInfo:
     """Returns the answer of /minitui/info. Raises Refused if a field is missing or not valid."""
-    if type(data) is not dict:
-        raise Refused("its /minitui/info is not a JSON object")
-    for name, check in INFO.items():
-        if not check(data.get(name)):
+    try:
+        found = ServerInfo.from_json(data)
+    except ValueError as error:
+        raise Refused(f"its /minitui/info {error}") from error
+    for name in ("model", "began", "tokenizer_files"):
+        if data.get(name) is None:
             raise Refused(f"its /minitui/info has no valid {name!r}")
-    return data
+    return found
 
 
 def accepted(event: dict[str, Any]) -> tuple[int, int | None]:
@@ -109,7 +111,7 @@ def delta(event: Any) -> dict[str, Any]:
     """Returns the checked piece of an answer: text, ids, finish_reason (empty before the end) and metrics."""
     if type(event) is not dict or type(event.get("text")) is not str or not _tokens(event.get("ids")):
         raise Refused("a piece of its answer has no text and ids")
-    if not _text(event.get("finish_reason") or ""):
+    if not is_name(event.get("finish_reason") or ""):
         raise Refused("the finish reason of its answer is not a short text")
     return {**event, "finish_reason": event.get("finish_reason") or "", "metrics": metrics(event.get("metrics"))}
 
@@ -122,7 +124,7 @@ def metrics(given: Any) -> dict[str, Any]:
     if "accepted_tokens" not in figures:
         figures.pop("drafted_tokens", None)
     match = given.get("match")
-    if type(match) is dict and _text(match.get("stop")) and position.fits(match.get("at")):
+    if type(match) is dict and is_name(match.get("stop")) and position.fits(match.get("at")):
         figures["match"] = {"stop": match["stop"], "at": match["at"], "detail": str(match.get("detail"))[:MOST_TEXT]}
     return figures
 
@@ -130,10 +132,6 @@ def metrics(given: Any) -> dict[str, Any]:
 def count(value: Any) -> int | None:
     """Returns `value` if it is a valid number of tokens, else None."""
     return value if type(value) is int and 0 <= value <= MOST else None
-
-
-def _text(value: Any) -> bool:
-    return type(value) is str and len(value) <= MOST_TEXT
 
 
 def _count(value: Any) -> bool:
@@ -152,26 +150,6 @@ def _tokens(value: Any) -> bool:
     return type(value) is list and all(type(token) is int and 0 <= token <= MOST for token in value)
 
 
-def _generation(value: Any) -> bool:
-    """Returns True if `value` is a valid generation_config of a checkpoint."""
-    if value is None:
-        return True
-    return type(value) is dict and all(
-        one is None or type(one) is bool or _text(one) or _tokens(one) or _number(one) for one in value.values()
-    )
-
-
-def _optional_text(value: Any) -> bool:
-    return value is None or _text(value)
-
-
-INFO: dict[str, Callable[[Any], bool]] = {
-    "model": _text, "began": _text, "device": _optional_text, "dtype": _optional_text, "quantization": _optional_text,
-    "kv_cache_dtype": _optional_text, "server": _optional_text, "role": _optional_text, "generation": _generation,
-    "num_blocks": _within(2, MOST_BLOCKS, optional=True), "block_size": _within(1, MOST, optional=True),
-    "vocab_size": _within(1, MOST, optional=True), "max_model_len": _within(1, MOST, optional=True),
-    "tokenizer_files": lambda value: type(value) is dict and all(map(_text, value.values())),
-}  # fmt: skip
 _COUNTS = ("prompt_tokens", "output_tokens", "cached_tokens", "preemptions", "drafted_tokens", "accepted_tokens")
 _TIMES = ("queue_ms", "prefill_ms", "ttft_ms", "decode_tok_s")
 METRICS: dict[str, Callable[[Any], bool]] = {

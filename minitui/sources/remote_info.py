@@ -7,44 +7,43 @@ import hashlib
 import json
 import uuid
 from pathlib import Path
-from typing import Any
 
 from engine.errors import EngineDead, EngineError
-from minitui.protocol import TOKENIZER_FILES
+from minitui.protocol import TOKENIZER_FILES, ServerInfo
 from minitui.sources import remote_checks
 from minitui.sources.bounds import LARGE
 from minitui.sources.http import check, httpx, load_json, normalise, open_client, unreachable
 from minitui.sources.remote_checks import Refused
 
 
-def probe(url: str, key: str = "") -> dict[str, Any] | None:
-    """Returns a server's /minitui/info; None if it is not a minitui server, {} if it is not ready yet (503).
+def probe(url: str, key: str = "") -> ServerInfo | None:
+    """Returns a server's /minitui/info; None if it is not a minitui server, an empty one if it is not ready yet (503).
 
     Blocks: call it before the event loop runs. Raises EngineError if the server cannot be reached or refuses the key.
     """
     return asyncio.run(probe_async(normalise(url), key))
 
 
-def probe_all(urls: list[str], key: str = "") -> list[dict[str, Any] | EngineError | None]:
+def probe_all(urls: list[str], key: str = "") -> list[ServerInfo | EngineError | None]:
     """Probe several servers at once; returns for each server the result of `probe` or the raised EngineError.
 
     Raises InvalidRequest if one of `urls` is not an address.
     """
     addresses = [normalise(url) for url in urls]
 
-    async def ask(url: str) -> dict[str, Any] | EngineError | None:
+    async def ask(url: str) -> ServerInfo | EngineError | None:
         try:
             return await probe_async(url, key)
         except EngineError as error:
             return error
 
-    async def ask_all() -> list[dict[str, Any] | EngineError | None]:
+    async def ask_all() -> list[ServerInfo | EngineError | None]:
         return await asyncio.gather(*(ask(url) for url in addresses))
 
     return asyncio.run(ask_all())
 
 
-async def probe_async(url: str, key: str = "") -> dict[str, Any] | None:
+async def probe_async(url: str, key: str = "") -> ServerInfo | None:
     """Does the same as `probe`, on the running event loop."""
     async with open_client(url, key) as client:
         try:
@@ -53,12 +52,12 @@ async def probe_async(url: str, key: str = "") -> dict[str, Any] | None:
                 return None
             return read_info(url, (await check(response)).content)
         except EngineDead:
-            return {}
+            return ServerInfo()
         except (httpx.HTTPError, OSError) as error:
             raise unreachable(url, error) from error
 
 
-def read_info(url: str, text: bytes) -> dict[str, Any]:
+def read_info(url: str, text: bytes) -> ServerInfo:
     """Returns the checked answer of /minitui/info. Raises EngineError if it is not valid."""
     try:
         return remote_checks.info(load_json(text))

@@ -60,7 +60,7 @@ class ReplaySource(Source):
         """Read the trace. Raises TraceError."""
         on_progress({"stage": "trace", "done": 0, "total": 0, "text": f"reading {self.path.name}"})
         self.reader = await asyncio.to_thread(TraceReader, self.path)
-        self.info = {**self.reader.info, "replay": str(self.path)}
+        self.info = self.reader.info
         self.set_speed(self.speed)
         self._place(0, 0)
         self._ready.set()

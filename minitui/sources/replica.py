@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from engine.errors import EngineDead, EngineError
+from minitui.protocol import ServerInfo
 from minitui.sources.base import Stream
 from minitui.sources.http import httpx, normalise
 from minitui.sources.openai import OpenAISource, TextCodec
@@ -17,7 +19,6 @@ from minitui.sources.remote_info import probe_async
 from minitui.sources.server_metrics import PATIENCE_S, MetricsPoller, ServerMetrics, trouble_of, wait_after
 from minitui.sources.vllm import RANK_HEADER, Engine, VllmSource, find_async, is_telemetry
 
-CHANGING = ("began", "recording_us")  # facts that change while the same server runs, or when it restarts
 WAITS: Any = {"give_up_s": float("inf"), "watching": False}  # options of the telemetry
 LOADING = "it is loading its model"
 UNKNOWN = "it has not answered yet"
@@ -53,7 +54,7 @@ class Replica:
         self._key, self._model, self._codec, self._cache = key, model, codec, cache
         self._trouble = UNKNOWN
         self._polling: asyncio.Task[None] | None = None
-        self._info: dict[str, Any] | None = None
+        self._info: ServerInfo | None = None
         self._retry_at = 0.0
         self._streams_at_poll = (-1, 0)  # number of the last poll; number of `streams` at that poll
         self._returned = asyncio.Event()
@@ -82,7 +83,7 @@ class Replica:
     @property
     def model(self) -> str:
         """The model that the server serves; empty if unknown."""
-        return str(self.source.info.get("model", "")) if self.source else ""
+        return self.source.info.model if self.source else ""
 
     @property
     def load(self) -> float:
@@ -138,10 +139,10 @@ class Replica:
             if engine is None and (info is None or is_telemetry(info)):
                 engine = next(iter(await find_async(self.url, self._key)), None)
                 info = engine.info if engine is not None else info
-        if info == {}:
+        if info is not None and not info:
             raise EngineDead(LOADING)
         if info is not None:
-            info = {name: value for name, value in info.items() if name not in CHANGING}
+            info = replace(info, began="", recording_us=None)  # these change while the same server runs
         if self.source is not None and info == self._info and await self._same_models():
             return
         await self.disconnect()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ class ReplicaSource(Source):
             return replica.trouble
         if not self.info:
             return UNDECIDED
-        model = str(self.info["model"])
+        model = self.info.model
         source = replica.source
         if isinstance(source, OpenAISource):
             same = not source.models or model in source.models
@@ -78,7 +79,7 @@ class ReplicaSource(Source):
             same = replica.model == model
         if not same:
             return f"it serves {replica.model}, but these chats use {model}"
-        if self.exact and source is not None and source.info["model_dir"] != self.info["model_dir"]:
+        if self.exact and source is not None and source.info.model_dir != self.info.model_dir:
             return f"it serves {model}, but its tokenizer differs from the tokenizer of these chats"
         return ""
 
@@ -133,7 +134,7 @@ class ReplicaSource(Source):
             try:
                 base = await self._first_usable(on_progress)
                 assert base.source is not None
-                self.info = {**base.source.info, "device": f"{len(self.replicas)} replicas"}
+                self.info = replace(base.source.info, device=f"{len(self.replicas)} replicas")
                 if base.telemetry is not None:
                     await self.watch(base)
             except EngineError:
@@ -188,7 +189,8 @@ class ReplicaSource(Source):
         """Ask one replica; returns its stream."""
         assert replica.source is not None
         if isinstance(replica.source, OpenAISource):
-            replica.source.info["model"] = self.info["model"]  # the server may serve several models
+            # The server may serve several models.
+            replica.source.info = replace(replica.source.info, model=self.info.model)
         return replica.source.submit(ids, params, group)
 
     # ---- the panels

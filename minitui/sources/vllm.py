@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from engine.errors import EngineError, InvalidRequest
 from engine.params import PARAMETERS, RECOMMENDED, SamplingParams
 from engine.trace.kind import Reader, Record, kind_of, named
-from minitui.protocol import MOST_RANKS
+from minitui.protocol import MOST_RANKS, ServerInfo
 from minitui.sources.base import Progress
 from minitui.sources.http import check, close_client, httpx, load_json, normalise, open_client
 from minitui.sources.openai import CompletionStream
@@ -37,7 +37,7 @@ ONLY_WATCHES = "this minitui only watches the server: minitui chat --connect sen
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine of a vLLM server. `api`, `telemetry`: addresses; `info`: the telemetry's, {} if it was not asked.
+    """An engine of a vLLM server. `api`, `telemetry`: addresses; `info`: the telemetry's, empty if it was not asked.
 
     `place`: the engine's number among the data parallel ranks behind this address, for RANK_HEADER; None: it is the
     only one. `label`: its number among all ranks, as in /metrics.
@@ -47,7 +47,7 @@ class Engine:
     telemetry: str
     place: int | None = None
     label: int = 0
-    info: dict[str, Any] = field(default_factory=dict, compare=False)
+    info: ServerInfo = field(default_factory=ServerInfo, compare=False)
 
     @property
     def name(self) -> str:
@@ -78,22 +78,22 @@ async def find_async(url: str, key: str = "") -> list[Engine]:
                 info = await probe_async(telemetry, key)
         except (EngineError, TimeoutError):
             continue
-        if engine := _engine(telemetry, info or {}):
+        if engine := _engine(telemetry, info or ServerInfo()):
             return [engine] if telemetry == url else [*_ranks(engine)]
     return []
 
 
 def is_telemetry(info: Any) -> bool:
     """Returns True if a server's /minitui/info says that the server is the recorder's telemetry."""
-    return isinstance(info, dict) and "api_port" in info
+    return isinstance(info, ServerInfo) and info.api_port >= 0
 
 
-def _engine(telemetry: str, info: dict[str, Any]) -> Engine | None:
+def _engine(telemetry: str, info: ServerInfo) -> Engine | None:
     """Returns the engine whose telemetry says this about itself; None if it is not vLLM's."""
-    api, own, ports, rank = (info.get(name) for name in ("api_port", "telemetry_port", "telemetry_ports", "rank"))
-    if not str(info.get("engine", "")).startswith("vLLM ") or type(api) is not int or type(rank) is not int:
+    api, own, ports, rank = info.api_port, info.telemetry_port, info.telemetry_ports, info.rank
+    if not info.engine.startswith("vLLM ") or rank < 0:
         return None
-    if type(ports) is not list or len(ports) > MOST_RANKS or own not in ports:
+    if len(ports) > MOST_RANKS or own not in ports:
         return None
     if not all(map(_is_port, [api, *ports])):
         return None
@@ -106,7 +106,7 @@ def _ranks(engine: Engine) -> Iterator[Engine]:
     if engine.place is None:
         yield engine
         return
-    for place, port in enumerate(engine.info["telemetry_ports"]):
+    for place, port in enumerate(engine.info.telemetry_ports):
         label = engine.label - engine.place + place
         others = Engine(engine.api, _with_port(engine.telemetry, port), place, label)
         yield engine if place == engine.place else others
@@ -225,7 +225,7 @@ class VllmSource(RemoteSource):
     def submit(self, ids: list[int], params: SamplingParams, group: str = "") -> VllmStream:  # type: ignore[override]
         """Ask for an answer; returns at once. If vLLM refuses the request, the stream raises the error."""
         values = self.sent(params, RECOMMENDED, "vllm")  # vLLM's own defaults may come from the checkpoint
-        room = int(self.info.get("max_model_len") or 1 << 31) - len(ids)
+        room = (self.info.max_model_len or 1 << 31) - len(ids)
         if room < 1:
             raise InvalidRequest(f"the chat has {len(ids):,} tokens; this model takes {room + len(ids):,}", "ids")
         values["max_tokens"] = min(params.max_tokens or room, room)

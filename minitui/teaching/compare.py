@@ -6,9 +6,9 @@ import shutil
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from engine.errors import EngineError
+from engine.info import EngineInfo
 from minitui.chat.sessions import Chats
 from minitui.sources.recording import RecordingSource
 from minitui.teaching.contrasts import Contrast
@@ -22,7 +22,7 @@ class Outcome:
     """What the views of two runs do not have: their replies, and facts about their engines."""
 
     texts: list[list[str]] = field(default_factory=list)
-    infos: list[dict[str, Any]] = field(default_factory=list)
+    infos: list[EngineInfo] = field(default_factory=list)
 
     @property
     def replies(self) -> str:
@@ -50,7 +50,7 @@ async def run_contrast(contrast: Contrast, stage: Stage) -> Outcome:
             await stage.settle()
             if not prefix:
                 outcome.texts.append([session.messages[-1].text for session in sessions])
-                outcome.infos.append(dict(stage.source.info))
+                outcome.infos.append(stage.source.info)
     stage.source.name_groups(stage.chats.names)
     return outcome
 

@@ -65,7 +65,7 @@ def _recorded_decode_ms(name: str) -> tuple[str, str, dict[int, float]]:
             rows[found.step] = found.tokens
         elif kind == "time" and (found := named(record)).step in rows:
             times.setdefault(rows[found.step], []).append(found.wall_ms)
-    return reader.info["model"], reader.info["device"], {n: median(some) for n, some in times.items()}
+    return reader.info.model, reader.info.device, {n: median(some) for n, some in times.items()}
 
 
 # ---- cache
@@ -122,7 +122,7 @@ async def chunked_prefill(stage: Stage) -> None:
     stage.say(
         f"All {tokens:,} tokens of the long prompt were computed in one step. The {WRITERS} writing chats waited for "
         f"it: {duration(at_once)} without a token. Now the same with chunks: no step may compute more than "
-        f"{stage.source.info['max_num_batched_tokens']} tokens."
+        f"{stage.source.info.max_num_batched_tokens} tokens."
     )
     await _second(stage, contrast)
     chunked, tokens, chunks, in_chunks = _pasted(stage)

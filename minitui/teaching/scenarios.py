@@ -43,7 +43,7 @@ VOICES = (  # system prompts: their first words differ, and each fills at least 
 def paste_of(stage: Stage, system: str, blocks: int) -> str:
     """Returns a long prompt that, with its system prompt, fills just over `blocks` blocks."""
     assert stage.chats.codec is not None
-    size = stage.source.info["block_size"]
+    size = stage.source.info.block_size
     for lines in range(1, 1000):
         text = paste(lines)
         messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
@@ -57,7 +57,7 @@ def paste_of(stage: Stage, system: str, blocks: int) -> str:
 
 async def shared_prefix(stage: Stage) -> None:
     """Runs four chats with one system prompt: the prompt's blocks are computed once and shared by four requests."""
-    size = stage.source.info["block_size"]
+    size = stage.source.info.block_size
     first = stage.chats.sessions[0] if stage.chats.sessions else stage.chat()
     stage.show(first)
     await stage.gate()
@@ -102,7 +102,7 @@ async def shared_prefix(stage: Stage) -> None:
 
 
 def _blocks(stage: Stage) -> int:
-    return stage.source.info["num_blocks"]
+    return stage.source.info.num_blocks
 
 
 async def eviction(stage: Stage) -> None:
@@ -259,7 +259,7 @@ async def fork(stage: Stage) -> None:
     await stage.step(3, seconds=1.0)
     requests = [stage.request(session) for session in forks]
     same = len(list(takewhile(lambda blocks: len(set(blocks)) == 1, zip(*(r.table for r in requests), strict=False))))
-    size = stage.source.info["block_size"]
+    size = stage.source.info.block_size
     rows = [
         f"   r{r.id}  {' '.join(str(b) for b in r.table[max(0, same - 4) : same])} | "
         f"{' '.join(str(b) for b in r.table[same:])}" for r in requests

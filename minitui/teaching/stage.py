@@ -14,6 +14,7 @@ from math import ceil
 from typing import Any
 
 from engine.errors import EngineError
+from engine.info import EngineInfo
 from engine.params import SamplingParams
 from engine.text.output import Delta
 from engine.trace.views import RequestView
@@ -233,7 +234,7 @@ class Stage(Driver):
 
 @asynccontextmanager
 async def plain_stage(
-    source: Source, sampling: Sampling, load: Callable[[dict[str, Any]], Codec], **fields: Any
+    source: Source, sampling: Sampling, load: Callable[[EngineInfo], Codec], **fields: Any
 ) -> AsyncIterator[Stage]:
     """Yields a stage without the application: starts the engine, and closes it at the end. `fields`: see Stage."""
     try:

@@ -53,10 +53,10 @@ def describe(reader: TraceReader) -> str:
     ended = sum(
         kind_of(record) == "time" and named(record).step > reader.step_before for record in reader.records()
     )
-    weights = ", random weights" if info.get("dummy_weights") else ""
+    weights = ", random weights" if info.dummy_weights else ""
     text = (
-        f"{count(asked, 'request')} to {info['model']} ({info['dtype']}{weights}) on {info['device']}, "
-        f"{info['num_blocks']:,} blocks of {info['block_size']}: {count(ended, 'step')}"
+        f"{count(asked, 'request')} to {info.model} ({info.dtype}{weights}) on {info.device}, "
+        f"{info.num_blocks:,} blocks of {info.block_size}: {count(ended, 'step')}"
     )
     text += f", {count(kinds['preempt'], 'preemption')}" if kinds["preempt"] else ""
     text += f"; lasts {reader.seconds:,.1f} s"

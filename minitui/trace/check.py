@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from engine.info import EngineInfo
 from engine.trace.eviction import EVICTION_POLICIES
 from engine.trace.kind import (
     KINDS,
@@ -43,9 +44,6 @@ SNAPSHOT: dict[str, Bound] = {
     "budget": positive, "max_num_seqs": positive,
     "eviction_policy": later(one_of(*EVICTION_POLICIES)), "gate": gate_state, "pace": factor, "queue": counts,
 }  # fmt: skip
-INFO: dict[str, Bound] = {
-    "model": text, "device": text, "dtype": text, "num_blocks": count, "block_size": count,
-}  # fmt: skip
 WORDS = rows(count, Bound(lambda word: type(word) is str and all(map("\u0100".__gt__, word))))
 
 UNKNOWN = {"model": "a model", "device": "a device", "dtype": "unknown precision"}
@@ -76,8 +74,10 @@ def header(value: Any) -> dict[str, Any]:
     """Checks the header, and returns it with its optional fields filled in."""
     _fields("the header", value, {"recorded": text, "random_text": boolean})
     _need(type(value.get("info")) is dict, "the header has no 'info'")
-    value["info"] = UNKNOWN | value["info"]
-    _fields("the header's info", value["info"], {name: INFO[name] for name in INFO if name in value["info"]})
+    try:
+        value["info"] = EngineInfo.from_json(UNKNOWN | value["info"])
+    except ValueError as error:
+        raise ValueError(f"the header's info {error}") from error
     return value
 
 

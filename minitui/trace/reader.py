@@ -27,9 +27,11 @@ import re
 import zlib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from engine.info import EngineInfo
 from engine.trace.kind import Record, kind_of, named, time_of
 from minitui.trace import check
 from minitui.trace.lines import GZIP, MOST_VALUES, LineFile, Member, TraceError, parse, wrong_line
@@ -63,13 +65,11 @@ class TraceReader:
         self.last_planned = max(planned, default=last.keyframe.step)
         self.last_step = self._last_ended()  # the later steps were in flight at the end of the recording
         self.seconds = last.due[-1] if last.due else last.keyframe.played
-        pool = {"num_blocks": last.snapshot["num_blocks"] - 1, "block_size": last.snapshot["block_size"]}
-        self.header["info"] = pool | self.header["info"]
-
-    @property
-    def info(self) -> dict[str, Any]:
-        """The engine's info at the time of the recording."""
-        return self.header["info"]
+        info: EngineInfo = self.header["info"]
+        self.info = replace(  # the engine's at the time of the recording
+            info, num_blocks=info.num_blocks or last.snapshot["num_blocks"] - 1,
+            block_size=info.block_size or last.snapshot["block_size"],
+        )  # fmt: skip
 
     @property
     def step_before(self) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError
+from engine.info import EngineInfo
 from engine.trace.kind import Reader, Record
 from engine.trace.records import CLEARED
 from engine.trace.state import State
@@ -27,7 +28,6 @@ MOST_IDS = MOST_VALUES // 4  # the most token ids between two keyframes: readers
 BATCH = 512  # records in a line
 FLUSH_S = 1.0  # seconds between two flushes: if the process is killed, at most this much of the end is lost
 LAST_RECORDS_S = 2.0  # longest wait for the engine's last records when a recording ends
-PRIVATE = ("model_dir", "log_file")  # local paths: left out of the header
 Decode = Callable[[int], bytes]
 
 
@@ -58,13 +58,13 @@ class Recorder(Reader):
         self._flushed = 0.0
         self._writer = TraceWriter(self.path)
 
-    def begin(self, info: dict[str, Any], snapshot: dict[str, Any], t: float = 0.0) -> None:
+    def begin(self, info: EngineInfo, snapshot: dict[str, Any], t: float = 0.0) -> None:
         """Write the header and the first keyframe. `t`: the engine's clock at the snapshot, 0 if unknown."""
         header = {
             "minitui_trace": VERSION,
-            "info": {name: value for name, value in info.items() if name not in PRIVATE},
+            "info": info.public(),
             "recorded": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "random_text": bool(info.get("dummy_weights") or info.get("random_text")),
+            "random_text": bool(info.dummy_weights or info.random_text),
         }
         self._writer.put(json.dumps(header, default=str))
         self.resume(snapshot, t)
@@ -209,7 +209,7 @@ class Recording:
         """True after a gap in the records, until `resume`."""
         return self._recorder is not None and self._recorder.waits_for_snapshot
 
-    def begin(self, info: dict[str, Any], snapshot: dict[str, Any], texts: bool = True) -> None:
+    def begin(self, info: EngineInfo, snapshot: dict[str, Any], texts: bool = True) -> None:
         """Start recording an engine. Without `texts`, tokens are recorded as ids only."""
         self._starts += 1
         if self._starts > 1:
@@ -262,13 +262,13 @@ class Recording:
         logger.info("%s", error)
 
 
-def _decoder(info: dict[str, Any]) -> Decode | None:
+def _decoder(info: EngineInfo) -> Decode | None:
     """Returns a function from token id to bytes; None if the checkpoint's tokenizer cannot be loaded."""
-    if not info.get("model_dir") or info.get("dummy_weights"):
+    if not info.model_dir or info.dummy_weights:
         return None
     from engine.text.tokenizer import Tokenizer
 
     try:
-        return Tokenizer(Path(info["model_dir"])).token_bytes
+        return Tokenizer(Path(info.model_dir)).token_bytes
     except EngineError:
         return None

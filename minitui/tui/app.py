@@ -16,6 +16,7 @@ from textual.css.query import NoMatches
 from textual.screen import ModalScreen
 
 from engine.errors import EngineError
+from engine.info import EngineInfo
 from minitui.chat.conversation import Session
 from minitui.chat.describe import replay_note
 from minitui.chat.prompt import Codec
@@ -75,7 +76,7 @@ class MinituiApp(AppBase):
         chats: Chats,
         settings: Settings,
         *,
-        load_codec: Callable[[dict[str, Any]], Codec],
+        load_codec: Callable[[EngineInfo], Codec],
         guard: TerminalGuard | None = None,
         script: Script | None = None,
         **shown: Any,
@@ -302,7 +303,7 @@ class MinituiApp(AppBase):
         metrics = session.messages[-1].metrics
         if session.id in self.replays and metrics:
             self.replays.remove(session.id)
-            session.note = replay_note(metrics, self.source.info.get("block_size"), session.primed)
+            session.note = replay_note(metrics, self.source.info.block_size or None, session.primed)
 
     # ---- actions of the bindings
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from textual.binding import Binding, BindingType
 
 from engine.errors import EngineError, InvalidRequest
+from engine.info import EngineInfo
 from engine.params import SamplingParams
 from engine.trace.records import Record
 from minitui.sources.base import Progress, Source, Stream
@@ -44,7 +45,7 @@ class CompareApp(MinituiApp):
     save: Save | None = None  # None: the runs have not ended
     notes: tuple[str, ...] = ()  # sentences below the figures
 
-    def tell(self, infos: Sequence[dict[str, Any]]) -> None:
+    def tell(self, infos: Sequence[EngineInfo]) -> None:
         """Show the sentence about the two runs under the top bar. `infos`: facts about their engines."""
         comparison = Comparison.of(self.view, key_of(infos))
         self.story = f"{comparison.sentence} {UNLIKE if comparison.unlike else ''}"

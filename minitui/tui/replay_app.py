@@ -145,9 +145,9 @@ class ReplayApp(MinituiApp):
         if self.replay.reader is None or not self.replay.trace.header["random_text"]:
             return ""
         info = self.source.info
-        weights = "with random weights " if info.get("dummy_weights") else ""
+        weights = "with random weights " if info.dummy_weights else ""
         return (
-            f"A recording of {info['model']} {weights}on {info['device']}: its steps are real, its text is random and "
+            f"A recording of {info.model} {weights}on {info.device}: its steps are real, its text is random and "
             "not shown. Press p to pause; each step is then explained here."
         )
 

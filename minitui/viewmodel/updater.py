@@ -162,7 +162,7 @@ class Updater:
             if (recorded := self.source.recorded()) is not None:
                 self._first = self._first or first_model(*recorded)
                 self.view.models.look_ahead(self._first)
-            self.view.history.caching = bool(self.source.info.get("prefix_caching", True))
+            self.view.history.caching = self.source.info.prefix_caching is not False
             self.live = True
         except EngineError:
             self.live = False  # a dead engine is restarted, which calls sync; a server that restarts is asked again

@@ -15,6 +15,7 @@ import contextlib
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from engine.errors import EngineError, InvalidRequest
@@ -114,7 +115,7 @@ class KvSource(OpenAISource):
             self.texts = Texts(await asyncio.to_thread(Tokenizer, directory))
         except EngineError as error:
             self.no_texts = f"token ids are shown, because there is no tokenizer of {name}: {error}"
-        self.info |= {"num_blocks": self.num_blocks, "block_size": size, "prefix_caching": True}
+        self.info = replace(self.info, num_blocks=self.num_blocks or 0, block_size=size, prefix_caching=True)
         self.poller.on_return = self._returned
         self._listening = self.keep(self._listen())
 
@@ -129,7 +130,7 @@ class KvSource(OpenAISource):
                         return str(load_json(answer.content)["tokenizer_path"])[:400]
             if type(model.get("root")) is str:
                 return str(model["root"])[:400]
-        return str(self.info["model"])
+        return self.info.model
 
     async def snapshot(self) -> dict[str, Any]:
         return self.tree.state.snapshot()

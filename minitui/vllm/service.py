@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -13,10 +15,12 @@ from starlette.types import ASGIApp
 
 from engine.errors import EngineError
 from engine.hub.resolve import resolve_model
+from engine.info import EngineInfo
 from engine.process.client import EngineClient
 from engine.text.tokenizer import Tokenizer
 from engine.trace.records import Record
 from minitui import __version__
+from minitui.protocol import ServerInfo
 from minitui.server import errors
 from minitui.server.access import Guard
 from minitui.server.errors import ApiError
@@ -36,7 +40,7 @@ ONLY_WATCHES = "this address only shows vLLM: send requests to vLLM's own addres
 class Feed:
     """The engine that `Broadcast` reads: the records of a Translator. `translator` is replaced when vLLM starts."""
 
-    def __init__(self, translator: Translator, info: dict[str, Any]) -> None:
+    def __init__(self, translator: Translator, info: EngineInfo) -> None:
         self.translator, self.info = translator, info
 
     async def snapshot(self) -> dict[str, Any]:
@@ -54,9 +58,9 @@ class VllmService:
 
     def __init__(self, translator: Translator, settings: ServerSettings) -> None:
         self.settings = settings
-        known = {name: value for name, value in translator.info.items() if name not in ("tokenizer", "revision")}
         self._translator = translator
-        self._info = {**known, "model_dir": _tokenizer_directory(translator.info)}
+        facts = {**translator.info, "model_dir": _tokenizer_directory(translator.info)}
+        self._info = ServerInfo.from_json(json.loads(json.dumps(facts, default=str)))
         self.metrics, self.http_metrics = Metrics(), HttpMetrics()
         self.connections: dict[Any, None] = {}
         recording = None if settings.record is None else Recording(settings.record)
@@ -65,13 +69,13 @@ class VllmService:
         self._feed = Feed(translator, self.info)
 
     @property
-    def info(self) -> dict[str, Any]:
+    def info(self) -> ServerInfo:
         """Facts about vLLM. recording_us: the mean time per step that vLLM's process spends on the recording."""
-        return {**self._info, "recording_us": self._translator.cost_us}
+        return replace(self._info, recording_us=self._translator.cost_us)
 
     @property
     def model(self) -> str:
-        return str(self.info["model"])
+        return self.info.model
 
     async def start(self) -> None:
         """Begin to send the records of the translator to watchers and into the recording."""
@@ -113,8 +117,8 @@ def _tokenizer_directory(info: dict[str, Any]) -> str:
         return str(Path(info["tokenizer"]))
 
 
-def _mask(info: dict[str, Any]) -> int:
+def _mask(info: EngineInfo) -> int:
     try:
-        return Tokenizer(Path(info["model_dir"])).encode(MASK_TEXT, add_special_tokens=False)[0]
+        return Tokenizer(Path(info.model_dir)).encode(MASK_TEXT, add_special_tokens=False)[0]
     except EngineError:
         return 0

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -248,7 +249,7 @@ async def test_chats_are_restored_before_the_engine_is_known_and_ids_of_another_
         again = Chats(source, store)
         again.restore()  # as the command line does it: nothing is loaded yet
         await source.start(lambda progress: None)
-        source.info["model"] = model
+        source.info = replace(source.info, model=model)
         again.use(ByteCodec())
         assert again.prompt(again.sessions[0]).kept == kept
 

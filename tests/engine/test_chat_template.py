@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from engine.errors import CheckpointError, InvalidRequest
+from engine.info import EngineInfo
 from engine.text import chat_template
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
@@ -386,7 +387,7 @@ async def test_the_event_loop_goes_on_while_a_template_is_rendered_and_quitting_
     async def ready() -> None:
         return None
 
-    source: Any = SimpleNamespace(info={}, ready=ready)
+    source: Any = SimpleNamespace(info=EngineInfo(), ready=ready)
     chats = Chats(source)
     chats.use(Tokenizer(hostile_model(tmp_path, ENDLESS)))
     session = chats.new("")

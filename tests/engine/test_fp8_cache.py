@@ -145,10 +145,10 @@ def test_the_pool_counts_a_byte_a_number(qwen: Path) -> None:
     config = read_model_config(qwen)
     llm = LLM(str(qwen), device="cpu", load_tokenizer=False, num_blocks=10, block_size=4, **OPTIONS)
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    assert llm.info["kv_cache_dtype"] == "fp8"
-    assert llm.info["kv_bytes_per_token"] == per_token
+    assert llm.info.kv_cache_dtype == "fp8"
+    assert llm.info.kv_bytes_per_token == per_token
     assert llm.engine.runner.loaded.memory.kv_cache == 11 * 4 * per_token
-    assert LLM(str(qwen), device="cpu", load_tokenizer=False, num_blocks=1).info["kv_cache_dtype"] == "float32"
+    assert LLM(str(qwen), device="cpu", load_tokenizer=False, num_blocks=1).info.kv_cache_dtype == "float32"
 
 
 def test_an_unknown_type_is_refused() -> None:

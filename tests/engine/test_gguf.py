@@ -191,7 +191,7 @@ def test_a_damaged_directory_is_unpacked_again(damage: Callable[[Path], None], t
     damage(directory)
     built = build_engine(EngineConfig(str(path), device="cpu", kv_tokens=1024))
     built.close()
-    (note,) = [note for note in built.info["notes"] if "damaged" in note]
+    (note,) = [note for note in built.info.notes if "damaged" in note]
     assert str(directory) in note and note.endswith(f"{path} was unpacked again")
     assert {file.name: file.read_bytes() for file in directory.iterdir() if file.name != "entry.json"} == before
 

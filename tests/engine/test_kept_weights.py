@@ -104,7 +104,7 @@ def test_the_second_start_reads_the_file_while_other_work_is_done(
     config = EngineConfig(str(checkpoint), device="cpu", quantization=choice, cpu_threads=1)
     built = build.build_engine(config, before_torch=import_torch)
     assert meanwhile == [choice == "int8", True]
-    assert built.info["quantization"] == "int8" and not kept_files._begun
+    assert built.info.quantization == "int8" and not kept_files._begun
 
 
 def flags(address: int) -> list[str]:

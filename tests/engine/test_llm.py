@@ -43,7 +43,7 @@ def test_a_chat_is_answered_and_stops_by_itself(llm: LLM) -> None:
     question = [{"role": "user", "content": "What is a KV cache?"}]
     reply = llm.chat(question, SamplingParams(temperature=0, max_tokens=200))[0].outputs[0]
     assert reply.finish_reason == "stop" and "cache" in reply.text.lower()
-    assert "<|" not in reply.text and reply.token_ids[-1] in llm.info["eos_ids"]
+    assert "<|" not in reply.text and reply.token_ids[-1] in llm.info.eos_ids
 
 
 def test_n_samples_and_a_parameter_per_prompt(llm: LLM) -> None:
@@ -247,8 +247,8 @@ def test_vllms_options_are_accepted_or_refused_with_the_equivalent() -> None:
         "tokenizer": None, "seed": None, "enable_prefix_caching": None, "num_gpu_blocks_override": 20,
     }  # fmt: skip
     with LLM(model=str(model_dir()), device="cpu", **options) as llm:
-        assert llm.info["dtype"] == "float16" and llm.info["max_num_seqs"] == 7 and llm.info["dummy_weights"]
-        assert llm.info["quantization"] == "none" and llm.info["prefix_caching"] and llm.info["num_blocks"] == 20
+        assert llm.info.dtype == "float16" and llm.info.max_num_seqs == 7 and llm.info.dummy_weights
+        assert llm.info.quantization == "none" and llm.info.prefix_caching and llm.info.num_blocks == 20
     for name, value, sentence in (
         ("load_format", "gguf", "safetensors"),
         ("speculative_config", {"method": "eagle", "model": "x"}, "only ngram"),

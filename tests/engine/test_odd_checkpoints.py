@@ -304,8 +304,8 @@ def test_a_checkpoint_without_end_tokens_says_so(ids: Any, one: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": ids}))
     (one / "generation_config.json").unlink(missing_ok=True)
     with LLM(str(one), load_tokenizer=False, num_blocks=8) as llm:
-        assert llm.info["eos_ids"] == {"None": [], "7": [7], "[7, 9]": [7, 9]}[str(ids)]
-        assert any("names no token that ends a reply" in note for note in llm.info["notes"]) == (ids is None)
+        assert llm.info.eos_ids == {"None": [], "7": [7], "[7, 9]": [7, 9]}[str(ids)]
+        assert any("names no token that ends a reply" in note for note in llm.info.notes) == (ids is None)
 
 
 @pytest.mark.parametrize("base", ["Qwen/Qwen3-0.6B", None])

@@ -461,8 +461,8 @@ async def test_two_processes_answer_as_one_and_none_outlives_the_other(tmp_path:
     deaths: list[str] = []
     client.on_death(deaths.append)
     try:
-        assert client.info["tensor_parallel_size"] == 2 and "2 ranks" in client.info["notes"][0]
-        assert client.info["device"].startswith("2 ranks of CPU")
+        assert client.info.tensor_parallel_size == 2 and "2 ranks" in client.info.notes[0]
+        assert client.info.device.startswith("2 ranks of CPU")
         cancelled = client.submit(prompt[:30], replace(params, max_tokens=500))
         async for _ in (stream := client.submit(prompt, params)):
             cancelled.cancel()

@@ -340,7 +340,7 @@ async def test_another_engine_takes_the_place_of_the_first_in_the_same_process(c
     pid = client.pid
     before = client.config
     await client.reconfigure(replace(before, num_blocks=7, scheduling_policy="static"))
-    assert client.info["num_blocks"] == 7 and client.pid == pid
+    assert client.info.num_blocks == 7 and client.pid == pid
     assert not client.drain_records(), "records of the engine before"
     with pytest.raises(InvalidRequest, match="another engine"):
         async for _ in open_stream:

@@ -191,8 +191,8 @@ def test_the_engine_reports_its_speculation(checkpoint: Path) -> None:
         load_tokenizer=False, overlap="on",
     )  # fmt: skip
     built = build_engine(config)
-    assert built.info["speculation"] == {"method": "prompt-lookup", "tokens": 6} and built.info["overlap"] is False
-    assert any("not overlapped" in note for note in built.info["notes"])
+    assert built.info.speculation == {"method": "prompt-lookup", "tokens": 6} and built.info.overlap is False
+    assert any("not overlapped" in note for note in built.info.notes)
     request = built.engine.add_request([5, 6, 7] * 8, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
     run(built.engine)
     assert request.drafted_tokens > 0

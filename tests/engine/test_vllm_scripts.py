@@ -220,7 +220,7 @@ def speculative_decoding(model: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     outputs = llm.generate([TokensPrompt(prompt_token_ids=each) for each in ids], sampling_params=params)
     assert sum(output.outputs[0].metrics["accepted_tokens"] for output in outputs) > 0
-    assert llm.info["speculation"] == {"method": "prompt-lookup", "tokens": 3}
+    assert llm.info.speculation == {"method": "prompt-lookup", "tokens": 3}
 
 
 @script
@@ -275,7 +275,7 @@ def options_as_a_dict(model: str) -> None:
     engine_args = EngineArgs(model=model, max_model_len=128, max_num_seqs=2, limit_mm_per_prompt={"image": 1})
     engine_args.max_num_seqs = 3
     llm = LLM(**(asdict(engine_args) | {"seed": 7}))
-    assert llm.info["max_num_seqs"] == 3
+    assert llm.info.max_num_seqs == 3
     params = [SamplingParams(max_tokens=length) for length in (2, 3, 4)]
     outputs = llm.generate([{"prompt": prompt} for prompt in PROMPTS], params, use_tqdm=False)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [2, 3, 4]

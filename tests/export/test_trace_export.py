@@ -17,6 +17,7 @@ from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
 from engine.errors import EngineDead, EngineError
+from engine.info import EngineInfo
 from engine.params import SamplingParams
 from engine.trace.kind import FIELDS
 from engine.trace.state import State
@@ -153,7 +154,7 @@ async def test_the_device_is_drawn_where_its_time_is_known(tmp_path: Path) -> No
     recorder = Recorder(path)
     source = FakeSource()
     await source.start(lambda progress: None)
-    recorder.begin({"model": "m", "device": "gpu"}, await source.snapshot())
+    recorder.begin(EngineInfo(model="m", device="gpu"), await source.snapshot())
     recorder.feed(
         [
             (1, 1.0, "submit", 1, "a", 8, 20),

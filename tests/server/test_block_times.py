@@ -9,6 +9,7 @@ import pytest
 
 from engine.core.engine import Engine
 from engine.core.scheduler import SchedulerConfig
+from engine.info import EngineInfo
 from engine.params import SamplingParams
 from engine.trace.records import CLEARED, Record, RecordLog
 from engine.trace.state import State
@@ -119,7 +120,7 @@ class Client:
 
     def __init__(self, played: Played) -> None:
         self.engine = played.engine
-        self.info: dict[str, Any] = {}
+        self.info = EngineInfo()
         self.records: list[Record] = []
 
     def drain_records(self) -> list[Record]:

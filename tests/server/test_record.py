@@ -53,7 +53,7 @@ def test_a_server_records_its_engine_without_hidden_texts(tmp_path: Path, hidden
         assert "access-control-allow-origin" not in other.headers
         snapshot = server.snapshot()
     reader = TraceReader(trace)
-    assert reader.info["model"] == "tutor", "the name of the model in requests, not of its directory"
+    assert reader.info.model == "tutor", "the name of the model in requests, not of its directory"
     state = final_state(reader)
     assert state.step == snapshot["step"]
     assert {id: len(node["ids"]) for id, node in state.snapshot()["nodes"].items()} == {

@@ -141,14 +141,14 @@ async def test_a_refusal_names_the_field(source: Any) -> None:
 async def test_the_tokenizer_comes_along_and_is_kept(server: Running, source: Any, tmp_path: Path) -> None:
     from engine.text.tokenizer import Tokenizer
 
-    here = Tokenizer(Path(source.info["model_dir"]))
+    here = Tokenizer(Path(source.info.model_dir))
     messages = [{"role": "user", "content": "What is paging?"}]
     assert here.apply_chat_template(messages) == server.service.tokenizer.apply_chat_template(messages)
-    file = Path(source.info["model_dir"]) / "tokenizer.json"
+    file = Path(source.info.model_dir) / "tokenizer.json"
     assert file.is_relative_to(tmp_path)
     before = file.stat().st_mtime_ns
     async with connected(server, tmp_path) as again:
-        assert again.info["model_dir"] == source.info["model_dir"] and file.stat().st_mtime_ns == before
+        assert again.info.model_dir == source.info.model_dir and file.stat().st_mtime_ns == before
 
 
 async def test_a_chat_over_the_wire_finds_its_earlier_turns_in_the_cache(source: Any) -> None:
@@ -270,7 +270,7 @@ async def test_the_keys_role_decides_what_is_allowed(server: Running, tmp_path: 
     keys = {"watch-key-1": Role.WATCH, "chat-key-12": Role.CHAT}
     monkeypatch.setattr(server.service, "settings", ServerSettings(keys=keys))
     async with connected(server, tmp_path, key="watch-key-1") as watcher:
-        assert watcher.info["role"] == "watch"
+        assert watcher.info.role == "watch"
         with pytest.raises(EngineError, match="chat"):
             await watcher.submit(PROMPT, greedy(5)).started()
     async with connected(server, tmp_path, key="chat-key-12") as chatter:

@@ -16,6 +16,7 @@ import pytest
 from textual.widgets import Static
 
 from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.info import EngineInfo
 from engine.params import SamplingParams
 from minitui.bench.load import LoadOptions, measure
 from minitui.chat.conversation import Sampling
@@ -277,7 +278,7 @@ async def test_only_an_answer_that_was_cancelled_ends_as_cancelled() -> None:
     silent = await asyncio.start_server(lambda reader, writer: reader.read(), "127.0.0.1", 0)
     async with silent:
         source = OpenAISource(f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}", model="m")
-        source.info = {"model": "m"}
+        source.info = EngineInfo(model="m")
         prompt = source.codec.apply_chat_template([{"role": "user", "content": "why"}])
         cancelled, lost = (source.submit(prompt, SamplingParams()) for _ in range(2))
         await asyncio.sleep(0)

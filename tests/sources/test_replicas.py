@@ -247,7 +247,7 @@ async def test_a_replica_with_another_model_is_reported_and_not_used() -> None:
     servers = (await FakeServer(("big",)).start(), await FakeServer(("small",)).start())
     third = await FakeServer(("small", "big")).start()
     async with replicated(*servers, third) as (source, chats):
-        assert source.info["model"] == "big" and "these chats use big" in source.reason_against(source.replicas[1])
+        assert source.info.model == "big" and "these chats use big" in source.reason_against(source.replicas[1])
         for number in range(8):
             await ask(chats, chats.new(f"system {number}"))
         assert not servers[1].asked and len(servers[0].asked) + len(third.asked) == 8
@@ -269,7 +269,7 @@ async def test_the_model_is_that_of_the_first_replica_however_late_it_answers(mo
     assert not starting.done()
     late.silent.clear()
     await asyncio.wait_for(starting, 20)
-    assert source.info["model"] == "big" and "it serves small" in source.reason_against(source.replicas[1])
+    assert source.info.model == "big" and "it serves small" in source.reason_against(source.replicas[1])
     await source.close()
     await late.kill()
     await early.kill()
@@ -281,7 +281,7 @@ async def test_a_replica_that_does_not_answer_at_the_start_counts_as_away(monkey
     silent, answering = await FakeServer(("big",)).start(), await FakeServer(("small",)).start()
     silent.silent.set()
     async with replicated(silent, answering) as (source, _):
-        assert source.info["model"] == "small" and "within 0.5 s" in source.replicas[0].trouble
+        assert source.info.model == "small" and "within 0.5 s" in source.replicas[0].trouble
         silent.silent.clear()
         await until(lambda: "it serves big" in source.reason_against(source.replicas[0]))
 

@@ -17,6 +17,7 @@ from engine.core.request import Grammar, Request
 from engine.core.scheduler import Scheduler, SchedulerConfig
 from engine.core.step import StepPlan, StepResult, TokenLogprobs
 from engine.errors import EngineDead, EngineError, InvalidRequest
+from engine.info import EngineInfo
 from engine.params import SamplingParams
 from engine.process.heartbeat import Condition
 from engine.text.output import Delta, OutputProcessor
@@ -194,17 +195,10 @@ class FakeSource(Source):
         self.outputs = OutputProcessor(ByteCodec(), self.engine.log)
         self.streams: dict[int, FakeStream] = {}
         self.error = None
-        self.info = {
-            "model": "scripted",
-            "device": "cpu",
-            "dtype": "float32",
-            "num_blocks": self.runner.num_blocks - 1,
-            "block_size": 16,
-            "max_model_len": 4096,
-            "vocab_size": VOCABULARY,
-            "model_dir": "",
-            "generation": {"temperature": 0.0},
-        }
+        self.info = EngineInfo(
+            model="scripted", device="cpu", dtype="float32", num_blocks=self.runner.num_blocks - 1, block_size=16,
+            max_model_len=4096, vocab_size=VOCABULARY, generation={"temperature": 0.0},
+        )  # fmt: skip
         self._ready.set()
         self._loop = asyncio.get_running_loop().create_task(self._run())
 

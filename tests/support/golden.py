@@ -6,11 +6,13 @@ python -m tests.support.golden          writes tests/golden.trace anew, after a 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from engine.core.engine import Engine
 from engine.core.scheduler import SchedulerConfig
+from engine.info import EngineInfo
 from engine.params import SamplingParams
 from engine.trace.records import Record, RecordLog
 from minitui.trace.reader import TraceReader
@@ -19,7 +21,7 @@ from tests.support.simulation import SimulatedRunner, simulated
 
 GOLDEN = Path(__file__).with_name("golden.trace")
 STEPS = 140
-INFO = {"model": "simulation", "device": "cpu", "dtype": "none", "num_blocks": 48, "block_size": 4}
+INFO = EngineInfo(model="simulation", device="cpu", dtype="none", num_blocks=48, block_size=4)
 
 
 class Clock:
@@ -35,7 +37,7 @@ class Clock:
 
 def make_engine() -> Engine:
     """48 blocks of 4 tokens, 8 rows, 24 tokens a step: small enough to evict and preempt."""
-    runner = SimulatedRunner(INFO["num_blocks"] + 1, INFO["block_size"], 8)
+    runner = SimulatedRunner(INFO.num_blocks + 1, INFO.block_size, 8)
     config = SchedulerConfig(24, 8, max_model_len=120)
     return simulated(Engine(runner, config, log=RecordLog(clock=Clock()), eos_ids=frozenset({0})))
 
@@ -79,7 +81,7 @@ def random_trace(path: Path) -> Path:
     """The golden run as a recording of random text."""
     reader = TraceReader(GOLDEN)
     recorder = Recorder(path)
-    recorder.begin({**INFO, "random_text": True, "model_dir": "/somewhere/else"}, reader.part(0).snapshot)
+    recorder.begin(replace(INFO, random_text=True, model_dir="/somewhere/else"), reader.part(0).snapshot)
     recorder.feed(reader.records())
     recorder.close()
     return path

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import re
 import sys
+from dataclasses import replace
 from typing import Any
 
 from minitui.chat.model_choice import Choice
@@ -60,7 +61,7 @@ class HostileSource(FakeSource):
     async def start(self, on_progress: Any) -> None:
         on_progress({"stage": EVIL, "done": 1, "total": 4, "text": EVIL})
         await super().start(on_progress)
-        self.info |= {"model": EVIL, "device": EVIL, "dtype": EVIL, "attention_backend": EVIL, "sampler": EVIL}
+        self.info = replace(self.info, model=EVIL, device=EVIL, dtype=EVIL)
 
 
 async def _dress(app: MinituiApp) -> None:

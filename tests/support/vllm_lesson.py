@@ -31,7 +31,7 @@ async def run_here() -> tuple[dict[str, Any], list[tuple[list[int], list[int]]]]
         chats = await submit(stage)
         prompts = [list(stage.chats.prompt(chat).ids) for chat in chats]
         await stage.answers(chats)
-        return dict(source.info), [(ids, chat.ids[len(ids) :]) for ids, chat in zip(prompts, chats, strict=True)]
+        return source.info, [(ids, chat.ids[len(ids) :]) for ids, chat in zip(prompts, chats, strict=True)]
 
 
 def run_vllm(info: dict[str, Any], texts: list[tuple[list[int], list[int]]]) -> list[Any]:
@@ -42,7 +42,7 @@ def run_vllm(info: dict[str, Any], texts: list[tuple[list[int], list[int]]]) -> 
     recording.Pipe = Kept  # type: ignore[assignment, misc]
     with tempfile.TemporaryDirectory() as directory:
         scheduler = make_scheduler(  # vLLM counts its null block
-            Path(directory), info["num_blocks"] + 1, info["max_num_seqs"], info["max_num_batched_tokens"]
+            Path(directory), info.num_blocks + 1, info.max_num_seqs, info.max_num_batched_tokens
         )
         load = Load(scheduler, 1)
         replies = {load.add(prompt, len(reply)): reply for prompt, reply in texts}

@@ -33,10 +33,11 @@ def test_what_comes_along_is_whole_and_says_what_it_is(name: str) -> None:
     reader = TraceReader(path)
     assert reader.complete and reader.bookmarks and path.stat().st_size < LARGEST
     told = describe(reader)
-    assert str(reader.info["model"]) in told and f"{reader.info['num_blocks']:,} blocks" in told
+    assert str(reader.info.model) in told and f"{reader.info.num_blocks:,} blocks" in told
     assert ("random" in told) == reader.header["random_text"] and len(told) < 200
     assert reader.header["random_text"] or reader.words, "a text that means something is kept"
-    assert not [value for value in _texts(reader.header) if value.startswith("/")], "no path of another machine"
+    texts = _texts(reader.header | {"info": reader.info.to_json()})
+    assert not [value for value in texts if value.startswith("/")], "no path of another machine"
     assert {record[4] for record in reader.records() if record[2] == "submit"} <= set(reader.names)
 
 
@@ -62,7 +63,7 @@ def test_they_are_listed_and_found_by_name(shelf: Path, capsys: pytest.CaptureFi
     assert find_trace(str(GOLDEN)) == GOLDEN and not is_bundled(GOLDEN)
     with pytest.raises(TraceError, match=r"no file 'gpu-rum' and no bundled recording.*: gpu-run"):
         find_trace("gpu-rum")
-    assert "model_dir" not in TraceReader(shelf / "gpu-run.trace").info, "a path of the machine that recorded"
+    assert not TraceReader(shelf / "gpu-run.trace").info.model_dir, "a path of the machine that recorded"
     lines: list[str] = []
     assert tail_trace(find_trace("gpu-run"), lines.append) == 0 and len(lines) > 50
 

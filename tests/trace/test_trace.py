@@ -5,11 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import random
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 
 import pytest
 
+from engine.info import EngineInfo
 from engine.params import SamplingParams
 from engine.trace.state import State
 from minitui.dev.make_trace import Traffic, arrivals, record_run
@@ -147,7 +149,7 @@ def test_the_words_of_tokens_travel_with_the_trace_and_random_ones_are_called_ra
     assert reader.decode(node.ids[:2]) == f"<{node.ids[0]}><{node.ids[1]}>"
     engine = make_engine()
     recorder = Recorder(path)
-    recorder.begin({**INFO, "dummy_weights": True}, engine.snapshot())
+    recorder.begin(replace(INFO, dummy_weights=True), engine.snapshot())
     recorder.close()
     assert "random" in TraceReader(path).decode([1, 2, 3])
 
@@ -214,7 +216,7 @@ async def test_any_source_can_be_recorded(tmp_path: Path) -> None:
     source.name_groups({"a": "1 paging"})
     await source.close()
     reader = TraceReader(path)
-    assert reader.complete and reader.info["num_blocks"] == 256 and reader.names == {"a": "1 paging"}
+    assert reader.complete and reader.info.num_blocks == 256 and reader.names == {"a": "1 paging"}
     assert final_state(reader).snapshot() == expected
 
 
@@ -271,6 +273,7 @@ def test_a_run_of_many_requests_is_recorded_without_a_screen(tmp_path: Path) -> 
 
 def test_a_recording_whose_last_bytes_find_no_room_says_so() -> None:
     recorder = Recorder("/dev/full")
-    recorder.begin({"model": "m"}, State(num_blocks=3, block_size=16, budget=8, max_num_seqs=1).snapshot(), t=1.0)
+    state = State(num_blocks=3, block_size=16, budget=8, max_num_seqs=1)
+    recorder.begin(EngineInfo(model="m"), state.snapshot(), t=1.0)
     with pytest.raises(TraceError, match="No space left"):
         recorder.close()

@@ -9,6 +9,7 @@ import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -229,7 +230,7 @@ def test_kept_chats_are_listed_shown_and_exported_as_plain_text(home: Path, comm
 def trace(home: Path) -> Path:
     engine = make_engine()
     recorder = Recorder(home / f"{EVIL_FILE}.trace", lambda token: EVIL.encode("utf-8", "replace"))
-    recorder.begin(INFO | {"model": EVIL, "device": EVIL}, engine.snapshot())
+    recorder.begin(replace(INFO, model=EVIL, device=EVIL), engine.snapshot())
     engine.add_request([5, 6, 7, 8, 9], SamplingParams(max_tokens=6), group="g")
     engine.step()
     recorder.feed(engine.log.drain())

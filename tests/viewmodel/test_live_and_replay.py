@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.info import EngineInfo
 from engine.trace.state import State
 from minitui.dev.simulator import Load, Stress
 from minitui.trace.bundled import find_trace
@@ -41,7 +42,7 @@ def test_a_replay_explains_each_step_and_gap_as_the_live_run_did(load: Load, tmp
     snapshot = State(load.blocks + 1, load.block_size, load.budget, load.rows).snapshot()
     view.reset(snapshot)
     recorder = Recorder(tmp_path / "run.trace", keyframe_every=1_000)
-    recorder.begin({"num_blocks": load.blocks, "block_size": load.block_size}, snapshot)
+    recorder.begin(EngineInfo(num_blocks=load.blocks, block_size=load.block_size), snapshot)
     live: dict[int, list[str]] = {}
     for _ in range(60):
         begin = max(view.history.steps.committed + 1, 0)

@@ -11,6 +11,7 @@ import pytest
 
 from engine.core.engine import Engine
 from engine.core.scheduler import SchedulerConfig
+from engine.info import EngineInfo
 from engine.params import SamplingParams
 from engine.trace.records import Record, RecordLog
 from minitui.trace.bundled import bundled
@@ -238,14 +239,14 @@ def test_runs_of_different_work_are_not_compared_by_totals() -> None:
 
 
 def test_the_setting_that_differs_names_the_figure_that_it_is_meant_to_change() -> None:
-    off, on = ({"model": "m", "prefix_caching": caching, "num_blocks": 96} for caching in (False, True))
+    off, on = (EngineInfo(model="m", prefix_caching=caching, num_blocks=96) for caching in (False, True))
     assert settings_that_differ([off, on]) == "prefix caching off and on"
     assert key_of([off, on]) == "computed"
     assert key_of([off, off]) == ""
-    assert key_of([off, on | {"num_blocks": 24}]) == "", "two settings differ"
-    drafts = {"speculation": {"method": "prompt-lookup", "tokens": 8}, "overlap": False}
-    assert key_of([{"speculation": None, "overlap": True}, drafts]) == "steps"
-    assert "speculation off and prompt-lookup" in settings_that_differ([{"speculation": None}, drafts])
+    assert key_of([off, replace(on, num_blocks=24)]) == "", "two settings differ"
+    drafts = EngineInfo(speculation={"method": "prompt-lookup", "tokens": 8}, overlap=False)
+    assert key_of([EngineInfo(speculation={}, overlap=True), drafts]) == "steps"
+    assert "speculation off and prompt-lookup" in settings_that_differ([EngineInfo(speculation={}), drafts])
 
 
 def test_times_of_a_run_that_other_programs_delayed_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ import pytest
 from engine.errors import EngineDead, EngineError, InvalidRequest
 from engine.params import SamplingParams
 from engine.trace.state import State
+from minitui.protocol import ServerInfo
 from minitui.trace.reader import TraceError, TraceReader
 from minitui.tutor import model_dir
 from minitui.vllm.ports import Ports, key_variables, ports_of
@@ -261,7 +262,7 @@ async def attached(beside: Beside, cache: Path, to_telemetry: bool = False, **op
 async def test_a_chat_with_vllm_is_the_request_in_the_panels(tmp_path: Path, to_telemetry: bool) -> None:
     async with beside_vllm() as beside, attached(beside, tmp_path, to_telemetry) as source:
         beside.api.hold = asyncio.Event()
-        assert source.info["engine"] == "vLLM 0.0" and (Path(source.info["model_dir"]) / "tokenizer.json").is_file()
+        assert source.info.engine == "vLLM 0.0" and (Path(source.info.model_dir) / "tokenizer.json").is_file()
         state = State.from_snapshot(await source.snapshot())
         stream = source.submit(PROMPT, SamplingParams(temperature=0, max_tokens=3), group="0a1b2c3d")
         async with asyncio.timeout(10):
@@ -368,8 +369,9 @@ def test_facts_that_are_not_valid_name_no_engine(wrong: dict[str, Any]) -> None:
     from minitui.sources.vllm import _engine
 
     facts = {**INFO, "telemetry_port": 8001, "telemetry_ports": [8001, 8002]}
-    assert _engine("http://[::1]:8001", facts) is not None
-    assert _engine("http://[::1]:8001", facts | wrong) is None
+    assert _engine("http://[::1]:8001", ServerInfo.from_json(facts)) is not None
+    with contextlib.suppress(ValueError):
+        assert _engine("http://[::1]:8001", ServerInfo.from_json(facts | wrong)) is None
 
 
 async def has_request(source: Any) -> None:

@@ -311,7 +311,7 @@ def watched(monkeypatch, tmp_path):
     Load(scheduler, 2, 2).finish()
     [watcher] = wait_for(lambda: [
         process for process in psutil.process_iter(["cmdline"])
-        if "minitui.vllm.watcher" in (process.info["cmdline"] or ()) and process.ppid() != os.getpid()
+        if "minitui.vllm.watcher" in (process.info.cmdline or ()) and process.ppid() != os.getpid()
         and process.environ().get("MINITUI_VLLM_CHECK") == str(report)
     ], 60)  # fmt: skip
     wait_for(report.exists, 60)

@@ -80,7 +80,7 @@ class ChatAnswer(OpenAIAnswer):
         if self.forced:
             schemas.append(Constraint("json_schema", call_schema(self.forced), "tool_choice"))
         return body.params(
-            body.limit, info["generation"], schemas,
+            body.limit, info.generation, schemas,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )  # fmt: skip
 
@@ -131,7 +131,7 @@ class ChatAnswer(OpenAIAnswer):
     def _logprobs(self, part: Output) -> dict[str, Any] | None:
         if not self.body.logprobs:
             return None
-        shown = without_end(part.logprobs, part.finish_reason, self.service.info["eos_ids"])
+        shown = without_end(part.logprobs, part.finish_reason, self.service.info.eos_ids)
         return chat_logprobs(self.tokenizer, shown, self.body.top_logprobs or 0)
 
 

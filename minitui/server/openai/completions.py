@@ -99,7 +99,7 @@ class CompletionAnswer(OpenAIAnswer):
         # The engine draws at least one token. With max_tokens 0, that token is not a part of the answer.
         limit = None if body.max_tokens is None else max(1, body.max_tokens)
         params = body.params(
-            limit, info["generation"], logprobs=body.logprobs,
+            limit, info.generation, logprobs=body.logprobs,
             prompt_logprobs=max(scored, default=None),
         )  # fmt: skip
         await self.submit(
@@ -169,6 +169,6 @@ class CompletionAnswer(OpenAIAnswer):
             return None
         offsets = self._offsets.setdefault(index, Offsets(self.tokenizer, self.body.skip_special_tokens is not False))
         # With echo the end token is listed, as in vLLM: programs that score texts drop the last entry.
-        ends = () if self.body.echo else self.service.info["eos_ids"]
+        ends = () if self.body.echo else self.service.info.eos_ids
         shown = without_end(part.logprobs, part.finish_reason, ends)
         return completion_logprobs(self.tokenizer, shown, self.body.logprobs, offsets)

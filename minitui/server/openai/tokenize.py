@@ -22,7 +22,7 @@ def router(service: Service) -> APIRouter:
 
     def card(name: str) -> ModelCard:
         return ModelCard(
-            id=name, created=service.began, owned_by="minitui", max_model_len=service.info["max_model_len"]
+            id=name, created=service.began, owned_by="minitui", max_model_len=service.info.max_model_len
         )
 
     @routes.get("/v1/models", response_model=ModelList)
@@ -46,13 +46,13 @@ def router(service: Service) -> APIRouter:
             ids = await service.in_thread(
                 conversation, tokenizer, body.messages or [], None, body.add_generation_prompt, {}
             )
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": service.info["max_model_len"]})
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": service.info.max_model_len})
 
     @routes.post("/detokenize", response_model=Text)
     async def detokenize(body: DetokenizeRequest) -> Text:
         """Returns the text of token ids, including control tokens."""
         service.check_model(body.model)
-        size = service.info["vocab_size"]
+        size = service.info.vocab_size
         if max(body.tokens, default=0) >= size:
             raise ApiError(400, f"tokens has an id above {size - 1:,}, the largest token id of this model", "tokens")
         try:

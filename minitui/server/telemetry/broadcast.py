@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
 from typing import Any
 
 from engine.errors import EngineError
@@ -104,7 +105,7 @@ class Broadcast:
         self.state = State.from_snapshot(await client.snapshot())
         self.engine_count += 1
         if self.recording is not None:
-            info = {**client.info, "model": model or client.info["model"]}
+            info = replace(client.info, model=model or client.info.model)
             self.recording.begin(info, self._masked(self.state.snapshot()), texts=self.mask_id is None)
         self.send_all(self.greeting("began"))
         self._task = asyncio.create_task(self._run())

@@ -31,7 +31,7 @@ from minitui.server.bodies import Endpoints
 from minitui.server.errors import STREAMED, ApiError
 from minitui.server.schema import Finite, Prompt, with_parameters
 from minitui.server.service import Service
-from minitui.server.settings import PRIVATE, Role
+from minitui.server.settings import Role
 from minitui.server.sse import EventStream, event
 from minitui.server.strict import Body, Strict
 from minitui.server.telemetry.broadcast import Watcher, encode_snapshot
@@ -146,17 +146,16 @@ def router(service: Service) -> APIRouter:
     @routes.get("/info")
     async def info(request: Request) -> dict[str, Any]:
         """Returns facts about the engine, and the caller's role."""
-        known = {key: value for key, value in service.info.items() if key not in PRIVATE}
         role: Role = request.scope["state"]["role"]
         return {
-            **known, "model": service.model, "bundled": _directory() == tutor.model_dir(),
+            **service.info.public(), "model": service.model, "bundled": _directory() == tutor.model_dir(),
             "role": role.name.lower(), "hide_text": service.settings.hide_text,
             "server": __version__, "began": service.broadcast.engine,
             "tokenizer_files": await service.in_thread(_digests, _directory()),
         }  # fmt: skip
 
     def _directory() -> Path:
-        return Path(service.info["model_dir"])
+        return Path(service.info.model_dir)
 
     @routes.get("/tokenizer/{name}", response_class=FileResponse)
     async def tokenizer_file(name: str) -> FileResponse:

@@ -15,7 +15,6 @@ from engine.errors import EngineError
 from minitui import __version__
 from minitui.server.errors import RESPONSES, ApiError, as_api_error
 from minitui.server.service import Service
-from minitui.server.settings import PRIVATE
 from minitui.server.telemetry.prometheus import CONTENT_TYPE
 
 LINKS = {
@@ -85,8 +84,7 @@ def router(service: Service) -> APIRouter:
             "max_body": settings.max_body, "max_waiting": settings.max_waiting, "request_s": settings.request_s,
             "capacity": service.capacity,
         }  # fmt: skip
-        known = {key: value for key, value in service.info.items() if key not in PRIVATE}
-        return {**known, "version": __version__, "model": service.model, "served_names": service.names,
+        return {**service.info.public(), "version": __version__, "model": service.model, "served_names": service.names,
                 "scheduling_policy": service.config.scheduling_policy, "limits": limits}  # fmt: skip
 
     @routes.get("/ready", response_model=Health, responses={503: {"model": Health}})

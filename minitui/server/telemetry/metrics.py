@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from engine.info import EngineInfo
 from engine.trace.kind import Reader, Record
 from engine.trace.state import State
 from engine.trace.views import ACTIVE, CACHED, SHARED, RequestView
@@ -117,14 +118,14 @@ class Metrics(Reader):
         self._first_at: dict[int, float] = {}
         self._resumed: set[int] = set()  # preempted requests: their cache hits on resumption are not counted
 
-    def engine_began(self, info: dict[str, object]) -> None:
+    def engine_began(self, info: EngineInfo) -> None:
         """Forget the requests of the previous engine, and describe the KV cache of the new one."""
         self._first_at.clear()
         self._resumed.clear()
         self._block_times.forget()
         self.cache_config.set(
-            block_size=info.get("block_size"), num_gpu_blocks=info.get("num_blocks"),
-            enable_prefix_caching=info.get("prefix_caching"),
+            block_size=info.block_size or None, num_gpu_blocks=info.num_blocks or None,
+            enable_prefix_caching=info.prefix_caching,
         )  # fmt: skip
 
     def records_lost(self) -> None:

@@ -26,7 +26,7 @@ FIGURES = ("preempted in step (from 1)", "its computed tokens", "still cached wh
 async def submit(stage: Stage) -> list[Session]:
     """Pauses the engine and sends three requests; their prompts fill most of the pool."""
     await stage.gate()
-    pool = stage.source.info["num_blocks"]
+    pool = stage.source.info.num_blocks
     chats = [stage.chat(voice, max_tokens=REPLY, whole=True) for voice in VOICES[: len(SHARES)]]
     for session, share in zip(chats, SHARES, strict=True):
         await stage.ask(session, paste_of(stage, session.system, int(share * pool)))
@@ -37,7 +37,7 @@ async def same_load(stage: Stage) -> Seen:
     """Runs the requests to their end, above the recording of vLLM."""
     reader = TraceReader(FILE)
     await stage.begin_run("minitui", first=True)
-    stage.view.earlier = vllm = recorded_view(reader, str(reader.info["engine"]))
+    stage.view.earlier = vllm = recorded_view(reader, str(reader.info.engine))
     chats = await submit(stage)
     await stage.slow(0.12)
     await stage.answers(chats)

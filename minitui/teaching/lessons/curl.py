@@ -87,7 +87,7 @@ async def _server(stage: Stage) -> AsyncIterator[tuple[str, str]]:
     if not isinstance(source, LocalSource):
         raise EngineError("this experiment needs an engine that minitui started on this machine")
     key = secrets.token_hex(8)
-    settings = ServerSettings(port=0, keys={key: Role.CHAT}, served_names=(source.info["model"],), drain_s=0.0)
+    settings = ServerSettings(port=0, keys={key: Role.CHAT}, served_names=(source.info.model,), drain_s=0.0)
     host = Host(source.config, settings, service=Borrowed(source.client, settings))
     ready = asyncio.Event()
     serving = asyncio.create_task(host.run(ready.set))

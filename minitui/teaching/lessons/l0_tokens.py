@@ -28,7 +28,7 @@ ASK = TypeIn("Your question", QUESTION, LONGEST)
 
 
 def _tokenizer(stage: Stage) -> Tokenizer:
-    return Tokenizer(Path(stage.source.info["model_dir"]))
+    return Tokenizer(Path(stage.source.info.model_dir))
 
 
 def _pieces(tokenizer: Tokenizer, ids: list[int]) -> tuple[str, ...]:

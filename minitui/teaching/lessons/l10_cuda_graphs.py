@@ -48,7 +48,7 @@ async def host_share(stage: Stage) -> Seen:
 
 
 def _on_gpu(stage: Stage) -> bool:
-    return "cpu" not in str(stage.source.info["device"]).lower()
+    return "cpu" not in str(stage.source.info.device).lower()
 
 
 async def batch_sizes(stage: Stage) -> Seen:

@@ -61,7 +61,7 @@ def parameters_by_part(shapes: dict[str, list[int]]) -> dict[str, int]:
 
 async def weigh(stage: Stage) -> Seen:
     """Counts the parameters of each part."""
-    shapes = tensors(stage.source.info["model_dir"])
+    shapes = tensors(stage.source.info.model_dir)
     totals = parameters_by_part(shapes)
     layers = 1 + max(int(name.split(".")[2]) for name in shapes if ".layers." in name)
     largest = max(totals, key=lambda part: totals[part])
@@ -79,9 +79,9 @@ async def single(stage: Stage) -> Seen:
     stage.begin_count()
     ids = stage.chats.codec.apply_chat_template([{"role": "user", "content": QUESTION}], add_generation_prompt=True)
     await stage.complete(ids, SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True))
-    numbers = sum(parameters_by_part(tensors(stage.source.info["model_dir"])).values())
+    numbers = sum(parameters_by_part(tensors(stage.source.info.model_dir)).values())
     info = stage.source.info  # "bf16": the matrices have 2 bytes a number; norms are small
-    read = numbers * BYTES["bfloat16" if info["quantization"] == "bf16" else info["dtype"]]
+    read = numbers * BYTES["bfloat16" if info.quantization == "bf16" else info.dtype]
     one, reading = MODEL.decode[1], MODEL_READS / GPU.read_bytes_per_s * 1e3
     rows_of_table = (
         ("", "here", f"{MODEL.name}, {GPU.name}"),

@@ -36,7 +36,7 @@ async def two_tables(stage: Stage) -> Seen:
             first = stage.request(sessions[0])
             seen.append((stage.state().computed(first), len(first.table)))
     tables = [stage.request(session).table for session in sessions]
-    size = stage.source.info["block_size"]
+    size = stage.source.info.block_size
     computed = [stage.state().computed(stage.request(session)) for session in sessions]
     rows = (("step", range(1, LISTED + 1)), ("its tokens", [n for n, _ in seen]), ("its blocks", [n for _, n in seen]))
     first_steps = "\n".join(f"   {name:<12}" + "".join(f"{n:>4}" for n in values[:LISTED]) for name, values in rows)
@@ -84,12 +84,12 @@ async def _write(stage: Stage, steps: int) -> list[Session]:
 async def cost(stage: Stage) -> Seen:
     """Computes the memory of a token, of a block, of the pool and of one chat."""
     info = stage.source.info
-    size, token = info["block_size"], info["kv_bytes_per_token"]
+    size, token = info.block_size, info.kv_bytes_per_token
     session = await stage.write("What is the KV cache?", 4, 1)
     prompt, blocks = stage.request(session).prompt_tokens, len(stage.request(session).table)
     rows = (
         ("a token", token), (f"a block of {size} tokens", token * size),
-        (f"the pool of {info['num_blocks']} blocks", token * size * info["num_blocks"]),
+        (f"the pool of {info.num_blocks} blocks", token * size * info.num_blocks),
         (f"a chat of {prompt} tokens, {blocks} blocks", blocks * size * token),
     )  # fmt: skip
     return Seen(

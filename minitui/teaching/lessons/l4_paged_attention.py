@@ -29,7 +29,7 @@ async def find_slots(stage: Stage) -> Seen:
     16 is 16 (0), the first of its own block (1), or the slot after that of token 15 (2)."""
     await scramble(stage)
     request = stage.request(await stage.write(paste(2), 30, 6, system=""))
-    size, n = stage.source.info["block_size"], stage.state().computed(request)
+    size, n = stage.source.info.block_size, stage.state().computed(request)
     for key in range(n):
         stage.view.put(KeyRead(request.id, tuple(request.table), size, n - 1, key))
         await stage.pause(READING_SECONDS / n)

@@ -75,7 +75,7 @@ async def join_and_leave(stage: Stage) -> Seen:
     began = {event.request: event.step for event in stage.events("admit")}
     ended = {event.request: event.step for event in stage.events("finish")}
     first = min(began.values())
-    rows, tokens = stage.source.info["max_num_seqs"], sum(LENGTHS)
+    rows, tokens = stage.source.info.max_num_seqs, sum(LENGTHS)
     static = static_steps(rows)
     lines = [f"   {'waited':<10}{'tokens':>6}{'first step':>12}{'last step':>11}"]
     for id, length in zip(ids, LENGTHS, strict=True):

@@ -23,7 +23,7 @@ SILENT = (0, 3, 6, 9)  # choices of the question: tokens that emit nothing
 
 async def byte_by_byte(stage: Stage) -> Seen:
     """Decodes a text with unusual characters, token by token."""
-    tokenizer = Tokenizer(Path(stage.source.info["model_dir"]))
+    tokenizer = Tokenizer(Path(stage.source.info.model_dir))
     ids = tokenizer.encode(TEXT)
     stream = tokenizer.detokenizer()
     lines, silent = [], 0
@@ -74,7 +74,7 @@ async def held_back(stage: Stage) -> Seen:
 
 async def close(stage: Stage) -> None:
     """Shows the tokens of TEXT."""
-    tokenizer = Tokenizer(Path(stage.source.info["model_dir"]))
+    tokenizer = Tokenizer(Path(stage.source.info.model_dir))
     ids = tokenizer.encode(TEXT)
     pieces = tuple(shown_piece(tokenizer.token_bytes(token)) for token in ids)
     stage.view.put(Pieces(f"Tokens of {TEXT}", pieces, "each token, with its id under it", tuple(ids)))

@@ -27,7 +27,7 @@ async def disconnect(stage: Stage) -> Seen:
     sessions = await stage.write_all(("What is the KV cache?", paste(1)), [80] * 2)
     await stage.step(12, seconds=0.15)
     other, cancelled = (stage.request(session) for session in sessions)
-    held, size = len(cancelled.table), stage.source.info["block_size"]
+    held, size = len(cancelled.table), stage.source.info.block_size
     shared = len(set(cancelled.table) & set(other.table))
     own = stage.state().computed(cancelled) // size - shared
     await stage.pause(1)

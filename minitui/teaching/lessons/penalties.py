@@ -32,7 +32,7 @@ async def compare_penalties(stage: Stage) -> Seen:
     """Draws the next word after the same reply without a penalty, and with each. The answer: does the probability of
     the word that has not occurred stay (0), grow with each penalty (1), or depend on the penalty (2)?"""
     assert stage.chats.codec is not None
-    tokenizer = Tokenizer(Path(stage.source.info["model_dir"]))
+    tokenizer = Tokenizer(Path(stage.source.info.model_dir))
     names = {tokenizer.encode(word)[0]: word.strip() for word in WORDS}
     ids = stage.chats.codec.apply_chat_template([{"role": "user", "content": PROMPT}], add_generation_prompt=True)
     written, shares = await _same_reply(stage, ids, tuple(names))

@@ -15,7 +15,7 @@ REPLY = 60  # tokens
 
 async def too_small(stage: Stage) -> Seen:
     """Fills the pool. The answer: which request was preempted, 0 the oldest, 1 the largest, 2 the youngest."""
-    pool = stage.source.info["num_blocks"]
+    pool = stage.source.info.num_blocks
     chats = [stage.chat(voice, max_tokens=REPLY, whole=True) for voice in VOICES[: len(SHARES)]]
     stage.show(chats[-1])
     ids = []
@@ -36,7 +36,7 @@ async def too_small(stage: Stage) -> Seen:
     lost = written - kept
     await stage.step_until("the lost tokens", lambda: sum(n for _, n in lane.again) >= lost, seconds=0.3)
     steps = len({step for step, _ in lane.again})
-    size = stage.source.info["block_size"]
+    size = stage.source.info.block_size
     return Seen(
         f"   step {event.step:<6}{reason}: r{victim} is preempted\n"
         f"   {'':<11}r{victim} releases {blocks} blocks; {written // size} are full and stay cached\n"

@@ -120,7 +120,7 @@ async def prompt_tokens(stage: Stage) -> Seen:
 def _prompt(stage: Stage, tokens: int, seed: int) -> list[int]:
     """Returns random token ids: no two prompts begin with the same block, so nothing comes from the cache."""
     random = Random(seed * 1000 + tokens)
-    return [random.randrange(stage.source.info["vocab_size"]) for _ in range(tokens)]
+    return [random.randrange(stage.source.info.vocab_size) for _ in range(tokens)]
 
 
 async def _run(stage: Stage, prompts: list[list[int]], tokens: int) -> list[StepRow]:

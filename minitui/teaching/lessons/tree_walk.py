@@ -108,7 +108,7 @@ async def walk(stage: Stage) -> Seen:
     messages = [{"role": "system", "content": stage.system}, {"role": "user", "content": question}]
     assert stage.chats.codec is not None
     ids = tuple(stage.chats.codec.apply_chat_template(messages, add_generation_prompt=True))
-    size = stage.source.info["block_size"]
+    size = stage.source.info.block_size
     id = await stage.ask(second, question)
     equal = await _compare(stage, drawing, ids, size)
     await stage.step(1)
@@ -161,7 +161,7 @@ async def touch_and_evict(stage: Stage) -> Seen:
         drawing.draw(f"Used last: {what}.")
         await stage.pause(1.5)
     stage.show(chats[0])
-    free, pool = stage.state().counts[FREE], stage.source.info["num_blocks"]
+    free, pool = stage.state().counts[FREE], stage.source.info.num_blocks
     mine, theirs = (_blocks(stage, name) for name in ("Alpha", "Bravo"))
     big = stage.chat(VOICES[2], "C", max_tokens=8, whole=True)
     await stage.ask(big, paste_of(stage, VOICES[2], free + len(theirs)))

@@ -8,6 +8,7 @@ from textual import getters
 from textual.geometry import Size
 from textual.widgets import TextArea
 
+from engine.info import EngineInfo
 from minitui.tui.app_base import AppBase
 from minitui.tui.glyphs import glyphs
 from minitui.tui.screens.base import BaseScreen, Hint
@@ -167,18 +168,18 @@ class TopBar(Bar):
             start += len(label) + 2
 
 
-def describe_engine(info: dict[str, object], room: int) -> str:
+def describe_engine(info: EngineInfo, room: int) -> str:
     """Returns the model, the device and the pool in a few words; empty before they are known. If they do not fit into
     `room` cells, the weights are left out, then the device and the pool."""
     if not info:
         return ""
     dot = f" {glyphs().middot} "
-    weights = "dtype" if info.get("quantization", "none") == "none" else "quantization"
-    known = [str(info[name]) for name in ("model", "device", weights) if name in info]
-    if "num_blocks" in info:  # only minitui's servers report the pool
-        small = " in fp8" if info.get("kv_cache_dtype") == "fp8" else ""
-        null = " (1 null)" if str(info.get("engine", "")).startswith("vLLM") else ""  # vLLM counts its null block
-        known.append(f"{info['num_blocks']:,} blocks of {info['block_size']}{small}{null}")
+    weights = info.dtype if info.quantization in ("", "none") else info.quantization
+    known = [fact for fact in (info.model, info.device, weights) if fact]
+    if info.num_blocks:  # only minitui's servers report the pool
+        small = " in fp8" if info.kv_cache_dtype == "fp8" else ""
+        null = " (1 null)" if info.engine.startswith("vLLM") else ""  # vLLM counts its null block
+        known.append(f"{info.num_blocks:,} blocks of {info.block_size}{small}{null}")
     while len(known) > 1 and len(dot.join(known)) > room:
         del known[-2 if len(known) > 2 else -1]
     return dot.join(known)

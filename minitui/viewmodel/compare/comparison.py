@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import log
 from typing import Any
 
+from engine.info import EngineInfo
 from minitui.text import count, duration, exact, listed
 from minitui.viewmodel.compare.runs import Run, RunFigures
 from minitui.viewmodel.view import View
@@ -239,7 +240,6 @@ def _told(one: Difference) -> str:
     return f"the {quantity.words} was {quantity.text(one.second)} instead of {quantity.text(one.first)}{share}"
 
 
-Info = Mapping[str, Any]
 SETTINGS = {  # a fact about an engine -> its name in words
     "model": "model", "device": "device", "dtype": "dtype", "quantization": "quantization",
     "kv_cache_dtype": "KV cache", "num_blocks": "KV blocks", "block_size": "tokens in a block",
@@ -263,28 +263,31 @@ JSON_KEYS = {  # a figure of a run (RunFigures) -> its key in JSON: what is coun
 TITLE, VALUE, CHANGE = 24, 22, 9  # cells of a column
 
 
-def settings_that_differ(infos: Sequence[Info]) -> str:
+def settings_that_differ(infos: Sequence[EngineInfo]) -> str:
     """Returns the settings of two engines that differ: "prefix caching off and on"; empty if none is known."""
     first, second = infos
-    parts = [f"{SETTINGS[name]} {_setting(first[name])} and {_setting(second[name])}" for name in _different(infos)]
+    parts = [
+        f"{SETTINGS[name]} {_setting(getattr(first, name))} and {_setting(getattr(second, name))}"
+        for name in _different(infos)
+    ]
     return listed(parts) if parts else ""
 
 
-def key_of(infos: Sequence[Info]) -> str:
+def key_of(infos: Sequence[EngineInfo]) -> str:
     """Returns the quantity that the setting in which two engines differ is meant to change; empty if several differ."""
     keys = [KEYS[name] for name in _different(infos) if name in KEYS]
     return keys[0] if len(keys) == 1 else ""
 
 
-def _different(infos: Sequence[Info]) -> list[str]:
-    first, second = infos
+def _different(infos: Sequence[EngineInfo]) -> list[str]:
+    first, second = (info.to_json() for info in infos)
     return [name for name in SETTINGS if name in first and name in second and first[name] != second[name]]
 
 
 def _setting(value: Any) -> str:
     if isinstance(value, dict):  # speculation
-        return str(value.get("method", "on"))
-    if value is None or isinstance(value, bool):
+        return str(value.get("method", "off"))
+    if isinstance(value, bool):
         return "on" if value else "off"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
@@ -304,7 +307,7 @@ def told(comparison: Comparison, title: str, settings: str, notes: Sequence[str]
     return [*lines, "", *(text for text in (comparison.sentence, comparison.unlike, *notes) if text)]
 
 
-def as_data(comparison: Comparison, title: str, infos: Sequence[Info], notes: Sequence[str]) -> dict[str, Any]:
+def as_data(comparison: Comparison, title: str, infos: Sequence[EngineInfo], notes: Sequence[str]) -> dict[str, Any]:
     """Returns the comparison as data with the keys of JSON_KEYS; null: not known."""
     changes = {
         JSON_KEYS[one.quantity.name]: {
@@ -321,10 +324,11 @@ def as_data(comparison: Comparison, title: str, infos: Sequence[Info], notes: Se
     }  # fmt: skip
 
 
-def _run(run: Run, info: Info) -> dict[str, Any]:
+def _run(run: Run, info: EngineInfo) -> dict[str, Any]:
+    known = info.to_json()
     return {
         "name": run.name,
-        "settings": {name: info[name] for name in SETTINGS if name in info},
+        "settings": {name: known[name] for name in SETTINGS if name in known},
         "figures": {JSON_KEYS[name]: _number(value) for name, value in asdict(run.figures).items()},
         "requests": [request_data(run.view, lane) for lane in run.lanes],
     }

@@ -346,6 +346,6 @@ def recorded_view(reader: TraceReader, name: str = "") -> View:
                 view.models.look_ahead(first_model(part.snapshot, reader.records()))
         view.fold(part.records)
         last = keyframe.seq + len(part.records)
-    view.history.caching = bool(reader.info.get("prefix_caching", True))
+    view.history.caching = reader.info.prefix_caching is not False
     view.run_name = name
     return view
