@@ -36,7 +36,7 @@ from tests.support.ranks import run_in_threads
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 4, "vocab_size": 208}
 KINDS = ("qwen3", "qwen3_moe")
-NVFP4 = compressed("nvfp4-pack-quantized", type="float", num_bits=4, strategy="tensor_group", group_size=16)
+UNKNOWN = compressed("nvfp4-pack-quantized", type="float", num_bits=4, strategy="channel")  # NVFP4 has groups
 
 
 def fp8_rows(matrix: torch.Tensor) -> Any:
@@ -110,8 +110,8 @@ def test_the_experts_of_mixtral_have_names_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "mixtral").mkdir()
     checkpoint("mixtral", 0, tmp_path / "mixtral")
     name = "model.layers.0.block_sparse_moe.experts.0.w1"
-    config = several([(FP8_ROWS, ["re:.*self_attn.*"]), (NVFP4, ["re:.*w1"])], ["lm_head"])
-    with pytest.raises(CheckpointError, match=f"'tensor_group' for {name} in"):
+    config = several([(FP8_ROWS, ["re:.*self_attn.*"]), (UNKNOWN, ["re:.*w1"])], ["lm_head"])
+    with pytest.raises(CheckpointError, match=f"'channel' for {name} in"):
         read_schemes(tmp_path, config, tmp_path / "mixtral")
 
 
@@ -119,7 +119,7 @@ def test_targets_may_have_the_names_of_a_model_with_images(tmp_path: Path) -> No
     _, published = save_layouts(with_images("qwen3_vl"), tmp_path)
     groups = [
         (FP8_ROWS, ["model.language_model.layers.0.self_attn.q_proj"]), (INT4_GROUPS, ["re:.*language_model.*mlp.*"]),
-        (NVFP4, ["re:.*visual.*"]),
+        (UNKNOWN, ["re:.*visual.*"]),
     ]  # fmt: skip
     packing = read_schemes(tmp_path, several(groups, ["re:.*lm_head"]), published)
     found = [packing.of(f"model.layers.0.{name}.weight") for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.gate")]
@@ -139,13 +139,13 @@ def test_targets_may_have_the_names_of_a_model_with_images(tmp_path: Path) -> No
 def test_an_unsupported_scheme_is_refused_with_the_first_matrix_that_has_it(
     targets: list[str], ignore: list[str], name: str, tmp_path: Path
 ) -> None:
-    message = rf"nvfp4-pack-quantized' with 4 bits, strategy 'tensor_group' for {name} in its quantization_config: supp"
+    message = rf"nvfp4-pack-quantized' with 4 bits, strategy 'channel' for {name} in its quantization_config: supp"
     with pytest.raises(CheckpointError, match=message):
-        read_schemes(tmp_path, several([(FP8_ROWS, ["re:.*self_attn.*"]), (NVFP4, targets)], ignore))
+        read_schemes(tmp_path, several([(FP8_ROWS, ["re:.*self_attn.*"]), (UNKNOWN, targets)], ignore))
 
 
 def test_an_unsupported_scheme_without_a_matrix_of_the_text_is_no_fault(tmp_path: Path) -> None:
-    groups = [(FP8_ROWS, ["Linear"]), (NVFP4, ["re:.*visual.*", "re:.*mtp.*", "re:.*mlp.*"])]
+    groups = [(FP8_ROWS, ["Linear"]), (UNKNOWN, ["re:.*visual.*", "re:.*mtp.*", "re:.*mlp.*"])]
     packing = read_schemes(tmp_path, several(groups, ["re:.*mlp.*"]))
     assert packing.of("model.layers.1.self_attn.q_proj.weight") == Packing(
         "compressed-tensors", floats=True, strategy="channel"

@@ -252,7 +252,7 @@ def test_a_pointer_of_git_lfs_says_how_to_get_the_file(name: str, one: Path) -> 
     ({"quantization_config": {"load_in_4bit": True}}, "the fields of bitsandbytes .*, and awq is the nearest"),
     ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "has quant_algo 'NVFP4' of "),
     ({"quantization_config": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {
-        "group_0": {"weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}},
+        "group_0": {"weights": {"num_bits": 4, "type": "float", "strategy": "channel"}},
     }}}, "has format 'nvfp4-pack-quantized' with 4 bits, .* or its original checkpoint with --quantization int4"),
 ])  # fmt: skip
 def test_a_quantisation_that_is_not_supported_is_named(fields: dict[str, Any], sentence: str, one: Path) -> None:
