@@ -27,9 +27,9 @@ def create_api(service: Service) -> FastAPI:
     errors.install(api)
     for part in (completions, chat, responses, messages, tokenize, health, telemetry):
         api.include_router(part.router(service))
-    if service.settings.keys:
-        _document_keys(api, service)
     add_docs(api)
+    if service.settings.keys:
+        _document_keys(api, service)  # after all routes: a new route makes FastAPI forget the document
     return api
 
 

@@ -374,6 +374,7 @@ def test_a_file_without_a_language_model_is_named(kind: str, what: str, tmp_path
         (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 64, 0, 0), "within the tensor 't'"),
         (b"GGUF" + struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 64, 99, 0), "as type 99, which is not supported"),
     ],
+    ids=range(12),
 )
 def test_a_damaged_header_is_one_sentence(data: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "damaged.gguf"

@@ -447,13 +447,14 @@ async def test_rename_system_prompt_and_close_by_slash_commands():
 
 
 async def test_keys_pressed_twice_at_once_close_and_open_once():
-    async with running() as (app, _pilot, screen):
+    async with running() as (app, pilot, screen):
         for opened, closed in ("e", "escape"), ("e", "enter"), ("colon", "escape"):
             screen.transcript.focus()
             await settled()
             for key, screens in (opened, 2), (closed, 1):
                 for _ in range(2):
                     app.post_message(events.Key(key, None))
+                await until(pilot, lambda screens=screens: len(app.screen_stack) == screens)
                 await settled()
                 assert len(app.screen_stack) == screens, key
 
