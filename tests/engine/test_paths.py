@@ -87,10 +87,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
 @contextmanager
 def imported(name: str) -> Iterator[Any]:
     """A module that needs triton, whether or not it is installed: its functions can be called, not its kernels."""
-    ours = (
-        "triton", "engine.kernels", "engine.attention.triton_backend", "engine.worker.graphs.cuda_graphs",
-        "engine.worker.fused_", "engine.worker.graphs.sampling_graphs", "engine.worker.graphs.verify_graphs",
-    )  # fmt: skip
+    ours = ("triton", "engine.kernels", "engine.attention.triton_backend", "engine.worker.graphs")
 
     def forget() -> dict[str, ModuleType]:
         return {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(ours)}
