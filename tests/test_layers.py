@@ -47,6 +47,7 @@ MINITUI_LEVELS = (
     ("cli",),
     ("dev",),
 )
+VIEWMODEL_LEVELS = (("state",), ("history",), ("explain",), ("words", "compare"))  # the files beside them: any level
 LEVELS = {"engine": ENGINE_LEVELS, "minitui": MINITUI_LEVELS}
 LEVEL_OF = {
     (package, folder): level
@@ -129,6 +130,14 @@ def test_imports_go_down(package):
             if there[0] != here or LEVEL_OF.get(there, 99) >= LEVEL_OF[here, folder]:
                 upward.append(f"{module} imports {target}")
     assert not upward
+
+
+def test_a_part_of_the_view_model_imports_no_part_above_it():
+    level = {f"minitui.viewmodel.{part}": n for n, parts in enumerate(VIEWMODEL_LEVELS) for part in parts}
+    for module, needs in imports_of().items():
+        if (here := module.rpartition(".")[0]) in level:
+            above = [need for need in needs if level.get(need.rpartition(".")[0], -1) > level[here]]
+            assert not above, f"{module} imports {above}"
 
 
 def test_no_files_import_each_other_in_a_circle():
