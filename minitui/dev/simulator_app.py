@@ -91,12 +91,8 @@ class StressApp(AppBase):
         for figures in (self._cpu, self._ticks, self._ages):
             figures.clear()
         self._backlog = 0
-        self._start = (
-            time.monotonic(),
-            time.process_time(),
-            self.view.history.steps.last,
-            self.view.history.live.state.seq,
-        )
+        history = self.view.history
+        self._start = (time.monotonic(), time.process_time(), history.steps.last, history.live.state.seq)
         self.set_timer(self.seconds, self._end)
 
     def _end(self) -> None:

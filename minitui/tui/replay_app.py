@@ -112,9 +112,8 @@ class ReplayApp(MinituiApp):
     @property
     def position(self) -> int:
         """The step that the panels show."""
-        return (
-            self.view.moment.horizon if self.view.moment.exact and self.view.moment.horizon >= 0 else self.replay.step
-        )
+        moment = self.view.moment
+        return moment.horizon if moment.exact and moment.horizon >= 0 else self.replay.step
 
     def _frame(self) -> None:
         self._note_playback()
@@ -216,9 +215,8 @@ class ReplayApp(MinituiApp):
             await self._move_playhead(self.view.moment.horizon)
 
     def _note_playback(self) -> None:
-        self.view.moment.playback = Playback(
-            self.replay.speed, self.replay.stopped
-        )  # at its end, the picture is exact, too
+        # At its end, the picture is exact, too.
+        self.view.moment.playback = Playback(self.replay.speed, self.replay.stopped)
         if self.replay.reader is not None:
             self.view.history.origin = self.replay.trace.begin_t
 

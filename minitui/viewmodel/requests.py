@@ -133,9 +133,8 @@ class Requests:
         request = shown.requests.get(lane.id)
         _, gaps = self._gaps.get(lane.id, (-1, None))
         queue, prefill = _first_token(view, lane, request, gaps)
-        ended = min(
-            view.moment.horizon, view.history.steps.committed
-        )  # tokens of a step that has not ended are not computed yet
+        # The tokens of a step that has not ended are not computed yet.
+        ended = min(view.moment.horizon, view.history.steps.committed)
         if request is None:
             doing, cached, blocks = lane.finish_reason.partition(":")[0], lane.cached_tokens, lane.blocks
         else:

@@ -81,7 +81,7 @@ class View:
     def __init__(self) -> None:
         self.history = History()
         self.moment = Moment(self.history)
-        self.texts = Texts()
+        self.texts = Texts(self.history)
         self.selection: Selection | None = None
         self.board: Board | None = None  # what a lesson shows besides the records
         self.home: str | None = None  # panels of a single request show only requests of this group; None: of all groups
@@ -115,7 +115,7 @@ class View:
         share their history."""
         kept = copy(self)
         kept.history, kept.moment, kept.texts = copy(self.history), copy(self.moment), copy(self.texts)
-        kept.moment.history = kept.history
+        kept.moment.history = kept.texts.history = kept.history
         kept.history.past = PastStates()  # frees the records: figures and lanes do not need them
         return kept
 

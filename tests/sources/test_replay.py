@@ -272,7 +272,7 @@ async def test_a_replay_says_what_was_said_during_the_recording_also_about_pause
     def said(view: View) -> list[Any]:
         steps = [view.history.steps.get(step) for step in range(reader.last_step + 1)]
         return [
-            [view.texts.event(view.history, event) for event in view.history.events.since(0)], view.history.rates.now,
+            [view.texts.event(event) for event in view.history.events.since(0)], view.history.rates.now,
             [replace(row, end_seq=0) for row in steps if row is not None],
             [(lane.id, lane.waited_ms, lane.paused_s) for lane in view.history.lanes.lanes.values()],
             [view.history.tokens.stats(lane, view.moment.horizon) for lane in view.history.lanes.lanes.values()],

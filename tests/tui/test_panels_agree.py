@@ -117,7 +117,7 @@ def test_a_pause_does_not_vanish_from_what_a_request_waited() -> None:
     events.fold(admit, 3)
     view = View()
     view.history.lanes, view.history.events = lanes, events
-    text = view.texts.event(view.history, events.since(0)[0])
+    text = view.texts.event(events.since(0)[0])
     assert "waited 3.00 ms (and 60.0 s more while the engine was paused or slowed)" in text
 
 

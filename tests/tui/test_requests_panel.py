@@ -422,7 +422,7 @@ async def test_events_are_searched_by_request_kind_and_words(tmp_path: Path) -> 
         assert await found("r3") == {event.seq for event in every if event.request == 3}
         assert await found("hit r3") == {event.seq for event in every if (event.kind, event.request) == ("hit", 3)}
         told = {
-            event.seq for event in every if "blocks" in f"{event.kind} {app.view.texts.event(app.view.history, event)}"
+            event.seq for event in every if "blocks" in f"{event.kind} {app.view.texts.event(event)}"
         }
         assert told and await found("blocks") >= told
         assert await found("walrus") == set() and "no event contains 'walrus'" in panel.text

@@ -983,7 +983,7 @@ def test_events_are_the_newest_first_each_with_its_step_kind_and_words():
     for row, event in zip(rows, newest, strict=True):
         step, kind = row.split()[:2]
         assert int(step.replace(",", "")) == max(event.step, 0) and kind == event.kind
-        assert row.split(maxsplit=2)[2].rstrip(" …") in view.texts.event(view.history, event)
+        assert row.split(maxsplit=2)[2].rstrip(" …") in view.texts.event(event)
     widget.filter = 2
     assert {row.split()[1] for row in body(widget, view, 110, 20)} <= {"evict", "preempt"}
     view.select("request", view.subject())
@@ -999,14 +999,14 @@ def test_an_event_is_told_to_its_last_word_also_where_the_panel_is_narrow():
         rows = body(widget, view, width, 24)
         told = " ".join(" ".join(rows).split())
         for event in widget.shown[:-1]:  # the last may end with the panel
-            text = view.texts.event(view.history, event, short=width < 50)
+            text = view.texts.event(event, short=width < 50)
             rows_of = sum(at is event for at in widget._at)
             assert text in told or (event.kind == "evict" and rows_of == 1 and text[: width // 2] in told)
         evicted = next((event for event in widget.shown[:-1] if event.kind == "evict"), None)
         if evicted is not None:  # whole if it is chosen
             widget.chosen = evicted.seq
             told = " ".join(" ".join(body(widget, view, width, 24)).split())
-            assert view.texts.event(view.history, evicted, short=width < 50) in told
+            assert view.texts.event(evicted, short=width < 50) in told
     last = next(y for y, event in enumerate(widget._at) if event is widget.shown[-1])
     widget.clicked(view, 0, last)
     assert widget.chosen == widget.shown[-1].seq
@@ -1041,7 +1041,7 @@ def test_a_chosen_event_keeps_its_row_when_newer_ones_arrive_and_the_list_ends_w
             widget.action_move(1)
             told = " ".join(" ".join(body(widget, view, width, height)).split())
             event = next(event for event in widget.shown if event.seq == widget.chosen)
-            assert view.texts.event(view.history, event, short=width < 50) in told
+            assert view.texts.event(event, short=width < 50) in told
         widget.action_latest()
 
 

@@ -196,7 +196,7 @@ def test_events_and_their_steps(at_end: Shown) -> None:
     reader, run = at_end.reader, at_end.run
     events = list(at_end.view.history.events.newest_first())
     # A wait that began before the recording is known only when the first token arrives.
-    words = {at_end.view.texts.event(at_end.view.history, event).partition(" · waited")[0] for event in events}
+    words = {at_end.view.texts.event(event).partition(" · waited")[0] for event in events}
     lines = [line for line in at_end.lines if any(text in line for text in words)]
     assert len(lines) == len(events) == at_end.number("events", r"([\d,]+) so far")
     steps = [
@@ -279,7 +279,7 @@ def test_a_reply_has_one_speed(at_end: Shown) -> None:
         if id in table and words:
             assert f" {words.split()[0]} " in table[id]
         if request["finished"]:
-            end = view.texts.event(view.history, ends[id])
+            end = view.texts.event(ends[id])
             assert re.findall(r"[\d,]+ tok/s", end) == [words] * bool(words) and end in told
             assert f", {words}," in dict(tell(view, "request", id).lines)["finished"] or not words
             speeds += bool(words)

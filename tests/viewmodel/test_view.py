@@ -238,7 +238,7 @@ def test_a_refusal_names_the_chat_because_there_is_no_request():
     events = Events()
     events.fold((1, 0.0, "refuse", "a45ce471", "the prompt has 8,766 tokens"), 0)
     assert (
-        view.texts.event(view.history, events.since(0)[-1], short=True) == "chat 3 paging · the prompt has 8,766 tokens"
+        view.texts.event(events.since(0)[-1], short=True) == "chat 3 paging · the prompt has 8,766 tokens"
     )
 
 
@@ -426,7 +426,7 @@ def test_events_keep_each_decision_with_its_reason():
     told = [record for record in records if record[2] in kinds]
     assert [event.seq for event in view.history.events.since(0)] == [record[0] for record in told]
     for event, record in zip(view.history.events.since(0), told, strict=True):
-        words = view.texts.event(view.history, event)
+        words = view.texts.event(event)
         if record[2] == "preempt":
             assert record[4] in words and f"r{record[3]}" in words
         elif record[2] == "match":
@@ -547,7 +547,7 @@ def test_time_in_a_paused_engine_does_not_count_as_waiting():
     assert lanes.lanes[1].waited_ms == pytest.approx(500)
     admitted = next(event for event in view.history.events.since(0) if event.kind == "admit")
     waited = "waited 500 ms (and 60.0 s more while the engine was paused or slowed)"
-    assert view.texts.event(view.history, admitted).endswith(waited)
+    assert view.texts.event(admitted).endswith(waited)
     assert lanes.lanes[2].waited_ms is None
 
 

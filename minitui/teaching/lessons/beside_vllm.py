@@ -72,9 +72,8 @@ def _figures(view: View) -> tuple[str, ...]:
     after = (event for event in events if event.request == preempted.request and event.seq > preempted.seq)
     cached = next((event.record.tokens for event in after if event.kind in ("hit", "miss")), 0)
     again = Run(view).figures.twice or 0
-    return tuple(
-        f"{number:,}" for number in (preempted.step - view.history.steps.first + 1, cached + again, cached, again)
-    )
+    steps = preempted.step - view.history.steps.first + 1
+    return tuple(f"{number:,}" for number in (steps, cached + again, cached, again))
 
 
 def _preempted(view: View) -> list[int]:

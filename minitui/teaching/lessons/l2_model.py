@@ -108,14 +108,8 @@ def _decode_ms(stage: Stage) -> str:
 
 def _prefill(stage: Stage) -> float:
     """Returns the ms of the prompt's step."""
-    row = next(
-        (
-            stage.view.history.steps.get(s)
-            for s in range(stage.view.history.steps.last, -1, -1)
-            if stage.view.history.steps.chunks(s)
-        ),
-        None,
-    )
+    steps = stage.view.history.steps
+    row = next((steps.get(step) for step in range(steps.last, -1, -1) if steps.chunks(step)), None)
     assert row is not None
     return row.took_ms or 0.0
 

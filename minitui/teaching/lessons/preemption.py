@@ -29,9 +29,8 @@ async def too_small(stage: Stage) -> Seen:
     lane, written = lanes[victim], lanes[victim].highest
     await stage.pause(3)
     await stage.step_until("the resumption", partial(_resumed, stage, victim, event.seq), seconds=0.1)
-    match = next(
-        e for e in stage.view.history.events.newest_first() if e.request == victim and e.kind in ("hit", "miss")
-    )
+    events = stage.view.history.events.newest_first()
+    match = next(event for event in events if event.request == victim and event.kind in ("hit", "miss"))
     kept, resumed = match.record.tokens, match.step
     lost = written - kept
     await stage.step_until("the lost tokens", lambda: sum(n for _, n in lane.again) >= lost, seconds=0.3)

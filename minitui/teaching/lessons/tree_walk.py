@@ -183,8 +183,5 @@ async def touch_and_evict(stage: Stage) -> Seen:
 
 def _blocks(stage: Stage, word: str) -> list[int]:
     """Returns the blocks of the prefix that has this word in its text."""
-    return next(
-        list(node.blocks)
-        for node in stage.state().nodes.values()
-        if node.id and word in stage.view.texts.decode(node.ids)
-    )
+    nodes, decode = stage.state().nodes.values(), stage.view.texts.decode
+    return next(list(node.blocks) for node in nodes if node.id and word in decode(node.ids))

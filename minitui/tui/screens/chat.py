@@ -128,11 +128,8 @@ class ChatScreen(BaseScreen[None]):
         # Each frame paints half of the panels: painting all panels would delay the handling of a key. When the picture
         # stops (frozen, paused, in the past), or a stopped picture shows another moment, all are painted at once.
         self._odd_frame = not self._odd_frame
-        moment = (
-            (view.version, view.home, view.moment.travel_text, view.moment.shown.state.seq)
-            if view.moment.still
-            else None
-        )
+        at = view.moment
+        moment = (view.version, view.home, at.travel_text, at.shown.state.seq) if at.still else None
         at_once = moment is not None and moment != self._painted_moment
         self._painted_moment = moment
         panels = [*self._bars, *(self._glance if self.has_class("-narrow") else self._rail)]

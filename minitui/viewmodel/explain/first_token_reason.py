@@ -1,9 +1,9 @@
 """Explains the time to first token from records: what the engine did while a request waited and computed its prompt.
 
 The prefill covers the steps up to the first token. Where steps overlap, the step before the first chunk launched this
-chunk, so it counts, too. Each step is explained like the last step of a gap (stalls.py); the cost of
-prompts is divided by their tokens into the request's own and those of other requests. Of the time in the queue, only
-measured pauses are causes, and only the part that must lie in this time.
+chunk, so it counts, too. Each step is explained like the last step of a gap (stalls.py); the cost of prompts is divided
+by their tokens into the request's own and those of other requests. Of the time in the queue, only measured pauses are
+causes, and only the part that must lie in this time.
 """
 
 from __future__ import annotations
@@ -115,11 +115,8 @@ def _pauses(view: View, row: StepRow | None, after: float, queue_ms: float) -> l
 
 def _before(view: View, row: StepRow | None) -> StepRow | None:
     """Returns the step before; None if the engine was idle before this step, or if this is unknown."""
-    return (
-        view.history.steps.get(row.step - 1)
-        if row is not None and row.parts is not None and row.parts.commit > 0
-        else None
-    )
+    worked = row is not None and row.parts is not None and row.parts.commit > 0
+    return view.history.steps.get(row.step - 1) if worked and row is not None else None
 
 
 def _merged(causes: Iterable[Cause]) -> tuple[Cause, ...]:

@@ -1,9 +1,9 @@
 """Explains the gap before a token from records: what the engine did between two tokens of one request.
 
-A gap covers whole steps. causes.py explains the last step of the gap: prompts, also those of a step
-that was launched meanwhile, and each measured cause get at most what they cost, and the rest is unexplained. The steps
-before the last one did not compute the request. If the request was preempted in the gap, the steps in which it was in
-the queue are one cause, and each step that computed its tokens again is explained like a last step.
+A gap covers whole steps. causes.py explains the last step of the gap: prompts, also those of a step that was launched
+meanwhile, and each measured cause get at most what they cost, and the rest is unexplained. The steps before the last
+one did not compute the request. If the request was preempted in the gap, the steps in which it was in the queue are one
+cause, and each step that computed its tokens again is explained like a last step.
 """
 
 from __future__ import annotations

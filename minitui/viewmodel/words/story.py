@@ -191,10 +191,8 @@ def _node(view: View, id: int) -> Story:
     story.tell("saved", f"{count(shown.saved_by(node), 'prompt token')} taken from this node, not computed")
     parent = shown.state.nodes[node.parent]
     if parent.id:
-        story.tell(
-            "follows",
-            f"node {parent.id}: {quoted(view.moment.tree.text(shown.state, parent, view.texts.decode)[1], 50)}",
-        )
+        text = view.moment.tree.text(shown.state, parent, view.texts.decode)[1]
+        story.tell("follows", f"node {parent.id}: {quoted(text, 50)}")
     else:
         story.tell("follows", "nothing: prompts begin here")
     if node.children:
@@ -229,9 +227,8 @@ def _step(view: View, step: int) -> Story:
         host = ", ".join(f"{kind} {'–' if part is None else ms(part)}" for kind, part in work.items()) + " ms"
         story.tell("this step", host + (f"; device {ms(row.device_ms)} ms" if row.device_ms is not None else ""))
     if row.parts is not None:
-        since = [
-            f"{part.name(step)} {ms(part.ms)}" for part in parts_of(view.history.steps, row) if part.ms is not None
-        ]
+        found = parts_of(view.history.steps, row)
+        since = [f"{part.name(step)} {ms(part.ms)}" for part in found if part.ms is not None]
         paused = f"; paused {ms(row.parts.gate)} ms" * (row.parts.gate > 0)
         story.tell("parts", f"since the results of step {step - 1:,}: {', '.join(since)} ms{paused}")
         delayed = "not read in this step" if row.parts.delayed is None else f"{ms(row.parts.delayed)} ms"
@@ -242,7 +239,7 @@ def _step(view: View, step: int) -> Story:
     story.tell("waiting", _waiting(view, row))
     events = view.history.events.of_step(step)
     for i, event in enumerate(events[:LISTED]):
-        story.tell("events" if i == 0 else "", f"{event.kind}: {view.texts.event(view.history, event)}")
+        story.tell("events" if i == 0 else "", f"{event.kind}: {view.texts.event(event)}")
     _tell_more(story, len(events))
     return story
 

@@ -19,13 +19,11 @@ def summary(view: View) -> list[str]:
     """Returns what the cache saved, what is evicted next and what limits the speed; empty before the first step."""
     if view.history.steps.last < 0:
         return []
-    state, live = view.history.live.state, view.history.live
-    saved = count(view.moment.reused_lately.saved, "prompt token")
+    live, reused = view.history.live, view.moment.reused_lately
+    state, saved = live.state, count(reused.saved, "prompt token")
     working = " (idle time counts, pauses do not)" if view.moment.knows_the_last_minute else ""
-    rate = view.moment.reused_lately.hit_rate
-    share = f": {100 * rate:.1f} % of all" if rate is not None else ""
-    resumed = view.moment.reused_lately.resumed
-    again = f"; resumed requests took {count(resumed, 'token')} from the cache again" if resumed else ""
+    share = f": {100 * reused.hit_rate:.1f} % of all" if reused.hit_rate is not None else ""
+    again = f"; resumed requests took {count(reused.resumed, 'token')} from the cache again" if reused.resumed else ""
     nodes = "; ".join(_node(node) for node in view.moment.tree.evicted_next(live, view.texts.decode))
     texts = [
         f"the cache saved {saved} {view.moment.last_minute}{working}{share}{again}",
@@ -39,16 +37,14 @@ def summary(view: View) -> list[str]:
 
 def summary_json(view: View) -> dict[str, Any]:
     """Returns the summary as plain data; null for what is unknown. "text" has its sentences."""
-    evicted, found = (
-        view.moment.tree.evicted_next(view.history.live, view.texts.decode),
-        limits(view.history.steps, view.moment.horizon),
-    )
-    rate = view.moment.reused_lately.hit_rate
+    evicted = view.moment.tree.evicted_next(view.history.live, view.texts.decode)
+    found, reused = limits(view.history.steps, view.moment.horizon), view.moment.reused_lately
+    rate = reused.hit_rate
     return {
         "after_step": view.history.steps.committed, "last_s": exact(view.moment.last_minute_s),
-        "saved_prompt_tokens": view.moment.reused_lately.saved,
+        "saved_prompt_tokens": reused.saved,
         "hit_rate": None if rate is None else round(rate, 4),
-        "tokens_cached_after_preemption": view.moment.reused_lately.resumed,
+        "tokens_cached_after_preemption": reused.resumed,
         "free_blocks_first": view.history.live.state.counts[FREE],
         "evicted_next": [{"node": node.node, "tokens": node.tokens, "name": _name(node)} for node in evicted],
         "limits": [_limit(one) for one in found if isinstance(one, Limit) or one.limit],

@@ -146,13 +146,8 @@ class Teller:
         """Yields a summary if a minute ended while the engine was idle, before engine time `t`. The working time
         advances to this moment, as in the panels. Minutes without records have no summary."""
         view, since = self.view, self._summed_up
-        if (
-            since is None
-            or t - since < SUMMARY_S
-            or self._batch
-            or not view.moment.idle
-            or view.history.live.state.gate == "closed"
-        ):
+        closed = view.history.live.state.gate == "closed"
+        if since is None or t - since < SUMMARY_S or self._batch or not view.moment.idle or closed:
             return
         self._summed_up = t - (t - since) % SUMMARY_S
         if self._news:
@@ -225,12 +220,7 @@ class Teller:
             for r in submits if r.request in view.history.lanes.lanes
         ]  # fmt: skip
         lines += [
-            Line(
-                event.record.t,
-                event.step,
-                event.kind,
-                KIND_PREFIXES.get(event.kind, "") + view.texts.event(view.history, event),
-            )
+            Line(event.record.t, event.step, event.kind, KIND_PREFIXES.get(event.kind, "") + view.texts.event(event))
             for event in events
         ]
         yield from sorted(lines, key=lambda line: line.t)

@@ -17,7 +17,8 @@ EVENTS_KEPT = 2000  # sentences
 class Texts:
     """`ids_to_text`: the tokenizer; None: not known yet. `group_names`: the titles of chats by their groups."""
 
-    def __init__(self) -> None:
+    def __init__(self, history: History) -> None:
+        self.history = history
         self.ids_to_text: Callable[[list[int]], str] | None = None
         self.group_names: dict[str, str] = {}
         self.begin()
@@ -35,10 +36,11 @@ class Texts:
     def group_name(self, group: str) -> str:
         return self.group_names.get(group, group)
 
-    def event(self, history: History, event: Event, short: bool = False) -> str:
+    def event(self, event: Event, short: bool = False) -> str:
         """Returns the event as a sentence, or in few words for narrow panels if `short`."""
         if event.kind == "refuse" and event.record.group:  # a refused request has no number: name its chat
             return f"chat {self.group_name(event.record.group)} · {event.record.reason}"
+        history = self.history
         lane = history.lanes.lanes.get(event.request)
         if short:
             return describe(event, lane, short=True)

@@ -71,7 +71,7 @@ class Search:
             else:
                 lane = view.history.lanes.lanes.get(event.request)
                 chat = view.texts.group_name(lane.group) if lane is not None else ""
-                text = text or f"{event.kind} {view.texts.event(view.history, event)} {chat}"
+                text = text or f"{event.kind} {view.texts.event(event)} {chat}"
                 if word not in text.lower():
                     return False
         return True
@@ -225,13 +225,12 @@ A dash in place of the step: the event came before the first step that is known,
         chosen = event.seq == self.chosen
         ground = " on select" if linked else ""
         fresh = view.moment.glow_of(event.record.t) == 2
-        unknown = (
-            event.raw[-1] == REMOVED or not view.history.steps.begin <= event.step <= view.history.steps.last
-        )  # of a KV event
+        steps = view.history.steps
+        unknown = event.raw[-1] == REMOVED or not steps.begin <= event.step <= steps.last  # of a KV event
         step = glyphs().dash if unknown else f"{event.step:,}"
         row = Row(step.rjust(digits), "dim" + ground)
         row.add("  ", "ink" + ground).add(event.kind.ljust(8), STYLES[event.kind] + ground)
-        words = clean(view.texts.event(view.history, event, short=width < NARROW))
+        words = clean(view.texts.event(event, short=width < NARROW))
         quiet = event.kind in ("finish", "miss")
         style = "bold accent" if chosen else "bold ink" if fresh else "dim" if quiet else "ink"
         room = width - row.width

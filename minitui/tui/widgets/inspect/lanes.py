@@ -115,11 +115,8 @@ these two, the label names that request.""")
         steps = last.step - view.history.steps.since(last.t - SPAN_SECONDS, last.step) + 1
         needed_k = next((k for k in STEPS_PER_COLUMN if k * self.columns >= steps), STEPS_PER_COLUMN[-1])
         # In a moving picture, choose a smaller k only if all steps clearly fit: the scale must not jump to and fro.
-        if (
-            view.moment.still
-            or needed_k > self.k
-            or (2.5 * needed_k < self.k and steps < 0.8 * needed_k * self.columns)
-        ):
+        shrinks = 2.5 * needed_k < self.k and steps < 0.8 * needed_k * self.columns
+        if view.moment.still or needed_k > self.k or shrinks:
             self.k = needed_k
 
     def _scale(self, view: View, width: int, horizon: int) -> Runs:
@@ -212,11 +209,8 @@ these two, the label names that request.""")
         """Returns the last row: the number of requests without a row, by phase."""
         shown = {id for slot in self.rows.slots for id in slot}
         requests = view.moment.shown.state.requests
-        hidden = [
-            r
-            for id, r in requests.items()
-            if id not in shown and view.history.lanes.lanes[id].submitted_step <= end + 1
-        ]
+        lanes = view.history.lanes.lanes
+        hidden = [r for id, r in requests.items() if id not in shown and lanes[id].submitted_step <= end + 1]
         decoding = sum(r.joined_at >= 0 for r in hidden)
         waiting = sum(r.state != "running" for r in hidden)
         ended = view.history.lanes.number_ended(self.first_step, end)

@@ -228,11 +228,11 @@ list is narrow, a time with a plus is an excess, as "launch +12.3", and one with
         if t.ranks > 1:
             more.append(exchange_row(t, width))
         rest = height - len(rows) - len(more) - len(t.limits)
-        self.times = (
-            step_times(view.history.steps, view.moment.horizon, SPANS[self.span]) if rest >= 2 + LEAST_LIST else None
-        )
-        if self.times is None or not len(self.times.took):
-            self.times = None
+        self.times = None
+        if rest >= 2 + LEAST_LIST:
+            times = step_times(view.history.steps, view.moment.horizon, SPANS[self.span])
+            self.times = times if len(times.took) else None
+        if self.times is None:
             return self._small(view, rows, more, width, height)
         if height >= LARGE_FROM:
             return self._large(self.times, view, [*rows, *more], width, height)

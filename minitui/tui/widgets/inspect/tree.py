@@ -239,9 +239,8 @@ node of which the running step still computes blocks. A large panel (z) also has
         if hidden:
             row.add(f"+{count(hidden, 'node')}", "ink").add(" · ", "dim")
         words, saved, when = f"{count(evictable, 'token')} evictable", view.moment.reused.saved, view.moment.since_begin
-        minute = (
-            f", {view.moment.reused_lately.saved:,} in the last minute" if view.moment.knows_the_last_minute else ""
-        )
+        lately = view.moment.reused_lately.saved
+        minute = f", {lately:,} in the last minute" if view.moment.knows_the_last_minute else ""
         resumed = f" · {view.moment.reused.resumed:,} again after preemptions"
         texts = [
             (words + " · ", f"{count(saved, 'prompt token')} saved {when}" + resumed),
